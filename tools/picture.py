@@ -18,7 +18,7 @@ from rich.terminal_theme import MONOKAI
 
 from langchain_quota.cli.demo import Traffic, table
 from langchain_quota.cli.metrics import figures, of_text
-from langchain_quota.cli.top import View, screen
+from langchain_quota.cli.top import Choice, screen
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 THREADS = 6
@@ -36,7 +36,7 @@ def drawn(seconds: int) -> dict[str, RenderableType]:
     board, top = (Console(width=w, height=h, file=io.StringIO()) for w, h in SIZES.values())
     return {
         "demo": table(traffic.rows(), board.width),
-        "top": screen(known, View(), console=top, addresses=1, faults=(), now=time.time()),
+        "top": screen(known, Choice(), console=top, addresses=1, faults=(), now=time.time()),
     }
 
 

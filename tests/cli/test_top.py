@@ -1,4 +1,4 @@
-"""`langchain-quota top` without a terminal: addresses, what they say together, screens, keys."""
+"""`langchain-quota top` without a terminal: addresses, what they say together, screens."""
 
 import io
 import re
@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,7 +19,7 @@ from langchain_quota import Level, start_metrics_server
 from langchain_quota.cli import main, metrics
 from langchain_quota.cli.arguments import ORDERS, TOKEN_VARIABLE
 from langchain_quota.cli.metrics import Figures, Limit, Use
-from langchain_quota.cli.top import View, compact, lasting, percent, press, screen
+from langchain_quota.cli.top import Choice, compact, lasting, percent, screen
 from tests.certificates import Certificate
 
 TOKEN = "a-token-for-tests"  # noqa: S105 - opens nothing
@@ -282,28 +281,6 @@ def test_what_is_shown_can_be_chosen(serving: Serving, capsys: pytest.CaptureFix
         assert [each.split()[0] for each in found[3:]] == expected
 
 
-KEYS: list[tuple[list[str], dict[str, Any]]] = [
-    *((["3"], {"name": "limits"}), (["4", "0", "²", "x", "é", "\r", "\x1b[A"], {})),
-    *((["s"], {"order": "refused"}), (["s", "s", "s"], {"order": "share"})),
-    (["2", "s"], {"name": "quotas", "order": "name"}),
-    *(([" "], {}), (["q"], {"ended": True})),
-    *((["\x1b[B", "\x1b[B", "\x1b[A"], {"first": 1}), (["\x1b[B", "1"], {})),
-    (["\x1b[6~", "\x1b[6~", "\x1b[5~"], {"first": 20}),
-    *((["/", "w", "q", "\x7f", "\r"], {"text": "w"}), (["/", "é", "\x1b"], {})),
-    *((["/", "x"], {"text": "x", "is_typing": True}), (["/", "x", "\r", "\x1b"], {})),
-    (["/", "x", "\r", "/", "y", "\x1b[A", "\r"], {"text": "xy"}),
-]
-
-
-def test_keys() -> None:
-    """What each key does; while a filter is typed, letters are letters."""
-    for keys, expected in KEYS:
-        view = View()
-        for key in keys:
-            view = press(view, key, page=20)
-        assert view == replace(View(), **expected), keys
-
-
 def test_amounts() -> None:
     """Amounts are short, and say their unit where it is not calls; shares do not round up."""
     calls = {None: "-", 8: "8", 99_999: "99,999", 100_000: "100k", 1_250_000: "1.25M"}
@@ -328,14 +305,15 @@ HOSTILE = ("a\x1b[2Jb", "line\nbreak", "\u202etxt", "名前" * 40, "x" * 3000, "
 MANY = Figures(threads=tuple(use(f"customer-{each}", each, 100_000) for each in range(10_000)))
 
 
-def drawn(known: Figures | None, view: View | None = None, **options: Any) -> list[str]:
+def drawn(known: Figures | None, choice: Choice | None = None, **options: Any) -> list[str]:
     """The lines of the screen, as they are written to a terminal."""
     raw = io.BytesIO()
     settings = {"color_system": None, "force_terminal": True, "width": 80, "height": 24} | options
     faults, encoding = settings.pop("faults", ()), settings.pop("encoding", "utf-8")
     file = io.TextIOWrapper(raw, encoding=encoding, errors="backslashreplace")
     console = Console(file=file, **settings)
-    shown = screen(known, view or View(), console=console, addresses=1, faults=faults, now=NOW)
+    of: Any = {"console": console, "addresses": 1, "faults": faults, "now": NOW}
+    shown = screen(known, choice or Choice(), **of)
     console.print(shown)
     file.flush()
     return raw.getvalue().decode(encoding).removesuffix("\n").split("\n")
@@ -349,8 +327,8 @@ def test_it_fits() -> None:
         limits=tuple(Limit(each, each, defaultdict(float)) for each in HOSTILE) * 30,
     )
     for width, height in ((80, 24), (40, 10), (300, 100)):
-        for name in ORDERS:
-            shown = drawn(known, View(name), width=width, height=height)
+        for name in (None, *ORDERS):
+            shown = drawn(known, Choice(name), width=width, height=height)
             assert len(shown) == height
             assert all(cell_len(each) <= width and each.isprintable() for each in shown)
 
@@ -367,16 +345,26 @@ def test_a_row() -> None:
 
 def test_beside_the_rows() -> None:
     """Which rows of how many are shown; faults, three lines at most; the filter, and no row."""
-    assert "1-19 of 10,000" in drawn(MANY)[2]
-    assert "9,982-10,000 of 10,000" in drawn(MANY, View(first=10**9))[2]
+    shown = drawn(MANY)
+    assert "threads  20 of 10,000  by share" in shown[2]
+    assert shown[4].startswith("customer-9999 ")
+    # A small table is whole, the largest has the rest; a low terminal shows the first ones.
+    limits = tuple(Limit("a", str(each), defaultdict(float)) for each in range(3))
+    every = MANY._replace(quotas=(use("acme", scope="tenant"),), limits=limits)
+    for height, expected in (
+        (24, ["12 of 10,000", "1 of 1", "3 of 3"]),
+        (8, ["1 of 10,000", "1 of 1"]),
+    ):
+        text = "\n".join(drawn(every, height=height))
+        assert re.findall(r"(?m)^(?:threads|quotas|limits)  (\S+ of \S+)", text) == expected
     faults = tuple(f"http://h:{each}: no answer" for each in range(5))
     shown = drawn(MANY, faults=faults)
     assert [each.strip() for each in shown[2:5]] == [*faults[:2], "and 3 more addresses fail"]
     assert len(shown) == 24
-    shown = drawn(MANY, View(text="7", is_typing=True))
-    assert "filter: 7_" in shown[23]
-    assert "1-19 of 3,439" in shown[2]
+    shown = drawn(MANY, Choice(text="7"))
+    assert "with 7" in shown[0]
+    assert "20 of 3,439" in shown[2]
     assert "asking ..." in drawn(None)[0]
-    assert "nothing has been used yet" in drawn(Figures())[4]
-    assert "are seen with subject_label" in drawn(Figures(), View("quotas"))[4]
-    assert "nothing matches; Esc clears" in drawn(MANY, View(text="zz"))[4]
+    assert "nothing has been used yet" in drawn(Figures())[2]
+    assert "are seen with subject_label" in drawn(Figures(), Choice("quotas"))[2]
+    assert "nothing matches" in drawn(MANY, Choice(text="zz"))[2]

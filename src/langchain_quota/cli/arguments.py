@@ -139,7 +139,7 @@ def _add_top(top: ArgumentParser) -> None:
     add("--once", action="store_true", help="print everything once, as plain text")
     text = "seconds between two updates (default: %(default)g)"
     add("--interval", type=_number(float, 0.1, 3600), default=2.0, metavar="SECONDS", help=text)
-    add("--view", choices=ORDERS, help="the first view; in plain text, the only one")
+    add("--view", choices=ORDERS, help="show only this view (default: all)")
     add("--sort", choices=ORDERS["threads"], help="the order of the rows")
     add("--filter", default="", metavar="TEXT", help="only rows with this text in a name")
 

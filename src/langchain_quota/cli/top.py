@@ -1,16 +1,13 @@
 """A live view of running services: who is near a limit, and who is refused."""
 
-import os
-import re
-import select
 import signal
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from rich.console import Console, Group, RenderableType
 from rich.filesize import pick_unit_and_suffix
@@ -25,30 +22,22 @@ from langchain_quota.cli.printing import complain, printable, say
 from langchain_quota.decision import Outcome
 from langchain_quota.units import MICRODOLLARS, Level, Unit, as_dollars
 
-try:
-    import termios
-    import tty
-except ModuleNotFoundError:  # Windows
-    termios = tty = None  # type: ignore[assignment]
-
 SOME_FAILED, ALL_FAILED = 1, 2
 """The exit codes if addresses did not answer, where each is asked once."""
 OK, NEAR, EXHAUSTED = Level
 STYLES = {OK: "green", NEAR: "yellow", EXHAUSTED: "red"}
 """The terminal's own colors, so that they fit a dark and a light background."""
-KEYS = "q quit  1-3 view  s sort  / filter  arrows scroll"
 FAULTS = 3
 """How many lines name addresses that fail."""
 
-_KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
 _NO_WRAPPING, _WRAPPING = "\x1b[?7l", "\x1b[?7h"
 _PAUSE = 0.2
 """The seconds between two looks at new answers."""
 _WIDE = 100
 _WIDEST = 100_000
 """So many columns that plain text is neither wrapped nor cut."""
-_BESIDE_ROWS = 5
-"""The lines above and below the rows: two with totals, the views, the headings, the keys."""
+_HEADINGS = 2
+"""The lines above the rows of a table: its name, and the names of its columns."""
 _NAMES = ("thread", "subject", "quota", "agent", "limit")
 """The columns that become narrower where the terminal is; numbers never do."""
 _USED = ("used/of", "share", "state")
@@ -70,32 +59,36 @@ Row = Use | Limit
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """What the user looks at: rows with `text` in a name, and `first` rows above those shown."""
+class Choice:
+    """What the user wants to see: one view or all, in an order, and rows with a text in a name."""
 
-    name: str = "threads"
+    view: str | None = None
     order: str | None = None
     text: str = ""
-    first: int = 0
-    is_typing: bool = False
-    ended: bool = False
 
-    @property
-    def used_order(self) -> str:
-        """The order that the view really has."""
-        orders = ORDERS[self.name]
-        return self.order if self.order in orders else orders[0]
+    def order_of(self, view: str) -> str:
+        """The order that a view really has."""
+        return self.order if self.order in ORDERS[view] else ORDERS[view][0]
+
+    def tables(self, figures: Figures) -> dict[str, list[Row]]:
+        """The rows of each view that has some, filtered and in order."""
+        found = {view: self._rows(figures, view) for view in ([self.view] if self.view else ORDERS)}
+        return {view: rows for view, rows in found.items() if rows}
+
+    def _rows(self, figures: Figures, view: str) -> list[Row]:
+        text, by = self.text.casefold(), self.order_of(view)
+        found = [row for row in getattr(figures, view) if any(text in x for x in _names(row))]
+        return sorted(found, key=lambda row: (_order(row, by), _names(row)))
 
 
 def run(arguments: Namespace) -> int:
-    """Show the view in a terminal, else print the figures once."""
+    """Show the figures in a terminal until Ctrl-C, else print them once."""
     asked = sources(arguments)
-    view = View(arguments.view or "threads", arguments.sort, arguments.filter)
+    choice = Choice(arguments.view, arguments.sort, arguments.filter)
     console = Console()
-    has_keys = termios is not None and sys.stdin.isatty() and sys.stdout.isatty()
-    if has_keys and not console.is_dumb_terminal and not arguments.once:
+    if sys.stdout.isatty() and not console.is_dumb_terminal and not arguments.once:
         ask(asked, arguments.interval)
-        return _show(asked, view, console)
+        _show(asked, choice, console)
     for thread in ask(asked, None):
         thread.join()
     scrapes, faults = _told(asked)
@@ -107,9 +100,8 @@ def run(arguments: Namespace) -> int:
     plain = Console(width=_WIDEST, force_terminal=False)
     with plain.capture() as printed:
         plain.print(_summary(known))
-        for name in [view.name] if arguments.view else ORDERS:
-            if found := rows(known, replace(view, name=name)):
-                plain.print(f"\n{name}:", _table(found, name, plain, time.time()), sep="\n")
+        for view, rows in choice.tables(known).items():
+            plain.print(f"\n{view}:", _table(rows, view, plain, time.time()), sep="\n")
     for line in printed.get().splitlines():
         say(line.rstrip())
     return SOME_FAILED if faults else 0
@@ -121,88 +113,30 @@ def _told(asked: Sequence[Source]) -> tuple[list[Scrape], list[str]]:
     return scrapes, [fault for each in asked if (fault := each.fault)]
 
 
-def _show(asked: Sequence[Source], view: View, console: Console) -> int:
-    """Show the view until the user ends it; however it ends, the terminal is as before."""
-    drawn: Any = None
+def _show(asked: Sequence[Source], choice: Choice, console: Console) -> NoReturn:
+    """Show the figures until a signal; however it ends, the terminal is as before."""
     known: Figures | None = None
     taken: list[Scrape] = []
     write = console.file.write
     with ExitStack() as stack:
-        _take_keys(stack)
+        signal.signal(signal.SIGTERM, _end)
+        if hasattr(signal, "SIGTSTP"):  # not on Windows; Ctrl-Z would leave the screen to the shell
+            signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
         # A character that is wider than expected must not move the lines below.
         stack.callback(write, _WRAPPING)
         write(_NO_WRAPPING)
-        beside: Any = {"console": console, "addresses": len(asked)}
-        while not view.ended:
+        while True:
             scrapes, faults = _told(asked)
             if scrapes != taken:
                 taken, known = scrapes, figures(scrapes)
-            now = (known, view, faults, console.size)
-            if now != drawn:
-                drawn = now
-                shown = screen(known, view, faults=faults, now=time.time(), **beside)
-                live.update(shown, refresh=True)
-            size = _page(console, faults)
-            for key in _pressed(_PAUSE):
-                view = press(view, key, page=size)
-            if view.first:
-                most = len(rows(known or Figures(), view)) - size
-                view = replace(view, first=max(0, min(view.first, most)))
-    return 0
+            of: Any = {"console": console, "addresses": len(asked), "faults": faults}
+            live.update(screen(known, choice, **of, now=time.time()), refresh=True)
+            time.sleep(_PAUSE)
 
 
-def _take_keys(stack: ExitStack) -> None:
-    """Get keys as they are pressed; a signal ends the view like an error."""
-    # Ctrl-Z would leave the screen to the shell.
-    signals: Any = {signal.SIGTERM: _end, signal.SIGHUP: _end, signal.SIGTSTP: signal.SIG_IGN}
-    for number, handler in signals.items():
-        stack.callback(signal.signal, number, signal.signal(number, handler))
-    terminal = sys.stdin.fileno()
-    stack.callback(termios.tcsetattr, terminal, termios.TCSAFLUSH, termios.tcgetattr(terminal))
-    tty.setcbreak(terminal)
-
-
-def _end(number: int, _: object) -> None:
+def _end(number: int, _: object) -> NoReturn:
     sys.exit(128 + number)
-
-
-def _pressed(seconds: float) -> Sequence[str]:
-    if not select.select([sys.stdin], [], [], seconds)[0]:
-        return ()
-    data = os.read(sys.stdin.fileno(), 1024)
-    # Without a terminal nobody reads the view any more.
-    return _KEY.findall(data.decode(errors="ignore")) if data else ("\x1b", "q")
-
-
-def press(view: View, key: str, *, page: int = 10) -> View:
-    """The view after a key: a character, or what a terminal sends for another key."""
-    if view.is_typing:
-        if key in "\r\n\x1b":
-            return replace(view, is_typing=False, text="" if key == "\x1b" else view.text)
-        text = view.text[:-1] if key in "\x7f\b" else view.text
-        if key.isprintable():
-            text += key
-        return replace(view, text=text, first=0)
-    orders = ORDERS[view.name]
-    following = orders[(orders.index(view.used_order) + 1) % len(orders)]
-    moves = {"\x1b[A": -1, "\x1b[B": 1, "\x1b[5~": -page, "\x1b[6~": page}
-    changes: dict[str, dict[str, Any]] = {
-        "q": {"ended": True},
-        "/": {"is_typing": True},
-        "s": {"order": following, "first": 0},
-        "\x1b": {"text": "", "first": 0},
-        **{str(number): {"name": name, "first": 0} for number, name in enumerate(ORDERS, 1)},
-        **{move: {"first": max(0, view.first + by)} for move, by in moves.items()},
-    }
-    return replace(view, **changes.get(key, {}))
-
-
-def rows(figures: Figures, view: View) -> list[Row]:
-    """The rows of a view, filtered and in order."""
-    text, by = view.text.casefold(), view.used_order
-    found = [row for row in getattr(figures, view.name) if any(text in x for x in _names(row))]
-    return sorted(found, key=lambda row: (_order(row, by), _names(row)))
 
 
 def _names(row: Row) -> tuple[str, ...]:
@@ -220,14 +154,9 @@ def _order(row: Row, by: str) -> tuple[float, ...]:
     return order if by == "share" else (-row.refused, *order)
 
 
-def _page(console: Console, faults: Sequence[str]) -> int:
-    """How many rows fit into a terminal."""
-    return max(1, console.height - _BESIDE_ROWS - min(len(faults), FAULTS))
-
-
 def screen(  # noqa: PLR0913 - what a screen shows, by keyword
     known: Figures | None,
-    view: View,
+    choice: Choice,
     *,
     console: Console,
     addresses: int,
@@ -236,36 +165,35 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
 ) -> RenderableType:
     """The whole screen; `known` is `None` before the first answer."""
     figures = known or Figures()
-    found = rows(figures, view)
-    shown = _page(console, faults)
-    first = max(0, min(view.first, len(found) - shown))
     title = Text.assemble(("langchain-quota top", "bold"), "  ")
     title.append(f"{figures.processes} of {addresses} addresses" if known else "asking ...")
+    title.append(f"  with {printable(choice.text)}" if choice.text else "", "bold")
     named = [*faults]
     if len(faults) > FAULTS:
         named[FAULTS - 1 :] = [f"and {len(faults) - FAULTS + 1} more addresses fail"]
-    tabs = Text()
-    for number, name in enumerate(ORDERS, 1):
-        tabs.append(f" {number} {name} ", "reverse" if name == view.name else "")
-    if found:
-        last = min(len(found), first + shown)
-        tabs.append(f"  {first + 1:,}-{last:,} of {len(found):,}")
-    tabs.append(f"  by {view.used_order}", "dim")
-    tabs.append(f"  with {printable(view.text)}" if view.text else "", "bold")
-    parts: list[RenderableType] = [
-        *(title, _summary(figures), *(Text(each, "red") for each in named), tabs),
-        _table(found[first : first + shown], view.name, console, now),
-    ]
-    if not found:
-        nothing = "nothing matches; Esc clears" if view.text else _NOTHING
-        parts.append(Text(nothing, "dim"))
-    parts += [Text("")] * (shown - max(1, min(shown, len(found))))
-    prompt = f"filter: {view.text}_   Enter keeps it, Esc clears it"
-    parts.append(Text(prompt) if view.is_typing else Text(KEYS, "dim"))
+    parts: list[Any] = [title, _summary(figures), *(Text(each, "red") for each in named)]
+    tables = choice.tables(figures)
+    left = console.height - len(parts)
+    if not tables:
+        parts.append(Text("nothing matches" if choice.text else _NOTHING, "dim"))
+        left -= 1
+    # A low terminal has no place for all tables.
+    tables = dict([*tables.items()][: max(1, left // (_HEADINGS + 1))])
+    left -= _HEADINGS * len(tables)
+    pages: dict[str, int] = {}
+    # Small tables are whole, and large ones share the rest.
+    for view, rows in sorted(tables.items(), key=lambda table: len(table[1])):
+        pages[view] = min(len(rows), left // (len(tables) - len(pages)))
+        left -= pages[view]
+    for view, rows in tables.items():
+        heading = Text(f"{view} ", "reverse")
+        heading.append(f" {pages[view]:,} of {len(rows):,}", "not reverse")
+        heading.append(f"  by {choice.order_of(view)}", "not reverse dim")
+        parts += [heading, _table(rows[: pages[view]], view, console, now)]
     for part in parts:
         if isinstance(part, Text):
             part.no_wrap, part.overflow = True, "crop"
-    return Group(*parts)
+    return Group(*parts, *[Text("")] * left)
 
 
 def _summary(figures: Figures) -> Text:
