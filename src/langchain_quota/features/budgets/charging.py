@@ -11,10 +11,11 @@ from langchain_quota.errors import UnknownPriceError
 from langchain_quota.features.budgets.late_use import LateUse, added
 from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import cost, highest_cost, priced
+from langchain_quota.features.budgets.reports import charged_tokens
 from langchain_quota.features.budgets.settlements import Hold, Used, mirror_root_run, settlements
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, Prices
-from langchain_quota.limits.model_usage import ModelUsage, charged_tokens
+from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.limits.options import BUDGETS, MICRODOLLARS, whole_amount
 from langchain_quota.rule import ResolvedLimits
 from langchain_quota.stores.client import StoreClient

@@ -12,7 +12,8 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, AnyMessage, BaseMessage
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from langchain_quota.limits.model_usage import ModelUsage, counted
+from langchain_quota.features.budgets.reports import counted
+from langchain_quota.limits.model_usage import ModelUsage
 
 DEFAULT_MAX_TOKENS = 16_384
 """The bound of an answer where the request, the model and its profile have none."""

@@ -23,7 +23,8 @@ from langchain_core.tracers.context import register_configure_hook
 
 from langchain_quota.features.budgets.estimates import as_json, asked_in, estimated_usage
 from langchain_quota.features.budgets.model_errors import is_paid
-from langchain_quota.limits.model_usage import ModelUsage, reported_usage
+from langchain_quota.features.budgets.reports import reported_usage
+from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.middleware.context import running_config
 from langchain_quota.root_run import DECISION
 
