@@ -21,8 +21,9 @@ from langchain_quota.limits.options import UNITS
 from langchain_quota.stores import QuotaUsage, window_end
 from langchain_quota.stores.grants import Grant, unit_of
 from langchain_quota.stores.keys import CountKey, dimension_of
-from langchain_quota.stores.redis import PREFIX, RedisStore
+from langchain_quota.stores.redis import RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
+from langchain_quota.stores.scripted import PREFIX
 from langchain_quota.units import shown
 
 _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
