@@ -85,20 +85,17 @@ class Occupancy(NamedTuple):
 class QuotaStore(Protocol):
     """Keeps counts that runs share.
 
-    Every operation is one atomic step: two operations at the same time happen one after the other,
-    and none happens in part. The async forms do the same.
+    Every operation is one atomic step. The async forms do the same as the sync ones.
 
-    A count expires an hour after its window. A count without a window expires when it has not been
-    charged for long: by default for a year, a root run's count for a week, a run's count for a day.
-    Results, refused attempts and compensations that settle a request are remembered for an hour,
-    other compensations for a week.
+    A count expires an hour after its window. One without a window expires when it has not been
+    charged for a year (a store may have a shorter time), a root run's for a week, a run's for a
+    day. Results, refused attempts and compensations that settle a request are remembered for an
+    hour, other compensations for a week.
 
-    If a store has an attribute `clock`, a function that gives the seconds since the Unix epoch, it
-    decides which window a call is in; otherwise the worker's clock does.
-
-    If a store of your own has an attribute `prefix` that is a function, keys begin with what the
-    function gives, as for `RedisStore`, and all keys of a request with the same. If it serves only
-    one of the two forms, its attribute `forms` says which: `("sync",)` or `("async",)`.
+    A store may have three attributes more. `clock`, a function that gives the seconds since the
+    Unix epoch, decides which window a call is in, in place of the worker's clock. `prefix`, if it
+    is a function as for `RedisStore`, gives what all keys of a request begin with. `forms` says
+    which form it serves, if it serves one: `("sync",)` or `("async",)`.
 
     Raises:
         QuotaStoreError: The store failed, or did not answer in time. The operation may have
@@ -121,26 +118,22 @@ class QuotaStore(Protocol):
 
         In this order:
 
-        1. The compensations are made, each id only once, however often it is sent. A compensation
-           with an attempt undoes exactly what that attempt charged, forgets its result, and makes
-           the store refuse the attempt if it arrives later. Amounts are added to counts, unless
-           another attempt of the request is answered. A negative amount lowers a count, but not
-           below 0, and does nothing to a key that does not exist. A positive amount makes such a
-           key, which begins at the compensation's start.
-           A compensation that settles a request first gives back what the request still holds
-           under the keys of its amounts. A hold is given back once: when the request is settled,
-           when the attempt is undone, or at the end of its lease.
+        1. The compensations are made, each id once, however often it is sent. One with an attempt
+           undoes what the attempt charged, forgets its result, and has it refused if it arrives
+           later. One that settles a request first gives back what the request still holds under
+           the keys of its amounts. Then amounts are added to counts, unless another attempt of the
+           request is answered. A negative amount makes no count lower than 0, and no key. A key
+           that a positive amount makes begins at the compensation's start.
         2. An attempt that was compensated before it arrived charges nothing: `QuotaStoreError`.
-        3. A request whose idempotency key (if it has one) was answered before gets the same
-           answer, with `replayed`, and is not charged again. Its counters are matched by position.
+        3. A request whose idempotency key was answered before gets the same answer, with
+           `replayed`, and is charged nothing. Its counters are matched by position.
         4. The calls are judged by `admit`, on the counts that are kept. A counter without a kept
-           count uses its own `used`. If the store gives grants, the limits are raised by what is
-           granted under the keys. A refused call is charged nowhere. If refusals stop the batch,
-           nothing of it is charged.
-        5. The keys are charged. A key that did not exist begins at the count of the first counter
-           that is charged to it. The result is remembered if it charged a key; otherwise the next
-           try is judged anew. The charge of a counter with a lease counts like any other, until it
-           is settled or its lease is over (a second later at most): then it is given back.
+           count uses its own `used`. Grants under the keys raise the limits.
+        5. What is admitted is charged, unless refusals stop the batch. A new key begins at the
+           count of its first charged counter. The result is remembered if it charged a key;
+           else the next try is judged anew. What a
+           counter with a lease charges is held: it is given back once, when it is settled, when the
+           attempt is undone, or when the lease is over (a second later at most).
 
         Args:
             request: The batch. Counts without a key belong to the caller, and are not kept. With a

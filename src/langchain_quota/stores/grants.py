@@ -177,31 +177,38 @@ class Granting(ABC):
         name: object,
     ) -> Grant:
         """The grant that is asked for, with its end."""
-        _check_texts(key=key)
-        text, now = str(key), self._now()
+        name = uuid4().hex if name is None else name
+        _check_texts(key=key, reason=reason, by=by, id=name)
+        if not name:
+            raise ValueError("id must not be empty: leave it out for a new one")
+        now, counted = self._now(), self._counted(str(key), window)
+        check_type("until", until, datetime | None, "a datetime or None")
+        if until is not None and until.tzinfo is None:
+            raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
+        given = whole_amount(unit_of(counted), "amount", amount)
+        if not 0 < given <= MAX_AMOUNT:
+            raise ValueError(f"amount must be above 0, and at most {MAX_AMOUNT}, not {amount!r}")
+        asked = Grant(counted, given, str(name), in_utc(now), until, str(reason), str(by))
+        ends = [each for each in (asked.ends, window_end(counted)) if each is not None]
+        last = math.ceil(now) + idle_time(counted, self._idle)
+        return replace(asked, until=in_utc(min(ends, default=last)))
+
+    def _counted(self, text: str, window: timedelta | None) -> str:
+        """The key of a count; if a window is given, of the present one."""
         try:
-            CountKey.parse(text)
+            key = CountKey.parse(text)
         except ValueError:
             raise ValueError(
                 "key must be the key of a count, such as 'email:user_id:ada', as store.usages() "
                 f"has it, not {text!r}"
             ) from None
-        if window is not None:
-            text = in_window(text, window, now)
-        name = uuid4().hex if name is None else name
-        _check_texts(reason=reason, by=by, id=name)
-        if not name:
-            raise ValueError("id must not be empty: leave it out for a new one")
-        check_type("until", until, datetime | None, "a datetime or None")
-        if until is not None and until.tzinfo is None:
-            raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
-        given = whole_amount(unit_of(text), "amount", amount)
-        if not 0 < given <= MAX_AMOUNT:
-            raise ValueError(f"amount must be above 0, and at most {MAX_AMOUNT}, not {amount!r}")
-        asked = Grant(text, given, str(name), in_utc(now), until, str(reason), str(by))
-        ends = [each for each in (asked.ends, window_end(text)) if each is not None]
-        last = math.ceil(now) + idle_time(text, self._idle)
-        return replace(asked, until=in_utc(min(ends, default=last)))
+        if window is None:
+            return text
+        check_duration("window", window, or_none=True)
+        if key.window is not None:
+            raise ValueError(f"key has a window, so window must be None: {text!r}")
+        values = key.counter, key.dimension, key.subject
+        return str(CountKey.at(*values, window, self._now(), prefix=key.prefix))
 
     @abstractmethod
     def _now(self) -> float:
@@ -234,16 +241,6 @@ class Granting(ABC):
         if ended is not None:
             _log("revoked", ended)
         return ended
-
-
-def in_window(key: str, window: timedelta, now: float) -> str:
-    """The key for the present window."""
-    check_duration("window", window, or_none=True)
-    base = CountKey.parse(key)
-    if base.window is not None:
-        raise ValueError(f"key has a window, so window must be None: {key!r}")
-    at = CountKey.at(base.counter, base.dimension, base.subject, window, now, prefix=base.prefix)
-    return str(at)
 
 
 def unit_of(key: str) -> Unit:

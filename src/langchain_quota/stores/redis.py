@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from langchain_quota.arguments import check_type
 from langchain_quota.concurrency import Form, now
@@ -15,7 +16,6 @@ from langchain_quota.stores.redis_clients import (
     TIMEOUTS,
     UNREADABLE,
     AsyncClient,
-    Clients,
     NoScriptError,
     SyncClient,
     clients,
@@ -36,7 +36,6 @@ _REASON = 300
 """How much of a client's error text is shown: it may quote a whole reply."""
 
 T = TypeVar("T")
-_Failure = Callable[[BaseException, float], QuotaStoreError]
 
 
 class RedisStore(ScriptedStore):
@@ -118,11 +117,16 @@ class RedisStore(ScriptedStore):
     async def _run(self, form: Form, script: str, prefix: str, ask: Ask, read: Read[T]) -> T:
         # What is wrong with a question is no failure of Redis.
         call = ScriptCall(script, prefix, ask)
-        async with _Run(form, self._clients, self._timeout, self._failure) as run:
-            reply = await run(call)
-            while call.again(reply):
-                reply = await run(call)
-            return read(reply)
+        client = await self._clients.opened(form)
+        patience = _Patience(self._timeout)
+        try:
+            async with patience if form else nullcontext():
+                reply = await _reply(form, client, call)
+                while call.again(reply):
+                    reply = await _reply(form, client, call)
+                return read(reply)
+        except FAILED as error:
+            raise self._failure(error, patience.blocked) from error
 
     def _keys(self, kind: str, pattern: str) -> Iterator[str]:
         prefix, client = str(self.prefix), now(self._clients.opened(""))
@@ -155,28 +159,32 @@ class RedisStore(ScriptedStore):
         return failure(f"{self!r}: {reason}", timed_out=timed_out)
 
 
-class _Run:
-    """Runs scripts within the timeout; what fails meanwhile is a failure of Redis."""
+async def _reply(form: Form, client: Any, call: ScriptCall) -> object:
+    arguments = call.arguments()
+    try:
+        reply = client.evalsha(call.script.sha, *arguments)
+        return await reply if form else reply
+    except NoScriptError:
+        reply = client.eval(call.script.text, *arguments)
+        return await reply if form else reply
+
+
+class _Patience:
+    """A timeout that leaves out time in which the event loop was blocked."""
 
     # While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before
     # it is read. So this one counts ticks of the event loop. A late tick counts as one.
 
-    def __init__(self, form: Form, clients: Clients, seconds: float, failure: _Failure) -> None:
-        self._form = form
-        self._clients = clients
-        self._failure = failure
+    def __init__(self, seconds: float) -> None:
         self._tick = seconds / _TICKS
         self._left = _TICKS
-        self._blocked = 0.0
+        self.blocked = 0.0
 
-    async def __aenter__(self) -> Self:
-        self.client = await self._clients.opened(self._form)
-        if self._form:
-            self._loop = asyncio.get_running_loop()
-            self._timeout = asyncio.timeout(None)
-            await self._timeout.__aenter__()
-            self._next()
-        return self
+    async def __aenter__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
+        await self._timeout.__aenter__()
+        self._next()
 
     async def __aexit__(
         self,
@@ -184,31 +192,15 @@ class _Run:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        if self._form:
-            self._timer.cancel()
-            try:
-                await self._timeout.__aexit__(kind, error, where)
-            except TimeoutError as late:
-                error = late
-        if isinstance(error, FAILED):
-            raise self._failure(error, self._blocked) from error
-
-    async def __call__(self, call: ScriptCall) -> object:
-        known, arguments = call.script, call.arguments()
-        try:
-            return await self._given(self.client.evalsha(known.sha, *arguments))
-        except NoScriptError:
-            return await self._given(self.client.eval(known.text, *arguments))
-
-    async def _given(self, answer: Any) -> object:
-        return await answer if self._form else answer
+        self._timer.cancel()
+        await self._timeout.__aexit__(kind, error, where)
 
     def _next(self) -> None:
         self._due = self._loop.time() + self._tick
         self._timer = self._loop.call_at(self._due, self._passed)
 
     def _passed(self) -> None:
-        self._blocked += self._loop.time() - self._due
+        self.blocked += self._loop.time() - self._due
         self._left -= 1
         if self._left:
             self._next()

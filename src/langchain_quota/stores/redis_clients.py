@@ -21,7 +21,7 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.concurrency import Form, fork_safe_lock
+from langchain_quota.concurrency import Form
 
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 """The environment variable with the URL of the server."""
@@ -36,14 +36,13 @@ _MOST = 16
 """Most requests of a pipeline. While the server answers one pipeline, the next one is packed."""
 
 NoScriptError = exceptions.NoScriptError
-FAILURES = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
 TIMEOUTS = (exceptions.TimeoutError, TimeoutError)
 UNREADABLE = (
     exceptions.InvalidResponse,
     *(ValueError, TypeError, LookupError, AttributeError, RecursionError),
 )
 """What redis-py raises if a reply has an unexpected form."""
-FAILED = (*FAILURES, *UNREADABLE)
+FAILED = (exceptions.RedisError, exceptions.RedisClusterException, OSError, *UNREADABLE)
 
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
@@ -82,12 +81,14 @@ class _Given:
             self._client = _Together(client, client.connection_pool.max_connections)
 
     async def opened(self, form: Form) -> Any:
-        asked, wrong, right = "sync", "a client of redis.asyncio serves no sync calls", "redis"
+        asked, wrong, right = "sync", "a client of redis.asyncio", "redis"
         if form:
-            asked, wrong = "async", "a sync client of redis serves no async calls"
-            right = "redis.asyncio"
+            asked, wrong, right = "async", "a sync client of redis", "redis.asyncio"
         if asked not in self.forms:
-            raise TypeError(f"{wrong} ({self.name}): give RedisStore a URL, or a client of {right}")
+            raise TypeError(
+                f"{wrong} serves no {asked} calls ({self.name}): give RedisStore a URL, or a "
+                f"client of {right}"
+            )
         return self._client
 
     def close(self) -> None:
@@ -229,10 +230,9 @@ class _Own:
             )
         self._url = url
         self._timeout = timeout
-        self._options: dict[str, object] = {}
-        if hasattr(redis, "DriverInfo"):
-            # Otherwise every connection reads the version of redis from a file, on the event loop.
-            self._options["driver_info"] = redis.DriverInfo()
+        # Otherwise every connection reads the version of redis from a file, on the event loop.
+        known = hasattr(redis, "DriverInfo")
+        self._options = {"driver_info": redis.DriverInfo()} if known else {}
         pool = redis.BlockingConnectionPool.from_url(
             url, max_connections=_CONNECTIONS, protocol=_PROTOCOL
         )
@@ -244,7 +244,6 @@ class _Own:
         }
         self._sync = redis.Redis.from_pool(pool)
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _OfLoop] = WeakKeyDictionary()
-        self._lock = fork_safe_lock()
         options = pool.connection_kwargs
         self.secrets = (url, *_secrets(options))
         scheme = url.partition(":")[0]
@@ -258,13 +257,10 @@ class _Own:
         if not form:
             return self._sync
         loop = asyncio.get_running_loop()
-        with self._lock:
-            found = self._loops.get(loop)
+        found = self._loops.get(loop)
         if found is None:
             making = self._of_loop(loop)
-            found = await anext(making), making
-            with self._lock:
-                self._loops[loop] = found
+            found = self._loops[loop] = await anext(making), making
         return found[0]
 
     def close(self) -> None:
@@ -272,8 +268,7 @@ class _Own:
         self._sync.connection_pool.disconnect()
 
     async def aclose(self) -> None:
-        with self._lock:
-            found = self._loops.get(asyncio.get_running_loop())
+        found = self._loops.get(asyncio.get_running_loop())
         if found is not None:
             await found[1].aclose()
 
@@ -292,8 +287,7 @@ class _Own:
         try:
             yield _Together(client, _CONNECTIONS)
         finally:
-            with self._lock:
-                self._loops.pop(loop, None)
+            self._loops.pop(loop, None)
             # A server that is gone does not answer when TLS is closed.
             async with asyncio.timeout(self._timeout):
                 await client.aclose()
@@ -329,12 +323,10 @@ def _is_url(url: str) -> bool:
     except Exception:  # noqa: BLE001 - no error may be shown: it may quote the URL
         return False
     if parts.scheme == "unix":
-        return not parts.fragment and bool(parts.path) and "@" not in parts.path
-    return (
-        not parts.fragment
-        and bool(parts.hostname)
-        and re.fullmatch(r"/?[0-9]*", parts.path) is not None
-    )
+        is_place = bool(parts.path) and "@" not in parts.path
+    else:
+        is_place = bool(parts.hostname and re.fullmatch(r"/?[0-9]*", parts.path))
+    return is_place and not parts.fragment
 
 
 def _secrets(options: Mapping[str, Any]) -> tuple[str, ...]:

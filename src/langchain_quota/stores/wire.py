@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Threshold
@@ -23,6 +23,7 @@ MAX_COUNT = 2**53 - 1
 Place = Callable[[str, str], int | str]
 """How a script finds what is kept of a kind under a name: in Redis by a number in `KEYS`."""
 
+T = TypeVar("T")
 Asked = dict[str, Any]
 Ask = Callable[[Place], Asked]
 
@@ -160,7 +161,7 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
 def uses(keys: Iterable[str], reply: object) -> list[tuple[str, QuotaUsage | None]]:
     """The counts that there are under keys; `None` for what is something else."""
     found: list[tuple[str, QuotaUsage | None]] = []
-    numbers = _numbers(_list(reply))
+    numbers = [_of(int, each) for each in _of(list, reply)]
     for key, *kept, granted in zip(dict.fromkeys(keys), *[iter(numbers)] * 4, strict=True):
         used, limit, ends = (None if each == _NONE else each for each in kept)
         if used is not None:
@@ -173,12 +174,17 @@ def uses(keys: Iterable[str], reply: object) -> list[tuple[str, QuotaUsage | Non
 def grants(keys: Iterable[str], reply: object) -> list[tuple[Grant, bool]]:
     """The grants of keys, and whether each is new."""
     names, found = [*dict.fromkeys(keys)], []
-    for index, amount, ends, text, is_new in zip(*[iter(_list(reply))] * 5, strict=True):
-        _numbers([index, amount, ends])
+    for index, amount, ends, text, is_new in zip(*[iter(_of(list, reply))] * 5, strict=True):
         known = json.loads(_text(text))
-        times = in_utc(known["at"]), in_utc(ends)
-        about = known["reason"], known["by"]
-        grant = Grant(names[index - 1], amount, known["id"], *times, *about)
+        grant = Grant(
+            names[_of(int, index) - 1],
+            _of(int, amount),
+            known["id"],
+            in_utc(known["at"]),
+            in_utc(_of(int, ends)),
+            known["reason"],
+            known["by"],
+        )
         found.append((grant, _flag(is_new)))
     return found
 
@@ -190,22 +196,14 @@ def nothing(_: Iterable[str], reply: object) -> list[object]:
     return []
 
 
-def _list(reply: object) -> list[Any]:
-    if not isinstance(reply, list):
-        raise ValueError(f"it is a {type(reply).__name__}, not a list")  # noqa: TRY004 - no caller's mistake
-    return reply
+def _of(kind: type[T], value: object) -> T:
+    if type(value) is not kind:
+        raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} should")
+    return value
 
 
 def _text(word: object) -> str:
-    if not isinstance(word, bytes | str):
-        raise ValueError(f"a {type(word).__name__} stands where a word should")  # noqa: TRY004 - the same
-    return word if isinstance(word, str) else word.decode()
-
-
-def _numbers(numbers: list[Any]) -> list[int]:
-    if not all(type(each) is int for each in numbers):
-        raise ValueError("there is something else than a number in it")
-    return numbers
+    return _of(bytes, word).decode() if isinstance(word, bytes) else _of(str, word)
 
 
 def _counts(text: str) -> list[int]:
