@@ -6,11 +6,12 @@ conclusion = conclude(batch, result)
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from langchain.agents.middleware.types import ModelRequest
 
@@ -27,16 +28,18 @@ from langchain_quota.decide import Breach, breaches, decide
 from langchain_quota.decision import RUN, THREAD, Answer, Call, Decision, Exit, Refund
 from langchain_quota.limits.options import MODEL
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
-from langchain_quota.middleware.counts import ToolCounts
-from langchain_quota.middleware.history import PendingCalls, newest_name, pending_calls
+from langchain_quota.middleware.history import PendingCalls, newest_name, not_run, pending_calls
 from langchain_quota.rule import Asked, OnStoreError, ResolvedLimits, hits_of
 from langchain_quota.state import (
     Amounts,
+    Charge,
     Ledger,
     ledger,
     merge_ledgers,
     run_model,
+    run_tools,
     thread_model,
+    thread_tools,
 )
 
 Update = dict[str, Any]
@@ -45,6 +48,85 @@ Update = dict[str, Any]
 OF_THREAD = f"{MODEL}/{THREAD}"
 OF_RUN = f"{MODEL}/{RUN}"
 """The names of the counts of model calls."""
+
+
+@dataclass(slots=True)
+class ToolCounts:
+    """The counts of tool calls as one hook reads and rewrites them."""
+
+    thread: dict[str, int]
+    run: dict[str, int]
+    calls: dict[str, Charge]
+    owed: dict[str, Amounts]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], known: Ledger, message: str | None) -> "ToolCounts":
+        """The counts in a state, with what is charged to the calls of a message."""
+        batch = known.get("batch")
+        counts = cls(thread_tools(state), run_tools(state), {}, dict(known.get("owed") or {}))
+        if batch is not None:
+            # A thread that an older version has saved does not say what calls were charged.
+            counts.calls = deepcopy(batch.get("calls", {}))
+            if message is None or batch["message"] != message:
+                # Calls that were let through and then did not run are uncounted.
+                left = not_run(state.get("messages") or (), batch["message"])
+                for call_id, returned in left.items():
+                    owed = owed_for(batch["message"], call_id, counts.calls.get(call_id))
+                    counts.take_back(call_id)
+                    if not returned:
+                        counts.owed |= owed
+                if message is not None:
+                    counts.calls = {}
+        return counts
+
+    def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
+        """The thread's and the run's count of a counter, without the charges of these calls."""
+        charges = [self.calls[each]["counters"] for each in ids if each in self.calls]
+        own = sum(each.get(counter, 0) for each in charges)
+        # Never below zero, even where someone else reset the counts.
+        return max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
+
+    def of_call(self, call_id: str) -> Charge:
+        """What is charged to a call."""
+        return self.calls.setdefault(call_id, {"counters": {}, "limits": {}, "keys": {}})
+
+    def charge(self, call_id: str, counter: str, amount: int) -> None:
+        """Charge a call to a counter, which counts it once, however many limits it has."""
+        counters = self.of_call(call_id)["counters"]
+        before = counters.get(counter, 0)
+        counters[counter] = max(before, amount)
+        self._add(counter, counters[counter] - before)
+
+    def take_back(self, call_id: str) -> list[tuple[str, int]]:
+        """Take all charges of a call back; each limit's name and amount."""
+        charge = self.calls.pop(call_id, None)
+        if charge is None:
+            return []
+        for counter, amount in charge["counters"].items():
+            self._add(counter, -amount)
+        return [one for by_limit in charge["limits"].values() for one in by_limit.items()]
+
+    def refund_later(self, call_id: str) -> None:
+        """Have a store take back, with the next request, what it charged for a call."""
+        keys = self.calls[call_id]["keys"] if call_id in self.calls else {}
+        if keys:
+            self.owed[uuid4().hex] = keys
+
+    def forget_keys(self, call_id: str, keys: Collection[str]) -> Amounts:
+        """Forget, and return, what a store charged for a call under keys: it charges it anew."""
+        charged = self.calls[call_id]["keys"] if call_id in self.calls else {}
+        return {key: charged.pop(key) for key in sorted(charged.keys() & set(keys))}
+
+    def _add(self, counter: str, amount: int) -> None:
+        self.thread[counter] = max(0, self.thread.get(counter, 0) + amount)
+        self.run[counter] = max(0, self.run.get(counter, 0) + amount)
+
+
+def owed_for(message: str, call_id: str, charge: Charge | None) -> dict[str, Amounts]:
+    """What a store charged for a call, by the name of the refund, which it makes once."""
+    if charge is None or not charge["keys"]:
+        return {}
+    return {f"{message or uuid4().hex}/{call_id}": charge["keys"]}
 
 
 class Conclusion(NamedTuple):
@@ -89,7 +171,8 @@ class Batch:
     own: dict[str, Any] = field(default_factory=dict)
     # What is written beside what follows.
     written: Ledger = field(default_factory=Ledger)
-    # Of tool calls: those that wait, and what is charged to them.
+    # Of tool calls: the id of their message, those that wait, and what is charged to them.
+    message: str | None = None
     middleware: str = ""
     pending: PendingCalls | None = None
     every_call: Sequence[Call] = ()
@@ -109,11 +192,6 @@ class Batch:
         """Write what a feature keeps."""
         if kept:
             self.written = merge_ledgers(self.written, Ledger(own={feature: {**kept}}))
-
-    @property
-    def message(self) -> str | None:
-        """The id of the message whose calls they are; `None` for a model call."""
-        return None if self.pending is None else self.pending.message.id or ""
 
     @property
     def question(self) -> str:
@@ -312,6 +390,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         ),
         stops=stops,
         refunds=dict(counts.owed),
+        message=waiting.message.id or "",
         middleware=middleware,
         pending=waiting,
         every_call=calls,

@@ -125,9 +125,9 @@ def conclude_tools(
             next(judged) if call in batch.calls else Decision(call, Outcome.SKIPPED)
             for call in batch.every_call
         ]
-    error = _error(ends, breaches, decisions, pending_error=pending_error)
-    if error is not None:
-        return Conclusion(decisions, error=error)
+        error = _error(ends, breaches, decisions, pending_error=pending_error)
+        if error is not None:
+            return Conclusion(decisions, error=error)
     if batch.answered:
         counts.owed.clear()
     else:
@@ -245,7 +245,7 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
 
 def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
     """The counts, and what the ledger keeps of the message."""
-    counts, known, message = batch.counts, batch.known, batch.message
+    counts, known, message = batch.counts, batch.known, batch.message or ""
     assert counts is not None  # noqa: S101 - for the type checker
     for counter in batch.counters:
         counts.thread.setdefault(counter, 0)
@@ -254,7 +254,7 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
     if before is not None and before["message"] == message:
         waiting = before.get("waiting", ())
     judged = ToolBatch(
-        message=message or "",
+        message=message,
         calls=counts.calls,
         waiting=[each for each in waiting if each != batch.middleware],
     )

@@ -152,6 +152,8 @@ class LimitsNow:
         self._clock = clock
         # The limits whose numbers are no functions.
         self._numbers = {each.name: fixed(each) for each in limits if not is_dynamic(each)}
+        # Those of the newest moment, with what they ask of calls.
+        self._newest: dict[Kind | None, ResolvedLimits] = {}
         # All limits, if they are always the same.
         self._fixed: dict[Kind | None, ResolvedLimits] = {}
         if clock is None and len(self._numbers) == len(limits):
@@ -173,7 +175,11 @@ class LimitsNow:
             subject = await root_run(form, state, caller, prefix)
         now = None if self._clock is None else self._clock()
         moment = _Moment(form, state, runtime, caller, prefix, subject, now)
-        return ResolvedLimits([await self._resolved(moment, each) for each in self.of_kind[kind]])
+        found = tuple([await self._resolved(moment, each) for each in self.of_kind[kind]])
+        newest = self._newest.get(kind)
+        if newest is None or newest.limits != found:
+            newest = self._newest[kind] = ResolvedLimits(found)
+        return newest
 
     async def _resolved(self, moment: "_Moment", limit: Limit) -> ResolvedLimit:
         resolved = self._numbers.get(limit.name)

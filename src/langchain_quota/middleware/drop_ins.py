@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Any, Generic, Literal
 
 from langchain.agents.middleware.types import (
@@ -15,6 +14,7 @@ from langchain.agents.middleware.types import (
 from langgraph.runtime import Runtime
 from langgraph.types import Command
 
+from langchain_quota.admission import AcquireResult
 from langchain_quota.arguments import check_choice
 from langchain_quota.concurrency import now
 from langchain_quota.decide import status
@@ -23,7 +23,7 @@ from langchain_quota.features.advice import Forgetful
 from langchain_quota.features.deep_agents.checks import DeepAgents
 from langchain_quota.features.unjudged import Unjudged
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
-from langchain_quota.middleware.calls import Update, model_batch, model_counts, tool_batch
+from langchain_quota.middleware.calls import Batch, Conclusion, Update, model_counts
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools
 from langchain_quota.middleware.context import call_context, fixed
 from langchain_quota.middleware.flow import ContextT, Limiter
@@ -95,6 +95,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
 
     state_schema: type[ToolCallLimitState[Any]] = ToolCallLimitState
     feature_kinds = (Forgetful, Unjudged)
+    _every_call = False
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
         self,
@@ -150,20 +151,19 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         return self._judge(state, runtime)
 
     def _judge(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        for after_model in self._hooks["after_model"]:
-            after_model(state, saved=True)
-        limits = now(self._limits_now("", "tool", state, runtime))
-        batch = tool_batch(state, runtime, limits, middleware=self.name, every_call=False)
-        if batch is None:
-            return None
-        conclude = partial(conclude_tools, pending_error=self._on_pending == "raise")
-        update = now(self._concluded("", batch, conclude))
+        self._learn_answer(state, saved=True)
+        return now(self._judge_tools("", state, runtime))
+
+    def _conclude_tools(self, batch: Batch, result: AcquireResult) -> Conclusion:
+        pending_error = self._on_pending == "raise"
+        conclusion = conclude_tools(batch, result, pending_error=pending_error)
+        update = conclusion.update
         if update is not None and THREAD_TOOLS in update:
             # LangChain's count of the run has the refused calls, too.
-            attempted = Counter(state.get(RUN_TOOLS) or {})
+            attempted = Counter(batch.state.get(RUN_TOOLS) or {})
             attempted.update(batch.counters)
             update[RUN_TOOLS] = {**attempted}
-        return update
+        return conclusion
 
 
 class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]):
@@ -290,14 +290,15 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         return self._count_uncounted(state, runtime)
 
     def _judge_next(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        limits = now(self._limits_now("", "model", state, runtime))
-        batch = model_batch(state, runtime, limits, task=self.name)
-        update = now(self._concluded("", batch, partial(conclude_model, charging=False))) or {}
+        update = now(self._judge_model("", state, runtime)) or {}
         if "jump_to" not in update and _is_counted(state):
             update[LEDGER] = merge_ledgers(
                 update.get(LEDGER, {}), Ledger(counts={"model_counted": False})
             )
         return update or None
+
+    def _conclude_model(self, batch: Batch, result: AcquireResult) -> Conclusion:
+        return conclude_model(batch, result, charging=False)
 
     def _counted(
         self, request: ModelRequest[ContextT], response: ModelResponse[ResponseT]
@@ -309,8 +310,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     def _count_uncounted(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update:
-        for after_model in self._hooks["after_model"]:
-            after_model(state, saved=True)
+        self._learn_answer(state, saved=True)
         if _is_counted(state):
             return {RUN_MODEL: run_model(state)}
         attempted = int(state.get("run_model_call_count") or 0) + 1

@@ -21,10 +21,16 @@ from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import Form, ask
 from langchain_quota.decision import Call, Kind, Refund
 from langchain_quota.limits import Limit
-from langchain_quota.middleware.calls import Batch, Conclusion, Update, model_batch, tool_batch
+from langchain_quota.middleware.calls import (
+    Batch,
+    Conclusion,
+    ToolCounts,
+    Update,
+    model_batch,
+    tool_batch,
+)
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools, refunds_of
 from langchain_quota.middleware.context import CallContext, LimitsNow, call_context, running_agent
-from langchain_quota.middleware.counts import ToolCounts
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.history import (
     answered_history,
@@ -80,6 +86,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
     """The features that it may have, in the order in which they are called."""
     takes_store: ClassVar[bool] = False
     """Whether it can be given a store."""
+    _every_call: ClassVar[bool] = True
+    # Whether tool calls that no limit matches are visible, too.
 
     def __init__(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -112,7 +120,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             clock=None if store is None else clock_of(store),
         )
         if not tracing_is_enabled():
-            vars(self)["awrap_model_call"] = untraced(self, "awrap_model_call")
+            for hook in ("awrap_model_call", "awrap_tool_call"):
+                vars(self)[hook] = _untraced(self, hook)
         # Only one agent's tools are kept, so that those of agents that are gone can be freed.
         self._newest: tuple[str | None, list[Any]] = (None, [])
         made = [kind.of(self) for kind in self.feature_kinds]
@@ -251,7 +260,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         for known in self._hooks["known"]:
             await known(form, state, runtime, limits)
         batch = model_batch(state, runtime, limits, task=self.name)
-        return await self._concluded(form, batch, conclude_model)
+        return await self._concluded(form, batch, self._conclude_model)
 
     async def _judge_tools(
         self, form: Form, state: Mapping[str, Any], runtime: Any, *, task: str = ""
@@ -260,10 +269,23 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if "tool" not in self._kinds and not ledger(state).get("final"):
             return None
         limits = await self._limits_now(form, "tool", state, runtime)
-        batch = tool_batch(state, runtime, limits, middleware=self.name, task=task)
+        batch = tool_batch(
+            state, runtime, limits, middleware=self.name, every_call=self._every_call, task=task
+        )
         if batch is None:
             return None
-        return await self._concluded(form, batch, conclude_tools)
+        return await self._concluded(form, batch, self._conclude_tools)
+
+    def _conclude_model(self, batch: Batch, result: AcquireResult) -> Conclusion:
+        return conclude_model(batch, result)
+
+    def _conclude_tools(self, batch: Batch, result: AcquireResult) -> Conclusion:
+        return conclude_tools(batch, result)
+
+    def _learn_answer(self, state: Mapping[str, Any], *, saved: bool) -> None:
+        """Tell features what the model's step has written."""
+        for after_model in self._hooks["after_model"]:
+            after_model(state, saved=saved)
 
     def _judging_nodes(self) -> tuple[str, ...]:
         """The nodes of the graph in which this middleware judges."""
@@ -374,7 +396,7 @@ def clock_of(store: QuotaStore) -> Callable[[], float]:
     return clock
 
 
-def untraced(middleware: Any, hook: str) -> Callable[..., Awaitable[Any]]:
+def _untraced(middleware: Any, hook: str) -> Callable[..., Awaitable[Any]]:
     """A stand-in for an async hook that is not `async` itself, while LangSmith is switched off."""
     # LangChain then adds no wrapper for tracing, which costs two trips through threads a call.
     stand_in: Any = partial(_call, middleware, hook)

@@ -15,7 +15,6 @@ from langchain.agents.middleware.types import (
 )
 from langgraph.runtime import Runtime
 from langgraph.types import Command
-from langsmith.utils import tracing_is_enabled
 
 from langchain_quota.arguments import check_choice, check_switch, one_list
 from langchain_quota.concurrency import Form, in_sync, now
@@ -33,7 +32,7 @@ from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Feature, Handler, ToolAnswer, ToolHandler
-from langchain_quota.middleware.flow import ContextT, Limiter, untraced
+from langchain_quota.middleware.flow import ContextT, Limiter
 from langchain_quota.rule import OnStoreError
 from langchain_quota.state import QuotaState, ledger
 from langchain_quota.stores import QuotaStore, check_store
@@ -184,9 +183,6 @@ class QuotaMiddleware(
             },
         )
         self._model_mode = "admitted" if "model" in self._kinds else None
-        if not tracing_is_enabled():
-            # As with the hook around the model: without `async`, LangSmith adds no wrapper.
-            vars(self)["awrap_tool_call"] = untraced(self, "awrap_tool_call")
 
     @hook_config(can_jump_to=["end"])
     def before_model(
@@ -242,8 +238,7 @@ class QuotaMiddleware(
     async def _after_model(
         self, form: Form, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
-        for after_model in self._hooks["after_model"]:
-            after_model(state, saved=True)
+        self._learn_answer(state, saved=True)
         return await self._judge_tools(form, state, runtime)
 
     def wrap_model_call(
@@ -274,9 +269,8 @@ class QuotaMiddleware(
         if response is None or written:
             return WrittenResponse(response, written)
         if type(self).after_model is AgentMiddleware.after_model:
-            step = {"messages": [*request.state["messages"], *response.result]}
-            for after_model in self._hooks["after_model"]:
-                after_model(step, saved=False)
+            messages = [*request.state["messages"], *response.result]
+            self._learn_answer({**request.state, "messages": messages}, saved=False)
         return response
 
     async def _call_model(

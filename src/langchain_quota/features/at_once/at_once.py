@@ -19,9 +19,9 @@ from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outco
 from langchain_quota.features.at_once.places import Lease, Slot, semaphore_of
 from langchain_quota.limits import Limit
 from langchain_quota.limits.calls import ToolCallLimit
+from langchain_quota.middleware.calls import owed_for
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
-from langchain_quota.middleware.counts import owed_for
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.history import answer, answer_of_refused, newest_name
 from langchain_quota.rule import OnStoreError, stored_as

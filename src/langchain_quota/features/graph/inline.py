@@ -64,9 +64,8 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             step.write(written)
             if response is not None:
                 step.answer(response)
-            for after_model in self._hooks["after_model"]:
-                # The graph may drop what this step writes.
-                after_model(step, saved=False)
+            # The graph may drop what this step writes.
+            self._learn_answer(step, saved=False)
             # When the step runs again, the model may make other calls.
             task = f"{self.name}.tools.{step['messages'][-1].id}"
             step.write(await self._judge_tools(form, step, request.runtime, task=task))
