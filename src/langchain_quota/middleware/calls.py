@@ -15,7 +15,6 @@ from uuid import uuid4
 
 from langchain.agents.middleware.types import ModelRequest
 
-from langchain_quota import messages
 from langchain_quota.admission import (
     AcquireRequest,
     AcquireResult,
@@ -282,11 +281,6 @@ class Batch:
         if not any(result.refused):
             return decisions, []
         return decisions, breaches(self.limits, self.asked, self.index_of, decisions, result)
-
-    def final_text(self, breaches: Sequence[Breach]) -> str:
-        """The final text at limits: the message of the person who ended the run, if any."""
-        said = self.answer.message if self.answer and self.answer.type == "reject" else ""
-        return said if said.strip() else messages.final(breaches)
 
 
 def with_state(request: ModelRequest[Any], state: Any) -> ModelRequest[Any]:

@@ -32,14 +32,14 @@ _EXITS: tuple[Exit, ...] = ("continue", "end", "error")
 def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True) -> Conclusion:
     """What follows for a model call."""
     decisions, breaches = batch.decided(result, charging=charging)
-    error = model_error(breaches)
+    error = _model_error(breaches)
     if error is not None:
         return Conclusion(decisions, error=error)
     written = Ledger()
     if batch.answered and batch.refunds:
         written["owed"] = {}
     if decisions[0].outcome is Outcome.BLOCKED:
-        message = final_message(batch, breaches, batch.context.own_name)
+        message = _final_message(batch, breaches, batch.context.own_name)
         written["ended"] = message.id
         return Conclusion(decisions, {"jump_to": "end", "messages": [message], LEDGER: written})
     (asked,) = batch.asked
@@ -68,7 +68,8 @@ def _final(batch: Batch, after: Mapping[str, int]) -> str:
         return ""
     # Ask for one more call: if it is refused, this one is the last. What this call will use of
     # budgets is not known.
-    next_call = replace(batch, asked=[keeping(asked)])
+    kept = Asked.of(each.with_checks(kept=each.keep) for each in asked.limits)
+    next_call = replace(batch, asked=[kept])
     result = admit(next_call.hits, after, next_call.stops)
     if finalizing.isdisjoint(result.refused[0]):
         return ""
@@ -76,12 +77,7 @@ def _final(batch: Batch, after: Mapping[str, int]) -> str:
     return messages.final(breaches, is_last=True)
 
 
-def keeping(asked: Asked) -> Asked:
-    """The same for a call that leaves what is kept for the last answer."""
-    return Asked.of(each.with_checks(kept=each.keep) for each in asked.limits)
-
-
-def model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | None:
+def _model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | None:
     """The exception to raise at limits on model calls, if any."""
     breach = next((each for each in breaches if each.exit_behavior == "error"), None)
     if breach is None:
@@ -97,20 +93,19 @@ def model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | Non
     )
 
 
-def final_message(batch: Batch, breaches: Sequence[Breach], name: str | None) -> AIMessage:
-    """The message with which a run ends at limits."""
-    return AIMessage(content=batch.final_text(breaches), name=name, id=str(uuid4()))
+def _final_message(batch: Batch, breaches: Sequence[Breach], name: str | None) -> AIMessage:
+    """The message with which a run ends at limits, or by the person who ended it."""
+    said = batch.answer.message if batch.answer and batch.answer.type == "reject" else ""
+    text = said if said.strip() else messages.final(breaches)
+    return AIMessage(content=text, name=name, id=str(uuid4()))
 
 
-def conclude_tools(
-    batch: Batch, result: AcquireResult, *, pending_error: bool = False
-) -> Conclusion:
+def conclude_tools(batch: Batch, result: AcquireResult) -> Conclusion:
     """What follows for the tool calls of a message."""
     if batch.known.get("final"):
         return _finalized(batch)
-    counts, waiting = batch.counts, batch.pending
-    assert counts is not None  # noqa: S101 - for the type checker
-    assert waiting is not None  # noqa: S101 - the same
+    counts: Any = batch.counts
+    pending: Any = batch.pending
     if not (batch.limits.limits or batch.known.get("batch")):
         # Without limits nothing is counted. Calls without an id still get one.
         allowed = [Decision(call, Outcome.ALLOWED) for call in batch.calls]
@@ -125,9 +120,8 @@ def conclude_tools(
             next(judged) if call in batch.calls else Decision(call, Outcome.SKIPPED)
             for call in batch.every_call
         ]
-        error = _error(ends, breaches, decisions, pending_error=pending_error)
-        if error is not None:
-            return Conclusion(decisions, error=error)
+        if ends == "error":
+            return Conclusion(decisions, error=_tool_error(breaches))
     if batch.answered:
         counts.owed.clear()
     else:
@@ -138,7 +132,7 @@ def conclude_tools(
     update = _update(batch, breaches)
     answers = _answers(decisions, batch, messages.SKIPPED)
     if ends == "end":
-        message = final_message(batch, breaches, waiting.message.name)
+        message = _final_message(batch, breaches, pending.message.name)
         answers.append(message)
         update["jump_to"] = "end"
         update[LEDGER]["ended"] = message.id
@@ -149,14 +143,13 @@ def conclude_tools(
 
 def _finalized(batch: Batch) -> Conclusion:
     """No tool runs after the last model call of the budget; the run ends with its text."""
-    waiting = batch.pending
-    assert waiting is not None  # noqa: S101 - for the type checker
+    pending: Any = batch.pending
     decisions = [Decision(call, Outcome.SKIPPED) for call in batch.every_call]
     answers = _answers(decisions, batch, messages.FINALIZED)
     update: Update = {"messages": answers, "jump_to": "end"}
     # With the structured response the run has its answer.
-    if not waiting.structured:
-        message = waiting.message
+    if not pending.structured:
+        message = pending.message
         text = str(message.text)
         content = text if text.strip() else batch.known.get("final") or ""
         answers.append(AIMessage(content=content, name=message.name, id=str(uuid4())))
@@ -164,28 +157,18 @@ def _finalized(batch: Batch) -> Conclusion:
     return Conclusion(decisions, update)
 
 
-def _error(
-    ends: Exit, breaches: Sequence[Breach], decisions: Sequence[Decision], *, pending_error: bool
-) -> Exception | None:
-    """The exception to raise at limits on tool calls, if any."""
-    if ends == "error":
-        breach = next(each for each in breaches if each.exit_behavior == "error")
-        return ToolCallLimitExceededError(
-            thread_count=breach.thread_count,
-            run_count=breach.run_count,
-            thread_limit=breach.limit.checks[0].most,
-            run_limit=breach.limit.checks[1].most,
-            tool_name=", ".join(breach.limit.limit.tools) or None,
-            message=" ".join(map(messages.reached, breaches)),
-            decision=breach.decision,
-        )
-    others = {str(each.call.tool) for each in decisions if not each.limits}
-    if ends == "end" and pending_error and others:
-        return NotImplementedError(
-            f"Cannot end the run with other tool calls pending: {', '.join(sorted(others))}. "
-            "Use on_pending='skip', or exit_behavior 'continue' or 'error'"
-        )
-    return None
+def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
+    """The exception to raise at limits on tool calls."""
+    breach = next(each for each in breaches if each.exit_behavior == "error")
+    return ToolCallLimitExceededError(
+        thread_count=breach.thread_count,
+        run_count=breach.run_count,
+        thread_limit=breach.limit.checks[0].most,
+        run_limit=breach.limit.checks[1].most,
+        tool_name=", ".join(breach.limit.limit.tools) or None,
+        message=" ".join(map(messages.reached, breaches)),
+        decision=breach.decision,
+    )
 
 
 def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
@@ -223,9 +206,8 @@ def refunds_of(call: Call, taken: Sequence[tuple[str, int]]) -> list[Refund]:
 
 def _mirror(batch: Batch, result: AcquireResult) -> None:
     """Note what the store counts, and what it charges for which call, now or later."""
-    sent, counts = batch.sent, batch.counts
-    assert sent is not None  # noqa: S101 - for the type checker
-    assert counts is not None  # noqa: S101 - the same
+    sent: Any = batch.sent
+    counts: Any = batch.counts
     if batch.answered:
         charged = result.charged(batch.hits)
         for limit in (each for asked in batch.asked for each in asked.limits):
@@ -245,8 +227,8 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
 
 def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
     """The counts, and what the ledger keeps of the message."""
-    counts, known, message = batch.counts, batch.known, batch.message or ""
-    assert counts is not None  # noqa: S101 - for the type checker
+    known, message = batch.known, batch.message or ""
+    counts: Any = batch.counts
     for counter in batch.counters:
         counts.thread.setdefault(counter, 0)
     before = known.get("batch")
@@ -276,8 +258,7 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
 def _answers(decisions: Sequence[Decision], batch: Batch, skipped: str) -> list[AnyMessage]:
     """One answer for each call that does not run; the refused ones first."""
     # Before them the message itself, under its id, if its calls had none.
-    waiting = batch.pending
-    assert waiting is not None  # noqa: S101 - for the type checker
+    pending: Any = batch.pending
     found: dict[str, AnyMessage] = {}
     for outcome in _NOT_RUN:
         for decision in decisions:
@@ -287,4 +268,4 @@ def _answers(decisions: Sequence[Decision], batch: Batch, skipped: str) -> list[
                 if outcome is Outcome.BLOCKED:
                     text = messages.refusal(decision, batch.limits.by_name)
                 found[call_id] = answer_of_refused(call_id, decision.call.tool, text)
-    return [*([waiting.message] if waiting.replaces else []), *found.values()]
+    return [*([pending.message] if pending.replaces else []), *found.values()]

@@ -7,7 +7,6 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
-from langchain_core.runnables import RunnableConfig
 from langgraph.config import get_config
 from langgraph.runtime import get_runtime
 
@@ -18,7 +17,7 @@ from langchain_quota.limits.options import counts_calls, whole_amount
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.rule import Check, ResolvedLimit, ResolvedLimits, stored_as, thread_counter
 from langchain_quota.state import ledger
-from langchain_quota.stores.keys import CountKey, check_prefix
+from langchain_quota.stores.keys import CountKey, prefix_now
 from langchain_quota.telemetry.recorder import Recorder
 
 
@@ -169,7 +168,7 @@ class LimitsNow:
         if self._fixed:
             return self._fixed[kind]
         caller = call_context(runtime, model_name=None)
-        prefix = prefix_of(self._prefix, state, runtime)
+        prefix = prefix_now(self._prefix, state, runtime)
         subject = ""
         for root_run in root_runs:
             subject = await root_run(form, state, caller, prefix)
@@ -270,28 +269,6 @@ def _check(limit: Limit, quota: Quota, most: object, subject: str, moment: _Mome
         subject=key.subject,
         resets_at=key.resets_at,
     )
-
-
-def prefix_of(prefix: object, state: Any, runtime: Any) -> str:
-    """What the store's keys begin with; empty where its prefix is no function."""
-    if not callable(prefix):
-        return ""
-    try:
-        value = prefix(state, runtime)
-    except Exception as error:
-        error.add_note("raised by the function for prefix of the store")
-        raise
-    if inspect.iscoroutine(value):
-        value.close()
-    return check_prefix("what the function for prefix of the store gives", value)
-
-
-def prefix_in(config: RunnableConfig, prefix: object) -> str:
-    """What a thread's keys begin with, where no run's context can say it."""
-    if not callable(prefix):
-        return ""
-    named = config.get("configurable", {}).get("quota_prefix")
-    return check_prefix('config["configurable"]["quota_prefix"]', named)
 
 
 def _named(what: str, per: str, runtime: Any, caller: CallContext) -> str:

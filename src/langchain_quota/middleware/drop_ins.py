@@ -155,9 +155,15 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         return now(self._judge_tools("", state, runtime))
 
     def _conclude_tools(self, batch: Batch, result: AcquireResult) -> Conclusion:
-        pending_error = self._on_pending == "raise"
-        conclusion = conclude_tools(batch, result, pending_error=pending_error)
-        update = conclusion.update
+        conclusion = conclude_tools(batch, result)
+        decisions, update = conclusion.decisions, conclusion.update
+        others = {str(each.call.tool) for each in decisions if not each.limits}
+        if self._on_pending == "raise" and result.stopped and others and update is not None:
+            error = NotImplementedError(
+                f"Cannot end the run with other tool calls pending: {', '.join(sorted(others))}. "
+                "Use on_pending='skip', or exit_behavior 'continue' or 'error'"
+            )
+            return Conclusion(decisions, error=error)
         if update is not None and THREAD_TOOLS in update:
             # LangChain's count of the run has the refused calls, too.
             attempted = Counter(batch.state.get(RUN_TOOLS) or {})

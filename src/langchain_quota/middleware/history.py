@@ -278,19 +278,3 @@ def _unanswered(
 
 def _as_edited(call: ToolCall, action: Mapping[str, Any]) -> ToolCall:
     return {**call, "name": action["name"], "args": action["args"]}
-
-
-def overruled(messages: Sequence[AnyMessage]) -> set[str]:
-    """The ids of our refusals whose calls a reviewer has answered, too."""
-    refusals: dict[str, str] = {}
-    answered: set[str] = set()
-    for message in reversed(messages):
-        if isinstance(message, AIMessage):
-            ids = [call["id"] for call in message.tool_calls]
-            # Two calls under one id have two answers.
-            return {each for each, call_id in refusals.items() if ids.count(call_id) == 1}
-        if isinstance(message, ToolMessage):
-            if message.tool_call_id in answered and message.status == "error" and message.id:
-                refusals[message.id] = message.tool_call_id
-            answered.add(message.tool_call_id)
-    return set()

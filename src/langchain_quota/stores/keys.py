@@ -1,6 +1,8 @@
 """The keys under which a store keeps counts: what is counted, for whom, in which window."""
 
+import inspect
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -158,3 +160,25 @@ def _cut(value: str) -> str:
 
 def _quoted(value: str) -> str:
     return quote(value, safe=_SAFE, errors="surrogatepass")
+
+
+def prefix_now(prefix: object, state: Any, runtime: Any) -> str:
+    """What the store's keys begin with; empty where its prefix is no function."""
+    if not callable(prefix):
+        return ""
+    try:
+        value = prefix(state, runtime)
+    except Exception as error:
+        error.add_note("raised by the function for prefix of the store")
+        raise
+    if inspect.iscoroutine(value):
+        value.close()
+    return check_prefix("what the function for prefix of the store gives", value)
+
+
+def prefix_in(config: Mapping[str, Any], prefix: object) -> str:
+    """What a thread's keys begin with, where no run's context can say it."""
+    if not callable(prefix):
+        return ""
+    named = config.get("configurable", {}).get("quota_prefix")
+    return check_prefix('config["configurable"]["quota_prefix"]', named)

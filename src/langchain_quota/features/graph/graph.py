@@ -32,7 +32,6 @@ from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.messages import ABANDONED
 from langchain_quota.middleware.context import (
     call_context,
-    prefix_of,
     running_runtime,
     runs_tools,
 )
@@ -42,6 +41,7 @@ from langchain_quota.root_run import Notes, RootRun, root_run, watch_root_runs
 from langchain_quota.rule import OnStoreError
 from langchain_quota.state import LEDGER, Ledger, merge_ledgers
 from langchain_quota.stores import QuotaStore, check_store
+from langchain_quota.stores.keys import prefix_now
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import Telemetry
 from langchain_quota.telemetry.observers import Observer
@@ -279,7 +279,7 @@ class _Limits(InlineQuotaMiddleware[Any, Any]):
     @property
     def _notes(self) -> Notes:
         store: Any = self._store
-        return Notes(store, prefix_of(store.prefix, {}, running_runtime()))
+        return Notes(store, prefix_now(store.prefix, {}, running_runtime()))
 
     async def _run(self, form: Form, given: list[Any]) -> "_Run":
         """What is remembered of the run that is going on: of this graph, in this root run."""

@@ -1,20 +1,20 @@
 """InlineQuotaMiddleware: many limits without a node of the graph."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 from uuid import uuid4
 
 from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
 from langchain.agents.middleware.types import ResponseT
-from langchain_core.messages import AIMessage, RemoveMessage, ToolMessage
+from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage, ToolMessage
 
 from langchain_quota.concurrency import Form
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.middleware.calls import Update, with_state
 from langchain_quota.middleware.feature import Handler
 from langchain_quota.middleware.flow import ContextT
-from langchain_quota.middleware.history import identified, overruled
+from langchain_quota.middleware.history import identified
 from langchain_quota.middleware.quota import QuotaMiddleware, WrittenResponse
 from langchain_quota.state import ledger, merge_ledgers, run_model, thread_model
 
@@ -89,7 +89,7 @@ class _Step(dict[str, Any]):
         known = request.state.get("messages") or []
         self.made: list[Any] = []
         self.written: Update = {}
-        self.overruled = sorted(overruled(known))
+        self.overruled = sorted(_overruled(known))
         super().__init__(request.state, messages=self._kept(known), structured_response=None)
         self.request = with_state(request, self)
         if self.overruled:
@@ -117,3 +117,19 @@ class _Step(dict[str, Any]):
                 made = identified(made.model_copy(update={"id": made.id or str(uuid4())}), answered)
             self.write({"messages": [made]})
         self["structured_response"] = response.structured_response
+
+
+def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
+    """The ids of our refusals whose calls a reviewer has answered, too."""
+    refusals: dict[str, str] = {}
+    answered: set[str] = set()
+    for message in reversed(messages):
+        if isinstance(message, AIMessage):
+            ids = [call["id"] for call in message.tool_calls]
+            # Two calls under one id have two answers.
+            return {each for each, call_id in refusals.items() if ids.count(call_id) == 1}
+        if isinstance(message, ToolMessage):
+            if message.tool_call_id in answered and message.status == "error" and message.id:
+                refusals[message.id] = message.tool_call_id
+            answered.add(message.tool_call_id)
+    return set()
