@@ -24,12 +24,17 @@ from langchain_quota.arguments import check_choice, check_switch
 from langchain_quota.concurrency import Form, now
 from langchain_quota.decision import STORE, Call
 from langchain_quota.errors import ModelCallLimitExceededError
-from langchain_quota.features.budgets.charging import Charging, Step
+from langchain_quota.features.budgets.charging import (
+    OWN,
+    Charging,
+    Hold,
+    Step,
+    counts_of,
+    settlements,
+)
 from langchain_quota.features.budgets.estimates import asked_of
-from langchain_quota.features.budgets.late_use import OWN, counts_of
 from langchain_quota.features.budgets.model_runs import own_call, running_graph, watch_all_models
-from langchain_quota.features.budgets.prices import check_prices, resolve_prices
-from langchain_quota.features.budgets.settlements import Hold, settlements
+from langchain_quota.features.budgets.prices import Pricing, check_prices
 from langchain_quota.limits import Limit
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.middleware.calls import (
@@ -115,14 +120,12 @@ class Budgets(Feature):
 
     def __init__(self, limiter: Any) -> None:
         limits, options = limiter.limits, limiter._options  # noqa: SLF001 - the kernel's
-        in_money = any(limit.unit == "microdollars" for limit in limits)
+        recorder, store = limiter._recorder, limiter._store  # noqa: SLF001 - the same
+        allows = options["unknown_price"] == "allow"
         self._limiter = limiter
+        self._pricing = Pricing(limits, options["prices"], recorder, allow_unknown=allows)
         self._charging = Charging(
-            limits,
-            prices=resolve_prices(options["prices"]) if in_money else None,
-            allow_unknown=options["unknown_price"] == "allow",
-            store=limiter._store,  # noqa: SLF001 - the same
-            recorder=limiter._recorder,  # noqa: SLF001 - the same
+            {limit.counter for limit in limits}, self._pricing, store, recorder
         )
         self._late = self._charging.late
         # Whether a call asks for its reserve when its request is known.
@@ -282,7 +285,7 @@ class Budgets(Feature):
         for each in step.limits.budgets:
             reserve = getattr(each.limit, "reserve", None)
             bound = reserve(request) if callable(reserve) else reserve or 0
-            amount = self._charging.most(each.limit, bound)
+            amount = self._pricing.most(each.limit, bound)
             holding.append(each.with_checks(hit=amount, lease=lease))
         task = f"{self._limiter.name}.held"
         batch = model_batch(_state(request), request.runtime, step.limits, task=task)
@@ -354,7 +357,7 @@ class Budgets(Feature):
 
     def _admit(self, step: Step) -> Callable[[ModelUsage], None]:
         """A check that a model has a price, also if a middleware has chosen another model."""
-        return partial(self._charging.check_price, agent=step.call.agent)
+        return partial(self._pricing.check, agent=step.call.agent)
 
 
 def _with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]:

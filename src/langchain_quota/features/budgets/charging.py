@@ -1,28 +1,35 @@
-"""Charges model runs to budgets, in their units, at the prices of the models."""
+"""Charges model runs to budgets: once, in the state, in the store and in what is shown.
 
-from collections.abc import Mapping, Sequence
+The graph keeps no update of a call that fails, or that another middleware makes again. So this
+process keeps what was used, for the next hook of the run, or for the next run of the thread.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from uuid import uuid4
 
-from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.concurrency import Form
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
+from langchain_quota.concurrency import Form, fork_safe_lock
 from langchain_quota.decide import status
-from langchain_quota.decision import Call
-from langchain_quota.errors import UnknownPriceError
-from langchain_quota.features.budgets.late_use import LateUse, added
+from langchain_quota.decision import ROOT_RUN, RUN, THREAD, Call
 from langchain_quota.features.budgets.model_runs import ModelRun
-from langchain_quota.features.budgets.prices import cost, highest_cost, priced
+from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.reports import charged_tokens
-from langchain_quota.features.budgets.settlements import Hold, Used, mirror_root_run, settlements
-from langchain_quota.limits import Limit
-from langchain_quota.limits.budgets import CostLimit, Prices
-from langchain_quota.limits.model_usage import ModelUsage
-from langchain_quota.limits.options import BUDGETS, MICRODOLLARS, whole_amount
+from langchain_quota.limits.options import BUDGETS, MICRODOLLARS
+from langchain_quota.root_run import root_run
 from langchain_quota.rule import ResolvedLimits
+from langchain_quota.state import Amounts, ledger, own_of
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.recorder import Recorder
 
-MOST_KNOWN = 1_000
-"""The most models that are known to have a price. Callers of a gateway may invent names."""
+OWN = "budgets"
+"""The name under which the ledger has what budgets keep."""
+
+MAX_LATE = 10_000
+"""The most runs for which this process keeps what the state may not have."""
+
+Used = tuple[ModelRun, Mapping[str, int]]
+"""A model run, and what it is charged, by the model's counter."""
 
 
 class Step(NamedTuple):
@@ -33,37 +40,94 @@ class Step(NamedTuple):
     call: Call
 
 
+class Hold(NamedTuple):
+    """What is held for a call."""
+
+    # By the model's counter.
+    amounts: Mapping[str, int] = {}
+    # What a store was asked to hold it.
+    request: str = ""
+
+
+class _Kept(NamedTuple):
+    """The newest counts of a run, and the names of the uses that lead to them, in order."""
+
+    names: tuple[str, ...] = ()
+    counts: Mapping[str, Any] = {}
+    # The task of the newest call.
+    task: str | None = None
+
+
+class LateUse:
+    """Keeps the newest counts of runs: a state says up to which use it has them."""
+
+    # A branch of the thread that begins at another state gets none of it. Use that is forgotten
+    # before it is written is missing in the state's counts; a store has it.
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+        self._lock = fork_safe_lock()
+
+    def of(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The newest counts of the state's run; empty if the state has them."""
+        kept, newest = self._known(state)
+        return kept.counts if newest in kept.names[:-1] else {}
+
+    def counts(self, state: Mapping[str, Any]) -> dict[str, int]:
+        """What is used of budgets, by the name of the count."""
+        return counts_of({**own_of(state, OWN), **self.of(state)})
+
+    def has_made(self, task: str | None, state: Mapping[str, Any]) -> bool:
+        """Whether the newest call of the state's run was made in this task."""
+        return task is not None and self._known(state)[0].task == task
+
+    def forget(self, state: Mapping[str, Any]) -> None:
+        """Forget what a state of the graph has."""
+        with self._lock:
+            kept, newest = self._known(state)
+            if newest in kept.names:
+                left = kept.names[kept.names.index(newest) :]
+                self._kept[_run(state)] = kept._replace(names=left)
+                if len(left) == 1:
+                    del self._kept[_run(state)]
+
+    def keep(
+        self, state: Mapping[str, Any], amounts: Mapping[str, int], task: str | None
+    ) -> Mapping[str, Any]:
+        """Keep what was used until it is written; the counts with it, which are to be written."""
+        with self._lock:
+            kept, newest = self._known(state)
+            if newest not in kept.names:
+                kept = _Kept((newest,), own_of(state, OWN))
+            name = uuid4().hex
+            counts = {
+                "thread_spent": added([kept.counts.get("thread_spent") or {}, amounts]),
+                "run_spent": added([kept.counts.get("run_spent") or {}, amounts]),
+                "spent_by": name,
+            }
+            self._kept.pop(_run(state), None)
+            if _run(state):
+                self._kept[_run(state)] = _Kept((*kept.names, name), counts, task or kept.task)
+            if len(self._kept) > MAX_LATE:
+                del self._kept[next(iter(self._kept))]
+            return counts
+
+    def _known(self, state: Mapping[str, Any]) -> tuple[_Kept, str]:
+        """What is kept of the state's run, and the newest use that the state has."""
+        return self._kept.get(_run(state), _Kept()), own_of(state, OWN).get("spent_by") or ""
+
+
 class Charging:
-    """Charges model runs, and keeps what they have used until it is in the state."""
+    """Charges model runs."""
 
     def __init__(
-        self,
-        limits: Sequence[Limit],
-        *,
-        prices: Prices | None,
-        allow_unknown: bool,
-        store: StoreClient | None,
-        recorder: Recorder,
+        self, counters: set[str], pricing: Pricing, store: StoreClient | None, recorder: Recorder
     ) -> None:
         self.late = LateUse()
-        self._store = store
-        counters = {limit.counter for limit in limits}
         self._counters = [each for each in BUDGETS if each in counters]
-        self._prices = prices
-        self._allow_unknown = allow_unknown
+        self._pricing = pricing
+        self._store = store
         self._recorder = recorder
-        # What a run is charged if its price is not known when it is done.
-        reserves = [
-            whole_amount(limit.unit, "reserve", limit.reserve)
-            for limit in limits
-            if isinstance(limit, CostLimit)
-            and limit.reserve is not None
-            and not callable(limit.reserve)
-        ]
-        self._least_cost = max(reserves, default=1)
-        self._known: set[ModelUsage] = set()
-        # By the name that was asked for: runs that had no price when they were paid.
-        self._unpriced: dict[str, ModelUsage] = {}
 
     async def charge(
         self,
@@ -85,7 +149,6 @@ class Charging:
         # This process keeps it, whatever happens next.
         written = self.late.keep(state, spent, task)
         answer = await self.settle(form, settlements(limits, before, used, held))
-        mirror_root_run(limits, answer)
         for run, amounts in used:
             self._recorder.record_spent(
                 call.agent,
@@ -103,108 +166,117 @@ class Charging:
         counts: Mapping[str, int] = {}
         if answer is not None:
             counts = answer.used
+            _mirror_root_run(limits, counts)
             self._recorder.record_granted(call.agent, limits.newly_raised(answer.newly_granted))
             limits = limits.raised(answer.granted)
         for each in limits.budgets:
             amount = spent.get(each.limit.counter, 0)
-            known = dict(before)
+            known = {check.counter: before.get(check.counter, 0) for check in each.checks}
             for check in each.checks:
                 after = counts.get(check.key or "")
                 if after is not None:
                     known[check.counter] = max(0, after - amount)
-                known.setdefault(check.counter, 0)
             shown = status(each, known, 1, spent=amount)
             self._recorder.record_charge(call, shown, is_call=hold is not None)
         return written
 
     async def settle(self, form: Form | None, sent: AcquireRequest | None) -> AcquireResult | None:
         """Have the store make corrections; its answer by key, or `None` without one."""
-        answer: AcquireResult | None = None
-        if sent is not None and self._store is not None:
-            if form is None:
-                self._store.settle_soon(sent)
-            else:
-                answer = await self._store.settle(form, sent)
-        return answer
-
-    def check_price(self, asked: ModelUsage, agent: str | None) -> None:
-        """Check that a model has a price, before a call of it is paid."""
-        # If its price failed after an earlier call, that call must have a price first.
-        if self._prices is None or self._allow_unknown:
-            return
-        failed = self._unpriced.get(asked.request_model)
-        if failed is None and asked in self._known:
-            return
-        try:
-            if failed is None:
-                priced(asked, self._prices)
-            else:
-                _priced_again(failed, self._prices)
-        except UnknownPriceError as error:
-            self._recorder.record_unknown_price(agent, error.model)
-            raise
-        if len(self._known) >= MOST_KNOWN:
-            self._known.clear()
-        self._known.add(asked)
-        self._unpriced.pop(asked.request_model, None)
-
-    def most(self, limit: Limit, bound: object) -> int:
-        """The bound of a call, in the unit of a limit."""
-        if not isinstance(bound, ModelUsage):
-            return whole_amount(limit.unit, f"reserve of limit {limit.name!r}", bound)
-        if limit.counter != MICRODOLLARS:
-            return charged_tokens(bound, limit.counter)
-        try:
-            return 0 if self._prices is None else highest_cost(bound, self._prices)
-        except UnknownPriceError:
-            if self._allow_unknown:
-                return 0
-            raise
+        if sent is None or self._store is None:
+            return None
+        if form is not None:
+            return await self._store.settle(form, sent)
+        self._store.settle_soon(sent)
+        return None
 
     def _amounts(self, run: ModelRun, held: Mapping[str, int], agent: str | None) -> dict[str, int]:
         """What a run is charged, by counter."""
+        usage = run.usage
         # A run that was cut off is charged at least what was held for it: its use is only an
         # estimate from what had arrived.
-        usage = run.usage
-        # A run whose price fails is charged what was held for it.
-        least_cost = max(held.get(MICRODOLLARS, 0), self._least_cost)
         least = held if usage.estimated and not run.succeeded else {}
         return {
             counter: max(
                 least.get(counter, 0),
-                self._cost(usage, agent, least_cost)
+                self._pricing.cost(usage, agent, held.get(counter, 0))
                 if counter == MICRODOLLARS
                 else charged_tokens(usage, counter),
             )
             for counter in self._counters
         }
 
-    def _cost(self, usage: ModelUsage, agent: str | None, least: int) -> int:
-        """What a run costs, in microdollars. The run is paid already: nothing is raised."""
-        if self._prices is None:
-            return 0
-        try:
-            return cost(usage, self._prices)
-        except UnknownPriceError as error:
-            self._recorder.record_unknown_price(agent, error.model)
-        except Exception as error:  # noqa: BLE001 - the user's function
-            self._recorder.record_error("prices", error)
-        if self._allow_unknown:
-            return 0
-        self._unpriced[usage.request_model] = usage
-        return least
+
+def settlements(
+    limits: ResolvedLimits, counts: Mapping[str, int], used: Sequence[Used], hold: Hold
+) -> AcquireRequest | None:
+    """A request to charge model runs in place of what is held; `None` if no store counts them."""
+    root = root_run()
+    counts = {**counts, **(root.used if root is not None else {})}
+    checks = [
+        (check.key, check, each.limit.counter)
+        for each in limits.budgets
+        for check in each.checks
+        if check.key is not None
+    ]
+    keys = {key: counter for key, _, counter in checks}
+    starts = {key: counts.get(check.counter, 0) for key, check, _ in checks}
+    most: Amounts = {}
+    for key, check, _ in checks:
+        if check.most is not None:
+            most[key] = min(check.most, most.get(key, check.most))
+    made: list[Compensation] = []
+
+    def add(name: str, amounts: Amounts, settles: str) -> None:
+        begins = {key: starts[key] for key in amounts}
+        shown = {key: most[key] for key in amounts if key in most}
+        made.append(Compensation(name, amounts, starts=begins, settles=settles, limits=shown))
+
+    # The first correction gives back what is held under all keys.
+    held = hold.request
+    if held and (not used or any(run.shared for run, _ in used)):
+        add(uuid4().hex, dict.fromkeys(keys, 0), held)
+        held = ""
+    for run, amounts in used if keys else ():
+        # A run holds nothing itself. But a store remembers settlements no longer than is needed.
+        if not run.shared:
+            add(run.id, {key: amounts[counter] for key, counter in keys.items()}, held or run.id)
+            held = ""
+            continue
+        # Only the first agent that is charged for it makes the correction of a key.
+        for key, counter in keys.items():
+            if amounts[counter]:
+                add(f"{run.id}/{key}", {key: amounts[counter]}, run.id)
+    counters = {key: Counter(key, start) for key, start in starts.items()}
+    return AcquireRequest("", "", counters, compensations=tuple(made)) if made else None
 
 
-def _priced_again(failed: ModelUsage, prices: Prices) -> None:
-    """Check that a run has a price by now that had none when it was paid."""
-    model = next(iter(failed.models), "")
-    try:
-        cost(failed, prices)
-    except UnknownPriceError as error:
-        reason = "an earlier call is paid, and what answered has no price: give it, prices="
-        raise UnknownPriceError(model, failed.provider, reason=reason) from error
-    except Exception as error:
-        reason = (
-            f"prices failed for an earlier call that was paid ({type(error).__name__}: {error})"
-        )
-        raise UnknownPriceError(model, failed.provider, reason=reason) from error
+def counts_of(kept: Mapping[str, Any]) -> dict[str, int]:
+    """What is used of budgets by what the ledger keeps, by the name of the count."""
+    of_thread, of_run = kept.get("thread_spent") or {}, kept.get("run_spent") or {}
+    return {
+        f"{counter}/{scope}": spent.get(counter, 0)
+        for counter in BUDGETS
+        for scope, spent in ((THREAD, of_thread), (RUN, of_run))
+    }
+
+
+def added(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of several amounts, by counter."""
+    total: dict[str, int] = {}
+    for amounts in several:
+        for counter, amount in amounts.items():
+            total[counter] = total.get(counter, 0) + amount
+    return total
+
+
+def _mirror_root_run(limits: ResolvedLimits, counts: Mapping[str, int]) -> None:
+    """Keep what the store has counted of the root run, if a budget is per root run."""
+    run = root_run()
+    if run is not None and run.subject is not None:
+        checks = (check for each in limits.budgets for check in each.checks)
+        keys = {check.key for check in checks if check.per == ROOT_RUN}
+        run.learn_used({key: n for key, n in counts.items() if key in keys})
+
+
+def _run(state: Mapping[str, Any]) -> str:
+    return ledger(state).get("run") or ""

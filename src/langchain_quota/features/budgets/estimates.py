@@ -1,9 +1,8 @@
-"""Tokens that nobody reports: estimated after a model run, and bounded before it."""
+"""Tokens that nobody reports: bounded before a model run, and estimated after it."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from langchain.agents.middleware.types import ModelRequest
@@ -48,6 +47,32 @@ _CALLS = {"tool_use", "tool_call", "function_call"}
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict")
 
 
+_REFUSED = range(400, 600)
+"""The HTTP statuses of a request that was not served."""
+
+_HAS_STATUS_AS_CODE = {"APIError", "GoogleAPICallError", "HTTPError"}
+"""Errors whose `code` is an HTTP status: Google's and `urllib`'s. In other errors it is not."""
+
+_CUT_OFF = (
+    *("Timeout", "TimeoutError", "TimeoutException", "DeadlineExceeded"),
+    *("ConnectionError", "ConnectionClosed", "ConnectionClosedError", "ProtocolError", "EOFError"),
+    *("ReadError", "WriteError", "CloseError", "IncompleteRead", "IncompleteReadError"),
+    *("ChunkedEncodingError", "PayloadError", "ResponseStreamingError"),
+    *("JSONDecodeError", "ResponseValidationError", "FinishReasonError"),
+)
+"""The ends of the names of errors after which a provider may have served the request."""
+
+_NOT_CONNECTED = {
+    *("ConnectError", "ConnectTimeout", "ConnectTimeoutError", "ConnectionRefusedError"),
+    *("ClientConnectorError", "EndpointConnectionError", "NewConnectionError", "PoolTimeout"),
+    "gaierror",
+}
+"""Errors before anything is sent."""
+
+_STOPPED = {"CancelledError", "GeneratorExit", "KeyboardInterrupt"}
+"""The exceptions that end a run whose caller no longer waits."""
+
+
 def estimated_usage(
     asked: ModelUsage,
     prompt: Sequence[BaseMessage],
@@ -61,6 +86,15 @@ def estimated_usage(
     return replace(
         asked, input_tokens=given, output_tokens=said, total_tokens=given + said, estimated=True
     )
+
+
+def is_paid(error: BaseException) -> bool:
+    """Whether the provider may have served a request that has failed."""
+    chain = [*_chain(error)]
+    names = set[str]().union(*map(_names, chain))
+    if any(map(_refuses, chain)) or names & _NOT_CONNECTED:
+        return False
+    return bool(names & _STOPPED) or any(name.endswith(_CUT_OFF) for name in names)
 
 
 def usage_bound(request: ModelRequest[Any]) -> ModelUsage:
@@ -139,13 +173,8 @@ def asked_of(model: BaseChatModel, settings: Mapping[str, Any]) -> ModelUsage:
 def asked_in(metadata: Mapping[str, Any] | None, *, speed: str = "") -> ModelUsage:
     """The same, from the metadata that LangChain gives to callbacks."""
     known = metadata or {}
-    return _asked(str(known.get("ls_provider") or ""), str(known.get("ls_model_name") or ""), speed)
-
-
-@lru_cache(maxsize=256)
-def _asked(provider: str, model: str, speed: str) -> ModelUsage:
-    """The same, made once for all calls of a model."""
-    return ModelUsage(provider=provider, request_model=model, speed=speed)
+    provider, model = known.get("ls_provider") or "", known.get("ls_model_name") or ""
+    return ModelUsage(provider=str(provider), request_model=str(model), speed=speed)
 
 
 def _estimated(messages: Iterable[BaseMessage], tools: object = None) -> int:
@@ -247,3 +276,26 @@ def _limits(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list
     """The limits of an answer that settings have."""
     found = [each.get(name) for each in settings for name in names]
     return [each for each in found if isinstance(each, int) and each > 0]
+
+
+def _refuses(error: BaseException) -> bool:
+    """Whether an error has the status of a provider's refusal."""
+    response, names = getattr(error, "response", None), _names(error)
+    found = [getattr(error, "status_code", None), getattr(response, "status_code", None)]
+    # Google's client gives the status 504 to a call for which it no longer waits.
+    if names & _HAS_STATUS_AS_CODE and "DeadlineExceeded" not in names:
+        found.append(getattr(error, "code", None))
+    return any(isinstance(status, int) and status in _REFUSED for status in found)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and its causes, without earlier handled errors, such as an SDK's first attempts."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _names(error: BaseException) -> set[str]:
+    """The names of an error's class and of its base classes."""
+    return {kind.__name__ for kind in type(error).__mro__}

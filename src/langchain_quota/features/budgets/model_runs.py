@@ -21,8 +21,7 @@ from langchain_core.messages.ai import UsageMetadata, add_usage
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
-from langchain_quota.features.budgets.estimates import as_json, asked_in, estimated_usage
-from langchain_quota.features.budgets.model_errors import is_paid
+from langchain_quota.features.budgets.estimates import as_json, asked_in, estimated_usage, is_paid
 from langchain_quota.features.budgets.reports import reported_usage
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.middleware.context import running_config
@@ -76,8 +75,8 @@ class ModelRun:
 
     def used_so_far(self) -> ModelUsage:
         """The same for a run that has not ended or was cut off: its report may be incomplete."""
-        # LangChain would parse the arguments of calls, which takes quadratic time for an unfinished
-        # call. So only what is told beside the texts is joined.
+        # LangChain's sum of chunks takes quadratic time for an unfinished call. So only what is
+        # told beside the texts is joined.
         usage: UsageMetadata | None = None
         metadata: dict[str, Any] = {}
         for each in self.chunks:

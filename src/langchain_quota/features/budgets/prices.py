@@ -1,6 +1,7 @@
 """What the tokens of a model run cost, in US dollars."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from decimal import Context, Decimal, localcontext
@@ -9,8 +10,12 @@ from typing import cast
 
 from langchain_quota.arguments import check_sync_function
 from langchain_quota.errors import UnknownPriceError
-from langchain_quota.limits.budgets import Price, Prices
+from langchain_quota.features.budgets.reports import charged_tokens
+from langchain_quota.limits import Limit
+from langchain_quota.limits.budgets import CostLimit, Price, Prices
 from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.options import MICRODOLLARS, whole_amount
+from langchain_quota.telemetry.recorder import Recorder
 from langchain_quota.units import Dollars, checked_dollars, microdollars
 
 _PER = Decimal(10**6)
@@ -18,6 +23,9 @@ _PER = Decimal(10**6)
 
 _EXACT = Context(prec=50)
 """The decimal context of all computations, whatever the application's own is."""
+
+MOST_KNOWN = 1_000
+"""The most models that are known to have a price. Callers of a gateway may invent names."""
 
 _MISSING = (
     "prices of known models need the package genai-prices: "
@@ -92,45 +100,126 @@ def highest_cost(usage: ModelUsage, prices: Prices) -> int:
     )
 
 
+class Pricing:
+    """The prices of a middleware, asked before a model is called and after."""
+
+    def __init__(
+        self,
+        limits: Sequence[Limit],
+        prices: object,
+        recorder: Recorder,
+        *,
+        allow_unknown: bool,
+    ) -> None:
+        of_money = [each for each in limits if isinstance(each, CostLimit)]
+        self._prices = resolve_prices(prices) if of_money else None
+        self._recorder = recorder
+        self._allow_unknown = allow_unknown
+        # What a run is charged at least if its price is not known when it is done.
+        self._least = max(
+            (
+                whole_amount(each.unit, "reserve", each.reserve)
+                for each in of_money
+                if each.reserve is not None and not callable(each.reserve)
+            ),
+            default=1,
+        )
+        self._known: set[ModelUsage] = set()
+        # By the name that was asked for: runs that had no price when they were paid.
+        self._failed: dict[str, ModelUsage] = {}
+
+    def check(self, asked: ModelUsage, *, agent: str | None) -> None:
+        """Check that a model has a price, before a call of it is paid."""
+        if self._prices is None or self._allow_unknown:
+            return
+        # If its price failed after an earlier call, that call must have a price first.
+        failed = self._failed.get(asked.request_model)
+        if failed is None and asked in self._known:
+            return
+        try:
+            if failed is None:
+                priced(asked, self._prices)
+            else:
+                _priced_again(failed, self._prices)
+        except UnknownPriceError as error:
+            self._recorder.record_unknown_price(agent, error.model)
+            raise
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known.add(asked)
+        self._failed.pop(asked.request_model, None)
+
+    def cost(self, usage: ModelUsage, agent: str | None, held: int) -> int:
+        """What a model run costs, in microdollars. It is paid already: nothing is raised."""
+        if self._prices is None:
+            return 0
+        try:
+            return cost(usage, self._prices)
+        except UnknownPriceError as error:
+            self._recorder.record_unknown_price(agent, error.model)
+        except Exception as error:  # noqa: BLE001 - the user's function
+            self._recorder.record_error("prices", error)
+        if self._allow_unknown:
+            return 0
+        self._failed[usage.request_model] = usage
+        return max(held, self._least)
+
+    def most(self, limit: Limit, bound: object) -> int:
+        """The bound of a call, in the unit of a limit."""
+        if not isinstance(bound, ModelUsage):
+            return whole_amount(limit.unit, f"reserve of limit {limit.name!r}", bound)
+        if limit.counter != MICRODOLLARS:
+            return charged_tokens(bound, limit.counter)
+        try:
+            return 0 if self._prices is None else highest_cost(bound, self._prices)
+        except UnknownPriceError:
+            if self._allow_unknown:
+                return 0
+            raise
+
+
+def _priced_again(failed: ModelUsage, prices: Prices) -> None:
+    """Check that a run has a price by now that had none when it was paid."""
+    try:
+        cost(failed, prices)
+    except Exception as error:
+        reason = "an earlier call is paid, and what answered has no price: give it, prices="
+        if not isinstance(error, UnknownPriceError):
+            said = f"{type(error).__name__}: {error}"
+            reason = f"prices failed for an earlier call that was paid ({said})"
+        model = next(iter(failed.models), "")
+        raise UnknownPriceError(model, failed.provider, reason=reason) from error
+
+
 def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | None:
     """What a model run costs by the list of genai-prices; `None` if the model is not in it."""
     from genai_prices import Usage, calc_price  # noqa: PLC0415 - its import is slow
 
-    for_1h = min(usage.cache_creation_1h_tokens, usage.cache_creation_tokens)
-    read, written = usage.cache_read_tokens, usage.cache_creation_tokens
-    sounds, spoken, reasoning = (
-        usage.input_audio_tokens,
-        usage.output_audio_tokens,
-        usage.reasoning_tokens,
-    )
+    parts = _parts(usage)
+    written = parts["cache_creation"] + parts["cache_creation_1h"]
     tokens = Usage(
-        # It refuses a report whose parts are more than the whole.
-        input_tokens=max(usage.input_tokens, read + written + sounds),
-        output_tokens=max(usage.output_tokens, spoken + reasoning),
-        cache_read_tokens=read,
+        input_tokens=parts["input"] + parts["cache_read"] + written + parts["input_audio"],
+        output_tokens=parts["output"] + parts["output_audio"] + parts["reasoning"],
+        cache_read_tokens=parts["cache_read"],
         cache_write_tokens=written,
-        cache_write_5m_tokens=written - for_1h,
-        cache_write_1h_tokens=for_1h,
-        input_audio_tokens=sounds,
-        output_audio_tokens=spoken,
-        output_reasoning_tokens=reasoning,
-        # Cached audio tokens are in both parts, so the result is never too low.
+        cache_write_5m_tokens=parts["cache_creation"],
+        cache_write_1h_tokens=parts["cache_creation_1h"],
+        input_audio_tokens=parts["input_audio"],
+        output_audio_tokens=parts["output_audio"],
+        output_reasoning_tokens=parts["reasoning"],
         cache_audio_read_tokens=0,
         cache_audio_write_tokens=0,
     )
     for name in usage.models:
-        try:
-            with localcontext(_EXACT):
-                price: Decimal = calc_price(
-                    tokens,
-                    name,
-                    provider_id=usage.provider or None,
-                    genai_request_timestamp=at,
-                    price_context={"service_tier": usage.service_tier, "speed": usage.speed},
-                ).total_price
-        except LookupError:
-            continue
-        return price
+        with localcontext(_EXACT), suppress(LookupError):
+            price: Decimal = calc_price(
+                tokens,
+                name,
+                provider_id=usage.provider or None,
+                genai_request_timestamp=at,
+                price_context={"service_tier": usage.service_tier, "speed": usage.speed},
+            ).total_price
+            return price
     return None
 
 
@@ -151,24 +240,40 @@ def _tabled_price(table: Mapping[str, Price], others: Prices, usage: ModelUsage)
     price = next((table[name] for name in usage.models if name in table), None)
     if price is None:
         return others(usage)
-    for_1h = min(usage.cache_creation_1h_tokens, usage.cache_creation_tokens)
-    for_5m = usage.cache_creation_tokens - for_1h
-    read, sounds = usage.cache_read_tokens, usage.input_audio_tokens
-    spoken, reasoning = usage.output_audio_tokens, usage.reasoning_tokens
-    written = price.cache_creation
-    # Cached audio tokens are in both parts, so the result is never too low.
-    parts: list[tuple[int, Sequence[Dollars | None]]] = [
-        (max(0, usage.input_tokens - for_1h - for_5m - read - sounds), [price.input]),
-        (read, [price.cache_read, price.input]),
-        (for_5m, [written, price.input]),
-        (for_1h, [price.cache_creation_1h, written, price.input]),
-        (sounds, [price.input_audio, price.input]),
-        (max(0, usage.output_tokens - spoken - reasoning), [price.output]),
-        (spoken, [price.output_audio, price.output]),
-        (reasoning, [price.reasoning, price.output]),
-    ]
+
+    def rate(part: str) -> Decimal:
+        given: Dollars | None = getattr(price, part)
+        return rate(_WHOLE[part]) if given is None else Decimal(given)
+
     with localcontext(_EXACT):
-        # A part without a price has that of the whole.
-        rates = (next(each for each in given if each is not None) for _, given in parts)
-        total = sum(tokens * Decimal(rate) for (tokens, _), rate in zip(parts, rates, strict=True))
-        return total / _PER
+        return sum(tokens * rate(part) for part, tokens in _parts(usage).items()) / _PER
+
+
+_WHOLE = {
+    "cache_read": "input",
+    "cache_creation": "input",
+    "cache_creation_1h": "cache_creation",
+    "input_audio": "input",
+    "output_audio": "output",
+    "reasoning": "output",
+}
+"""Whose price a part has that has none of its own."""
+
+
+def _parts(usage: ModelUsage) -> dict[str, int]:
+    """The tokens by the fields of `Price`, each in one of them."""
+    # Cached audio tokens are in two of them, so that the price is never too low.
+    for_1h = min(usage.cache_creation_1h_tokens, usage.cache_creation_tokens)
+    of_input = {
+        "cache_read": usage.cache_read_tokens,
+        "cache_creation": usage.cache_creation_tokens - for_1h,
+        "cache_creation_1h": for_1h,
+        "input_audio": usage.input_audio_tokens,
+    }
+    of_output = {"output_audio": usage.output_audio_tokens, "reasoning": usage.reasoning_tokens}
+    return {
+        "input": max(0, usage.input_tokens - sum(of_input.values())),
+        **of_input,
+        "output": max(0, usage.output_tokens - sum(of_output.values())),
+        **of_output,
+    }
