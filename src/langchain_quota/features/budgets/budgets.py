@@ -7,12 +7,12 @@ the store, where it replaces what was held.
 """
 
 from asyncio import CancelledError
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from langchain.agents.middleware.types import ModelRequest, ModelResponse
@@ -36,7 +36,6 @@ from langchain_quota.features.budgets.estimates import asked_of
 from langchain_quota.features.budgets.model_runs import own_call, running_graph, watch_all_models
 from langchain_quota.features.budgets.prices import Pricing, check_prices
 from langchain_quota.limits import Limit
-from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.middleware.calls import (
     OF_RUN,
     OF_THREAD,
@@ -48,12 +47,12 @@ from langchain_quota.middleware.calls import (
     with_state,
 )
 from langchain_quota.middleware.conclude import conclude_model
+from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.feature import Feature, Handler
 from langchain_quota.rule import Asked, ResolvedLimits, run_counter
 from langchain_quota.state import (
     LEDGER,
     THREAD_MODEL,
-    Amounts,
     Counts,
     Ledger,
     Own,
@@ -72,21 +71,13 @@ _NEW_RUN: Mapping[str, Any] = {"run_spent": {}, "admitted": None, "error": None}
 """What a run begins with."""
 
 
-class _Admitted(TypedDict):
-    """A model call that is let through, and told when its request is known."""
-
-    # The counts before it, by counter.
-    used: dict[str, int]
-    # What a store charged.
-    keys: Amounts
-
-
 class Budgets(Feature):
     """Charges the model calls of an agent to its budgets."""
 
     # The ledger also has:
     # - `spent_by`: names the newest call whose use is in it. This process may know later ones.
-    # - `admitted`: the model call that is let through and not told yet.
+    # - `admitted`: the model call that is let through and not told yet: the counts before it, by
+    #   counter, and what a store charged, by key.
     # - `error`: what is raised behind the model's step: the counts, the limits, and the text.
     name = OWN
     unused: ClassVar[Mapping[str, Any]] = {"thread_spent": {}, **_NEW_RUN}
@@ -96,22 +87,23 @@ class Budgets(Feature):
         """The budgets among the limits; `None` if there are none."""
         options = limiter._options  # noqa: SLF001 - the kernel gives them
         units = {limit.unit for limit in limiter.limits}
-        prices, all_models = options["prices"], options["charge_all_models"]
-        check_choice("unknown_price", options["unknown_price"], ("error", "allow"))
-        check_switch("charge_all_models", all_models)
-        allows = options["unknown_price"] == "allow"
-        if "microdollars" not in units and (prices is not None or allows):
+        prices, unknown = options["prices"], options["unknown_price"]
+        check_choice("unknown_price", unknown, ("error", "allow"))
+        check_switch("charge_all_models", options["charge_all_models"])
+        if "microdollars" not in units and (prices is not None or unknown == "allow"):
             check_prices(prices)
             in_vain = "unknown_price='allow'" if prices is None else "prices="
             raise ValueError(
                 f"{in_vain} needs a limit of costs: add a CostLimit to the limits, or leave it out"
             )
-        if units == {"calls"} and all_models:
+        if units != {"calls"}:
+            return cls(limiter)
+        if options["charge_all_models"]:
             raise ValueError(
                 "charge_all_models=True needs a budget to charge: add a TokenLimit or a CostLimit "
                 "to the limits"
             )
-        return None if units == {"calls"} else cls(limiter)
+        return None
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
@@ -145,8 +137,8 @@ class Budgets(Feature):
         """Charge what tools, sub-agents and other middlewares have used."""
         graph = running_graph() if self._charges_all else None
         if graph is not None:
-            charge = self._charging.charge
-            graph.step = Step({LEDGER: ledger(state)}, limits, _model_call(state, runtime))
+            charge, context = self._charging.charge, model_context(state, runtime)
+            graph.step = _step({LEDGER: ledger(state)}, limits, context)
             graph.charge = lambda step, runs: now(charge(None, step, runs))
             runs = graph.take()
             if runs:
@@ -173,10 +165,8 @@ class Budgets(Feature):
         ):
             return conclusion
         keys = batch.sent.keyed(batch.hits[0].amounts) if batch.sent else {}
-        admitted = _Admitted(
-            used=dict(batch.counted), keys={key: amount for key, amount in keys.items() if amount}
-        )
-        batch.keep(self.name, {"admitted": admitted})
+        charged = {key: amount for key, amount in keys.items() if amount}
+        batch.keep(self.name, {"admitted": {"used": dict(batch.counted), "keys": charged}})
         return conclusion._replace(decisions=())
 
     def after_model(self, state: Any, *, saved: bool) -> None:
@@ -189,34 +179,33 @@ class Budgets(Feature):
         error = own_of(state, self.name).get("error")
         if error is not None:
             *numbers, text = error
-            ended = ledger(state).get("ended") or ""
-            raise self._errors.pop(ended, None) or ModelCallLimitExceededError(
-                *numbers, message=text
-            )
+            known = self._errors.pop(ledger(state).get("ended") or "", None)
+            raise known or ModelCallLimitExceededError(*numbers, message=text)
 
     async def around_model(
         self, form: Form, request: ModelRequest[Any], call: Handler, written: Update
     ) -> ModelResponse[Any] | None:
         """Hold what the call can use, make it, and charge what it has used."""
-        limiter, state, runtime = self._limiter, _state(request), request.runtime
+        limiter, state, runtime = self._limiter, request.state, request.runtime
         limits: ResolvedLimits = await limiter._limits_now(  # noqa: SLF001 - the kernel's
             form, "model", state, runtime
         )
         await self.known(form, state, runtime, limits)
-        step = Step(state, limits, _model_call(state, runtime))
-        task = model_context(state, runtime).task(limiter.name)
+        context = model_context(state, runtime)
+        step, task = _step(state, limits, context), context.task(limiter.name)
+        hold: Hold | None = Hold()
         # The call was judged before, but not what the task has used since.
         made_before = self._late.has_made(task, state)
-        hold: Hold | None = Hold()
         if self._reserves or made_before:
-            request, hold = await self._hold(form, request, step, made_before, written)
+            admitted = None if made_before else own_of(state, self.name).get("admitted")
+            request, hold = await self._hold(form, request, step, admitted, written)
             if hold is None:
                 return None
         else:
             request = await limiter._shape(form, request)  # noqa: SLF001 - the same
         graph = running_graph() if self._charges_all else None
         charge = partial(self._charging.charge, step=step, hold=hold, task=task)
-        with own_call(self._admit(step), graph) as made:
+        with own_call(partial(self._pricing.check, agent=step.call.agent), graph) as made:
             try:
                 response = await call(request)
             except BaseException as error:
@@ -238,7 +227,7 @@ class Budgets(Feature):
         form: Form,
         request: ModelRequest[Any],
         step: Step,
-        made_before: bool,  # noqa: FBT001 - private
+        admitted: Mapping[str, Any] | None,
         written: Update,
     ) -> tuple[ModelRequest[Any], Hold | None]:
         """Hold all that the call can use, or ask for a last call; `None` if it is refused."""
@@ -255,7 +244,7 @@ class Budgets(Feature):
             last, request = True, _with_ledger(request, Ledger(final=final))
         if not all(result.admitted):
             conclusion = conclude_model(batch, result)
-            written.update(await self._refuse(form, batch, conclusion, made_before))
+            written.update(await self._refuse(form, batch, conclusion, admitted))
             return shaped, None
         (asked,) = batch.asked
         of = asked.hits.amounts
@@ -263,8 +252,8 @@ class Budgets(Feature):
         if batch.answered and batch.sent is not None:
             hold = hold._replace(request=batch.sent.idempotency_key)
         try:
-            if self._reserves and not made_before and self._admitted(batch):
-                told = self._told(batch, step.limits, result)
+            if admitted:
+                told = _told(batch, step.limits, {**admitted["used"]}, result)
                 written.update(await limiter._tell(form, batch, told) or {})  # noqa: SLF001
         except (Exception, CancelledError):
             # The call is not made.
@@ -279,7 +268,8 @@ class Budgets(Feature):
         """What the call asks of the budgets, for all that it can use."""
         if request.model is not None:
             # The reserve is priced before anything is called.
-            self._admit(step)(asked_of(request.model, request.model_settings))
+            asked = asked_of(request.model, request.model_settings)
+            self._pricing.check(asked, agent=step.call.agent)
         holding = []
         lease = LEASE if self._reserves else None
         for each in step.limits.budgets:
@@ -288,7 +278,7 @@ class Budgets(Feature):
             amount = self._pricing.most(each.limit, bound)
             holding.append(each.with_checks(hit=amount, lease=lease))
         task = f"{self._limiter.name}.held"
-        batch = model_batch(_state(request), request.runtime, step.limits, task=task)
+        batch = model_batch(request.state, request.runtime, step.limits, task=task)
         # Named anew: another attempt of the same task may hold something, too.
         batch.name, batch.refunds = token_hex(16), {}
         batch.used |= self._late.counts(batch.state)
@@ -297,29 +287,12 @@ class Budgets(Feature):
         batch.ask([Asked.of(holding)])
         return batch
 
-    def _told(self, batch: Batch, limits: ResolvedLimits, result: AcquireResult) -> Conclusion:
-        """What is decided about the call by all limits, those that judged it before included."""
-        admitted = self._admitted(batch)
-        # The state has counted the call by now.
-        held = {check.counter: result.used[check.counter] for check in batch.asked[0].checks}
-        used = {**(admitted["used"] if admitted else {}), **held}
-        holding = {each.limit.name: each for each in batch.limits.limits}
-        both = ResolvedLimits(
-            holding.get(each.limit.name)
-            # Without the store, no quota has judged it.
-            or each._replace(checks=tuple(one for one in each.checks if one.counter in used))
-            for each in limits.limits
-        )
-        every = replace(batch, limits=both, asked=[Asked.of(both.limits)], used=used)
-        decisions, _ = every.decided(admit(every.hits, used, {}))
-        return Conclusion(decisions)
-
     async def _refuse(
         self,
         form: Form,
         batch: Batch,
         conclusion: Conclusion,
-        made_before: bool,  # noqa: FBT001 - private
+        admitted: Mapping[str, Any] | None,
     ) -> Update:
         """Write, and do not raise: an exception would lose the update, and others would retry."""
         update: Update = {**(conclusion.update or {})}
@@ -332,8 +305,7 @@ class Budgets(Feature):
             written = Ledger(ended=message.id, own={self.name: kept})
             update = {"messages": [message], LEDGER: written}
             self._errors[str(message.id)] = error
-        admitted = self._admitted(batch)
-        if not made_before:
+        if admitted:
             # It was let through and counted before.
             known = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
             of_thread = max(0, batch.used[OF_THREAD] - 1)
@@ -342,7 +314,7 @@ class Budgets(Feature):
             else:
                 known["thread_model"] = of_thread
             update[LEDGER] = merge_ledgers(update[LEDGER], Ledger(counts=known))
-            if admitted and admitted["keys"]:
+            if admitted["keys"]:
                 back = {key: -amount for key, amount in admitted["keys"].items()}
                 made = (Compensation(uuid4().hex, back),)
                 await self._charging.settle(form, AcquireRequest("", "", compensations=made))
@@ -350,14 +322,23 @@ class Budgets(Feature):
         told = conclusion._replace(update=update)
         return await self._limiter._tell(form, batch, told) or update  # noqa: SLF001 - the kernel's
 
-    def _admitted(self, batch: Batch) -> _Admitted | None:
-        """The model call of a batch, if it was let through before and is not told yet."""
-        admitted: _Admitted | None = own_of(batch.state, self.name).get("admitted")
-        return admitted
 
-    def _admit(self, step: Step) -> Callable[[ModelUsage], None]:
-        """A check that a model has a price, also if a middleware has chosen another model."""
-        return partial(self._pricing.check, agent=step.call.agent)
+def _told(
+    batch: Batch, limits: ResolvedLimits, before: dict[str, int], result: AcquireResult
+) -> Conclusion:
+    """What is decided about the call by all limits, those that judged it before included."""
+    # The state has counted the call by now.
+    used = before | {check.counter: result.used[check.counter] for check in batch.asked[0].checks}
+    holding = {each.limit.name: each for each in batch.limits.limits}
+    both = ResolvedLimits(
+        holding.get(each.limit.name)
+        # Without the store, no quota has judged it.
+        or each._replace(checks=tuple(one for one in each.checks if one.counter in used))
+        for each in limits.limits
+    )
+    every = replace(batch, limits=both, asked=[Asked.of(both.limits)], used=used)
+    decisions, _ = every.decided(admit(every.hits, used, {}))
+    return Conclusion(decisions)
 
 
 def _with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]:
@@ -367,10 +348,9 @@ def _with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]
     return with_state(request, state)
 
 
-def _model_call(state: Mapping[str, Any], runtime: Any) -> Call:
-    """The model call that is being made."""
-    context = model_context(state, runtime)
-    return Call("model", agent=context.agent, thread_id=context.thread_id)
+def _step(state: Mapping[str, Any], limits: ResolvedLimits, context: CallContext) -> Step:
+    """Who is charged for the model call that is being made."""
+    return Step(state, limits, Call("model", agent=context.agent, thread_id=context.thread_id))
 
 
 def _may_be_the_last(batch: Batch, result: AcquireResult) -> bool:
@@ -380,7 +360,3 @@ def _may_be_the_last(batch: Batch, result: AcquireResult) -> bool:
     by_name = batch.limits.by_name
     refusing = [by_name[name] for name in result.refused[0] if by_name[name].enforce]
     return all(limit.exit_behavior == "finalize" for limit in refusing)
-
-
-def _state(request: ModelRequest[Any]) -> Mapping[str, Any]:
-    return request.state
