@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from hashlib import blake2b
 from itertools import islice
 from operator import itemgetter
@@ -35,8 +36,8 @@ _LEAST_ID = 6
 """A shorter id of a call, such as `"1"`, is part of many texts that do not name it."""
 
 
-def tool_digest(name: str, *, matches: bool = True) -> str:
-    """A digest of a tool."""
+def tool_digest(name: str, *, matches: bool) -> str:
+    """A digest of a tool; begins with `-` if the limit never refuses its calls."""
     return ("" if matches else "-") + _digest(name, size=4)
 
 
@@ -49,18 +50,11 @@ def key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) ->
         return _digest(_part([call["name"], call["args"]]))
     try:
         # A function that changes its argument must not change the call.
-        key = limit.key(_copied(dict(call)))
+        key = limit.key(deepcopy(dict(call)))
     except Exception as error:
         error.add_note(f"raised by the key of limit {limit.name!r} for tool {call['name']!r}")
         raise
-    if key is None:
-        return None
-    try:
-        return _digest(_part(key, is_json=True))
-    except TypeError as error:
-        raise TypeError(
-            f"key of limit {limit.name!r} must give a string or another JSON value, not {key!r}"
-        ) from error
+    return None if key is None else _digest(_part(key))
 
 
 def answer_digest(content: object, call_id: str, args: object, *, failed: bool) -> str:
@@ -85,7 +79,7 @@ def _without_arguments(error: str) -> str:
     return before + after if begins and ends else error
 
 
-def _part(value: object, *, is_json: bool = False, has_length: bool = True) -> str:
+def _part(value: object, *, has_length: bool = True) -> str:
     """What is compared of a value, as a text: equal values have equal texts, however long."""
     # Each text, list or mapping gets half of what is left at most, so that a short argument is
     # compared beside a long one.
@@ -104,7 +98,9 @@ def _part(value: object, *, is_json: bool = False, has_length: bool = True) -> s
             pairs = sorted(((str(key), one) for key, one in first), key=itemgetter(0))
             inner = [one for pair in pairs for one in pair]
         else:
-            text, kind = _written(each, is_json=is_json), ""
+            # As JSON has only one kind of number, 1.0 is 1.
+            is_whole = isinstance(each, float) and each.is_integer()
+            text, kind = f"{each:.0f}" if is_whole else str(each), ""
         half = left // 4
         if len(text) > 2 * half:
             length = f"\0{len(text)}" if has_length else ""
@@ -113,25 +109,6 @@ def _part(value: object, *, is_json: bool = False, has_length: bool = True) -> s
         parts.append(kind + text)
         values += reversed(inner)
     return "\0".join(parts)
-
-
-def _written(value: object, *, is_json: bool) -> str:
-    """A value without parts; as JSON has only one kind of number, 1.0 is 1."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        # In decimal, the work grows with the square of the digits.
-        return f"{value:d}" if value.bit_length() < 1_000 else f"{value:x}"  # noqa: PLR2004
-    if is_json and not (value is None or isinstance(value, bool | float)):
-        raise TypeError(f"no JSON value: {value!r}")
-    return str(value)
-
-
-def _copied(value: Any) -> Any:
-    """A JSON value whose lists and mappings are others."""
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 def _digest(text: str, size: int = 8) -> str:
