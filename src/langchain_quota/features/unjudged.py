@@ -57,6 +57,9 @@ class CountingRootRun(RootRun):
             self._outermost = more["run_id"]
         if not self.key:
             super().on_chain_start(*given, **more)
+            if isinstance(self.joined, CountingRootRun):
+                # It sees for the root run to which it belongs.
+                self.running, self.seen = self.joined.running, self.joined.seen
         if more.get("run_type") == DECISION:
             self._start("model", **more)
 
@@ -89,21 +92,16 @@ class CountingRootRun(RootRun):
     def _start(self, kind: Kind, *_: object, **more: Any) -> None:
         known: Mapping[str, Any] = more.get("metadata") or {}
         graph = _graph_of(known.get("langgraph_checkpoint_ns") or "")
-        self._whole().running[more["run_id"]] = graph, known.get("lc_agent_name"), kind
+        self.running[more["run_id"]] = graph, known.get("lc_agent_name"), kind
 
     def _end(self, *_: object, **more: Any) -> None:
-        whole = self._whole()
-        where = whole.running.pop(more["run_id"], None)
-        if where is not None and len(whole.seen) < MOST_CALLS:
-            whole.seen.append(where)
+        where = self.running.pop(more["run_id"], None)
+        if where is not None and len(self.seen) < MOST_CALLS:
+            self.seen.append(where)
 
     def _fail(self, *_: object, **more: Any) -> None:
         # A call that fails may be made once more by another middleware: only one is judged.
-        self._whole().running.pop(more["run_id"], None)
-
-    def _whole(self) -> "CountingRootRun":
-        """The root run to which this one belongs."""
-        return self.joined if isinstance(self.joined, CountingRootRun) else self
+        self.running.pop(more["run_id"], None)
 
     on_llm_start = on_chat_model_start = partialmethod(_start, "model")
     on_tool_start = partialmethod(_start, "tool")
