@@ -6,7 +6,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from langchain_quota.arguments import ALL_TOOLS, by_name, check_count, checked_tools
-from langchain_quota.limits.options import MODEL, ModelLimit, ToolLimit, counts_calls
+from langchain_quota.limits.options import MODEL, ModelLimit, Most, ToolLimit, counts_calls
+from langchain_quota.limits.quotas import Quota
 
 ToolExitBehavior = Literal["continue", "error", "end", "ask"]
 ExitBehavior = Literal["continue", "error", "end"]
@@ -82,7 +83,11 @@ class ToolCallLimit(ToolLimit):
 
     tool_name: str | Sequence[str] | None = None
     _: KW_ONLY
+    thread_limit: Most[int] = None
+    run_limit: Most[int] = None
     exit_behavior: ToolExitBehavior = "continue"
+    grant: int | None = None
+    quotas: Sequence[Quota] = ()
     at_once: int | None = None
     wait: float | None = None
     tools: tuple[str, ...] = field(init=False, repr=False)

@@ -18,7 +18,7 @@ from langchain_quota.arguments import (
     check_type,
     shown,
 )
-from langchain_quota.decision import THREAD, Call, Decision, Exit
+from langchain_quota.decision import THREAD, Call, Decision
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.units import Unit, checked_microdollars
 
@@ -50,31 +50,26 @@ Most: TypeAlias = Amount | Callable[[Any, Any], Amount | Awaitable[Amount | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LimitOptions(Generic[Amount]):
-    """The base of all kinds of limits, with the options that they share; see `ToolCallLimit`."""
+class LimitOptions:
+    """The base of all kinds of limits, with the options that all have; see `ToolCallLimit`."""
 
-    # A kind also has `kind`, `tools`, `exclude`, `give_up_after` and `counter`, as a field or for
-    # the whole class. Limits with one counter share a count, so two kinds must not take the same
-    # one. A kind that lacks an option has it with `init=False`. Its `__post_init__` calls
-    # `_check_options`. `Limit` lists all kinds.
+    # A kind also has `kind`, `tools`, `exclude`, `thread_limit`, `run_limit`, `exit_behavior`,
+    # `grant`, `give_up_after` and `counter`, as a field or for the whole class, and a field
+    # `quotas`. Limits with one counter share a count, so two kinds must not take the same one. Its
+    # `__post_init__` calls `_check_options`. `Limit` lists all kinds.
 
     unit: ClassVar[Unit] = "calls"
     """What is counted."""
     counted: ClassVar[bool] = True
     """Whether the state and a store keep its counts; else they follow from the history."""
-    _exits: ClassVar[Any] = Exit
+    _exits: ClassVar[Any]
     """The exit behaviours that the kind knows."""
 
-    thread_limit: Most[Amount] = None
-    run_limit: Most[Amount] = None
-    exit_behavior: Exit = "continue"
-    grant: Amount | None = None
     message: str | Callable[[Decision], str] | None = None
     name: str = ""
     near: float | None = None
     enforce: bool = True
     alert: bool = True
-    quotas: Sequence[Quota] = ()
 
     @property
     def named_tools(self: Any) -> tuple[str, ...]:
@@ -126,7 +121,7 @@ class LimitOptions(Generic[Amount]):
                 "and enforce=True"
             )
 
-    def _check_thresholds(self) -> None:
+    def _check_thresholds(self: Any) -> None:
         """Check that there is one, and that no two have one scope."""
         if not counts_calls(self) and getattr(self, "at_once", None) is None:
             last = ", quotas or at_once" if hasattr(self, "at_once") else " or quotas"
@@ -147,7 +142,7 @@ class LimitOptions(Generic[Amount]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolLimit(LimitOptions[int]):
+class ToolLimit(LimitOptions):
     """The base of limits on tool calls."""
 
     kind: ClassVar[Literal["tool"]] = "tool"
@@ -161,7 +156,7 @@ ModelExitBehavior = Literal["end", "error", "finalize", "ask"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLimit(LimitOptions[Amount]):
+class ModelLimit(LimitOptions, Generic[Amount]):
     """The base of limits on model calls."""
 
     kind: ClassVar[Literal["model"]] = "model"
@@ -173,10 +168,14 @@ class ModelLimit(LimitOptions[Amount]):
     """Refusals of model calls are not counted: the first one ends the run."""
     _exits: ClassVar[Any] = ModelExitBehavior
 
+    thread_limit: Most[Amount] = None
+    run_limit: Most[Amount] = None
     exit_behavior: ModelExitBehavior = "end"
+    grant: Amount | None = None
+    quotas: Sequence[Quota] = ()
 
 
-def counts_calls(limit: LimitOptions[Any]) -> bool:
+def counts_calls(limit: Any) -> bool:
     """Whether a limit counts calls, and has not only a number of calls at once."""
     return bool(limit.quotas) or limit.thread_limit is not None or limit.run_limit is not None
 

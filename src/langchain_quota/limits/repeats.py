@@ -70,18 +70,18 @@ class RepeatLimit(ToolLimit):
         >>> limit = RepeatLimit(5, key=lambda call: call["args"]["path"], tools="read_file")
     """
 
+    thread_limit: ClassVar[None] = None
+    """A new run may repeat what an earlier one did."""
+    grant: ClassVar[None] = None
     counted: ClassVar[bool] = False
     """The counts depend on the call, and on the answers of earlier calls."""
     _exits: ClassVar[Any] = ExitBehavior
 
-    run_limit: int = field()
+    run_limit: int
     _: KW_ONLY
     exit_behavior: ExitBehavior = "continue"
     key: Callable[[Any], object] | None = None
     tools: Sequence[str] = ()
-    thread_limit: None = field(default=None, init=False, repr=False)
-    """None: a new run may repeat what an earlier one did."""
-    grant: None = field(default=None, init=False, repr=False)
     quotas: tuple[Quota, ...] = field(default=(), init=False, repr=False)
     """None: repeats are counted within one run."""
     counter: str = field(init=False, repr=False)
