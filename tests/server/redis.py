@@ -16,7 +16,7 @@ from redis.retry import Retry
 
 from langchain_quota.stores.redis_script import SCRIPTS, Script
 from tests.server.programs import required_program
-from tests.server.prometheus import eventually
+from tests.server.prometheus import DEADLINE, eventually
 from tests.server.proxy import Proxy, proxy
 from tests.stores import Clock
 
@@ -47,9 +47,9 @@ class RedisServer:
 
     def client(self, **options: Any) -> redis.Redis:
         """A client beside the store."""
-        return redis.Redis(
-            unix_socket_path=str(self.socket), retry=Retry(NoBackoff(), 0), **options
-        )
+        # By default redis-py gives up after 5 seconds, which a busy machine may need.
+        patient = {"socket_timeout": DEADLINE, "retry": Retry(NoBackoff(), 0)}
+        return redis.Redis(unix_socket_path=str(self.socket), **{**patient, **options})
 
     def prefix(self) -> str:
         """A prefix that no other test has."""

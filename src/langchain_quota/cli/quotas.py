@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from getpass import getuser
 from typing import Any
@@ -40,8 +40,9 @@ def run(arguments: Namespace) -> int:
         seen = "--redis has a password, which others on this machine can see"
         raise CommandError(f"{seen}: set {URL_VARIABLE} instead")
     try:
-        store = RedisStore(url, prefix=PREFIX if prefix is None else prefix, timeout=_TIMEOUT)
-        return _ACTIONS[arguments.action](store, arguments)
+        prefix = PREFIX if prefix is None else prefix
+        with closing(RedisStore(url, prefix=prefix, timeout=_TIMEOUT)) as store:
+            return _ACTIONS[arguments.action](store, arguments)
     except (QuotaStoreError, ValueError) as error:
         raise CommandError(one_line(error)) from error
 
