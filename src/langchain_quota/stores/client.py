@@ -15,6 +15,7 @@ from langchain_quota.admission import AcquireRequest, AcquireResult, Compensatio
 from langchain_quota.concurrency import Form, ask, fork_safe_lock, now
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore, QuotaUsage
+from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.corrections import MAX_PENDING, Corrections
 from langchain_quota.stores.keys import prefix_of
 from langchain_quota.stores.memory import MemoryStore
@@ -127,11 +128,9 @@ class StoreClient:
         if not self._corrections:
             answer = await ask(form, self.store, "acquire", sent)
             return answer
-        counters = [each for each in sent.counters.values() if each.key is not None]
-        corrected = [key for each in sent.compensations for key in (*each.amounts, *each.starts)]
-        prefix = prefix_of(next(iter([*(str(each.key) for each in counters), *corrected]), ""))
+        prefix = prefix_of(next(iter(keys_of(sent)), ""))
         # The counts that the caller has, or corrects.
-        keys = {str(each.key) for each in counters if each.used}
+        keys = {each.key for each in sent.counters.values() if each.used and each.key is not None}
         keys.update(*(each.amounts for each in sent.compensations))
         while True:
             with self._corrections.carried(prefix, keys, sent.idempotency_key) as (carried, last):

@@ -67,6 +67,15 @@ def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
         raise QuotaStoreError("the idempotency key was given to a batch of another form before")
 
 
+def keys_of(request: AcquireRequest) -> list[str]:
+    """The keys that a request and its compensations name."""
+    keys = [each.key for each in request.counters.values() if each.key is not None]
+    return [
+        *keys,
+        *(key for each in request.compensations for key in (*each.amounts, *each.starts)),
+    ]
+
+
 def idle_time(key: str, idle: int) -> int:
     """How long a key's count is kept when nobody charges it, in seconds."""
     return min(idle, _IDLE_AT_MOST.get(dimension_of(key), idle))

@@ -14,7 +14,7 @@ from langchain_quota.arguments import check_type
 from langchain_quota.concurrency import Form, now
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaUsage, wire
-from langchain_quota.stores.common import check_keys, check_request, idle_seconds
+from langchain_quota.stores.common import check_keys, check_request, idle_seconds, keys_of
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import check_prefix, prefix_of
 
@@ -89,9 +89,7 @@ class ScriptedStore(Granting):
 
     async def _acquire(self, form: Form, request: AcquireRequest) -> AcquireResult:
         check_request(request)
-        keys = [each.key for each in request.counters.values() if each.key is not None]
-        for each in request.compensations:
-            keys += [*each.amounts, *each.starts]
+        keys = keys_of(request)
         first, *others = self._by_prefix(keys).items() or [(PREFIX, keys)]
         if others:
             raise ValueError(
