@@ -47,32 +47,6 @@ _CALLS = {"tool_use", "tool_call", "function_call"}
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict")
 
 
-_REFUSED = range(400, 600)
-"""The HTTP statuses of a request that was not served."""
-
-_HAS_STATUS_AS_CODE = {"APIError", "GoogleAPICallError", "HTTPError"}
-"""Errors whose `code` is an HTTP status: Google's and `urllib`'s. In other errors it is not."""
-
-_CUT_OFF = (
-    *("Timeout", "TimeoutError", "TimeoutException", "DeadlineExceeded"),
-    *("ConnectionError", "ConnectionClosed", "ConnectionClosedError", "ProtocolError", "EOFError"),
-    *("ReadError", "WriteError", "CloseError", "IncompleteRead", "IncompleteReadError"),
-    *("ChunkedEncodingError", "PayloadError", "ResponseStreamingError"),
-    *("JSONDecodeError", "ResponseValidationError", "FinishReasonError"),
-)
-"""The ends of the names of errors after which a provider may have served the request."""
-
-_NOT_CONNECTED = {
-    *("ConnectError", "ConnectTimeout", "ConnectTimeoutError", "ConnectionRefusedError"),
-    *("ClientConnectorError", "EndpointConnectionError", "NewConnectionError", "PoolTimeout"),
-    "gaierror",
-}
-"""Errors before anything is sent."""
-
-_STOPPED = {"CancelledError", "GeneratorExit", "KeyboardInterrupt"}
-"""The exceptions that end a run whose caller no longer waits."""
-
-
 def estimated_usage(
     asked: ModelUsage,
     prompt: Sequence[BaseMessage],
@@ -86,15 +60,6 @@ def estimated_usage(
     return replace(
         asked, input_tokens=given, output_tokens=said, total_tokens=given + said, estimated=True
     )
-
-
-def is_paid(error: BaseException) -> bool:
-    """Whether the provider may have served a request that has failed."""
-    chain = [*_chain(error)]
-    names = set[str]().union(*map(_names, chain))
-    if any(map(_refuses, chain)) or names & _NOT_CONNECTED:
-        return False
-    return bool(names & _STOPPED) or any(name.endswith(_CUT_OFF) for name in names)
 
 
 def usage_bound(request: ModelRequest[Any]) -> ModelUsage:
@@ -212,7 +177,7 @@ def _size(messages: Iterable[BaseMessage], tools: object = None) -> tuple[int, l
 
 def as_json(value: object) -> str:
     """What is sent to a provider, about as it is sent."""
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
 
 
 def _newest_report(
@@ -227,15 +192,11 @@ def _newest_report(
         # Azure's answers say "openai".
         if by == provider or {by, provider} == {"azure", "openai"}:
             total = (counted(message.usage_metadata) or {}).get("total_tokens", 0)
-            if _explains(total, messages[: index + 1]):
+            # Whether a call may have used so few tokens for the messages up to there.
+            if total >= max(index + 1, _size(messages[: index + 1])[0] / _MOST_BYTES):
                 return total, messages[index + 1 :]
         return 0, messages
     return 0, messages
-
-
-def _explains(tokens: int, messages: Sequence[AnyMessage]) -> bool:
-    """Whether a call may have used so few tokens for these messages."""
-    return tokens >= max(len(messages), _size(messages)[0] / _MOST_BYTES)
 
 
 def _as_sent(tool: Any) -> Mapping[str, Any]:
@@ -278,6 +239,44 @@ def _limits(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list
     return [each for each in found if isinstance(each, int) and each > 0]
 
 
+_REFUSED = range(400, 600)
+"""The HTTP statuses of a request that was not served."""
+
+_HAS_STATUS_AS_CODE = {"APIError", "GoogleAPICallError", "HTTPError"}
+"""Errors whose `code` is an HTTP status: Google's and `urllib`'s. In other errors it is not."""
+
+_CUT_OFF = (
+    *("Timeout", "TimeoutError", "TimeoutException", "DeadlineExceeded"),
+    *("ConnectionError", "ConnectionClosed", "ConnectionClosedError", "ProtocolError", "EOFError"),
+    *("ReadError", "WriteError", "CloseError", "IncompleteRead", "IncompleteReadError"),
+    *("ChunkedEncodingError", "PayloadError", "ResponseStreamingError"),
+    *("JSONDecodeError", "ResponseValidationError", "FinishReasonError"),
+)
+"""The ends of the names of errors after which a provider may have served the request."""
+
+_NOT_CONNECTED = {
+    *("ConnectError", "ConnectTimeout", "ConnectTimeoutError", "ConnectionRefusedError"),
+    *("ClientConnectorError", "EndpointConnectionError", "NewConnectionError", "PoolTimeout"),
+    "gaierror",
+}
+"""Errors before anything is sent."""
+
+_STOPPED = {"CancelledError", "GeneratorExit", "KeyboardInterrupt"}
+"""The exceptions that end a run whose caller no longer waits."""
+
+
+def is_paid(error: BaseException) -> bool:
+    """Whether the provider may have served a request that has failed."""
+    # Its causes, too. Errors that were handled earlier may be an SDK's first attempts.
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    names = set[str]().union(*map(_names, chain))
+    if any(map(_refuses, chain)) or names & _NOT_CONNECTED:
+        return False
+    return bool(names & _STOPPED) or any(name.endswith(_CUT_OFF) for name in names)
+
+
 def _refuses(error: BaseException) -> bool:
     """Whether an error has the status of a provider's refusal."""
     response, names = getattr(error, "response", None), _names(error)
@@ -286,14 +285,6 @@ def _refuses(error: BaseException) -> bool:
     if names & _HAS_STATUS_AS_CODE and "DeadlineExceeded" not in names:
         found.append(getattr(error, "code", None))
     return any(isinstance(status, int) and status in _REFUSED for status in found)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes, without earlier handled errors, such as an SDK's first attempts."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
 
 
 def _names(error: BaseException) -> set[str]:
