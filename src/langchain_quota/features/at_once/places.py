@@ -180,6 +180,7 @@ class Lease:
         self._over = Event()
         # What renews it.
         self._keeper: asyncio.Task[None] | Thread | None = None
+        self._renews = False
         self.waits = False
 
     async def take(self, form: Form, until: float) -> AcquireResult | None:
@@ -218,17 +219,22 @@ class Lease:
     async def end(self, form: Form) -> None:
         """Note that the call has ended, and give its place back."""
         self._over.set()
-        is_dropped = isinstance(sys.exception(), GeneratorExit)
-        if isinstance(self._keeper, Thread):
-            # It gives the place back, after a renewal that it has begun.
+        keeper, is_dropped = self._keeper, isinstance(sys.exception(), GeneratorExit)
+        if isinstance(keeper, Thread):
             if not form:
-                self._keeper.join()
-        elif is_dropped or (self._keeper is not None and not form):
+                keeper.join()
+            elif self._renews:
+                # A store must not get the end before the renewal: the thread gives the place back.
+                return
+        elif keeper is not None and form and not is_dropped:
+            keeper.cancel()
+        if is_dropped or (isinstance(keeper, asyncio.Task) and not form):
             # Nothing can be awaited: the call is dropped, or its thread has outlived its task.
             self._store.settle_soon(self._return())
+        elif form:
+            # A run that is cancelled now gives it back all the same.
+            await asyncio.shield(asyncio.create_task(self._give_back(form)))
         else:
-            if self._keeper is not None:
-                self._keeper.cancel()
             await self._give_back(form)
 
     async def _give_back(self, form: Form) -> None:
@@ -238,8 +244,13 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._over.wait(RENEWAL):
-            now(self._ask(""))
-        now(self._give_back(""))
+            # Who ends the call looks at the one after it has set the other.
+            self._renews = True
+            if not self._over.is_set():
+                now(self._ask(""))
+            self._renews = False
+            if self._over.is_set():
+                now(self._give_back(""))
 
     async def _keep_in_loop(self) -> None:
         await asyncio.sleep(RENEWAL)
