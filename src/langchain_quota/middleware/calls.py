@@ -63,19 +63,23 @@ class ToolCounts:
         """The counts in a state, with what is charged to the calls of a message."""
         batch = known.get("batch")
         counts = cls(thread_tools(state), run_tools(state), {}, dict(known.get("owed") or {}))
-        if batch is not None:
-            # A thread that an older version has saved does not say what calls were charged.
-            counts.calls = deepcopy(batch.get("calls", {}))
-            if message is None or batch["message"] != message:
-                # Calls that were let through and then did not run are uncounted.
-                left = not_run(state.get("messages") or (), batch["message"])
-                for call_id, returned in left.items():
-                    owed = owed_for(batch["message"], call_id, counts.calls.get(call_id))
-                    counts.take_back(call_id)
-                    if not returned:
-                        counts.owed |= owed
-                if message is not None:
-                    counts.calls = {}
+        if batch is None:
+            return counts
+        # A thread that an older version has saved does not say what calls were charged.
+        calls = batch.get("calls", {})
+        if batch["message"] == message:
+            # Only these charges change.
+            counts.calls = deepcopy(calls)
+            return counts
+        # Calls that were let through and then did not run are uncounted.
+        counts.calls = dict(calls)
+        for call_id, returned in not_run(state.get("messages") or (), batch["message"]).items():
+            owed = owed_for(batch["message"], call_id, counts.calls.get(call_id))
+            counts.take_back(call_id)
+            if not returned:
+                counts.owed |= owed
+        if message is not None:
+            counts.calls = {}
         return counts
 
     def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
