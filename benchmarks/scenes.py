@@ -38,7 +38,7 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.middleware.flow import untraced
+from langchain_quota.middleware.flow import _untraced as untraced
 from langchain_quota.state import (
     LEDGER,
     RUN_MODEL,

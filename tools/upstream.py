@@ -57,7 +57,7 @@ class OnDropIns:
     def __init__(self, form: str) -> None:
         for module in MODULES:
             theirs = importlib.import_module(f"langchain.agents.middleware.{module}")
-            for name in set(langchain_quota.__all__) & set(vars(theirs)):
+            for name in set(dir(langchain_quota)) & set(vars(theirs)):
                 setattr(theirs, name, getattr(langchain_quota, name))
         if form == "async":
             _run_async()

@@ -7,7 +7,7 @@ import doctest
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,6 +43,7 @@ from tests.telemetry import Signals, telling
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+PUBLIC: Sequence[str] = vars(langchain_quota)["__all__"]
 LEVELS = {*logging.getLevelNamesMapping(), "EXCEPTION"}
 PAGE = (DOCS / "observability.md").read_text()
 CODE = {path: path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))}
@@ -383,7 +384,7 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     """The reference has each name of `__all__` and of `testing` once, and no other."""
     pages = [page.read_text() for page in (DOCS / "reference").glob("*.md")]
     described = [name for page in pages for name in re.findall(r"(?m)^::: \S*?(\w+)$", page)]
-    same(described, [*langchain_quota.__all__, *testing.__all__])
+    same(described, [*PUBLIC, *testing.__all__])
 
 
 def commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[str]:
@@ -413,7 +414,7 @@ def test_docstrings_have_examples_that_run(monkeypatch: pytest.MonkeyPatch) -> N
     """Each public class and function has examples, which give what they say."""
     for variable in ("LANGCHAIN_QUOTA_METRICS_ADDR", "LANGCHAIN_QUOTA_REDIS_URL"):
         monkeypatch.delenv(variable, raising=False)
-    public = {name: getattr(langchain_quota, name) for name in langchain_quota.__all__}
+    public = {name: getattr(langchain_quota, name) for name in PUBLIC}
     public |= {name: getattr(testing, name) for name in testing.__all__}
     faults: list[str] = []
     for name, value in public.items():
