@@ -49,8 +49,8 @@ def forms(
     def called(self: S, /, *args: P.args, **options: P.kwargs) -> T:
         return now(method(self, "", *args, **options))
 
-    def acalled(self: S, /, *args: P.args, **options: P.kwargs) -> Coroutine[Any, Any, T]:
-        return method(self, "a", *args, **options)
+    async def acalled(self: S, /, *args: P.args, **options: P.kwargs) -> T:
+        return await method(self, "a", *args, **options)
 
     return called, acalled
 

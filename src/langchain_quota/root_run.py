@@ -28,9 +28,13 @@ from langgraph.types import Command
 from langchain_quota.admission import AcquireRequest, Counter, Hits
 from langchain_quota.concurrency import Form, fork_safe_lock
 from langchain_quota.decision import ROOT_RUN
-from langchain_quota.middleware.context import CallContext, running_config
+from langchain_quota.middleware.context import (
+    CallContext,
+    running_config,
+    running_runtime,
+)
 from langchain_quota.stores.client import StoreClient
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.keys import CountKey, prefix_now
 from langchain_quota.telemetry.logs import logger
 
 _METADATA = "__langchain_quota_root_run"
@@ -202,9 +206,16 @@ def in_tool(request: ToolCallRequest) -> Iterator[None]:
 class Notes:
     """Numbers that a store keeps beside the counts, so that another process finds them."""
 
-    def __init__(self, store: StoreClient, prefix: str) -> None:
-        self._store = store
+    def __init__(self, store: Any, prefix: str | None = None) -> None:
+        self._store: StoreClient = store
+        # By default that of the running node.
         self._prefix = prefix
+
+    def _key(self, kind: str, subject: str) -> str:
+        prefix = self._prefix
+        if prefix is None:
+            prefix = prefix_now(self._store.prefix, {}, running_runtime())
+        return str(CountKey(kind, ROOT_RUN, subject, prefix=prefix))
 
     async def numbered(self, form: Form, run: RootRun, caller: CallContext) -> str | None:
         """The thread of a root run and its number there; `None` without one of them."""
@@ -218,14 +229,14 @@ class Notes:
 
     async def read(self, form: Form, kind: str, subject: str) -> int | None:
         """The number of something; `None` if there is none."""
-        key = str(CountKey(kind, ROOT_RUN, subject, prefix=self._prefix))
+        key = self._key(kind, subject)
         found = (await self._store.peek(form, [key]) or {}).get(key)
         return None if found is None else found.used
 
     async def add(self, form: Form, kind: str, subject: str, name: str = "") -> int | None:
         """One more, once for a name; `None` if the store does not answer."""
         # It begins with the time: one that has expired is not given again.
-        key = str(CountKey(kind, ROOT_RUN, subject, prefix=self._prefix))
+        key = self._key(kind, subject)
         counters = {key: Counter(key, used=int(time.time()), mirrored=True)}
         sent = AcquireRequest(name or key, uuid4().hex, counters, (Hits({key: 1}),))
         answer = await self._store.acquire(form, sent, undo=False)

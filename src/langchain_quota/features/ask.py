@@ -19,7 +19,12 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.options import whole_amount
 from langchain_quota.middleware.calls import Batch
-from langchain_quota.middleware.context import call_context, running_config, running_runtime
+from langchain_quota.middleware.context import (
+    call_context,
+    is_answered,
+    running_config,
+    running_runtime,
+)
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.rule import ResolvedLimits
 from langchain_quota.state import Own, own_of
@@ -89,7 +94,7 @@ class Questions(Feature):
     def unanswered(self, batch: Batch) -> None:
         """Fail a run that is resumed with an answer; it can be resumed again."""
         # Nothing is undone: a store that has received it answers the same when asked again.
-        if batch.answer is not None or (batch.limits.asking and _is_answered()):
+        if batch.answer is not None or (batch.limits.asking and is_answered()):
             raise QuotaStoreError(KEPT)
 
     async def refused(
@@ -320,12 +325,3 @@ def _grant(batch: Batch, granted: _Offer) -> dict[str, Any]:
 def _granted(state: Mapping[str, Any]) -> Mapping[str, int]:
     """What people have granted to the thread and to this run, if the state counts them."""
     return own_of(state, Questions.name).get("granted") or {}
-
-
-def _is_answered() -> bool:
-    """Whether a question of the running task has been answered."""
-    try:
-        interrupt(None)
-    except GraphInterrupt:
-        return False
-    return True

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
 from langgraph.config import get_config
+from langgraph.errors import GraphInterrupt
 from langgraph.runtime import get_runtime
+from langgraph.types import interrupt
 
 from langchain_quota.concurrency import Form
 from langchain_quota.decision import ROOT_RUN, RUN, THREAD, Kind
@@ -38,6 +40,12 @@ class CallContext(NamedTuple):
         """Whether the agent is a node of another graph, or runs inside one."""
         return "|" in self.checkpoint_ns
 
+    @property
+    def graph(self) -> list[str]:
+        """Names the graph that runs: the same if its node is entered again, but not in tools."""
+        around = self.checkpoint_ns.split("|")[:-1]
+        return [each if runs_tools(each) else each.partition(":")[0] for each in around]
+
     def task(self, middleware: str) -> str | None:
         """The name of one piece of work inside a task of the graph."""
         return None if self.task_id is None else f"{self.task_id}/{middleware}"
@@ -47,14 +55,14 @@ class CallContext(NamedTuple):
         # Outside of a graph every call is a step of its own.
         if self.task_id is None:
             return uuid4().hex
-        return _digest(str(self.run_thread_id), self.checkpoint_ns, self.task_id, middleware)
+        return digest(str(self.run_thread_id), self.checkpoint_ns, self.task_id, middleware)
 
     def run(self) -> str:
         """A name for the run that begins in this task; the same if it begins again."""
         # LangGraph runs the task again from its checkpoint, with the same id. The checkpoint of a
         # sub-agent's call may be lost: then the call is made again in the place of the first one.
         if self.invocation:
-            return _digest(str(self.run_thread_id), self.invocation)
+            return digest(str(self.run_thread_id), self.invocation)
         return self.step("run")
 
 
@@ -93,13 +101,23 @@ def running_agent() -> str | None:
     return _agent(running_config())
 
 
-def _digest(*parts: str) -> str:
+def digest(*parts: str) -> str:
+    """A name made of others."""
     return sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()
 
 
 def _agent(config: Mapping[str, Any]) -> str | None:
     name: str | None = (config.get("metadata") or {}).get("lc_agent_name")
     return name
+
+
+def is_answered() -> bool:
+    """Whether a question of the running task has been answered."""
+    try:
+        interrupt(None)
+    except GraphInterrupt:
+        return False
+    return True
 
 
 def running_runtime(work: str = "") -> Any:

@@ -15,7 +15,6 @@ from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.runtime import Runtime
 from langsmith.utils import tracing_is_enabled
 
-from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import Form, ask
@@ -32,12 +31,7 @@ from langchain_quota.middleware.calls import (
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools, refunds_of
 from langchain_quota.middleware.context import CallContext, LimitsNow, call_context, running_agent
 from langchain_quota.middleware.feature import Feature
-from langchain_quota.middleware.history import (
-    answered_history,
-    dangling_calls,
-    since,
-    unfinished_calls,
-)
+from langchain_quota.middleware.history import repaired, since, unfinished_calls
 from langchain_quota.rule import OnStoreError, ResolvedLimits
 from langchain_quota.state import (
     LEDGER,
@@ -168,13 +162,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         counts = self._taken_back(state, context)
         if counts.thread != thread_tools(state):
             update[THREAD_TOOLS] = counts.thread
-        dangling = dangling_calls(state)
-        if dangling:
-            repaired = answered_history(
-                history, dangling, messages.ABANDONED, is_shared=context.is_nested
-            )
-            update["messages"] = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *repaired]
-            history = repaired
+        answered = repaired(state, is_shared=context.is_nested)
+        if answered is not None:
+            update["messages"] = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *answered]
+            history = answered
         if state.get("structured_response") is not None:
             # Older versions of LangChain keep that of an earlier turn.
             update["structured_response"] = None

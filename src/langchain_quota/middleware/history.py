@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall, ToolMessage
 
-from langchain_quota.messages import NOT_RUN
+from langchain_quota.messages import ABANDONED, NOT_RUN
 
 _ID_OF_BLOCK = {"tool_use": "id", "tool_call": "id", "function_call": "call_id"}
 """The key that has the tool call's id in a block of a message's content, by the block's type."""
@@ -154,22 +154,20 @@ def unfinished_calls(
     return None
 
 
-def answered_history(
-    messages: Sequence[AnyMessage],
-    dangling: Sequence[DanglingCalls],
-    content: str,
-    *,
-    is_shared: bool,
-) -> list[AnyMessage]:
+def repaired(state: Mapping[str, Any], *, is_shared: bool) -> list[AnyMessage] | None:
     """The messages with an answer for each dangling call, after the message that made it."""
+    messages: Sequence[AnyMessage] = state.get("messages") or ()
+    dangling = dangling_calls(state)
+    if not dangling:
+        return None
     history = list(messages)
     for each in reversed(dangling):
         if is_shared and each.end < len(messages):
-            history[each.start] = _without(each.message, each.calls, content)
+            history[each.start] = _without(each.message, each.calls, ABANDONED)
             continue
         names = {str(call["id"]): call["name"] for call in each.calls}
         history[each.end : each.end] = [
-            answer(call_id, name, content) for call_id, name in names.items()
+            answer(call_id, name, ABANDONED) for call_id, name in names.items()
         ]
         history[each.start] = each.message
     return history

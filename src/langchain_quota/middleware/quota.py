@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, ClassVar, Generic, Self
+from typing import Any, ClassVar, Generic, Self, TypedDict
 
 from langchain.agents.middleware.types import (
     AgentMiddleware,
@@ -38,6 +38,18 @@ from langchain_quota.state import QuotaState, ledger
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.telemetry import Telemetry
 from langchain_quota.telemetry.observers import Observer
+
+
+class Options(TypedDict, total=False):
+    """Arguments that `QuotaMiddleware` shares with what limits other graphs."""
+
+    tell_model: bool
+    hide_exhausted: bool
+    on_decision: Observer | Sequence[Observer]
+    on_store_error: OnStoreError
+    prices: Prices | Mapping[str, Price] | None
+    unknown_price: UnknownPrice
+    telemetry: Telemetry | None
 
 
 class QuotaMiddleware(

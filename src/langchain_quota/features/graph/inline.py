@@ -1,39 +1,35 @@
 """InlineQuotaMiddleware: many limits without a node of the graph."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
-from uuid import uuid4
 
-from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
+from langchain.agents.middleware import AgentMiddleware, ModelResponse
 from langchain.agents.middleware.types import ResponseT
-from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage, ToolMessage
+from langchain_core.messages import RemoveMessage
 
 from langchain_quota.concurrency import Form
 from langchain_quota.errors import ModelCallLimitExceededError
-from langchain_quota.middleware.calls import Update, with_state
+from langchain_quota.features.graph.step import Step, make_model_call
+from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Handler
 from langchain_quota.middleware.flow import ContextT
-from langchain_quota.middleware.history import identified
 from langchain_quota.middleware.quota import QuotaMiddleware, WrittenResponse
-from langchain_quota.state import ledger, merge_ledgers, run_model, thread_model
+from langchain_quota.state import ledger, run_model, thread_model
 
 
 class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     """`QuotaMiddleware` that adds no graph node to a step; experimental.
 
-    It judges around the model call, inside the model's own step. However many limits it has, it
-    adds one superstep, at the beginning of a run. Arguments, counts and telemetry are those of
-    `QuotaMiddleware`, but no limit can `"ask"`. List it first: it does not see what a middleware
-    listed before it answers, drops or tries again. It needs LangChain 1.4. A run that a limit has
-    ended raises a `ModelCallLimitExceededError` if it is led back to the model.
+    It judges inside the model's own step, and adds one superstep, at the beginning of a run.
+    Arguments, counts and telemetry are those of `QuotaMiddleware`, but no limit can `"ask"`. List
+    it first: it does not see what a middleware listed before it answers, drops or tries again. It
+    needs LangChain 1.4. A run that a limit has ended raises a `ModelCallLimitExceededError` if it
+    is led back to the model.
 
     Examples:
-        >>> from langchain.agents import create_agent
         >>> from langchain_quota import InlineQuotaMiddleware, ModelCallLimit
-        >>> from langchain_quota.testing import ScriptedChatModel
         >>> quota = InlineQuotaMiddleware([ModelCallLimit(run_limit=10)])
-        >>> agent = create_agent(ScriptedChatModel(script=["Hello."]), middleware=[quota])
     """
 
     why_nobody_is_asked = "needs QuotaMiddleware: an interrupted run would call the model again"
@@ -45,29 +41,22 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     aafter_model = AgentMiddleware.aafter_model
 
     async def _wrap_model_call(self, form: Form, request: Any, handler: Handler) -> WrittenResponse:
-        if isinstance(request.state, _Step):
+        if isinstance(request.state, Step):
             # Both would write the counts, and neither sees what the other one writes.
             raise RuntimeError(  # noqa: TRY004 - the agent is put together wrongly
                 f"{self.name} and another middleware of this agent both judge around the model "
                 "call: put all limits into one InlineQuotaMiddleware"
             )
-        step, written = _Step(request), Update()
+        step = Step(request)
         ended = ledger(step).get("ended")
         if ended and any(each.id == ended for each in step["messages"]):
             # Another middleware, or LangChain itself, leads it back, and could do so forever.
             text, counts = "a limit has ended this run", (thread_model(step), run_model(step))
             raise ModelCallLimitExceededError(*counts, None, None, message=text)
-        step.write(await self._judge_model(form, step, request.runtime))
+        await make_model_call(self, form, step, handler)
         if "jump_to" not in step.written:
-            self._learn_tools(request)
-            response = await self._call_model(form, step.request, handler, written)
-            step.write(written)
-            if response is not None:
-                step.answer(response)
-            # The graph may drop what this step writes.
-            self._learn_answer(step, saved=False)
             # When the step runs again, the model may make other calls.
-            task = f"{self.name}.tools.{step['messages'][-1].id}"
+            task = f"{self.name}.tools.{step.made[-1].id}"
             step.write(await self._judge_tools(form, step, request.runtime, task=task))
         made = [*step.made, *map(RemoveMessage, step.overruled)]
         return WrittenResponse(ModelResponse(made, step["structured_response"]), step.written)
@@ -80,56 +69,3 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
 
     def _judging_nodes(self) -> tuple[str, ...]:
         return ("model",)
-
-
-class _Step(dict[str, Any]):
-    """The state in one step of the model, with what the step has written."""
-
-    def __init__(self, request: ModelRequest[Any]) -> None:
-        known = request.state.get("messages") or []
-        self.made: list[Any] = []
-        self.written: Update = {}
-        self.overruled = sorted(_overruled(known))
-        super().__init__(request.state, messages=self._kept(known), structured_response=None)
-        self.request = with_state(request, self)
-        if self.overruled:
-            self.request = self.request.override(messages=self._kept(request.messages))
-
-    def _kept(self, messages: list[Any]) -> list[Any]:
-        return [each for each in messages if each.id not in self.overruled]
-
-    def write(self, update: Update | None) -> None:
-        """Take in what is to be written to the state."""
-        new = {**(update or {})}
-        made = new.pop("messages", [])
-        self.made += made
-        self["messages"] = [*self["messages"], *made]
-        for each in (self, self.written):
-            each.update(new, langchain_quota=merge_ledgers(ledger(each), ledger(new)))
-
-    def answer(self, response: ModelResponse[Any]) -> None:
-        """Add the model's answer, with the ids under which charges are kept."""
-        answered = {each.tool_call_id for each in response.result if isinstance(each, ToolMessage)}
-        for message in response.result:
-            made = message
-            if isinstance(made, AIMessage):
-                # A copy: a cache may give the same message again.
-                made = identified(made.model_copy(update={"id": made.id or str(uuid4())}), answered)
-            self.write({"messages": [made]})
-        self["structured_response"] = response.structured_response
-
-
-def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
-    """The ids of our refusals whose calls a reviewer has answered, too."""
-    refusals: dict[str, str] = {}
-    answered: set[str] = set()
-    for message in reversed(messages):
-        if isinstance(message, AIMessage):
-            ids = [call["id"] for call in message.tool_calls]
-            # Two calls under one id have two answers.
-            return {each for each, call_id in refusals.items() if ids.count(call_id) == 1}
-        if isinstance(message, ToolMessage):
-            if message.tool_call_id in answered and message.status == "error" and message.id:
-                refusals[message.id] = message.tool_call_id
-            answered.add(message.tool_call_id)
-    return set()
