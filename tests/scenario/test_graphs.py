@@ -282,8 +282,11 @@ async def test_exits_of_tools_alone(exit_behavior: Any, signals: Signals) -> Non
 
 
 @both_forms
+@pytest.mark.parametrize("shape", ["graph", "react"])
 @pytest.mark.parametrize("tampered", [False, True])
-async def test_a_resume_in_another_process(tampered: Any, form: Any, signals: Signals) -> None:
+async def test_a_resume_in_another_process(
+    *, tampered: bool, shape: Any, form: Any, signals: Signals
+) -> None:
     """Between model and tools another process goes on: what was refused there does not run here.
 
     If the message has another mark by then, its calls are judged anew, and count in addition.
@@ -292,7 +295,7 @@ async def test_a_resume_in_another_process(tampered: Any, form: Any, signals: Si
     limits: list[Limit] = [ToolCallLimit("search", run_limit=2), ModelCallLimit(run_limit=2)]
 
     def worker(*script: Any, **options: Any) -> Scene:
-        given: Any = {"kind": "graph", "form": form, "store": store, "checkpointer": saver}
+        given: Any = {"kind": shape, "form": form, "store": store, "checkpointer": saver}
         return Scene(signals, [*script], limits, **given, **options)
 
     first = worker(["search"] * 3, interrupt_before=["tools"])
@@ -300,7 +303,9 @@ async def test_a_resume_in_another_process(tampered: Any, form: Any, signals: Si
     if tampered:
         message = first.state()["messages"][-1]
         message.response_metadata[MARK] = {"refused": {}}
-        first.agent.update_state(CONFIG, {"messages": [message]}, as_node="model")
+        first.agent.update_state(
+            CONFIG, {"messages": [message]}, as_node="model" if shape == "graph" else "agent"
+        )
     second = worker(["search"], "done")
     result = await second.go_on()
 

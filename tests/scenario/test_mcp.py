@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from langchain_quota import ToolCallLimit
-from tests.scene import Scene
+from tests.scene import Kind, Scene, check_history
 from tests.telemetry import Signals
 
 pytest.importorskip("mcp")
@@ -28,13 +28,15 @@ async def tools_of_server(calls: Path) -> AsyncIterator[list[Any]]:
         yield await adapters.load_mcp_tools(session)
 
 
-async def test_the_tools_of_a_server(signals: Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["quota", "graph"])
+async def test_the_tools_of_a_server(kind: Kind, signals: Signals, tmp_path: Path) -> None:
     """Of three searches at once two run, in parallel; all count together; the model is told."""
     calls = tmp_path / "calls"
     limits = ToolCallLimit("search", run_limit=2), ToolCallLimit(run_limit=5)
     script = [["search", "search", "search", "calc"], ["fail", "calc", "calc"], "done"]
+    given: Any = {"kind": kind, "tell_model": True, "hide_exhausted": True}
     async with tools_of_server(calls) as tools:
-        scene = Scene(signals, script, limits, tools=tools, tell_model=True, hide_exhausted=True)
+        scene = Scene(signals, script, limits, tools=tools, **given)
         await scene.play()
     scene.ran += (await asyncio.to_thread(calls.read_text)).split()
 
@@ -46,4 +48,5 @@ async def test_the_tools_of_a_server(signals: Signals, tmp_path: Path) -> None:
     # A server's answers are made of blocks.
     told = scene.model.calls[1].messages[-1].content[-1]
     assert told == {"type": "text", "text": "Budget: search: 0 of 2 left; all tools: 2 of 5 left."}
-    scene.check()
+    scene.check_requests()
+    check_history(scene.state()["messages"])
