@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -316,7 +316,7 @@ class _LimitedModel(BaseChatModel):
     inner: BaseChatModel
     offered: tuple[Any, ...] = ()
     settings: dict[str, Any] = {}  # noqa: RUF012 - a field
-    _llm_type = "limited"
+    _llm_type: ClassVar[Any] = "limited"
 
     @property
     def bind_tools(self) -> Any:
