@@ -152,9 +152,9 @@ class _NewRootRun:
 
     kind = RootRun
 
-    def get(self) -> RootRun:
+    def get(self) -> RootRun | None:
         found = root_run()
-        if found is None:
+        if found is None and _watching.is_set():
             found = self.kind()
             if not copy_context() and threading.current_thread() is not threading.main_thread():
                 found.lost = "thread"
@@ -163,15 +163,17 @@ class _NewRootRun:
 
 _watching = threading.Event()
 
+# Before the handler of budgets: what stands behind the one that refuses a model is told nothing.
+register_configure_hook(
+    cast("ContextVar[Any]", _NewRootRun()), inheritable=True, handle_class=RootRun
+)
+
 
 def watch_root_runs(kind: type[RootRun] | None = None) -> None:
     """Give every root run that begins from now on a handler of its own."""
     if kind is not None:
         _NewRootRun.kind = kind
-    if not _watching.is_set():
-        _watching.set()
-        variable = cast("ContextVar[Any]", _NewRootRun())
-        register_configure_hook(variable, inheritable=True, handle_class=RootRun)
+    _watching.set()
 
 
 def root_run() -> RootRun | None:
