@@ -148,7 +148,7 @@ def told(message: BaseMessage) -> Any:
 
 def metrics(signals: Signals) -> dict[Any, float]:
     """All samples that do not depend on the time."""
-    of_time = ("_created", "_timestamp_seconds", "_start_time_seconds", "_sum", "_bucket")
+    of_time = ("_timestamp_seconds", "_start_time_seconds", "_sum", "_bucket")
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in signals.registry.collect()

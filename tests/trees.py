@@ -14,7 +14,7 @@ from langchain_quota import MemoryStore, Quota, QuotaMiddleware, Telemetry, Tool
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.scene import recording
 
-LOST = "langchain_quota_lost_root_runs_total"
+LOST = "langchain_quota_errors_total"
 ASKED = {"messages": [("user", "Find it!")]}
 
 

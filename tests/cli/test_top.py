@@ -204,37 +204,37 @@ calls_total{agent="support",kind="tool",tool="search",decision="blocked"} 2
 calls_total{agent="support",kind="tool",tool="search",decision="skipped"} 4
 thread_used{agent="support",limit="tool:search",thread_id="ann\\nx"} 9
 thread_limit{agent="support",limit="tool:search",thread_id="ann\\nx"} 10
-thread_last_decision_timestamp_seconds{agent="support",limit="tool:search",thread_id="ann\\nx"} 5
+thread_timestamp_seconds{event="decision",agent="support",limit="tool:search",thread_id="ann\\nx"} 5
 thread_blocked_total{agent="support",limit="tool:search",thread_id="ann\\nx"} 9
-thread_last_decision_timestamp_seconds{agent="support",limit="tool:search",thread_id="judged"} 5
-thread_blocked_total{agent="support",limit="tool:search",thread_id="refused"} 1
-thread_last_refusal_timestamp_seconds{agent="support",limit="tool:search",thread_id="refused"} AGO
+thread_timestamp_seconds{event="decision",agent="support",limit="tool:search",thread_id="judged"} 5
+thread_blocked_total{agent="support",limit="tool:search",thread_id="old"} 1
+thread_timestamp_seconds{agent="support",event="refusal",limit="tool:search",thread_id="old"} AGO
 thread_used{agent="support",limit="trial",thread_id="ann"} 20
 thread_limit{agent="support",limit="trial",thread_id="ann"} 10
 thread_used_dollars{agent="support",limit="money",thread_id="ann"} 0.3
 thread_limit_dollars{agent="support",limit="money",thread_id="ann"} 0.375
-limit_near_ratio{agent="support",limit="tool:search"} 0.8
-limit_near_ratio{agent="support",limit="money"} 0.8
+limit_near_ratio{alert="true",agent="support",limit="tool:search"} 0.8
+limit_near_ratio{alert="true",agent="support",limit="money"} 0.8
 limit_decisions_total{agent="support",limit="tool:search",scope="none",decision="allowed"} 9
 limit_decisions_total{agent="support",limit="tool:search",scope="none",decision="refunded"} 2
 limit_decisions_total{agent="support",limit="tool:search",scope="thread",decision="blocked"} 3
 limit_decisions_total{agent="support",limit="tool:search",scope="run",decision="blocked"} 10
 limit_decisions_total{agent="support",limit="tool:search",scope="run",decision="would_block"} 4
 runs_ended_total{agent="support",limit="tool:search"} 8
-granted_dollars_total{agent="support",limit="money",scope="tenant"} 1.5
-subjects{agent="support",limit="tool:search",scope="tenant",state="near"} 3
-subjects{agent="support",limit="tool:search",scope="tenant",state="exhausted"} 7
+granted_total{unit="dollars",agent="support",limit="money",scope="tenant"} 1.5
+subjects{agent="support",limit="tool:search",scope="tenant",state="near",shown="true"} 3
+subjects{agent="support",limit="tool:search",scope="tenant",state="exhausted",shown="true"} 7
 subject_used_dollars{agent="support",limit="money",scope="tenant",subject=""} 0.5
 subject_limit_dollars{agent="support",limit="money",scope="tenant",subject=""} 1
 """
 TWO = """
 thread_used{agent="support",limit="tool:search",thread_id="ann\\nx"} 8
 thread_limit{agent="support",limit="tool:search",thread_id="ann\\nx"} 10
-thread_last_decision_timestamp_seconds{agent="support",limit="tool:search",thread_id="ann\\nx"} 9
+thread_timestamp_seconds{event="decision",agent="support",limit="tool:search",thread_id="ann\\nx"} 9
 thread_blocked_total{agent="support",limit="tool:search",thread_id="ann\\nx"} 1
-limit_near_ratio{agent="support",limit="tool:search"} 0.8
+limit_near_ratio{alert="true",agent="support",limit="tool:search"} 0.8
 limit_decisions_total{agent="support",limit="tool:search",scope="run",decision="blocked"} 1
-subjects{agent="support",limit="tool:search",scope="tenant",state="near"} 3
+subjects{agent="support",limit="tool:search",scope="tenant",state="near",shown="true"} 3
 """
 
 
@@ -251,7 +251,7 @@ def test_two_processes(serving: Serving, capsys: pytest.CaptureFixture[str]) -> 
             "ann\\nx support tool:search 8/10 80%~ near 10",
             "ann support money $0.30/$0.38 80%~ near 0",
             "ann support trial 20/10 200% on trial 0",
-            "refused support tool:search - - 1 7d",
+            "old support tool:search - - 1 7d",
             "quotas:",
             "subject quota agent limit used/of share state ends in",
             "- tenant support money $0.50/$1.00 50% ok",
@@ -266,7 +266,7 @@ def test_what_is_shown_can_be_chosen(serving: Serving, capsys: pytest.CaptureFix
     """The options choose a view, an order, and a text that a name must have."""
     (address,) = serving.say(ONE)
     for options, expected in (
-        (["--sort", "refused"], ["ann\\nx", "refused", "ann", "ann"]),
+        (["--sort", "refused"], ["ann\\nx", "old", "ann", "ann"]),
         (["--filter", "MON"], ["ann"]),
         (["--filter", "["], []),
     ):

@@ -34,6 +34,7 @@ from langchain_quota import (
     TokenLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
+    UnknownPriceError,
     hmac_label,
     testing,
 )
@@ -139,7 +140,7 @@ class Seen:
         searches = asking(*[TOOL] * 6)
         model = ModelCallLimit(run_limit=9, exit_behavior="finalize")
         # Near, exhausted and refused, by thread and by run; an observer fails.
-        most = ToolCallLimit(TOOL, thread_limit=5)
+        most = ToolCallLimit(TOOL, thread_limit=5, alert=False)
         await self.play(searches, most, model, on_decision=complain, thread_id=LIMITED)
         # An invented tool; an agent without a name; tried out only.
         trial = ToolCallLimit(run_limit=1, enforce=False)
@@ -182,6 +183,8 @@ class Seen:
         many = [answer(4, f"{MODEL}-{number}") for number in range(101)]
         unpriced: dict[str, Any] = {"prices": lambda _: None, "unknown_price": "allow"}
         await self.play([*many, "done"], CostLimit(name=OF_MONEY, run_limit=1), **unpriced)
+        with suppress(UnknownPriceError):
+            await self.play(["done"], CostLimit(name=OF_MONEY, run_limit=1), prices=lambda _: None)
 
     async def play_questions(self) -> None:
         """A person is asked, and answers in each way; what a store has granted is revoked."""
@@ -231,7 +234,7 @@ class Seen:
         for family in self.signals.registry.collect():
             for sample in family.samples:
                 for label, value in sample.labels.items():
-                    if label != "le" and not sample.name.endswith("_created"):
+                    if label != "le":
                         yield exposed(family), label, value
 
 

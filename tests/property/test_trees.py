@@ -183,8 +183,8 @@ async def check(shape: Shape, most: int, form: Form) -> None:
         await top.ainvoke(ASKED)
 
     assert len(tree.ran) == sum(min(most, each) for each in shape.asked)
-    assert sum(signals.samples(LOST, cause="thread").values()) == len(shape.asked) - 1
-    assert signals.samples(LOST, cause="inside") == {}
+    assert sum(signals.samples(LOST, error_type="thread").values()) == len(shape.asked) - 1
+    assert signals.samples(LOST, error_type="inside") == {}
 
 
 @both_forms

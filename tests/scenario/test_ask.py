@@ -101,9 +101,9 @@ async def test_approved(signals: Signals, form: Form, caplog: pytest.LogCaptureF
         "agent 'unnamed' asks a person whether it may go on at 'tool:search'",
         "agent 'unnamed' was answered 'approve' at 'tool:search', by 'bo'",
     ]
-    assert scene.count("questions_total", limit="tool:search") == 1
-    assert scene.count("answers_total", limit="tool:search", answer="approve") == 1
-    assert scene.count("granted_total", limit="tool:search", scope="run") == 1
+    assert scene.count("questions_total", limit="tool:search", event="asked") == 1
+    assert scene.count("questions_total", limit="tool:search", event="approve") == 1
+    assert scene.count("granted_total", limit="tool:search", scope="run", unit="calls") == 1
     assert scene.count("runs_ended_total", limit="tool:search") == 0
 
 
@@ -121,7 +121,7 @@ async def test_rejected(signals: Signals, form: Form, given: Any, says: str) -> 
     assert scene.outcomes() == ["skipped", "blocked"]
     assert usage(scene.agent.get_state(CONFIG)).run_tools.get("search", 0) == 0
     assert scene.count("runs_ended_total", limit="tool:search") == 1
-    assert scene.count("answers_total", limit="tool:search", answer="reject") == 1
+    assert scene.count("questions_total", limit="tool:search", event="reject") == 1
     check_history(result["messages"])
 
 
@@ -173,7 +173,7 @@ async def test_dollars(signals: Signals, store: Any) -> None:
         assert "The answer could not be used: " in scene.question()[1]
     await scene.resume(amount("0.30"))
     assert len(scene.model.calls) == 3
-    assert scene.count("granted_dollars_total", limit="cost", scope="run") == 0.3
+    assert scene.count("granted_total", limit="cost", scope="run", unit="dollars") == 0.3
     assert scene.offers(cost="0.25")
 
 
@@ -219,8 +219,8 @@ async def test_unusable_answers(signals: Signals, given: Any, problem: str) -> N
     assert scene.ran == []
     await scene.resume(APPROVE)
     assert scene.ran == ["search"] * 2
-    assert scene.count("questions_total", limit="tool:search") == 2
-    assert scene.count("answers_total", limit="tool:search", answer="approve") == 1
+    assert scene.count("questions_total", limit="tool:search", event="asked") == 2
+    assert scene.count("questions_total", limit="tool:search", event="approve") == 1
 
 
 INBOX = {"action": "raise_limits", "args": {"tool:search": 1}}
@@ -298,8 +298,8 @@ async def test_granted_to_a_user(signals: Signals) -> None:
     assert grant.key.startswith(KEY)
     assert grant.until is not None
     assert sum(each.used for each in store.usages(f"{KEY}*")) == 2
-    assert scene.count("granted_total", limit="tool:search", scope="user_id") == 5
-    assert scene.count("answers_total", limit="tool:search", answer="approve") == 1
+    assert scene.count("granted_total", limit="tool:search", scope="user_id", unit="calls") == 5
+    assert scene.count("questions_total", limit="tool:search", event="approve") == 1
 
 
 class FailingStore(MemoryStore):
@@ -350,7 +350,7 @@ async def test_no_store_behind_the_answer(signals: Signals, *, both: bool) -> No
     assert scene.ran == ["search"] * 2
     assert [each.amount for each in store.grants()] == [2] * len(limits)
     first = "run" if both else "tool:search"
-    assert scene.count("answers_total", limit=first, answer="approve") == 1
+    assert scene.count("questions_total", limit=first, event="approve") == 1
 
 
 async def test_what_cannot_be_asked(signals: Signals) -> None:

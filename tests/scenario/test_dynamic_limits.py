@@ -54,9 +54,9 @@ async def test_a_plan_that_changes(form: Form, function: Any, signals: Signals) 
         ran.append(len(scene.ran))
     assert ran == [1, 3, 3, 6]
     gauges = signals.samples("langchain_quota_limit", agent="unnamed")
-    assert gauges == {("model", "thread"): 99}
-    labels = {"agent": "unnamed", "limit": "tool:search", "scope": "thread"}
-    assert (signals.value("langchain_quota_exhausted_total", **labels) or 0) >= 1
+    assert gauges == {("model", "thread", "calls"): 99}
+    exhausted = signals.samples("langchain_quota_crossings_total", level="exhausted")
+    assert exhausted["unnamed", "tool:search", "thread"] >= 1
     scene.check()
 
 

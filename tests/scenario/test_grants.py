@@ -51,8 +51,8 @@ async def test_a_thread_is_granted_more(signals: Signals, form: Form) -> None:
     assert [each.limits[0].thread_limit for each in scene.decisions if each.limits] == [3, 3]
     assert await scene.run() == ["blocked", "blocked"]
     assert scene.value("thread_limit", thread_id="thread-1") == 3
-    assert scene.value("granted_total", scope="thread") == 2
-    assert scene.value("limit", scope="thread") == 1
+    assert scene.value("granted_total", scope="thread", unit="calls") == 2
+    assert scene.value("limit", scope="thread", unit="calls") == 1
     scene.quota.reset(scene.agent, CONFIG)
     assert await scene.run() == ["allowed", "allowed"]
 
@@ -65,7 +65,7 @@ async def test_a_grant_raises_every_limit_over_its_count(signals: Signals) -> No
     assert await scene.run() == ["allowed", "allowed"]
     for limit in ("tool:search", "trial"):
         assert scene.value("thread_limit", limit, thread_id="thread-1") == 3
-        assert scene.value("granted_total", limit, scope="thread") == 2
+        assert scene.value("granted_total", limit, scope="thread", unit="calls") == 2
     assert scene.value("thread_limit", "model", thread_id="thread-1") == 9
 
 

@@ -30,8 +30,8 @@ async def test_money_is_rounded_up(tokens: int, details: Any, spent: int, signal
     scene = Scene(signals, model, [CostLimit(run_limit="2.5")], prices=PRICES)
     await scene.play()
     assert scene.usage().spent["model.microdollars"] == spent
-    shown = {"agent": "unnamed", "limit": "cost", "scope": "run"}
-    assert signals.value("langchain_quota_limit_dollars", **shown) == 2.5
+    shown = {"agent": "unnamed", "limit": "cost", "scope": "run", "unit": "dollars"}
+    assert signals.value("langchain_quota_limit", **shown) == 2.5
 
 
 class BeginningLimit(ToolCallLimit):

@@ -193,7 +193,7 @@ def test_a_server_of_threads(signals: Signals) -> None:
         without_context(agent.invoke, ASKED)
 
     assert len(tree.ran) == 2 * 5
-    assert signals.value(LOST, agent="unnamed", cause="thread") is None
+    assert signals.value(LOST, component="root_run", error_type="thread") is None
 
 
 LATE = """
@@ -227,8 +227,8 @@ def late() -> str:
 model = ScriptedChatModel(script=[["late"], ["late"], "done"])
 agent = create_agent(model, [StructuredTool.from_function(late)])
 agent.invoke({"messages": [("user", "Go!")]})
-labels = ({"agent": "late", "cause": "inside"}, {"agent": "child", "cause": "thread"})
-lost = [REGISTRY.get_sample_value("langchain_quota_lost_root_runs_total", each) for each in labels]
+labels = ({"component": "root_run", "error_type": each} for each in ("inside", "thread"))
+lost = [REGISTRY.get_sample_value("langchain_quota_errors_total", each) for each in labels]
 print(len(trees[0].ran), *lost)
 """
 

@@ -102,7 +102,7 @@ async def test_functions(form: Form, per: Any, number: Any, signals: Signals) ->
     assert scene.metric("tool:search", "blocked", "tenant") == 2
     # A number that was computed is not exported as the limit.
     labels = {"agent": "unnamed", "limit": "tool:search", "scope": "tenant"}
-    assert signals.value("langchain_quota_limit", **labels) is None
+    assert signals.samples("langchain_quota_limit", **labels) == {}
 
 
 ACME = {"tenant": "acme"}

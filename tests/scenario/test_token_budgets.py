@@ -65,7 +65,7 @@ async def test_unreported_tokens_are_a_third_of_the_bytes(
 def runs(signals: Signals) -> dict[tuple[str, ...], float]:
     """The model runs, by whether their use was estimated."""
     name = "langchain_quota_model_runs_total"
-    return signals.samples(name, agent="unnamed", model="unnamed")
+    return signals.samples(name, agent="unnamed", model="unnamed", price="none")
 
 
 @pytest.mark.filterwarnings("ignore:model 'unnamed' reports no usage")

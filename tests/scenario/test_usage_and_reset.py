@@ -100,7 +100,7 @@ async def test_reset_gives_the_quota_back(form: Form, kind: Kind, signals: Signa
     # The thread counts as used up no more.
     assert signals.value("langchain_quota_thread_used", **labels, thread_id="thread-1") == 0
     assert signals.value("langchain_quota_thread_limit", **labels, thread_id="thread-1") == 2
-    exhausted = {**labels, "scope": "thread", "state": "exhausted"}
+    exhausted = {**labels, "scope": "thread", "state": "exhausted", "shown": "true"}
     assert signals.value("langchain_quota_subjects", **exhausted) == 0
     await scene.play()
     assert dict(scene.usage().tools) == {"search": 1, "__all__": 1}

@@ -28,10 +28,8 @@ Series = Mapping[tuple[str, ...], float]
 
 CALLS = "langchain_quota_calls_total"
 DECISIONS = "langchain_quota_limit_decisions_total"
-NEAR = "langchain_quota_near_limit_total"
-EXHAUSTED = "langchain_quota_exhausted_total"
+CROSSINGS = "langchain_quota_crossings_total"
 LIMIT = "langchain_quota_limit"
-AFTER_REFUSAL = "langchain_quota_calls_after_refusal_total"
 OUTCOMES = ("allowed", "blocked", "skipped", "would_block")
 
 
@@ -80,7 +78,6 @@ LIMITS: Series = {
     ("researcher", "model", "run"): 2,
     ("writer", "tool:publish", "run"): 1,
 }
-NOTHING = dict.fromkeys(LIMITS, 0)
 NAMES = {(agent, limit) for agent, limit, _ in LIMITS}
 
 EXPECTED: dict[str, Series] = {
@@ -95,30 +92,20 @@ EXPECTED: dict[str, Series] = {
         **charged("researcher", "model", 12, thread=0, run=1),
         **charged("writer", "tool:publish", 0, run=1),
     },
-    NEAR: {**NOTHING, ("researcher", "tool:search", "thread"): 2},  # anna and carl at 4 of 5
-    EXHAUSTED: {
-        **NOTHING,
-        ("researcher", "tool:search", "thread"): 1,  # anna
-        ("researcher", "tool:search", "run"): 3,  # one run of bob, of carl and of anna
-        ("researcher", "model", "run"): 6,  # every run
+    CROSSINGS: {
+        **{(*each, level): 0 for each in LIMITS for level in ("near", "exhausted")},
+        ("researcher", "tool:search", "thread", "near"): 2,  # anna and carl at 4 of 5
+        ("researcher", "tool:search", "thread", "exhausted"): 1,  # anna
+        ("researcher", "tool:search", "run", "exhausted"): 3,  # one run of bob, carl and anna
+        ("researcher", "model", "run", "exhausted"): 6,  # every run
     },
-    LIMIT: LIMITS,
-    "langchain_quota_limit_near_ratio": dict.fromkeys(NAMES, 0.8),
-    "langchain_quota_limit_alert": dict.fromkeys(NAMES, 1),
+    LIMIT: {(*each, "calls"): most for each, most in LIMITS.items()},
+    "langchain_quota_limit_near_ratio": {(*each, "true"): 0.8 for each in NAMES},
     "langchain_quota_runs_total": {("researcher",): 6, ("writer",): 1},
     "langchain_quota_runs_ended_total": {
         **dict.fromkeys(NAMES, 0),
         ("researcher", "model"): 1,  # dora
         ("writer", "tool:publish"): 1,
-    },
-    AFTER_REFUSAL: {
-        **{
-            (agent, kind, each): 0
-            for agent, _ in NAMES
-            for kind in ("model", "tool")
-            for each in OUTCOMES
-        },
-        ("researcher", "model", "allowed"): 2,  # bob and anna
     },
     "langchain_quota_build_info": {(__version__,): 1},
     "langchain_quota_errors_total": {},
@@ -165,11 +152,11 @@ async def test_a_limit_on_trial(signals: Signals) -> None:
     assert scene.metric("trial", "would_block", scope="run") == 1
     assert scene.metric("trial", "blocked", scope="run") == 0
     assert scene.calls("would_block", "search") == 1
-    for name in (NEAR, EXHAUSTED):
-        assert set(signals.samples(name).values()) == {0}
-    of_limit = {"agent": "unnamed", "limit": "trial"}
-    assert signals.value("langchain_quota_limit_alert", **of_limit) == 0
-    assert signals.value("langchain_quota_limit_near_ratio", **of_limit) is None
+    assert set(signals.samples(CROSSINGS).values()) == {0}
+    assert signals.samples("langchain_quota_limit_near_ratio", limit="trial") == {}
+
+
+RUNS = {"reported": 2, "estimated": 0}
 
 
 async def test_each_unit_has_metrics_of_its_own(signals: Signals) -> None:
@@ -186,9 +173,7 @@ async def test_each_unit_has_metrics_of_its_own(signals: Signals) -> None:
     found = {
         unit: signals.samples(f"langchain_quota_{name}")
         for unit, name in {
-            "calls": "limit",
-            "tokens": "limit_tokens",
-            "dollars": "limit_dollars",
+            "limit": "limit",
             "of thread": "thread_used_tokens",
             "spent tokens": "spent_tokens_total",
             "spent dollars": "spent_dollars_total",
@@ -196,17 +181,19 @@ async def test_each_unit_has_metrics_of_its_own(signals: Signals) -> None:
         }.items()
     }
     assert found == {
-        "calls": {("unnamed", "model", "run"): 9},
-        "tokens": {("unnamed", "tokens", "thread"): 1_000_000},
-        "dollars": {("unnamed", "cost", "run"): 2.5},
+        "limit": {
+            ("unnamed", "model", "run", "calls"): 9,
+            ("unnamed", "tokens", "thread", "tokens"): 1_000_000,
+            ("unnamed", "cost", "run", "dollars"): 2.5,
+        },
         "of thread": {("unnamed", "tokens", "thread-1"): 800_000},
         "spent tokens": {("unnamed", "tokens", "gpt"): 800_000},
         "spent dollars": {("unnamed", "cost", "gpt"): 0.8},
-        "runs": {("unnamed", "gpt", "reported"): 2, ("unnamed", "gpt", "estimated"): 0},
+        "runs": {("unnamed", "gpt", "known", each): of for each, of in RUNS.items()},
     }
     assert scene.metric("tokens", "allowed") == scene.metric("cost", "allowed") == 2
     # The second call was let through below the share, and has used it up to there.
-    assert signals.samples(NEAR)["unnamed", "tokens", "thread"] == 1
+    assert signals.samples(CROSSINGS, level="near")["unnamed", "tokens", "thread"] == 1
 
 
 async def test_judging_is_timed(signals: Signals) -> None:

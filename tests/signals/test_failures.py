@@ -72,7 +72,7 @@ def searching(signals: Signals, form: Form = "async") -> Scene:
 
 def told(signals: Signals, caplog: pytest.LogCaptureFixture) -> set[str]:
     """The signals that there are of the search that ran."""
-    exhausted = signals.samples("langchain_quota_exhausted_total", agent="unnamed")
+    exhausted = signals.samples("langchain_quota_crossings_total", level="exhausted")
     levels = [each.levelno for each in caplog.records]
     found = {
         "calls": sum(signals.samples("langchain_quota_calls_total", tool="search").values()) == 2,
@@ -95,7 +95,7 @@ PARTS = [
     ("filter", "observer", {"log"}),
     ("langchain_quota_calls", "metrics", {"calls"}),
     ("langchain_quota_limit_decisions", "metrics", set()),
-    ("langchain_quota_exhausted", "metrics", {"exhausted"}),
+    ("langchain_quota_crossings", "metrics", {"exhausted"}),
     ("langchain_quota", None, {"calls", "exhausted"}),
 ]
 

@@ -146,12 +146,12 @@ def searched(seconds: float, count: int, thread: str = "t1") -> Session:
 FORKS: Step = (PARENT, "", 0)
 RESET: Sequence[Step] = [(SEARCH, "t1", 0), ("reset", "t1", 0)]
 MERGED: list[tuple[str, list[Session], tuple[float | None, ...]]] = [
-    ("the newest decision", [searched(10, 5), searched(0, 3)], (5, None, None)),
-    ("refusals are summed", [searched(0, 12), searched(1, 11)], (10, 3, 0)),
-    ("reset by another", [searched(0, 11), (5, RESET)], (None, 1, None)),
-    ("refused before and after", [searched(0, 11), searched(9, 11), (5, RESET)], (10, 2, 9)),
-    ("a parent's", [(0, [FORKS, (SEARCH, "t1", 11)]), searched(5, 11)], (10, 2, 0)),
-    ("killed", [(0, [(SEARCH, "t1", 11), ("kill", "t1", 0)]), searched(5, 11)], (10, 2, 0)),
+    ("the newest decision", [searched(10, 5), searched(0, 3)], (5, None)),
+    ("refusals are summed", [searched(0, 12), searched(1, 11)], (10, 3)),
+    ("reset by another", [searched(0, 11), (5, RESET)], (None, 1)),
+    ("refused before and after", [searched(0, 11), searched(9, 11), (5, RESET)], (10, 2)),
+    ("a parent's", [(0, [FORKS, (SEARCH, "t1", 11)]), searched(5, 11)], (10, 2)),
+    ("killed", [(0, [(SEARCH, "t1", 11), ("kill", "t1", 0)]), searched(5, 11)], (10, 2)),
 ]
 
 
@@ -164,14 +164,7 @@ def test_what_workers_know_together(
 ) -> None:
     """The newest decision holds, refusals and amounts are summed, and a user counts once."""
     found = shown(worked(tmp_path, *sessions)[0])
-    since = one(found, "thread_refused_since_timestamp_seconds")
-    began = one(found, "start_time_seconds", ())
-    assert began is not None
-    first = min(seconds for seconds, _ in sessions)
-    if since is not None:
-        since = round(since - began + first, 3)
-    used, blocked = one(found, "thread_used"), one(found, "thread_blocked_total")
-    assert (used, blocked, since) == expected
+    assert (one(found, "thread_used"), one(found, "thread_blocked_total")) == expected
     calls = [1 + bool(count) for _, steps in sessions for what, _, count in steps if what == SEARCH]
     spent = one(found, "thread_spent_tokens_total", ("unnamed", "tokens", "t1"))
     assert spent == 10 * sum(calls)

@@ -22,10 +22,7 @@ from tests.telemetry import Signals, telling
 USED = "langchain_quota_thread_used"
 LIMIT = "langchain_quota_thread_limit"
 BLOCKED = "langchain_quota_thread_blocked_total"
-LAST = "langchain_quota_thread_last_decision_timestamp_seconds"
-REFUSED = "langchain_quota_thread_last_refusal_timestamp_seconds"
-SINCE = "langchain_quota_thread_refused_since_timestamp_seconds"
-RESETS = "langchain_quota_thread_reset_timestamp_seconds"
+TIMES = "langchain_quota_thread_timestamp_seconds"
 SUBJECT_USED = "langchain_quota_subject_used"
 HOUR = timedelta(hours=1)
 PER_THREAD = ToolCallLimit("search", quotas=[Quota(10, window=HOUR, name="hourly")])
@@ -62,16 +59,16 @@ class Searcher:
         await self.scene.play(str(count), thread_id=thread, context=context)
 
 
-def of_limit(signals: Signals, name: str, limit: str = "tool:search") -> dict[str, float]:
+def of_limit(signals: Signals, name: str, **labels: str) -> dict[str, float]:
     """The values of a metric of one agent's limit, by thread, in their order."""
-    found = signals.samples(name, agent="boss", limit=limit)
+    found = signals.samples(name, agent="boss", limit="tool:search", **labels)
     return {thread: value for (thread,), value in found.items()}
 
 
 def states(signals: Signals, limit: str = "tool:search", scope: str = "thread") -> dict[str, float]:
     """How many subjects are in which state, without those that nobody is in."""
     found = signals.samples("langchain_quota_subjects", agent="boss", limit=limit, scope=scope)
-    return {state: value for (state,), value in found.items() if value}
+    return {state: value for (state, _), value in found.items() if value}
 
 
 async def test_a_thread(signals: Signals, clock: Clock) -> None:
@@ -93,26 +90,20 @@ async def test_a_thread(signals: Signals, clock: Clock) -> None:
     }
     assert signals.samples(LIMIT, limit="tool:search") == {("boss", "t1"): 10}
     assert signals.samples(BLOCKED) == {("boss", "tool:search", "t1"): 2}
-    assert set(signals.samples(LAST).values()) == {first + 10}
+    assert set(signals.samples(TIMES, event="decision").values()) == {first + 10}
     assert (states(signals), states(signals, "tool:*")) == ({"exhausted": 1}, {"ok": 1})
     assert signals.samples("langchain_quota_start_time_seconds") == {(): first - 10}
 
 
-async def test_since_when_a_thread_is_refused(signals: Signals, clock: Clock) -> None:
-    """Since the first of refusals of which none is more than ten minutes after another."""
+async def test_when_a_thread_was_refused(signals: Signals, clock: Clock) -> None:
+    """The time of the last refusal is shown from the first one on."""
     agent = Searcher(signals, ToolCallLimit("search", thread_limit=10))
     began, seen = clock.now, []
-    for later, count in ((0, 9), (1, 3), (600, 1), (601, 1), (1, 0)):
-        clock.now += later
+    for count in (9, 3, 1, 0):
+        clock.now += 1
         await agent.search("t1", count)
-        seen.append(
-            [
-                value - began
-                for name in (REFUSED, SINCE)
-                for value in of_limit(signals, name).values()
-            ]
-        )
-    assert seen == [[], [1, 1], [601, 1], [1202, 1202], [1202, 1202]]
+        seen += [of_limit(signals, TIMES, event="refusal").get("t1", began) - began]
+    assert seen == [0, 2, 3, 3]
 
 
 @pytest.mark.parametrize("shown", [0, 3, 6])
@@ -134,13 +125,13 @@ async def test_the_order(shown: int, clock: Clock) -> None:
         clock.now += 1
         await agent.search(thread, count)
     order = ["near, most", "near, least", "refused last", "refused first", "newer", "older"]
-    assert [*of_limit(signals, LAST)] == order[:shown]
-    assert signals.samples("langchain_quota_threads_hidden") == {
-        ("near",): max(0, 2 - shown),
-        ("exhausted",): 2 - min(2, max(0, shown - 2)),
-        ("ok",): 2 - max(0, shown - 4),
+    assert [*of_limit(signals, TIMES, event="decision")] == order[:shown]
+    seen = {"near": min(2, shown), "exhausted": min(2, max(0, shown - 2)), "ok": max(0, shown - 4)}
+    assert signals.samples("langchain_quota_subjects", limit="tool:search", scope="thread") == {
+        ("boss", state, is_shown): count if is_shown == "true" else 2 - count
+        for state, count in seen.items()
+        for is_shown in ("true", "false")
     }
-    assert states(signals) == {"ok": 2, "near": 2, "exhausted": 2}
 
 
 async def test_the_highest_share_is_shown(signals: Signals, clock: Clock) -> None:
@@ -150,11 +141,11 @@ async def test_the_highest_share_is_shown(signals: Signals, clock: Clock) -> Non
     agent = Searcher(signals, limit, store=MemoryStore(clock=clock))
     await agent.search("t1", 4)
     assert (of_limit(signals, USED), of_limit(signals, LIMIT)) == ({"t1": 4}, {"t1": 5})
-    assert of_limit(signals, RESETS) == {"t1": 3_603_600}
+    assert of_limit(signals, TIMES, event="reset") == {"t1": 3_603_600}
     assert states(signals) == {"near": 1}
     clock.now += 3600
     assert (of_limit(signals, USED), of_limit(signals, LIMIT)) == ({"t1": 4}, {"t1": 10})
-    assert of_limit(signals, RESETS) == {}
+    assert of_limit(signals, TIMES, event="reset") == {}
     await agent.search("t1", 4)
     assert (of_limit(signals, USED), of_limit(signals, LIMIT)) == ({"t1": 8}, {"t1": 10})
 
@@ -184,13 +175,16 @@ async def test_what_all_share(signals: Signals, clock: Clock) -> None:
     company, agent = ("company", ""), ("agent", "")
     shown = {
         name: signals.samples(f"langchain_quota_subject_{name}", agent="boss", limit="tool:search")
-        for name in ("used", "limit", "reset_timestamp_seconds", "last_decision_timestamp_seconds")
+        for name in ("used", "limit", "timestamp_seconds")
     }
     assert shown == {
         "used": {company: 3, agent: 3},
         "limit": {company: 10, agent: 5},
-        "reset_timestamp_seconds": {company: 3_603_600},
-        "last_decision_timestamp_seconds": {company: clock.now, agent: clock.now},
+        "timestamp_seconds": {
+            (*company, "reset"): 3_603_600,
+            (*company, "decision"): clock.now,
+            (*agent, "decision"): clock.now,
+        },
     }
     clock.now += 3600
     assert signals.samples(SUBJECT_USED, agent="boss", limit="tool:search") == {agent: 3}
@@ -218,13 +212,13 @@ async def test_the_idle_are_forgotten(clock: Clock) -> None:
     clock.now += 3600
     await agent.search("busy", 9, "bob")
     clock.now += 3600
-    assert [*of_limit(signals, LAST)] == ["busy", "idle"]
+    assert [*of_limit(signals, TIMES, event="decision")] == ["busy", "idle"]
     clock.now += 1
-    assert [*of_limit(signals, LAST)] == ["busy"]
+    assert [*of_limit(signals, TIMES, event="decision")] == ["busy"]
     assert states(signals) == states(signals, scope="user_id") == {"near": 1}
     clock.now += 7200
     assert set(signals.samples("langchain_quota_subjects").values()) == {0}
-    assert len(signals.samples("langchain_quota_subjects")) == 6
+    assert len(signals.samples("langchain_quota_subjects")) == 12
     await agent.search("idle", 0, "ada")
     await agent.search("busy", 1, "bob")
     assert of_limit(signals, BLOCKED) == {}
@@ -244,9 +238,8 @@ async def test_a_reset(clock: Clock) -> None:
     for _ in range(2):
         await agent.scene.reset()
     assert of_limit(signals, USED) == {label("t2"): 10, label("t1"): 0}
-    assert of_limit(signals, LAST)[label("t1")] == clock.now
+    assert of_limit(signals, TIMES, event="decision")[label("t1")] == clock.now
     assert of_limit(signals, BLOCKED) == {label("t1"): 1, label("t2"): 1}
-    assert [*of_limit(signals, SINCE)] == [label("t2")]
     assert states(signals) == {"ok": 1, "exhausted": 1}
     await agent.search("t1", 1)
     assert of_limit(signals, USED)[label("t1")] == 1

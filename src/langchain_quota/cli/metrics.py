@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Thread
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -19,7 +19,7 @@ from langchain_quota.cli.arguments import TOKEN_VARIABLE
 from langchain_quota.cli.printing import CommandError, one_line
 from langchain_quota.decision import THREAD, Outcome
 from langchain_quota.telemetry import names
-from langchain_quota.units import MICRODOLLARS, Level, Unit, level
+from langchain_quota.units import MICRODOLLARS, UNIT_LABELS, Level, Unit, level
 
 Series = tuple[str, ...]
 """A series: the metric's name, and the values of the metric's own labels, in their order."""
@@ -38,15 +38,15 @@ _PARTS = {
     "used": (*names.THREAD_USED.values(), *names.SUBJECT_USED.values()),
     "most": (*names.THREAD_LIMIT.values(), *names.SUBJECT_LIMIT.values()),
     "refused": (names.THREAD_BLOCKED,),
-    "refused_at": (names.THREAD_REFUSED,),
-    "decided": (names.THREAD_DECIDED, names.SUBJECT_DECIDED),
-    "resets_at": (names.THREAD_RESETS, names.SUBJECT_RESETS),
+    "": (names.THREAD_TIMES, names.SUBJECT_TIMES),
 }
+_TIMES = {"refusal": "refused_at", "decision": "decided", "reset": "resets_at"}
 _PART_OF = {spec.name: part for part, metrics in _PARTS.items() for spec in metrics}
 """What a metric of a thread or of a subject says."""
+_GRANTED_IN = {label: unit for unit, label in UNIT_LABELS.items()}
 _UNITS: dict[str, Unit] = {
     spec.name: unit
-    for amounts in (names.THREAD_USED, names.SUBJECT_USED, names.GRANTED)
+    for amounts in (names.THREAD_USED, names.SUBJECT_USED)
     for unit, spec in amounts.items()
 }
 
@@ -205,23 +205,36 @@ def figures(scrapes: Sequence[Scrape]) -> Figures:
             if name not in _PART_OF:
                 values[name].append(((*labels,), value))
                 continue
+            says = _PART_OF[name] or _TIMES.get(labels.pop(), "")
             scoped = labels[:2] + [THREAD] * ("thread_id" in _WANTED[name]) + labels[2:]
             part = uses[*scoped,][process]
-            part[_PART_OF[name]] = value
+            part[says] = value
             part["unit"] = _UNITS.get(name) or part.get("unit", "calls")
-    near = dict(values[names.LIMIT_NEAR.name])
+    near = {of[:2]: value for of, value in values[names.LIMIT_NEAR.name]}
     made = (_use(key, [*parts.values()], near.get(key[:2])) for key, parts in uses.items())
     known = [each for each in made if each.used is not None or each.refused]
     calls = values[names.CALLS.name]
     return Figures(
         threads=tuple(each for each in known if each.scope == THREAD),
         quotas=tuple(each for each in known if each.scope != THREAD),
-        limits=_limits(values, known),
+        limits=_limits(values, known, scrapes),
         ran=sum(value for of, value in calls if of[-1] in {Outcome.ALLOWED, Outcome.WOULD_BLOCK}),
         refused=sum(value for of, value in calls if of[-1] == Outcome.BLOCKED),
-        hidden=sum(value for _, value in values[names.THREADS_HIDDEN.name]),
+        hidden=_hidden(values[names.SUBJECTS.name]),
         processes=len(scrapes),
     )
+
+
+def _hidden(subjects: _Values) -> float:
+    """How many threads have no series; a thread with several limits counts once."""
+    by_limit: Counter[Series] = Counter()
+    for (agent, limit, scope, _, shown), value in subjects:
+        if scope == THREAD and shown == "false":
+            by_limit[agent, limit] += int(value)
+    by_agent: Counter[str] = Counter()
+    for (agent, _), count in by_limit.items():
+        by_agent[agent] = max(by_agent[agent], count)
+    return by_agent.total()
 
 
 def _use(key: Series, parts: list[dict[str, Any]], near: float | None) -> Use:
@@ -241,21 +254,32 @@ def _use(key: Series, parts: list[dict[str, Any]], near: float | None) -> Use:
     )
 
 
-def _limits(values: Mapping[str, _Values], known: Sequence[Use]) -> tuple[Limit, ...]:
+def _tracked(scrapes: Sequence[Scrape]) -> Iterator[tuple[Series, float]]:
+    """How many subjects each process tracks, those without series included."""
+    for scrape in scrapes:
+        found: defaultdict[Series, float] = defaultdict(float)
+        for (name, *labels), value in scrape.items():
+            if name == names.SUBJECTS.name:
+                found[*labels[:-1],] += value
+        yield from found.items()
+
+
+def _limits(
+    values: Mapping[str, _Values], known: Sequence[Use], scrapes: Sequence[Scrape]
+) -> tuple[Limit, ...]:
     counts: defaultdict[Series, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     units: dict[Series, Unit] = {}
     for labels, value in values[names.LIMIT_DECISIONS.name]:
         counts[labels[:2]][labels[-1]] += value
     for labels, value in values[names.RUNS_ENDED.name]:
         counts[labels]["ended"] += value
-    for unit, spec in names.GRANTED.items():
-        for labels, value in values[spec.name]:
-            counts[labels[:2]]["granted"] += value
-            units[labels[:2]] = unit
+    for labels, value in values[names.GRANTED.name]:
+        counts[labels[:2]]["granted"] += value
+        units[labels[:2]] = _GRANTED_IN[labels[-1]]
     # Each process counts whom it has served: a sum would count some of them twice.
     subjects: defaultdict[Series, float] = defaultdict(float)
     shown = Counter((*each[1:4], str(each.level)) for each in known if each.level)
-    for labels, value in (*values[names.SUBJECTS.name], *shown.items()):
+    for labels, value in (*_tracked(scrapes), *shown.items()):
         subjects[labels] = max(subjects[labels], value)
     for labels, value in subjects.items():
         counts[labels[:2]][labels[-1]] += value

@@ -356,8 +356,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             error=conclusion.error,
             task_id=batch.context.task(batch.task),
             trace=known,
-            # The model has read that a call of this run was refused.
-            after_refusal=batch.known.get("refused") not in {None, batch.message},
         )
         if told.is_new and conclusion.refunds:
             self._recorder.record_refunds(conclusion.refunds)

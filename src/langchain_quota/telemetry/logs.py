@@ -22,7 +22,7 @@ REPORT_IT = (
 )
 _PRICE_IT = (
     "name the model with model=, or give its price with prices=. Others are only counted, "
-    "in langchain_quota_unknown_prices_total"
+    'in langchain_quota_model_runs_total{price="unknown"}'
 )
 
 _JUDGE_IT = (

@@ -1,23 +1,23 @@
 """The Prometheus counters, gauges and histogram of decisions, made once per registry."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.samples import Sample
 
 from langchain_quota import __version__
 from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import AT_ONCE, STORE, Decision, LimitStatus, Outcome, Refund, Scope
+from langchain_quota.decision import AT_ONCE, Decision, LimitStatus, Outcome, Refund, Scope
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import NONE, Who, limit_label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.tracing import Exemplar, Judged
 from langchain_quota.telemetry.workers import Spent
-from langchain_quota.units import Level, Unit, in_base_unit
+from langchain_quota.units import UNIT_LABELS, Level, Unit, in_base_unit
 
 _REFUNDED = "refunded"
 CANCELLED = "cancelled"
-_REPORTED, _ESTIMATED = "reported", "estimated"
 
 STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 """The bounds of `langchain_quota_store_seconds`, in seconds."""
@@ -30,6 +30,22 @@ WAIT_BUCKETS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300
 
 Granted = tuple[str, Scope, Unit, int]
 """The name of a limit, the scope of its threshold, its unit, and how much was added to it."""
+
+
+def _without_created(samples: Iterable[Sample]) -> Iterable[Sample]:
+    # They would double the series, and Prometheus does not use them.
+    return [each for each in samples if each.name != "_created"]
+
+
+class _Counter(Counter):
+    def _child_samples(self) -> Iterable[Sample]:
+        return _without_created(super()._child_samples())
+
+
+class _Histogram(Histogram):
+    def _child_samples(self) -> Iterable[Sample]:
+        return _without_created(super()._child_samples())
+
 
 _Metric = TypeVar("_Metric", Counter, Histogram)
 _Configured = tuple[object, ...]
@@ -47,7 +63,7 @@ class Series(dict[tuple[str, ...], _Metric]):
         self._last = last
 
     def __missing__(self, labels: tuple[str, ...]) -> _Metric:
-        siblings = [(*labels[:-1], value) for value in self._last or labels[-1:]]
+        siblings = [(*labels[:-1], value) for value in {*self._last, labels[-1]}]
         made = {each: self.metric.labels(*each) for each in siblings}
         self.update(made)
         return made[labels]
@@ -60,10 +76,11 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry, near: float) -> None:
         def counted(spec: MetricSpec, *last: str) -> Series[Counter]:
-            return Series(Counter(spec.name, spec.help, spec.labels, registry=registry), *last)
+            return Series(_Counter(spec.name, spec.help, spec.labels, registry=registry), *last)
 
         def timed(spec: MetricSpec, bounds: tuple[float, ...], *last: str) -> Series[Histogram]:
-            metric = Histogram(spec.name, spec.help, spec.labels, registry=registry, buckets=bounds)
+            labels = spec.labels
+            metric = _Histogram(spec.name, spec.help, labels, registry=registry, buckets=bounds)
             return Series(metric, *last)
 
         def gauge(spec: MetricSpec, mode: Literal["max", "mostrecent"]) -> Gauge:
@@ -75,24 +92,18 @@ class Metrics:
         self._calls = counted(names.CALLS, *Outcome)
         self._charges = counted(names.LIMIT_DECISIONS, Outcome.ALLOWED, _REFUNDED)
         self._refusals = Series(self._charges.metric, *refusals)
-        self._near = counted(names.NEAR)
-        self._exhausted = counted(names.EXHAUSTED)
+        self._crossings = counted(names.CROSSINGS, Level.NEAR, Level.EXHAUSTED)
         self.errors = counted(names.ERRORS)
         self.fallbacks = counted(names.STORE_FALLBACKS, "deny", "allow")
-        self._after_refusal = counted(names.CALLS_AFTER_REFUSAL, *Outcome)
         self.unjudged = counted(names.UNJUDGED_CALLS)
-        self.lost_root_runs = counted(names.LOST_ROOT_RUNS)
-        self._granted = {unit: counted(spec) for unit, spec in names.GRANTED.items()}
+        self._granted = counted(names.GRANTED)
         self._spent = {unit: counted(spec) for unit, spec in names.SPENT.items()}
-        self.questions = counted(names.QUESTIONS)
-        self.answers = counted(names.ANSWERS)
-        self._model_runs = counted(names.MODEL_RUNS, _REPORTED, _ESTIMATED)
-        self.unknown_prices = counted(names.UNKNOWN_PRICES)
+        self.questions = counted(names.QUESTIONS, "asked", "approve", "reject")
+        self.model_runs = counted(names.MODEL_RUNS, "reported", "estimated")
         self.runs = counted(names.RUNS)
         self._runs_ended = counted(names.RUNS_ENDED)
-        self._limit = {unit: gauge(spec, "mostrecent") for unit, spec in names.LIMIT.items()}
+        self._limit = gauge(names.LIMIT, "mostrecent")
         self._limit_near = gauge(names.LIMIT_NEAR, "mostrecent")
-        self._limit_alert = gauge(names.LIMIT_ALERT, "mostrecent")
         gauge(names.BUILD_INFO, "max").labels(__version__).set(1)
         self._store_seconds = timed(names.STORE_SECONDS, STORE_BUCKETS, "ok", "error", "timeout")
         self._decision_seconds = timed(names.DECISION_SECONDS, DECISION_BUCKETS, "state", "store")
@@ -128,8 +139,6 @@ class Metrics:
                 for index, decision in enumerate(told.decisions):
                     labels = agent, kind, told.tools[index], decision.outcome
                     self._calls[labels].inc(1, told.exemplars[index])
-                    if told.after_refusal:
-                        self._after_refusal[agent, kind, decision.outcome].inc()
             finally:
                 told.notice(self._near_share)
             for index, decision in enumerate(told.decisions):
@@ -139,9 +148,9 @@ class Metrics:
                     if status.reason is None:
                         if status.charged or (status.deferred and not status.enforced):
                             charged.inc(decision.call.amount, exemplar)
-                    elif status.refusal_scope is not None:
+                    elif status.scope is not None:
                         refused = True
-                        self._refuse(agent, status, status.refusal_scope, exemplar)
+                        self._refuse(agent, status, status.scope, exemplar)
             limit = ended_by(told.decisions) if refused else None
             if limit is not None:
                 self._runs_ended[agent, limit_label(limit)].inc()
@@ -150,8 +159,8 @@ class Metrics:
         """Count the thresholds that charges have crossed."""
         for status, scope, reached in told.notices:
             if reached is not None:
-                series = self._near if reached is Level.NEAR else self._exhausted
-                self.add(series, 1, told.who.agent, limit_label(status.limit), scope)
+                labels = told.who.agent, limit_label(status.limit), scope, reached
+                self.add(self._crossings, 1, *labels)
 
     def charged(self, told: Judged, amount: int, exemplar: Exemplar) -> None:
         """Count a charge that is no part of a decision."""
@@ -167,10 +176,10 @@ class Metrics:
         labels = (who.agent, limit_label(refund.limit), NONE, _REFUNDED)
         self.add(self._charges, refund.call.amount, *labels)
 
-    def spend(self, who: Who, model: str, spent: Sequence[Spent], estimated: bool) -> None:  # noqa: FBT001
+    def spend(self, who: Who, model: str, spent: Sequence[Spent], usage: str, price: str) -> None:
         """Count a model run that limits were charged for, and what it has spent of them."""
         with self._lock:
-            self._model_runs[who.agent, model, _ESTIMATED if estimated else _REPORTED].inc()
+            self.model_runs[who.agent, model, price, usage].inc()
             for limit, unit, amount in spent:
                 # Agents, limits and models are bounded, so these series are, too.
                 series = self._spent[unit][who.agent, limit_label(limit), model]
@@ -178,8 +187,8 @@ class Metrics:
 
     def grant(self, who: Who, limit: str, scope: Scope, unit: Unit, amount: int) -> None:
         """Count what was granted on top of a limit."""
-        granted = in_base_unit(amount, unit)
-        self.add(self._granted[unit], granted, who.agent, limit_label(limit), scope)
+        labels = who.agent, limit_label(limit), scope, UNIT_LABELS[unit]
+        self.add(self._granted, in_base_unit(amount, unit), *labels)
 
     def waited(self, who: Who, limit: str, decision: str, seconds: float) -> None:
         """Time how long a call has waited for others to end."""
@@ -192,7 +201,8 @@ class Metrics:
     def refused_at_once(self, who: Who, status: LimitStatus, exemplar: Exemplar) -> None:
         """Count a refusal at the cap on calls at once, or because its count is unknown."""
         with self._lock:
-            self._refuse(who.agent, status, status.refusal_scope or NONE, exemplar)
+            if status.scope is not None:
+                self._refuse(who.agent, status, status.scope, exemplar)
 
     def _refuse(self, agent: str, status: LimitStatus, scope: Scope, exemplar: Exemplar) -> None:
         outcome = Outcome.BLOCKED if status.enforced else Outcome.WOULD_BLOCK
@@ -218,27 +228,19 @@ class Metrics:
 
     def _begin(self, agent: str, limit: str, status: LimitStatus) -> None:
         """Make the series of a limit, and show its settings."""
-        # A store that cannot be asked also refuses, but it has no level.
-        for scope in (*status.scopes, *((STORE,) if status.shared else ())):
-            _ = self._refusals[agent, limit, scope, Outcome.BLOCKED]
         for scope in status.scopes:
-            _ = self._near[agent, limit, scope], self._exhausted[agent, limit, scope]
+            _ = self._refusals[agent, limit, scope, Outcome.BLOCKED]
+            _ = self._crossings[agent, limit, scope, Level.NEAR]
+            if scope not in status.computed:
+                most = in_base_unit(status.threshold(scope) or 0, status.unit)
+                self._limit.labels(agent, limit, scope, UNIT_LABELS[status.unit]).set(most)
         _ = self._runs_ended[agent, limit]
         if status.enforced and status.exit_behavior == "ask":
-            _ = self.questions[agent, limit]
-            for answer in ("approve", "reject"):
-                _ = self.answers[agent, limit, answer]
-        for kind in ("model", "tool"):
-            _ = self._after_refusal[agent, kind, Outcome.ALLOWED]
+            _ = self.questions[agent, limit, "asked"]
         # A limit on trial refuses nothing, so nobody is near it.
         if status.enforced:
             near = self._near_share if status.near is None else status.near
-            self._limit_near.labels(agent, limit).set(near)
-        self._limit_alert.labels(agent, limit).set(status.alert and status.enforced)
-        for scope in status.scopes:
-            if scope not in status.computed:
-                most = in_base_unit(status.threshold(scope) or 0, status.unit)
-                self._limit[status.unit].labels(agent, limit, scope).set(most)
+            self._limit_near.labels(agent, limit, str(status.alert).lower()).set(near)
 
 
 def ended_by(decisions: Sequence[Decision]) -> str | None:
@@ -246,6 +248,7 @@ def ended_by(decisions: Sequence[Decision]) -> str | None:
     for decision in decisions:
         if decision.outcome is Outcome.BLOCKED:
             for status in decision.refused_by:
-                if status.enforced and status.exit_behavior != "continue":
+                ends = status.exit_behavior != "continue" and status.reason != "store"
+                if status.enforced and ends:
                     return status.limit
     return None

@@ -24,20 +24,17 @@ class MetricSpec(NamedTuple):
 
 
 ByUnit = dict[Unit, MetricSpec]
-"""The metrics of an amount, by its unit.
+"""The metrics of what is used, by its unit.
 
 Each unit has a metric of its own, named after it, so that no query adds calls to dollars. The
-metrics of calls are older than the others, and have no unit in their names.
+metrics of calls have no unit in their names. What people set, limits and grants, is one metric with
+a label `unit`.
 """
 
 
 _gauge = MetricSpec
 _counter = partial(MetricSpec, kind="counter")
 _seconds = partial(MetricSpec, kind="histogram")
-
-
-def _when(name: str, text: str, labels: tuple[str, ...]) -> MetricSpec:
-    return MetricSpec(name, f"{text}, in seconds since the Unix epoch.", labels)
 
 
 def _amounts(
@@ -72,59 +69,43 @@ LIMIT_DECISIONS = _counter(
     "Calls that a limit judged, by its decision.",
     (*_PER_SCOPE, "decision"),
 )
-NEAR = _counter(
-    "langchain_quota_near_limit_total", "Calls after which a count is near its limit.", _PER_SCOPE
+CROSSINGS = _counter(
+    "langchain_quota_crossings_total",
+    "Calls after which a count is near its limit, or has used it up.",
+    (*_PER_SCOPE, "level"),
 )
-EXHAUSTED = _counter("langchain_quota_exhausted_total", "Calls that used up a limit.", _PER_SCOPE)
-LIMIT = _amounts(_gauge, "langchain_quota_limit", "The configured limit", _PER_SCOPE)
+LIMIT = _gauge(
+    "langchain_quota_limit",
+    "The configured limit, in the unit of the label: calls, tokens or dollars.",
+    (*_PER_SCOPE, "unit"),
+)
 LIMIT_NEAR = _gauge(
     "langchain_quota_limit_near_ratio",
     "The used share from which a limit is near, from 0 to 1.",
-    _PER_LIMIT,
-)
-LIMIT_ALERT = _gauge(
-    "langchain_quota_limit_alert",
-    "1 if refusals by a limit cause an alert, 0 with alert=False or enforce=False.",
-    _PER_LIMIT,
-)
-CALLS_AFTER_REFUSAL = _counter(
-    "langchain_quota_calls_after_refusal_total",
-    "Judged calls that come after a refusal in the same run.",
-    ("agent", "kind", "decision"),
+    (*_PER_LIMIT, "alert"),
 )
 UNJUDGED_CALLS = _counter(
     "langchain_quota_unjudged_calls_total",
     "Model and tool calls in runs with limits that no limit judged.",
     ("agent", "kind"),
 )
-LOST_ROOT_RUNS = _counter(
-    "langchain_quota_lost_root_runs_total",
-    "Runs with a root run's budget of their own that may belong to another root run.",
-    ("agent", "cause"),
-)
 SPENT = _spent(
     "langchain_quota_spent_total", "What model runs have spent of a limit", (*_PER_LIMIT, "model")
 )
-GRANTED = _amounts(
-    _counter, "langchain_quota_granted_total", "What was granted on top of a limit", _PER_SCOPE
+GRANTED = _counter(
+    "langchain_quota_granted_total",
+    "What was granted on top of a limit, in the unit of the label: calls, tokens or dollars.",
+    (*_PER_SCOPE, "unit"),
 )
 QUESTIONS = _counter(
     "langchain_quota_questions_total",
-    "Questions to people: may a run go on at a limit?",
-    _PER_LIMIT,
-)
-ANSWERS = _counter(
-    "langchain_quota_answers_total",
-    "Answers of people to questions whether a run may go on at a limit.",
-    (*_PER_LIMIT, "answer"),
+    "Questions to people whether a run may go on at a limit, and their answers.",
+    (*_PER_LIMIT, "event"),
 )
 MODEL_RUNS = _counter(
     "langchain_quota_model_runs_total",
-    "Model runs that limits of tokens or dollars count, by the source of the usage.",
-    ("agent", "model", "usage"),
-)
-UNKNOWN_PRICES = _counter(
-    "langchain_quota_unknown_prices_total", "Model calls that have no price.", ("agent", "model")
+    "Model runs that limits of tokens or dollars count, by where usage and price come from.",
+    ("agent", "model", "price", "usage"),
 )
 RUNS = _counter("langchain_quota_runs_total", "Runs that have begun.", ("agent",))
 RUNS_ENDED = _counter(
@@ -143,7 +124,7 @@ WAIT_SECONDS = _seconds(
 SUBJECTS = _gauge(
     "langchain_quota_subjects",
     "Tracked threads, and subjects of quotas, by how much of a limit they have used.",
-    (*_PER_SCOPE, "state"),
+    (*_PER_SCOPE, "state", "shown"),
 )
 THREAD_USED = _amounts(
     _gauge, "langchain_quota_thread_used", "What a thread has used of a limit", _PER_THREAD
@@ -159,25 +140,11 @@ THREAD_SPENT = _spent(
 THREAD_BLOCKED = _counter(
     "langchain_quota_thread_blocked_total", "Calls refused on a thread by a limit.", _PER_THREAD
 )
-THREAD_DECIDED = _when(
-    "langchain_quota_thread_last_decision_timestamp_seconds",
-    "When a decision or a reset last set what a thread has used",
-    _PER_THREAD,
-)
-THREAD_RESETS = _when(
-    "langchain_quota_thread_reset_timestamp_seconds",
-    "When the window of a thread's quota ends",
-    _PER_THREAD,
-)
-THREAD_REFUSED = _when(
-    "langchain_quota_thread_last_refusal_timestamp_seconds",
-    "When a limit last refused a call of a thread",
-    _PER_THREAD,
-)
-THREAD_REFUSED_SINCE = _when(
-    "langchain_quota_thread_refused_since_timestamp_seconds",
-    "When a limit began to refuse a thread's calls, without a break of 10 minutes",
-    _PER_THREAD,
+THREAD_TIMES = _gauge(
+    "langchain_quota_thread_timestamp_seconds",
+    "When a thread's count was last set, a call of it last refused, and its window ends, in "
+    "seconds since the Unix epoch.",
+    (*_PER_THREAD, "event"),
 )
 SUBJECT_USED = _amounts(
     _gauge, "langchain_quota_subject_used", "What a subject has used of a quota", _PER_SUBJECT
@@ -185,18 +152,13 @@ SUBJECT_USED = _amounts(
 SUBJECT_LIMIT = _amounts(
     _gauge, "langchain_quota_subject_limit", "What a subject may use of a quota", _PER_SUBJECT
 )
-SUBJECT_DECIDED = _when(
-    "langchain_quota_subject_last_decision_timestamp_seconds",
-    "When a decision last set what a subject has used",
-    _PER_SUBJECT,
+SUBJECT_BLOCKED = _counter(
+    "langchain_quota_subject_blocked_total", "Calls refused to a subject by a quota.", _PER_SUBJECT
 )
-SUBJECT_RESETS = _when(
-    "langchain_quota_subject_reset_timestamp_seconds",
-    "When the window of a subject's quota ends",
-    _PER_SUBJECT,
-)
-THREADS_HIDDEN = _gauge(
-    "langchain_quota_threads_hidden", "Tracked threads without series.", ("state",)
+SUBJECT_TIMES = _gauge(
+    "langchain_quota_subject_timestamp_seconds",
+    "When a subject's count was last set, and its window ends, in seconds since the Unix epoch.",
+    (*_PER_SUBJECT, "event"),
 )
 STORE_SECONDS = _seconds(
     "langchain_quota_store_seconds",
@@ -209,10 +171,9 @@ STORE_FALLBACKS = _counter(
     ("agent", "action"),
 )
 STORE_KEYS = _gauge(
-    "langchain_quota_store_keys", "Counts that a store in memory keeps.", ("droppable",)
-)
-STORE_MAX_KEYS = _gauge(
-    "langchain_quota_store_max_keys", "How many counts a store in memory can keep."
+    "langchain_quota_store_keys",
+    "Counts that a store in memory keeps, and those for which it has room.",
+    ("state",),
 )
 ERRORS = _counter(
     "langchain_quota_errors_total",

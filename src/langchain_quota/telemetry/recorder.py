@@ -263,7 +263,7 @@ class Recorder:
         """Learn an agent's tools: they get labels before names that its model invents."""
         self._tell(metrics=lambda: [self._tools[self._agents["", agent], each] for each in names])
 
-    def record(  # noqa: PLR0913 - keyword-only, with defaults
+    def record(
         self,
         decisions: Sequence[Decision],
         *,
@@ -271,7 +271,6 @@ class Recorder:
         error: BaseException | None = None,
         task_id: str | None = None,
         trace: Mapping[str, str] | None = None,
-        after_refusal: bool = False,
     ) -> Told:
         """Make the decisions about a batch of one agent's calls visible, unless they were told."""
         took = time.time_ns() - started
@@ -291,7 +290,6 @@ class Recorder:
                 started,
                 took,
                 error,
-                after_refusal,
                 told.trace,
                 # If tracing fails, there are none.
                 exemplars=[None] * len(decisions),
@@ -335,17 +333,18 @@ class Recorder:
 
     def record_spent(
         self,
-        agent: str | None,
-        thread_id: object,
+        call: Call,
         spent: Sequence[Spent],
         *,
         model: str | None,
         estimated: bool = False,
+        price: str = NONE,
     ) -> None:
         """Count what a model run has spent, once for each run."""
         # `record_charge` shows the counts of the limits after it.
-        who, shown = self._who(agent, thread_id), self._model(model)
-        self._tell(who, shown, spent, estimated, metrics=self._metrics.spend)
+        who, shown = self._who(call.agent, call.thread_id), self._model(model)
+        usage = "estimated" if estimated else "reported"
+        self._tell(who, shown, spent, usage, price, metrics=self._metrics.spend)
         self._tell(who, spent, threads=self._usage.spend)
 
     def record_granted(self, agent: str | None, granted: Sequence[Granted]) -> None:
@@ -354,10 +353,13 @@ class Recorder:
         for each in granted:
             self._tell(who, *each, metrics=self._metrics.grant)
 
-    def record_unknown_price(self, agent: str | None, model: str | None) -> None:
-        """Count a model call that has no price; the first of a model is logged."""
+    def record_unknown_price(
+        self, agent: str | None, model: str | None, *, is_made: bool = True
+    ) -> None:
+        """Log the first call of a model without a price; count one that is therefore not made."""
         who, shown = self._who(agent), self._model(model)
-        self._count(self._metrics.unknown_prices, agent, shown)
+        if not is_made:
+            self._count(self._metrics.model_runs, agent, shown, "unknown", NONE)
         if self._is_first("price", who.agent, shown):
             self._tell(who, shown, observer=logs.no_price)
 
@@ -389,9 +391,9 @@ class Recorder:
         if self._seen.told(task_id).is_new:
             self._count(self._metrics.runs, agent)
 
-    def record_lost_root_run(self, agent: str | None, cause: str) -> None:
+    def record_lost_root_run(self, cause: str) -> None:
         """Count a run with a budget of its own that may belong to another root run."""
-        self._count(self._metrics.lost_root_runs, agent, cause)
+        self._tell(*(self._metrics.errors, 1, "root_run", cause), metrics=self._metrics.add)
 
     def record_recovery(self, component: str) -> None:
         """Log that a component which failed works again."""
@@ -442,7 +444,7 @@ class Recorder:
         if not self._seen.told(task_id, problem).is_new:
             return
         for limit in limits:
-            self._count(self._metrics.questions, agent, limit_label(limit))
+            self._count(self._metrics.questions, agent, limit_label(limit), "asked")
         self._tell(self._who(agent), limits, observer=logs.question)
 
     def record_answer(
@@ -452,7 +454,7 @@ class Recorder:
         if not self._seen.told(task_id, answer).is_new:
             return False
         for limit in limits:
-            self._count(self._metrics.answers, agent, limit_label(limit), answer.type)
+            self._count(self._metrics.questions, agent, limit_label(limit), answer.type)
         self._tell(self._who(agent), limits, answer, observer=logs.answer)
         return True
 

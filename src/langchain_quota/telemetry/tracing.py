@@ -73,7 +73,6 @@ class Judged:
     """How long it took, in nanoseconds."""
     error: BaseException | None = None
     """What the decisions raise into the agent."""
-    after_refusal: bool = False
     trace: Mapping[str, str] | None = None
     """The span that begins the run's trace: known before, or made here."""
     exemplars: Sequence[Exemplar] = ()

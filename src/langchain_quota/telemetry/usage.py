@@ -111,7 +111,9 @@ class UsageTable(Collector):
                 for status in statuses:
                     uses[status.limit] = _decided(uses.get(status.limit), status, now, self._near)
             for key, label, limit, use in quotas:
-                self._subject(self._others, key, now, label).uses[limit] = use
+                uses = self._subject(self._others, key, now, label).uses
+                old = uses.get(limit, _NOTHING)
+                uses[limit] = use._replace(blocked=old.blocked + use.blocked)
         if self._path is not None:
             self._write_soon()
 
@@ -145,7 +147,7 @@ class UsageTable(Collector):
             new = {each.limit: _decided(None, each, now, self._near) for each in limits}
             for limit, use in (new | uses).items():
                 numbers = tuple((0, cap, None) for _, cap, _ in use.numbers)
-                uses[limit] = use._replace(decided=now, numbers=numbers, since=None, reset=now)
+                uses[limit] = use._replace(decided=now, numbers=numbers)
 
     @contextmanager
     def _changing(self, who: Who, now: float) -> Iterator[dict[str, Use]]:
@@ -249,7 +251,8 @@ class UsageTable(Collector):
                 says = status.enforced and quota.limit
                 numbers = (_number(status, quota),) if says else ()
                 near = self._near if status.near is None else status.near
-                yield key, label, status.limit, Use(now, status.unit, near, numbers)
+                blocked = _refuses(status) and status.scope == quota.scope
+                yield key, label, status.limit, Use(now, status.unit, near, numbers, int(blocked))
 
     def _fullest_store(self) -> Occupancy | None:
         """How full the store with the least room left is; `None` without a store."""
@@ -297,16 +300,17 @@ def _decided(old: Use | None, status: LimitStatus, now: float, near: float) -> U
         if status.quotas:
             quotas = [each for each in status.quotas if each.per == THREAD and each.limit]
             numbers += tuple(_number(status, each) for each in quotas)
-    blocked, refused, since = old.blocked, old.refused, old.since
-    if status.reason is not None and status.enforced:
-        blocked += 1
-        if status.reason != STORE:
-            if refused is None or since is None or now - refused > workers.APART:
-                since = now
-            refused = now
+    blocked, refused = old.blocked, old.refused
+    if _refuses(status):
+        blocked, refused = blocked + 1, now
     # A limit on trial refuses nothing, so nobody is near it.
     share = (near if status.near is None else status.near) if status.enforced else None
-    return Use(told, unit, share, numbers, blocked, refused, since, old.reset, spent)
+    return Use(told, unit, share, numbers, blocked, refused, spent)
+
+
+def _refuses(status: LimitStatus) -> bool:
+    """Whether a limit refuses the call because it is used up."""
+    return status.enforced and status.reason is not None and status.reason != STORE
 
 
 def _number(status: LimitStatus, quota: QuotaStatus) -> Number:

@@ -26,11 +26,12 @@ _Series = tuple[str, str, str]
 
 _LEVELS = (Level.OK, Level.NEAR, Level.EXHAUSTED)
 _OK, _NEAR, _EXHAUSTED = range(3)
+_DECISION, _RESET = "decision", "reset"
 
 
 def families() -> Families:
     """The families, without samples."""
-    computed = ("subject", "thread", "store_keys", "store_max_keys", "start_time")
+    computed = ("subject", "thread", "store_keys", "start_time")
     begins = tuple(f"langchain_quota_{each}" for each in computed)
     specs = [each for each in names.METRICS if each.name.startswith(begins)]
     made = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
@@ -97,14 +98,12 @@ class UsageReader:
         """Render subjects by the settings of the first snapshot, which bound their number."""
         found, bounds = families(), snapshots[0]
         counts: Counter[tuple[_Series, int]] = Counter()
-        levels: Counter[int] = Counter()
         others: list[_Rated] = []
 
         def threads() -> Iterator[_Rated]:
             # One after the other: a list of many would make the garbage collector stop all threads.
             for each in self._known(subjects, bounds.ttl, counts, now):
                 if each.subject.key[1] == THREAD:
-                    levels[each.level] += 1
                     yield each
                 elif each.subject.label is not None:
                     others.append(each)
@@ -117,17 +116,21 @@ class UsageReader:
             _add_thread(found, chosen.subject, now)
         labelled = [each for each in others if each.subject.label]
         bounded = [each for each in others if not each.subject.label]
+        labelled = nlargest(bounds.max_subjects, labelled, key=_by_place)
         _add_subjects(found, bounded, now)
-        _add_subjects(found, nlargest(bounds.max_subjects, labelled, key=_by_place), now)
+        _add_subjects(found, labelled, now)
+        exported: Counter[tuple[_Series, int]] = Counter()
+        for chosen in (*shown, *bounded, *labelled):
+            _rated(chosen.subject, exported, now)
         self._series |= dict.fromkeys(series for series, _ in counts)
         # A copy: another scrape may add to it meanwhile.
-        for agent, limit, scope in list(self._series):
+        for series in list(self._series):
+            agent, limit, scope = series
             for number, state in enumerate(_LEVELS):
-                count = counts[(agent, limit, scope), number]
-                found[names.SUBJECTS].add_metric([agent, limit_label(limit), scope, state], count)
-        hidden = levels - Counter(each.level for each in shown)
-        for number, state in enumerate(_LEVELS):
-            found[names.THREADS_HIDDEN].add_metric([state], hidden[number])
+                labels, several = [agent, limit_label(limit), scope, state], (series, number)
+                found[names.SUBJECTS].add_metric([*labels, "true"], exported[several])
+                hidden = counts[several] - exported[several]
+                found[names.SUBJECTS].add_metric([*labels, "false"], hidden)
         _add_processes(found, snapshots)
         return iter(found.values())
 
@@ -214,45 +217,47 @@ def _add_thread(found: Families, subject: Subject, now: float) -> None:
             found[names.THREAD_USED[use.unit]].add_metric(labels, in_base_unit(used, use.unit))
             found[names.THREAD_LIMIT[use.unit]].add_metric(labels, in_base_unit(cap, use.unit))
             if ends is not None:
-                found[names.THREAD_RESETS].add_metric(labels, ends)
-        values = {
-            names.THREAD_DECIDED: use.decided,
-            names.THREAD_BLOCKED: use.blocked,
-            names.THREAD_REFUSED: use.refused,
-            names.THREAD_REFUSED_SINCE: use.since,
-        }
+                found[names.THREAD_TIMES].add_metric([*labels, _RESET], ends)
+        if use.decided:
+            found[names.THREAD_TIMES].add_metric([*labels, _DECISION], use.decided)
+        if use.refused is not None:
+            found[names.THREAD_TIMES].add_metric([*labels, "refusal"], use.refused)
+            found[names.THREAD_BLOCKED].add_metric(labels, use.blocked)
         if use.spent:
-            values[names.THREAD_SPENT[use.unit]] = in_base_unit(use.spent, use.unit)
-        for spec, value in values.items():
-            if value:
-                found[spec].add_metric(labels, value)
+            spent = in_base_unit(use.spent, use.unit)
+            found[names.THREAD_SPENT[use.unit]].add_metric(labels, spent)
 
 
 def _add_subjects(found: Families, several: Iterable[_Rated], now: float) -> None:
     """Add what is exported of subjects with labels, near ones first."""
     shown = set()
+    blocked: Counter[tuple[str, ...]] = Counter()
     for subject, *_ in several:
         agent, scope, _ = subject.key
         for limit, use in _uses(subject):
             labels = (agent, limit_label(limit), scope, subject.label or "")
-            numbers = _numbers(use, scope, now)
             # The user's function may give two subjects the same label.
+            blocked[labels] += use.blocked
+            numbers = _numbers(use, scope, now)
             if not numbers or labels in shown:
                 continue
             shown.add(labels)
             ((used, cap, ends),) = numbers
             found[names.SUBJECT_USED[use.unit]].add_metric(labels, in_base_unit(used, use.unit))
             found[names.SUBJECT_LIMIT[use.unit]].add_metric(labels, in_base_unit(cap, use.unit))
-            found[names.SUBJECT_DECIDED].add_metric(labels, use.decided)
+            found[names.SUBJECT_TIMES].add_metric([*labels, _DECISION], use.decided)
             if ends is not None:
-                found[names.SUBJECT_RESETS].add_metric(labels, ends)
+                found[names.SUBJECT_TIMES].add_metric([*labels, _RESET], ends)
+    for several_labels, count in blocked.items():
+        if count:
+            found[names.SUBJECT_BLOCKED].add_metric(several_labels, count)
 
 
 def _add_processes(found: Families, snapshots: Sequence[Snapshot]) -> None:
     """Add how full the fullest store is, and when the first process began."""
     store = fullest(each.store for each in snapshots if each.store is not None)
     if store is not None:
-        found[names.STORE_KEYS].add_metric(["true"], store.droppable)
-        found[names.STORE_KEYS].add_metric(["false"], store.keys - store.droppable)
-        found[names.STORE_MAX_KEYS].add_metric([], store.max_keys)
+        found[names.STORE_KEYS].add_metric(["kept"], store.keys - store.droppable)
+        found[names.STORE_KEYS].add_metric(["droppable"], store.droppable)
+        found[names.STORE_KEYS].add_metric(["free"], store.max_keys - store.keys)
     found[names.START_TIME].add_metric([], min(each.started for each in snapshots))

@@ -24,10 +24,7 @@ Number = tuple[int, int, float | None]
 Spent = tuple[str, Unit, int]
 """The name of a limit, its unit, and how much a model run has spent of it, from 0."""
 
-APART = 600
-"""After so many seconds without a refusal, the next one begins a new row of refusals."""
-
-FILES = "langchain_quota.usage-1.*.json"
+FILES = "langchain_quota.usage-2.*.json"
 """Their names; the number is that of their form. prometheus_client's are `*.db`."""
 
 _MIB = 2**20
@@ -48,8 +45,6 @@ class Use(NamedTuple):
     numbers: Sequence[Number] = ()
     blocked: int = 0
     refused: float | None = None
-    since: float | None = None
-    reset: float = 0.0
     spent: int = 0
 
 
@@ -132,10 +127,9 @@ def merged(snapshots: Sequence[Snapshot]) -> Iterable[Subject]:
 def _joined(several: Sequence[Subject]) -> Subject:
     uses = {}
     for limit in dict.fromkeys(limit for each in several for limit in each.uses):
-        known = [each.uses[limit] for each in several if limit in each.uses]
-        # A reset by any process ends the refusals of all.
-        reset = max(each.reset for each in known)
-        uses[limit] = reduce(_joined_use, [each._replace(reset=reset) for each in known])
+        uses[limit] = reduce(
+            _joined_use, [each.uses[limit] for each in several if limit in each.uses]
+        )
     label = next((each.label for each in several if each.label), None)
     return Subject(several[0].key, label, max(each.last for each in several), uses)
 
@@ -143,20 +137,9 @@ def _joined(several: Sequence[Subject]) -> Subject:
 def _joined_use(one: Use, other: Use) -> Use:
     """The newest numbers of two processes, and the refusals and amounts of both."""
     newest, older = (one, other) if one.decided >= other.decided else (other, one)
-    reset = one.reset
-    rows = sorted(
-        (each.refused, max(each.since, reset))
-        for each in (one, other)
-        if each.refused is not None and each.since is not None and each.refused > reset
-    )
-    since = rows[-1][1] if rows else None
-    if since is not None and since - rows[0][0] <= APART:
-        since = min(since, rows[0][1])
     return newest._replace(
         blocked=one.blocked + other.blocked,
         refused=max(filter(None, (one.refused, other.refused)), default=None),
-        since=since,
-        reset=reset,
         spent=newest.spent + (older.spent if older.unit == newest.unit else 0),
     )
 

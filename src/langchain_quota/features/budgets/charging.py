@@ -143,22 +143,23 @@ class Charging:
         Without a form nobody waits for the store. It gives what is to be written to the state.
         """
         (state, limits, call), held = step, hold or Hold()
-        used: list[Used] = [(run, self._amounts(run, held.amounts, call.agent)) for run in runs]
+        charged = [(run, *self._amounts(run, held.amounts, call.agent)) for run in runs]
+        used: list[Used] = [(run, amounts) for run, amounts, _ in charged]
         spent = added(amounts for _, amounts in used)
         before = self.late.counts(state)
         # This process keeps it, whatever happens next.
         written = self.late.keep(state, spent, task)
         answer = await self.settle(form, settlements(limits, before, used, held))
-        for run, amounts in used:
+        for run, amounts, price in charged:
             self._recorder.record_spent(
-                call.agent,
-                call.thread_id,
+                call,
                 [
                     (each.limit.name, each.limit.unit, amounts[each.limit.counter])
                     for each in limits.budgets
                 ],
                 model=next(iter(run.usage.models), ""),
                 estimated=run.usage.estimated,
+                price=price,
             )
         if form is None and hold is None:
             # The next hook shows it.
@@ -189,21 +190,22 @@ class Charging:
         self._store.settle_soon(sent)
         return None
 
-    def _amounts(self, run: ModelRun, held: Mapping[str, int], agent: str | None) -> dict[str, int]:
-        """What a run is charged, by counter."""
-        usage = run.usage
+    def _amounts(
+        self, run: ModelRun, held: Mapping[str, int], agent: str | None
+    ) -> tuple[dict[str, int], str]:
+        """What a run is charged, by counter, and whether its price is known."""
         # A run that was cut off is charged at least what was held for it: its use is only an
         # estimate from what had arrived.
+        usage, price = run.usage, "none"
         least = held if usage.estimated and not run.succeeded else {}
-        return {
-            counter: max(
-                least.get(counter, 0),
-                self._pricing.cost(usage, agent, held.get(counter, 0))
-                if counter == MICRODOLLARS
-                else charged_tokens(usage, counter),
-            )
-            for counter in self._counters
-        }
+        amounts = {}
+        for counter in self._counters:
+            if counter == MICRODOLLARS:
+                amount, price = self._pricing.cost(usage, agent, held.get(counter, 0))
+            else:
+                amount = charged_tokens(usage, counter)
+            amounts[counter] = max(least.get(counter, 0), amount)
+        return amounts, price
 
 
 def settlements(

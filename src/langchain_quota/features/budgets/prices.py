@@ -142,27 +142,28 @@ class Pricing:
             else:
                 _priced_again(failed, self._prices)
         except UnknownPriceError as error:
-            self._recorder.record_unknown_price(agent, error.model)
+            self._recorder.record_unknown_price(agent, error.model, is_made=False)
             raise
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         self._known.add(asked)
         self._failed.pop(asked.request_model, None)
 
-    def cost(self, usage: ModelUsage, agent: str | None, held: int) -> int:
-        """What a model run costs, in microdollars. It is paid already: nothing is raised."""
+    def cost(self, usage: ModelUsage, agent: str | None, held: int) -> tuple[int, str]:
+        """What a model run costs, in microdollars, and whether its price is known."""
+        # It is paid already: nothing is raised.
         if self._prices is None:
-            return 0
+            return 0, "none"
         try:
-            return cost(usage, self._prices)
+            return cost(usage, self._prices), "known"
         except UnknownPriceError as error:
             self._recorder.record_unknown_price(agent, error.model)
         except Exception as error:  # noqa: BLE001 - the user's function
             self._recorder.record_error("prices", error)
         if self._allow_unknown:
-            return 0
+            return 0, "unknown"
         self._failed[usage.request_model] = usage
-        return max(held, self._least)
+        return max(held, self._least), "unknown"
 
     def most(self, limit: Limit, bound: object) -> int:
         """The bound of a call, in the unit of a limit."""
