@@ -77,15 +77,11 @@ class Ledger(TypedDict, total=False):
     begun_by: dict[str, str | None]
     """The names of the middlewares that have begun the run. Of those with limits on model calls it
     says when they count them: when `"admitted"`, or when `"returned"`."""
-    trace: dict[str, str] | None
-    """The first span of this run as W3C headers, if no span was active."""
     counts: Counts
     batch: ToolBatch | None
     """The newest tool calls, and what is charged to them."""
     refusals: dict[str, dict[str, int]]
     """Refusals in this run, by middleware and name, of limits with `give_up_after`."""
-    refused: str | None
-    """The id of this run's first message with a call that a limit refused."""
     final: str
     """The run's final text if this step's model call is its last and has no answer; else empty."""
     ended: str | None
@@ -213,10 +209,8 @@ NEW_RUN: Ledger = {
     "run": None,
     "counts": {"run_tools": {}, "run_model": 0, "model_counted": False},
     "refusals": {},
-    "refused": None,
     "ended": None,
     "final": "",
-    "trace": None,
 }
 """What a run begins with: its counts are 0."""
 

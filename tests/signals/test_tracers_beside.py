@@ -79,8 +79,8 @@ def play_instrumented(form: Form, switched: str) -> None:
     [
         ("sync", "on", {"invoke_agent researcher"}),
         ("async", "on", {"invoke_agent researcher"}),
-        ("async", "imported", {"", "check_quota model"}),
-        ("sync", "on and off", {"", "check_quota model"}),
+        ("async", "imported", {""}),
+        ("sync", "on and off", {""}),
     ],
 )
 def test_beside_opentelemetrys_instrumentation(
@@ -91,9 +91,9 @@ def test_beside_opentelemetrys_instrumentation(
     program = f"from {__name__} import play_instrumented\nplay_instrumented({form!r}, {switched!r})"
     done = run_python(program, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
-    (spans,) = json.loads(done.stdout)
-    assert len(ours(spans)) == 6
-    assert set(ours(spans)) == parents
+    found = [parent for spans in json.loads(done.stdout) for parent in ours(spans)]
+    assert len(found) == 6
+    assert set(found) == parents
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def langfuse() -> Iterator[tuple[Any, Signals]]:
 
 @pytest.mark.parametrize(
     ("form", "around", "counts"),
-    [("sync", False, [6]), ("async", True, [6]), ("async", False, [0, 6])],
+    [("sync", False, [6]), ("async", True, [6]), ("async", False, [0, 1, 1, 1, 1, 1, 1])],
 )
 async def test_beside_langfuse(
     form: Form,

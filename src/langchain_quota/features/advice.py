@@ -7,6 +7,7 @@ from typing import Any
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.state import Own
+from langchain_quota.telemetry import logs
 
 _ALIKE = 0.8
 """How alike two names must be, by `difflib`."""
@@ -80,7 +81,7 @@ class OfferedTools(Feature):
             if (near := get_close_matches(name, offered - self._named, 1, _ALIKE))
         }
         if meant:
-            self._recorder.warn_misspelt(agent, meant)
+            self._recorder.log(logs.misspelt, agent, meant)
         if tools:
             self._named = set()
 

@@ -79,7 +79,7 @@ class RootRuns(Feature):
         lost, run.lost = run.lost, None
         if lost is not None:
             # Another root run may have a budget for these calls.
-            self._recorder.record_lost_root_run(lost)
+            self._recorder.count_error("root_run", lost)
             log_lost(lost)
         return name or run.key
 

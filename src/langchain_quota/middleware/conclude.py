@@ -248,8 +248,6 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
             own = refusals.setdefault(batch.middleware, {})
             own[limit.name] = own.get(limit.name, 0) + breach.refusals
             written["refusals"] = refusals
-    if breaches and known.get("refused") is None:
-        written["refused"] = message
     if counts.owed != (known.get("owed") or {}):
         written["owed"] = counts.owed
     return {THREAD_TOOLS: counts.thread, LEDGER: written}

@@ -44,7 +44,7 @@ from langchain_quota.state import (
 )
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.client import StoreClient
-from langchain_quota.telemetry import Telemetry, recorder_of
+from langchain_quota.telemetry import Telemetry, names, recorder_of
 from langchain_quota.telemetry.observers import Observer, Observers
 
 if TYPE_CHECKING:
@@ -342,26 +342,23 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
                 )
         # A request that was charged after all is taken back, too.
         store.compensate_later(sent, ran)
-        self._recorder.record_fallback(batch.context.agent, self._on_store_error, calls)
+        labels = batch.context.agent, self._on_store_error
+        self._recorder.count(names.STORE_FALLBACKS, *labels, amount=calls)
         return result
 
     async def _tell(self, form: Form, batch: Batch, conclusion: Conclusion) -> Update | None:
         """Make a conclusion visible, unless the hook runs again; what is written."""
         if self._observers.present:
             self._observers.check(form)
-        known, update = batch.known.get("trace"), conclusion.update
+        update = conclusion.update
         told = self._recorder.record(
             conclusion.decisions,
             started=batch.started,
             error=conclusion.error,
             task_id=batch.context.task(batch.task),
-            trace=known,
         )
         if told.is_new and conclusion.refunds:
             self._recorder.record_refunds(conclusion.refunds)
-        if told.trace is not None and told.trace != known:
-            # Later steps of the run belong to this trace.
-            batch.written["trace"] = dict(told.trace)
         if batch.written:
             written = merge_ledgers((update or {}).get(LEDGER, {}), batch.written)
             update = {**(update or {}), LEDGER: written}

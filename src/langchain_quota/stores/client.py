@@ -19,6 +19,7 @@ from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.corrections import MAX_PENDING, Corrections
 from langchain_quota.stores.keys import prefix_of
 from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.telemetry import logs, names
 from langchain_quota.telemetry.recorder import Recorder
 
 
@@ -162,7 +163,7 @@ class StoreClient:
                 with self._lock:
                     back, self._down = self._down, False
                 if back:
-                    self._recorder.record_recovery("store")
+                    self._recorder.log(logs.recovery, "store")
             if self._fills:
                 self._fills = not self._recorder.store_nearly_full(self.store)
 
@@ -178,7 +179,8 @@ class StoreClient:
                 outcome = "timeout"
             raise
         finally:
-            self._recorder.observe_store(operation, outcome, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._recorder.observe(names.STORE_SECONDS, seconds, operation, outcome)
 
 
 def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:

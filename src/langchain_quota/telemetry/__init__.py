@@ -9,6 +9,7 @@ from opentelemetry.trace import TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from langchain_quota.arguments import (
+    UserLine,
     check_choice,
     check_count,
     check_duration,
@@ -123,7 +124,11 @@ class Telemetry:
         )
         instruments = instruments_of(registry, settings)
         tracing = Tracing(tracer_provider, spans, hashed_threads=thread_label is not None)
-        self._recorder = Recorder(instruments, tracing, count_unjudged_calls=count_unjudged_calls)
+        self._recorder = Recorder(
+            *(instruments, tracing),
+            made_at=UserLine.of_caller(),
+            count_unjudged_calls=count_unjudged_calls,
+        )
 
 
 def _check_labels(value: object) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple
 
 from langchain_quota.concurrency import fork_safe_lock
 
@@ -34,16 +33,6 @@ NONE = "none"
 """The label if there is no value."""
 OTHER = "_other"
 """The label of tools and models that are out of bounds, or beyond the bounded number of names."""
-
-
-class Who(NamedTuple):
-    """The labels of the agent and, if there is one, the thread that make a call."""
-
-    agent: str
-    """In metrics, where the number of names is bounded."""
-    name: str
-    """In logs and spans, where it has no bound."""
-    thread: str | None
 
 
 def label(value: object) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 from langchain_quota.decision import AT_ONCE, STORE, Answer, LimitStatus, Scope
 from langchain_quota.stores import Occupancy
-from langchain_quota.telemetry.labels import Who
-from langchain_quota.telemetry.tracing import Judged
+from langchain_quota.telemetry.events import Judged
+from langchain_quota.telemetry.labels import UNNAMED, limit_label
 from langchain_quota.units import UNIT_LABELS, Level, in_base_unit, shown
 
 logger = logging.getLogger("langchain_quota")
@@ -37,39 +37,41 @@ def noticed(told: Judged) -> None:
     for status, scope, reached in told.notices:
         if reached is not None:
             severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
-            _log(severity, reached, told.who, status, scope)
+            _log(severity, reached, told, status, scope)
         else:
             event = "refused" if status.enforced else "would refuse"
             resets = status.resets_at
             when = None if resets is None else resets.isoformat()
-            _log(logging.DEBUG, event, told.who, status, scope, resets_at=when)
+            subject = told.subjects.get((status.limit, scope))
+            _log(logging.DEBUG, event, told, status, scope, resets_at=when, subject=subject)
 
 
-def question(who: Who, limits: Sequence[str]) -> None:
+def question(agent: str | None, limits: Sequence[str]) -> None:
     """Log that a person is asked at limits."""
-    fields = _fields(event="asked", agent=who.name, limits=[*limits])
+    name = _shown(agent)
+    fields = _fields(event="asked", agent=name, limits=[*limits])
     logger.info(
-        "agent %r asks a person whether it may go on at %s", who.name, _listed(limits), extra=fields
+        "agent %r asks a person whether it may go on at %s", name, _listed(limits), extra=fields
     )
 
 
-def answer(who: Who, limits: Sequence[str], answer: Answer) -> None:
+def answer(agent: str | None, limits: Sequence[str], answer: Answer) -> None:
     """Log what a person has answered at limits."""
-    said, by = answer.type, answer.by
-    fields = _fields(event="answered", agent=who.name, limits=[*limits], answer=said, by=by)
-    names = _listed(limits)
-    logger.info("agent %r was answered %r at %s, by %r", who.name, said, names, by, extra=fields)
+    name, said, by = _shown(agent), answer.type, answer.by
+    fields = _fields(event="answered", agent=name, limits=[*limits], answer=said, by=by)
+    listed = _listed(limits)
+    logger.info("agent %r was answered %r at %s, by %r", name, said, listed, by, extra=fields)
 
 
-def misspelt(who: Who, meant: Mapping[str, str]) -> None:
+def misspelt(agent: str | None, meant: Mapping[str, str]) -> None:
     """Log the tools that limits name and the agent does not have, each with one like it."""
-    hints = (f"{name!r} (did you mean {tool!r}?)" for name, tool in meant.items())
-    logger.warning("limits name tools that agent %r does not have: %s", who.name, ", ".join(hints))
+    hints = ", ".join(f"{name!r} (did you mean {tool!r}?)" for name, tool in meant.items())
+    logger.warning("limits name tools that agent %r does not have: %s", _shown(agent), hints)
 
 
-def no_price(who: Who, model: str) -> None:
+def no_price(agent: str | None, model: str) -> None:
     """Log that a model has no price."""
-    logger.warning("model %r in agent %r has no price: %s", model, who.name, _PRICE_IT)
+    logger.warning("model %r in agent %r has no price: %s", model, _shown(agent), _PRICE_IT)
 
 
 def estimated(model: str) -> None:
@@ -77,10 +79,22 @@ def estimated(model: str) -> None:
     logger.warning("model %r reports no usage: its tokens are estimated. %s", model, REPORT_IT)
 
 
-def unjudged(agent: str, kind: str) -> None:
+def unjudged(agent: str | None, kind: str) -> None:
     """Log that no limit judged a call of an agent."""
     logger.warning(
-        "no limit judged a %s call of agent %r, and its run has limits: %s", kind, agent, _JUDGE_IT
+        "no limit judged a %s call of agent %r, and its run has limits: %s",
+        kind,
+        _shown(agent),
+        _JUDGE_IT,
+    )
+
+
+def several() -> None:
+    """Log that other processes answer on the same port."""
+    logger.warning(
+        "this process is one of several workers, and each counts for itself, so a scrape finds the "
+        "counts of one: set PROMETHEUS_MULTIPROC_DIR to an empty directory before they start "
+        "(docs/how-to/several-workers.md), or run one worker per container"
     )
 
 
@@ -103,6 +117,11 @@ def nearly_full(store: Any) -> bool:
     return is_full
 
 
+def _shown(agent: str | None) -> str:
+    """An agent's name, which has no bound here."""
+    return limit_label(agent) if agent else UNNAMED
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
 
@@ -113,7 +132,7 @@ def _fields(**fields: object) -> dict[str, object]:
 
 
 def _log(
-    severity: int, event: str, who: Who, status: LimitStatus, scope: Scope, **more: str | None
+    severity: int, event: str, told: Judged, status: LimitStatus, scope: Scope, **more: str | None
 ) -> None:
     if not logger.isEnabledFor(severity):
         return
@@ -131,8 +150,8 @@ def _log(
         event=str(event),
         limit=status.limit,
         scope=scope,
-        agent=who.name,
-        thread=who.thread,
+        agent=told.who.name,
+        thread=told.who.thread,
         used=None if used is None else in_base_unit(used, unit),
         threshold=None if threshold is None else in_base_unit(threshold, unit),
         unit=UNIT_LABELS[unit],
@@ -143,8 +162,8 @@ def _log(
         "limit %r %s: agent %r, thread %r, %s",
         status.limit,
         event,
-        who.name,
-        who.thread,
+        told.who.name,
+        told.who.thread,
         "store unavailable" if scope == STORE else amounts,
         extra=fields,
     )

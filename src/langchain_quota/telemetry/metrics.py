@@ -1,40 +1,22 @@
-"""The Prometheus counters, gauges and histogram of decisions, made once per registry."""
+"""The Prometheus counters, gauges and histograms of decisions, made once per registry."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.samples import Sample
 
 from langchain_quota import __version__
 from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import AT_ONCE, Decision, LimitStatus, Outcome, Refund, Scope
+from langchain_quota.decision import AT_ONCE, Decision, LimitStatus, Outcome, Refund
 from langchain_quota.telemetry import names
-from langchain_quota.telemetry.labels import NONE, Who, limit_label
+from langchain_quota.telemetry.events import Granted, Judged, Spent, Who
+from langchain_quota.telemetry.labels import NONE, limit_label
 from langchain_quota.telemetry.names import MetricSpec
-from langchain_quota.telemetry.tracing import Exemplar, Judged
-from langchain_quota.telemetry.workers import Spent
-from langchain_quota.units import UNIT_LABELS, Level, Unit, in_base_unit
+from langchain_quota.units import UNIT_LABELS, Level, in_base_unit
 
-_REFUNDED = "refunded"
-CANCELLED = "cancelled"
-
-STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-"""The bounds of `langchain_quota_store_seconds`, in seconds."""
-
-DECISION_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
-"""The bounds of `langchain_quota_decision_seconds`, in seconds."""
-
-WAIT_BUCKETS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""The bounds of `langchain_quota_wait_seconds`, in seconds; the first has calls without a wait."""
-
-Granted = tuple[str, Scope, Unit, int]
-"""The name of a limit, the scope of its threshold, its unit, and how much was added to it."""
-
-
-def _without_created(samples: Iterable[Sample]) -> Iterable[Sample]:
-    # They would double the series, and Prometheus does not use them.
-    return [each for each in samples if each.name != "_created"]
+_Configured = tuple[object, ...]
+"""The settings that a limit's series depend on; not the subjects of quotas."""
 
 
 class _Counter(Counter):
@@ -47,9 +29,12 @@ class _Histogram(Histogram):
         return _without_created(super()._child_samples())
 
 
+def _without_created(samples: Iterable[Sample]) -> Iterable[Sample]:
+    """The samples without the time of creation: it would double counters, and nothing uses it."""
+    return [each for each in samples if each.name != "_created"]
+
+
 _Metric = TypeVar("_Metric", Counter, Histogram)
-_Configured = tuple[object, ...]
-"""The settings that a limit's series depend on; not the subjects of quotas."""
 
 
 class Series(dict[tuple[str, ...], _Metric]):
@@ -57,14 +42,14 @@ class Series(dict[tuple[str, ...], _Metric]):
 
     # So `increase()` sees the first increment of every series.
 
-    def __init__(self, metric: _Metric, *last: str) -> None:
+    def __init__(self, metric: _Metric, last: Sequence[str]) -> None:
         super().__init__()
-        self.metric: _Metric = metric
+        self._metric: _Metric = metric
         self._last = last
 
     def __missing__(self, labels: tuple[str, ...]) -> _Metric:
-        siblings = [(*labels[:-1], value) for value in {*self._last, labels[-1]}]
-        made = {each: self.metric.labels(*each) for each in siblings}
+        siblings = [(*labels[:-1], value) for value in {*self._last, *labels[-1:]}]
+        made = {each: self._metric.labels(*each) for each in siblings}
         self.update(made)
         return made[labels]
 
@@ -75,147 +60,128 @@ class Metrics:
     # The methods take labels of agents and tools, and render them unchanged.
 
     def __init__(self, registry: CollectorRegistry, near: float) -> None:
-        def counted(spec: MetricSpec, *last: str) -> Series[Counter]:
-            return Series(_Counter(spec.name, spec.help, spec.labels, registry=registry), *last)
-
-        def timed(spec: MetricSpec, bounds: tuple[float, ...], *last: str) -> Series[Histogram]:
-            labels = spec.labels
-            metric = _Histogram(spec.name, spec.help, labels, registry=registry, buckets=bounds)
-            return Series(metric, *last)
-
-        def gauge(spec: MetricSpec, mode: Literal["max", "mostrecent"]) -> Gauge:
-            return Gauge(
-                spec.name, spec.help, spec.labels, registry=registry, multiprocess_mode=mode
-            )
-
-        refusals = (Outcome.BLOCKED, Outcome.WOULD_BLOCK)
-        self._calls = counted(names.CALLS, *Outcome)
-        self._charges = counted(names.LIMIT_DECISIONS, Outcome.ALLOWED, _REFUNDED)
-        self._refusals = Series(self._charges.metric, *refusals)
-        self._crossings = counted(names.CROSSINGS, Level.NEAR, Level.EXHAUSTED)
-        self.errors = counted(names.ERRORS)
-        self.fallbacks = counted(names.STORE_FALLBACKS, "deny", "allow")
-        self.unjudged = counted(names.UNJUDGED_CALLS)
-        self._granted = counted(names.GRANTED)
-        self._spent = {unit: counted(spec) for unit, spec in names.SPENT.items()}
-        self.questions = counted(names.QUESTIONS, "asked", "approve", "reject")
-        self.model_runs = counted(names.MODEL_RUNS, "reported", "estimated")
-        self.runs = counted(names.RUNS)
-        self._runs_ended = counted(names.RUNS_ENDED)
-        self._limit = gauge(names.LIMIT, "mostrecent")
-        self._limit_near = gauge(names.LIMIT_NEAR, "mostrecent")
-        gauge(names.BUILD_INFO, "max").labels(__version__).set(1)
-        self._store_seconds = timed(names.STORE_SECONDS, STORE_BUCKETS, "ok", "error", "timeout")
-        self._decision_seconds = timed(names.DECISION_SECONDS, DECISION_BUCKETS, "state", "store")
-        self._wait_seconds = timed(
-            names.WAIT_SECONDS, WAIT_BUCKETS, Outcome.ALLOWED, *refusals, CANCELLED
-        )
+        self._counters: dict[str, Series[Counter]] = {}
+        self._histograms: dict[str, Series[Histogram]] = {}
+        self._gauges: dict[str, Gauge] = {}
+        for spec in names.METRICS:
+            given: Any = {"labelnames": spec.labels, "registry": registry}
+            if spec.is_of_table:
+                continue
+            if spec.kind == "counter":
+                counter = _Counter(spec.name, spec.help, **given)
+                self._counters[spec.name] = Series(counter, spec.together)
+                if spec is names.LIMIT_DECISIONS:
+                    self._refusals = Series(counter, (Outcome.BLOCKED, Outcome.WOULD_BLOCK))
+            elif spec.kind == "histogram":
+                histogram = _Histogram(spec.name, spec.help, buckets=spec.buckets, **given)
+                self._histograms[spec.name] = Series(histogram, spec.together)
+            else:
+                gauge = Gauge(spec.name, spec.help, multiprocess_mode="mostrecent", **given)
+                self._gauges[spec.name] = gauge
+        self._gauges[names.BUILD_INFO.name].labels(__version__).set(1)
+        self._calls = self._counters[names.CALLS.name]
+        self._charges = self._counters[names.LIMIT_DECISIONS.name]
         self._near_share = near
         self._limits: dict[tuple[str, str], tuple[_Configured, Counter]] = {}
         # While a fork holds it, no thread is inside prometheus_client: otherwise the child would
         # find that package's own locks held.
         self._lock = fork_safe_lock()
 
-    def add(self, series: Series[Counter], amount: float, *labels: str) -> None:
+    def count(self, spec: MetricSpec, amount: float, *labels: str) -> None:
         """Count something."""
         with self._lock:
-            series[labels].inc(amount)
+            self._counters[spec.name][labels].inc(amount)
 
-    def observe_store(self, operation: str, outcome: str, seconds: float) -> None:
-        """Time a request to the shared store."""
+    def observe(self, spec: MetricSpec, seconds: float, *labels: str) -> None:
+        """Time something."""
         with self._lock:
-            self._store_seconds[operation, outcome].observe(seconds)
+            self._histograms[spec.name][labels].observe(seconds)
 
     def judged(self, told: Judged) -> None:
         """Count decisions for the calls and for each limit that matches one, and time them."""
         agent, kind = told.who.agent, told.decisions[0].call.kind
         shared = any(status.shared for each in told.decisions for status in each.limits)
         refused = False
+        # The system's clock may have been set back since.
+        seconds = max(0, told.took) / 1e9
+        self.observe(names.DECISION_SECONDS, seconds, kind, "store" if shared else "state")
         with self._lock:
-            try:
-                # The system's clock may have been set back since.
-                seconds = max(0, told.took) / 1e9
-                self._decision_seconds[kind, "store" if shared else "state"].observe(seconds)
-                for index, decision in enumerate(told.decisions):
-                    labels = agent, kind, told.tools[index], decision.outcome
-                    self._calls[labels].inc(1, told.exemplars[index])
-            finally:
-                told.notice(self._near_share)
             for index, decision in enumerate(told.decisions):
-                exemplar = told.exemplars[index]
+                labels = agent, kind, told.tools[index], decision.outcome
+                self._calls[labels].inc(1, told.exemplars[index])
+            for decision, exemplar in zip(told.decisions, told.exemplars, strict=True):
                 for status in decision.limits:
                     charged = self._meet(agent, status)
                     if status.reason is None:
                         if status.charged or (status.deferred and not status.enforced):
                             charged.inc(decision.call.amount, exemplar)
+                    # If the store could not be asked, there is no scope: it counts for no limit.
                     elif status.scope is not None:
                         refused = True
-                        self._refuse(agent, status, status.scope, exemplar)
-            limit = ended_by(told.decisions) if refused else None
-            if limit is not None:
-                self._runs_ended[agent, limit_label(limit)].inc()
+                        self._refusal(agent, status).inc(exemplar=exemplar)
+        limit = ended_by(told.decisions) if refused else None
+        if limit is not None:
+            self.count(names.RUNS_ENDED, 1, agent, limit_label(limit))
 
     def crossed(self, told: Judged) -> None:
         """Count the thresholds that charges have crossed."""
         for status, scope, reached in told.notices:
             if reached is not None:
                 labels = told.who.agent, limit_label(status.limit), scope, reached
-                self.add(self._crossings, 1, *labels)
+                self.count(names.CROSSINGS, 1, *labels)
 
-    def charged(self, told: Judged, amount: int, exemplar: Exemplar) -> None:
+    def charged(self, told: Judged) -> None:
         """Count a charge that is no part of a decision."""
-        (status,) = told.decisions[0].limits
-        try:
-            with self._lock:
-                self._meet(told.who.agent, status).inc(amount, exemplar)
-        finally:
-            told.notice(self._near_share)
+        with self._lock:
+            for status in told.decisions[0].limits:
+                self._meet(told.who.agent, status).inc(told.charged, told.exemplars[0])
+
+    def refused(self, told: Judged) -> None:
+        """Count refusals that are no part of a decision: at the cap on calls at once."""
+        with self._lock:
+            for status in told.decisions[0].limits:
+                if status.scope is not None:
+                    self._refusal(told.who.agent, status).inc(exemplar=told.exemplars[0])
 
     def refunded(self, who: Who, refund: Refund) -> None:
         """Count a charge taken back."""
-        labels = (who.agent, limit_label(refund.limit), NONE, _REFUNDED)
-        self.add(self._charges, refund.call.amount, *labels)
+        labels = who.agent, limit_label(refund.limit), NONE, "refunded"
+        self.count(names.LIMIT_DECISIONS, refund.call.amount, *labels)
 
-    def spend(self, who: Who, model: str, spent: Sequence[Spent], usage: str, price: str) -> None:
+    def spend(self, who: Who, spent: Sequence[Spent], model: str, price: str, usage: str) -> None:
         """Count a model run that limits were charged for, and what it has spent of them."""
-        with self._lock:
-            self.model_runs[who.agent, model, price, usage].inc()
-            for limit, unit, amount in spent:
-                # Agents, limits and models are bounded, so these series are, too.
-                series = self._spent[unit][who.agent, limit_label(limit), model]
-                series.inc(in_base_unit(amount, unit))
+        self.count(names.MODEL_RUNS, 1, who.agent, model, price, usage)
+        for limit, unit, amount in spent:
+            # Agents, limits and models are bounded, so these series are, too.
+            labels = who.agent, limit_label(limit), model
+            self.count(names.SPENT[unit], in_base_unit(amount, unit), *labels)
 
-    def grant(self, who: Who, limit: str, scope: Scope, unit: Unit, amount: int) -> None:
-        """Count what was granted on top of a limit."""
-        labels = who.agent, limit_label(limit), scope, UNIT_LABELS[unit]
-        self.add(self._granted, in_base_unit(amount, unit), *labels)
+    def granted(self, who: Who, granted: Sequence[Granted]) -> None:
+        """Count what was granted on top of limits."""
+        for limit, scope, unit, amount in granted:
+            labels = who.agent, limit_label(limit), scope, UNIT_LABELS[unit]
+            self.count(names.GRANTED, in_base_unit(amount, unit), *labels)
 
     def waited(self, who: Who, limit: str, decision: str, seconds: float) -> None:
         """Time how long a call has waited for others to end."""
         name = limit_label(limit)
+        self.observe(names.WAIT_SECONDS, seconds, who.agent, name, decision)
         with self._lock:
-            self._wait_seconds[who.agent, name, decision].observe(seconds)
             # The first refusal is then seen as such.
             _ = self._refusals[who.agent, name, AT_ONCE, Outcome.BLOCKED]
 
-    def refused_at_once(self, who: Who, status: LimitStatus, exemplar: Exemplar) -> None:
-        """Count a refusal at the cap on calls at once, or because its count is unknown."""
-        with self._lock:
-            if status.scope is not None:
-                self._refuse(who.agent, status, status.scope, exemplar)
-
-    def _refuse(self, agent: str, status: LimitStatus, scope: Scope, exemplar: Exemplar) -> None:
+    def _refusal(self, agent: str, status: LimitStatus) -> Counter:
         outcome = Outcome.BLOCKED if status.enforced else Outcome.WOULD_BLOCK
-        self._refusals[agent, limit_label(status.limit), scope, outcome].inc(exemplar=exemplar)
+        return self._refusals[agent, limit_label(status.limit), status.scope or NONE, outcome]
 
     def _meet(self, agent: str, status: LimitStatus) -> Counter:
         """Where charges of a limit are counted; its first call and new settings make its series."""
         configured: _Configured = (
-            *(status.shared, status.near, status.alert, status.enforced, status.unit),
+            *(status.near, status.alert, status.enforced, status.unit),
             *(status.thread_limit, status.run_limit),
         )
         if status.computed or status.quotas:
-            configured = configured[:5] + tuple(
+            configured = configured[:4] + tuple(
                 (scope, None if scope in status.computed else status.threshold(scope))
                 for scope in status.scopes
             )
@@ -230,17 +196,19 @@ class Metrics:
         """Make the series of a limit, and show its settings."""
         for scope in status.scopes:
             _ = self._refusals[agent, limit, scope, Outcome.BLOCKED]
-            _ = self._crossings[agent, limit, scope, Level.NEAR]
+            _ = self._counters[names.CROSSINGS.name][agent, limit, scope, Level.NEAR]
             if scope not in status.computed:
                 most = in_base_unit(status.threshold(scope) or 0, status.unit)
-                self._limit.labels(agent, limit, scope, UNIT_LABELS[status.unit]).set(most)
-        _ = self._runs_ended[agent, limit]
+                labels = agent, limit, scope, UNIT_LABELS[status.unit]
+                self._gauges[names.LIMIT.name].labels(*labels).set(most)
+        _ = self._counters[names.RUNS_ENDED.name][agent, limit]
         if status.enforced and status.exit_behavior == "ask":
-            _ = self.questions[agent, limit, "asked"]
+            _ = self._counters[names.QUESTIONS.name][agent, limit, "asked"]
         # A limit on trial refuses nothing, so nobody is near it.
         if status.enforced:
             near = self._near_share if status.near is None else status.near
-            self._limit_near.labels(agent, limit, str(status.alert).lower()).set(near)
+            alert = str(status.alert).lower()
+            self._gauges[names.LIMIT_NEAR.name].labels(agent, limit, alert).set(near)
 
 
 def ended_by(decisions: Sequence[Decision]) -> str | None:
@@ -248,7 +216,7 @@ def ended_by(decisions: Sequence[Decision]) -> str | None:
     for decision in decisions:
         if decision.outcome is Outcome.BLOCKED:
             for status in decision.refused_by:
-                ends = status.exit_behavior != "continue" and status.reason != "store"
-                if status.enforced and ends:
+                ends = status.enforced and status.exit_behavior != "continue"
+                if ends and status.scope is not None:
                     return status.limit
     return None

@@ -1,10 +1,14 @@
 """Every metric: its name, help, labels and type. Code, dashboards and tests read them here."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from langchain_quota.units import Unit
+
+STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+DECISION_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
+WAIT_BUCKETS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""The bounds of histograms, in seconds. The first one of waits has calls without a wait."""
 
 
 class MetricSpec(NamedTuple):
@@ -14,6 +18,11 @@ class MetricSpec(NamedTuple):
     help: str
     labels: tuple[str, ...] = ()
     kind: Literal["counter", "gauge", "histogram"] = "gauge"
+    together: tuple[str, ...] = ()
+    """Values of the last label whose series begin together, at 0."""
+    buckets: tuple[float, ...] = ()
+    is_of_table: bool = False
+    """Whether a scrape computes it from the table of what subjects have used."""
 
     @property
     def series(self) -> tuple[str, ...]:
@@ -32,161 +41,175 @@ a label `unit`.
 """
 
 
-_gauge = MetricSpec
-_counter = partial(MetricSpec, kind="counter")
-_seconds = partial(MetricSpec, kind="histogram")
+def _made(name: str, labels: str, text: str, **more: Any) -> MetricSpec:
+    return MetricSpec(f"langchain_quota_{name}", text, tuple(labels.split()), **more)
 
 
-def _amounts(
-    make: Callable[..., MetricSpec], name: str, text: str, labels: tuple[str, ...]
-) -> ByUnit:
+def _amounts(name: str, labels: str, text: str, **more: Any) -> ByUnit:
     stem = name.removesuffix("_total")
     end = name.removeprefix(stem)
     return {
-        "calls": make(name, f"{text}, in calls.", labels),
-        "tokens": make(f"{stem}_tokens{end}", f"{text}, in tokens.", labels),
-        "microdollars": make(f"{stem}_dollars{end}", f"{text}, in US dollars.", labels),
+        "calls": _made(name, labels, f"{text}, in calls.", **more),
+        "tokens": _made(f"{stem}_tokens{end}", labels, f"{text}, in tokens.", **more),
+        "microdollars": _made(f"{stem}_dollars{end}", labels, f"{text}, in US dollars.", **more),
     }
 
 
-def _spent(name: str, text: str, labels: tuple[str, ...]) -> ByUnit:
-    made = _amounts(_counter, name, text, labels)
+def _spent(name: str, labels: str, text: str, **more: Any) -> ByUnit:
+    made = _amounts(name, labels, text, kind="counter", **more)
     return {unit: made[unit] for unit in ("tokens", "microdollars")}
 
 
-_PER_LIMIT = ("agent", "limit")
-_PER_THREAD = (*_PER_LIMIT, "thread_id")
-_PER_SCOPE = (*_PER_LIMIT, "scope")
-_PER_SUBJECT = (*_PER_SCOPE, "subject")
+_counter = partial(_made, kind="counter")
+_histogram = partial(_made, kind="histogram")
+_of_table = partial(_made, is_of_table=True)
 
 CALLS = _counter(
-    "langchain_quota_calls_total",
+    "calls_total",
+    "agent kind tool decision",
     "Calls that limits judged, by decision.",
-    ("agent", "kind", "tool", "decision"),
+    together=("allowed", "blocked", "skipped", "would_block"),
 )
 LIMIT_DECISIONS = _counter(
-    "langchain_quota_limit_decisions_total",
+    "limit_decisions_total",
+    "agent limit scope decision",
     "Calls that a limit judged, by its decision.",
-    (*_PER_SCOPE, "decision"),
+    together=("allowed", "refunded"),
 )
 CROSSINGS = _counter(
-    "langchain_quota_crossings_total",
+    "crossings_total",
+    "agent limit scope level",
     "Calls after which a count is near its limit, or has used it up.",
-    (*_PER_SCOPE, "level"),
+    together=("near", "exhausted"),
 )
-LIMIT = _gauge(
-    "langchain_quota_limit",
+LIMIT = _made(
+    "limit",
+    "agent limit scope unit",
     "The configured limit, in the unit of the label: calls, tokens or dollars.",
-    (*_PER_SCOPE, "unit"),
 )
-LIMIT_NEAR = _gauge(
-    "langchain_quota_limit_near_ratio",
+LIMIT_NEAR = _made(
+    "limit_near_ratio",
+    "agent limit alert",
     "The used share from which a limit is near, from 0 to 1.",
-    (*_PER_LIMIT, "alert"),
 )
 UNJUDGED_CALLS = _counter(
-    "langchain_quota_unjudged_calls_total",
+    "unjudged_calls_total",
+    "agent kind",
     "Model and tool calls in runs with limits that no limit judged.",
-    ("agent", "kind"),
 )
-SPENT = _spent(
-    "langchain_quota_spent_total", "What model runs have spent of a limit", (*_PER_LIMIT, "model")
-)
+SPENT = _spent("spent_total", "agent limit model", "What model runs have spent of a limit")
 GRANTED = _counter(
-    "langchain_quota_granted_total",
+    "granted_total",
+    "agent limit scope unit",
     "What was granted on top of a limit, in the unit of the label: calls, tokens or dollars.",
-    (*_PER_SCOPE, "unit"),
 )
 QUESTIONS = _counter(
-    "langchain_quota_questions_total",
+    "questions_total",
+    "agent limit event",
     "Questions to people whether a run may go on at a limit, and their answers.",
-    (*_PER_LIMIT, "event"),
+    together=("asked", "approve", "reject"),
 )
 MODEL_RUNS = _counter(
-    "langchain_quota_model_runs_total",
+    "model_runs_total",
+    "agent model price usage",
     "Model runs that limits of tokens or dollars count, by where usage and price come from.",
-    ("agent", "model", "price", "usage"),
+    together=("reported", "estimated"),
 )
-RUNS = _counter("langchain_quota_runs_total", "Runs that have begun.", ("agent",))
-RUNS_ENDED = _counter(
-    "langchain_quota_runs_ended_total", "Runs that a limit has ended.", _PER_LIMIT
-)
-DECISION_SECONDS = _seconds(
-    "langchain_quota_decision_seconds",
+RUNS = _counter("runs_total", "agent", "Runs that have begun.")
+RUNS_ENDED = _counter("runs_ended_total", "agent limit", "Runs that a used-up limit has ended.")
+DECISION_SECONDS = _histogram(
+    "decision_seconds",
+    "kind counts",
     "How long it took to judge the calls of a step.",
-    ("kind", "counts"),
+    together=("state", "store"),
+    buckets=DECISION_BUCKETS,
 )
-WAIT_SECONDS = _seconds(
-    "langchain_quota_wait_seconds",
+WAIT_SECONDS = _histogram(
+    "wait_seconds",
+    "agent limit decision",
     "How long tool calls waited for other calls to end, under limits with at_once.",
-    (*_PER_LIMIT, "decision"),
+    together=("allowed", "blocked", "would_block", "cancelled"),
+    buckets=WAIT_BUCKETS,
 )
-SUBJECTS = _gauge(
-    "langchain_quota_subjects",
+SUBJECTS = _of_table(
+    "subjects",
+    "agent limit scope state shown",
     "Tracked threads, and subjects of quotas, by how much of a limit they have used.",
-    (*_PER_SCOPE, "state", "shown"),
 )
 THREAD_USED = _amounts(
-    _gauge, "langchain_quota_thread_used", "What a thread has used of a limit", _PER_THREAD
+    "thread_used", "agent limit thread_id", "What a thread has used of a limit", is_of_table=True
 )
 THREAD_LIMIT = _amounts(
-    _gauge, "langchain_quota_thread_limit", "What a thread may use of a limit", _PER_THREAD
+    "thread_limit", "agent limit thread_id", "What a thread may use of a limit", is_of_table=True
 )
 THREAD_SPENT = _spent(
-    "langchain_quota_thread_spent_total",
+    "thread_spent_total",
+    "agent limit thread_id",
     "What the model runs of a thread have spent of a limit",
-    _PER_THREAD,
+    is_of_table=True,
 )
-THREAD_BLOCKED = _counter(
-    "langchain_quota_thread_blocked_total", "Calls refused on a thread by a limit.", _PER_THREAD
+THREAD_BLOCKED = _of_table(
+    "thread_blocked_total",
+    "agent limit thread_id",
+    "Calls refused on a thread by a limit.",
+    kind="counter",
 )
-THREAD_TIMES = _gauge(
-    "langchain_quota_thread_timestamp_seconds",
+THREAD_TIMES = _of_table(
+    "thread_timestamp_seconds",
+    "agent limit thread_id event",
     "When a thread's count was last set, a call of it last refused, and its window ends, in "
     "seconds since the Unix epoch.",
-    (*_PER_THREAD, "event"),
 )
 SUBJECT_USED = _amounts(
-    _gauge, "langchain_quota_subject_used", "What a subject has used of a quota", _PER_SUBJECT
+    "subject_used",
+    "agent limit scope subject",
+    "What a subject has used of a quota",
+    is_of_table=True,
 )
 SUBJECT_LIMIT = _amounts(
-    _gauge, "langchain_quota_subject_limit", "What a subject may use of a quota", _PER_SUBJECT
+    "subject_limit",
+    "agent limit scope subject",
+    "What a subject may use of a quota",
+    is_of_table=True,
 )
-SUBJECT_BLOCKED = _counter(
-    "langchain_quota_subject_blocked_total", "Calls refused to a subject by a quota.", _PER_SUBJECT
+SUBJECT_BLOCKED = _of_table(
+    "subject_blocked_total",
+    "agent limit scope subject",
+    "Calls refused to a subject by a quota.",
+    kind="counter",
 )
-SUBJECT_TIMES = _gauge(
-    "langchain_quota_subject_timestamp_seconds",
+SUBJECT_TIMES = _of_table(
+    "subject_timestamp_seconds",
+    "agent limit scope subject event",
     "When a subject's count was last set, and its window ends, in seconds since the Unix epoch.",
-    (*_PER_SUBJECT, "event"),
 )
-STORE_SECONDS = _seconds(
-    "langchain_quota_store_seconds",
+STORE_SECONDS = _histogram(
+    "store_seconds",
+    "operation outcome",
     "How long the shared store took to answer.",
-    ("operation", "outcome"),
+    together=("ok", "error", "timeout"),
+    buckets=STORE_BUCKETS,
 )
 STORE_FALLBACKS = _counter(
-    "langchain_quota_store_fallbacks_total",
+    "store_fallbacks_total",
+    "agent action",
     "Decisions that were made without the shared store.",
-    ("agent", "action"),
+    together=("deny", "allow"),
 )
-STORE_KEYS = _gauge(
-    "langchain_quota_store_keys",
-    "Counts that a store in memory keeps, and those for which it has room.",
-    ("state",),
+STORE_KEYS = _of_table(
+    "store_keys", "state", "Counts that a store in memory keeps, and those for which it has room."
 )
 ERRORS = _counter(
-    "langchain_quota_errors_total",
+    "errors_total",
+    "component error_type",
     "Failures of telemetry, observers, stores and functions that you gave.",
-    ("component", "error_type"),
 )
-START_TIME = _gauge(
-    "langchain_quota_start_time_seconds",
+START_TIME = _of_table(
+    "start_time_seconds",
+    "",
     "When the counters of the process began at 0, in seconds since the Unix epoch.",
 )
-BUILD_INFO = _gauge(
-    "langchain_quota_build_info", "1, with the version of langchain-quota.", ("version",)
-)
+BUILD_INFO = _made("build_info", "version", "1, with the version of langchain-quota.")
 
 METRICS = tuple(
     spec

@@ -31,10 +31,9 @@ from langchain_quota.decision import (
 )
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry import workers
-from langchain_quota.telemetry.labels import Who
-from langchain_quota.telemetry.tracing import Judged
+from langchain_quota.telemetry.events import Judged, Spent, Who
 from langchain_quota.telemetry.usage_reader import OnError, UsageReader, families, fullest
-from langchain_quota.telemetry.workers import Key, Number, Snapshot, Spent, Subject, Use
+from langchain_quota.telemetry.workers import Key, Number, Snapshot, Subject, Use
 
 MAX_TRACKED = 100_000
 """The most threads, and the most other subjects, that are remembered; the longest idle go first."""
@@ -104,16 +103,23 @@ class UsageTable(Collector):
         now, who = time.time(), told.who
         statuses = [status for decision in told.decisions for status in decision.limits]
         others = [each for each in statuses if each.quotas]
-        quotas = list(self._quotas(who.agent, others, now)) if others else ()
+        quotas = list(self._quotas(who.agent, others)) if others else ()
         with self._lock:
             if who.thread is not None:
                 uses = self._subject(self._threads, (who.agent, THREAD, who.thread), now).uses
                 for status in statuses:
                     uses[status.limit] = _decided(uses.get(status.limit), status, now, self._near)
-            for key, label, limit, use in quotas:
-                uses = self._subject(self._others, key, now, label).uses
-                old = uses.get(limit, _NOTHING)
-                uses[limit] = use._replace(blocked=old.blocked + use.blocked)
+            for key, label, status, quota in quotas:
+                subject = self._subject(self._others, key, now, label)
+                blocked = subject.uses.get(status.limit, _NOTHING).blocked
+                if status.refused and status.scope == quota.scope:
+                    blocked += status.enforced
+                    if subject.label:
+                        told.subjects[status.limit, quota.scope] = subject.label
+                # As with threads, only enforced limits above 0 say how much is used.
+                numbers = (_number(status, quota),) if status.enforced and quota.limit else ()
+                near = self._near if status.near is None else status.near
+                subject.uses[status.limit] = Use(now, status.unit, near, numbers, blocked)
         if self._path is not None:
             self._write_soon()
 
@@ -228,9 +234,9 @@ class UsageTable(Collector):
                     own.last = each.last
 
     def _quotas(
-        self, agent: str, statuses: Sequence[LimitStatus], now: float
-    ) -> Iterator[tuple[Key, str | None, str, Use]]:
-        """What others than threads have used, with their keys, labels and limits."""
+        self, agent: str, statuses: Sequence[LimitStatus]
+    ) -> Iterator[tuple[Key, str | None, LimitStatus, QuotaStatus]]:
+        """The quotas of others than threads and root runs, with their keys and labels."""
         # Made once per subject: it may have a megabyte, and several quotas may count by it.
         digests: dict[str, str] = {}
         for status in statuses:
@@ -247,12 +253,7 @@ class UsageTable(Collector):
                 elif key not in self._others:
                     # Outside the lock: it is the user's function.
                     label = self._subject_label(quota.scope, quota.subject)
-                # As with threads, only enforced limits above 0 say how much is used.
-                says = status.enforced and quota.limit
-                numbers = (_number(status, quota),) if says else ()
-                near = self._near if status.near is None else status.near
-                blocked = _refuses(status) and status.scope == quota.scope
-                yield key, label, status.limit, Use(now, status.unit, near, numbers, int(blocked))
+                yield key, label, status, quota
 
     def _fullest_store(self) -> Occupancy | None:
         """How full the store with the least room left is; `None` without a store."""

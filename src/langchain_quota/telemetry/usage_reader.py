@@ -15,34 +15,30 @@ from langchain_quota.decision import THREAD
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry import names, workers
 from langchain_quota.telemetry.labels import limit_label
-from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.workers import Number, Snapshot, Subject, Use, merged
-from langchain_quota.units import Level, in_base_unit, near_threshold
+from langchain_quota.units import Level, in_base_unit, level
 
-Families = dict[MetricSpec, GaugeMetricFamily | CounterMetricFamily]
 OnError = Callable[[Exception], None]
-_Series = tuple[str, str, str]
-"""The agent's label, the limit, and the scope of the subjects that are counted."""
 
-_LEVELS = (Level.OK, Level.NEAR, Level.EXHAUSTED)
-_OK, _NEAR, _EXHAUSTED = range(3)
-_DECISION, _RESET = "decision", "reset"
+_Levels = Sequence[tuple[str, str, str, Level]]
+"""The agent's label, the limit, the scope, and how much of the limit a subject has used."""
 
 
-def families() -> Families:
-    """The families, without samples."""
-    computed = ("subject", "thread", "store_keys", "start_time")
-    begins = tuple(f"langchain_quota_{each}" for each in computed)
-    specs = [each for each in names.METRICS if each.name.startswith(begins)]
+def families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
+    """The families by name, without samples."""
     made = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-    return {spec: made[spec.kind](spec.name, spec.help, labels=spec.labels) for spec in specs}
+    return {
+        spec.name: made[spec.kind](spec.name, spec.help, labels=spec.labels)
+        for spec in names.METRICS
+        if spec.is_of_table
+    }
 
 
 class _Rated(NamedTuple):
-    """A subject, the highest level of its limits, and its place among those that are exported."""
+    """A subject, its levels, and its place among those that are exported."""
 
     subject: Subject
-    level: int
+    levels: _Levels
     place: tuple[int, float, float]
 
 
@@ -62,7 +58,7 @@ class UsageReader:
         self._own = own
         self._on_error = on_error
         # Once known they are exported, at 0 too.
-        self._series: dict[_Series, None] = {}
+        self._series: dict[tuple[str, str, str], None] = {}
         # Most lines are those of the last scrape: to make all anew takes long, and as long the
         # garbage collector would stop all threads.
         self._lines: dict[Path, workers.Lines] = {}
@@ -96,101 +92,144 @@ class UsageReader:
         self, snapshots: Sequence[Snapshot], subjects: Iterable[Subject], now: float
     ) -> Iterator[Metric]:
         """Render subjects by the settings of the first snapshot, which bound their number."""
-        found, bounds = families(), snapshots[0]
-        counts: Counter[tuple[_Series, int]] = Counter()
+        bounds, found = snapshots[0], _Rendered(now)
+        tracked: Counter[tuple[str, str, str, Level]] = Counter()
         others: list[_Rated] = []
 
         def threads() -> Iterator[_Rated]:
             # One after the other: a list of many would make the garbage collector stop all threads.
-            for each in self._known(subjects, bounds.ttl, counts, now):
-                if each.subject.key[1] == THREAD:
-                    yield each
-                elif each.subject.label is not None:
-                    others.append(each)
+            for each in subjects:
+                if now - each.last > bounds.ttl:
+                    continue
+                try:
+                    rated = _rated(each, now)
+                except Exception as error:
+                    self._on_error(error)
+                    continue
+                tracked.update(rated.levels)
+                if each.key[1] == THREAD:
+                    yield rated
+                else:
+                    others.append(rated)
 
         all_threads = threads()
         shown = nlargest(bounds.max_exported, all_threads, key=_by_place)
         # If none is to be exported, none was taken.
         deque(all_threads, maxlen=0)
-        for chosen in shown:
-            _add_thread(found, chosen.subject, now)
+        for each in shown:
+            found.add_thread(each.subject)
+        # What an agent or all share has no label, and is always shown.
+        bounded = [each for each in others if each.subject.label == ""]
         labelled = [each for each in others if each.subject.label]
-        bounded = [each for each in others if not each.subject.label]
-        labelled = nlargest(bounds.max_subjects, labelled, key=_by_place)
-        _add_subjects(found, bounded, now)
-        _add_subjects(found, labelled, now)
-        exported: Counter[tuple[_Series, int]] = Counter()
-        for chosen in (*shown, *bounded, *labelled):
-            _rated(chosen.subject, exported, now)
-        self._series |= dict.fromkeys(series for series, _ in counts)
+        of_subjects = bounded + nlargest(bounds.max_subjects, labelled, key=_by_place)
+        found.add_subjects(each.subject for each in of_subjects)
+        exported = Counter(one for each in (*shown, *of_subjects) for one in each.levels)
+        self._series |= dict.fromkeys((agent, limit, scope) for agent, limit, scope, _ in tracked)
         # A copy: another scrape may add to it meanwhile.
-        for series in list(self._series):
-            agent, limit, scope = series
-            for number, state in enumerate(_LEVELS):
-                labels, several = [agent, limit_label(limit), scope, state], (series, number)
-                found[names.SUBJECTS].add_metric([*labels, "true"], exported[several])
-                hidden = counts[several] - exported[several]
-                found[names.SUBJECTS].add_metric([*labels, "false"], hidden)
-        _add_processes(found, snapshots)
-        return iter(found.values())
+        for agent, limit, scope in list(self._series):
+            for state in Level:
+                labels, several = (agent, limit_label(limit), scope), (agent, limit, scope, state)
+                of_state = exported[several]
+                found.add(names.SUBJECTS, (*labels, state, "true"), of_state)
+                found.add(names.SUBJECTS, (*labels, state, "false"), tracked[several] - of_state)
+        store = fullest(each.store for each in snapshots if each.store is not None)
+        if store is not None:
+            found.add(names.STORE_KEYS, ["kept"], store.keys - store.droppable)
+            found.add(names.STORE_KEYS, ["droppable"], store.droppable)
+            found.add(names.STORE_KEYS, ["free"], store.max_keys - store.keys)
+        found.add(names.START_TIME, [], min(each.started for each in snapshots))
+        return iter(found.families.values())
 
-    def _known(
+
+class _Rendered:
+    """What is exported."""
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+        self.families = families()
+
+    def add(self, spec: names.MetricSpec, labels: Sequence[str], value: float) -> None:
+        self.families[spec.name].add_metric(labels, value)
+
+    def add_thread(self, subject: Subject) -> None:
+        """Add what is exported of a thread."""
+        agent, scope, thread = subject.key
+        for limit, use in _uses(subject):
+            labels = (agent, limit_label(limit), thread)
+            self._add_count(use, scope, labels, names.THREAD_USED, names.THREAD_LIMIT)
+            if use.decided:
+                self.add(names.THREAD_TIMES, (*labels, "decision"), use.decided)
+            if use.refused is not None:
+                self.add(names.THREAD_TIMES, (*labels, "refusal"), use.refused)
+                self.add(names.THREAD_BLOCKED, labels, use.blocked)
+            # From 0 on: `increase()` does not see the first value of a series.
+            if use.unit != "calls":
+                self.add(names.THREAD_SPENT[use.unit], labels, in_base_unit(use.spent, use.unit))
+
+    def add_subjects(self, subjects: Iterable[Subject]) -> None:
+        """Add what is exported of other subjects, near ones first."""
+        blocked: Counter[tuple[str, str, str, str]] = Counter()
+        for subject in subjects:
+            agent, scope, _ = subject.key
+            for limit, use in _uses(subject):
+                labels = (agent, limit_label(limit), scope, subject.label or "")
+                # The user's function may give two subjects the same label.
+                is_new = labels not in blocked
+                blocked[labels] += use.blocked
+                if is_new and self._add_count(
+                    use, scope, labels, names.SUBJECT_USED, names.SUBJECT_LIMIT
+                ):
+                    self.add(names.SUBJECT_TIMES, (*labels, "decision"), use.decided)
+        for labels, count in blocked.items():
+            if count:
+                self.add(names.SUBJECT_BLOCKED, labels, count)
+
+    def _add_count(
         self,
-        subjects: Iterable[Subject],
-        ttl: float,
-        counts: Counter[tuple[_Series, int]],
-        now: float,
-    ) -> Iterator[_Rated]:
-        """The subjects with calls not too long ago; their levels are counted for each limit."""
-        for each in subjects:
-            if now - each.last <= ttl:
-                try:
-                    yield _rated(each, counts, now)
-                except Exception as error:
-                    self._on_error(error)
+        use: Use,
+        scope: str,
+        labels: tuple[str, ...],
+        used_of: names.ByUnit,
+        limit_of: names.ByUnit,
+    ) -> bool:
+        """Add the number with the highest used share; whether there is one."""
+        numbers = _numbers(use, scope, self._now)
+        if not numbers:
+            return False
+        used, cap, ends = max(numbers, key=lambda each: each[0] / each[1])
+        self.add(used_of[use.unit], labels, in_base_unit(used, use.unit))
+        self.add(limit_of[use.unit], labels, in_base_unit(cap, use.unit))
+        if ends is not None:
+            times = names.THREAD_TIMES if scope == THREAD else names.SUBJECT_TIMES
+            self.add(times, (*labels, "reset"), ends)
+        return True
 
 
-def _rated(subject: Subject, counts: Counter[tuple[_Series, int]], now: float) -> _Rated:
-    """The subject with its level, which is counted for each limit."""
+def _rated(subject: Subject, now: float) -> _Rated:
+    """The subject with its levels: near ones by share, then exhausted ones, then others."""
     agent, scope, _ = subject.key
-    highest, share, refused, fell = _OK, 0.0, 0.0, False
+    levels: list[tuple[str, str, str, Level]] = []
+    share = refused = 0.0
     for limit, use in _uses(subject):
-        if use.refused is not None and use.refused > refused:
-            refused = use.refused
-        near = use.near
-        if near is None:
-            continue
-        numbers = _numbers(use, scope, now)
-        if numbers is not use.numbers:
-            fell = fell or any(_has_fallen(each, near, now) for each in use.numbers)
+        refused = max(refused, use.refused or 0.0)
+        numbers = () if use.near is None else _numbers(use, scope, now)
         if numbers:
-            rated = max([_level(used, cap, near) for used, cap, _ in numbers])
-            counts[(agent, limit, scope), rated] += 1
-            highest = max(highest, rated)
-            share = max(share, *[used / cap for used, cap, _ in numbers])
-    if highest == _NEAR:
-        return _Rated(subject, highest, (2, share, subject.last))
-    if highest == _EXHAUSTED:
-        return _Rated(subject, highest, (1, refused, subject.last))
-    # One whose level falls without a call comes after those with a call.
-    return _Rated(subject, highest, (0, 0.0 if fell else subject.last, subject.last))
-
-
-def _level(used: int, cap: int, near: float) -> int:
-    if used >= cap:
-        return _EXHAUSTED
-    return _NEAR if used >= near_threshold(cap, near) else _OK
+            used, cap, _ = max(numbers, key=lambda each: each[0] / each[1])
+            levels.append((agent, limit, scope, level(used, cap, use.near or 0)))
+            share = max(share, used / cap)
+    found = {each for *_, each in levels}
+    if Level.EXHAUSTED in found:
+        place = 1, refused, subject.last
+    elif Level.NEAR in found:
+        place = 2, share, subject.last
+    else:
+        place = 0, subject.last, subject.last
+    return _Rated(subject, levels, place)
 
 
 def _uses(subject: Subject) -> Iterable[tuple[str, Use]]:
     """What it has used, by limit, copied at once: a decision may add a limit meanwhile."""
     return list(subject.uses.items())
-
-
-def _has_fallen(number: Number, near: float, now: float) -> bool:
-    """Whether a number was near or exhausted when its window ended."""
-    used, cap, ends = number
-    return bool(cap) and ends is not None and ends <= now and _level(used, cap, near) > _OK
 
 
 def _numbers(use: Use, scope: str, now: float) -> Sequence[Number]:
@@ -204,60 +243,3 @@ def _numbers(use: Use, scope: str, now: float) -> Sequence[Number]:
         elif cap and scope == THREAD:
             found.append((0, cap, None))
     return found
-
-
-def _add_thread(found: Families, subject: Subject, now: float) -> None:
-    """Add what is exported of a thread."""
-    agent, scope, thread = subject.key
-    for limit, use in _uses(subject):
-        labels = [agent, limit_label(limit), thread]
-        numbers = _numbers(use, scope, now)
-        if numbers:
-            used, cap, ends = max(numbers, key=lambda each: each[0] / each[1])
-            found[names.THREAD_USED[use.unit]].add_metric(labels, in_base_unit(used, use.unit))
-            found[names.THREAD_LIMIT[use.unit]].add_metric(labels, in_base_unit(cap, use.unit))
-            if ends is not None:
-                found[names.THREAD_TIMES].add_metric([*labels, _RESET], ends)
-        if use.decided:
-            found[names.THREAD_TIMES].add_metric([*labels, _DECISION], use.decided)
-        if use.refused is not None:
-            found[names.THREAD_TIMES].add_metric([*labels, "refusal"], use.refused)
-            found[names.THREAD_BLOCKED].add_metric(labels, use.blocked)
-        if use.spent:
-            spent = in_base_unit(use.spent, use.unit)
-            found[names.THREAD_SPENT[use.unit]].add_metric(labels, spent)
-
-
-def _add_subjects(found: Families, several: Iterable[_Rated], now: float) -> None:
-    """Add what is exported of subjects with labels, near ones first."""
-    shown = set()
-    blocked: Counter[tuple[str, ...]] = Counter()
-    for subject, *_ in several:
-        agent, scope, _ = subject.key
-        for limit, use in _uses(subject):
-            labels = (agent, limit_label(limit), scope, subject.label or "")
-            # The user's function may give two subjects the same label.
-            blocked[labels] += use.blocked
-            numbers = _numbers(use, scope, now)
-            if not numbers or labels in shown:
-                continue
-            shown.add(labels)
-            ((used, cap, ends),) = numbers
-            found[names.SUBJECT_USED[use.unit]].add_metric(labels, in_base_unit(used, use.unit))
-            found[names.SUBJECT_LIMIT[use.unit]].add_metric(labels, in_base_unit(cap, use.unit))
-            found[names.SUBJECT_TIMES].add_metric([*labels, _DECISION], use.decided)
-            if ends is not None:
-                found[names.SUBJECT_TIMES].add_metric([*labels, _RESET], ends)
-    for several_labels, count in blocked.items():
-        if count:
-            found[names.SUBJECT_BLOCKED].add_metric(several_labels, count)
-
-
-def _add_processes(found: Families, snapshots: Sequence[Snapshot]) -> None:
-    """Add how full the fullest store is, and when the first process began."""
-    store = fullest(each.store for each in snapshots if each.store is not None)
-    if store is not None:
-        found[names.STORE_KEYS].add_metric(["kept"], store.keys - store.droppable)
-        found[names.STORE_KEYS].add_metric(["droppable"], store.droppable)
-        found[names.STORE_KEYS].add_metric(["free"], store.max_keys - store.keys)
-    found[names.START_TIME].add_metric([], min(each.started for each in snapshots))

@@ -21,9 +21,6 @@ Key = tuple[str, str, str]
 Number = tuple[int, int, float | None]
 """What is used, of how much (0 for no limit), and when its window ends."""
 
-Spent = tuple[str, Unit, int]
-"""The name of a limit, its unit, and how much a model run has spent of it, from 0."""
-
 FILES = "langchain_quota.usage-2.*.json"
 """Their names; the number is that of their form. prometheus_client's are `*.db`."""
 

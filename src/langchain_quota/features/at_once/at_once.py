@@ -28,6 +28,7 @@ from langchain_quota.rule import OnStoreError, stored_as
 from langchain_quota.state import ledger
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.telemetry import names
 from langchain_quota.telemetry.observers import Observers
 
 _RUNS = ("invoke", "ainvoke", "run", "arun", "_arun")
@@ -85,7 +86,7 @@ class AtOnce(Feature):
             self._recorder.record_wait(turn.call.agent, turn.waited_for, "cancelled", turn.age)
             raise
         if turn.unchecked:
-            self._recorder.record_fallback(turn.call.agent, self._on_store_error, 1)
+            self._recorder.count(names.STORE_FALLBACKS, turn.call.agent, self._on_store_error)
         decision = turn.decision(self._on_store_error)
         self._recorder.record_turn(decision, turn.waited_for, turn.age if turn.waits else 0.0)
         if decision.outcome is not Outcome.ALLOWED:
