@@ -2,7 +2,7 @@
 
 1. An enforced limit is never exceeded, unless calls were allowed while the store was down.
 2. The store's counts equal what ran, for each tool, subject and window, and in each run.
-3. The metrics, charged - refunded, equal what ran.
+3. The metrics, charged - refunded, equal what ran; refusals by subject add up to the limit's.
 4. Whatever the model was sent is a valid history.
 
 The models leave out the ids of calls, repeat them, and fail.
@@ -171,7 +171,7 @@ def test_shared_quotas(
         check_together([*limits, SETTLES])
     except ValueError:
         assume(condition=False)  # a limit that can never be reached
-    world, signals = World(), telling(spans="off")
+    world, signals = World(), telling(spans="off", subject_label={"user_id": str})
     store = FickleStore(MemoryStore(clock=world.clock))
     store.hears = hears
     beside: list[Any] = [tool_limiter(signals, "search", run_limit=1, limit_name="drop-in")]
@@ -211,6 +211,9 @@ def test_shared_quotas(
         if limit.enforce:
             ran = sum(limit.matches(each.call) for each in world.ran)
             assert charged(signals, limit) == ran, limit.name
+    assert of_quotas(signals, "subject_blocked_total") == of_quotas(
+        signals, "limit_decisions_total", decision="blocked"
+    )
     for scene in made.values():
         scene.check_requests()
 
@@ -254,6 +257,15 @@ def nameless(counts: Mapping[str, int]) -> list[tuple[str, int]]:
         (key.rpartition(":")[0] if dimension_of(key) == "run" else key, used)
         for key, used in counts.items()
     )
+
+
+def of_quotas(signals: Signals, name: str, **labels: str) -> Counter[tuple[str, ...]]:
+    """Rule 3: refusals by agent, limit and scope, at the quotas of others than threads."""
+    found: Counter[tuple[str, ...]] = Counter()
+    for of, value in signals.samples(f"langchain_quota_{name}", **labels).items():
+        if of[2] in ("user_id", "agent", "global"):
+            found[of[:3]] += int(value)
+    return +found
 
 
 def charged(signals: Signals, limit: Limit) -> float:

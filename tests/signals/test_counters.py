@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from langgraph.checkpoint.memory import InMemorySaver
 from prometheus_client import CollectorRegistry
+from prometheus_client import generate_latest as text_of
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_of
 
 from langchain_quota import (
     CostLimit,
@@ -208,6 +210,13 @@ async def test_judging_is_timed(signals: Signals) -> None:
         ("tool", "state"): 1,
         ("tool", "store"): 1,
     }
+
+
+async def test_no_series_has_the_time_of_creation(signals: Signals) -> None:
+    """Neither Prometheus' text nor OpenMetrics has `_created`, which would double counters."""
+    await play_agents(signals)
+    for generate in (text_of, openmetrics_of):
+        assert b"_created" not in generate(signals.registry)
 
 
 def test_without_a_decision_there_is_build_info_alone() -> None:

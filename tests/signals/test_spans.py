@@ -118,6 +118,7 @@ async def test_what_spans_tell(
     scope = spans[0].instrumentation_scope
     assert scope is not None
     assert (scope.name, scope.version) == ("langchain_quota", __version__)
+    assert (scope.schema_url or "").startswith("https://opentelemetry.io/schemas/1.")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +235,29 @@ async def test_quotas_are_told_by_scope(signals: Signals) -> None:
     assert blocked["resets_at"] == RESETS.replace("Z", "+00:00")
     assert "resets_at" not in allowed
     assert "ada@" not in "".join(each.to_json() for each in signals.judged())
+
+
+async def test_who_was_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """A refusal names the subject by its label, in the span and in the log, and no other does."""
+    caplog.set_level("DEBUG", "langchain_quota")
+    signals = telling(subject_label={"user_id": lambda user: user[:3]})
+    limit = ToolCallLimit("search", quotas=[Quota(1, per="user_id"), Quota(9, per="tenant")])
+    context = {"user_id": "ada@example.org", "tenant": "acme"}
+    options: Any = {"store": MemoryStore(), "context": context}
+    await played(signals, [["search", "search"], "done"], limit, **options)
+    assert [attributes(each).get("subject") for each in of_tools(signals)] == [None, "ada"]
+    assert [vars(each).get("quota_subject") for each in caplog.records][-1:] == ["ada"]
+    assert "ada@" not in "".join(each.to_json() for each in signals.judged())
+
+
+async def test_a_tool_that_the_model_invents(signals: Signals) -> None:
+    """The attribute has the tool's own name, bounded; the span's name has the metrics' label."""
+    await played(signals, [["an odd\ntool" * 99], "done"], ToolCallLimit(run_limit=9))
+    (span,) = of_tools(signals)
+    assert span.name == "check_quota tool _other"
+    name = str(attributes(span)["gen_ai.tool.name"])
+    assert name.startswith("an oddtool")
+    assert len(name) <= 64
 
 
 async def test_a_refusal_without_the_store(signals: Signals) -> None:

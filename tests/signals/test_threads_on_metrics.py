@@ -12,18 +12,21 @@ from langchain_quota import (
     Limit,
     MemoryStore,
     Quota,
+    QuotaWarning,
+    TokenLimit,
     ToolCallLimit,
     hmac_label,
 )
 from tests.clock import Clock
 from tests.scene import Scene
-from tests.telemetry import Signals, telling
+from tests.telemetry import Signals, paid, telling
 
 USED = "langchain_quota_thread_used"
 LIMIT = "langchain_quota_thread_limit"
 BLOCKED = "langchain_quota_thread_blocked_total"
 TIMES = "langchain_quota_thread_timestamp_seconds"
 SUBJECT_USED = "langchain_quota_subject_used"
+SUBJECT_BLOCKED = "langchain_quota_subject_blocked_total"
 HOUR = timedelta(hours=1)
 PER_THREAD = ToolCallLimit("search", quotas=[Quota(10, window=HOUR, name="hourly")])
 PER_USER = ToolCallLimit("search", quotas=[Quota(10, per="user_id", window=HOUR)])
@@ -201,6 +204,41 @@ async def test_users_with_labels(clock: Clock) -> None:
         await agent.search(f"of {user}", count, user)
     found = signals.samples(SUBJECT_USED, agent="boss", limit="tool:search", scope="user_id")
     assert found == {("nex",): 9, ("nea",): 8}
+
+
+async def test_whom_quotas_refuse(clock: Clock) -> None:
+    """Refusals are counted for each subject with series; two with one label add up."""
+    signals = telling(subject_label={"user_id": lambda user: user[:3]}, max_exported_subjects=3)
+    agent = Searcher(signals, PER_USER, store=MemoryStore(clock=clock))
+    for user, count in (("hidden", 13), ("ada", 11), ("adam", 12), ("bob", 10)):
+        clock.now += 1
+        await agent.search(f"of {user}", count, user)
+    found = signals.samples(SUBJECT_BLOCKED, agent="boss", limit="tool:search", scope="user_id")
+    assert found == {("ada",): 3}
+    refused = signals.samples("langchain_quota_limit_decisions_total", decision="blocked")
+    assert refused["boss", "tool:search", "user_id"] == 3 + 1 + 2
+
+
+async def test_a_label_of_no_quota(clock: Clock) -> None:
+    """A name in `subject_label` that no quota has is a warning, at the first decision."""
+    assert clock.now
+    signals = telling(subject_label={"tenat": str, "user_id": str})
+    agent = Searcher(signals, PER_USER, store=MemoryStore(clock=clock))
+    with pytest.warns(QuotaWarning, match="'tenat', and no quota has this name.* 'user_id'"):
+        await agent.search("t1", 1)
+    await agent.search("t1", 1)
+
+
+async def test_what_a_thread_has_spent_begins_at_0(signals: Signals) -> None:
+    """The series is there when the first call is judged, so `increase()` sees what it costs."""
+    seen = []
+
+    def script(_: object) -> Any:
+        seen.append(signals.samples("langchain_quota_thread_spent_tokens_total"))
+        return paid(300)
+
+    await Scene(signals, script, [TokenLimit(thread_limit=900)]).play()
+    assert seen == [{("unnamed", "tokens", "thread-1"): 0}]
 
 
 async def test_the_idle_are_forgotten(clock: Clock) -> None:

@@ -88,7 +88,7 @@ _SHOWN_METRICS = (
     f'{names.CALLS.name}{{decision="allowed",kind="tool",tool="search"}}',
     f'{names.CALLS.name}{{decision="blocked",kind="tool",tool="search"}}',
     f'{names.SPENT["tokens"].name}{{limit="{TOKENS.name}",',
-    f'{names.SUBJECTS.name}{{limit="{TOKENS.name}",scope="thread",state="exhausted"}}',
+    f'{names.RUNS_ENDED.name}{{limit="{TOKENS.name}"}}',
     f'{names.THREAD_USED["calls"].name}{{limit="{MODEL.name}",thread_id="customer-1"}}',
 )
 """How the series begin that are shown, without the agent's label: so they fit 80 columns."""
