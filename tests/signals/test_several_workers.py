@@ -241,3 +241,35 @@ def test_a_directory_that_cannot_be_used(name: str, before: str, told: str, tmp_
     assert done.returncode == 1
     assert f"{VARIABLE}='{tmp_path / name}' is " in done.stderr
     assert told in done.stderr
+
+
+SERVER = """
+import os, sys
+from langchain_quota import ModelCallLimit, Telemetry
+from tests.scene import Scene
+from tests.telemetry import telling
+import asyncio, logging
+logging.basicConfig(stream=sys.stdout, level="WARNING", format="%(message)s")
+signals = telling()
+scene = Scene(signals, ["done", "done"], [ModelCallLimit(run_limit=9)], tools=())
+for number in range(2):
+    child = os.fork()
+    if not child:
+        asyncio.run(scene.play())
+        asyncio.run(scene.play())
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_workers_that_share_nothing(
+    shared: bool,  # noqa: FBT001 - a parameter of the test
+    tmp_path: Path,
+) -> None:
+    """The second forked process that judges says once that a scrape finds one of several."""
+    environment = {VARIABLE: str(tmp_path)} if shared else {}
+    done = run_python(SERVER, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("set PROMETHEUS_MULTIPROC_DIR") == (not shared)

@@ -1,13 +1,13 @@
 """Warns of what looks like a mistake: thread limits that end with the run, misspelt tools."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.state import Own
-from langchain_quota.telemetry import logs
+from langchain_quota.telemetry.logs import agent_name, logger
 
 _ALIKE = 0.8
 """How alike two names must be, by `difflib`."""
@@ -81,7 +81,7 @@ class OfferedTools(Feature):
             if (near := get_close_matches(name, offered - self._named, 1, _ALIKE))
         }
         if meant:
-            self._recorder.log(logs.misspelt, agent, meant)
+            self._recorder.log(_log_misspelt, agent_name(agent), meant)
         if tools:
             self._named = set()
 
@@ -91,3 +91,8 @@ def _tool_name(tool: Any) -> str:
     if not isinstance(tool, dict):
         return str(tool.name)
     return str((tool.get("function") or tool).get("name") or tool.get("type"))
+
+
+def _log_misspelt(agent: str, meant: Mapping[str, str]) -> None:
+    hints = ", ".join(f"{name!r} (did you mean {tool!r}?)" for name, tool in meant.items())
+    logger.warning("limits name tools that agent %r does not have: %s", agent, hints)

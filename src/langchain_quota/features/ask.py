@@ -29,6 +29,9 @@ from langchain_quota.middleware.feature import Feature
 from langchain_quota.rule import ResolvedLimits
 from langchain_quota.state import Own, own_of
 from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, Granting
+from langchain_quota.telemetry import names
+from langchain_quota.telemetry.labels import limit_label
+from langchain_quota.telemetry.logs import agent_name, fields_of, logger
 from langchain_quota.units import as_dollars
 
 ACTION = "raise_limits"
@@ -142,7 +145,9 @@ class Questions(Feature):
             try:
                 resumed = interrupt(_payload(batch, result, offers, problem))
             except GraphInterrupt:
-                self._recorder.record_question(agent, limits, problem, f"{name}/question")
+                if self._recorder.is_new(f"{name}/question", problem):
+                    self._count(agent, limits, "asked")
+                    self._recorder.log(_log_question, agent_name(agent), limits)
                 raise
             try:
                 answer = _read(resumed, offers)
@@ -151,13 +156,19 @@ class Questions(Feature):
                 # LangGraph keeps an answer: only a new question can get another one.
                 problem = f"The answer could not be used: {error}. "
         granted = _by_count(offers, answer.granted)
-        if self._recorder.record_answer(agent, limits, answer, f"{name}/answer"):
+        if self._recorder.is_new(f"{name}/answer", answer):
+            self._count(agent, limits, answer.type)
+            self._recorder.log(_log_answer, agent_name(agent), limits, answer)
             counted = (each for each in granted if each.key is None)
             self._recorder.record_granted(
                 agent,
                 [(each.limit.name, each.scope, each.limit.unit, each.amount) for each in counted],
             )
         return answer, granted
+
+    def _count(self, agent: str | None, limits: Sequence[str], event: str) -> None:
+        for limit in limits:
+            self._recorder.count(names.QUESTIONS, agent, limit_label(limit), event)
 
 
 class _Offer(NamedTuple):
@@ -325,3 +336,15 @@ def _grant(batch: Batch, granted: _Offer) -> dict[str, Any]:
 def _granted(state: Mapping[str, Any]) -> Mapping[str, int]:
     """What people have granted to the thread and to this run, if the state counts them."""
     return own_of(state, Questions.name).get("granted") or {}
+
+
+def _log_question(agent: str, limits: Sequence[str]) -> None:
+    fields = fields_of(event="asked", agent=agent, limits=[*limits])
+    listed = ", ".join(map(repr, limits))
+    logger.info("agent %r asks a person whether it may go on at %s", agent, listed, extra=fields)
+
+
+def _log_answer(agent: str, limits: Sequence[str], answer: Answer) -> None:
+    said, by, listed = answer.type, answer.by, ", ".join(map(repr, limits))
+    fields = fields_of(event="answered", agent=agent, limits=[*limits], answer=said, by=by)
+    logger.info("agent %r was answered %r at %s, by %r", agent, said, listed, by, extra=fields)

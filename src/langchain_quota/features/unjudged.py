@@ -18,10 +18,18 @@ from langchain_quota.middleware.calls import Batch, Conclusion
 from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.root_run import DECISION, RootRun, root_run, watch_root_runs
+from langchain_quota.telemetry import names
+from langchain_quota.telemetry.logs import agent_name, logger
 from langchain_quota.telemetry.recorder import Recorder
 
 MOST_CALLS = 10_000
 """A root run with more calls is not looked at: something is kept of each until the run ends."""
+
+_JUDGE_IT = (
+    "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "
+    "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).model(…)). Others of "
+    "this kind are only counted, in langchain_quota_unjudged_calls_total"
+)
 
 _Where = tuple[str, str | None, Kind]
 """The namespace of a graph, the name of its agent, and the kind of the call."""
@@ -82,7 +90,9 @@ class CountingRootRun(RootRun):
             unjudged[agent, kind] += max(0, count - known)
         for (agent, kind), count in unjudged.items():
             if count:
-                self.recorder.record_unjudged(agent, kind, count)
+                self.recorder.count(names.UNJUDGED_CALLS, agent, kind, amount=count)
+                # It causes no `QuotaWarning`: LangChain would swallow one that is an error.
+                self.recorder.log_first(_log, agent_name(agent), kind)
 
     def on_chain_error(self, error: BaseException, **more: Any) -> None:
         """See a run that waits for a person."""
@@ -142,3 +152,9 @@ class Unjudged(Feature):
 def _graph_of(checkpoint_ns: str) -> str:
     """The namespace of the graph that a task belongs to."""
     return checkpoint_ns.rpartition("|")[0]
+
+
+def _log(agent: str, kind: str) -> None:
+    logger.warning(
+        "no limit judged a %s call of agent %r, and its run has limits: %s", kind, agent, _JUDGE_IT
+    )

@@ -169,8 +169,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if state.get("structured_response") is not None:
             # Older versions of LangChain keep that of an earlier turn.
             update["structured_response"] = None
-        if not begun:
-            self._recorder.record_run(context.agent, context.task("run"))
+        if not begun and self._recorder.is_new(context.task("run")):
+            self._recorder.count(names.RUNS, context.agent)
         before: Ledger = known if begun else {}
         written: Ledger = {
             **NEW_RUN,

@@ -1,10 +1,9 @@
 """The log lines."""
 
 import logging
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from langchain_quota.decision import AT_ONCE, STORE, Answer, LimitStatus, Scope
+from langchain_quota.decision import AT_ONCE, STORE, LimitStatus, Scope
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.events import Judged
 from langchain_quota.telemetry.labels import UNNAMED, limit_label
@@ -25,12 +24,6 @@ _PRICE_IT = (
     'in langchain_quota_model_runs_total{price="unknown"}'
 )
 
-_JUDGE_IT = (
-    "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "
-    "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).model(…)). Others of "
-    "this kind are only counted, in langchain_quota_unjudged_calls_total"
-)
-
 
 def noticed(told: Judged) -> None:
     """Log refusals, and the thresholds that charges have crossed."""
@@ -46,47 +39,14 @@ def noticed(told: Judged) -> None:
             _log(logging.DEBUG, event, told, status, scope, resets_at=when, subject=subject)
 
 
-def question(agent: str | None, limits: Sequence[str]) -> None:
-    """Log that a person is asked at limits."""
-    name = _shown(agent)
-    fields = _fields(event="asked", agent=name, limits=[*limits])
-    logger.info(
-        "agent %r asks a person whether it may go on at %s", name, _listed(limits), extra=fields
-    )
-
-
-def answer(agent: str | None, limits: Sequence[str], answer: Answer) -> None:
-    """Log what a person has answered at limits."""
-    name, said, by = _shown(agent), answer.type, answer.by
-    fields = _fields(event="answered", agent=name, limits=[*limits], answer=said, by=by)
-    listed = _listed(limits)
-    logger.info("agent %r was answered %r at %s, by %r", name, said, listed, by, extra=fields)
-
-
-def misspelt(agent: str | None, meant: Mapping[str, str]) -> None:
-    """Log the tools that limits name and the agent does not have, each with one like it."""
-    hints = ", ".join(f"{name!r} (did you mean {tool!r}?)" for name, tool in meant.items())
-    logger.warning("limits name tools that agent %r does not have: %s", _shown(agent), hints)
-
-
 def no_price(agent: str | None, model: str) -> None:
     """Log that a model has no price."""
-    logger.warning("model %r in agent %r has no price: %s", model, _shown(agent), _PRICE_IT)
+    logger.warning("model %r in agent %r has no price: %s", model, agent_name(agent), _PRICE_IT)
 
 
 def estimated(model: str) -> None:
     """Log that a model's tokens are estimated."""
     logger.warning("model %r reports no usage: its tokens are estimated. %s", model, REPORT_IT)
-
-
-def unjudged(agent: str | None, kind: str) -> None:
-    """Log that no limit judged a call of an agent."""
-    logger.warning(
-        "no limit judged a %s call of agent %r, and its run has limits: %s",
-        kind,
-        _shown(agent),
-        _JUDGE_IT,
-    )
 
 
 def several() -> None:
@@ -117,16 +77,12 @@ def nearly_full(store: Any) -> bool:
     return is_full
 
 
-def _shown(agent: str | None) -> str:
+def agent_name(agent: str | None) -> str:
     """An agent's name, which has no bound here."""
     return limit_label(agent) if agent else UNNAMED
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
-
-
-def _fields(**fields: object) -> dict[str, object]:
+def fields_of(**fields: object) -> dict[str, object]:
     """The fields of a record."""
     return {f"quota_{name}": value for name, value in fields.items()}
 
@@ -146,7 +102,7 @@ def _log(
     amounts = f"{shown(used, unit)} of {shown(threshold, unit)} ({what})"
     if status.needs and used is not None and threshold is not None and used < threshold:
         amounts += f", the call may need {shown(status.needs, unit)}"
-    fields = _fields(
+    fields = fields_of(
         event=str(event),
         limit=status.limit,
         scope=scope,

@@ -6,7 +6,7 @@ calls them: no failure in here reaches the agent.
 
 import os
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import Answer, Call, Decision, LimitStatus, Outcome, Refund
+from langchain_quota.decision import Call, Decision, LimitStatus, Outcome, Refund
 from langchain_quota.errors import QuotaWarning
 from langchain_quota.limits import Limit
 from langchain_quota.telemetry import logs, names, preforked
@@ -47,7 +47,7 @@ _MAX_MODELS = 100
 """How many distinct names of models there may be: gateways pass on what a caller invents."""
 
 _MOST_LOGGED = 1000
-"""How many kinds of unjudged calls are logged; the metric counts all."""
+"""How often a line is logged that is logged once for each agent; metrics count all."""
 
 _captures: ContextVar[tuple[list[Decision], ...]] = ContextVar("captures", default=())
 
@@ -136,8 +136,8 @@ class Instruments:
             on_error=partial(self.failed, "threads"),
             directory=self.directory,
         )
-        # What is logged once: kinds of failures, models without a price, and so on.
-        self._logged: set[tuple[str, ...]] = set()
+        # What is logged once, by line; and kinds of failures.
+        self.logged: defaultdict[object, set[tuple[object, ...]]] = defaultdict(set)
         registry.register(self.usage)
 
     def guard(self, component: str, sink: Callable[..., Any], *event: Any) -> Any:
@@ -152,12 +152,6 @@ class Instruments:
             self.failed(component, error)
             return None
 
-    def is_first(self, *what: str) -> bool:
-        """Whether it is told for the first time."""
-        known = what in self._logged
-        self._logged.add(what)
-        return not known
-
     def failed(self, component: str, error: Exception, *, log: bool | None = None) -> None:
         """Count a failure of a component; log it if `log` is true, by default once per kind."""
         error_type = label(type(error).__name__)
@@ -167,7 +161,9 @@ class Instruments:
         with suppress(Exception):
             self.metrics.count(names.ERRORS, 1, component, error_type)
         with suppress(Exception):
-            is_first = self.is_first(component, error_type)
+            known = self.logged[component]
+            is_first = (error_type,) not in known
+            known.add((error_type,))
             if is_first if log is None else log:
                 logger.error(
                     "%s of langchain-quota failed with %s%s; %s are only "
@@ -243,8 +239,8 @@ class Recorder:
         self._usage = usage = instruments.usage
         self._made_at = made_at
         self._begun = 0
+        self._estimated: set[str] = set()
         self._seen = Seen()
-        self._unjudged: set[tuple[str, str]] = set()
         # The table goes before spans and logs: it knows the labels of refused subjects.
         notice = ("metrics", self._notice)
         noticed = (("metrics", metrics.crossed), ("observer", logs.noticed))
@@ -312,7 +308,7 @@ class Recorder:
         self, call: Call, status: LimitStatus, *, is_call: bool = True, task_id: str | None = None
     ) -> None:
         """Make visible that a call which was let through before is charged to a limit now."""
-        if not self._seen.told(task_id).is_new:
+        if not self.is_new(task_id):
             return
         # A limit on trial counts a call when it judges it: it may let it run and would refuse it.
         counted = call.amount if is_call and status.enforced else 0
@@ -355,36 +351,21 @@ class Recorder:
         shown = self._model(model)
         if not is_made:
             self.count(names.MODEL_RUNS, agent, shown, "unknown", NONE)
-        if self._shared.is_first("price", self._who(agent).agent, shown):
-            self.log(logs.no_price, agent, shown)
+        self.log_first(logs.no_price, agent, shown)
 
     def warn_of_estimate(self, model: str, made_at: UserLine) -> None:
         """Warn, once for each model, that its tokens are estimated: its provider reports none."""
         # Estimates for a run that was cut off are counted without a warning. Where warnings are
         # errors, it is logged instead: the answer is paid, and an error would lose it.
         shown = self._model(model)
-        if self._shared.is_first("usage", "", shown):
+        if shown not in self._estimated:
+            self._estimated.add(shown)
             try:
                 made_at.warn(
                     f"model {shown!r} reports no usage: its tokens are estimated. {logs.REPORT_IT}"
                 )
             except QuotaWarning:
                 self.log(logs.estimated, shown)
-
-    def record_unjudged(self, agent: str | None, kind: str, count: int) -> None:
-        """Count calls that no limit judged in a run with limits; the first of a kind are logged."""
-        self.count(names.UNJUDGED_CALLS, agent, kind, amount=count)
-        # It causes no `QuotaWarning`: it is found in a callback, where LangChain would swallow a
-        # warning that is an error.
-        known = self._who(agent).name, kind
-        if known not in self._unjudged and len(self._unjudged) < _MOST_LOGGED:
-            self._unjudged.add(known)
-            self.log(logs.unjudged, agent, kind)
-
-    def record_run(self, agent: str | None, task_id: str | None) -> None:
-        """Count a run of an agent that begins in a task."""
-        if self._seen.told(task_id).is_new:
-            self.count(names.RUNS, agent)
 
     def record_wait(self, agent: str | None, limit: str, decision: str, seconds: float) -> None:
         """Time how long a call has waited for others to end."""
@@ -403,35 +384,15 @@ class Recorder:
         refusals = Decision(call, decision.outcome, decision.refused_by)
         self._tell(Judged([refusals], self._who(call.agent, call.thread_id)), self._of_turns)
 
-    def record_question(
-        self,
-        agent: str | None,
-        limits: Sequence[str],
-        problem: str = "",
-        task_id: str | None = None,
-    ) -> None:
-        """Count and log that a person is asked whether a run may go on at limits."""
-        if self._seen.told(task_id, problem).is_new:
-            for limit in limits:
-                self.count(names.QUESTIONS, agent, limit_label(limit), "asked")
-            self.log(logs.question, agent, limits)
-
-    def record_answer(
-        self, agent: str | None, limits: Sequence[str], answer: Answer, task_id: str | None
-    ) -> bool:
-        """Count and log a person's answer; whether it is new."""
-        if not self._seen.told(task_id, answer).is_new:
-            return False
-        for limit in limits:
-            self.count(names.QUESTIONS, agent, limit_label(limit), answer.type)
-        self.log(logs.answer, agent, limits, answer)
-        return True
-
     def record_reset(
         self, agent: str | None, thread_id: object, limits: Sequence[LimitStatus]
     ) -> None:
         """Show that a thread, if there is one, has used nothing."""
         self._guard("threads", self._usage.reset, self._who(agent, thread_id), limits)
+
+    def is_new(self, task_id: str | None, what: object = None) -> bool:
+        """Whether it is told of a task for the first time; a task may run again."""
+        return self._seen.told(task_id, what).is_new
 
     def count(self, spec: MetricSpec, agent: str | None, *labels: str, amount: int = 1) -> None:
         """Count something of an agent."""
@@ -450,6 +411,13 @@ class Recorder:
         """Write a line of the log."""
         self._guard("observer", line, *event)
 
+    def log_first(self, line: Callable[..., None], *event: object) -> None:
+        """Write a line of the log once for each event, and at most 1,000 times."""
+        known = self._shared.logged[line]
+        if event not in known and len(known) < _MOST_LOGGED:
+            known.add(event)
+            self.log(line, *event)
+
     def _tell(self, event: Judged, sinks: Sequence[tuple[str, Callable[[Judged], None]]]) -> None:
         """Give an event to sinks, in their order."""
         for component, sink in sinks:
@@ -462,14 +430,12 @@ class Recorder:
         """Warn of settings that cannot work, at the first decision: by then all limits are made."""
         shared = self._shared
         for quota in sorted(shared.settings.subject_label.keys() - shared.quotas):
-            if shared.is_first("label", quota):
-                known = ", ".join(map(repr, sorted(shared.quotas))) or "none"
-                self._made_at.warn(
-                    f"subject_label has {quota!r}, and no quota has this name: they are {known}"
-                )
-        is_several = shared.directory is None and preforked.is_one_of_several()
-        if is_several and shared.is_first("preforked"):
-            self.log(logs.several)
+            known = ", ".join(map(repr, sorted(shared.quotas))) or "none"
+            self._made_at.warn(
+                f"subject_label has {quota!r}, and no quota has this name: they are {known}"
+            )
+        if shared.directory is None and preforked.is_one_of_several():
+            self.log_first(logs.several)
 
     def _who(self, agent: str | None, thread_id: object = None) -> Who:
         """The labels of an agent and, if there is one, a thread."""
