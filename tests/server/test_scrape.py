@@ -94,8 +94,8 @@ def test_bounds_hold(scraped: Scraped) -> None:
     """Of many threads and tools as many have series as may; what has none is counted."""
     used = scraped.prometheus.query("langchain_quota_thread_used")
     assert len({(each.labels["agent"], each.labels["thread_id"]) for each in used}) == 9
-    hidden = "sum without (state) (langchain_quota_subjects{scope='thread',shown='false'})"
-    hidden = scraped.prometheus.value(f"sum(max without (limit) ({hidden}))")
+    by_limit = "sum without (state) (langchain_quota_subjects{scope='thread',shown='false'})"
+    hidden = scraped.prometheus.value(f"sum(max without (limit) ({by_limit}))")
     assert hidden == 2 * len(THREADS) + 1 - 9
     calls = 'langchain_quota_calls_total{agent="inventor",kind="tool",decision="allowed"}'
     # The tool `calc`, which is not called, has one of a hundred places.

@@ -47,8 +47,6 @@ SubjectLabel = Callable[[str, str], str | None]
 _BOUNDED = ("agent", "global")
 """The `per` of quotas with at most one subject for each agent, which always has series."""
 
-_NOTHING = Use()
-
 _Subjects = OrderedDict[Key, Subject]
 """The subjects, those without a call for longest first."""
 
@@ -101,25 +99,28 @@ class UsageTable(Collector):
     def judged(self, told: Judged) -> None:
         """Add the decisions about calls of one agent and thread, in order."""
         now, who = time.time(), told.who
-        statuses = [status for decision in told.decisions for status in decision.limits]
-        others = [each for each in statuses if each.quotas]
-        quotas = list(self._quotas(who.agent, others)) if others else ()
+        quotas = [
+            each
+            for decision in told.decisions
+            for status in decision.limits
+            if status.quotas
+            for each in self._quotas(who.agent, status)
+        ]
         with self._lock:
             if who.thread is not None:
                 uses = self._subject(self._threads, (who.agent, THREAD, who.thread), now).uses
-                for status in statuses:
-                    uses[status.limit] = _decided(uses.get(status.limit), status, now, self._near)
+                for decision in told.decisions:
+                    for status in decision.limits:
+                        use = uses.get(status.limit)
+                        if use is None:
+                            use = uses[status.limit] = Use()
+                        _decide(use, status, now, self._near)
             for key, label, status, quota in quotas:
                 subject = self._subject(self._others, key, now, label)
-                blocked = subject.uses.get(status.limit, _NOTHING).blocked
-                if status.refused and status.scope == quota.scope:
-                    blocked += status.enforced
-                    if subject.label:
-                        told.subjects[status.limit, quota.scope] = subject.label
-                # As with threads, only enforced limits above 0 say how much is used.
-                numbers = (_number(status, quota),) if status.enforced and quota.limit else ()
-                near = self._near if status.near is None else status.near
-                subject.uses[status.limit] = Use(now, status.unit, near, numbers, blocked)
+                use = subject.uses.setdefault(status.limit, Use())
+                _decide_quota(use, status, quota, now, self._near)
+                if subject.label and status.refused and status.scope == quota.scope:
+                    told.subjects[status.limit, quota.scope] = subject.label
         if self._path is not None:
             self._write_soon()
 
@@ -131,29 +132,30 @@ class UsageTable(Collector):
         with self._changing(who, time.time()) as uses:
             use = uses.get(refund.limit)
             if use is not None and use.unit == "calls":
-                numbers = tuple(
+                use.numbers = tuple(
                     (max(0, used - refund.call.amount), cap, ends)
                     for used, cap, ends in use.numbers
                 )
-                uses[refund.limit] = use._replace(numbers=numbers)
 
     def spend(self, who: Who, spent: Sequence[Spent]) -> None:
         """Add what a model call of a thread has spent, by limit."""
         with self._changing(who, time.time()) as uses:
             for limit, unit, amount in spent:
-                use = uses.get(limit)
-                if use is None or use.unit != unit:
-                    use = (use or _NOTHING)._replace(unit=unit, numbers=(), spent=0)
-                uses[limit] = use._replace(spent=use.spent + amount)
+                use = uses.setdefault(limit, Use())
+                if use.unit != unit:
+                    use.unit, use.numbers, use.spent = unit, (), 0
+                use.spent += amount
 
     def reset(self, who: Who, limits: Sequence[LimitStatus]) -> None:
         """Set what a thread has used to 0; `limits` is their status after it."""
         now = time.time()
         with self._changing(who, now) as uses:
-            new = {each.limit: _decided(None, each, now, self._near) for each in limits}
-            for limit, use in (new | uses).items():
-                numbers = tuple((0, cap, None) for _, cap, _ in use.numbers)
-                uses[limit] = use._replace(decided=now, numbers=numbers)
+            for status in limits:
+                if status.limit not in uses:
+                    _decide(uses.setdefault(status.limit, Use()), status, now, self._near)
+            for use in uses.values():
+                use.decided = now
+                use.numbers = tuple((0, cap, None) for _, cap, _ in use.numbers)
 
     @contextmanager
     def _changing(self, who: Who, now: float) -> Iterator[dict[str, Use]]:
@@ -234,26 +236,21 @@ class UsageTable(Collector):
                     own.last = each.last
 
     def _quotas(
-        self, agent: str, statuses: Sequence[LimitStatus]
+        self, agent: str, status: LimitStatus
     ) -> Iterator[tuple[Key, str | None, LimitStatus, QuotaStatus]]:
         """The quotas of others than threads and root runs, with their keys and labels."""
-        # Made once per subject: it may have a megabyte, and several quotas may count by it.
-        digests: dict[str, str] = {}
-        for status in statuses:
-            for quota in status.quotas:
-                # Root runs come without end, and nobody looks for one by its name.
-                if quota.per in (THREAD, ROOT_RUN):
-                    continue
-                if quota.subject not in digests:
-                    digests[quota.subject] = _digest(quota.subject)
-                key = (agent, quota.scope, digests[quota.subject])
-                label = None
-                if quota.per in _BOUNDED:
-                    label = ""
-                elif key not in self._others:
-                    # Outside the lock: it is the user's function.
-                    label = self._subject_label(quota.scope, quota.subject)
-                yield key, label, status, quota
+        for quota in status.quotas:
+            # Root runs come without end, and nobody looks for one by its name.
+            if quota.per in (THREAD, ROOT_RUN):
+                continue
+            key = (agent, quota.scope, _digest(quota.subject))
+            label = None
+            if quota.per in _BOUNDED:
+                label = ""
+            elif key not in self._others:
+                # Outside the lock: it is the user's function.
+                label = self._subject_label(quota.scope, quota.subject)
+            yield key, label, status, quota
 
     def _fullest_store(self) -> Occupancy | None:
         """How full the store with the least room left is; `None` without a store."""
@@ -283,35 +280,50 @@ class UsageTable(Collector):
             raise
 
 
-def _decided(old: Use | None, status: LimitStatus, now: float, near: float) -> Use:
-    """What a thread has used of a limit after a decision."""
-    old = _NOTHING if old is None else old
-    told, unit, numbers, spent = old.decided, old.unit, old.numbers, old.spent
+def _decide(use: Use, status: LimitStatus, now: float, near: float) -> None:
+    """Set what a thread has used of a limit, after a decision."""
     # The call ran in an outage: no quota has an answer, and the state has no count. With a run
     # limit alone, a store has no count of the thread.
     is_silent = status.shared and not status.quotas and status.thread_limit is None
-    is_unknown = is_silent and (status.run_limit is None or len(old.numbers) > 1)
+    is_unknown = is_silent and (status.run_limit is None or len(use.numbers) > 1)
     if status.reason != STORE and not is_unknown:
-        told = now
-        if unit != status.unit:
+        use.decided = now
+        if use.unit != status.unit:
             # Two limits with different units may have had the same name.
-            unit, spent = status.unit, 0
+            use.unit, use.spent = status.unit, 0
         count = status.thread_before if status.deferred else status.thread_used
-        numbers = ((count, status.thread_limit or 0, None),)
+        numbers: tuple[Number, ...] = ((count, status.thread_limit or 0, None),)
         if status.quotas:
             quotas = [each for each in status.quotas if each.per == THREAD and each.limit]
             numbers += tuple(_number(status, each) for each in quotas)
-    blocked, refused = old.blocked, old.refused
+        use.numbers = numbers
     if _refuses(status):
-        blocked, refused = blocked + 1, now
-    # A limit on trial refuses nothing, so nobody is near it.
-    share = (near if status.near is None else status.near) if status.enforced else None
-    return Use(told, unit, share, numbers, blocked, refused, spent)
+        use.blocked += 1
+        use.refused = now
+    use.near = _near(status, near)
+
+
+def _decide_quota(
+    use: Use, status: LimitStatus, quota: QuotaStatus, now: float, near: float
+) -> None:
+    """Set what a subject has used of a quota, after a decision."""
+    use.decided, use.unit, use.near = now, status.unit, _near(status, near)
+    # As with threads, only enforced limits above 0 say how much is used.
+    use.numbers = (_number(status, quota),) if status.enforced and quota.limit else ()
+    if _refuses(status) and status.scope == quota.scope:
+        use.blocked += 1
+
+
+def _near(status: LimitStatus, near: float) -> float | None:
+    """The share from which a limit is near; a limit on trial refuses nothing, so nobody is."""
+    if not status.enforced:
+        return None
+    return near if status.near is None else status.near
 
 
 def _refuses(status: LimitStatus) -> bool:
     """Whether a limit refuses the call because it is used up."""
-    return status.enforced and status.reason is not None and status.reason != STORE
+    return status.reason is not None and status.enforced and status.reason != STORE
 
 
 def _number(status: LimitStatus, quota: QuotaStatus) -> Number:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.samples import Sample
 
 from langchain_quota.decision import THREAD
 from langchain_quota.stores import Occupancy
@@ -128,16 +129,18 @@ class UsageReader:
         # A copy: another scrape may add to it meanwhile.
         for agent, limit, scope in list(self._series):
             for state in Level:
-                labels, several = (agent, limit_label(limit), scope), (agent, limit, scope, state)
-                of_state = exported[several]
-                found.add(names.SUBJECTS, (*labels, state, "true"), of_state)
-                found.add(names.SUBJECTS, (*labels, state, "false"), tracked[several] - of_state)
+                labels = {"agent": agent, "limit": limit_label(limit), "scope": scope}
+                labels["state"] = state
+                of_state = exported[agent, limit, scope, state]
+                hidden = tracked[agent, limit, scope, state] - of_state
+                found.add(names.SUBJECTS, {**labels, "shown": "true"}, of_state)
+                found.add(names.SUBJECTS, {**labels, "shown": "false"}, hidden)
         store = fullest(each.store for each in snapshots if each.store is not None)
         if store is not None:
-            found.add(names.STORE_KEYS, ["kept"], store.keys - store.droppable)
-            found.add(names.STORE_KEYS, ["droppable"], store.droppable)
-            found.add(names.STORE_KEYS, ["free"], store.max_keys - store.keys)
-        found.add(names.START_TIME, [], min(each.started for each in snapshots))
+            found.add(names.STORE_KEYS, {"state": "kept"}, store.keys - store.droppable)
+            found.add(names.STORE_KEYS, {"state": "droppable"}, store.droppable)
+            found.add(names.STORE_KEYS, {"state": "free"}, store.max_keys - store.keys)
+        found.add(names.START_TIME, {}, min(each.started for each in snapshots))
         return iter(found.families.values())
 
 
@@ -148,19 +151,20 @@ class _Rendered:
         self._now = now
         self.families = families()
 
-    def add(self, spec: names.MetricSpec, labels: Sequence[str], value: float) -> None:
-        self.families[spec.name].add_metric(labels, value)
+    def add(self, spec: names.MetricSpec, labels: dict[str, str], value: float) -> None:
+        # The metrics of a thread share their labels: `add_metric` would make them anew for each.
+        self.families[spec.name].samples.append(Sample(spec.name, labels, value))
 
     def add_thread(self, subject: Subject) -> None:
         """Add what is exported of a thread."""
         agent, scope, thread = subject.key
         for limit, use in _uses(subject):
-            labels = (agent, limit_label(limit), thread)
+            labels = {"agent": agent, "limit": limit_label(limit), "thread_id": thread}
             self._add_count(use, scope, labels, names.THREAD_USED, names.THREAD_LIMIT)
             if use.decided:
-                self.add(names.THREAD_TIMES, (*labels, "decision"), use.decided)
+                self._add_time(names.THREAD_TIMES, labels, "decision", use.decided)
             if use.refused is not None:
-                self.add(names.THREAD_TIMES, (*labels, "refusal"), use.refused)
+                self._add_time(names.THREAD_TIMES, labels, "refusal", use.refused)
                 self.add(names.THREAD_BLOCKED, labels, use.blocked)
             # From 0 on: `increase()` does not see the first value of a series.
             if use.unit != "calls":
@@ -168,27 +172,28 @@ class _Rendered:
 
     def add_subjects(self, subjects: Iterable[Subject]) -> None:
         """Add what is exported of other subjects, near ones first."""
-        blocked: Counter[tuple[str, str, str, str]] = Counter()
+        blocked: Counter[tuple[str, ...]] = Counter()
         for subject in subjects:
             agent, scope, _ = subject.key
             for limit, use in _uses(subject):
-                labels = (agent, limit_label(limit), scope, subject.label or "")
+                shown = (agent, limit_label(limit), scope, subject.label or "")
+                labels = dict(zip(names.SUBJECT_BLOCKED.labels, shown, strict=True))
                 # The user's function may give two subjects the same label.
-                is_new = labels not in blocked
-                blocked[labels] += use.blocked
+                is_new = shown not in blocked
+                blocked[shown] += use.blocked
                 if is_new and self._add_count(
                     use, scope, labels, names.SUBJECT_USED, names.SUBJECT_LIMIT
                 ):
-                    self.add(names.SUBJECT_TIMES, (*labels, "decision"), use.decided)
-        for labels, count in blocked.items():
-            if count:
-                self.add(names.SUBJECT_BLOCKED, labels, count)
+                    self._add_time(names.SUBJECT_TIMES, labels, "decision", use.decided)
+        for of_labels, count in (+blocked).items():
+            labels = dict(zip(names.SUBJECT_BLOCKED.labels, of_labels, strict=True))
+            self.add(names.SUBJECT_BLOCKED, labels, count)
 
     def _add_count(
         self,
         use: Use,
         scope: str,
-        labels: tuple[str, ...],
+        labels: dict[str, str],
         used_of: names.ByUnit,
         limit_of: names.ByUnit,
     ) -> bool:
@@ -196,13 +201,23 @@ class _Rendered:
         numbers = _numbers(use, scope, self._now)
         if not numbers:
             return False
-        used, cap, ends = max(numbers, key=lambda each: each[0] / each[1])
+        used, cap, ends = max(numbers, key=_share)
         self.add(used_of[use.unit], labels, in_base_unit(used, use.unit))
         self.add(limit_of[use.unit], labels, in_base_unit(cap, use.unit))
         if ends is not None:
             times = names.THREAD_TIMES if scope == THREAD else names.SUBJECT_TIMES
-            self.add(times, (*labels, "reset"), ends)
+            self._add_time(times, labels, "reset", ends)
         return True
+
+    def _add_time(
+        self, spec: names.MetricSpec, labels: dict[str, str], event: str, when: float
+    ) -> None:
+        # To the millisecond: a tenth of what a scrape transfers is times.
+        self.add(spec, {**labels, "event": event}, round(when, 3))
+
+
+def _share(number: Number) -> float:
+    return number[0] / number[1]
 
 
 def _rated(subject: Subject, now: float) -> _Rated:
@@ -214,7 +229,7 @@ def _rated(subject: Subject, now: float) -> _Rated:
         refused = max(refused, use.refused or 0.0)
         numbers = () if use.near is None else _numbers(use, scope, now)
         if numbers:
-            used, cap, _ = max(numbers, key=lambda each: each[0] / each[1])
+            used, cap, _ = max(numbers, key=_share)
             levels.append((agent, limit, scope, level(used, cap, use.near or 0)))
             share = max(share, used / cap)
     found = {each for *_, each in levels}

@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
@@ -33,8 +33,11 @@ modes). Each file begins with up to a MiB, and takes that from the disk step by 
 """
 
 
-class Use(NamedTuple):
+@dataclass(slots=True)
+class Use:
     """What a subject has used of a limit; times are in seconds since the Unix epoch."""
+
+    # It is changed in place, by one thread at a time. A scrape reads each field by itself.
 
     decided: float = 0.0
     unit: Unit = "calls"
@@ -76,7 +79,11 @@ class Snapshot(NamedTuple):
 
 def line_of(subject: Subject) -> str:
     """A subject as a line of the file."""
-    return json.dumps([subject.key, subject.label, subject.last, dict(subject.uses)])
+    uses = {
+        limit: [getattr(use, name) for name in Use.__slots__]
+        for limit, use in list(subject.uses.items())
+    }
+    return json.dumps([subject.key, subject.label, subject.last, uses])
 
 
 def write(path: Path, snapshot: Snapshot) -> None:
@@ -134,7 +141,8 @@ def _joined(several: Sequence[Subject]) -> Subject:
 def _joined_use(one: Use, other: Use) -> Use:
     """The newest numbers of two processes, and the refusals and amounts of both."""
     newest, older = (one, other) if one.decided >= other.decided else (other, one)
-    return newest._replace(
+    return replace(
+        newest,
         blocked=one.blocked + other.blocked,
         refused=max(filter(None, (one.refused, other.refused)), default=None),
         spent=newest.spent + (older.spent if older.unit == newest.unit else 0),
