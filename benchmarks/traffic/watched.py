@@ -31,7 +31,9 @@ _EXHAUSTED = """
   or langchain_quota_thread_used_dollars >= langchain_quota_thread_limit_dollars
 )
 and on (job, instance, agent, limit, thread_id)
-topk by (job, agent, limit, thread_id) (1, langchain_quota_thread_last_decision_timestamp_seconds)
+topk by (job, agent, limit, thread_id) (
+  1, langchain_quota_thread_timestamp_seconds{event="decision"}
+)
 """
 
 Counts = Counter[tuple[str, ...]]

@@ -117,7 +117,9 @@ class UsageTable(Collector):
                         _decide(use, status, now, self._near)
             for key, label, status, quota in quotas:
                 subject = self._subject(self._others, key, now, label)
-                use = subject.uses.setdefault(status.limit, Use())
+                use = subject.uses.get(status.limit)
+                if use is None:
+                    use = subject.uses[status.limit] = Use()
                 _decide_quota(use, status, quota, now, self._near)
                 if subject.label and status.refused and status.scope == quota.scope:
                     told.subjects[status.limit, quota.scope] = subject.label
