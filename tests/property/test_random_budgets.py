@@ -260,12 +260,12 @@ async def test_random_agents(
             assert used.run_spent.get(NAMES[what], 0) == expected.counts[what, "run", ""]
 
     assert [told(call.messages[-1].text) for call in scene.model.calls] == expected.notes
-    for metric, counted in (("near_limit", expected.near), ("exhausted", expected.exhausted)):
+    for level, counted in (("near", expected.near), ("exhausted", expected.exhausted)):
         for budget in drawn:
             for scope in ("thread", "run", "global"):
-                labels = {"agent": "unnamed", "limit": budget.name, "scope": scope}
-                found = signals.value(f"langchain_quota_{metric}_total", **labels) or 0
-                assert found == counted[budget.name, scope], (metric, labels)
+                labels = {"agent": "unnamed", "limit": budget.name, "scope": scope, "level": level}
+                found = signals.value("langchain_quota_crossings_total", **labels) or 0
+                assert found == counted[budget.name, scope], labels
     for what in {each.what for each in drawn if store is not None and "global" in each.most}:
         (kept,) = store.peek([f"{NAMES[what]}:global:"])  # type: ignore[union-attr]
         assert (0 if kept is None else kept.used) == expected.counts[what, "global", ""]

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -434,7 +435,12 @@ class Recorder:
             self._made_at.warn(
                 f"subject_label has {quota!r}, and no quota has this name: they are {known}"
             )
-        if shared.directory is None and preforked.is_one_of_several():
+        if shared.directory is None:
+            # In a thread: to look at other processes is to read files.
+            Thread(target=self._look_beside, daemon=True).start()
+
+    def _look_beside(self) -> None:
+        if preforked.is_one_of_several():
             self.log_first(logs.several)
 
     def _who(self, agent: str | None, thread_id: object = None) -> Who:
