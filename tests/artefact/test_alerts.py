@@ -24,7 +24,7 @@ SPEED = 60
 
 
 def test_a_breach_is_told_and_resolved(tmp_path: Path) -> None:
-    """A refused call reaches the chat, which hears the end; a thread that keeps on, the log.
+    """A refused call reaches the chat, which hears the end, and so does a thread that keeps on.
 
     So does an agent whose very first call is refused.
     """
@@ -60,16 +60,20 @@ def test_a_breach_is_told_and_resolved(tmp_path: Path) -> None:
         of = {"job": "agents", "agent": "researcher"}
         limit = {"limit": "tool:search", "severity": "warning"}
         assert breach.labels == {"alertname": "LangChainQuotaLimitBreached", **of, **limit}
-        assert breach.group == of
+        assert breach.group == {
+            "alertname": "LangChainQuotaLimitBreached",
+            "agent": "researcher",
+            "limit": "tool:search",
+        }
         assert breach.annotations["summary"] == (
             'Limit "tool:search" of agent "researcher" refuses calls on 1 thread'
         )
-        assert 'Thresholds: "run" 2.' in breach.annotations["description"]
-        assert webhook.wait_for("LangChainQuotaThreadKeepsHitting", "firing").path == "/log"
+        assert 'Thresholds: "run" 2 calls.' in breach.annotations["description"]
+        assert webhook.wait_for("LangChainQuotaThreadKeepsHitting", "firing").path == "/chat"
 
         search("newcomer", times=1, limit=0)
         breach = webhook.wait_for("LangChainQuotaLimitBreached", "firing", agent="newcomer")
         assert breach.annotations["summary"].endswith("refuses calls on 1 thread")
         webhook.wait_for("LangChainQuotaLimitBreached", "resolved", agent="researcher")
-    assert {told.path for told in webhook.notifications} == {"/chat", "/log"}
+    assert {told.path for told in webhook.notifications} == {"/chat"}
     assert HOSTILE not in str(webhook.notifications)

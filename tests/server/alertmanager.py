@@ -102,14 +102,23 @@ def hurried(text: str, speed: float) -> str:
     return text if speed == 1 else _DURATION.sub(shorter, text.replace(" * 60", f" * {60 / speed}"))
 
 
-def example(webhook: Webhook, speed: float) -> Any:
-    """The example of Alertmanager's configuration, hurried; the webhook has all receivers."""
+def with_route(config: Mapping[str, Any], speed: float = 1) -> Any:
+    """A configuration of Alertmanager with the exported route, hurried, before its own routes."""
     [text] = exports.alertmanager().values()
-    config = yaml.safe_load(hurried(text, speed))
-    for receiver in config["receivers"]:
-        [receives] = receiver["webhook_configs"]
-        receives["url"] = f"{webhook.url}/{receiver['name']}"
-    return config
+    ours = yaml.safe_load(hurried(text, speed))
+    theirs = {"routes": [], **config["route"]}
+    routes = ours["route"]["routes"] + theirs["routes"]
+    rules = ours["inhibit_rules"] + config.get("inhibit_rules", [])
+    return {**config, "route": {**theirs, "routes": routes}, "inhibit_rules": rules}
+
+
+def example(webhook: Webhook, speed: float) -> Any:
+    """A configuration with the exported route; the webhook has all receivers."""
+    receivers = [
+        {"name": name, "webhook_configs": [{"url": f"{webhook.url}/{name}"}]}
+        for name in ("pager", "chat")
+    ]
+    return with_route({"route": {"receiver": "chat"}, "receivers": receivers}, speed)
 
 
 @contextmanager

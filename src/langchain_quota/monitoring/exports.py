@@ -1,4 +1,4 @@
-"""The dashboards, the rules, an example for Alertmanager and a base for kustomize, as exported.
+"""The dashboards, the rules, a route for Alertmanager and a base for kustomize, as exported.
 
 They are data files that work unchanged: for all jobs, with links to a Grafana on the same machine.
 """
@@ -75,8 +75,8 @@ def rules(
 
 
 def alertmanager() -> dict[str, str]:
-    """The example of Alertmanager's configuration, by the name of its file."""
-    return {"alertmanager.yaml": _read(_DATA / "alertmanager.yaml")}
+    """The part of Alertmanager's configuration about the alerts, by the name of its file."""
+    return {"langchain-quota-route.yaml": _read(_DATA / "route.yaml")}
 
 
 def kubernetes(
