@@ -6,7 +6,6 @@ from typing import Any
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.dashboard import VariableHide
 
 from dashboards import budgets, overview, settings, thread
 
@@ -19,9 +18,9 @@ _OF_INTERVALS = ("auto", "auto_count", "auto_min")
 def render() -> dict[str, str]:
     """The dashboards' JSON by the names of their files."""
     return {
-        f"{settings.BUDGETS_UID}.json": _json(budgets.build(), []),
-        f"{settings.OVERVIEW_UID}.json": _json(overview.build(), overview.annotations()),
-        f"{settings.THREAD_UID}.json": _json(thread.build(), thread.annotations()),
+        f"{settings.BUDGETS_UID}.json": _json(budgets.build()),
+        f"{settings.OVERVIEW_UID}.json": _json(overview.build()),
+        f"{settings.THREAD_UID}.json": _json(thread.build()),
     }
 
 
@@ -31,13 +30,13 @@ def main() -> None:
         (FOLDER / name).write_text(text, encoding="utf-8")
 
 
-def _json(board: Dashboard, annotations: list[dict[str, object]]) -> str:
+def _json(board: Dashboard) -> str:
     made: dict[str, Any] = json.loads(JSONEncoder().encode(board.build()))
-    made["annotations"] = {"list": annotations}
+    made["annotations"] = {"list": []}
     for variable in made["templating"]["list"]:
         for name in _OF_INTERVALS:
             variable.pop(name, None)
-        variable["skipUrlSync"] = variable.get("hide") == VariableHide.HIDE_VARIABLE
+        variable["skipUrlSync"] = False
     return json.dumps(made, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 

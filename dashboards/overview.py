@@ -1,665 +1,382 @@
-"""The first dashboard: what is wrong, who is refused, and who is about to run out."""
+"""The first dashboard: what is wrong, who is refused, and what it costs; who is near, below."""
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
+from grafana_foundation_sdk.builders.stat import Panel as StatPanel
+from grafana_foundation_sdk.builders.table import Panel as TablePanel
+from grafana_foundation_sdk.builders.timeseries import Panel as TimeseriesPanel
 
 from dashboards import settings
-from dashboards.columns import LINKS, Ask, use_columns
-from dashboards.counters import bars as grown
-from dashboards.counters import per_minute, quantile, share, total
 from dashboards.panels import (
     Column,
     Place,
     Query,
     bars,
-    breaches,
     count,
+    duration,
     fixed,
-    from_one,
+    gauge,
+    hidden,
     new_dashboard,
     row,
+    severities,
+    share_of,
     stat,
     table,
     text,
+    thresholds,
     timeseries,
     when,
-    words,
 )
 from dashboards.queries import (
-    AFTER_REFUSAL,
     AGENT,
-    ANSWERS,
+    ALLOWED,
+    BAR,
     CALLS,
-    CONFIGURED,
-    DECISION,
     DECISIONS,
-    ERRORS,
-    EXHAUSTED,
-    FALLBACKS,
-    GRANTED,
-    HIDDEN,
+    JOB,
     LIMIT,
-    LIMIT_ALERT,
-    LIMIT_NEAR,
-    LOST_ROOT_RUNS,
-    NEAR,
-    QUESTIONS,
-    RUNS,
-    RUNS_ENDED,
-    STORE,
-    SUBJECTS,
-    THREAD_BLOCKED,
-    TRACED,
-    UNJUDGED,
-    WAIT,
-    among,
-    firing_alerts,
-    label_values,
-    of_limit,
-    processes,
-    scrape_duration,
+    LINKS,
+    OF_SUBJECT,
+    OF_THREAD,
+    PER_MINUTE,
+    RANGE,
+    SUBJECT,
+    grown,
+    last_time,
+    or_none,
+    rank,
+    ratio,
+    refusals,
+    refused_subjects,
+    seconds_left,
     select,
-    store_share,
+    spent,
+    thread_ratio,
     with_traced,
 )
-from dashboards.settings import COUNT, CRITICAL, NEUTRAL, OK, RANGE, RANGE_SECONDS, WARNING
-from dashboards.usage import (
-    in_any_unit,
-    latest_refusals,
-    of_subjects,
-    of_threads,
-    refused_since,
-    refused_threads,
-    threads_by_state,
-)
-from dashboards.variables import common_variables, found, several
+from dashboards.settings import COUNT, CRITICAL, DOLLARS, NEUTRAL, OK, SHARE
+from dashboards.variables import common_variables
 from langchain_quota.monitoring.exports import RUNBOOKS
 
 _BLOCKED = 'decision="blocked"'
-_OF_MODEL = 'kind="model"'
-_REFUSALS = select(DECISIONS, AGENT, LIMIT, _BLOCKED)
-_OF_THREAD = "job, agent, limit, thread_id"
-_DECIDED = {"allowed": OK, "blocked": CRITICAL, "would_block": WARNING, "skipped": NEUTRAL}
-_SAID = {"approve": OK, "reject": CRITICAL}
-_NEAREST, _REFUSED = "nearest", "refused"
+_LABELLED = 'subject!=""'
+_REFUSED_STEPS = ((None, OK), (1, CRITICAL))
 
 
 def build() -> Dashboard:
-    """The dashboard, without its annotations."""
+    """The dashboard."""
     board = new_dashboard(
         settings.OVERVIEW_UID,
         settings.OVERVIEW_TITLE,
-        "What is wrong, who is refused, who is about to run out, and whether the limits work.",
+        "What is wrong, who is refused now, what is refused, and what it costs.",
     )
-    limit = several("limit", "Limit", label_values(select(DECISIONS, AGENT), "limit"))
-    board.variables(
-        [
-            *common_variables(),
-            limit,
-            found(_NEAREST, "Threads nearest to a limit", of_threads().nearest),
-            found(_REFUSED, "Threads refused last", refused_threads()),
-        ]
-    )
-    _first_look(board)
-    _refused(board)
-    _about_to_run_out(board)
-    _shared_quotas(board)
-    _limits(board)
-    _agents(board)
-    _processes(board)
+    board.variables(common_variables())
+    board.with_panel(_alerts())
+    for number in (_refused_now(), _at_limits(), _calls_refused(), cost(Place(45, 6, 5))):
+        board.with_panel(number)
+    board.with_panel(_customers())
+    board.with_panel(_threads())
+    board.with_panel(_refusals())
+    board.with_row(row(53, "Who is near a limit", _shared(), _nearest()))
+    board.with_row(row(54, "Limits, and limits on trial", _limits()))
+    board.with_row(row(55, "Health, whatever Agent and Limit are chosen", _health()))
     return board
 
 
-def annotations() -> list[dict[str, object]]:
-    """Where a limit refused calls, if its refusals are worth an alert."""
-    return [
-        breaches(
-            total(
-                "job, agent, limit, scope",
-                _REFUSALS,
-                settings.BREACH_WINDOW,
-                settings.BREACH_SECONDS,
-                alerting=True,
-            ),
-            title="{{limit}} refused calls ({{scope}} limit)",
-            text="agent {{agent}}, job {{job}}",
-        )
-    ]
-
-
-def _first_look(board: Dashboard) -> None:
+def _alerts() -> TablePanel:
     runbook = {
         "title": "Runbook",
         "url": f"{RUNBOOKS}/${{__data.fields.alertname:percentencode}}.md",
         "targetBlank": True,
     }
-    board.with_panel(
-        table(
-            Place(24, 24, 8),
-            "Alerts that fire",
-            "The alerts of langchain-quota that fire for the chosen jobs, the newest on top. "
-            "Click an alert to open its runbook.",
-            [
-                text("Alert", "alertname", 330, links=[runbook]),
-                text("Severity", "severity", 90),
-                text("Agent", "agent", 140),
-                text("Limit", "limit", 140),
-                text("Thread", "thread_id", 290),
-                when("Since", firing_alerts(), 130),
-                text("Job", "job", 110),
-            ],
-            sort_by=firing_alerts(),
-            no_value="No alert fires.",
-            only_columns=True,
-        )
+    alerts = f'alertname=~"LangChainQuota.+",{JOB}'
+    firing = f'ALERTS{{{alerts},alertstate="firing"'
+    since = f"ALERTS_FOR_STATE{{{alerts}}} * 1000 and ignoring (alertstate) {firing}}}"
+    severity = (
+        f'max without (alertstate) (3 * {firing},severity="critical"}} '
+        f'or 2 * {firing},severity="warning"}} or {firing}}})'
     )
-    judged = select(DECISIONS, AGENT, LIMIT, 'decision=~"allowed|blocked|would_block"')
-    refused_of, all_of = (
-        total("", selector, RANGE, RANGE_SECONDS, alerting=True) for selector in (_REFUSALS, judged)
+    return table(
+        Place(41, 24, 5),
+        "Alerts that fire",
+        "The alerts of langchain-quota that fire for the chosen jobs, those that page first. "
+        "Click an alert to open its runbook.",
+        [
+            text("Severity", "severity", 90, **severities()),
+            text("Alert", "alertname", 330, links=[runbook]),
+            text("Agent", "agent", 130),
+            text("Limit", "limit", 130),
+            text("Quota", "scope", 100),
+            text("Customer", "subject", 130),
+            when("Since", since, 130),
+            text("Job", "job", 110),
+        ],
+        sort_by=or_none(severity, "severity"),
     )
-    twice = "A call that two limits refuse counts for both."
-    board.with_panel(
-        stat(
-            Place(1, 6, 4),
-            "Calls refused",
-            f"Calls that the chosen limits refused in the chosen time. {twice}",
-            total("", _REFUSALS, RANGE, RANGE_SECONDS),
-            unit=COUNT,
-            steps=[(None, NEUTRAL)],
-        ).decimals(0)
-    )
-    board.with_panel(
-        stat(
-            Place(2, 6, 4),
-            "Refused share",
-            "The share of the judged calls that the chosen limits refused in the chosen time. The "
-            "panel leaves out limits with alert=False and limits on trial (enforce=False). No "
-            f"data: no call was judged. {twice}",
-            f"{refused_of} / ({all_of} > 0)",
-            unit="percentunit",
-            steps=[
-                (None, OK),
-                (settings.REFUSED_SHARE_WARNING, WARNING),
-                (settings.REFUSED_SHARE_CRITICAL, CRITICAL),
-            ],
-        ).decimals(1)
-    )
-    threads = stat(
-        Place(27, 6, 4),
-        "Threads at their limits",
-        "How many conversations (threads) are near a limit, and how many have used one up: the "
-        "limit refuses their next call. A conversation counts once, for its most used limit. "
-        "Conversations without series count once in every process, whatever Limit is chosen.",
-        threads_by_state(),
+
+
+def _refused_now() -> StatPanel:
+    return stat(
+        Place(42, 6, 5),
+        "Refused now",
+        "How many conversations (threads) and customers (subjects of quotas) were refused in the "
+        "last 5 minutes, whatever time and limit are chosen, if they have series.",
+        [
+            Query(
+                _or_zero(
+                    f"sum({select(f'job_agent:langchain_quota_{who}_refused:count5m', AGENT)})"
+                ),
+                name,
+            )
+            for who, name in (("threads", "threads"), ("subjects", "customers"))
+        ],
         unit=COUNT,
-        steps=[(None, OK)],
-        legend="{{state}}",
-    ).decimals(0)
-    for name, colour in settings.STATES.items():
-        if name != "ok":
-            threads.override_by_name(name, from_one(colour))
-    board.with_panel(threads)
-    board.with_panel(
-        stat(
-            Place(5, 6, 4),
-            "Threads hidden",
-            "How many conversations have no series, so that no table lists them. A process lists "
-            "at most max_exported_threads, and those near a limit first. The variables Agent and "
-            "Limit do not narrow this number.",
-            f"sum({select(HIDDEN)})",
-            unit=COUNT,
-            steps=[(None, NEUTRAL)],
-        ).decimals(0)
+        steps=_REFUSED_STEPS,
     )
 
 
-def _refused(board: Dashboard) -> None:
-    latest = latest_refusals()
-    of_latest = f"and on ({_OF_THREAD}) {latest}"
-    blocked = select(THREAD_BLOCKED, AGENT, LIMIT)
-    refusals = total(_OF_THREAD, blocked, RANGE, RANGE_SECONDS)
-    board.with_panel(
-        table(
-            Place(23, 24, 9),
-            "Refused now",
-            "Which conversations were refused in the chosen time, and by which limit, with the "
-            "latest refusal on top. Run limits and shared quotas are included. 'Refused since' "
-            "says when the refusals began, without a pause of ten minutes. It is empty if the "
-            "process that judged last refused nothing, or is gone. Click a thread to see more, or "
-            "to see its traces.",
-            [
-                text("Thread", "thread_id", 290, links=LINKS),
-                text("Agent", "agent", 140),
-                text("Limit", "limit", 140),
-                count("Refusals", with_traced(f"{refusals} {of_latest}"), 90),
-                when("Last refusal", f"{latest} * 1000", 150),
-                when(
-                    "Refused since", f"({refused_since(among(_REFUSED))} {of_latest}) * 1000", 150
-                ),
-                text("Job", "job", 120),
-                Column(TRACED, TRACED, {"custom.hidden": True}),
-            ],
-            sort_by=f"{latest} * 1000",
-            no_value="No thread with series was refused.",
+def _at_limits() -> StatPanel:
+    threads = select("job_agent_limit:langchain_quota_threads_exhausted:count", AGENT, LIMIT)
+    return stat(
+        Place(43, 6, 5),
+        "At their limits",
+        "How many threads and customers have nothing left of a limit: their next call is refused. "
+        "Of several limits of an agent, the one that most threads have used up counts.",
+        [
+            Query(_or_zero(f"sum(max by (job, agent) ({threads}))"), "threads"),
+            Query(
+                _or_zero(f"count(group by (job, agent, scope, subject) ({ratio(_LABELLED)} >= 1))"),
+                "customers",
+            ),
+        ],
+        unit=COUNT,
+        steps=((None, OK), (1, settings.WARNING)),
+    )
+
+
+def _calls_refused() -> StatPanel:
+    refused, judged = grown(CALLS, RANGE, AGENT, _BLOCKED), grown(CALLS, RANGE, AGENT)
+    steps = [(None, OK), (settings.REFUSED_SHARE_WARNING, settings.WARNING)]
+    steps.append((settings.REFUSED_SHARE_CRITICAL, CRITICAL))
+    return stat(
+        Place(44, 6, 5),
+        "Calls refused",
+        "How many calls were refused in the chosen time, and which share of all judged calls that "
+        "is. A call that two limits refuse is one call. Calls that were refused because the store "
+        "failed are included. The variable Limit does not narrow it.",
+        [
+            Query(_or_zero(refused), "calls"),
+            Query(
+                f"{refused} / ({judged} > 0) or vector(0)",
+                "share",
+                properties={
+                    "unit": SHARE,
+                    "decimals": 1,
+                    "color": {"mode": "thresholds"},
+                    "thresholds": thresholds(steps),
+                },
+            ),
+        ],
+        unit=COUNT,
+    )
+
+
+def cost(place: Place) -> StatPanel:
+    """What model runs cost."""
+    return stat(
+        place,
+        "Cost today",
+        "What model runs cost in the last 24 hours, and in the last hour: the pace. A run that "
+        "several limits count is counted once. Only agents with a limit of money are counted.",
+        [Query(spent("dollars", "24h"), "24 hours"), Query(spent("dollars", "1h"), "last hour")],
+        unit=DOLLARS,
+        no_value="No limit of money.",
+    )
+
+
+def _customers() -> TablePanel:
+    refused = f"sum by ({OF_SUBJECT}) ({refused_subjects(_LABELLED)}) > 0"
+    most = or_none(f"topk({settings.TOP}, {refused})", "subject")
+    return table(
+        Place(46, 12, 5),
+        "Customers refused now",
+        "Whom a shared quota refused calls in the last 5 minutes, whoever is refused most on top. "
+        "Only quotas that Telemetry(subject_label=…) names are listed.",
+        [
+            text("Customer", "subject", 150),
+            text("Quota", "scope", 80),
+            text("Limit", "limit", 105),
+            count("Refused", most, 80),
+            gauge("Used", f"{ratio(_LABELLED)} and on ({OF_SUBJECT}) ({refused})", 80),
+            text("Agent", "agent", 100),
+        ],
+        sort_by=most,
+    )
+
+
+def _threads() -> TablePanel:
+    last = last_time("refusal", AGENT, LIMIT)
+    latest = f"topk({settings.TOP}, {last} > time() - 300)"
+    refused = f"{refusals(AGENT, LIMIT)} and on ({OF_THREAD}) ({last} > time() - 300)"
+    most = or_none(with_traced(f"topk({settings.TOP}, {refused})"), "limit")
+    return table(
+        Place(47, 12, 5),
+        "Threads refused now",
+        "Which conversations a limit refused in the last 5 minutes, and how many calls since they "
+        "have series. Click a thread to see more, or to see its traces.",
+        [
+            text("Thread", "thread_id", 170, links=LINKS),
+            text("Limit", "limit", 115),
+            count("Refused", most, 80),
+            when("Last refusal", f"{latest} * 1000", 130),
+            text("Agent", "agent", 100),
+            hidden("job"),
+            hidden("traced"),
+        ],
+        sort_by=most,
+    )
+
+
+def _refusals() -> TimeseriesPanel:
+    refused = grown(DECISIONS, BAR, AGENT, LIMIT, _BLOCKED, by="limit, scope")
+    allowed = grown(CALLS, BAR, AGENT, 'decision="allowed"', by="decision")
+    line = {
+        **fixed(NEUTRAL),
+        "custom.drawStyle": "line",
+        "custom.fillOpacity": 0,
+        "custom.stacking": {"mode": "none"},
+    }
+    return bars(
+        Place(48, 24, 6),
+        "Refusals by limit, calls/min",
+        "How many calls per minute each limit refused, and at which threshold (bars), and how "
+        "many were allowed (line). Click a dot to open the trace of a call.",
+        [
+            Query(f"{refused} {PER_MINUTE} > 0", "{{limit}} ({{scope}})", exemplar=True),
+            Query(f"{allowed} {PER_MINUTE}", "calls allowed", properties=line),
+        ],
+        unit=settings.ROUNDED,
+    ).no_value("No call was judged.")
+
+
+def _shared() -> TablePanel:
+    return shared(
+        Place(49, 24, 9),
+        "Shared quotas",
+        [gauge("Used", ratio(), 110)],
+    )
+
+
+def shared(place: Place, title: str, amounts: list[Column], among: str = "") -> TablePanel:
+    """A table of shared quotas and their subjects; an expression may narrow all columns."""
+    refused = refused_subjects('subject=~".*"')
+    resets = select(f"{SUBJECT}reset:max", AGENT, LIMIT)
+    return table(
+        place,
+        title,
+        "Quotas of users, tenants, agents and of all. Whoever is refused is on top, then who has "
+        "nothing left, then who has least left. 'Time left' uses the pace of the last hour.",
+        [
+            text("Customer", "subject", 170),
+            text("Quota", "scope", 100),
+            text("Agent", "agent", 130),
+            text("Limit", "limit", 130),
+            count("Refused", f"{refused}{among}", 80),
+            *amounts,
+            duration("Time left", f"{seconds_left()}{among}", 110),
+            when("Resets", f"{resets} * 1000{among}", 120),
+            text("Job", "job", 110),
+        ],
+        sort_by=f"{rank()}{among}",
+        no_value="No quota is shared.",
+    )
+
+
+def _nearest() -> TablePanel:
+    nearest = f"topk({settings.TOP}, {thread_ratio(AGENT, LIMIT)})"
+    return table(
+        Place(50, 24, 9),
+        "Threads nearest to their limits",
+        "How much of their limits conversations have used, those with nothing left on top. Click a "
+        "thread to see more, or to see its traces.",
+        [
+            text("Thread", "thread_id", 330, links=LINKS),
+            text("Agent", "agent", 150),
+            text("Limit", "limit", 150),
+            gauge("Used", with_traced(nearest), 160),
+            count("Refused", refusals(AGENT, LIMIT), 90),
+            when("Last call", f"{last_time('decision', AGENT, LIMIT)} * 1000", 140),
+            text("Job", "job", 130),
+            hidden("traced"),
+        ],
+        sort_by=with_traced(nearest),
+        no_value="No limit per thread.",
+    )
+
+
+def _limits() -> TablePanel:
+    allowed = select(ALLOWED, AGENT, LIMIT)
+    by = "job, agent, limit, scope"
+
+    def share(decision: str) -> str:
+        part, whole = (
+            grown(DECISIONS, RANGE, AGENT, LIMIT, only, by=by)
+            for only in (f'decision="{decision}"', 'decision=~"allowed|blocked|would_block"')
         )
+        return f"{part} / ({whole} > 0) * on ({by}) group_left (unit) ({allowed} ^ 0)"
+
+    near = select("job_agent_limit:langchain_quota_limit_near_ratio:max", AGENT, LIMIT)
+    return table(
+        Place(51, 24, 8),
+        "Limits",
+        "What limits allow, from which used share they are near, and which share of the calls that "
+        "they judged they refused in the chosen time. 'Would refuse' is the share of a limit on "
+        "trial (enforce=False). Limits that a function computes are not listed.",
+        [
+            text("Agent", "agent", 150),
+            text("Limit", "limit", 150),
+            text("Scope", "scope", 100),
+            count("Allowed", allowed, 110),
+            text("Unit", "unit", 80),
+            share_of("Near from", f"({allowed} ^ 0) * on (job, agent, limit) group_left () {near}"),
+            share_of("Refused", share("blocked")),
+            share_of("Would refuse", share("would_block")),
+            text("Job", "job", 110),
+        ],
+        sort_by=share("would_block"),
+        no_value="No limit has a number.",
     )
 
 
-def _about_to_run_out(board: Dashboard) -> None:
-    threads = of_threads(among(_NEAREST))
-    board.with_panel(
-        table(
-            Place(6, 24, 10),
-            "Threads about to run out",
-            "How much of their limits conversations have left. The nearest to a limit is on top, "
-            f"and exhausted ones are last. The table has at most {settings.TOP} rows. 'Time to "
-            f"exhaustion' uses the pace of the last {settings.PACE_WINDOW}. It is empty if a "
-            f"thread used no call in the last {settings.ACTIVE_WINDOW}. Another dashboard has the "
-            "limits of tokens and money. Click a thread to see more, or to see its traces.",
-            [
-                text("Thread", "thread_id", 285, links=LINKS),
-                text("Agent", "agent", 120),
-                text("Limit", "limit", 120),
-                *use_columns(lambda ask: threads.freshest(ask(threads)), traced=True),
-                text("Job", "job", 100),
-                Column(TRACED, TRACED, {"custom.hidden": True}),
-            ],
-            sort_by=threads.freshest(threads.rank),
-        )
+def _health() -> TimeseriesPanel:
+    errors = "job_component_error_type:langchain_quota_errors:increase15s"
+    fallbacks = "job_instance_agent_action:langchain_quota_store_fallbacks:increase15s"
+    unjudged = "job_agent_kind:langchain_quota_unjudged_calls:increase15s"
+    near = 'scope="thread",state="near",shown="false"'
+    counted = (
+        (errors, "component", "failures of {{component}}"),
+        (fallbacks, "action", "calls without the store: {{action}}"),
+        (unjudged, "kind", "calls that no limit judged: {{kind}}"),
+    )
+    return timeseries(
+        Place(52, 24, 8),
+        "Health",
+        "How many processes have metrics; and for each point in time, what failed, how many calls "
+        "were decided without the shared store (deny: refused; allow: run) or judged by no limit, "
+        "and how many threads near a limit have no series, so that no table lists them.",
+        [
+            Query(
+                f"count by (job) ({select('langchain_quota_build_info')})", "processes of {{job}}"
+            ),
+            *(
+                Query(f"{grown(metric, BAR, by=label)} > 0", legend)
+                for metric, label, legend in counted
+            ),
+            Query(f"sum({select('langchain_quota_subjects', near)}) > 0", "near threads hidden"),
+        ],
+        unit=COUNT,
     )
 
 
-def _shared_quotas(board: Dashboard) -> None:
-    shared = of_subjects('subject=""')
-
-    def of_all(ask: Ask) -> str:
-        return in_any_unit(lambda use: use.top(ask(use)), 'subject=""', of=of_subjects)
-
-    board.with_panel(
-        table(
-            Place(25, 24, 6),
-            "Shared quotas",
-            "How much is used of quotas per agent and of global quotas, and when nothing is left "
-            f"at the pace of the last {settings.PACE_WINDOW}. 'Resets' is empty if a quota has no "
-            "time window.",
-            [
-                text("Quota", "scope", 110),
-                text("Agent", "agent", 140),
-                text("Limit", "limit", 140),
-                *use_columns(of_all, amounts_of=lambda ask: shared.top(ask(shared))),
-                text("Job", "job", 110),
-            ],
-            sort_by=of_all(lambda use: use.rank),
-        )
-    )
-    subjects = of_subjects('subject!=""')
-    board.with_panel(
-        table(
-            Place(26, 24, 8),
-            "Top subjects of shared quotas",
-            "How many calls of their quota users, tenants or other subjects have left. The nearest "
-            "to the limit is on top. The table is empty unless Telemetry(subject_label=…) names "
-            "the quotas.",
-            [
-                text("Subject", "subject", 180),
-                text("Quota", "scope", 100),
-                text("Agent", "agent", 120),
-                text("Limit", "limit", 120),
-                *use_columns(lambda ask: subjects.top(ask(subjects))),
-                text("Job", "job", 100),
-            ],
-            sort_by=subjects.top(subjects.rank),
-            no_value="No subject has a label: see Telemetry(subject_label=…).",
-        )
-    )
-
-
-def _limits(board: Dashboard) -> None:
-    board.with_row(row(7, "Limits"))
-    refusals = select(DECISIONS, AGENT, LIMIT, 'decision=~"blocked|would_block"')
-    board.with_panel(
-        bars(
-            Place(9, 12, 8),
-            "Refusals by limit and scope",
-            "How many calls a limit refused, and at which threshold. A limit on trial "
-            "(enforce=False) shows what it would have refused: would_block. The bars add up to "
-            "the counted refusals.",
-            [
-                Query(
-                    grown("limit, scope, decision", refusals),
-                    "{{limit}} ({{scope}}) {{decision}}",
-                    exemplar=True,
-                )
-            ],
-        ).no_value("Nothing was refused.")
-    )
-    board.with_panel(
-        bars(
-            Place(10, 12, 8),
-            "Near and exhausted",
-            "How often a count came near its limit, and how often a call used up a limit. Run "
-            "limits are included. The bars add up to what was counted.",
-            [
-                Query(
-                    grown("limit, scope", select(metric, AGENT, LIMIT)),
-                    f"{state} {{{{limit}}}} ({{{{scope}}}})",
-                )
-                for state, metric in (("near", NEAR), ("exhausted", EXHAUSTED))
-            ],
-        ).no_value("No count came near its limit.")
-    )
-    board.with_panel(
-        timeseries(
-            Place(11, 12, 8),
-            "Subjects by state",
-            "How many threads, users and other subjects are ok, near a limit or exhausted. A "
-            "subject counts once for every limit, and once in every process that served it.",
-            [
-                Query(
-                    f"sum by (scope, state) ({_subjects(name)}) > 0",
-                    "{{scope}}: {{state}}",
-                    properties=fixed(colour),
-                )
-                for name, colour in settings.STATES.items()
-            ],
-            unit=COUNT,
-        ).decimals(0)
-    )
-    allowed, refunded = (
-        per_minute("limit", select(DECISIONS, AGENT, LIMIT, f'decision="{decision}"'))
-        for decision in ("allowed", "refunded")
-    )
-    board.with_panel(
-        timeseries(
-            Place(12, 12, 8),
-            "Charged to each limit",
-            "Calls per minute that a limit counted. Charges that were taken back are subtracted.",
-            [Query(f"({allowed} - {refunded}) != 0", "{{limit}}")],
-            unit="cpm",
-        )
-    )
-    board.with_panel(
-        timeseries(
-            Place(28, 12, 8),
-            "Runs that a limit ended",
-            "The share of the runs that a limit ended before the agent was done. No data: no run "
-            "began.",
-            [
-                Query(
-                    share(
-                        "agent, limit",
-                        select(RUNS_ENDED, AGENT, LIMIT),
-                        select(RUNS, AGENT),
-                        wider="agent",
-                    ),
-                    "{{agent}}: {{limit}}",
-                )
-            ],
-            unit="percentunit",
-        ).max(1)
-    )
-    board.with_panel(
-        table(
-            Place(13, 12, 8),
-            "Configured limits",
-            "How many calls a limit allows in a run, thread or quota. 'Near from' is the used "
-            "share from which the limit is near. 'Alerts' is no for a limit with alert=False or "
-            "enforce=False. Limits that a function computes are not listed.",
-            [
-                text("Agent", "agent", 120),
-                text("Limit", "limit", 120),
-                text("Scope", "scope", 80),
-                count("Allowed", of_limit(CONFIGURED, "calls"), 75),
-                Column(
-                    "Near from",
-                    of_limit(LIMIT_NEAR, "calls"),
-                    {"unit": "percentunit", "custom.width": 80},
-                ),
-                Column(
-                    "Alerts",
-                    of_limit(LIMIT_ALERT, "calls"),
-                    {"mappings": [words({"no": None, "yes": None})], "custom.width": 60},
-                ),
-                text("Job", "job", 80),
-            ],
-        )
-    )
-    board.with_panel(
-        timeseries(
-            Place(33, 24, 7),
-            "Waits of tool calls",
-            "How long tool calls wait for other calls to end, under limits with at_once. 0: they "
-            "do not wait. blocked: they waited, and were then refused. No data: no tool with "
-            "such a limit is called.",
-            [
-                Query(
-                    # Leaves out only what no call has; a line must not hide that nobody waits.
-                    f"{quantile(level, WAIT, 'agent, limit, decision', AGENT, LIMIT)} >= 0",
-                    f"p{level * 100:.0f} {{{{agent}}}}: {{{{limit}}}} {{{{decision}}}}",
-                )
-                for level in settings.QUANTILES
-            ],
-            unit="s",
-        ).no_value("No call of a tool with at_once.")
-    )
-    board.with_panel(
-        bars(
-            Place(34, 12, 7),
-            "Calls granted",
-            "How many calls were granted on top of limits. A grant shows when the first call is "
-            "judged with it. If a grant raises several limits, each of them counts it.",
-            [Query(grown("limit, scope", select(GRANTED, AGENT, LIMIT)), "{{limit}} ({{scope}})")],
-        ).no_value("Nothing was granted.")
-    )
-    board.with_panel(
-        bars(
-            Place(35, 12, 7),
-            "Questions and answers",
-            "How often limits with exit_behavior='ask' asked a person whether a run may go on "
-            "(dots), and the answers (bars). A question about several limits counts once for each "
-            "of them. Fewer answers than questions: runs wait for a person.",
-            [
-                Query(grown("answer", select(ANSWERS, AGENT, LIMIT)), "{{answer}}", colours=_SAID),
-                Query(
-                    grown("", select(QUESTIONS, AGENT, LIMIT)),
-                    "asked",
-                    properties={
-                        **fixed(NEUTRAL),
-                        "custom.drawStyle": "points",
-                        "custom.stacking": {"mode": "none"},
-                    },
-                ),
-            ],
-        ).no_value("Nobody was asked.")
-    )
-
-
-def _agents(board: Dashboard) -> None:
-    board.with_row(row(31, "Agents, whatever Limit is chosen"))
-    calls = select(CALLS, AGENT)
-    board.with_panel(
-        timeseries(
-            Place(8, 12, 8),
-            "Calls by decision",
-            "Judged calls per minute. blocked: refused. skipped: not run, because another call of "
-            "the batch stopped the batch. would_block: run, but a limit on trial would refuse it. "
-            "Click a dot to open the trace of a call.",
-            [
-                Query(
-                    f"{per_minute('decision', calls)} > 0",
-                    "{{decision}}",
-                    exemplar=True,
-                    colours=_DECIDED,
-                )
-            ],
-            unit="cpm",
-        )
-    )
-    board.with_panel(
-        timeseries(
-            Place(29, 12, 8),
-            "Does the model listen?",
-            "Refused again: the share of refusals that come after another refusal in the same "
-            "run. It is high if the model tries again. Model calls after a refusal: the share of "
-            "model calls that come after a refusal. They are what such runs still cost.",
-            [
-                Query(
-                    share("", *(select(each, AGENT, _BLOCKED) for each in (AFTER_REFUSAL, CALLS))),
-                    "refused again",
-                    properties=fixed(CRITICAL),
-                ),
-                Query(
-                    share("", *(select(each, AGENT, _OF_MODEL) for each in (AFTER_REFUSAL, CALLS))),
-                    "model calls after a refusal",
-                    properties=fixed(WARNING),
-                ),
-            ],
-            unit="percentunit",
-        ).max(1)
-    )
-    board.with_panel(
-        bars(
-            Place(32, 24, 7),
-            "Calls that no limit judged",
-            "Model and tool calls that no limit judged, in runs with limits: calls of agents "
-            "without limits, and calls that tools make directly. The variables Agent and Limit "
-            "do not narrow this panel. The bars add up to what was counted.",
-            [Query(grown("agent, kind", select(UNJUDGED)), "{{agent}}: {{kind}}")],
-        ).no_value("None, or they are not counted: see Telemetry(count_unjudged_calls=…).")
-    )
-
-
-def _processes(board: Dashboard) -> None:
-    board.with_row(row(14, "Health of the processes, whatever Agent and Limit are chosen"))
-    board.with_panel(
-        bars(
-            Place(15, 8, 7),
-            "Errors",
-            "How often telemetry, observers, stores or functions that compute limits failed, and "
-            "runs that did not find their root run. The bars add up to what was counted.",
-            [
-                Query(
-                    grown("component, error_type", select(ERRORS)),
-                    "{{component}}: {{error_type}}",
-                ),
-                Query(
-                    grown("agent, cause", select(LOST_ROOT_RUNS)),
-                    "{{agent}}: no root run ({{cause}})",
-                ),
-            ],
-        ).no_value("Nothing failed.")
-    )
-    board.with_panel(
-        timeseries(
-            Place(16, 8, 7),
-            "Store latency",
-            "How long the shared store takes, by operation. No data: no shared store is used.",
-            [
-                Query(
-                    f"{quantile(level, STORE, 'operation')} > 0",
-                    f"p{level * 100:.0f} {{{{operation}}}}",
-                )
-                for level in settings.QUANTILES
-            ],
-            unit="s",
-        )
-    )
-    board.with_panel(
-        bars(
-            Place(17, 8, 7),
-            "Decisions without the store",
-            "Calls that were judged without the shared store, because it did not answer. allow: "
-            "they ran, if no other limit refused them. deny: they were refused. The bars add up "
-            "to what was counted.",
-            [Query(grown("agent, action", select(FALLBACKS)), "{{agent}} {{action}}")],
-        ).no_value("The store never failed, or none is used.")
-    )
-    board.with_panel(
-        timeseries(
-            Place(18, 8, 7),
-            "Store operations",
-            "Operations per minute on the shared store, and how they ended. No data: no shared "
-            "store is used.",
-            [
-                Query(
-                    f"{per_minute('operation, outcome', select(f'{STORE}_count'))} > 0",
-                    "{{operation}} {{outcome}}",
-                )
-            ],
-            unit="opm",
-        )
-    )
-    board.with_panel(
-        timeseries(
-            Place(19, 8, 7),
-            "Scrape duration",
-            "How long Prometheus takes to read a process's metrics.",
-            [Query(scrape_duration(), "{{job}} {{instance}}")],
-            unit="s",
-        )
-    )
-    board.with_panel(
-        timeseries(
-            Place(20, 8, 7),
-            "Threads without series",
-            "How many conversations have no series, so that no table lists them. If some of them "
-            "are near a limit, raise max_exported_threads.",
-            [Query(f"sum by (state) ({select(HIDDEN)}) > 0", "{{state}}", colours=settings.STATES)],
-            unit=COUNT,
-        )
-        .decimals(0)
-        .no_value("Every thread has series.")
-    )
-    board.with_panel(
-        timeseries(
-            Place(22, 8, 7),
-            "Stores in memory",
-            "How full a store in memory is with counts that cannot be dropped. At 100%, calls that "
-            "need a new count are decided without the store. No data: no such store is used.",
-            [Query(store_share(), "{{job}} {{instance}}")],
-            unit="percentunit",
-        ).max(1)
-    )
-    board.with_panel(
-        timeseries(
-            Place(30, 8, 7),
-            "Time to judge",
-            "How long it takes to judge the calls of a step, with counts in the agent's state "
-            "(state) and in a store (store).",
-            [
-                Query(
-                    f"{quantile(level, DECISION, 'counts')} > 0",
-                    f"p{level * 100:.0f} {{{{counts}}}}",
-                )
-                for level in settings.QUANTILES
-            ],
-            unit="s",
-        )
-    )
-    board.with_panel(
-        table(
-            Place(21, 8, 7),
-            "Processes",
-            "The processes that had metrics of langchain-quota within the last hour. yes: a "
-            "process has metrics now. lost: it has none, but Prometheus still tries to scrape "
-            "it. gone: Prometheus no longer tries.",
-            [
-                text("Job", "job", 100),
-                text("Instance", "instance", 160),
-                text("Version", "version", 80),
-                Column(
-                    "Metrics",
-                    processes(),
-                    {
-                        "mappings": [words({"yes": None, "gone": NEUTRAL, "lost": CRITICAL})],
-                        "custom.cellOptions": {"type": "color-text"},
-                        "custom.width": 70,
-                    },
-                ),
-            ],
-            sort_by=processes(),
-        )
-    )
-
-
-def _subjects(name: str) -> str:
-    return select(SUBJECTS, AGENT, LIMIT, f'state="{name}"')
+def _or_zero(expr: str) -> str:
+    return f"{expr} or vector(0)"

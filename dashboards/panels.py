@@ -1,11 +1,10 @@
 """What the dashboards are put together from, in one style."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from string import ascii_uppercase
 
 from grafana_foundation_sdk.builders.common import (
-    LineStyle,
     ReduceDataOptions,
     StackingConfig,
     TableFooterOptions,
@@ -23,6 +22,7 @@ from grafana_foundation_sdk.builders.stat import Panel as StatPanel
 from grafana_foundation_sdk.builders.table import Panel as TablePanel
 from grafana_foundation_sdk.builders.tempo import TempoQuery
 from grafana_foundation_sdk.builders.timeseries import Panel as TimeseriesPanel
+from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
 from grafana_foundation_sdk.models.tempo import SearchTableType
@@ -72,14 +72,12 @@ class Query:
         legend: The name of its series, such as `{{limit}}`.
         exemplar: Whether its exemplars are shown.
         properties: What its series have of their own.
-        colours: The colours of its series by their names.
     """
 
     expr: str
     legend: str
     exemplar: bool = False
     properties: Properties | None = None
-    colours: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,27 +116,26 @@ def new_dashboard(uid: str, title: str, description: str) -> Dashboard:
     )
 
 
-def row(number: int, title: str) -> Row:
-    """A heading."""
-    return Row(title).id(number)
+def row(number: int, title: str, *panels: Builder[dashboard.Panel]) -> Row:
+    """A heading, under which panels are hidden until one opens it."""
+    made = Row(title).id(number).collapsed(collapsed=True)
+    for panel in panels:
+        made.with_panel(panel)
+    return made
 
 
 def stat(  # noqa: PLR0913 - what a panel shows, in one call
     place: Place,
     title: str,
     description: str,
-    expr: str,
+    queries: Sequence[Query],
     *,
     unit: str,
-    steps: Steps,
-    no_value: str = settings.NO_DATA,
-    legend: str = "",
+    steps: Steps = ((None, settings.NEUTRAL),),
+    no_value: str = "no data",
 ) -> StatPanel:
-    """One number, or one for each series; a legend names the series."""
-    query = _instant(expr, "A")
-    if legend:
-        query.legend_format(legend)
-    return (
+    """Numbers of now, each with the line that led to it."""
+    panel = (
         StatPanel()
         .id(place.number)
         .span(place.width)
@@ -146,18 +143,20 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
         .title(title)
         .description(description)
         .datasource(PROMETHEUS)
-        .with_target(query)
         .unit(unit)
         .no_value(no_value)
+        .max_data_points(settings.MOST_BARS)
         .thresholds(_thresholds(steps))
         .color_mode(common.BigValueColorMode.VALUE)
-        .graph_mode(common.BigValueGraphMode.NONE)
+        .graph_mode(common.BigValueGraphMode.AREA)
         .justify_mode(common.BigValueJustifyMode.AUTO)
-        .text_mode(common.BigValueTextMode.AUTO)
-        .wide_layout(wide_layout=True)
+        .text_mode(common.BigValueTextMode.VALUE_AND_NAME)
+        .wide_layout(wide_layout=False)
         .show_percent_change(show_percent_change=False)
         .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
     )
+    _ask(panel, queries)
+    return panel
 
 
 def timeseries(
@@ -190,32 +189,19 @@ def timeseries(
             .sort(common.SortOrder.DESCENDING)
         )
     )
-    for ref_id, query in zip(ascii_uppercase, queries, strict=False):
-        panel.with_target(
-            Dataquery()
-            .datasource(PROMETHEUS)
-            .editor_mode(QueryEditorMode.CODE)
-            .expr(query.expr)
-            .legend_format(query.legend)
-            .range()
-            .exemplar(query.exemplar)
-            .ref_id(ref_id)
-        )
-        if query.properties is not None:
-            panel.override_by_query(ref_id, _properties(query.properties))
-        for name, colour in query.colours.items():
-            panel.override_by_name(name, _properties(fixed(colour)))
+    _ask(panel, queries)
     return panel
 
 
-def bars(place: Place, title: str, description: str, queries: Sequence[Query]) -> TimeseriesPanel:
+def bars(
+    place: Place, title: str, description: str, queries: Sequence[Query], *, unit: str
+) -> TimeseriesPanel:
     """Stacked bars: how much happened since the bar before."""
     return (
-        timeseries(place, title, description, queries, unit=settings.COUNT)
-        .decimals(0)
+        timeseries(place, title, description, queries, unit=unit)
         .max_data_points(settings.MOST_BARS)
         .draw_style(common.GraphDrawStyle.BARS)
-        .line_width(0)
+        .line_width(1)
         .fill_opacity(80)
         .stacking(StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
     )
@@ -226,15 +212,6 @@ def fixed(colour: str) -> Properties:
     return {"color": {"mode": dashboard.FieldColorModeId.FIXED, "fixedColor": colour}}
 
 
-def dashed(colour: str) -> Properties:
-    """A dashed line without an area below it."""
-    return {
-        **fixed(colour),
-        "custom.lineStyle": LineStyle().fill("dash").dash([10, 10]).build(),
-        "custom.fillOpacity": 0,
-    }
-
-
 def table(  # noqa: PLR0913 - the same
     place: Place,
     title: str,
@@ -242,8 +219,7 @@ def table(  # noqa: PLR0913 - the same
     columns: Sequence[Column],
     *,
     sort_by: str | None = None,
-    no_value: str = settings.NO_DATA,
-    only_columns: bool = False,
+    no_value: str = "no data",
 ) -> TablePanel:
     """A table of labels and of values now.
 
@@ -255,7 +231,6 @@ def table(  # noqa: PLR0913 - the same
         sort_by: The query by whose values the rows are sorted, falling; that of a column, or one
             whose values are not shown.
         no_value: What is shown where there are no rows.
-        only_columns: Whether other labels are left out, of which nobody knows which there are.
     """
     shown = [column.source for column in columns if "{" in column.source]
     hidden = [] if sort_by is None or sort_by in shown else [sort_by]
@@ -278,7 +253,8 @@ def table(  # noqa: PLR0913 - the same
         .no_value(no_value)
         .show_header(show_header=True)
         .frame_index(0)
-        .footer(TableFooterOptions().show(show=False).reducer([]).enable_pagination(True))
+        .footer(TableFooterOptions().show(show=False).reducer([]))
+        .cell_height(common.TableCellHeight.SM)
         .with_transformation(dashboard.DataTransformerConfig("merge", options={}))
     )
     for ref_id, expr in zip(ascii_uppercase, every, strict=False):
@@ -289,16 +265,13 @@ def table(  # noqa: PLR0913 - the same
         most = {"limitField": settings.TOP}
         panel.with_transformation(dashboard.DataTransformerConfig("limit", options=most))
     names = [value.get(column.source, column.source) for column in columns]
-    if only_columns:
-        kept = {"include": {"names": names}}
-        panel.with_transformation(
-            dashboard.DataTransformerConfig("filterFieldsByName", options=kept)
-        )
+    kept = {"include": {"names": names}}
+    panel.with_transformation(dashboard.DataTransformerConfig("filterFieldsByName", options=kept))
     panel.with_transformation(
         dashboard.DataTransformerConfig(
             "organize",
             options={
-                "excludeByName": dict.fromkeys(["Time", *(value[expr] for expr in hidden)], True),
+                "excludeByName": {},
                 "indexByName": {name: index for index, name in enumerate(names)},
                 "renameByName": {
                     name: column.title for name, column in zip(names, columns, strict=True)
@@ -338,23 +311,29 @@ def gauge(title: str, expr: str, width: int) -> Column:
     return Column(title, expr, {**own, **fixed(settings.NEUTRAL), "custom.width": width})
 
 
-def state(title: str, expr: str, width: int) -> Column:
-    """A column of 0, 1 and 2, as words on coloured ground."""
-    own = {
-        "mappings": [words(settings.STATES)],
-        "custom.cellOptions": {"type": "color-background", "mode": "basic"},
+def severities() -> Properties:
+    """What a column of severities has of its own."""
+    colours = {
+        "critical": settings.CRITICAL,
+        "warning": settings.WARNING,
+        "info": settings.NEUTRAL,
     }
-    return Column(title, expr, {**own, "custom.width": width})
+    results = {
+        name: dashboard.ValueMappingResult(text=name, color=colour, index=index)
+        for index, (name, colour) in enumerate(colours.items())
+    }
+    cell = {"type": "color-text"}
+    return {"mappings": [dashboard.ValueMap(options=results)], "custom.cellOptions": cell}
 
 
-def words(colours: Mapping[str, str | None]) -> dashboard.ValueMap:
-    """What 0, 1 and so on mean, and their colours."""
-    return dashboard.ValueMap(
-        options={
-            str(value): dashboard.ValueMappingResult(text=word, color=colour, index=value)
-            for value, (word, colour) in enumerate(colours.items())
-        },
-    )
+def hidden(label: str) -> Column:
+    """A column that only links need."""
+    return Column(label, label, {"custom.hidden": True})
+
+
+def share_of(title: str, expr: str) -> Column:
+    """A column of shares, as numbers."""
+    return Column(title, expr, {"unit": settings.SHARE, "decimals": 1, "custom.width": 110})
 
 
 def when(title: str, expr: str, width: int) -> Column:
@@ -377,12 +356,6 @@ def duration(title: str, expr: str, width: int) -> Column:
         "custom.cellOptions": {"type": "color-text"},
     }
     return Column(title, expr, {**own, "custom.width": width})
-
-
-def from_one(colour: str) -> list[dashboard.DynamicConfigValue]:
-    """A colour for 1 and more."""
-    steps = thresholds([(None, settings.OK), (1, colour)])
-    return _properties({"thresholds": steps})
 
 
 def traces(place: Place, title: str, description: str, query: str) -> TablePanel:
@@ -409,7 +382,8 @@ def traces(place: Place, title: str, description: str, query: str) -> TablePanel
         .unit("none")
         .show_header(show_header=True)
         .frame_index(0)
-        .footer(TableFooterOptions().show(show=False).reducer([]).enable_pagination(True))
+        .footer(TableFooterOptions().show(show=False).reducer([]))
+        .cell_height(common.TableCellHeight.SM)
         .with_target(target)
     )
 
@@ -422,24 +396,6 @@ def thresholds(steps: Steps) -> dict[str, object]:
     }
 
 
-def breaches(expr: str, *, title: str, text: str) -> dict[str, object]:
-    """Marks on all panels where something was refused.
-
-    A plain dictionary: the SDK's model has no place for the title and text of a mark.
-    """
-    return {
-        "name": "Breaches",
-        "datasource": PROMETHEUS.to_json(),
-        "enable": True,
-        "hide": False,
-        "iconColor": settings.CRITICAL,
-        "expr": f"{expr} > 0",
-        "step": settings.BREACH_STEP,
-        "titleFormat": title,
-        "textFormat": text,
-    }
-
-
 def _instant(expr: str, ref_id: str) -> Dataquery:
     return (
         Dataquery()
@@ -449,6 +405,22 @@ def _instant(expr: str, ref_id: str) -> Dataquery:
         .instant()
         .ref_id(ref_id)
     )
+
+
+def _ask(panel: StatPanel | TimeseriesPanel, queries: Sequence[Query]) -> None:
+    for ref_id, query in zip(ascii_uppercase, queries, strict=False):
+        panel.with_target(
+            Dataquery()
+            .datasource(PROMETHEUS)
+            .editor_mode(QueryEditorMode.CODE)
+            .expr(query.expr)
+            .legend_format(query.legend)
+            .range()
+            .exemplar(query.exemplar)
+            .ref_id(ref_id)
+        )
+        if query.properties is not None:
+            panel.override_by_query(ref_id, _properties(query.properties))
 
 
 def _thresholds(steps: Steps) -> ThresholdsConfig:

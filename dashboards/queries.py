@@ -1,116 +1,108 @@
-"""The queries: selectors of PromQL, what a process tells of itself, TraceQL, and links.
+"""Selectors of PromQL, what several panels ask, TraceQL, and links.
 
-Every selector begins with the matcher on the job: there an export puts the matchers that it was
-given. A thread's id is any printable text of up to 64 characters: it stands in
-raw strings, in which only the backtick means something.
+Most queries are over recorded series: `src/langchain_quota/monitoring/rules.yaml` defines what each
+number means, for panels and alerts alike. Every selector begins with the matcher on the job: there
+an export puts the matchers that it was given. A thread's id is any printable text of up to 64
+characters: it stands in raw strings, in which only the backtick means something.
 """
 
 import json
 from urllib.parse import quote
 
 from dashboards import settings
-from langchain_quota.telemetry import names, tracing
-from langchain_quota.units import Unit
+from langchain_quota.telemetry import tracing
 
-PROCESS = ('job=~"$job"', 'instance=~"$instance"')
+JOB = 'job=~"$job"'
 AGENT = 'agent=~"$agent"'
 LIMIT = 'limit=~"$limit"'
 THREAD = "thread_id=`${thread:raw}`"
 NO_BACKTICK = "/^[^`]+$/"
 """Keeps a thread id out of the variable that would end the raw string that it stands in."""
 
-THREAD_OF_RESULT = r'/thread_id="([^`]+)"\} /'
-"""Takes the thread out of a line of `query_result()`, for a raw string."""
+UNITS = ("", "_tokens", "_dollars")
+"""How the names of the metrics of an amount end: those of calls have no unit."""
 
-CALLS = names.CALLS.name
-DECISIONS = names.LIMIT_DECISIONS.name
-NEAR = names.NEAR.name
-EXHAUSTED = names.EXHAUSTED.name
-GRANTED = names.GRANTED["calls"].name
-QUESTIONS = names.QUESTIONS.name
-ANSWERS = names.ANSWERS.name
-CONFIGURED = names.LIMIT["calls"].name
-LIMIT_NEAR = names.LIMIT_NEAR.name
-LIMIT_ALERT = names.LIMIT_ALERT.name
-SUBJECTS = names.SUBJECTS.name
-THREAD_BLOCKED = names.THREAD_BLOCKED.name
-THREAD_DECIDED = names.THREAD_DECIDED.name
-HIDDEN = names.THREADS_HIDDEN.name
-STORE = names.STORE_SECONDS.name
-STORE_KEYS = names.STORE_KEYS.name
-STORE_MAX_KEYS = names.STORE_MAX_KEYS.name
-FALLBACKS = names.STORE_FALLBACKS.name
-ERRORS = names.ERRORS.name
-BUILD = names.BUILD_INFO.name
-STARTED = names.START_TIME.name
-AFTER_REFUSAL = names.CALLS_AFTER_REFUSAL.name
-RUNS = names.RUNS.name
-RUNS_ENDED = names.RUNS_ENDED.name
-DECISION = names.DECISION_SECONDS.name
-WAIT = names.WAIT_SECONDS.name
-UNJUDGED = names.UNJUDGED_CALLS.name
-LOST_ROOT_RUNS = names.LOST_ROOT_RUNS.name
-MODEL_RUNS = names.MODEL_RUNS.name
-UNKNOWN_PRICES = names.UNKNOWN_PRICES.name
+SUBJECT = "job_agent_limit_scope_subject:langchain_quota_subject_"
+DECISIONS = "job_agent_limit_scope_decision:langchain_quota_limit_decisions:increase15s"
+CALLS = "job_instance_agent_decision:langchain_quota_calls:increase15s"
+ALLOWED = "job_agent_limit_scope_unit:langchain_quota_limit:max"
+OF_SUBJECT = "job, agent, limit, scope, subject"
+OF_THREAD = "job, agent, limit, thread_id"
 
-LIMIT_OF_RESULT = r'/limit="(.+)"\} /'
-"""The same for a limit."""
-
-TRACED = "traced"
-"""The label with a thread's id, where that can stand in a link to its traces as it is."""
+BAR = "$__interval"
+RANGE = "$__range"
+PER_MINUTE = "/ (${__interval_ms} / 60000)"
 
 
 def select(metric: str, *matchers: str) -> str:
-    """The series of a metric of the chosen processes."""
-    return f"{metric}{{{','.join((*PROCESS, *matchers))}}}"
+    """The series of a metric of the chosen jobs."""
+    return f"{metric}{{{','.join((JOB, *matchers))}}}"
 
 
-def among(variable: str) -> str:
-    """Matches the threads that a hidden variable has found."""
-    return f"thread_id=~`${{{variable}:regex}}`"
+def grown(metric: str, window: str, *matchers: str, by: str = "") -> str:
+    """How much was counted in a window, exactly: the sum of what each evaluation recorded."""
+    total = f"sum_over_time({select(metric, *matchers)}[{window}])"
+    return f"sum by ({by}) ({total})" if by else f"sum({total})"
 
 
-def label_values(selector: str, label: str) -> str:
-    """The query of a variable."""
-    return f"label_values({selector}, {label})"
+def or_none(expression: str, label: str) -> str:
+    """The expression; where it finds nothing, a row that says so."""
+    return f'{expression} or on () label_replace(vector(0), "{label}", "none", "", "")'
 
 
-def sum_by(by: str, expression: str) -> str:
-    """A sum that keeps labels, if there are any to be kept."""
-    return f"sum by ({by}) ({expression})" if by else f"sum ({expression})"
+def refused_subjects(only: str) -> str:
+    """How many calls of each subject of a quota were refused in 5 minutes."""
+    blocked = select(f"{SUBJECT}blocked:increase15s", AGENT, LIMIT, only)
+    return f"sum_over_time({blocked}[5m])"
 
 
-def store_share() -> str:
-    """How much of a store in memory is taken by counts that make no room for others."""
-    kept = select(STORE_KEYS, 'droppable="false"')
-    share = f"{kept} / ignoring (droppable) {select(STORE_MAX_KEYS)}"
-    return f"max by (job, instance) ({share})"
+def ratio(*only: str) -> str:
+    """The used share of shared quotas."""
+    return select(f"{SUBJECT}used:ratio", AGENT, LIMIT, *only)
 
 
-def scrape_duration() -> str:
-    """How long scrapes of our processes take: a metric that Prometheus adds."""
-    duration = select("scrape_duration_seconds")
-    return f"max by (job, instance) ({duration} and on (job, instance) {select(BUILD)})"
+def rank() -> str:
+    """The order of subjects: who is refused most, who has nothing left, who has little left."""
+    refused = refused_subjects('subject=~".*"')
+    return f"topk({settings.TOP}, clamp_max({ratio()}, 1) + ({refused} or 0 * {ratio()}))"
 
 
-def processes() -> str:
-    """Whether processes have metrics of ours: 0 if so, 1 if they are gone, 2 if they are lost.
+def seconds_left(*only: str) -> str:
+    """How long what is left of a shared quota lasts, at the pace of the last hour."""
+    growth = select(f"{SUBJECT}used:growth1h", AGENT, LIMIT, *only)
+    return f"(1 - {ratio(*only)} > 0) / ({growth} > 0) * 3600"
 
-    A process is lost if it had metrics within an hour, has none, and is still to be scraped.
+
+def thread_ratio(*only: str) -> str:
+    """What threads have used of their limits, in any unit, from the replica that decided last.
+
+    Only the time has matchers: the join narrows the rest.
     """
-    by, on = "max by (job, instance, version)", "on (job, instance)"
-    build = select(BUILD)
-    had = f"{by} (last_over_time({build}[{settings.LOOKBACK}])) unless {on} {build}"
-    lost = f"2 * ({had} and {on} {select('scrape_duration_seconds')})"
-    return f"0 * {by} ({build}) or {lost} or {had}"
+    shares = " or ".join(
+        f"langchain_quota_thread_used{unit} / (langchain_quota_thread_limit{unit} > 0)"
+        for unit in UNITS
+    )
+    decided = select("langchain_quota_thread_timestamp_seconds", 'event="decision"', *only)
+    last = f"topk by ({OF_THREAD}) (1, {decided})"
+    return (
+        f"max by ({OF_THREAD}) (({shares}) and on (job, instance, agent, limit, thread_id) {last})"
+    )
 
 
-def firing_alerts() -> str:
-    """Since when the alerts fire that began last, in milliseconds."""
-    chosen = f'alertname=~"{settings.ALERTS}",{PROCESS[0]}'
-    firing = f'ALERTS{{{chosen},alertstate="firing"}}'
-    since = f"ALERTS_FOR_STATE{{{chosen}}} * 1000 and ignoring (alertstate) {firing}"
-    return f"topk({settings.TOP}, {since})"
+def refusals(*only: str) -> str:
+    """How many calls of threads were refused, by limit, since the threads have series."""
+    return f"sum by ({OF_THREAD}) ({select('langchain_quota_thread_blocked_total', *only)})"
+
+
+def last_time(event: str, *only: str) -> str:
+    """When something last happened to threads, in seconds, by limit."""
+    times = select("langchain_quota_thread_timestamp_seconds", f'event="{event}"', *only)
+    return f"max by ({OF_THREAD}) ({times})"
+
+
+def spent(unit: str, window: str, by: str = "") -> str:
+    """What model runs spent in a window; a run that several limits count is counted once."""
+    return grown(f"job_agent_model:langchain_quota_spent_{unit}:increase15s", window, AGENT, by=by)
 
 
 def with_traced(expression: str) -> str:
@@ -119,16 +111,11 @@ def with_traced(expression: str) -> str:
     A link to Tempo has the id in a TraceQL string, in JSON, in a URL; Grafana can escape for the
     last of them only. Without the label the link finds nothing.
     """
-    return f'label_replace({expression}, "{TRACED}", "$1", "thread_id", "([^\\"\\\\\\\\`]*)")'
+    return f'label_replace({expression}, "traced", "$1", "thread_id", "([^\\"\\\\\\\\`]*)")'
 
 
 def spans(thread: str, *, refused: bool = False) -> str:
-    """TraceQL: the judged calls of a thread, what was decided and why.
-
-    Args:
-        thread: The thread's id, or what Grafana replaces by it.
-        refused: Whether to leave out the calls that were simply let through.
-    """
+    """TraceQL: a thread's judged calls, or those that were not simply let through, and why."""
     its = " || ".join(
         f"span.{attribute} = `{thread}`"
         for attribute in (tracing.CONVERSATION_ID, tracing.THREAD_LABEL)
@@ -137,36 +124,18 @@ def spans(thread: str, *, refused: bool = False) -> str:
     shown = ", ".join(
         f"span.{attribute}"
         for attribute in (
-            tracing.DECISION,
-            tracing.LIMIT,
-            tracing.SCOPE,
-            tracing.AGENT_NAME,
-            tracing.TOOL_NAME,
-            tracing.UNIT,
-            tracing.THREAD_USED,
-            tracing.THREAD_LIMIT,
-            tracing.RUN_USED,
-            tracing.RUN_LIMIT,
-            tracing.EXIT_BEHAVIOR,
+            *(tracing.DECISION, tracing.LIMIT, tracing.SCOPE, tracing.AGENT_NAME),
+            *(tracing.TOOL_NAME, tracing.UNIT, tracing.THREAD_USED, tracing.THREAD_LIMIT),
+            *(tracing.RUN_USED, tracing.RUN_LIMIT, tracing.EXIT_BEHAVIOR),
         )
     )
     return f'{{ span.{tracing.DECISION} =~ "{decisions}" && ({its}) }} | select({shown})'
-
-
-def of_limit(metric: str, unit: Unit) -> str:
-    """What is known of a limit that counts a unit, for each of its scopes."""
-    configured = select(names.LIMIT[unit].name, AGENT, LIMIT)
-    if metric != names.LIMIT[unit].name:
-        on = "on (job, instance, agent, limit) group_left ()"
-        configured = f"{configured} * 0 + {on} {select(metric, AGENT, LIMIT)}"
-    return f"max by (job, agent, limit, scope) ({configured})"
 
 
 def thread_link() -> str:
     """From a row of a table to its thread's dashboard."""
     return (
         f"/d/{settings.THREAD_UID}?${{datasource:queryparam}}&${{tempo:queryparam}}"
-        "&${instance:queryparam}"
         "&var-job=${__data.fields.job:percentencode}"
         "&var-agent=${__data.fields.agent:percentencode}"
         "&var-thread=${__data.fields.thread_id:percentencode}"
@@ -176,7 +145,7 @@ def thread_link() -> str:
 
 def traces_link() -> str:
     """From a row of a table to its thread's calls in Tempo."""
-    thread = f"${{__data.fields.{TRACED}:percentencode}}"
+    thread = "${__data.fields.traced:percentencode}"
     query = {
         "refId": "A",
         "datasource": {"type": "tempo", "uid": "${tempo}"},
@@ -198,3 +167,10 @@ def traces_link() -> str:
     for filled_by_grafana in ("${tempo}", "${__from}", "${__to}", thread):
         url = url.replace(quote(filled_by_grafana, safe=""), filled_by_grafana)
     return url
+
+
+LINKS = [
+    {"title": "This thread", "url": thread_link()},
+    {"title": "Its calls in Tempo", "url": traces_link(), "targetBlank": True},
+]
+"""Where a thread in a table leads."""

@@ -1,275 +1,158 @@
-"""The second dashboard: one thread."""
+"""The second dashboard: one thread, whether or not a limit counts per thread."""
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from dashboards import settings
-from dashboards.counters import bars as grown
-from dashboards.counters import total
 from dashboards.panels import (
     TIME_LEFT,
     Place,
     Query,
-    bars,
-    breaches,
-    dashed,
-    fixed,
+    count,
+    gauge,
     new_dashboard,
-    row,
     stat,
+    table,
+    text,
     timeseries,
     traces,
-    words,
+    when,
 )
 from dashboards.queries import (
     AGENT,
-    LIMIT,
     NO_BACKTICK,
     THREAD,
-    THREAD_BLOCKED,
-    THREAD_DECIDED,
-    label_values,
+    UNITS,
+    last_time,
+    refusals,
     select,
     spans,
+    thread_ratio,
 )
-from dashboards.settings import (
-    COUNT,
-    CRITICAL,
-    DOLLARS,
-    NEUTRAL,
-    OK,
-    RANGE,
-    RANGE_SECONDS,
-    WARNING,
-)
-from dashboards.usage import in_any_unit, of_threads, refused_since
-from dashboards.variables import common_variables, limits, one
-from langchain_quota.telemetry import names
-from langchain_quota.units import Unit
+from dashboards.settings import COUNT, CRITICAL, DOLLARS, OK, ROUNDED, SHARE, WARNING
+from dashboards.variables import common_variables, one
 
-_USE = of_threads(THREAD)
-_REFUSALS = select(THREAD_BLOCKED, AGENT, LIMIT, THREAD)
+_RATIO = thread_ratio(AGENT, THREAD)
+_NO_LIMIT = "No limit counts per thread."
 
 
 def build() -> Dashboard:
-    """The dashboard, without its annotations."""
+    """The dashboard."""
     board = new_dashboard(
         settings.THREAD_UID,
         settings.THREAD_TITLE,
         "What one conversation has used of its limits, what was refused on it, and why.",
     )
-    threads = label_values(select(THREAD_DECIDED, AGENT), "thread_id")
-    limited = " or ".join(select(spec.name, AGENT, THREAD) for spec in names.THREAD_LIMIT.values())
-    thread = one("thread", "Thread", threads).regex(NO_BACKTICK)
-    board.variables([*common_variables(), thread, limits(limited)])
-    _stats(board)
-    _budgets(board)
-    _use(board)
-    _refusals(board)
-    return board
-
-
-def annotations() -> list[dict[str, object]]:
-    """Where calls of the thread were refused, if that is worth an alert."""
-    return [
-        breaches(
-            total(
-                "job, agent, limit",
-                _REFUSALS,
-                settings.BREACH_WINDOW,
-                settings.BREACH_SECONDS,
-                alerting=True,
-            ),
-            title="{{limit}} refused calls of this thread",
-            text="agent {{agent}}, job {{job}}",
-        )
-    ]
-
-
-def _stats(board: Dashboard) -> None:
-    worst = f"max({in_any_unit(lambda use: use.freshest(use.state), THREAD)})"
+    known = select("langchain_quota_thread_timestamp_seconds", AGENT)
+    threads = one("thread", "Thread", f"label_values({known}, thread_id)").regex(NO_BACKTICK)
+    board.variables([*common_variables(limit=False), threads])
+    refused = f"sum({select('langchain_quota_thread_blocked_total', AGENT, THREAD)}) or vector(0)"
     board.with_panel(
         stat(
-            Place(12, 3, 4),
-            "State",
-            "The state of the most used limit: ok, near or exhausted.",
-            worst,
+            Place(41, 6, 5),
+            "Refused",
+            "How many calls of the thread limits refused, since it has series. A call that two "
+            "limits refuse counts for both.",
+            [Query(refused, "calls")],
             unit=COUNT,
-            steps=[(None, NEUTRAL)],
-        ).mappings([words(settings.STATES)])
-    )
-    board.with_panel(
-        stat(
-            Place(1, 3, 4),
-            "Utilization",
-            "The used share of the most used limit.",
-            f"max({in_any_unit(lambda use: use.freshest(use.share), THREAD)})",
-            unit="percentunit",
-            steps=[(None, NEUTRAL)],
+            steps=((None, OK), (1, CRITICAL)),
         )
     )
     board.with_panel(
         stat(
-            Place(2, 3, 4),
-            "Calls left",
-            "How many calls are left of the limit with the fewest calls left. No data: no limit of "
-            "the thread counts calls.",
-            f"min({_USE.freshest(_USE.remaining)})",
-            unit=COUNT,
-            steps=[(None, NEUTRAL), (0, CRITICAL), (1, NEUTRAL)],
+            Place(42, 6, 5),
+            "Most used limit",
+            "What share of a limit the thread has used: of the limit of which it has used most.",
+            [Query(f"max({_RATIO})", "used")],
+            unit=SHARE,
+            steps=((None, OK), (0.8, WARNING), (1, CRITICAL)),
+            no_value=_NO_LIMIT,
         ).decimals(0)
     )
     board.with_panel(
         stat(
-            Place(3, 3, 4),
+            Place(43, 6, 5),
             "Runs out in",
-            "How long until the first limit is used up, at the pace of the last "
-            f"{settings.PACE_WINDOW}. Empty: the thread used no call in the last "
-            f"{settings.ACTIVE_WINDOW}, or has used up its limits.",
-            f"min({in_any_unit(lambda use: use.freshest(use.seconds_left), THREAD)})",
+            "When nothing is left of a limit, at the pace of the last 15 minutes.",
+            [Query(_seconds_left(unit), unit.removeprefix("_") or "calls") for unit in UNITS],
             unit="s",
             steps=TIME_LEFT,
-            no_value="-",
+            no_value="Not at this pace.",
         ).decimals(0)
     )
+    spent = "max(sum by (limit) ({}))"
     board.with_panel(
         stat(
-            Place(4, 3, 4),
-            "Calls refused",
-            "Calls of the thread that were refused in the chosen time, by a limit of the thread, "
-            "of a run or of a shared quota. A call that two limits refuse counts for both.",
-            total("", _REFUSALS, RANGE, RANGE_SECONDS),
+            Place(44, 6, 5),
+            "Spent",
+            "What the model runs of the thread have spent. Limits of money count dollars, limits "
+            "of tokens or money count tokens.",
+            [
+                Query(
+                    spent.format(
+                        select(f"langchain_quota_thread_spent_{unit}_total", AGENT, THREAD)
+                    ),
+                    unit,
+                    properties={"unit": shown, "decimals": decimals},
+                )
+                for unit, shown, decimals in (("dollars", DOLLARS, 4), ("tokens", ROUNDED, 0))
+            ],
             unit=COUNT,
-            steps=[(None, NEUTRAL)],
-            no_value="none",
-        ).decimals(0)
-    )
-    board.with_panel(
-        stat(
-            Place(10, 3, 4),
-            "Refused since",
-            "When the thread's latest refusals began, without a pause of ten minutes. Empty: "
-            "nothing was refused.",
-            f"min({refused_since(THREAD)}) * 1000",
-            unit="dateTimeFromNow",
-            steps=[(None, NEUTRAL), (0, CRITICAL)],
-            no_value="-",
+            no_value="No limit of tokens or money.",
         )
     )
-    board.with_panel(
-        stat(
-            Place(11, 3, 4),
-            "Resets",
-            "When the first time window of the thread's limits ends. Empty: they have no time "
-            "window.",
-            f"min({_USE.freshest(_USE.resets)})",
-            unit="dateTimeFromNow",
-            steps=[(None, NEUTRAL)],
-            no_value="-",
-        )
-    )
-    board.with_panel(
-        stat(
-            Place(5, 3, 4),
-            "Last decision",
-            "When a call of the thread was last judged, or the thread was last reset.",
-            f"max({_USE.decided}) * 1000",
-            unit="dateTimeFromNow",
-            steps=[(None, NEUTRAL)],
-        )
-    )
-
-
-def _budgets(board: Dashboard) -> None:
-    """What is left of budgets, and what was spent."""
-    budgets: tuple[tuple[int, Unit, str, str, int], ...] = (
-        (13, "tokens", "Tokens", COUNT, 0),
-        (15, "microdollars", "Money", DOLLARS, settings.DECIMALS_OF_THREADS),
-    )
-    for number, unit, what, dashboard_unit, decimals in budgets:
-        use = of_threads(THREAD, unit=unit)
-        board.with_panel(
-            stat(
-                Place(number, 6, 4),
-                f"{what} left",
-                f"How much is left of the limit of {what.lower()} that has least left.",
-                f"min({use.freshest(use.remaining)})",
-                unit=dashboard_unit,
-                steps=[(None, NEUTRAL)],
-                no_value="no such limit",
-            ).decimals(decimals)
-        )
-        spent = select(names.THREAD_SPENT[unit].name, AGENT, LIMIT, THREAD)
-        by = "job, instance, agent, limit"
-        board.with_panel(
-            stat(
-                Place(number + 1, 6, 4),
-                f"{what} spent",
-                f"{what} that model runs of the thread spent in the chosen time. If several limits "
-                "count the same runs, this is the one that counts most.",
-                f"sum(max by (job, instance, agent) ({total(by, spent, RANGE, RANGE_SECONDS)}))",
-                unit=dashboard_unit,
-                steps=[(None, NEUTRAL)],
-                no_value="none",
-            ).decimals(decimals)
-        )
-
-
-def _used(unit: Unit, panel_unit: str) -> list[Query]:
-    """What is used, what may be used, and what will be used."""
-    use = of_threads(THREAD, unit=unit)
-    own = {"unit": panel_unit}
-    return [
-        Query(
-            use.freshest(use.used), "used ({{agent}}, {{limit}})", properties={**own, **fixed(OK)}
-        ),
-        Query(
-            use.freshest(use.limit),
-            "limit ({{agent}}, {{limit}})",
-            properties={**own, **dashed(CRITICAL)},
-        ),
-        Query(
-            use.freshest(use.predicted),
-            f"in {settings.PREDICTED_TEXT} ({{{{agent}}}}, {{{{limit}}}})",
-            properties={**own, **dashed(WARNING)},
-        ),
-    ]
-
-
-def _use(board: Dashboard) -> None:
     board.with_panel(
         timeseries(
-            Place(6, 24, 10),
-            "Used against limit: $limit",
-            "What the thread has used, and what it may use, in the limit's unit: calls, tokens or "
-            "dollars. The orange line is what the thread will have used "
-            f"{settings.PREDICTED_TEXT} later, at the pace of the last {settings.PACE_WINDOW}. If "
-            "it reaches the limit, nothing is left by then.",
-            [*_used("calls", COUNT), *_used("tokens", COUNT), *_used("microdollars", DOLLARS)],
-            unit=COUNT,
+            Place(45, 12, 8),
+            "Used of each limit",
+            "What share of each limit the thread has used. At 100% its next call is refused.",
+            [Query(_RATIO, "{{limit}}")],
+            unit=SHARE,
         )
-        .repeat("limit")
-        .repeat_direction("h")
-        .max_per_row(2)
+        .no_value(_NO_LIMIT)
+        .max(1)
     )
-
-
-def _refusals(board: Dashboard) -> None:
-    board.with_row(row(7, "What was refused, and why"))
     board.with_panel(
-        bars(
-            Place(8, 24, 7),
-            "Refusals",
-            "How many calls of the thread a limit refused. The bars add up to the counted "
-            "refusals.",
-            [Query(grown("agent, limit", _REFUSALS), "{{limit}} ({{agent}})")],
+        timeseries(
+            Place(46, 12, 8),
+            "Refusals over time",
+            "How many calls of the thread each limit has refused in all, limits of runs and shared "
+            "quotas included. A step is a refusal.",
+            [Query(refusals(AGENT, THREAD), "{{limit}}")],
+            unit=COUNT,
         ).no_value("Nothing was refused.")
     )
     board.with_panel(
+        table(
+            Place(47, 24, 7),
+            "Limits of this thread",
+            "The limits that judged calls of the thread. 'Used' is empty for a limit that does not "
+            "count per thread, such as a limit of runs.",
+            [
+                text("Limit", "limit", 220),
+                text("Agent", "agent", 180),
+                gauge("Used", _RATIO, 200),
+                count("Refused", refusals(AGENT, THREAD), 110),
+                when("Last refusal", f"{last_time('refusal', AGENT, THREAD)} * 1000", 160),
+                when("Last call", f"{last_time('decision', AGENT, THREAD)} * 1000", 160),
+                when("Resets", f"{last_time('reset', AGENT, THREAD)} * 1000", 160),
+            ],
+            sort_by=f"{last_time('decision', AGENT, THREAD)} * 1000",
+            no_value="The thread has no series any more.",
+        )
+    )
+    board.with_panel(
         traces(
-            Place(9, 24, 10),
+            Place(48, 24, 9),
             "Refused calls in traces",
             "Calls of the thread that were refused or skipped: by which limit, at which threshold, "
             "and how much was used. The panel cannot show a thread whose id has a backtick.",
             spans("${thread:raw}", refused=True),
         )
     )
+    return board
+
+
+def _seconds_left(unit: str) -> str:
+    used = f"langchain_quota_thread_used{unit}"
+    left = f"{select(f'langchain_quota_thread_limit{unit}', THREAD)} - {select(used, THREAD)} > 0"
+    return f"min(({left}) / (deriv({select(used, AGENT, THREAD)}[15m]) > 0))"

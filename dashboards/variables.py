@@ -1,9 +1,8 @@
-"""The variables: which data sources, processes, agents, limits and threads are shown."""
+"""The variables: which data sources, jobs, agents, limits and threads are shown."""
 
 from grafana_foundation_sdk.builders.dashboard import DatasourceVariable, QueryVariable
 from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models.dashboard import (
-    VariableHide,
     VariableModel,
     VariableOption,
     VariableRefresh,
@@ -11,52 +10,20 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 from dashboards.panels import PROMETHEUS
-from dashboards.queries import (
-    BUILD,
-    CALLS,
-    LIMIT_OF_RESULT,
-    PROCESS,
-    THREAD_OF_RESULT,
-    label_values,
-    select,
-)
+from dashboards.queries import AGENT, select
 
 
-def common_variables() -> list[Builder[VariableModel]]:
-    """Those that all dashboards have."""
-    any_job = f"{BUILD}{{{PROCESS[0].replace('$job', '.+')}}}"
-    this_job = f"{BUILD}{{{PROCESS[0]}}}"
-    return [
+def common_variables(*, limit: bool = True) -> list[Builder[VariableModel]]:
+    """Those that all dashboards have; a dashboard may leave out the limit."""
+    limits = "langchain_quota_limit_decisions_total"
+    found: list[Builder[VariableModel]] = [
         DatasourceVariable("datasource").label("Data source").type("prometheus"),
         DatasourceVariable("tempo").label("Traces").type("tempo"),
-        several("job", "Job", label_values(any_job, "job")),
-        several("instance", "Instance", label_values(this_job, "instance")),
-        several("agent", "Agent", label_values(select(CALLS), "agent")),
+        several("job", "Job", 'label_values(langchain_quota_build_info{job=~".+"}, job)'),
+        several("agent", "Agent", f"label_values({select('langchain_quota_calls_total')}, agent)"),
+        several("limit", "Limit", f"label_values({select(limits, AGENT)}, limit)"),
     ]
-
-
-def found(name: str, label: str, expr: str) -> QueryVariable:
-    """A hidden variable with the ids of the threads that a table is about.
-
-    It is asked once, over all threads; the columns are then about the found ones only. To look
-    through all threads for each column takes seconds where there are many.
-    """
-    everything = VariableOption(text=["All"], value=["$__all"], selected=True)
-    return (
-        one(name, label, f"query_result(group by (thread_id) ({expr}))")
-        .regex(THREAD_OF_RESULT)
-        .hide(VariableHide.HIDE_VARIABLE)
-        .multi(multi=True)
-        .include_all(include_all=True)
-        .current(everything)
-    )
-
-
-def limits(expr: str) -> QueryVariable:
-    """The variable of limits that count different units."""
-    return several("limit", "Limit", f"query_result(group by (limit) ({expr}))").regex(
-        LIMIT_OF_RESULT
-    )
+    return found if limit else found[:-1]
 
 
 def several(name: str, label: str, query: str) -> QueryVariable:
