@@ -239,7 +239,8 @@ def _threads() -> TablePanel:
 
 def _refusals() -> TimeseriesPanel:
     refused = grown(DECISIONS, BAR, AGENT, LIMIT, _BLOCKED, by="limit, scope")
-    allowed = grown(CALLS, BAR, AGENT, 'decision="allowed"', by="decision")
+    calls = select("langchain_quota_calls_total", AGENT, 'decision="allowed"')
+    allowed = f"sum(rate({calls}[$__rate_interval])) * 60"
     line = {
         **fixed(NEUTRAL),
         "custom.drawStyle": "line",
@@ -252,8 +253,8 @@ def _refusals() -> TimeseriesPanel:
         "How many calls per minute each limit refused, and at which threshold (bars), and how "
         "many were allowed (line). Click a dot to open the trace of a call.",
         [
-            Query(f"{refused} {PER_MINUTE} > 0", "{{limit}} ({{scope}})", exemplar=True),
-            Query(f"{allowed} {PER_MINUTE}", "calls allowed", properties=line),
+            Query(f"{refused} {PER_MINUTE} > 0", "{{limit}} ({{scope}})"),
+            Query(allowed, "calls allowed", exemplar=True, properties=line),
         ],
         unit=settings.ROUNDED,
     ).no_value("No call was judged.")

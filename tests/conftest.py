@@ -91,12 +91,14 @@ def postgres_server() -> "Iterator[PostgresServer]":
 
 @pytest.fixture(scope="module")
 def start_prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartPrometheus]:
-    """Starts a Prometheus that scrapes targets (`host:port` by job)."""
+    """Starts a Prometheus that scrapes targets (`host:port` by job), with rules."""
     with ExitStack() as running:
 
-        def start(targets: Mapping[str, str]) -> Prometheus:
+        def start(targets: Mapping[str, str], rules: str = "groups: []") -> Prometheus:
             directory = tmp_path_factory.mktemp("prometheus")
-            return running.enter_context(running_prometheus(directory, targets))
+            (directory / "rules.yaml").write_text(rules, encoding="utf-8")
+            server = running_prometheus(directory, targets, rule_files=["rules.yaml"])
+            return running.enter_context(server)
 
         yield start
 

@@ -117,8 +117,8 @@ class Prometheus:
         return body["data"]
 
 
-StartPrometheus = Callable[[Mapping[str, str]], Prometheus]
-"""Starts one that scrapes targets, `host:port` by job."""
+StartPrometheus = Callable[..., Prometheus]
+"""Starts one that scrapes targets, `host:port` by job, and evaluates rules, if any are given."""
 
 
 @contextmanager
