@@ -7,35 +7,10 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.builders.stat import Panel as StatPanel
 from grafana_foundation_sdk.builders.table import Panel as TablePanel
 
+from dashboards import panels as show
+from dashboards import queries as ask
 from dashboards import settings
 from dashboards.overview import cost, shared
-from dashboards.panels import (
-    Column,
-    Place,
-    Query,
-    bars,
-    gauge,
-    hidden,
-    new_dashboard,
-    row,
-    stat,
-    table,
-    text,
-    timeseries,
-)
-from dashboards.queries import (
-    AGENT,
-    ALLOWED,
-    BAR,
-    LIMIT,
-    LINKS,
-    OF_SUBJECT,
-    grown,
-    ratio,
-    select,
-    spent,
-    with_traced,
-)
 from dashboards.settings import CRITICAL, DOLLARS, OK, ROUNDED, SHARE, WARNING
 from dashboards.variables import common_variables
 
@@ -46,19 +21,22 @@ _ONCE = "A run that several limits count is counted once."
 
 def build() -> Dashboard:
     """The dashboard."""
-    board = new_dashboard(
+    board = show.new_dashboard(
         settings.BUDGETS_UID,
         settings.BUDGETS_TITLE,
         "What is spent, by whom and on which model, and what is left of budgets.",
     )
     board.variables(common_variables())
-    board.with_panel(cost(Place(41, 8, 5)))
+    board.with_panel(cost(show.Place(41, 8, 5)))
     board.with_panel(
-        stat(
-            Place(42, 8, 5),
+        show.stat(
+            show.Place(42, 8, 5),
             "Tokens today",
             f"What model runs used in the last 24 hours, and in the last hour: the pace. {_ONCE}",
-            [Query(spent("tokens", "24h"), "24 hours"), Query(spent("tokens", "1h"), "last hour")],
+            [
+                show.Query(ask.spent("tokens", "24h"), "24 hours"),
+                show.Query(ask.spent("tokens", "1h"), "last hour"),
+            ],
             unit=ROUNDED,
             no_value="No limit of tokens.",
         )
@@ -69,13 +47,13 @@ def build() -> Dashboard:
         (45, "tokens", "Tokens", ROUNDED),
     ):
         board.with_panel(
-            bars(
-                Place(number, 12, 8),
+            show.bars(
+                show.Place(number, 12, 8),
                 f"{name} per hour",
                 f"How fast each agent spends, by model. {_ONCE}",
                 [
-                    Query(
-                        f"{spent(unit, BAR, 'agent, model')} {_PER_HOUR} > 0",
+                    show.Query(
+                        f"{ask.spent(unit, ask.BAR, 'agent, model')} {_PER_HOUR} > 0",
                         "{{agent}}: {{model}}",
                     )
                 ],
@@ -84,20 +62,20 @@ def build() -> Dashboard:
         )
     board.with_panel(_budgets())
     board.with_panel(_threads())
-    runs = grown(_RUNS, BAR, AGENT, 'usage!="reported"', by="agent, model")
-    prices = grown(_RUNS, BAR, AGENT, 'price="unknown"', by="agent, model")
+    runs = ask.grown(_RUNS, ask.BAR, ask.AGENT, 'usage!="reported"', by="agent, model")
+    prices = ask.grown(_RUNS, ask.BAR, ask.AGENT, 'price="unknown"', by="agent, model")
     board.with_row(
-        row(
+        show.row(
             49,
             "Estimates and prices, whatever Limit is chosen",
-            timeseries(
-                Place(48, 24, 8),
+            show.timeseries(
+                show.Place(48, 24, 8),
                 "Uncertain runs",
                 "Model runs whose tokens are estimated, because the provider reported none or the "
                 "run was cut off, and runs without a price, whose cost no limit counts.",
                 [
-                    Query(runs, "estimated: {{agent}}, {{model}}"),
-                    Query(prices, "no price: {{agent}}, {{model}}"),
+                    show.Query(runs, "estimated: {{agent}}, {{model}}"),
+                    show.Query(prices, "no price: {{agent}}, {{model}}"),
                 ],
                 unit=settings.COUNT,
             ).no_value("Every run has a price and a report of its usage."),
@@ -108,16 +86,16 @@ def build() -> Dashboard:
 
 def _uncertain_share() -> StatPanel:
     def share(only: str) -> str:
-        return f"{grown(_RUNS, '24h', AGENT, only)} / {grown(_RUNS, '24h', AGENT)} or vector(0)"
+        return f"{ask.grown(_RUNS, '24h', ask.AGENT, only)} / {ask.grown(_RUNS, '24h', ask.AGENT)} or vector(0)"
 
-    return stat(
-        Place(43, 8, 5),
+    return show.stat(
+        show.Place(43, 8, 5),
         "Uncertain runs today",
         "The share of the model runs of the last 24 hours whose usage is estimated, and of those "
         "without a price. The variable Limit does not narrow it.",
         [
-            Query(share('usage="estimated"'), "estimated"),
-            Query(share('price="unknown"'), "no price"),
+            show.Query(share('usage="estimated"'), "estimated"),
+            show.Query(share('price="unknown"'), "no price"),
         ],
         unit=SHARE,
         steps=((None, OK), (0.05, WARNING), (0.5, CRITICAL)),
@@ -125,21 +103,23 @@ def _uncertain_share() -> StatPanel:
 
 
 def _budgets() -> TablePanel:
-    budgets = " and on (job, agent, limit) " + select(ALLOWED, AGENT, LIMIT, 'unit!="calls"')
+    budgets = " and on (job, agent, limit) " + ask.select(
+        ask.ALLOWED, ask.AGENT, ask.LIMIT, 'unit!="calls"'
+    )
 
     def amount(name: str, unit: str) -> str:
-        amounts = select(f"langchain_quota_subject_{name}_{unit}", AGENT, LIMIT)
-        return f"max by ({OF_SUBJECT}) ({amounts})"
+        amounts = ask.select(f"langchain_quota_subject_{name}_{unit}", ask.AGENT, ask.LIMIT)
+        return f"max by ({ask.OF_SUBJECT}) ({amounts})"
 
     return shared(
-        Place(46, 24, 8),
+        show.Place(46, 24, 8),
         "Budgets",
         [
-            gauge("Share", f"{ratio()}{budgets}", 100),
-            Column("Spent $", amount("used", "dollars"), _amount(DOLLARS, 2)),
-            Column("of $", amount("limit", "dollars"), _amount(DOLLARS, 2)),
-            Column("Tokens", amount("used", "tokens"), _amount(ROUNDED, 1)),
-            Column("of", amount("limit", "tokens"), _amount(ROUNDED, 1)),
+            show.gauge("Share", f"{ask.ratio()}{budgets}", 100),
+            show.Column("Spent $", amount("used", "dollars"), _amount(DOLLARS, 2)),
+            show.Column("of $", amount("limit", "dollars"), _amount(DOLLARS, 2)),
+            show.Column("Tokens", amount("used", "tokens"), _amount(ROUNDED, 1)),
+            show.Column("of", amount("limit", "tokens"), _amount(ROUNDED, 1)),
         ],
         budgets,
     )
@@ -153,28 +133,29 @@ def _threads() -> TablePanel:
     by = "job, agent, thread_id"
 
     def total(unit: str) -> str:
-        of = select(f"langchain_quota_thread_spent_{unit}_total", AGENT, LIMIT)
+        of = ask.select(f"langchain_quota_thread_spent_{unit}_total", ask.AGENT, ask.LIMIT)
         return f"topk({settings.TOP}, max by ({by}) (sum by ({by}, limit) ({of}) > 0))"
 
-    return table(
-        Place(47, 24, 8),
+    return show.table(
+        show.Place(47, 24, 8),
         "Threads that spend the most",
         "What conversations have spent since they have series, the most expensive on top. Click "
-        "one to see more, or to see its traces.",
+        "one to see more.",
         [
-            text("Thread", "thread_id", 380, links=LINKS),
-            text("Agent", "agent", 220),
-            Column(
+            show.text("Thread", "thread_id", 380, links=ask.LINKS),
+            show.text("Agent", "agent", 220),
+            show.Column(
                 "Dollars",
-                with_traced(total("dollars")),
+                total("dollars"),
                 _amount(DOLLARS, 4) | {"custom.width": 150},
             ),
-            Column(
-                "Tokens", with_traced(total("tokens")), _amount(ROUNDED, 1) | {"custom.width": 150}
+            show.Column(
+                "Tokens",
+                total("tokens"),
+                _amount(ROUNDED, 1) | {"custom.width": 150},
             ),
-            text("Job", "job", 160),
-            hidden("traced"),
+            show.text("Job", "job", 160),
         ],
-        sort_by=with_traced(total("dollars")),
+        sort_by=total("dollars"),
         no_value="Nothing was spent.",
     )

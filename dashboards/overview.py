@@ -5,55 +5,9 @@ from grafana_foundation_sdk.builders.stat import Panel as StatPanel
 from grafana_foundation_sdk.builders.table import Panel as TablePanel
 from grafana_foundation_sdk.builders.timeseries import Panel as TimeseriesPanel
 
+from dashboards import panels as show
+from dashboards import queries as ask
 from dashboards import settings
-from dashboards.panels import (
-    Column,
-    Place,
-    Query,
-    bars,
-    count,
-    duration,
-    fixed,
-    gauge,
-    hidden,
-    new_dashboard,
-    row,
-    severities,
-    share_of,
-    stat,
-    table,
-    text,
-    thresholds,
-    timeseries,
-    when,
-)
-from dashboards.queries import (
-    AGENT,
-    ALLOWED,
-    BAR,
-    CALLS,
-    DECISIONS,
-    JOB,
-    LIMIT,
-    LINKS,
-    OF_SUBJECT,
-    OF_THREAD,
-    PER_MINUTE,
-    RANGE,
-    SUBJECT,
-    grown,
-    last_time,
-    or_none,
-    rank,
-    ratio,
-    refusals,
-    refused_subjects,
-    seconds_left,
-    select,
-    spent,
-    thread_ratio,
-    with_traced,
-)
 from dashboards.settings import COUNT, CRITICAL, DOLLARS, NEUTRAL, OK, SHARE
 from dashboards.variables import common_variables
 from langchain_quota.monitoring.exports import RUNBOOKS
@@ -65,21 +19,21 @@ _REFUSED_STEPS = ((None, OK), (1, CRITICAL))
 
 def build() -> Dashboard:
     """The dashboard."""
-    board = new_dashboard(
+    board = show.new_dashboard(
         settings.OVERVIEW_UID,
         settings.OVERVIEW_TITLE,
         "What is wrong, who is refused now, what is refused, and what it costs.",
     )
     board.variables(common_variables())
     board.with_panel(_alerts())
-    for number in (_refused_now(), _at_limits(), _calls_refused(), cost(Place(45, 6, 5))):
+    for number in (_refused_now(), _at_limits(), _calls_refused(), cost(show.Place(45, 6, 5))):
         board.with_panel(number)
     board.with_panel(_customers())
     board.with_panel(_threads())
     board.with_panel(_refusals())
-    board.with_row(row(53, "Who is near a limit", _shared(), _nearest()))
-    board.with_row(row(54, "Limits, and limits on trial", _limits()))
-    board.with_row(row(55, "Health, whatever Agent and Limit are chosen", _health()))
+    board.with_row(show.row(53, "Who is near a limit", _shared(), _nearest()))
+    board.with_row(show.row(54, "Limits, and limits on trial", _limits()))
+    board.with_row(show.row(55, "Health, whatever Agent and Limit are chosen", _health()))
     return board
 
 
@@ -89,42 +43,42 @@ def _alerts() -> TablePanel:
         "url": f"{RUNBOOKS}/${{__data.fields.alertname:percentencode}}.md",
         "targetBlank": True,
     }
-    alerts = f'alertname=~"LangChainQuota.+",{JOB}'
+    alerts = f'alertname=~"LangChainQuota.+",{ask.JOB}'
     firing = f'ALERTS{{{alerts},alertstate="firing"'
     since = f"ALERTS_FOR_STATE{{{alerts}}} * 1000 and ignoring (alertstate) {firing}}}"
     severity = (
         f'max without (alertstate) (3 * {firing},severity="critical"}} '
         f'or 2 * {firing},severity="warning"}} or {firing}}})'
     )
-    return table(
-        Place(41, 24, 5),
+    return show.table(
+        show.Place(41, 24, 5),
         "Alerts that fire",
         "The alerts of langchain-quota that fire for the chosen jobs, those that page first. "
         "Click an alert to open its runbook.",
         [
-            text("Severity", "severity", 90, **severities()),
-            text("Alert", "alertname", 330, links=[runbook]),
-            text("Agent", "agent", 130),
-            text("Limit", "limit", 130),
-            text("Quota", "scope", 100),
-            text("Customer", "subject", 130),
-            when("Since", since, 130),
-            text("Job", "job", 110),
+            show.text("Severity", "severity", 90, **show.severities()),
+            show.text("Alert", "alertname", 330, links=[runbook]),
+            show.text("Agent", "agent", 130),
+            show.text("Limit", "limit", 130),
+            show.text("Quota", "scope", 100),
+            show.text("Customer", "subject", 130),
+            show.when("Since", since, 130),
+            show.text("Job", "job", 110),
         ],
-        sort_by=or_none(severity, "severity"),
+        sort_by=ask.or_none(severity, "severity"),
     )
 
 
 def _refused_now() -> StatPanel:
-    return stat(
-        Place(42, 6, 5),
+    return show.stat(
+        show.Place(42, 6, 5),
         "Refused now",
         "How many conversations (threads) and customers (subjects of quotas) were refused in the "
         "last 5 minutes, whatever time and limit are chosen, if they have series.",
         [
-            Query(
+            show.Query(
                 _or_zero(
-                    f"sum({select(f'job_agent:langchain_quota_{who}_refused:count5m', AGENT)})"
+                    f"sum({ask.select(f'job_agent:langchain_quota_{who}_refused:count5m', ask.AGENT)})"
                 ),
                 name,
             )
@@ -136,16 +90,20 @@ def _refused_now() -> StatPanel:
 
 
 def _at_limits() -> StatPanel:
-    threads = select("job_agent_limit:langchain_quota_threads_exhausted:count", AGENT, LIMIT)
-    return stat(
-        Place(43, 6, 5),
+    threads = ask.select(
+        "job_agent_limit:langchain_quota_threads_exhausted:count", ask.AGENT, ask.LIMIT
+    )
+    return show.stat(
+        show.Place(43, 6, 5),
         "At their limits",
         "How many threads and customers have nothing left of a limit: their next call is refused. "
         "Of several limits of an agent, the one that most threads have used up counts.",
         [
-            Query(_or_zero(f"sum(max by (job, agent) ({threads}))"), "threads"),
-            Query(
-                _or_zero(f"count(group by (job, agent, scope, subject) ({ratio(_LABELLED)} >= 1))"),
+            show.Query(_or_zero(f"sum(max by (job, agent) ({threads}))"), "threads"),
+            show.Query(
+                _or_zero(
+                    f"show.count(group by (job, agent, scope, subject) ({ask.ratio(_LABELLED)} >= 1))"
+                ),
                 "customers",
             ),
         ],
@@ -155,25 +113,28 @@ def _at_limits() -> StatPanel:
 
 
 def _calls_refused() -> StatPanel:
-    refused, judged = grown(CALLS, RANGE, AGENT, _BLOCKED), grown(CALLS, RANGE, AGENT)
+    refused, judged = (
+        ask.grown(ask.CALLS, ask.RANGE, ask.AGENT, _BLOCKED),
+        ask.grown(ask.CALLS, ask.RANGE, ask.AGENT),
+    )
     steps = [(None, OK), (settings.REFUSED_SHARE_WARNING, settings.WARNING)]
     steps.append((settings.REFUSED_SHARE_CRITICAL, CRITICAL))
-    return stat(
-        Place(44, 6, 5),
+    return show.stat(
+        show.Place(44, 6, 5),
         "Calls refused",
         "How many calls were refused in the chosen time, and which share of all judged calls that "
         "is. A call that two limits refuse is one call. Calls that were refused because the store "
         "failed are included. The variable Limit does not narrow it.",
         [
-            Query(_or_zero(refused), "calls"),
-            Query(
+            show.Query(_or_zero(refused), "calls"),
+            show.Query(
                 f"{refused} / ({judged} > 0) or vector(0)",
                 "share",
                 properties={
                     "unit": SHARE,
                     "decimals": 1,
                     "color": {"mode": "thresholds"},
-                    "thresholds": thresholds(steps),
+                    "thresholds": show.thresholds(steps),
                 },
             ),
         ],
@@ -181,80 +142,84 @@ def _calls_refused() -> StatPanel:
     )
 
 
-def cost(place: Place) -> StatPanel:
+def cost(place: show.Place) -> StatPanel:
     """What model runs cost."""
-    return stat(
+    return show.stat(
         place,
         "Cost today",
         "What model runs cost in the last 24 hours, and in the last hour: the pace. A run that "
         "several limits count is counted once. Only agents with a limit of money are counted.",
-        [Query(spent("dollars", "24h"), "24 hours"), Query(spent("dollars", "1h"), "last hour")],
+        [
+            show.Query(ask.spent("dollars", "24h"), "24 hours"),
+            show.Query(ask.spent("dollars", "1h"), "last hour"),
+        ],
         unit=DOLLARS,
         no_value="No limit of money.",
     )
 
 
 def _customers() -> TablePanel:
-    refused = f"sum by ({OF_SUBJECT}) ({refused_subjects(_LABELLED)}) > 0"
-    most = or_none(f"topk({settings.TOP}, {refused})", "subject")
-    return table(
-        Place(46, 12, 5),
+    refused = f"sum by ({ask.OF_SUBJECT}) ({ask.refused_subjects(_LABELLED)}) > 0"
+    most = ask.or_none(f"topk({settings.TOP}, {refused})", "subject")
+    return show.table(
+        show.Place(46, 12, 5),
         "Customers refused now",
         "Whom a shared quota refused calls in the last 5 minutes, whoever is refused most on top. "
         "Only quotas that Telemetry(subject_label=…) names are listed.",
         [
-            text("Customer", "subject", 150),
-            text("Quota", "scope", 80),
-            text("Limit", "limit", 105),
-            count("Refused", most, 80),
-            gauge("Used", f"{ratio(_LABELLED)} and on ({OF_SUBJECT}) ({refused})", 80),
-            text("Agent", "agent", 100),
+            show.text("Customer", "subject", 150),
+            show.text("Quota", "scope", 80),
+            show.text("Limit", "limit", 105),
+            show.count("Refused", most, 80),
+            show.gauge("Used", f"{ask.ratio(_LABELLED)} and on ({ask.OF_SUBJECT}) ({refused})", 80),
+            show.text("Agent", "agent", 100),
         ],
         sort_by=most,
     )
 
 
 def _threads() -> TablePanel:
-    last = last_time("refusal", AGENT, LIMIT)
+    last = ask.last_time("refusal", ask.AGENT, ask.LIMIT)
     latest = f"topk({settings.TOP}, {last} > time() - 300)"
-    refused = f"{refusals(AGENT, LIMIT)} and on ({OF_THREAD}) ({last} > time() - 300)"
-    most = or_none(with_traced(f"topk({settings.TOP}, {refused})"), "limit")
-    return table(
-        Place(47, 12, 5),
+    refused = (
+        f"{ask.refusals(ask.AGENT, ask.LIMIT)} and on ({ask.OF_THREAD}) ({last} > time() - 300)"
+    )
+    most = ask.or_none(f"topk({settings.TOP}, {refused})", "limit")
+    return show.table(
+        show.Place(47, 12, 5),
         "Threads refused now",
         "Which conversations a limit refused in the last 5 minutes, and how many calls since they "
-        "have series. Click a thread to see more, or to see its traces.",
+        "have series. Click a thread to see more.",
         [
-            text("Thread", "thread_id", 170, links=LINKS),
-            text("Limit", "limit", 115),
-            count("Refused", most, 80),
-            when("Last refusal", f"{latest} * 1000", 130),
-            text("Agent", "agent", 100),
-            hidden("job"),
-            hidden("traced"),
+            show.text("Thread", "thread_id", 170, links=ask.LINKS),
+            show.text("Limit", "limit", 115),
+            show.count("Refused", most, 80),
+            show.when("Last refusal", f"{latest} * 1000", 130),
+            show.text("Agent", "agent", 100),
+            show.hidden("job"),
         ],
         sort_by=most,
     )
 
 
 def _refusals() -> TimeseriesPanel:
-    refused = grown(DECISIONS, BAR, AGENT, LIMIT, _BLOCKED, by="limit, scope")
-    calls = select("langchain_quota_calls_total", AGENT, 'decision="allowed"')
+    refused = ask.grown(ask.DECISIONS, ask.BAR, ask.AGENT, ask.LIMIT, _BLOCKED, by="limit, scope")
+    calls = ask.select("langchain_quota_calls_total", ask.AGENT, 'decision="allowed"')
     allowed = f"sum(rate({calls}[$__rate_interval])) * 60"
     line = {
-        **fixed(NEUTRAL),
+        **show.fixed(NEUTRAL),
         "custom.drawStyle": "line",
         "custom.fillOpacity": 0,
         "custom.stacking": {"mode": "none"},
     }
-    return bars(
-        Place(48, 24, 6),
+    return show.bars(
+        show.Place(48, 24, 6),
         "Refusals by limit, calls/min",
         "How many calls per minute each limit refused, and at which threshold (bars), and how "
         "many were allowed (line). Click a dot to open the trace of a call.",
         [
-            Query(f"{refused} {PER_MINUTE} > 0", "{{limit}} ({{scope}})"),
-            Query(allowed, "calls allowed", exemplar=True, properties=line),
+            show.Query(f"{refused} {ask.PER_MINUTE} > 0", "{{limit}} ({{scope}})"),
+            show.Query(allowed, "calls allowed", exemplar=True, properties=line),
         ],
         unit=settings.ROUNDED,
     ).no_value("No call was judged.")
@@ -262,87 +227,92 @@ def _refusals() -> TimeseriesPanel:
 
 def _shared() -> TablePanel:
     return shared(
-        Place(49, 24, 9),
+        show.Place(49, 24, 9),
         "Shared quotas",
-        [gauge("Used", ratio(), 110)],
+        [show.gauge("Used", ask.ratio(), 110)],
     )
 
 
-def shared(place: Place, title: str, amounts: list[Column], among: str = "") -> TablePanel:
+def shared(
+    place: show.Place, title: str, amounts: list[show.Column], among: str = ""
+) -> TablePanel:
     """A table of shared quotas and their subjects; an expression may narrow all columns."""
-    refused = refused_subjects('subject=~".*"')
-    resets = select(f"{SUBJECT}reset:max", AGENT, LIMIT)
-    return table(
+    refused = ask.refused_subjects('subject=~".*"')
+    resets = ask.select(f"{ask.SUBJECT}reset:max", ask.AGENT, ask.LIMIT)
+    return show.table(
         place,
         title,
         "Quotas of users, tenants, agents and of all. Whoever is refused is on top, then who has "
         "nothing left, then who has least left. 'Time left' uses the pace of the last hour.",
         [
-            text("Customer", "subject", 170),
-            text("Quota", "scope", 100),
-            text("Agent", "agent", 130),
-            text("Limit", "limit", 130),
-            count("Refused", f"{refused}{among}", 80),
+            show.text("Customer", "subject", 170),
+            show.text("Quota", "scope", 100),
+            show.text("Agent", "agent", 130),
+            show.text("Limit", "limit", 130),
+            show.count("Refused", f"{refused}{among}", 80),
             *amounts,
-            duration("Time left", f"{seconds_left()}{among}", 110),
-            when("Resets", f"{resets} * 1000{among}", 120),
-            text("Job", "job", 110),
+            show.duration("Time left", f"{ask.seconds_left()}{among}", 110),
+            show.when("Resets", f"{resets} * 1000{among}", 120),
+            show.text("Job", "job", 110),
         ],
-        sort_by=f"{rank()}{among}",
+        sort_by=f"{ask.rank()}{among}",
         no_value="No quota is shared.",
     )
 
 
 def _nearest() -> TablePanel:
-    nearest = f"topk({settings.TOP}, {thread_ratio(AGENT, LIMIT)})"
-    return table(
-        Place(50, 24, 9),
+    nearest = f"topk({settings.TOP}, {ask.thread_ratio(ask.AGENT, ask.LIMIT)})"
+    return show.table(
+        show.Place(50, 24, 9),
         "Threads nearest to their limits",
         "How much of their limits conversations have used, those with nothing left on top. Click a "
-        "thread to see more, or to see its traces.",
+        "thread to see more.",
         [
-            text("Thread", "thread_id", 330, links=LINKS),
-            text("Agent", "agent", 150),
-            text("Limit", "limit", 150),
-            gauge("Used", with_traced(nearest), 160),
-            count("Refused", refusals(AGENT, LIMIT), 90),
-            when("Last call", f"{last_time('decision', AGENT, LIMIT)} * 1000", 140),
-            text("Job", "job", 130),
-            hidden("traced"),
+            show.text("Thread", "thread_id", 330, links=ask.LINKS),
+            show.text("Agent", "agent", 150),
+            show.text("Limit", "limit", 150),
+            show.gauge("Used", nearest, 160),
+            show.count("Refused", ask.refusals(ask.AGENT, ask.LIMIT), 90),
+            show.when(
+                "Last call", f"{ask.last_time('decision', ask.AGENT, ask.LIMIT)} * 1000", 140
+            ),
+            show.text("Job", "job", 130),
         ],
-        sort_by=with_traced(nearest),
+        sort_by=nearest,
         no_value="No limit per thread.",
     )
 
 
 def _limits() -> TablePanel:
-    allowed = select(ALLOWED, AGENT, LIMIT)
+    allowed = ask.select(ask.ALLOWED, ask.AGENT, ask.LIMIT)
     by = "job, agent, limit, scope"
 
     def share(decision: str) -> str:
         part, whole = (
-            grown(DECISIONS, RANGE, AGENT, LIMIT, only, by=by)
+            ask.grown(ask.DECISIONS, ask.RANGE, ask.AGENT, ask.LIMIT, only, by=by)
             for only in (f'decision="{decision}"', 'decision=~"allowed|blocked|would_block"')
         )
         return f"{part} / ({whole} > 0) * on ({by}) group_left (unit) ({allowed} ^ 0)"
 
-    near = select("job_agent_limit:langchain_quota_limit_near_ratio:max", AGENT, LIMIT)
-    return table(
-        Place(51, 24, 8),
+    near = ask.select("job_agent_limit:langchain_quota_limit_near_ratio:max", ask.AGENT, ask.LIMIT)
+    return show.table(
+        show.Place(51, 24, 8),
         "Limits",
         "What limits allow, from which used share they are near, and which share of the calls that "
         "they judged they refused in the chosen time. 'Would refuse' is the share of a limit on "
         "trial (enforce=False). Limits that a function computes are not listed.",
         [
-            text("Agent", "agent", 150),
-            text("Limit", "limit", 150),
-            text("Scope", "scope", 100),
-            count("Allowed", allowed, 110),
-            text("Unit", "unit", 80),
-            share_of("Near from", f"({allowed} ^ 0) * on (job, agent, limit) group_left () {near}"),
-            share_of("Refused", share("blocked")),
-            share_of("Would refuse", share("would_block")),
-            text("Job", "job", 110),
+            show.text("Agent", "agent", 150),
+            show.text("Limit", "limit", 150),
+            show.text("Scope", "scope", 100),
+            show.count("Allowed", allowed, 110),
+            show.text("Unit", "unit", 80),
+            show.share_of(
+                "Near from", f"({allowed} ^ 0) * on (job, agent, limit) group_left () {near}"
+            ),
+            show.share_of("Refused", share("blocked")),
+            show.share_of("Would refuse", share("would_block")),
+            show.text("Job", "job", 110),
         ],
         sort_by=share("would_block"),
         no_value="No limit has a number.",
@@ -359,21 +329,24 @@ def _health() -> TimeseriesPanel:
         (fallbacks, "action", "calls without the store: {{action}}"),
         (unjudged, "kind", "calls that no limit judged: {{kind}}"),
     )
-    return timeseries(
-        Place(52, 24, 8),
+    return show.timeseries(
+        show.Place(52, 24, 8),
         "Health",
         "How many processes have metrics; and for each point in time, what failed, how many calls "
         "were decided without the shared store (deny: refused; allow: run) or judged by no limit, "
         "and how many threads near a limit have no series, so that no table lists them.",
         [
-            Query(
-                f"count by (job) ({select('langchain_quota_build_info')})", "processes of {{job}}"
+            show.Query(
+                f"count by (job) ({ask.select('langchain_quota_build_info')})",
+                "processes of {{job}}",
             ),
             *(
-                Query(f"{grown(metric, BAR, by=label)} > 0", legend)
+                show.Query(f"{ask.grown(metric, ask.BAR, by=label)} > 0", legend)
                 for metric, label, legend in counted
             ),
-            Query(f"sum({select('langchain_quota_subjects', near)}) > 0", "near threads hidden"),
+            show.Query(
+                f"sum({ask.select('langchain_quota_subjects', near)}) > 0", "near threads hidden"
+            ),
         ],
         unit=COUNT,
     )

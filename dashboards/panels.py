@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
+from typing import TypeVar
 
 from grafana_foundation_sdk.builders.common import (
     ReduceDataOptions,
@@ -35,6 +36,8 @@ TEMPO = dashboard.DataSourceRef(type_val="tempo", uid="${tempo}")
 Steps = Sequence[tuple[float | None, str]]
 """Colours by the value from which they hold; the first has none."""
 
+P = TypeVar("P", StatPanel, TablePanel, TimeseriesPanel)
+
 Properties = Mapping[str, object]
 """What a column, or a query's series, has of its own: values by the names of properties."""
 
@@ -50,13 +53,7 @@ TIME_LEFT: Steps = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What identifies a panel for good, and its size on the grid.
-
-    Attributes:
-        number: The panel's id: never given to another one, or links to it mislead.
-        width: In 24ths.
-        height: In rows of the grid.
-    """
+    """A panel's id, its width in 24ths, and its height in rows; links contain the id."""
 
     number: int
     width: int
@@ -65,14 +62,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query over time.
-
-    Attributes:
-        expr: PromQL.
-        legend: The name of its series, such as `{{limit}}`.
-        exemplar: Whether its exemplars are shown.
-        properties: What its series have of their own.
-    """
+    """A query over time; the legend names its series, such as `{{limit}}`."""
 
     expr: str
     legend: str
@@ -82,13 +72,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        title: The heading.
-        source: A label's name, or PromQL for the value.
-        properties: What it has of its own.
-    """
+    """A column of a table: of a label, or of the values of PromQL."""
 
     title: str
     source: str
@@ -136,13 +120,7 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
 ) -> StatPanel:
     """Numbers of now, each with the line that led to it."""
     panel = (
-        StatPanel()
-        .id(place.number)
-        .span(place.width)
-        .height(place.height)
-        .title(title)
-        .description(description)
-        .datasource(PROMETHEUS)
+        _framed(StatPanel(), place, title, description)
         .unit(unit)
         .no_value(no_value)
         .max_data_points(settings.MOST_BARS)
@@ -164,13 +142,7 @@ def timeseries(
 ) -> TimeseriesPanel:
     """Lines; a gap is a gap."""
     panel = (
-        TimeseriesPanel()
-        .id(place.number)
-        .span(place.width)
-        .height(place.height)
-        .title(title)
-        .description(description)
-        .datasource(PROMETHEUS)
+        _framed(TimeseriesPanel(), place, title, description)
         .unit(unit)
         .min(0)
         .span_nulls(span_nulls=False)
@@ -241,13 +213,7 @@ def table(  # noqa: PLR0913 - the same
         for ref_id, expr in zip(ascii_uppercase, every, strict=False)
     }
     panel = (
-        TablePanel()
-        .id(place.number)
-        .span(place.width)
-        .height(place.height)
-        .title(title)
-        .description(description)
-        .datasource(PROMETHEUS)
+        _framed(TablePanel(), place, title, description)
         .unit(settings.COUNT)
         .decimals(0)
         .no_value(no_value)
@@ -372,12 +338,7 @@ def traces(place: Place, title: str, description: str, query: str) -> TablePanel
         .ref_id("A")
     )
     return (
-        TablePanel()
-        .id(place.number)
-        .span(place.width)
-        .height(place.height)
-        .title(title)
-        .description(description)
+        _framed(TablePanel(), place, title, description)
         .datasource(TEMPO)
         .unit("none")
         .show_header(show_header=True)
@@ -394,6 +355,17 @@ def thresholds(steps: Steps) -> dict[str, object]:
         "mode": dashboard.ThresholdsMode.ABSOLUTE,
         "steps": [{"value": value, "color": colour} for value, colour in steps],
     }
+
+
+def _framed(panel: P, place: Place, title: str, description: str) -> P:
+    return (
+        panel.id(place.number)
+        .span(place.width)
+        .height(place.height)
+        .title(title)
+        .description(description)
+        .datasource(PROMETHEUS)
+    )
 
 
 def _instant(expr: str, ref_id: str) -> Dataquery:

@@ -6,9 +6,6 @@ an export puts the matchers that it was given. A thread's id is any printable te
 characters: it stands in raw strings, in which only the backtick means something.
 """
 
-import json
-from urllib.parse import quote
-
 from dashboards import settings
 from langchain_quota.telemetry import tracing
 
@@ -105,22 +102,12 @@ def spent(unit: str, window: str, by: str = "") -> str:
     return grown(f"job_agent_model:langchain_quota_spent_{unit}:increase15s", window, AGENT, by=by)
 
 
-def with_traced(expression: str) -> str:
-    r"""Add the label `traced`: the thread's id, if it has no `"`, no `\` and no backtick.
-
-    A link to Tempo has the id in a TraceQL string, in JSON, in a URL; Grafana can escape for the
-    last of them only. Without the label the link finds nothing.
-    """
-    return f'label_replace({expression}, "traced", "$1", "thread_id", "([^\\"\\\\\\\\`]*)")'
-
-
-def spans(thread: str, *, refused: bool = False) -> str:
-    """TraceQL: a thread's judged calls, or those that were not simply let through, and why."""
-    its = " || ".join(
-        f"span.{attribute} = `{thread}`"
+def refused_spans() -> str:
+    """TraceQL: the calls of the thread that were not simply let through, and why."""
+    thread = " || ".join(
+        f"span.{attribute} = `${{thread:raw}}`"
         for attribute in (tracing.CONVERSATION_ID, tracing.THREAD_LABEL)
     )
-    decisions = "blocked|skipped|would_block" if refused else ".+"
     shown = ", ".join(
         f"span.{attribute}"
         for attribute in (
@@ -129,7 +116,8 @@ def spans(thread: str, *, refused: bool = False) -> str:
             *(tracing.RUN_USED, tracing.RUN_LIMIT, tracing.EXIT_BEHAVIOR),
         )
     )
-    return f'{{ span.{tracing.DECISION} =~ "{decisions}" && ({its}) }} | select({shown})'
+    decided = f'span.{tracing.DECISION} =~ "blocked|skipped|would_block"'
+    return f"{{ {decided} && ({thread}) }} | select({shown})"
 
 
 def thread_link() -> str:
@@ -143,34 +131,5 @@ def thread_link() -> str:
     )
 
 
-def traces_link() -> str:
-    """From a row of a table to its thread's calls in Tempo."""
-    thread = "${__data.fields.traced:percentencode}"
-    query = {
-        "refId": "A",
-        "datasource": {"type": "tempo", "uid": "${tempo}"},
-        "queryType": "traceql",
-        "tableType": "spans",
-        "limit": settings.TRACES_SHOWN,
-        "query": spans(thread),
-    }
-    panes = {
-        "quota": {
-            "datasource": "${tempo}",
-            "queries": [query],
-            "range": {"from": "${__from}", "to": "${__to}"},
-        }
-    }
-    url = "/explore?schemaVersion=1&panes=" + quote(
-        json.dumps(panes, separators=(",", ":")), safe=""
-    )
-    for filled_by_grafana in ("${tempo}", "${__from}", "${__to}", thread):
-        url = url.replace(quote(filled_by_grafana, safe=""), filled_by_grafana)
-    return url
-
-
-LINKS = [
-    {"title": "This thread", "url": thread_link()},
-    {"title": "Its calls in Tempo", "url": traces_link(), "targetBlank": True},
-]
+LINKS = [{"title": "This thread", "url": thread_link()}]
 """Where a thread in a table leads."""
