@@ -86,7 +86,8 @@ def build() -> Dashboard:
 
 def _uncertain_share() -> StatPanel:
     def share(only: str) -> str:
-        return f"{ask.grown(_RUNS, '24h', ask.AGENT, only)} / {ask.grown(_RUNS, '24h', ask.AGENT)} or vector(0)"
+        part, whole = ask.grown(_RUNS, "24h", ask.AGENT, only), ask.grown(_RUNS, "24h", ask.AGENT)
+        return f"{part} / {whole} or vector(0)"
 
     return show.stat(
         show.Place(43, 8, 5),

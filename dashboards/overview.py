@@ -77,12 +77,13 @@ def _refused_now() -> StatPanel:
         "last 5 minutes, whatever time and limit are chosen, if they have series.",
         [
             show.Query(
-                _or_zero(
-                    f"sum({ask.select(f'job_agent:langchain_quota_{who}_refused:count5m', ask.AGENT)})"
-                ),
+                _or_zero(f"sum({ask.select(f'job_agent:langchain_quota_{each}', ask.AGENT)})"),
                 name,
             )
-            for who, name in (("threads", "threads"), ("subjects", "customers"))
+            for each, name in (
+                ("threads_refused:count5m", "threads"),
+                ("subjects_refused:count5m", "customers"),
+            )
         ],
         unit=COUNT,
         steps=_REFUSED_STEPS,
@@ -102,7 +103,7 @@ def _at_limits() -> StatPanel:
             show.Query(_or_zero(f"sum(max by (job, agent) ({threads}))"), "threads"),
             show.Query(
                 _or_zero(
-                    f"show.count(group by (job, agent, scope, subject) ({ask.ratio(_LABELLED)} >= 1))"
+                    f"count(group by (job, agent, scope, subject) ({ask.ratio(_LABELLED)} >= 1))"
                 ),
                 "customers",
             ),
