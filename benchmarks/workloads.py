@@ -28,7 +28,7 @@ from langchain_quota.middleware.context import fixed
 from langchain_quota.rule import ResolvedLimit, ResolvedLimits, hits_of
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import recorder_of
-from langchain_quota.telemetry.metrics import DECISION_BUCKETS
+from langchain_quota.telemetry.names import DECISION_BUCKETS
 
 Repeat = Callable[[int], None]
 """Does something so many times."""
@@ -157,14 +157,12 @@ def _emitting(limits: int, mode: scenes.Mode) -> Repeat:
     recorder = recorder_of(scenes.telemetry(mode))
     decisions = [decision(limits)]
     tasks = count()
-    # In mid-run: the run's first span has begun its trace.
-    trace = recorder.record(decisions, started=time.time_ns()).trace
+    # The series are made with the first decision; that is no part of a step.
+    recorder.record(decisions, started=time.time_ns())
 
     def emit(number: int) -> None:
         for _ in repeat(None, number):
-            recorder.record(
-                decisions, started=time.time_ns(), task_id=f"task-{next(tasks)}", trace=trace
-            )
+            recorder.record(decisions, started=time.time_ns(), task_id=f"task-{next(tasks)}")
 
     return emit
 
