@@ -113,8 +113,12 @@ class GraphRun:
 
 
 @dataclass(eq=False)
-class OwnCall:
+class OwnCall(BaseCallbackHandler):
     """The model call of an agent, and the model runs that are made in it, at any depth."""
+
+    # An exception where a model run starts ends the call before it is made.
+    run_inline = raise_error = True
+    ignore_agent = ignore_retriever = ignore_retry = ignore_custom_event = True
 
     # Raises an exception if a model may not be called.
     admit: Callable[[ModelUsage], None]
@@ -125,6 +129,19 @@ class OwnCall:
     def runs(self) -> list[ModelRun]:
         """The model runs so far, in the order in which they have started."""
         return [each.now() for each in [*self.kept.values()]]
+
+    def on_chat_model_start(self, *_: Any, run_id: UUID, **__: Any) -> None:
+        """Raise an exception if the model may not be called, and forget the run."""
+        run = self.kept.get(run_id) if self.is_open else None
+        if run is not None:
+            try:
+                self.admit(run.usage)
+            except Exception:
+                for runs in run.kept_in:
+                    runs.pop(run_id, None)
+                raise
+
+    on_llm_start = on_chain_start = on_chat_model_start
 
 
 class _Place(NamedTuple):
@@ -138,9 +155,7 @@ class _Place(NamedTuple):
 class ModelRuns(BaseCallbackHandler):
     """Keeps model runs for all who are charged for them, from callbacks of any thread."""
 
-    # An exception where a model run starts ends the call before it is made.
-    run_inline = raise_error = True
-    ignore_retry = ignore_custom_event = True
+    run_inline = ignore_retry = ignore_custom_event = True
 
     def __init__(self) -> None:
         # Those that somebody keeps.
@@ -234,8 +249,6 @@ class ModelRuns(BaseCallbackHandler):
         place = self._learn(run_id, **more)
         # What a call leaves running may start more model runs.
         calls = [each for each in place.calls if each.is_open]
-        for call in calls:
-            call.admit(asked)
         # A decision model that asks another model is not charged beside that one.
         asking = self._started.get(cast("UUID", more.get("parent_run_id")))
         if asking is not None:
@@ -304,12 +317,21 @@ class _Handler:
         return (_running()[0] or ModelRuns()) if self.for_all or _calls.get() else None
 
 
+class _InnermostCall:
+    """Gives LangChain the innermost call of an agent that the running code is in."""
+
+    def get(self) -> OwnCall | None:
+        return next(reversed(_calls.get()), None)
+
+
 @cache
 def _handler() -> _Handler:
-    """Have LangChain look for a handler, from the first budget on."""
+    """Have LangChain look for handlers, from the first budget on."""
     found = _Handler()
     variable = cast("ContextVar[Any]", found)
     register_configure_hook(variable, inheritable=True, handle_class=ModelRuns)
+    # Behind it: handlers behind the one that refuses a model are told nothing.
+    register_configure_hook(cast("ContextVar[Any]", _InnermostCall()), inheritable=True)
     return found
 
 
