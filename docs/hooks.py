@@ -10,16 +10,15 @@ BOOSTS = {
     "changelog": 0.2,
     "benchmarks": 0.2,
     "troubleshooting": 0.2,
-    "stack": 0.2,
+    "comparison": 0.5,
+    "migrating": 0.5,
+    "quickstart": 2,
     "concepts": 3,
+    "limits": 2,
+    "budgets": 2,
+    "customers": 2,
     "alerts": 2,
     "dashboards": 2,
-    "cost": 3,
-    "quickstart": 2,
-    "how-to/tenants": 2,
-    "how-to/stop-loops": 2,
-    "coding-assistants": 0.5,
-    "migrating": 0.5,
 }
 """How much a page counts in the search, where it is not 1. Guides come before references."""
 

@@ -28,7 +28,7 @@ PROMETHEUS = "prometheus --config.file=prometheus.yml"
 
 
 def test_the_quickstart_can_be_walked(tmp_path: Path) -> None:
-    """Each step prints what the page says, up to the alert; the README shows the same alert."""
+    """Each step prints what the page says, up to the alert that fires."""
     for program in ("curl", "prometheus", "promtool"):
         required_program(program, "prometheus curl")
     metrics, answers = str(free_port()), str(free_port())
@@ -44,21 +44,16 @@ def test_the_quickstart_can_be_walked(tmp_path: Path) -> None:
         walked = walk(before, tmp_path)
         with running(serve, tmp_path / "prometheus.log"):
             walked += walk(after, tmp_path)
-
-    (alert,) = [said for command, said in walked if "/api/v1/alerts" in command]
-    readme = (ROOT / "README.md").read_text()
-    for text in re.findall(r'": "(.*)",?$', alert.replace('\\"', "'"), re.MULTILINE):
-        if text != "firing":
-            assert text.partition(" Refused since")[0] in readme.replace('"', "'")
+    assert any("/api/v1/alerts" in command for command in walked)
 
 
-def walk(part: str, directory: Path) -> list[tuple[str, str]]:
+def walk(part: str, directory: Path) -> list[str]:
     """Run the shell blocks of a part of the page, each until it prints what the page says."""
     walked = []
     for kind, command, said in BLOCK.findall(part):
         if kind == "shell" and not command.startswith("pip install"):
             eventually(lambda: shows(output(command, directory), said))  # noqa: B023 - at once
-            walked.append((command, said))
+            walked.append(command)
     return walked
 
 
