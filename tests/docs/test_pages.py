@@ -143,3 +143,18 @@ def test_llms_txt_lists_every_page() -> None:
     )
     pages = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
     assert sorted(links) == sorted(page for page in pages if not left_out.match(page))
+
+
+def test_the_docs_are_short() -> None:
+    """All pages have at most 25,000 words, and the README 600; its first example has 12 lines.
+
+    Runbooks, the reference and the changelog do not count, nor does the README's code.
+    """
+    pages = DOCS.glob("**/*.md")
+    left_out = {DOCS / "runbooks", DOCS / "reference", DOCS / "changelog.md"}
+    counted = [page for page in pages if not left_out & {page, page.parent}]
+    words = {page.name: len(page.read_text().split()) for page in counted}
+    assert sum(words.values()) <= 25_000, words
+    text = re.sub(r"```.*?```", "", README.read_text(), flags=re.DOTALL)
+    assert len(text.split()) <= 600
+    assert len([line for line in blocks(README)[0].splitlines() if line]) <= 12
