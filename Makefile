@@ -79,7 +79,9 @@ lint: $(VENV)/.develop ## Check style and types.
 	$(BIN)/ruff check --preview --select DOC102,DOC202,DOC403,DOC501 src
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file= --strict -c "$$(sed -n '/^```python$$/,/^```$$/{/^```/!p}' README.md)"
+	@for page in README.md docs/quickstart.md docs/limits.md docs/people.md; do \
+		$(BIN)/mypy --config-file= --strict -c "$$(sed -n '/^```python$$/,/^```$$/{/^```/!p}' $$page)" \
+		|| { echo "in the Python of $$page"; exit 1; }; done
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.develop ## Mend what can be mended of the style.
