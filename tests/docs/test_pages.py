@@ -133,6 +133,13 @@ def test_links_of_the_readme() -> None:
     assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 
+def test_promises_name_their_tests() -> None:
+    """Each test that docs/promises.md gives as a proof is there."""
+    named = re.findall(r"`(tests/[\w/]+\.py)`", (DOCS / "promises.md").read_text())
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_llms_txt_lists_every_page() -> None:
     """docs/llms.txt leads to each page of the site, and to the first of the runbooks."""
     links = re.findall(

@@ -1,4 +1,4 @@
-"""What the pages say of the rights of a user of Redis."""
+"""What the page about customers says of the rights of a user of Redis."""
 
 import asyncio
 import re
@@ -17,14 +17,12 @@ from tests.server.redis import RedisServer
 from tests.server.stores import batch, calls, compensating
 from tests.server.test_cluster import nodes  # noqa: F401 - a fixture
 
-DOCS = Path(__file__).parents[2] / "docs"
-SHARED = (DOCS / "shared-quotas.md").read_text()
-SECURITY = " ".join((DOCS / "security.md").read_text().split())
+PAGE = " ".join((Path(__file__).parents[2] / "docs" / "customers.md").read_text().split())
 SECRET = "a-secret-of-the-tests"  # noqa: S105 - of a server that lives for a test
 OF_CONNECTIONS = {"hello", "auth", "info", "config|resetstat", "client|setinfo"}
 """What clients say that are connected, and what the test asks itself."""
 
-[(KEYS, WORDS)] = re.findall(r"ACL SETUSER quota on >\S+ (\S+) (\+.*)", SHARED)
+[(KEYS, WORDS)] = re.findall(r"ACL SETUSER quota on >\S+ (\S+) ((?:\+\w+ )+)", PAGE)
 COMMANDS = [each.removeprefix("+") for each in WORDS.split()]
 
 
@@ -46,9 +44,8 @@ def use_all_of_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_rights_are_those_that_are_used(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user with the pages' rights can do all, and there is no right that is not needed."""
-    further = re.findall(r"`\+(\w+)` is only for", SECURITY)
-    assert further == re.findall(r"need `\+(\w+)`", SHARED) == ["scan"]
+    """A user with the page's rights can do all, and there is no right that is not needed."""
+    assert re.findall(r"need `\+(\w+)`", PAGE) == ["scan"]
     with redis_server.client() as client:
         rights = (f">{SECRET}", KEYS, *(f"+{each}" for each in [*COMMANDS, "scan"]))
         client.execute_command("ACL", "SETUSER", "quota", "on", *rights)
@@ -61,7 +58,7 @@ def test_the_rights_are_those_that_are_used(
 
 def test_another_database_needs_a_further_right(redis_server: RedisServer) -> None:
     """With `+select`, and not without it, a URL may name another database than 0."""
-    assert "`+select` only for a URL with another database than 0" in SECURITY
+    assert "A database other than 0 needs `+select`" in PAGE
     url = f"redis://other:{SECRET}@127.0.0.1:{redis_server.port}/1"
     with redis_server.client() as client, closing(RedisStore(url, timeout=30)) as store:
         client.execute_command("ACL", "SETUSER", "other", "on", f">{SECRET}", KEYS, *WORDS.split())
@@ -73,8 +70,8 @@ def test_another_database_needs_a_further_right(redis_server: RedisServer) -> No
 
 def test_a_cluster_needs_further_rights(nodes: list[RedisServer]) -> None:  # noqa: F811 - the fixture
     """With the page's further rights, and not without them, a client can use a cluster."""
-    [keys] = re.findall(r"the keys of all prefixes, such as `(\S+)`", SHARED)
-    [further] = re.findall(r"A client of a cluster needs\s+`([^`]+)`", SHARED)
+    [keys] = re.findall(r"the keys of all prefixes, such as `(\S+)`", PAGE)
+    [further] = re.findall(r"A client of a cluster needs `([^`]+)`", PAGE)
     who: Any = {"username": "quota", "password": SECRET}
 
     def allow(*rules: str) -> None:
