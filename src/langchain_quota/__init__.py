@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from langchain_quota.errors import QuotaWarning as QuotaWarning
     from langchain_quota.errors import ToolCallLimitExceededError as ToolCallLimitExceededError
     from langchain_quota.errors import UnknownPriceError as UnknownPriceError
-    from langchain_quota.features.budgets.estimates import usage_bound as usage_bound
+    from langchain_quota.features.budgets.estimates import max_usage as max_usage
     from langchain_quota.features.deep_agents.with_limits import with_limits as with_limits
     from langchain_quota.features.graph.graph import GraphQuota as GraphQuota
     from langchain_quota.features.graph.inline import InlineQuotaMiddleware as InlineQuotaMiddleware
@@ -72,7 +72,7 @@ else:
             "ToolCallLimitExceededError",
             "UnknownPriceError",
         ),
-        "features.budgets.estimates": ("usage_bound",),
+        "features.budgets.estimates": ("max_usage",),
         "telemetry.exposition": ("MetricsServer", "metrics_app", "start_metrics_server"),
         "features.graph.graph": ("GraphQuota",),
         "limits": ("Limit",),

@@ -15,7 +15,7 @@ from langchain_quota import (
     Price,
     Quota,
     TokenLimit,
-    usage_bound,
+    max_usage,
 )
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.scene import ANN, Form, Kind, Scene, both_forms, cancel_at
@@ -280,7 +280,7 @@ async def test_the_most_that_a_call_can_cost_is_held(
     bounds: list[ModelUsage] = []
 
     def bound(request: ModelRequest[Any]) -> ModelUsage:
-        bounds.append(replace(usage_bound(request), input_tokens=100, total_tokens=100))
+        bounds.append(replace(max_usage(request), input_tokens=100, total_tokens=100))
         return bounds[-1]
 
     limit = CostLimit(quotas=[Quota(5, per="global")], reserve=bound)

@@ -18,7 +18,7 @@ from langchain_quota import (
     QuotaWarning,
     TokenLimit,
     UnknownPriceError,
-    usage_bound,
+    max_usage,
 )
 from tests.clients import (
     KEY,
@@ -252,7 +252,7 @@ class Bounds(AgentMiddleware):
 
     async def awrap_model_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
         request = request.override(model_settings={**request.model_settings, **self.settings})
-        self.bounds.append(usage_bound(request))
+        self.bounds.append(max_usage(request))
         return await handler(request)
 
 

@@ -29,7 +29,7 @@ from langchain_quota import (
     TokenLimit,
     ToolCallLimit,
     UnknownPriceError,
-    usage_bound,
+    max_usage,
 )
 from langchain_quota.testing import ScriptedChatModel
 
@@ -156,7 +156,7 @@ def price(usage: ModelUsage) -> Decimal | None:
 
 budgets: list[Limit] = [
     TokenLimit(run_limit=100_000, tokens="input", reserve=bound),
-    TokenLimit(run_limit=100_000, reserve=usage_bound),
+    TokenLimit(run_limit=100_000, reserve=max_usage),
     TokenLimit(thread_limit=100_000, exit_behavior="ask", grant=50_000),
     CostLimit(run_limit=5, exit_behavior="ask", grant="2.50", name="asks"),
     CostLimit(run_limit="0.50", thread_limit=budget, quotas=[Quota("100", per="tenant")]),

@@ -102,7 +102,7 @@ class TokenLimit(Budget[int]):
         reserve: How many tokens of the budget a call holds while it runs, from 1; `None` for none.
             When the call is done, the tokens that it used replace them. A call is refused if its
             reserve is more than what is left. A number must not exceed any limit or quota, except
-            those of 0. A function of the `ModelRequest`, such as `usage_bound`, gives a number, or
+            those of 0. A function of the `ModelRequest`, such as `max_usage`, gives a number, or
             a `ModelUsage` with the most that the call can use. A call that is cut off is charged
             its reserve, or an estimate if that is higher. With `enforce=False` no reserve is held.
             List the middleware after those that retry or fall back: each attempt then has a reserve
@@ -160,7 +160,7 @@ class CostLimit(Budget[Dollars]):
 
     Args:
         reserve: How many dollars of the budget a call holds while it runs; `None` for none.
-            A function of the `ModelRequest`, such as `usage_bound`, gives dollars, or a
+            A function of the `ModelRequest`, such as `max_usage`, gives dollars, or a
             `ModelUsage` with the most that the call can use. The highest price of this usage is
             held. See `TokenLimit`.
         exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` cannot be used

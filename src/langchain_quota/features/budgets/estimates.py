@@ -62,7 +62,7 @@ def estimated_usage(
     )
 
 
-def usage_bound(request: ModelRequest[Any]) -> ModelUsage:
+def max_usage(request: ModelRequest[Any]) -> ModelUsage:
     """The most tokens that a model call can use, as far as this is known before the call.
 
     The input has two parts: the tokens that the provider has reported for the call of the newest
@@ -83,8 +83,8 @@ def usage_bound(request: ModelRequest[Any]) -> ModelUsage:
     Examples:
         As `reserve` of a limit:
 
-        >>> from langchain_quota import TokenLimit, usage_bound
-        >>> limit = TokenLimit(run_limit=100_000, reserve=usage_bound)
+        >>> from langchain_quota import TokenLimit, max_usage
+        >>> limit = TokenLimit(run_limit=100_000, reserve=max_usage)
 
         The newest answer's call has used 900 tokens. The new message has 4 bytes, and the next
         answer has 500 tokens at most:
@@ -98,7 +98,7 @@ def usage_bound(request: ModelRequest[Any]) -> ModelUsage:
         ...     messages=[AIMessage("Hello.", usage_metadata=used), HumanMessage("Why?")],
         ...     model_settings={"max_tokens": 500},
         ... )
-        >>> bound = usage_bound(request)
+        >>> bound = max_usage(request)
         >>> (bound.input_tokens, bound.output_tokens)
         (924, 500)
     """

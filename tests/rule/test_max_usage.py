@@ -1,4 +1,4 @@
-"""`usage_bound`: the most tokens that a model call can use."""
+"""`max_usage`: the most tokens that a model call can use."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemM
 from langchain_core.tools import tool
 from pydantic import BaseModel
 
-from langchain_quota import ModelUsage, usage_bound
+from langchain_quota import ModelUsage, max_usage
 from langchain_quota.testing import ScriptedChatModel
 from tests.tokens import answer
 
@@ -44,7 +44,7 @@ class Weather(BaseModel):
 
 def bound(*messages: AnyMessage, **more: Any) -> ModelUsage:
     system = SystemMessage(more["system"]) if "system" in more else None
-    return usage_bound(
+    return max_usage(
         ModelRequest(
             model=more.get("model") or Capped(script=[]),
             messages=[*messages],
