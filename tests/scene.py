@@ -26,7 +26,6 @@ from pydantic import BaseModel
 
 import langchain_quota
 from langchain_quota import (
-    Limit,
     MemoryStore,
     ModelCallLimitMiddleware,
     QuotaMiddleware,
@@ -34,6 +33,7 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.decision import Call
+from langchain_quota.limits import Limit
 from langchain_quota.state import ThreadUsage
 from langchain_quota.testing import ScriptedChatModel, Turn, assert_valid_history
 from tests.telemetry import Signals

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from langchain_quota import Limit, QuotaMiddleware
+from langchain_quota import QuotaMiddleware
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits import Limit
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import dimension_of
 from langchain_quota.stores.memory import MemoryStore

@@ -38,7 +38,7 @@ class Outcome(StrEnum):
     The values are the label `decision` in metrics, and `langchain_quota.decision` in spans.
 
     Examples:
-        >>> from langchain_quota import Outcome
+        >>> from langchain_quota.decision import Outcome
         >>> Outcome("blocked") is Outcome.BLOCKED
         True
     """
@@ -68,7 +68,8 @@ class Call:
             other uses.
 
     Examples:
-        >>> from langchain_quota import Call, ToolCallLimit
+        >>> from langchain_quota import ToolCallLimit
+        >>> from langchain_quota.decision import Call
         >>> call = Call("tool", "search", id="call_1", agent="researcher", thread_id="7")
         >>> ToolCallLimit("search", run_limit=3).matches(call)
         True
@@ -97,7 +98,7 @@ class QuotaStatus:
             `runtime.context`. If `per` is a function, the quota's name.
 
     Examples:
-        >>> from langchain_quota import QuotaStatus
+        >>> from langchain_quota.decision import QuotaStatus
         >>> use = QuotaStatus("user_id", "ada", before=4, used=5, limit=5)
         >>> use.limit - use.used
         0
@@ -145,7 +146,7 @@ class LimitStatus:
         needs: How much of a budget the call may need, if the budget refuses it; else 0.
 
     Examples:
-        >>> from langchain_quota import LimitStatus
+        >>> from langchain_quota.decision import LimitStatus
         >>> third = LimitStatus("tool:search", "continue", 11, 12, 20, 2, 3, 3)
         >>> third.scopes, third.threshold("thread"), third.used("thread"), third.share
         (('thread', 'run'), 20, 12, 1.0)
@@ -281,7 +282,8 @@ class Answer:
         message: What they say about it; a rejected run ends with it.
 
     Examples:
-        >>> from langchain_quota import Answer, Decision
+        >>> from langchain_quota import Decision
+        >>> from langchain_quota.decision import Answer
         >>> def audit(decision: Decision) -> None:
         ...     if decision.answer is not None:
         ...         print(decision.answer.by, decision.answer.type, decision.answer.granted)
@@ -306,7 +308,8 @@ class Decision:
         answer: What a person answered before the decision, if one was asked.
 
     Examples:
-        >>> from langchain_quota import Decision, ModelCallLimit, Outcome, QuotaMiddleware
+        >>> from langchain_quota import Decision, ModelCallLimit, QuotaMiddleware
+        >>> from langchain_quota.decision import Outcome
         >>> def audit(decision: Decision) -> None:
         ...     if decision.outcome is Outcome.BLOCKED:
         ...         limits = [status.limit for status in decision.refused_by]

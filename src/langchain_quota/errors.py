@@ -134,7 +134,8 @@ class QuotaStoreError(Exception):
         timed_out: Whether it did not answer in time.
 
     Examples:
-        >>> from langchain_quota import MemoryStore, QuotaStoreError
+        >>> from langchain_quota import MemoryStore
+        >>> from langchain_quota.errors import QuotaStoreError
         >>> try:
         ...     MemoryStore(max_keys=2).reset(["ada", "bob", "eve"])
         ... except QuotaStoreError as error:
@@ -158,7 +159,7 @@ class EventLoopBlockedError(QuotaStoreError):
         timed_out: Whether it did not answer in time; true if this library raises the error.
 
     Examples:
-        >>> from langchain_quota import EventLoopBlockedError, QuotaStoreError
+        >>> from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
         >>> issubclass(EventLoopBlockedError, QuotaStoreError)
         True
     """
@@ -173,7 +174,7 @@ class UnknownPriceError(_CopiedError, LookupError):
         reason: Why the price is not known, if it is not simply missing.
 
     Examples:
-        >>> from langchain_quota import UnknownPriceError
+        >>> from langchain_quota.errors import UnknownPriceError
         >>> error = UnknownPriceError("my-deployment", "azure")
         >>> (error.model, error.provider)
         ('my-deployment', 'azure')

@@ -194,7 +194,8 @@ class QuotaState(AgentState[ResponseT]):
     Examples:
         As the argument of a function that computes a limit:
 
-        >>> from langchain_quota import QuotaState, ToolCallLimit
+        >>> from langchain_quota import ToolCallLimit
+        >>> from langchain_quota.state import QuotaState
         >>> def searches(state: QuotaState, runtime) -> int:
         ...     return 3 if len(state["messages"]) < 50 else 1
         >>> limit = ToolCallLimit("search", run_limit=searches)
@@ -271,7 +272,7 @@ class ThreadUsage:
         run_spent: What those of its newest run have used, under the same names.
 
     Examples:
-        >>> from langchain_quota import ThreadUsage
+        >>> from langchain_quota.state import ThreadUsage
         >>> used = ThreadUsage(tools={"search": 5}, model=9, run_tools={"search": 1}, run_model=2)
         >>> used.tools.get("search", 0)
         5

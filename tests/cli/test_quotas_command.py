@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import CostLimit, Limit, ModelCallLimitExceededError, Quota, TokenLimit
+from langchain_quota import CostLimit, ModelCallLimitExceededError, Quota, TokenLimit
 from langchain_quota.admission import Compensation
 from langchain_quota.cli import main
+from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.redis import RedisStore
 from tests.scene import Scene

@@ -14,11 +14,12 @@ from prometheus_client import CollectorRegistry
 from rich.cells import cell_len
 from rich.console import Console
 
-from langchain_quota import Level, start_metrics_server
+from langchain_quota import start_metrics_server
 from langchain_quota.cli import main, metrics
 from langchain_quota.cli.arguments import ORDERS, TOKEN_VARIABLE
 from langchain_quota.cli.metrics import Figures, Limit, Use
 from langchain_quota.cli.top import Choice, compact, lasting, percent, screen
+from langchain_quota.units import Level
 from tests.certificates import Certificate
 
 TOKEN = "a-token-for-tests"  # noqa: S105 - opens nothing

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
 
-from langchain_quota import MemoryStore, ModelCallLimit, Outcome, Quota, ToolCallLimit
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
+from langchain_quota.decision import Outcome
 from langchain_quota.telemetry.names import METRICS
 from tests.scene import Scene
 from tests.server.programs import required_program

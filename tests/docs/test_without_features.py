@@ -30,7 +30,7 @@ class Without(ast.NodeTransformer):
     """Takes a feature's lines out of a module.
 
     They are the imports from its folder or file, what they import where it stands in a tuple, among
-    the bases of a class or in `__all__`, and the homes of its public names.
+    the bases of a class or in `__all__`.
     """
 
     def __init__(self, feature: str) -> None:
@@ -61,12 +61,6 @@ class Without(ast.NodeTransformer):
 
     def visit_List(self, node: ast.List) -> ast.AST:
         node.elts = [each for each in node.elts if getattr(each, "value", "") not in self._names]
-        return node
-
-    def visit_Dict(self, node: ast.Dict) -> ast.AST:
-        pairs = [*zip(node.keys, node.values, strict=True)]
-        pairs = [pair for pair in pairs if not self._is_in(getattr(pair[0], "value", ""))]
-        node.keys, node.values = [key for key, _ in pairs], [value for _, value in pairs]
         return node
 
 

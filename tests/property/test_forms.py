@@ -15,11 +15,8 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, BaseMessage, ToolCall
 
-from langchain_quota import (
-    Limit,
-    MemoryStore,
-    ToolCallLimit,
-)
+from langchain_quota import MemoryStore, ToolCallLimit
+from langchain_quota.limits import Limit
 from langchain_quota.testing import Turn, captured_decisions
 from tests import drawn
 from tests.drawn import Batch, ProviderError, TurnPlan

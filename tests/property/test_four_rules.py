@@ -21,13 +21,9 @@ from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddlewar
 from langgraph.errors import GraphRecursionError
 from langgraph.types import Command
 
-from langchain_quota import (
-    Call,
-    Decision,
-    Limit,
-    Outcome,
-    ToolCallLimitExceededError,
-)
+from langchain_quota import Decision, ToolCallLimitExceededError
+from langchain_quota.decision import Call, Outcome
+from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests import drawn
 from tests.drawn import Batch, TurnPlan, World

@@ -12,7 +12,6 @@ from langchain_core.messages import AIMessage
 from langgraph.types import Command, interrupt
 
 from langchain_quota import (
-    Limit,
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitExceededError,
@@ -20,6 +19,7 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests import drawn
 from tests.examples import examples

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota import CostLimit, Limit, MemoryStore, Quota, TokenLimit
+from langchain_quota import CostLimit, MemoryStore, Quota, TokenLimit
+from langchain_quota.limits import Limit
 from tests.examples import examples
 from tests.scene import Form, Kind, Scene
 from tests.telemetry import HAS_INLINE, telling

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.tools import BaseTool, StructuredTool, ToolException
 
-from langchain_quota import Outcome, RepeatLimit
+from langchain_quota import RepeatLimit
+from langchain_quota.decision import Outcome
 from langchain_quota.testing import captured_decisions
 from tests.examples import examples
 from tests.scene import Scene

@@ -5,16 +5,9 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import (
-    Call,
-    Limit,
-    MemoryStore,
-    ModelCallLimit,
-    Quota,
-    QuotaMiddleware,
-    ToolCallLimit,
-)
-from langchain_quota.decision import Decision
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota.decision import Call, Decision
+from langchain_quota.limits import Limit
 from tests.scene import ANN, Scene
 from tests.stores import counts
 from tests.telemetry import Signals

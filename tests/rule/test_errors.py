@@ -15,17 +15,13 @@ from langchain.agents.middleware.tool_call_limit import (
 )
 
 from langchain_quota import (
-    Call,
     Decision,
-    LimitStatus,
     ModelCallLimitExceededError,
-    Outcome,
-    QuotaStatus,
-    QuotaStoreError,
     QuotaWarning,
     ToolCallLimitExceededError,
 )
-from langchain_quota.errors import UnknownPriceError
+from langchain_quota.decision import Call, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.errors import QuotaStoreError, UnknownPriceError
 
 QUOTA = QuotaStatus("user_id", "ada", 5, 5, 5, datetime(2026, 1, 2, tzinfo=UTC))
 STANDING = LimitStatus(

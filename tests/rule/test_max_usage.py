@@ -11,7 +11,8 @@ from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemM
 from langchain_core.tools import tool
 from pydantic import BaseModel
 
-from langchain_quota import ModelUsage, max_usage
+from langchain_quota import max_usage
+from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 from tests.tokens import answer
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota import ModelUsage, Price
+from langchain_quota import Price
 from langchain_quota.features.budgets.prices import cost, highest_cost, listed_price, resolve_prices
+from langchain_quota.limits.model_usage import ModelUsage
 from tests.examples import examples
 
 genai_prices = pytest.importorskip("genai_prices")

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota import Call, Decision, Level, LimitStatus, Outcome, QuotaStatus
+from langchain_quota import Decision
+from langchain_quota.decision import Call, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.units import Level
 
 OPEN = LimitStatus("open", "continue", 0, 0, None, 0, 0, None)
 """A status without thresholds."""

@@ -14,16 +14,16 @@ from langchain_quota import (
     CostLimit,
     Decision,
     InlineQuotaMiddleware,
-    Limit,
     MemoryStore,
     ModelCallLimit,
-    ModelUsage,
     Quota,
     ToolCallLimit,
     usage,
 )
 from langchain_quota.decision import Answer
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits import Limit
+from langchain_quota.limits.model_usage import ModelUsage
 from tests.scene import ANN, CONFIG, Form, Scene, both_forms, check_history
 from tests.stores import DAY
 from tests.telemetry import Signals, needs_inline

@@ -13,15 +13,8 @@ import pytest
 from langchain.agents.middleware import AgentMiddleware
 from langchain_core.tools import BaseTool, StructuredTool
 
-from langchain_quota import (
-    Decision,
-    MemoryStore,
-    Outcome,
-    Quota,
-    RepeatLimit,
-    ToolCallLimit,
-    usage,
-)
+from langchain_quota import Decision, MemoryStore, Quota, RepeatLimit, ToolCallLimit, usage
+from langchain_quota.decision import Outcome
 from tests.scene import CONFIG, Form, Kind, Scene, asking, both_forms, texts
 from tests.stores import counts
 from tests.telemetry import Signals, needs_inline

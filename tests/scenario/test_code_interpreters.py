@@ -7,7 +7,6 @@ import pytest
 from langchain_core.messages import BaseMessage
 
 from langchain_quota import (
-    Limit,
     MemoryStore,
     ModelCallLimit,
     Quota,
@@ -16,6 +15,7 @@ from langchain_quota import (
     ToolCallLimit,
     with_limits,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.scene import CONFIG, Form, Kind, Order, Scene, in_order, orders, recording
 from tests.telemetry import Signals, needs_inline

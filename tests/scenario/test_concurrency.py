@@ -22,12 +22,12 @@ from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
 from langchain_quota import (
     Decision,
-    Limit,
     ModelCallLimit,
     ModelCallLimitExceededError,
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.testing import Turn, captured_decisions
 from tests.scene import Form, Scene, asking, both_forms, model_limiter, tool_limiter
 from tests.telemetry import Signals

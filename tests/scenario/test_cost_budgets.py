@@ -9,7 +9,9 @@ from langchain.agents.middleware import ModelFallbackMiddleware
 from langchain_core.language_models import FakeListLLM
 from langchain_core.language_models.base import LangSmithParams
 
-from langchain_quota import CostLimit, ModelUsage, Price, UnknownPriceError
+from langchain_quota import CostLimit, Price
+from langchain_quota.errors import UnknownPriceError
+from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Form, Scene, both_forms
 from tests.telemetry import Signals

@@ -11,7 +11,6 @@ from langchain_core.tools import StructuredTool
 
 from langchain_quota import (
     GraphQuota,
-    Limit,
     MemoryStore,
     ModelCallLimit,
     QuotaMiddleware,
@@ -21,6 +20,7 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     with_limits,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.scene import Scene, check_history, texts, tool_limiter
 from tests.stores import counts, quota

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import Limit, ModelCallLimit, ToolCallLimit
+from langchain_quota import ModelCallLimit, ToolCallLimit
+from langchain_quota.limits import Limit
 from tests.scene import Form, Kind, Scene, asking
 from tests.telemetry import Signals, needs_inline
 

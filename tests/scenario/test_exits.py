@@ -8,12 +8,12 @@ import pytest
 
 from langchain_quota import (
     Decision,
-    Limit,
     MemoryStore,
     ModelCallLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests.scene import Kind, Order, Scene, in_order, orders, texts
 from tests.telemetry import Signals, needs_inline

@@ -17,7 +17,6 @@ from langgraph.types import Command, Send, interrupt
 from langchain_quota import (
     CostLimit,
     GraphQuota,
-    Limit,
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitExceededError,
@@ -28,6 +27,7 @@ from langchain_quota import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.errors import UnknownPriceError
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.loops import looped, shapes
 from tests.scene import (

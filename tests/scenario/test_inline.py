@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from langchain.agents.middleware import AgentMiddleware
 
-from langchain_quota import Limit, MemoryStore, ModelCallLimit, TokenLimit, ToolCallLimit
+from langchain_quota import MemoryStore, ModelCallLimit, TokenLimit, ToolCallLimit
+from langchain_quota.limits import Limit
 from tests.scene import Kind, Scene, asking
 from tests.telemetry import Signals, needs_inline, paid
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from langchain_quota import (
-    Limit,
     ModelCallLimit,
     Quota,
     QuotaMiddleware,
@@ -16,6 +15,7 @@ from langchain_quota import (
     TokenLimit,
     ToolCallLimit,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.stores.memory import MemoryStore
 from tests.scene import Form, Scene, both_forms
 from tests.telemetry import Signals

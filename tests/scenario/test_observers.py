@@ -12,12 +12,12 @@ from langchain_core.messages import AIMessage, BaseMessage
 
 from langchain_quota import (
     Decision,
-    Limit,
     ModelCallLimit,
     QuotaMiddleware,
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests.scene import Form, Kind, Scene, cancel_at, recording
 from tests.telemetry import Signals, needs_inline

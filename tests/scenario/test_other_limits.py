@@ -8,7 +8,8 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolCall, ToolMessage
 from langchain_core.tools import ToolException, tool
 
-from langchain_quota import Call, CostLimit, MemoryStore, Price, Quota, RepeatLimit, ToolCallLimit
+from langchain_quota import CostLimit, MemoryStore, Price, Quota, RepeatLimit, ToolCallLimit
+from langchain_quota.decision import Call
 from langchain_quota.testing import ScriptedChatModel, assert_valid_history
 from tests.scene import Scene, asking
 from tests.stores import DAY, FickleStore

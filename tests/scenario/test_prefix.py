@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from langchain_quota import (
-    Limit,
     MemoryStore,
     ModelCallLimit,
     Quota,
@@ -15,6 +14,7 @@ from langchain_quota import (
     TokenLimit,
     ToolCallLimit,
 )
+from langchain_quota.limits import Limit
 from tests.scene import CONFIG, Form, Scene, asking, both_forms
 from tests.telemetry import Signals
 

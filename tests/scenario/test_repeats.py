@@ -13,14 +13,14 @@ from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from langgraph.types import interrupt
 
 from langchain_quota import (
-    Limit,
     MemoryStore,
-    Outcome,
     Quota,
     RepeatLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
+from langchain_quota.decision import Outcome
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.calls import calls_made
 from tests.scene import Kind, Middleware, Scene, check_history, recording, tool_limiter

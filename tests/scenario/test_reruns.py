@@ -11,8 +11,9 @@ from langchain_core.tools import InjectedToolCallId, StructuredTool
 from langgraph.checkpoint.base import Checkpoint
 from langgraph.checkpoint.memory import InMemorySaver
 
-from langchain_quota import Limit, ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota import ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits import Limit
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions
 from tests.scene import ANN, CONFIG, Kind, Scene, asking, cancel_at, check_history

@@ -7,16 +7,9 @@ from typing import Any
 import pytest
 from langchain.agents.middleware.types import ModelRequest
 
-from langchain_quota import (
-    CostLimit,
-    MemoryStore,
-    ModelUsage,
-    Outcome,
-    Price,
-    Quota,
-    TokenLimit,
-    max_usage,
-)
+from langchain_quota import CostLimit, MemoryStore, Price, Quota, TokenLimit, max_usage
+from langchain_quota.decision import Outcome
+from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.scene import ANN, Form, Kind, Scene, both_forms, cancel_at
 from tests.stores import DAY, TODAY, Clock, FickleStore, counts, run_counts

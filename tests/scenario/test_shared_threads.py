@@ -5,7 +5,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from langchain_quota import Limit, ModelCallLimit, Quota, ToolCallLimit, usage
+from langchain_quota import ModelCallLimit, Quota, ToolCallLimit, usage
+from langchain_quota.limits import Limit
 from langchain_quota.stores.memory import MemoryStore
 from tests.scene import ANN, CONFIG, Form, Scene, asking, both_forms
 from tests.stores import DAY, TODAY, Clock, counts

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from langgraph.checkpoint.memory import InMemorySaver
 
-from langchain_quota import Limit, ModelCallLimit, ModelCallLimitMiddleware, ToolCallLimit
+from langchain_quota import ModelCallLimit, ModelCallLimitMiddleware, ToolCallLimit
+from langchain_quota.limits import Limit
 from tests.scene import (
     Kind,
     Order,

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from langchain_quota import (
-    Limit,
     ModelCallLimit,
     ModelCallLimitExceededError,
-    Outcome,
     Quota,
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
+from langchain_quota.decision import Outcome
+from langchain_quota.limits import Limit
 from langchain_quota.messages import SKIPPED
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore

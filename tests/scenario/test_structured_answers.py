@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from langchain.agents.structured_output import ToolStrategy
 
-from langchain_quota import Limit, ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
+from langchain_quota import ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
+from langchain_quota.limits import Limit
 from tests.scene import INVALID, VALID, Kind, Scene, Weather
 from tests.telemetry import Signals, needs_inline
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import Limit, MemoryStore, ModelCallLimit, QuotaWarning, ToolCallLimit
+from langchain_quota import MemoryStore, ModelCallLimit, QuotaWarning, ToolCallLimit
+from langchain_quota.limits import Limit
 from tests.scene import Form, Scene, asking, both_forms, delegate, tool_limiter
 from tests.telemetry import Signals
 

@@ -10,13 +10,13 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 
 from langchain_quota import (
-    Limit,
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitExceededError,
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.testing import Script, ScriptedChatModel, Turn
 from tests.scene import CONFIG, Scene, check_history, recording
 from tests.telemetry import Signals

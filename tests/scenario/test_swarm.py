@@ -8,7 +8,6 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
 
 from langchain_quota import (
-    Limit,
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitExceededError,
@@ -17,6 +16,7 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.testing import Script
 from tests.scene import CONFIG, Scene, check_history
 from tests.telemetry import Signals

@@ -17,7 +17,8 @@ from langchain_core.messages import (
 )
 from pydantic import PrivateAttr
 
-from langchain_quota import Limit, MemoryStore, ModelCallLimit, Quota, TokenLimit, ToolCallLimit
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, ToolCallLimit
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import ANN, VALID, Kind, Scene, Weather
 from tests.telemetry import Signals, needs_inline, paid

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import Limit, ModelCallLimit, Outcome, ToolCallLimit
+from langchain_quota import ModelCallLimit, ToolCallLimit
+from langchain_quota.decision import Outcome
+from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests.scene import Order, Scene, in_order, orders, texts
 from tests.telemetry import Signals

@@ -10,7 +10,8 @@ from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.graph import START, MessagesState, StateGraph
 
-from langchain_quota import Limit, ModelCallLimit, ToolCallLimit
+from langchain_quota import ModelCallLimit, ToolCallLimit
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import INVALID, VALID, Form, Scene, Weather, both_forms, recording
 from tests.telemetry import Signals, needs_inline, telling

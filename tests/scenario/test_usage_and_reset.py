@@ -10,7 +10,6 @@ from langchain_core.tools import tool
 from langgraph.types import interrupt
 
 from langchain_quota import (
-    Limit,
     ModelCallLimit,
     QuotaMiddleware,
     RepeatLimit,
@@ -18,6 +17,7 @@ from langchain_quota import (
     ToolCallLimit,
     usage,
 )
+from langchain_quota.limits import Limit
 from tests.scene import CONFIG, Form, Kind, Scene, both_forms, recording
 from tests.telemetry import Signals, needs_inline
 from tests.tokens import TOTAL, answer, spent

@@ -12,7 +12,6 @@ from langgraph.graph import START, MessagesState, StateGraph
 
 from langchain_quota import (
     InlineQuotaMiddleware,
-    Limit,
     MemoryStore,
     ModelCallLimit,
     Quota,
@@ -21,6 +20,7 @@ from langchain_quota import (
     ToolCallLimit,
     with_limits,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, ToolRequest, Turn
 from tests.scene import ANN, CONFIG, Scene, model_limiter, recording
 from tests.telemetry import Signals, needs_inline

@@ -9,17 +9,10 @@ import pytest
 from langchain.agents.middleware import AgentMiddleware, ModelFallbackMiddleware
 from langchain_core.messages import SystemMessage
 
-from langchain_quota import (
-    CostLimit,
-    Limit,
-    MemoryStore,
-    ModelUsage,
-    Quota,
-    QuotaWarning,
-    TokenLimit,
-    UnknownPriceError,
-    max_usage,
-)
+from langchain_quota import CostLimit, MemoryStore, Quota, QuotaWarning, TokenLimit, max_usage
+from langchain_quota.errors import UnknownPriceError
+from langchain_quota.limits import Limit
+from langchain_quota.limits.model_usage import ModelUsage
 from tests.clients import (
     KEY,
     PRICES,

@@ -25,7 +25,6 @@ from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
 from langchain_quota import (
     InlineQuotaMiddleware,
-    Limit,
     ModelCallLimit,
     QuotaMiddleware,
     RedisStore,
@@ -34,6 +33,7 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.forked import ROOT, start_python

@@ -10,9 +10,10 @@ import pytest
 import redis
 import redis.asyncio
 
-from langchain_quota import QuotaStoreError, RedisStore
+from langchain_quota import RedisStore
 from langchain_quota.admission import Compensation
 from langchain_quota.cli import main
+from langchain_quota.errors import QuotaStoreError
 from tests.server.redis import RedisServer
 from tests.server.stores import batch, calls, compensating
 from tests.server.test_cluster import nodes  # noqa: F401 - a fixture

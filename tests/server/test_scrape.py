@@ -9,13 +9,9 @@ import pytest
 from opentelemetry.trace import format_span_id, format_trace_id
 from prometheus_client.parser import text_string_to_metric_families
 
-from langchain_quota import (
-    Limit,
-    MetricsServer,
-    ModelCallLimit,
-    ToolCallLimit,
-    start_metrics_server,
-)
+from langchain_quota import ModelCallLimit, ToolCallLimit, start_metrics_server
+from langchain_quota.limits import Limit
+from langchain_quota.telemetry.exposition import MetricsServer
 from tests.scene import Scene
 from tests.server.prometheus import (
     Prometheus,

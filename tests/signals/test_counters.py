@@ -11,7 +11,6 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 
 from langchain_quota import (
     CostLimit,
-    Limit,
     MemoryStore,
     ModelCallLimit,
     Price,
@@ -22,6 +21,7 @@ from langchain_quota import (
     ToolCallLimitExceededError,
     __version__,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Scene
 from tests.telemetry import Signals, paid, telling

@@ -11,12 +11,8 @@ from prometheus_client import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from langchain_quota import (
-    Limit,
-    ModelCallLimit,
-    ToolCallLimit,
-    hmac_label,
-)
+from langchain_quota import ModelCallLimit, ToolCallLimit, hmac_label
+from langchain_quota.limits import Limit
 from tests.scene import Scene, asking
 from tests.telemetry import Signals, telling
 

@@ -5,13 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from langchain_quota import (
-    Limit,
-    MemoryStore,
-    ModelCallLimit,
-    Quota,
-    ToolCallLimit,
-)
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
+from langchain_quota.limits import Limit
 from tests.scene import Scene, asking
 from tests.telemetry import Signals, attributes, telling
 

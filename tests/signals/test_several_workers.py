@@ -21,14 +21,8 @@ from langchain_core.messages import BaseMessage
 from prometheus_client import REGISTRY, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from langchain_quota import (
-    Limit,
-    MemoryStore,
-    Quota,
-    TokenLimit,
-    ToolCallLimit,
-    metrics_app,
-)
+from langchain_quota import MemoryStore, Quota, TokenLimit, ToolCallLimit, metrics_app
+from langchain_quota.limits import Limit
 from tests.forked import run_python
 from tests.scene import Scene
 from tests.telemetry import paid, telling

@@ -12,7 +12,6 @@ from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode, format
 
 from langchain_quota import (
     CostLimit,
-    Limit,
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitExceededError,
@@ -24,6 +23,7 @@ from langchain_quota import (
     __version__,
     hmac_label,
 )
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Scene
 from tests.stores import DAY, RESETS, Clock, FickleStore

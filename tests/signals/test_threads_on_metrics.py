@@ -8,15 +8,8 @@ from typing import Any
 import pytest
 from langchain_core.messages import BaseMessage
 
-from langchain_quota import (
-    Limit,
-    MemoryStore,
-    Quota,
-    QuotaWarning,
-    TokenLimit,
-    ToolCallLimit,
-    hmac_label,
-)
+from langchain_quota import MemoryStore, Quota, QuotaWarning, TokenLimit, ToolCallLimit, hmac_label
+from langchain_quota.limits import Limit
 from tests.clock import Clock
 from tests.scene import Scene
 from tests.telemetry import Signals, paid, telling

@@ -18,7 +18,8 @@ from langsmith import Client
 from langsmith.run_helpers import tracing_context
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from langchain_quota import Limit, ModelCallLimit, ToolCallLimit
+from langchain_quota import ModelCallLimit, ToolCallLimit
+from langchain_quota.limits import Limit
 from tests.forked import run_python
 from tests.scene import Form, Kind, Scene, both_forms
 from tests.telemetry import Signals, needs_inline, telling

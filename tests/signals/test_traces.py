@@ -14,7 +14,8 @@ from opentelemetry import context, trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext
 
-from langchain_quota import Limit, ModelCallLimit, ToolCallLimit
+from langchain_quota import ModelCallLimit, ToolCallLimit
+from langchain_quota.limits import Limit
 from tests.scene import Form, Scene, both_forms, recording
 from tests.telemetry import Signals, attributes, needs_inline
 

@@ -7,20 +7,16 @@ from datetime import datetime
 from typing import Any, Literal, assert_type
 
 from langchain_quota import (
-    Answer,
-    Call,
     Decision,
-    Level,
-    LimitStatus,
     ModelCallLimit,
     ModelCallLimitExceededError,
-    Outcome,
     QuotaMiddleware,
-    QuotaStatus,
-    QuotaStoreError,
     QuotaWarning,
     ToolCallLimitExceededError,
 )
+from langchain_quota.decision import Answer, Call, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.units import Level
 
 
 def read(decision: Decision, answer: Answer, warning: QuotaWarning) -> UserWarning:

@@ -14,13 +14,13 @@ from langchain.agents.middleware import tool_call_limit as langchain_tool_limit
 
 from langchain_quota import (
     Decision,
-    ExitBehavior,
     ModelCallLimitMiddleware,
     QuotaMiddleware,
     Telemetry,
     ToolCallLimit,
     ToolCallLimitMiddleware,
 )
+from langchain_quota.limits.calls import ExitBehavior
 from langchain_quota.testing import ScriptedChatModel
 
 

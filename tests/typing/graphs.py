@@ -13,10 +13,10 @@ from langchain_quota import (
     GraphQuota,
     ModelCallLimit,
     QuotaMiddleware,
-    QuotaStore,
     ToolCallLimit,
     with_limits,
 )
+from langchain_quota.stores import QuotaStore
 from langchain_quota.testing import ScriptedChatModel
 
 

@@ -17,10 +17,8 @@ from typing_extensions import TypedDict
 from langchain_quota import (
     CostLimit,
     InlineQuotaMiddleware,
-    Limit,
     MemoryStore,
     ModelCallLimit,
-    ModelUsage,
     Price,
     Quota,
     QuotaMiddleware,
@@ -28,9 +26,11 @@ from langchain_quota import (
     Telemetry,
     TokenLimit,
     ToolCallLimit,
-    UnknownPriceError,
     max_usage,
 )
+from langchain_quota.errors import UnknownPriceError
+from langchain_quota.limits import Limit
+from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 
 

@@ -8,19 +8,11 @@ from typing import assert_type
 import redis
 import redis.asyncio
 
-from langchain_quota import (
-    EventLoopBlockedError,
-    Grant,
-    MemoryStore,
-    ModelCallLimit,
-    Quota,
-    QuotaMiddleware,
-    QuotaStore,
-    QuotaStoreError,
-    QuotaUsage,
-    RedisStore,
-)
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, QuotaMiddleware, RedisStore
 from langchain_quota.admission import AcquireRequest, AcquireResult, admit
+from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
+from langchain_quota.stores import QuotaStore, QuotaUsage
+from langchain_quota.stores.grants import Grant
 
 limits = [ModelCallLimit(quotas=[Quota(5, per="user_id", window=timedelta(days=1))])]
 

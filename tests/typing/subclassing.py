@@ -14,10 +14,10 @@ from langchain_quota import (
     ModelCallLimitMiddleware,
     ModelCallLimitState,
     QuotaMiddleware,
-    QuotaState,
     ToolCallLimitMiddleware,
     ToolCallLimitState,
 )
+from langchain_quota.state import QuotaState
 from langchain_quota.testing import ScriptedChatModel
 
 

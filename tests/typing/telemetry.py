@@ -9,13 +9,8 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 
-from langchain_quota import (
-    MetricsServer,
-    Telemetry,
-    hmac_label,
-    metrics_app,
-    start_metrics_server,
-)
+from langchain_quota import Telemetry, hmac_label, metrics_app, start_metrics_server
+from langchain_quota.telemetry.exposition import MetricsServer
 
 Telemetry(registry=CollectorRegistry(), tracer_provider=TracerProvider(), near=0.9)
 Telemetry(spans="refused", thread_label=hmac_label("a secret of 16 bytes or more"), max_tools=20)

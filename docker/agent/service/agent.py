@@ -19,16 +19,16 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langchain_quota import (
     CostLimit,
     Decision,
-    Limit,
     ModelCallLimit,
     Price,
     Quota,
     QuotaMiddleware,
-    QuotaStore,
     RepeatLimit,
     TokenLimit,
     ToolCallLimit,
 )
+from langchain_quota.limits import Limit
+from langchain_quota.stores import QuotaStore
 from langchain_quota.testing import ScriptedChatModel
 from service.settings import SCRIPTED, Settings, SettingsError
 

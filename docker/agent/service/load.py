@@ -14,7 +14,8 @@ from uuid import uuid4
 
 import httpx
 
-from langchain_quota import QuotaStoreError, RedisStore
+from langchain_quota import RedisStore
+from langchain_quota.errors import QuotaStoreError
 
 WORDS = ("oak", "ash", "elm", "pine", "birch", "larch", "rowan", "alder", "7", "42")
 SHORT, LONG = (1, 5), (9, 12)

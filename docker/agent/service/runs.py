@@ -9,12 +9,8 @@ from typing import Any
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.runnables import RunnableConfig
 
-from langchain_quota import (
-    Decision,
-    ModelCallLimitExceededError,
-    Outcome,
-    ToolCallLimitExceededError,
-)
+from langchain_quota import Decision, ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.decision import Outcome
 from service.agent import Caller
 from service.shapes import Answer, Failed, Problem, Question, Refused, Shape, ends_run, refusal
 

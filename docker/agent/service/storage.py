@@ -14,7 +14,8 @@ from psycopg import AsyncConnection
 from psycopg.rows import DictRow, dict_row
 from psycopg_pool import AsyncConnectionPool
 
-from langchain_quota import MemoryStore, QuotaStore, RedisStore
+from langchain_quota import MemoryStore, RedisStore
+from langchain_quota.stores import QuotaStore
 from service.settings import POSTGRESQL, SQLITE
 
 CONNECT_SECONDS = 10

@@ -32,7 +32,6 @@ from langchain_quota import (
     Decision,
     MemoryStore,
     ModelCallLimit,
-    Outcome,
     QuotaMiddleware,
     RepeatLimit,
     Telemetry,
@@ -43,7 +42,7 @@ from langchain_quota import (
 from langchain_quota.cli import INTERRUPTED
 from langchain_quota.cli.printing import CommandError, one_line, say
 from langchain_quota.cli.top import STYLES, compact, gauge
-from langchain_quota.decision import THREAD
+from langchain_quota.decision import THREAD, Outcome
 from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry import names

@@ -36,7 +36,7 @@ class ModelUsage:
         A price of your own, for `QuotaMiddleware(…, prices=a_dollar_per_million)`:
 
         >>> from decimal import Decimal
-        >>> from langchain_quota import ModelUsage
+        >>> from langchain_quota.limits.model_usage import ModelUsage
         >>> def a_dollar_per_million(usage: ModelUsage) -> Decimal:
         ...     return Decimal(usage.total_tokens) / 1_000_000
         >>> usage = ModelUsage(response_model="mine", input_tokens=900, total_tokens=1000)

@@ -103,7 +103,8 @@ class QuotaStore(Protocol):
         TypeError: The store, or the method, is used in a wrong way.
 
     Examples:
-        >>> from langchain_quota import MemoryStore, QuotaStore
+        >>> from langchain_quota import MemoryStore
+        >>> from langchain_quota.stores import QuotaStore
         >>> from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
         >>> store: QuotaStore = MemoryStore()
         >>> searches = Counter("search:user_id:ada")
