@@ -30,6 +30,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from benchmarks.optional import required
 from benchmarks.report import Table, number
 from langchain_quota import (
+    ConcurrencyLimit,
     MemoryStore,
     ModelCallLimit,
     Quota,
@@ -216,7 +217,8 @@ class Traffic:
 
         quota = QuotaMiddleware(
             [
-                ToolCallLimit("search", thread_limit=most, run_limit=3, at_once=4),
+                ToolCallLimit("search", thread_limit=most, run_limit=3),
+                ConcurrencyLimit("search", at_once=4),
                 ToolCallLimit(
                     "search",
                     quotas=[

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from langchain_quota.limits.budgets import TokenLimit as TokenLimit
     from langchain_quota.limits.calls import ModelCallLimit as ModelCallLimit
     from langchain_quota.limits.calls import ToolCallLimit as ToolCallLimit
+    from langchain_quota.limits.concurrency import ConcurrencyLimit as ConcurrencyLimit
     from langchain_quota.limits.quotas import Quota as Quota
     from langchain_quota.limits.repeats import RepeatLimit as RepeatLimit
     from langchain_quota.middleware.drop_ins import (

@@ -5,7 +5,13 @@ from collections.abc import Callable
 
 import pytest
 
-from langchain_quota import CostLimit, ModelCallLimit, QuotaMiddleware, ToolCallLimit
+from langchain_quota import (
+    ConcurrencyLimit,
+    CostLimit,
+    ModelCallLimit,
+    QuotaMiddleware,
+    ToolCallLimit,
+)
 
 ROWS: dict[str, tuple[Callable[[], object], str | None]] = {
     "a run may use its whole thread": (lambda: ToolCallLimit(thread_limit=2, run_limit=2), None),
@@ -21,7 +27,7 @@ ROWS: dict[str, tuple[Callable[[], object], str | None]] = {
         ),
         "2 limits are named 'tool:search'",
     ),
-    "a wait for ever": (lambda: ToolCallLimit(at_once=1, wait=math.inf), "wait must be"),
+    "a wait for ever": (lambda: ConcurrencyLimit(at_once=1, wait=math.inf), "wait must be"),
     "a grant of nothing": (
         lambda: ModelCallLimit(run_limit=1, exit_behavior="ask", grant=0),
         "grant must be above 0",

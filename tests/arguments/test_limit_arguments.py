@@ -14,6 +14,7 @@ from langchain_core.tools import StructuredTool
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import (
+    ConcurrencyLimit,
     CostLimit,
     ModelCallLimit,
     Price,
@@ -49,7 +50,7 @@ def test_no_option_takes_anything(make: Make) -> None:
 
 
 NUMBERS = ("thread_limit", "run_limit")
-RUN, TOOLS, CAP = {"run_limit": 5}, {"tool_name": "search"}, {"at_once": 2}
+RUN, TOOLS = {"run_limit": 5}, {"tool_name": "search"}
 ASKS, LAST = {**RUN, "exit_behavior": "ask"}, {**RUN, "exit_behavior": "finalize"}
 USERS = {"quotas": [Quota(3, per="user_id")]}
 NO_NAMES = ("", "__all__", "__all__-calc", "a,b", ",")
@@ -110,17 +111,15 @@ OF_TOOLS: Rows = [
         (ValueError, GIVES_UP, {"give_up_after": 3, **options})
         for options in ({"exit_behavior": "end"}, {"exit_behavior": "error"}, {"enforce": False})
     ),
-    (ValueError, "wait=3 needs at_once", {"wait": 3}),
     (ValueError, "Invalid exit_behavior: 'finalize'", LAST),
 ]
 OF_CAPS: Rows = [
     (ValueError, "at_once must be 1 or more, not 0", {"at_once": 0}),
-    *((TypeError, f"at_once {WHOLE} {x}", {"at_once": x}) for x in (2.0, True)),
-    *((ValueError, WAIT, {**CAP, "wait": x}) for x in (-1, math.inf, 10**400, math.nan)),
-    *((TypeError, "wait must be a number of seconds", {**CAP, "wait": x}) for x in ("30", False)),
-    (ValueError, "exit_behavior='end' needs thread_limit", {**CAP, "exit_behavior": "end"}),
-    (ValueError, "exit_behavior='ask' needs thread_limit", {**CAP, "exit_behavior": "ask"}),
-    (ValueError, "give_up_after=2 needs thread_limit", {**CAP, "give_up_after": 2}),
+    *((TypeError, f"at_once must be a whole number, not {x}", {"at_once": x}) for x in (2.0, None)),
+    *((ValueError, WAIT, {"wait": x}) for x in (-1, -DAY, math.inf, 10**400, math.nan)),
+    *((TypeError, "wait must be a number of seconds", {"wait": x}) for x in ("30", False)),
+    (TypeError, "unexpected keyword argument 'exit_behavior'", {"exit_behavior": "end"}),
+    (ValueError, "exclude=['fetch'] needs all tools", {**TOOLS, "exclude": ["fetch"]}),
 ]
 OF_BUDGETS: Rows = [
     (ValueError, "At least one limit must be specified", {}),
@@ -228,7 +227,7 @@ OF_QUOTAS: Rows = [
         (ToolCallLimit, [(TypeError, "limit of quota 'global' must be", IN_DOLLARS)], {}),
         (ModelCallLimit, OF_BOTH, {}),
         (ToolCallLimit, OF_TOOLS, {"run_limit": 9}),
-        (ToolCallLimit, OF_CAPS, {}),
+        (ConcurrencyLimit, OF_CAPS, {"at_once": 2}),
         (TokenLimit, OF_BUDGETS + OF_TOKENS, {}),
         (CostLimit, OF_BUDGETS + OF_DOLLARS, {}),
         (Price, OF_PRICES, {"input": "0.00000012", "output": "10"}),
@@ -275,7 +274,8 @@ def test_what_is_taken() -> None:
     limit = ToolCallLimit(named, run_limit=0, thread_limit=10**30, name="n" * 64, near=1)
     named.append("fetch")
     assert (limit.tool_name, limit.run_limit, limit.thread_limit) == (("calc", "search"), 0, 10**30)
-    assert ToolCallLimit(at_once=1).wait == 30
+    assert ConcurrencyLimit(at_once=1).wait == 30
+    assert ConcurrencyLimit(at_once=1, wait=DAY).seconds == 86_400
     assert ModelCallLimit(thread_limit=3, run_limit=5).run_limit == 5  # as LangChain's
     assert ToolCallLimit(run_limit=5, exit_behavior="ask", grant=9).grant == 9
     assert CostLimit(**IN_DOLLARS).quotas == (*IN_DOLLARS["quotas"],)

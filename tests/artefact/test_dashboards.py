@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from dashboards import build
 from langchain_quota import (
+    ConcurrencyLimit,
     CostLimit,
     MemoryStore,
     Price,
@@ -273,7 +274,7 @@ class Searchers:
             )
             for store in self._stores
         ]
-        self._waiting = self._quota(ToolCallLimit("search", at_once=1))
+        self._waiting = self._quota(ConcurrencyLimit("search", at_once=1))
         self._budgets = self._quota(
             TokenLimit(run_limit=10_000, quotas=quotas(*[10_000] * 3)),
             CostLimit(run_limit=1, quotas=quotas(1, 1, 1)),

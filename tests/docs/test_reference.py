@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry, Metric
 
 import langchain_quota
 from langchain_quota import (
+    ConcurrencyLimit,
     CostLimit,
     MemoryStore,
     ModelCallLimit,
@@ -168,7 +169,7 @@ class Seen:
             await self.play(searches, daily, store=Broken(), on_store_error=action)
         # Some calls wait, some in vain.
         for wait in (0, 30):
-            await self.play(searches, ToolCallLimit(TOOL, at_once=1, wait=wait))
+            await self.play(searches, ConcurrencyLimit(TOOL, at_once=1, wait=wait))
         await self.play([[TOOL], [TOOL], "done"], RepeatLimit(1))
 
     async def play_budgets(self) -> None:

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import MemoryStore, ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota import (
+    ConcurrencyLimit,
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    QuotaMiddleware,
+    ToolCallLimit,
+)
 from langchain_quota.decision import Call, Decision
 from langchain_quota.limits import Limit
 from tests.scene import ANN, Scene
@@ -115,7 +122,7 @@ PAIRS: list[tuple[Limit, Limit]] = [
     (search(run_limit=5, enforce=False), search(run_limit=3)),
     (search(run_limit=5), search(run_limit=lambda *_: 3, name="computed")),
     (search(run_limit=5), search(quotas=[Quota(3)])),
-    (search(run_limit=5), search(at_once=3)),
+    (search(run_limit=5), ConcurrencyLimit("search", at_once=3)),
     (search(run_limit=5), ToolCallLimit("calc", run_limit=3)),
     (search(run_limit=5), ToolCallLimit(["search", "calc"], run_limit=6)),
     (ToolCallLimit(run_limit=5), ToolCallLimit(exclude=["calc"], run_limit=3)),

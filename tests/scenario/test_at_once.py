@@ -13,7 +13,15 @@ import pytest
 from langchain.agents.middleware import AgentMiddleware
 from langchain_core.tools import BaseTool, StructuredTool
 
-from langchain_quota import Decision, MemoryStore, Quota, RepeatLimit, ToolCallLimit, usage
+from langchain_quota import (
+    ConcurrencyLimit,
+    Decision,
+    MemoryStore,
+    Quota,
+    RepeatLimit,
+    ToolCallLimit,
+    usage,
+)
 from langchain_quota.decision import Outcome
 from tests.scene import CONFIG, Form, Kind, Scene, asking, both_forms, texts
 from tests.stores import counts
@@ -24,7 +32,7 @@ PATIENCE = 60
 """Seconds after which something is stuck."""
 BUSY = "other calls were running, and at most 1 call of 'browser' may run at the same time"
 ASKED: Any = {"messages": [("user", "hi")]}
-BROWSER = {"agent": "unnamed", "limit": "tool:browser"}
+BROWSER = {"agent": "unnamed", "limit": "at_once:browser"}
 
 
 class Browser:
@@ -98,7 +106,7 @@ def agent_of(
     signals: Signals, tool: BaseTool, calls: int = 1, door: Door | None = None, **options: Any
 ) -> Any:
     """An agent that opens pages, by default one at a time."""
-    limit = ToolCallLimit("browser", **{"at_once": 1, "wait": PATIENCE, **options})
+    limit = ConcurrencyLimit("browser", **{"at_once": 1, "wait": PATIENCE, **options})
     items: list[Any] = [door or Door(), limit]
     script = [["browser"] * calls, "done"]
     return Scene(signals, script, items, tools=[tool], checkpointer=None).agent
@@ -176,7 +184,7 @@ async def test_who_comes_first_is_served_first(signals: Signals) -> None:
     tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
     calls: Any = [("browser", {"number": number}) for number in range(10)]
     door = Door()
-    items: list[Any] = [door, ToolCallLimit("browser", at_once=1)]
+    items: list[Any] = [door, ConcurrencyLimit("browser", at_once=1)]
     scene = Scene(signals, [calls, "done"], items, tools=[tool])
     with busy(signals):
         run = asyncio.create_task(scene.play())
@@ -190,8 +198,9 @@ async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> Non
     """A call that may not run in time is answered, seen by all who look on, and given back."""
     seen: list[Decision] = []
     store, browser = MemoryStore(), Browser()
-    limits = [
-        ToolCallLimit("browser", at_once=1, wait=0, quotas=[Quota(2, per="global")]),
+    limits: list[Any] = [
+        ConcurrencyLimit("browser", at_once=1, wait=0),
+        ToolCallLimit("browser", quotas=[Quota(2, per="global")]),
         ToolCallLimit("browser", name="thread", thread_limit=2),
     ]
     script = [["browser", "browser"], ["browser"], "done", ["browser"], "done"]
@@ -204,7 +213,7 @@ async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> Non
     (status,) = refusal.refused_by
     found = status.refusal_scope, status.used("at_once"), status.threshold("at_once")
     assert found == ("at_once", 2, 1)
-    assert scene.metric("tool:browser", "blocked", "at_once") == 1
+    assert scene.metric("at_once:browser", "blocked", "at_once") == 1
     assert scene.metric("tool:browser", "refunded") == 1
     waits = "langchain_quota_wait_seconds_count"
     assert signals.value(waits, **BROWSER, decision="blocked") == 1
@@ -218,7 +227,7 @@ async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> Non
 async def test_a_limit_on_trial_lets_nobody_wait(signals: Signals) -> None:
     """A call that would have waited runs at once, and is measured."""
     browser = Browser(ends=False)
-    limit = ToolCallLimit("browser", at_once=1, enforce=False)
+    limit = ConcurrencyLimit("browser", at_once=1, enforce=False)
     scene = Scene(signals, [["browser"] * 3, "done"], [limit], tools=[browser.tool])
     running = asyncio.create_task(scene.play())
     await until(lambda: browser.running == 3)
@@ -227,7 +236,7 @@ async def test_a_limit_on_trial_lets_nobody_wait(signals: Signals) -> None:
     waits = "langchain_quota_wait_seconds_count"
     assert signals.value(waits, **BROWSER, decision="would_block") == 2
     assert signals.value(waits, **BROWSER, decision="allowed") == 1
-    assert scene.metric("tool:browser", "would_block", "at_once") == 2
+    assert scene.metric("at_once:browser", "would_block", "at_once") == 2
 
 
 @pytest.mark.parametrize("urls", ["aaaa", "abcd"])
@@ -238,7 +247,7 @@ async def test_a_wait_in_vain_is_no_repetition(signals: Signals, urls: str) -> N
         return url
 
     tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
-    limits: list[Any] = [ToolCallLimit("browser", at_once=1, wait=0), RepeatLimit(2)]
+    limits: list[Any] = [ConcurrencyLimit("browser", at_once=1, wait=0), RepeatLimit(2)]
     script = [*([("browser", {"url": url})] for url in urls), "done"]
     scene = Scene(signals, script, limits, tools=[tool])
     with busy(signals):
@@ -268,7 +277,7 @@ async def test_cancelled_calls_leave_no_place_taken(signals: Signals, seed: int)
 @pytest.mark.parametrize("kind", ["graph", "react"])
 async def test_graphs(signals: Signals, kind: Kind) -> None:
     """The tools of a `GraphQuota` wait, too."""
-    browser, limit = Browser(), ToolCallLimit("browser", at_once=2)
+    browser, limit = Browser(), ConcurrencyLimit("browser", at_once=2)
     scene = Scene(signals, asking(*["browser"] * 6), [limit], kind=kind, tools=[browser.tool])
     assert texts(await scene.play()) == ["seen"] * 6
     assert (browser.most, browser.ran) == (2, 6)

@@ -7,6 +7,7 @@ import pytest
 from langchain_core.messages import BaseMessage
 
 from langchain_quota import (
+    ConcurrencyLimit,
     MemoryStore,
     ModelCallLimit,
     Quota,
@@ -75,7 +76,11 @@ GO: Any = {"messages": [("user", "Go!")]}
     ("limit", "options", "text"),
     [
         (TWICE, {"ptc": [recording("search", [])]}, SEARCH_UNSEEN),
-        (ToolCallLimit("search", at_once=2), {"ptc": ["search"]}, SEARCH_UNSEEN),
+        (
+            ConcurrencyLimit("search", at_once=2),
+            {"ptc": ["search"]},
+            SEARCH_UNSEEN.replace("tool:", "at_once:"),
+        ),
         (
             ToolCallLimit(run_limit=20),
             {"ptc": ["search", "read_file"]},

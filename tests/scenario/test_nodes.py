@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from langchain_quota import (
+    ConcurrencyLimit,
     ModelCallLimit,
     Quota,
     QuotaMiddleware,
@@ -42,7 +43,7 @@ def nodes(signals: Signals, middleware: QuotaMiddleware[Any, Any]) -> list[str]:
     [
         ([SEARCH], QuotaMiddleware, AFTER),
         ([SEARCH, RepeatLimit(3)], QuotaMiddleware, AFTER),
-        ([ToolCallLimit("search", run_limit=9, at_once=2)], QuotaMiddleware, AFTER),
+        ([ConcurrencyLimit("search", at_once=2)], QuotaMiddleware, AFTER),
         ([ToolCallLimit("search", quotas=[Quota(9, per="global")])], QuotaMiddleware, AFTER),
         ([SEARCH, MODEL], QuotaMiddleware, BOTH),
         ([TokenLimit(run_limit=9)], QuotaMiddleware, BOTH),

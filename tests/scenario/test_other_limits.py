@@ -8,7 +8,15 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolCall, ToolMessage
 from langchain_core.tools import ToolException, tool
 
-from langchain_quota import CostLimit, MemoryStore, Price, Quota, RepeatLimit, ToolCallLimit
+from langchain_quota import (
+    ConcurrencyLimit,
+    CostLimit,
+    MemoryStore,
+    Price,
+    Quota,
+    RepeatLimit,
+    ToolCallLimit,
+)
 from langchain_quota.decision import Call
 from langchain_quota.testing import ScriptedChatModel, assert_valid_history
 from tests.scene import Scene, asking
@@ -84,7 +92,7 @@ async def test_the_lowest_of_two_caps_holds(caps: tuple[int, int], signals: Sign
         running -= 1
         return "found"
 
-    limits = [ToolCallLimit("search", at_once=each, name=f"cap-{each}") for each in caps]
+    limits = [ConcurrencyLimit("search", at_once=each, name=f"cap-{each}") for each in caps]
     script = asking(*(("search", {"text": each}) for each in "abcd"))
     scene = Scene(signals, script, limits, tools=[slow])
     await scene.play()

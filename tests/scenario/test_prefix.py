@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from langchain_quota import (
+    ConcurrencyLimit,
     MemoryStore,
     ModelCallLimit,
     Quota,
@@ -78,7 +79,7 @@ async def test_no_usable_prefix(tenant: object, error: type[Exception], signals:
     [
         ToolCallLimit("search", quotas=[Quota(9, per="global")]),
         ModelCallLimit(quotas=[Quota(9, per="agent")]),
-        ToolCallLimit("search", at_once=2),
+        ConcurrencyLimit("search", at_once=2),
     ],
 )
 def test_a_limit_over_all_tenants(limit: Any) -> None:

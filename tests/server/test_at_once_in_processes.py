@@ -14,7 +14,7 @@ from langchain.agents import create_agent
 from langchain_core.tools import StructuredTool
 from prometheus_client import CollectorRegistry
 
-from langchain_quota import QuotaMiddleware, RedisStore, Telemetry, ToolCallLimit
+from langchain_quota import ConcurrencyLimit, QuotaMiddleware, RedisStore, Telemetry
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import texts
 from tests.server.redis import RedisServer, time_from
@@ -35,7 +35,7 @@ def browser(see: Callable[..., Any]) -> StructuredTool:
 
 def agent_of(store: RedisStore, calls: int, see: Callable[..., Any], **options: Any) -> Any:
     """An agent whose model makes calls at once, in a run of its own."""
-    limit = ToolCallLimit("browser", at_once=CAP, wait=PATIENCE)
+    limit = ConcurrencyLimit("browser", at_once=CAP, wait=PATIENCE)
     options.setdefault("telemetry", Telemetry(registry=CollectorRegistry()))
     quota = QuotaMiddleware([limit], store=store, **options)
     model = ScriptedChatModel(script=[["browser"] * calls, "done"])

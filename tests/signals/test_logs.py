@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
+from langchain_quota import ConcurrencyLimit, MemoryStore, ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.limits import Limit
 from tests.scene import Scene, asking
 from tests.telemetry import Signals, attributes, telling
@@ -59,8 +59,8 @@ LINES: list[tuple[str, Limit, list[str]]] = [
     ("far away", ToolCallLimit("search", run_limit=99), []),
     (
         "at once",
-        ToolCallLimit("search", at_once=3, wait=0),
-        ["DEBUG limit 'tool:search' refused: 4 of 3 (at_once)"],
+        ConcurrencyLimit("search", at_once=3, wait=0),
+        ["DEBUG limit 'at_once:search' refused: 4 of 3 (at_once)"],
     ),
 ]
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from langchain_quota import (
+    ConcurrencyLimit,
     CostLimit,
     InlineQuotaMiddleware,
     MemoryStore,
@@ -59,7 +60,7 @@ limits: list[Limit] = [
     ToolCallLimit("search", run_limit=5, exit_behavior="ask", grant=10),
     ToolCallLimit(("read", "write"), run_limit=5, give_up_after=3, name="files"),
     ToolCallLimit(run_limit=50, exclude=("write_todos",), enforce=False),
-    ToolCallLimit("browser", at_once=2, wait=0.5),
+    ConcurrencyLimit("browser", at_once=2, wait=0.5),
 ]
 quota = QuotaMiddleware(limits)
 assert_type(quota, QuotaMiddleware[Any, Any])
@@ -206,7 +207,7 @@ QuotaMiddleware(["search"])  # type: ignore[list-item]  # pyright: ignore[report
 QuotaMiddleware(limits, on_store_error="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 InlineQuotaMiddleware(one)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 inline.reset(agent)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-ModelCallLimit(10)  # type: ignore[call-arg,arg-type]  # pyright: ignore[reportCallIssue]
+ModelCallLimit(10)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 ModelCallLimit(run_limit=10, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ModelCallLimit(run_limit=10, give_up_after=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 RepeatLimit()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
@@ -214,7 +215,7 @@ RepeatLimit("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType
 RepeatLimit(3, "end")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 RepeatLimit(3, thread_limit=9)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 RepeatLimit(3, exit_behavior="ask")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-ToolCallLimit("search", 3)  # type: ignore[call-arg,arg-type]  # pyright: ignore[reportCallIssue]
+ToolCallLimit("search", 3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 ToolCallLimit("search", run_limit=3, exit_behavior="ask", grant="5")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", run_limit=3, exit_behavior="finalize")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", run_limit=2.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

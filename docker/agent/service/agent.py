@@ -17,6 +17,7 @@ from langchain_core.tools import BaseTool, tool
 from langgraph.checkpoint.base import BaseCheckpointSaver
 
 from langchain_quota import (
+    ConcurrencyLimit,
     CostLimit,
     Decision,
     ModelCallLimit,
@@ -74,9 +75,9 @@ def limits(settings: Settings) -> list[Limit]:
         ToolCallLimit(
             "search",
             thread_limit=settings.thread_search_limit,
-            at_once=settings.searches_at_once,
             exit_behavior="continue",
         ),
+        ConcurrencyLimit("search", at_once=settings.searches_at_once),
         RepeatLimit(3),
     ]
 

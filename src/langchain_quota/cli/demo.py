@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from langchain_quota import (
+    ConcurrencyLimit,
     Decision,
     MemoryStore,
     ModelCallLimit,
@@ -194,7 +195,7 @@ class Traffic:
         # Only a store gives grants.
         self._store = MemoryStore()
         # The more threads, the more searches run at the same time.
-        at_once = ToolCallLimit("search", name="search at once", at_once=threads // 3 or 1)
+        at_once = ConcurrencyLimit("search", name="search at once", at_once=threads // 3 or 1)
         self._quota = QuotaMiddleware(
             [*LIMITS, at_once, RepeatLimit(3)],
             store=self._store,

@@ -7,10 +7,11 @@ from typing import get_args
 from langchain_quota.arguments import shown
 from langchain_quota.limits.budgets import CostLimit, TokenLimit
 from langchain_quota.limits.calls import ModelCallLimit, ToolCallLimit
-from langchain_quota.limits.options import whole_amount
+from langchain_quota.limits.concurrency import ConcurrencyLimit
+from langchain_quota.limits.options import counts_calls, whole_amount
 from langchain_quota.limits.repeats import RepeatLimit
 
-Limit = ToolCallLimit | ModelCallLimit | TokenLimit | CostLimit | RepeatLimit
+Limit = ToolCallLimit | ModelCallLimit | ConcurrencyLimit | TokenLimit | CostLimit | RepeatLimit
 """What a middleware of many limits takes: for the type of a list of several kinds."""
 
 
@@ -54,8 +55,8 @@ def _never_reached(limit: Limit, other: Limit) -> bool:
         or limit.quotas
         # It keeps something for a last answer, so it ends the run before its number is reached.
         or getattr(limit, "keep", None) is not None
-        # It limits something else, too.
-        or getattr(limit, "at_once", None) is not None
+        # It limits something else.
+        or not counts_calls(limit)
     ):
         return False
     thread, run, other_thread, other_run = (

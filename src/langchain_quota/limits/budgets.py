@@ -40,6 +40,7 @@ class Budget(ModelLimit[Amount]):
 
     def _check_budget(self) -> None:
         """Check that a budget admits a call, and that its first call is not its last."""
+        self._check_numbers()
         if self.exit_behavior == "ask" and self.reserve is not None:
             raise ValueError(
                 f"exit_behavior='ask' cannot be used with reserve={self.reserve!r}: a person is "

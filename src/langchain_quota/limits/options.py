@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
 from langchain_quota.arguments import (
+    ALL_TOOLS,
     check_choice,
     check_count,
     check_function,
@@ -16,9 +17,10 @@ from langchain_quota.arguments import (
     check_switch,
     check_sync_function,
     check_type,
+    checked_tools,
     shown,
 )
-from langchain_quota.decision import THREAD, Call, Decision
+from langchain_quota.decision import THREAD, Call, Decision, Exit
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.units import Unit, checked_microdollars
 
@@ -49,14 +51,15 @@ Most: TypeAlias = Amount | Callable[[Any, Any], Amount | Awaitable[Amount | None
 """An amount, none, or a function of the agent's state and runtime that gives either."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LimitOptions:
-    """The base of all kinds of limits, with the options that all have; see `ToolCallLimit`."""
+    """The base of all kinds of limits, with what all do."""
 
-    # A kind also has `kind`, `tools`, `exclude`, `thread_limit`, `run_limit`, `exit_behavior`,
-    # `grant`, `give_up_after` and `counter`, as a field or for the whole class, and a field
-    # `quotas`. Limits with one counter share a count, so two kinds must not take the same one. Its
-    # `__post_init__` calls `_check_options`. `Limit` lists all kinds.
+    # A kind has the fields of `CallLimit`, `kind`, `tools`, `exclude`, `give_up_after` and
+    # `counter`, as a field or for the whole class. Limits with one counter share a count, so two
+    # kinds must not take the same one. Its `__post_init__` calls `_check_options`. `Limit` lists
+    # all kinds.
+
+    __slots__ = ()
 
     unit: ClassVar[Unit] = "calls"
     """What is counted."""
@@ -64,12 +67,6 @@ class LimitOptions:
     """Whether the state and a store keep its counts; else they follow from the history."""
     _exits: ClassVar[Any]
     """The exit behaviours that the kind knows."""
-
-    message: str | Callable[[Decision], str] | None = None
-    name: str = ""
-    near: float | None = None
-    enforce: bool = True
-    alert: bool = True
 
     @property
     def named_tools(self: Any) -> tuple[str, ...]:
@@ -108,8 +105,7 @@ class LimitOptions:
         check_switch("enforce", self.enforce)
         check_switch("alert", self.alert)
         _check_quotas(self.unit, self.quotas)
-        self._set(name=self.name or default_name, quotas=tuple(self.quotas))
-        self._check_thresholds()
+        self._set(name=self.name or default_name)
         if self.grant is not None and self.exit_behavior != "ask":
             raise ValueError(f"grant={self.grant!r} needs exit_behavior='ask'")
         if self.exit_behavior == "finalize" and not self.enforce:
@@ -121,11 +117,46 @@ class LimitOptions:
                 "and enforce=True"
             )
 
-    def _check_thresholds(self: Any) -> None:
+    def _check_tools(self: Any, prefix: str) -> None:
+        """Check the tools that are limited, and the options; make the final values of both."""
+        tools = checked_tools("tool_name", self.tool_name)
+        excluded = checked_tools("exclude", self.exclude, or_none=True)
+        if tools and excluded:
+            raise ValueError(f"exclude={self.exclude!r} needs all tools: leave tool_name out")
+        without = f"-{','.join(excluded)}" if excluded else ""
+        self._check_options(f"{prefix}:{','.join(tools) or '*' + without}")
+        if not isinstance(self.tool_name, str | None):
+            self._set(tool_name=tools)
+        self._set(tools=tools, exclude=excluded, counter=",".join(tools) or ALL_TOOLS + without)
+
+    def _set(self, **values: object) -> None:
+        """Set fields of a frozen limit, while it is made."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimit(LimitOptions, Generic[Amount]):
+    """The base of limits with numbers for a thread, a run and quotas; see `ToolCallLimit`."""
+
+    thread_limit: Most[Amount] = None
+    run_limit: Most[Amount] = None
+    exit_behavior: Exit
+    grant: Amount | None = None
+    message: str | Callable[[Decision], str] | None = None
+    name: str = ""
+    near: float | None = None
+    enforce: bool = True
+    alert: bool = True
+    quotas: Sequence[Quota] = ()
+
+    def _check_numbers(self) -> None:
         """Check that there is one, and that no two have one scope."""
-        if not counts_calls(self) and getattr(self, "at_once", None) is None:
-            last = ", quotas or at_once" if hasattr(self, "at_once") else " or quotas"
-            raise ValueError(f"At least one limit must be specified: thread_limit, run_limit{last}")
+        self._set(quotas=tuple(self.quotas))
+        if not counts_calls(self):
+            raise ValueError(
+                "At least one limit must be specified: thread_limit, run_limit or quotas"
+            )
         scopes = Counter(quota.name for quota in self.quotas)
         scopes[THREAD] += self.thread_limit is not None
         for scope, count in scopes.items():
@@ -135,28 +166,12 @@ class LimitOptions:
                     "their own"
                 )
 
-    def _set(self, **values: object) -> None:
-        """Set fields of a frozen limit, while it is made."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolLimit(LimitOptions):
-    """The base of limits on tool calls."""
-
-    kind: ClassVar[Literal["tool"]] = "tool"
-    """The kind of calls that are limited."""
-
-    exclude: Sequence[str] = ()
-    give_up_after: int | None = None
-
 
 ModelExitBehavior = Literal["end", "error", "finalize", "ask"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLimit(LimitOptions, Generic[Amount]):
+class ModelLimit(CallLimit[Amount]):
     """The base of limits on model calls."""
 
     kind: ClassVar[Literal["model"]] = "model"
@@ -168,15 +183,11 @@ class ModelLimit(LimitOptions, Generic[Amount]):
     """Refusals of model calls are not counted: the first one ends the run."""
     _exits: ClassVar[Any] = ModelExitBehavior
 
-    thread_limit: Most[Amount] = None
-    run_limit: Most[Amount] = None
     exit_behavior: ModelExitBehavior = "end"
-    grant: Amount | None = None
-    quotas: Sequence[Quota] = ()
 
 
 def counts_calls(limit: Any) -> bool:
-    """Whether a limit counts calls, and has not only a number of calls at once."""
+    """Whether a limit has a number of calls, tokens or dollars."""
     return bool(limit.quotas) or limit.thread_limit is not None or limit.run_limit is not None
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from langchain_quota.arguments import (
     check_count,
@@ -10,8 +10,9 @@ from langchain_quota.arguments import (
     check_type,
     checked_tools,
 )
+from langchain_quota.decision import Decision
 from langchain_quota.limits.calls import ExitBehavior
-from langchain_quota.limits.options import ToolLimit
+from langchain_quota.limits.options import LimitOptions
 from langchain_quota.limits.quotas import Quota
 
 MOST_KEPT = 100
@@ -19,7 +20,7 @@ MOST_KEPT = 100
 
 
 @dataclass(frozen=True, slots=True)
-class RepeatLimit(ToolLimit):
+class RepeatLimit(LimitOptions):
     """How often a run may make the same tool call without getting a new answer.
 
     `run_limit` equal calls are admitted, and the next one is refused: its answer says to the model
@@ -70,8 +71,12 @@ class RepeatLimit(ToolLimit):
         >>> limit = RepeatLimit(5, key=lambda call: call["args"]["path"], tools="read_file")
     """
 
+    kind: ClassVar[Literal["tool"]] = "tool"
+    """The kind of calls that are limited."""
     thread_limit: ClassVar[None] = None
     """A new run may repeat what an earlier one did."""
+    quotas: ClassVar[tuple[Quota, ...]] = ()
+    """None: repeats are counted within one run."""
     grant: ClassVar[None] = None
     counted: ClassVar[bool] = False
     """The counts depend on the call, and on the answers of earlier calls."""
@@ -82,8 +87,13 @@ class RepeatLimit(ToolLimit):
     exit_behavior: ExitBehavior = "continue"
     key: Callable[[Any], object] | None = None
     tools: Sequence[str] = ()
-    quotas: tuple[Quota, ...] = field(default=(), init=False, repr=False)
-    """None: repeats are counted within one run."""
+    exclude: Sequence[str] = ()
+    message: str | Callable[[Decision], str] | None = None
+    name: str = ""
+    near: float | None = None
+    enforce: bool = True
+    alert: bool = True
+    give_up_after: int | None = None
     counter: str = field(init=False, repr=False)
     """The first part of the key under which calls are counted; the call's key follows."""
 

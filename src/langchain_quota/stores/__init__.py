@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits import Limit
+from langchain_quota.limits.concurrency import ConcurrencyLimit
 from langchain_quota.stores.keys import CountKey
 
 REMEMBERED = 3600
@@ -191,7 +192,7 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
                 "store=MemoryStore() in one process, store=RedisStore() in several"
             )
         wide = [f"per={each.per!r}" for each in limit.quotas if each.per in ("global", "agent")]
-        wide += ["at_once"] if getattr(limit, "at_once", None) is not None else []
+        wide += ["at_once"] if isinstance(limit, ConcurrencyLimit) else []
         if wide and callable(getattr(store, "prefix", None)):
             raise ValueError(
                 f"limit {limit.name!r} has {wide[0]}, which counts calls of all prefixes, but the "

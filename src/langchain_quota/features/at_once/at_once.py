@@ -18,7 +18,7 @@ from langchain_quota.concurrency import Form, ask, now
 from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, QuotaStatus
 from langchain_quota.features.at_once.places import Lease, Slot, semaphore_of
 from langchain_quota.limits import Limit
-from langchain_quota.limits.calls import ToolCallLimit
+from langchain_quota.limits.concurrency import ConcurrencyLimit
 from langchain_quota.middleware.calls import owed_for
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
@@ -120,7 +120,7 @@ class AtOnce(Feature):
 class _Turn:
     """One call, until its task and the threads of its tool have ended."""
 
-    def __init__(self, request: ToolCallRequest, limits: Mapping[str, ToolCallLimit]) -> None:
+    def __init__(self, request: ToolCallRequest, limits: Mapping[str, ConcurrencyLimit]) -> None:
         made, state = request.tool_call, request.state
         state = state if isinstance(state, Mapping) else {}
         name = newest_name(state.get("messages") or ())
@@ -154,7 +154,7 @@ class _Turn:
     async def wait(self, form: Form, store: StoreClient | None, tool: Any) -> None:
         """Wait for its places: in this process, and in a store that keeps leases."""
         # The shortest wait of its limits holds.
-        waits = [each.wait or 0 for each in self.limits.values() if each.enforce]
+        waits = [each.seconds for each in self.limits.values() if each.enforce]
         until = self._began + min(waits, default=0)
         for count, most in self._needs().items():
             semaphore = semaphore_of(store and store.store, count)
@@ -187,7 +187,7 @@ class _Turn:
         # can. Counts of limits on trial come last.
         needs: dict[str, int | None] = {}
         for limit in sorted(self.limits.values(), key=_rank):
-            count, most = stored_as(limit), limit.at_once or 0
+            count, most = stored_as(limit), limit.at_once
             if limit.enforce:
                 needs[count] = min(most, needs.get(count) or most)
             else:
@@ -200,7 +200,7 @@ class _Turn:
         for name, limit in self.limits.items():
             if stored_as(limit) != count:
                 continue
-            if not limit.enforce and slot.found >= (limit.at_once or 0):
+            if not limit.enforce and slot.found >= limit.at_once:
                 self._refused.append(name)
             if limit.enforce and slot.waits and limit.at_once == slot.most:
                 self.waits, self.waited_for = True, name
@@ -235,9 +235,7 @@ class _Turn:
             scope=AT_ONCE if refused and not self.unchecked else None,
             enforced=limit.enforce,
             alert=limit.alert,
-            quotas=(
-                QuotaStatus(AT_ONCE, "", running, running + 1, limit.at_once or 0, per=AT_ONCE),
-            ),
+            quotas=(QuotaStatus(AT_ONCE, "", running, running + 1, limit.at_once, per=AT_ONCE),),
         )
 
     def runs(self, form: Form, request: ToolCallRequest) -> ToolCallRequest:
@@ -281,12 +279,12 @@ class _Turn:
                 slot.give_back()
 
 
-def _caps(limits: Sequence[Limit]) -> list[ToolCallLimit]:
+def _caps(limits: Sequence[Limit]) -> list[ConcurrencyLimit]:
     """The limits on calls at once."""
-    return [each for each in limits if isinstance(each, ToolCallLimit) and each.at_once]
+    return [each for each in limits if isinstance(each, ConcurrencyLimit)]
 
 
-def _rank(limit: ToolCallLimit) -> tuple[bool, int, str]:
+def _rank(limit: ConcurrencyLimit) -> tuple[bool, int, str]:
     """Where a limit stands in the order in which calls take their places."""
     return not limit.enforce, len(limit.tools) or sys.maxsize, stored_as(limit)
 

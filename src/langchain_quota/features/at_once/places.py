@@ -32,7 +32,7 @@ from langchain_quota.admission import (
 )
 from langchain_quota.concurrency import Form, fork_safe_lock, now
 from langchain_quota.decision import AT_ONCE
-from langchain_quota.limits.calls import ToolCallLimit
+from langchain_quota.limits.concurrency import ConcurrencyLimit
 from langchain_quota.rule import stored_as
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
@@ -164,14 +164,14 @@ def semaphore_of(store: object, count: str) -> Semaphore:
 class Lease:
     """The place of one call in a store."""
 
-    def __init__(self, store: StoreClient, limits: Collection[ToolCallLimit]) -> None:
+    def __init__(self, store: StoreClient, limits: Collection[ConcurrencyLimit]) -> None:
         self._store = store
         self._counters = {
             count: Counter(str(CountKey(count, AT_ONCE, "")), lease=SLOT_LEASE)
             for count in map(stored_as, limits)
         }
         thresholds = tuple(
-            Threshold(each.name, AT_ONCE, stored_as(each), each.at_once or 0, each.enforce)
+            Threshold(each.name, AT_ONCE, stored_as(each), each.at_once, each.enforce)
             for each in limits
         )
         self._hits = (Hits(dict.fromkeys(self._counters, 1), thresholds),)

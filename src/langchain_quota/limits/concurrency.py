@@ -1,0 +1,88 @@
+"""The limit on tool calls that run at the same time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+from langchain_quota.arguments import check_count
+from langchain_quota.decision import Decision
+from langchain_quota.limits.options import LimitOptions
+from langchain_quota.limits.quotas import Quota
+
+_FOREVER = timedelta.max.total_seconds()
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencyLimit(LimitOptions):
+    """How many tool calls may run at the same time; further calls wait.
+
+    The calls of this process are counted, or with a `RedisStore` those of all processes that share
+    it. It needs a `QuotaMiddleware` or a `GraphQuota`.
+
+    Args:
+        tool_name: The tool that is limited, or several that share one count; `None` for all
+            tools together.
+        at_once: Most calls that run at the same time, a whole number from 1.
+        wait: How long a call waits, in seconds from 0 or as a `timedelta`. After that it is
+            answered with an error message, counts for no limit, and the agent goes on. The default
+            of 30 is enough for a few usual tool calls, and less than the minute after which many
+            gateways give up on an answer.
+        exclude: With all tools: those that are not limited.
+        message: What the model reads as the answer of a refused call; see `ToolCallLimit`.
+        name: The limit's name in metrics and logs, 1 to 64 printable characters. By default
+            `at_once:<tools>`, `at_once:*` for all tools, or `at_once:*-<excluded>`.
+        enforce: Whether calls wait. With `False` no call waits, and a call that would have to is
+            `would_block`.
+        alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `exclude` is given beside tools, or an argument is out of bounds. The message
+            names the argument and the value.
+
+    Examples:
+        >>> from langchain_quota import ConcurrencyLimit
+        >>> ConcurrencyLimit("browser", at_once=2, wait=60).name
+        'at_once:browser'
+    """
+
+    kind: ClassVar[Literal["tool"]] = "tool"
+    """The kind of calls that are limited."""
+    thread_limit: ClassVar[None] = None
+    run_limit: ClassVar[None] = None
+    quotas: ClassVar[tuple[Quota, ...]] = ()
+    exit_behavior: ClassVar[Literal["continue"]] = "continue"
+    grant: ClassVar[None] = None
+    give_up_after: ClassVar[None] = None
+    near: ClassVar[None] = None
+    _exits: ClassVar[Any] = Literal["continue"]
+
+    tool_name: str | Sequence[str] | None = None
+    _: KW_ONLY
+    at_once: int
+    wait: float | timedelta = 30
+    exclude: Sequence[str] = ()
+    message: str | Callable[[Decision], str] | None = None
+    name: str = ""
+    enforce: bool = True
+    alert: bool = True
+    tools: tuple[str, ...] = field(init=False, repr=False)
+    """The tools that the limit names; empty for all tools."""
+    counter: str = field(init=False, repr=False)
+    """The key under which calls are counted: limits with one counter share its count."""
+
+    def __post_init__(self) -> None:
+        check_count("at_once", self.at_once, least=1, what="a whole number")
+        given: object = self.wait
+        if isinstance(given, bool) or not isinstance(given, int | float | timedelta):
+            raise TypeError(f"wait must be a number of seconds, or a timedelta, not {given!r}")
+        # No comparison is true of what is not a number.
+        if not 0 <= self.seconds <= _FOREVER:
+            raise ValueError(f"wait must be 0 or more seconds, and finite, not {given!r}")
+        self._check_tools("at_once")
+
+    @property
+    def seconds(self) -> float:
+        """How long a call waits, in seconds."""
+        return self.wait.total_seconds() if isinstance(self.wait, timedelta) else self.wait
