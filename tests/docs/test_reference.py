@@ -1,4 +1,4 @@
-"""The reference says what the code has: docs/observability.md, the command line, public names."""
+"""The reference says what the code has: metrics, spans, logs, the command line, public names."""
 
 import argparse
 import ast
@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from decimal import Decimal
+from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
@@ -42,6 +43,7 @@ from langchain_quota.cli import arguments
 from langchain_quota.errors import QuotaStoreError, UnknownPriceError
 from tests.scene import Scene, asking, delegate, tool_limiter
 from tests.telemetry import Signals, telling
+from tools import metrics_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -50,7 +52,9 @@ REFERENCE = "".join(page.read_text() for page in sorted((DOCS / "reference").glo
 DESCRIBED = re.findall(r"(?m)^::: (\S+)\.(\w+)$", REFERENCE)
 """The names that the reference describes, each with its home."""
 LEVELS = {*logging.getLevelNamesMapping(), "EXCEPTION"}
-PAGE = (DOCS / "observability.md").read_text()
+METRICS, PAGE = (
+    (DOCS / "reference" / f"{name}.md").read_text() for name in ("metrics", "telemetry")
+)
 CODE = {path: path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))}
 NODES = [node for text in CODE.values() for node in ast.walk(ast.parse(text))]
 
@@ -68,16 +72,16 @@ GIVEN = {
 pytestmark = pytest.mark.filterwarnings("ignore:model .* no usage", "ignore:subject_label has")
 
 
-def section(heading: str) -> str:
+def section(heading: str, page: str = PAGE) -> str:
     """The text below a heading, up to the next one."""
-    found = re.search(rf"^##+ {heading}\n(.*?)(?=^#|\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    found = re.search(rf"^#+ {heading}\n(.*?)(?=^#|\Z)", page, re.DOTALL | re.MULTILINE)
     assert found is not None, heading
     return found[1]
 
 
-def rows(heading: str, number: int = 0) -> list[dict[str, str]]:
+def rows(heading: str, number: int = 0, page: str = PAGE) -> list[dict[str, str]]:
     """The rows of a table below a heading, by the headings of their columns."""
-    block = re.findall(r"(?:^\|.*\n)+", section(heading), re.MULTILINE)[number]
+    block = re.findall(r"(?:^\|.*\n)+", section(heading, page), re.MULTILINE)[number]
     head, _, *lines = (
         [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()
     )
@@ -282,27 +286,32 @@ def seen() -> Seen:
 
 
 def test_metrics(seen: Seen) -> None:
-    """Each metric is on the page with its type and labels, and its unit is in its name or help."""
-    table = {quoted(row["name"])[0]: row for row in rows("Metrics")}
+    """The page has each metric as the code describes it, and agents make them like this."""
+    assert metrics_page.written(METRICS) == METRICS
+    table = rows("Metrics", page=METRICS)
     families = {exposed(family): family for family in seen.signals.registry.collect()}
-    same((quoted(row["name"])[0] for row in rows("Metrics")), families)
+    same((quoted(row["name"])[0] for row in table), families)
     labels: dict[str, set[str]] = {name: set() for name in families}
     for name, label, _ in seen.labels():
         labels[name].add(label)
-    for name, row in table.items():
+    for row in table:
+        [name] = quoted(row["name"])
         assert ({*quoted(row["labels"])}, row["type"]) == (labels[name], families[name].type), name
-        words = re.findall(r"[a-z0-9]+", f"{name} {families[name].documentation}".lower())
-        assert row["unit"] in words, name
-        assert (row["unit"] == "seconds") == name.endswith("_seconds"), name
+        assert ("in seconds" in row["meaning"] or "How long" in row["meaning"]) == name.endswith(
+            "_seconds"
+        ), name
 
 
 def test_labels(seen: Seen) -> None:
     """Each label of each metric is explained once, with the values that are the code's own."""
     explained = []
-    for row in rows("Labels"):
-        [label], named = quoted(row["label"]), {*quoted(row["on"])}
-        everywhere = row["on"] == "all that have it"
-        on = {metric for metric, each, _ in seen.labels() if each == label and everywhere} | named
+    for row in rows("Labels", page=METRICS):
+        [label], patterns = quoted(row["label"]), quoted(row["on"]) or ["*"]
+        on = {
+            metric
+            for metric, each, _ in seen.labels()
+            if each == label and any(fnmatchcase(metric, pattern) for pattern in patterns)
+        }
         explained += [f"{label} of {metric}" for metric in on]
         found = {value for metric, each, value in seen.labels() if each == label and metric in on}
         values = {*quoted(row["values"])}
@@ -381,7 +390,8 @@ def test_environment_variables() -> None:
 def test_bounds() -> None:
     """The numbers that bound series are the defaults of the code."""
     bounds = inspect.signature(Telemetry).parameters
-    page = dict(re.findall(r"`(max_\w+)` \((\d+)\)", " ".join(section("Bounds").split())))
+    text = (DOCS / "observability.md").read_text()
+    page = dict(re.findall(r"`(max_\w+)` \((\d+)\)", section("Bounds", text)))
     assert page == {name: str(each.default) for name, each in bounds.items() if name in page}
     assert len(page) == 4
     assert bounds["thread_ttl"].default == timedelta(hours=1)

@@ -54,7 +54,7 @@ def several() -> None:
     logger.warning(
         "this process is one of several workers, and each counts for itself, so a scrape finds the "
         "counts of one: set PROMETHEUS_MULTIPROC_DIR to an empty directory before they start "
-        "(docs/how-to/several-workers.md), or run one worker per container"
+        "(docs/production.md), or run one worker per container"
     )
 
 

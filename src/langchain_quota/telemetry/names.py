@@ -67,13 +67,13 @@ _of_table = partial(_made, is_of_table=True)
 CALLS = _counter(
     "calls_total",
     "agent kind tool decision",
-    "Calls that limits judged, by decision.",
+    "Calls that limits judged, by decision. Every middleware that judges a call counts it.",
     together=("allowed", "blocked", "skipped", "would_block"),
 )
 LIMIT_DECISIONS = _counter(
     "limit_decisions_total",
     "agent limit scope decision",
-    "Calls that a limit judged, by its decision.",
+    "Calls that a limit judged, by its decision. Its count grows by allowed minus refunded.",
     together=("allowed", "refunded"),
 )
 CROSSINGS = _counter(
@@ -85,38 +85,47 @@ CROSSINGS = _counter(
 LIMIT = _made(
     "limit",
     "agent limit scope unit",
-    "The configured limit, in the unit of the label: calls, tokens or dollars.",
+    "The configured limit, in the unit of the label: calls, tokens or dollars. Grants are not in "
+    "it. Absent if a function computes it.",
 )
 LIMIT_NEAR = _made(
     "limit_near_ratio",
     "agent limit alert",
-    "The used share from which a limit is near, from 0 to 1.",
+    "The used share from which a limit is near, from 0 to 1. Absent with enforce=False.",
 )
 UNJUDGED_CALLS = _counter(
     "unjudged_calls_total",
     "agent kind",
-    "Model and tool calls in runs with limits that no limit judged.",
+    "Model and tool calls in runs with limits that no limit judged. Counted only with "
+    "count_unjudged_calls=True.",
 )
 SPENT = _spent("spent_total", "agent limit model", "What model runs have spent of a limit")
 GRANTED = _counter(
     "granted_total",
     "agent limit scope unit",
-    "What was granted on top of a limit, in the unit of the label: calls, tokens or dollars.",
+    "What was granted on top of a limit, in the unit of the label: calls, tokens or dollars. The "
+    "first process that judges a call with a grant of a store counts it.",
 )
 QUESTIONS = _counter(
     "questions_total",
     "agent limit event",
-    "Questions to people whether a run may go on at a limit, and their answers.",
+    "Questions to people whether a run may go on at a limit, and their answers. A question counts "
+    "for each limit that it is about, and again if its answer cannot be used.",
     together=("asked", "approve", "reject"),
 )
 MODEL_RUNS = _counter(
     "model_runs_total",
     "agent model price usage",
-    "Model runs that limits of tokens or dollars count, by where usage and price come from.",
+    "Model runs that limits of tokens or dollars count, by where usage and price come from. Calls "
+    "that were not made, because their model has no price, count, too.",
     together=("reported", "estimated"),
 )
 RUNS = _counter("runs_total", "agent", "Runs that have begun.")
-RUNS_ENDED = _counter("runs_ended_total", "agent limit", "Runs that a used-up limit has ended.")
+RUNS_ENDED = _counter(
+    "runs_ended_total",
+    "agent limit",
+    "Runs that a used-up limit has ended. Those that end with a last answer do not count.",
+)
 DECISION_SECONDS = _histogram(
     "decision_seconds",
     "kind counts",
@@ -127,14 +136,16 @@ DECISION_SECONDS = _histogram(
 WAIT_SECONDS = _histogram(
     "wait_seconds",
     "agent limit decision",
-    "How long tool calls waited for other calls to end, under limits with at_once.",
+    "How long tool calls waited for other calls to end, under a limit of calls at once. Calls that "
+    "did not wait are in the first bucket.",
     together=("allowed", "blocked", "would_block", "cancelled"),
     buckets=WAIT_BUCKETS,
 )
 SUBJECTS = _of_table(
     "subjects",
     "agent limit scope state shown",
-    "Tracked threads, and subjects of quotas, by how much of a limit they have used.",
+    "Tracked threads, and subjects of quotas, by how much of a limit they have used. Root runs, "
+    "limits of 0 and limits with enforce=False do not count.",
 )
 THREAD_USED = _amounts(
     "thread_used", "agent limit thread_id", "What a thread has used of a limit", is_of_table=True
@@ -151,7 +162,7 @@ THREAD_SPENT = _spent(
 THREAD_BLOCKED = _of_table(
     "thread_blocked_total",
     "agent limit thread_id",
-    "Calls refused on a thread by a limit.",
+    "Calls refused on a thread by a limit, at any scope. Begins with the first refusal.",
     kind="counter",
 )
 THREAD_TIMES = _of_table(
@@ -175,7 +186,7 @@ SUBJECT_LIMIT = _amounts(
 SUBJECT_BLOCKED = _of_table(
     "subject_blocked_total",
     "agent limit scope subject",
-    "Calls refused to a subject by a quota.",
+    "Calls refused to a subject by a quota. Begins with the first refusal.",
     kind="counter",
 )
 SUBJECT_TIMES = _of_table(
@@ -193,11 +204,14 @@ STORE_SECONDS = _histogram(
 STORE_FALLBACKS = _counter(
     "store_fallbacks_total",
     "agent action",
-    "Decisions that were made without the shared store.",
+    "Calls that were judged without the shared store, because it did not answer.",
     together=("deny", "allow"),
 )
 STORE_KEYS = _of_table(
-    "store_keys", "state", "Counts that a store in memory keeps, and those for which it has room."
+    "store_keys",
+    "state",
+    "Counts that a store in memory keeps, and those for which it has room. Of several stores, the "
+    "fullest one.",
 )
 ERRORS = _counter(
     "errors_total",
@@ -207,7 +221,8 @@ ERRORS = _counter(
 START_TIME = _of_table(
     "start_time_seconds",
     "",
-    "When the counters of the process began at 0, in seconds since the Unix epoch.",
+    "When the counters of the process began at 0, in seconds since the Unix epoch. Of several "
+    "workers on one port, the first one.",
 )
 BUILD_INFO = _made("build_info", "version", "1, with the version of langchain-quota.")
 
