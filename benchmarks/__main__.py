@@ -47,8 +47,8 @@ SHOWN = re.compile(
 HEAD = """\
 # Benchmarks
 
-[What does it cost?](cost.md) has the three most important numbers. Here are those behind them, and
-at the end the [targets](#targets), with those that are not met.
+[Production](production.md#know-what-it-costs) has the three most important numbers. Here are those
+behind them, and at the end the [targets](#targets), with those that are not met.
 
 """
 

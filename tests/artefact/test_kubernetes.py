@@ -12,7 +12,7 @@ import yaml
 from langchain_quota.monitoring import exports
 from tests.server.prometheus import DEADLINE
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "kubernetes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "production.md"
 
 
 def built(directory: Path) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def built(directory: Path) -> dict[str, Any]:
 def on_the_page(kind: str) -> str:
     """The page's example of a kind."""
     blocks = re.findall(r"^```yaml\n(.+?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (found,) = [block for block in blocks if yaml.safe_load(block)["kind"] == kind]
+    (found,) = [block for block in blocks if yaml.safe_load(block).get("kind") == kind]
     return str(found)
 
 

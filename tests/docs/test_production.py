@@ -1,4 +1,4 @@
-"""The page on operations: its arithmetic of series, its sampling of traces, its configurations."""
+"""The page on production: its arithmetic of series, its token, its configurations."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
+from starlette.testclient import TestClient
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.decision import Outcome
@@ -17,20 +17,20 @@ from tests.scene import Scene
 from tests.server.programs import required_program
 from tests.telemetry import attributes, telling
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "operations.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "production.md").read_text()
 
 
-def blocks(language: str, page: str = PAGE) -> list[str]:
-    """The code of a page in a language."""
-    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+def blocks(language: str) -> list[str]:
+    """The page's code in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def run_code(having: str) -> dict[str, Any]:
-    """What the page's code that has this in it defines."""
-    [text] = [each for each in blocks("python") if having in each]
+def run_code(*having: str) -> dict[str, Any]:
+    """What the page's code that has one of these in it defines."""
     namespace: dict[str, Any] = {}
-    exec(text, namespace)  # noqa: S102 - our own page
+    for text in blocks("python"):
+        if any(each in text for each in having):
+            exec(text, namespace)  # noqa: S102 - our own page
     return namespace
 
 
@@ -100,15 +100,24 @@ def test_the_example_is_the_texts() -> None:
     assert f"Thirty such replicas make {30 * all_of_it:,} series." in text
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("page", ["operations.md", "security.md"])
-def test_prometheus_takes_the_configurations(page: str, tmp_path: Path) -> None:
-    """Promtool finds nothing wrong with what the page gives for prometheus.yml."""
-    [found] = [
-        each
-        for each in blocks("yaml", (DOCS / page).read_text())
-        if {"remote_write", "scrape_configs"} & {*yaml.safe_load(each)}
+def test_metrics_need_the_token() -> None:
+    """The page's route answers whoever sends the token, and nobody else."""
+    page = run_code('"/metrics", metrics_app()', "class Guarded")
+    client = TestClient(page["app"])
+    shown: list[dict[str, str]] = [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": f"Bearer {page['token']}"},
     ]
+    answers = [client.get("/metrics", headers=each).status_code for each in shown]
+    assert answers == [401, 401, 200]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("key", ["remote_write", "scrape_configs"])
+def test_prometheus_takes_the_configurations(key: str, tmp_path: Path) -> None:
+    """Promtool finds nothing wrong with what the page gives for prometheus.yml."""
+    [found] = [each for each in blocks("yaml") if key in yaml.safe_load(each)]
     token = tmp_path / "token"
     token.write_text("secret")
     config = tmp_path / "prometheus.yml"
@@ -144,34 +153,18 @@ def keeps(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     return found if rule["action"] == "keep" else not found
 
 
-async def decisions(sampler: Sampler) -> tuple[list[Any], int]:
-    """The decisions that a sampler keeps, of calls of every outcome, and in how many traces."""
-    signals = telling(sampler=sampler)
+async def test_the_collector_keeps_what_spans_say() -> None:
+    """Its policy asks for every decision that spans have, but for allowed calls."""
+    signals = telling()
     ways: list[Any] = [{}, {"exit_behavior": "end"}, {"enforce": False}]
     for way in ways:
         limit = ToolCallLimit("search", run_limit=1, **way)
         await Scene(signals, [["search"] * 3, "done"], [limit]).play()
-    traces = {span.context.trace_id for span in signals.spans() if span.context}
-    return [attributes(span)["decision"] for span in signals.spans()], len(traces)
-
-
-async def test_the_collector_keeps_what_spans_say() -> None:
-    """Its policy asks for every decision that spans have, but for allowed calls; it is whole."""
-    [text] = [each for each in blocks("yaml") if "tail_sampling" in each]
-    config = yaml.safe_load(text)
-    policies = config["processors"]["tail_sampling"]["policies"]
-    [policy] = [each for each in policies if each["type"] == "string_attribute"]
-    found = {*(await decisions(ALWAYS_ON))[0]}
+    found = {attributes(span)["decision"] for span in signals.spans()}
     assert found == {each.value for each in Outcome}
+    [text] = [each for each in blocks("yaml") if "tail_sampling" in each]
+    policies = yaml.safe_load(text)["processors"]["tail_sampling"]["policies"]
+    [policy] = [each for each in policies if each["type"] == "string_attribute"]
     assert policy["string_attribute"]["key"] == "langchain_quota.decision"
     assert {*policy["string_attribute"]["values"]} == found - {"allowed"}
     assert all(each.keys() == {"name", "type", each["type"]} for each in policies)
-    [pipeline] = config["service"]["pipelines"].values()
-    assert all({*used} == config[kind].keys() for kind, used in pipeline.items())
-
-
-async def test_the_head_sampler_keeps_refusals_and_no_more() -> None:
-    """Every call that was not plainly allowed is kept, each in a trace of its own."""
-    sampler = run_code("class RefusalsAnd")["RefusalsAnd"](ParentBased(ALWAYS_OFF))
-    everything, _ = await decisions(ALWAYS_ON)
-    assert await decisions(sampler) == ([each for each in everything if each != "allowed"], 7)
