@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.traffic import incidents
 from benchmarks.traffic.agents import PROFILES
 from benchmarks.traffic.running import running_traffic
 from benchmarks.traffic.watched import Watch, watching
@@ -17,6 +18,8 @@ from benchmarks.traffic.watched import Watch, watching
 def main() -> None:
     """Run traffic as the command's options say, to its end."""
     options = _parser().parse_args()
+    if options.profile == "incidents":
+        options.seconds, options.replicas = incidents.SECONDS, 3
     # So that it stops what it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with (
@@ -49,6 +52,8 @@ def main() -> None:
             # The rules about threads are evaluated once a minute.
             time.sleep(60 / options.speed)
             _compare(watch)
+            if options.profile == "incidents":
+                _tell_of_incidents(watch, options.speed)
             if options.hold:
                 _say(f"holding for {options.hold:g} seconds: {watch.prometheus.url}")
                 time.sleep(options.hold)
@@ -97,6 +102,17 @@ def _compare(watch: Watch) -> None:
     for what, labels, true, told in watch.compared():
         mark = "" if true == told else "  differs"
         _say(f"{f'{what}: ' + ', '.join(labels):<70}{true:>8}{told:>12}{mark}")
+
+
+def _tell_of_incidents(watch: Watch, speed: float) -> None:
+    """Kill all replicas, and print what happened and how it was told."""
+    traffic, gone = watch.traffic, time.time()
+    traffic.kill()
+    time.sleep(180 / speed)
+    happened = incidents.incidents(traffic.truth(), traffic.begun, gone, speed)
+    messages = watch.webhook.messages
+    for line in incidents.lines(happened, messages, begun=traffic.begun, speed=speed):
+        _say(line)
 
 
 def _say(text: str) -> None:

@@ -28,8 +28,8 @@ from langchain_quota import (
 )
 from langchain_quota.testing import ScriptedChatModel
 
-Profile = Literal["healthy", "busy", "loop", "broken"]
-PROFILES: tuple[Profile, ...] = ("healthy", "busy", "loop", "broken")
+Profile = Literal["healthy", "busy", "loop", "broken", "incidents"]
+PROFILES: tuple[Profile, ...] = ("healthy", "busy", "loop", "broken", "incidents")
 
 MEANT_TO_BE_HIT = "browse at most 4"
 """A limit that refuses a fifth of its calls when the service is busy, as it is meant to do."""
@@ -117,6 +117,7 @@ def build_agents(
             ),
             ToolCallLimit("fetch", quotas=[Quota(400, per="global", window=minutes)]),
             ToolCallLimit("fetch", run_limit=1, enforce=False, name="fetch on trial"),
+            ToolCallLimit("lookup", quotas=[Quota(100, per="tenant", window=hour)]),
             TokenLimit(quotas=[Quota(2_000_000, per="tenant", window=hour)]),
             CostLimit(thread_limit=2, quotas=[Quota(20, per="agent", window=hour)]),
         ],
@@ -145,6 +146,7 @@ def build_agents(
             TokenLimit(thread_limit=THREAD_LIMIT * sum(_PER_DRAFT), alert=False),
             CostLimit(thread_limit="0.40", name="thread cost", alert=False),
             CostLimit(quotas=[Quota(6, per="global", window=hour)]),
+            ToolCallLimit("browse", run_limit=2),
         ],
         prices=PRICES,
         store=store,
@@ -213,6 +215,8 @@ def questions(
             asked.append(thread._replace(at=at, text=_text(random, profile, agent, times)))
     if profile == "loop":
         asked += loops(seconds * 0.3, seconds * 0.7)
+    if profile == "incidents":
+        asked += loops(300, seconds)
     if events and turns > 1:
         own = [each for each in goals if each[1].agent == "support"]
         asked += [thread for _, thread in sorted(own, reverse=True)[:3]]

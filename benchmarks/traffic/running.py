@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from benchmarks.traffic import incidents
 from benchmarks.traffic.agents import Profile, Question, loops, questions
 from benchmarks.traffic.truth import Journal, Truth
 from tests.forked import ROOT, as_module, start_python
@@ -97,6 +98,7 @@ class Traffic:
         targets: Where the replicas serve their metrics, as `host:port`.
         redis: The replicas' way to the store.
         events: What happens when users ask, by the simulated second.
+        begun: When users began to ask, by the clock.
         scrape: Waits until all that the replicas counted before was scraped; a graceful restart
             calls it before it kills.
     """
@@ -128,10 +130,11 @@ class Traffic:
         self._asking: list[Future[None]] = []
         self._speed = float(str(order["speed"]))
         self._began = 0.0
+        self.begun = 0.0
 
     def begin(self) -> None:
         """Let users ask, and events happen."""
-        self._began = time.monotonic()
+        self._began, self.begun = time.monotonic(), time.time()
         self._asking = [self._threads.submit(each) for each in (self._ask_all, self._happen)]
 
     def wait(self) -> None:
@@ -205,6 +208,11 @@ class Traffic:
         self._processes[replica : replica + 1] = [process]
         with self._changed:
             self._changed.notify_all()
+
+    def kill(self) -> None:
+        """Kill all replicas; nobody may ask any more."""
+        for process in self._processes:
+            process.kill()
 
     def end(self) -> None:
         """Let nobody ask any more, and end the replicas."""
@@ -302,7 +310,8 @@ def running_traffic(
         profile: What the traffic is like. `healthy`: nobody is refused. `busy`: some threads are
             near their limits and some use them up, and a limit refuses a fifth of its calls, as it
             is meant to. `loop`: an agent keeps calling a tool that is refused, on some threads.
-            `broken`: the store is lost for a while.
+            `broken`: the store is lost for a while. `incidents`: what the module of that
+            name tells, for half an hour.
         seconds: How long users ask, in simulated seconds.
         directory: Where the processes write; an empty one.
         speed: How many simulated seconds pass in a real one. Windows of quotas are as much shorter,
@@ -313,20 +322,25 @@ def running_traffic(
         events: Whether a replica restarts gracefully and threads are reset meanwhile.
     """
     asked = questions(profile, seconds=seconds, threads=threads, seed=seed, events=events)
+    if profile == "incidents":
+        asked = sorted([*asked, *incidents.questions()])
     with running_redis(directory / "redis") as server, proxy(server.port) as redis:
         order = {
             "redis": redis.url,
             "checkpoints": str(directory / "checkpoints.sqlite"),
             "speed": speed,
             # Nobody waits for a store that is lost; a busy machine may be slow to answer.
-            "timeout": 0.25 if profile == "broken" else 5,
+            "timeout": 0.25 if profile in ("broken", "incidents") else 5,
         }
         lifetime = round(2 * seconds / speed + 10 * DEADLINE)
         traffic = Traffic(asked, order, directory, redis, lifetime)
         if profile == "broken":
             traffic.events |= {seconds * 0.2: redis.blackhole, seconds * 0.45: redis.heal}
+        if profile == "incidents":
+            for lost, back in incidents.OUTAGES:
+                traffic.events |= {lost: redis.blackhole, back: redis.heal}
         if events:
-            traffic.events[seconds * 0.5] = traffic.restart
+            traffic.events[seconds * (0.58 if profile == "incidents" else 0.5)] = traffic.restart
         try:
             for replica in range(replicas):
                 traffic.start(replica)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.traffic.running import Traffic
+from langchain_quota.decision import STORE
 from langchain_quota.monitoring import exports
 from langchain_quota.units import MICRODOLLARS, Level
 from tests.server.alertmanager import (
@@ -114,7 +115,14 @@ class Watch:
             ),
             (
                 "refusals",
-                truth.refusals("agent", "limit", "scope"),
+                # Where the store could not be asked, no limit refuses.
+                Counter(
+                    {
+                        key: count
+                        for key, count in truth.refusals("agent", "limit", "scope").items()
+                        if key[2] != STORE
+                    }
+                ),
                 self.totals(
                     'langchain_quota_limit_decisions_total{decision="blocked"}',
                     *("agent", "limit", "scope"),

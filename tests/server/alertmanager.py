@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ _MILLISECONDS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
 
 @dataclass(frozen=True)
 class Notification:
-    """An alert as a webhook was told of it, at the path of a receiver."""
+    """An alert as a webhook was told of it, at the path of a receiver and at a time."""
 
+    at: float
     path: str
     status: str
     labels: Mapping[str, str]
@@ -71,6 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         message = [
             Notification(
+                at=time.time(),
                 path=self.path,
                 status=alert["status"],
                 labels=alert["labels"],
