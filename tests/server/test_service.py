@@ -32,7 +32,7 @@ from tests.server.service import (
     running_service,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "service.md"
+PAGE = Path(__file__).parents[2] / "docker" / "README.md"
 LIMITS = {
     "RUN_MODEL_LIMIT": 4,
     "THREAD_MODEL_LIMIT": 12,

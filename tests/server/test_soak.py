@@ -1,6 +1,6 @@
 """The example service under load: nothing in it grows with the requests that it serves.
 
-`SOAK_REQUESTS` says how many requests that are; docs/service.md has the command for a long soak.
+`SOAK_REQUESTS` says how many requests that are; docker/README.md has the command for a long soak.
 """
 
 import asyncio

@@ -30,7 +30,7 @@ class SettingsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of the service; docs/service.md has the names of the variables.
+    """The settings of the service; docker/README.md has the names of the variables.
 
     Attributes:
         metrics_token: What a scraper of `/metrics` must show.
