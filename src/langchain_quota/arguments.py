@@ -11,9 +11,10 @@ from datetime import timedelta
 from functools import wraps
 from inspect import iscoroutinefunction, signature
 from types import FrameType
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from langchain_quota.errors import QuotaWarning
+from langchain_quota.units import duration
 
 ALL_TOOLS = "__all__"
 """The counter of all tools together, as LangChain's limiter writes it to the state."""
@@ -126,6 +127,17 @@ def check_duration(argument: str, value: object, *, or_none: bool = False) -> No
         f"{argument} must be a timedelta{' or None' if or_none else ''}, not {value!r}: "
         f"write {argument}={remedy}"
     )
+
+
+def checked_window(value: object) -> timedelta | None:
+    """The length of a window, given as text or as a `timedelta`; `None` for none."""
+    window: Any = duration(value) if isinstance(value, str) else value
+    if window is None and value is not None:
+        raise ValueError(f'window must be a time such as "30s", "10m", "1h" or "7d", not {value!r}')
+    check_duration("window", window, or_none=True)
+    if window is not None and (window < timedelta(seconds=1) or window.microseconds):
+        raise ValueError(f"window must be whole seconds, from 1, not {value!r}")
+    return cast("timedelta | None", window)
 
 
 def check_share(argument: str, value: Any) -> None:

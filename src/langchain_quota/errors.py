@@ -187,7 +187,7 @@ class UnknownPriceError(_CopiedError, LookupError):
         elif model:
             text = (
                 f"no price is known for the model {model!r}{served}: give it, "
-                f'prices={{{model!r}: Price(input="2.50", output="10")}}, in dollars per million '
+                f"prices={{{model!r}: Price(input=2.50, output=10)}}, in dollars per million "
                 "tokens; or give the chat model the name that its provider lists, model=. Its own "
                 "class also names the provider: _get_ls_params returns ls_provider, as 'openai'"
             )

@@ -1,6 +1,8 @@
-"""Amounts: their units, money, and how much of a limit they are."""
+"""Amounts: their units, money, times, and how much of a limit they are."""
 
 import math
+import re
+from datetime import timedelta
 from decimal import Decimal, DecimalException
 from enum import StrEnum
 from fractions import Fraction
@@ -11,8 +13,8 @@ from typing import Literal
 Unit = Literal["calls", "tokens", "microdollars"]
 """What a limit counts: calls, tokens, or millionths of a US dollar; always whole numbers."""
 
-Dollars = Decimal | str | int
-"""An amount of US dollars, exactly; never a float, which cannot hold most of them."""
+Dollars = Decimal | str | float
+"""An amount of US dollars, exactly as it is written: a float, too, as Python prints it."""
 
 MICRODOLLARS = 10**6
 """How many microdollars make a dollar."""
@@ -23,17 +25,11 @@ _MOST = 10**9
 
 def checked_dollars(argument: str, value: object) -> Decimal:
     """An amount of dollars, exactly as it is written; from 0 to a billion."""
-    if isinstance(value, float):
-        raise TypeError(
-            f"{argument} must not be a float, which holds {value!r} only nearly: "
-            f'write it as a string, "{value}"'
-        )
-    if isinstance(value, bool) or not isinstance(value, Decimal | str | int):
-        raise TypeError(
-            f"{argument} must be dollars as a string, a Decimal or a whole number, not {value!r}"
-        )
+    if isinstance(value, bool) or not isinstance(value, Decimal | str | int | float):
+        raise TypeError(f"{argument} must be dollars, such as 0.50, not {value!r}")
     try:
-        dollars = Decimal(value)
+        # A float holds most amounts only nearly: its shortest text is what was written.
+        dollars = Decimal(float.__repr__(value) if isinstance(value, float) else value)
     except DecimalException:
         raise ValueError(
             f'{argument} must be dollars in digits, such as "0.50", not {value!r}'
@@ -62,6 +58,16 @@ def as_dollars(amount: int) -> str:
     whole, rest = divmod(abs(amount), MICRODOLLARS)
     places = f"{rest:06d}".rstrip("0").ljust(2, "0")
     return f"{'-' if amount < 0 else ''}${whole:,}.{places}"
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION = re.compile(r"([1-9][0-9]{0,4})([smhdw])")
+
+
+def duration(text: str) -> timedelta | None:
+    """A time as people write it, such as `"30s"`, `"1h"` or `"7d"`; `None` if it is none."""
+    match = _DURATION.fullmatch(text)
+    return match and timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
 
 
 UNIT_LABELS: dict[Unit, str] = {"calls": "calls", "tokens": "tokens", "microdollars": "dollars"}

@@ -145,17 +145,16 @@ OF_BUDGETS: Rows = [
     (ValueError, "needs enforce=True", {**LAST, **KEEP, "enforce": False}),
 ]
 OF_DOLLARS: Rows = [
-    (TypeError, "dollars as a string", {"run_limit": True}),
+    (TypeError, "run_limit must be dollars, such as 0.50, not True", {"run_limit": True}),
     *((ValueError, "in digits", {"run_limit": each}) for each in ("$5", "")),
     *(
         (ValueError, "from 0 to 1000000000 dollars", {"run_limit": each})
-        for each in ("-1", Decimal("NaN"), "Infinity", 10**9 + 1)
+        for each in ("-1", -0.5, Decimal("NaN"), math.nan, math.inf, "Infinity", 10**9 + 1)
     ),
     *(
         (ValueError, "at most six decimal places", {"run_limit": each})
-        for each in ("0.0000001", "1." + "0" * 60 + "1")
+        for each in ("0.0000001", 1e-7, 0.1 + 0.2, "1." + "0" * 60 + "1")
     ),
-    *((TypeError, f"{x} must not be a float", {**LAST, **KEEP, x: 0.5}) for x in AMOUNTS),
 ]
 OF_TOKENS: Rows = [
     *((TypeError, f"{x} must be a whole number", {**LAST, **KEEP, x: "5"}) for x in AMOUNTS),
@@ -164,7 +163,7 @@ OF_TOKENS: Rows = [
 ]
 # A price may be finer than what is counted, and is exact.
 OF_PRICES: Rows = [
-    (TypeError, "cache_read must not be a float", {"cache_read": 2.5}),
+    (ValueError, "cache_read must be from 0 to 1000000000 dollars", {"cache_read": math.nan}),
     (ValueError, "output must be from 0 to", {"input": None, "output": "-1"}),
     (ValueError, "reasoning must be dollars in digits", {"reasoning": "a lot"}),
 ]
@@ -181,7 +180,7 @@ OF_REPEATS: Rows = [
 ]
 OF_QUOTAS: Rows = [
     (TypeError, "limit must be a whole number or a function, not None", {"limit": None}),
-    (TypeError, "limit must be a whole number, or dollars as a string, not 2.5", {"limit": 2.5}),
+    (ValueError, "limit must have at most six decimal places", {"limit": 1e-7}),
     *((TypeError, "limit must be a whole number", {"limit": each}) for each in (True, [3])),
     (ValueError, "limit must be 0 or more, not -1", {"limit": -1}),
     (ValueError, "limit must be dollars in digits", {"limit": "a lot"}),
@@ -191,9 +190,14 @@ OF_QUOTAS: Rows = [
     ),
     (TypeError, "timedelta or None, not 60: write window=timedelta(seconds=60)", {"window": 60}),
     *(
-        (TypeError, f"not {each!r}: write window=timedelta(days=1), say", {"window": each})
-        for each in ("1d", True)
+        (
+            ValueError,
+            f'such as "30s", "10m", "1h" or "7d", not {each!r}',
+            {"window": each},
+        )
+        for each in ("", "1", "1 d", "0d", "1.5h", "1y", "d", "-1d", "999999d")
     ),
+    (TypeError, "not True: write window=timedelta(days=1), say", {"window": True}),
     *(
         (ValueError, f"window must be whole seconds, from 1, not {each!r}", {"window": each})
         for each in (timedelta(0), -DAY, timedelta(milliseconds=999), timedelta(seconds=1.5))
@@ -278,6 +282,13 @@ def test_what_is_taken() -> None:
     assert ConcurrencyLimit(at_once=1, wait=DAY).seconds == 86_400
     assert ModelCallLimit(thread_limit=3, run_limit=5).run_limit == 5  # as LangChain's
     assert ToolCallLimit(run_limit=5, exit_behavior="ask", grant=9).grant == 9
+    assert Quota(5, window="1d") == Quota(5, window=DAY)
+    assert [Quota(5, window=x).lasts for x in ("30s", "10m", "1h", "2w")] == [
+        timedelta(seconds=30),
+        timedelta(minutes=10),
+        timedelta(hours=1),
+        timedelta(weeks=2),
+    ]
     assert CostLimit(**IN_DOLLARS).quotas == (*IN_DOLLARS["quotas"],)
     quota = Quota(0)
     assert (quota.limit, quota.per, quota.window, quota.name) == (0, "thread", None, "thread")

@@ -217,7 +217,7 @@ def test_shared_quotas(
 def thresholds(limit: Limit) -> Iterator[tuple[str, timedelta | None, Any]]:
     """What a limit counts by, in which window, and how much of it is admitted."""
     for quota in limit.quotas:
-        yield quota.dimension, quota.window, quota.limit
+        yield quota.dimension, quota.lasts, quota.limit
     for scope, number in (("thread", limit.thread_limit), ("run", limit.run_limit)):
         if number is not None:
             yield scope, None, number

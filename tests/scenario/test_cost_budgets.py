@@ -62,7 +62,7 @@ NONSENSE = {"input_token_details": {"cache_read": -5, "audio": "100", "cache_cre
     ("price", "details", "microdollars"),
     [
         ({}, DETAILS, 2_000),
-        ({"cache_read": "0.1"}, DETAILS, 1_910),
+        ({"cache_read": 0.1}, DETAILS, 1_910),
         ({"cache_creation": "2"}, DETAILS, 2_300),
         ({"cache_creation_1h": "4"}, DETAILS, 2_600),
         ({"output_audio": Decimal(21)}, DETAILS, 3_000),

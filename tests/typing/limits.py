@@ -134,11 +134,11 @@ quotas = [
     Quota(models, per="global", window=timedelta(hours=1)),
     Quota(5, per=tenant, name="tenant"),
     Quota(5, per=looked_up, name="account"),
-    Quota(20),
+    Quota(20, window="7d"),
 ]
 ToolCallLimit("email", quotas=quotas)
 ModelCallLimit(quotas=tuple(quotas))
-assert_type(quotas[0].window, timedelta | None)
+assert_type(quotas[0].lasts, timedelta | None)
 assert_type(quotas[0].name, str)
 
 
@@ -160,7 +160,7 @@ budgets: list[Limit] = [
     TokenLimit(run_limit=100_000, reserve=max_usage),
     TokenLimit(thread_limit=100_000, exit_behavior="ask", grant=50_000),
     CostLimit(run_limit=5, exit_behavior="ask", grant="2.50", name="asks"),
-    CostLimit(run_limit="0.50", thread_limit=budget, quotas=[Quota("100", per="tenant")]),
+    CostLimit(run_limit=0.50, thread_limit=budget, quotas=[Quota("100", per="tenant")]),
     CostLimit(run_limit=1, exit_behavior="finalize", keep="0.10"),
 ]
 prices = {"my-model": Price(input="2.50", output=10)}

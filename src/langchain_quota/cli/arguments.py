@@ -1,6 +1,5 @@
 """The arguments of all commands, read without the packages that the commands need."""
 
-import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 
 from langchain_quota import __version__
 from langchain_quota.monitoring import checks, exports
+from langchain_quota.units import duration
 
 TOKEN_VARIABLE = "LANGCHAIN_QUOTA_METRICS_TOKEN"  # noqa: S105 - its name, not a token
 DEFAULT = "http://127.0.0.1:9464/metrics"
@@ -23,9 +23,6 @@ ORDERS = {
 """The views of `top`, and the orders that each has."""
 NO_WINDOW = "none"
 """The value of `--window` for a count without a window."""
-
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_DURATION = re.compile(r"([1-9][0-9]{0,4})([smhdw])")
 
 
 def parser() -> ArgumentParser:
@@ -162,10 +159,10 @@ def _directory(text: str) -> Path:
 
 
 def _duration(text: str) -> timedelta:
-    match = _DURATION.fullmatch(text)
-    if match is None:
+    given = duration(text)
+    if given is None:
         raise ArgumentTypeError(f"must be a time such as 30m, 12h, 1d or 2w, not {text!r}")
-    return timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
+    return given
 
 
 def _window(text: str) -> timedelta | None:

@@ -109,7 +109,7 @@ class OfThreads(Limiter[Any, ContextT, ResponseT]):
         Args:
             config: Names the thread: `{"configurable": {"thread_id": …}}`. If the store's
                 prefix is a function, also `"quota_prefix"`: the prefix of the thread.
-            amount: How much more, above 0, in the limit's unit: dollars as a string.
+            amount: How much more, above 0, in the limit's unit: calls, tokens or dollars.
             limit: The name of the limit; may be left out if one limit alone has a `thread_limit`.
             until: When the grant ends, with a time zone; by default as in `MemoryStore.grant`.
             reason: Why it is given, for the list and the log.
@@ -171,7 +171,7 @@ def _is(node: str, hook: str) -> bool:
 def _windows(limit: Limit) -> list[timedelta | None]:
     """The windows in which a store counts what a thread uses of a limit; `None` for no window."""
     in_all = [] if limit.thread_limit is None else [None]
-    return [*in_all, *(each.window for each in limit.quotas if each.per == THREAD)]
+    return [*in_all, *(each.lasts for each in limit.quotas if each.per == THREAD)]
 
 
 def _unused(limit: Limit) -> LimitStatus:

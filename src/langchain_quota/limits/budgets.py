@@ -152,8 +152,8 @@ class TokenLimit(Budget[int]):
 class CostLimit(Budget[Dollars]):
     """How much the model calls of a thread and of a run may cost, in US dollars.
 
-    Amounts of money are strings, whole numbers or `Decimal`, with at most six decimal places;
-    never floats, which cannot hold most of them. See `TokenLimit` for when a call is refused, and
+    Amounts of money are numbers, strings or `Decimal`, with at most six decimal places. They are
+    counted exactly as written, floats too. See `TokenLimit` for when a call is refused, and
     `prices` of `QuotaMiddleware` for what tokens cost.
 
     `ToolCallLimit` says what the other arguments mean, here in dollars: `thread_limit`,
@@ -172,18 +172,14 @@ class CostLimit(Budget[Dollars]):
             `cost`.
 
     Raises:
-        TypeError: An argument has the wrong type, such as a float for an amount.
+        TypeError: An argument has the wrong type.
         ValueError: No limit is given, two arguments do not go together, two thresholds have one
             scope, or an argument is out of bounds. The message names the argument and the value.
 
     Examples:
         >>> from langchain_quota import CostLimit
-        >>> CostLimit(run_limit="0.50", thread_limit=5).run_limit
-        '0.50'
-        >>> CostLimit(run_limit=0.5)
-        Traceback (most recent call last):
-            ...
-        TypeError: run_limit must not be a float, which holds 0.5 only nearly: write it as a ...
+        >>> CostLimit(run_limit=0.50, thread_limit=5).run_limit
+        0.5
     """
 
     unit: ClassVar[Unit] = "microdollars"
@@ -200,7 +196,7 @@ class CostLimit(Budget[Dollars]):
 class Price:
     """What the tokens of a model cost, in US dollars per million tokens.
 
-    An amount is a `Decimal`, a string or a whole number, never a float.
+    An amount is a number, a string or a `Decimal`, and counts exactly as written.
 
     Args:
         input: Tokens of the prompt.
@@ -216,13 +212,13 @@ class Price:
         reasoning: Reasoning tokens of the answer; `None` for the price of `output`.
 
     Raises:
-        TypeError: An amount is a float, or no number.
+        TypeError: An amount is no number.
         ValueError: An amount is negative or not finite, or cannot be read.
 
     Examples:
         >>> from langchain_quota import Price
-        >>> Price(input="2.50", output="10", cache_read="1.25").cache_read
-        '1.25'
+        >>> Price(input=2.50, output=10, cache_read=1.25).cache_read
+        1.25
     """
 
     input: Dollars

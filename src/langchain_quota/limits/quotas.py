@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
-from langchain_quota.arguments import check_count, check_duration, check_function, check_type
+from langchain_quota.arguments import check_count, check_function, check_type, checked_window
 from langchain_quota.decision import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.units import Dollars, checked_microdollars
 
@@ -34,10 +34,11 @@ class Quota:
             async, gives the subject. Subjects are strings (not empty), whole numbers or UUIDs;
             equal texts are one subject. A missing subject, or one of another type, fails the run,
             and nothing is charged.
-        window: How long a count lasts, in whole seconds from 1. Windows are fixed and aligned to
-            the Unix epoch in UTC: a window of a day begins at midnight UTC, one of a week on a
-            Thursday. So around the start of a window, up to twice the limit can run in a short
-            time. `None`: the count lasts until it is reset. A quota per `"root_run"` has no window.
+        window: How long a count lasts, such as `"30s"`, `"10m"`, `"1h"` or `"7d"`, or a
+            `timedelta` of whole seconds, from 1. Windows are fixed and aligned to the Unix epoch in
+            UTC: a window of a day begins at midnight UTC, one of a week on a Thursday. So around
+            the start of a window, up to twice the limit can run in a short time. `None`: the count
+            lasts until it is reset. A quota per `"root_run"` has no window.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
             A function needs a name. Two quotas of one limit need different names. A name must not
             be `"run"`, `"store"`, `"at_once"` or `"none"`. It may be `"thread"`, `"agent"`,
@@ -49,9 +50,8 @@ class Quota:
         ValueError: An argument is out of bounds. The message names the argument and the value.
 
     Examples:
-        >>> from datetime import timedelta
         >>> from langchain_quota import Quota, ToolCallLimit
-        >>> daily = Quota(5, per="user_id", window=timedelta(days=1))
+        >>> daily = Quota(5, per="user_id", window="1d")
         >>> ToolCallLimit("email", quotas=[daily]).quotas[0].name
         'user_id'
     """
@@ -59,19 +59,17 @@ class Quota:
     limit: "Dollars | Callable[[Any, Any], Dollars | Awaitable[Dollars | None] | None]"
     _: KW_ONLY
     per: "str | Callable[[Any, Any], object]" = THREAD
-    window: timedelta | None = None
+    window: timedelta | str | None = field(default=None, compare=False)
     name: str = ""
+    lasts: timedelta | None = field(init=False, repr=False)
+    """The window as a `timedelta`."""
 
     def __post_init__(self) -> None:
         _check_limit(self.limit)
         check_function("limit", self.limit, "state", "runtime")
         check_type("per", self.per, str | Callable, "a string or a function")
         check_function("per", self.per, "state", "runtime")
-        check_duration("window", self.window, or_none=True)
-        if self.window is not None and (
-            self.window < timedelta(seconds=1) or self.window.microseconds
-        ):
-            raise ValueError(f"window must be whole seconds, from 1, not {self.window!r}")
+        object.__setattr__(self, "lasts", checked_window(self.window))
         if self.window is not None and self.per == ROOT_RUN:
             raise ValueError(
                 f"window={self.window!r} cannot be used with per={ROOT_RUN!r}: a run's count ends "
@@ -98,9 +96,7 @@ def _check_limit(limit: object) -> None:
     """Check that a value can be a number of calls, tokens or dollars; the limit knows which."""
     if limit is None:
         raise TypeError("limit must be a whole number or a function, not None")
-    if isinstance(limit, float):
-        raise TypeError(f"limit must be a whole number, or dollars as a string, not {limit!r}")
-    if isinstance(limit, str | Decimal):
+    if isinstance(limit, str | float | Decimal):
         checked_microdollars("limit", limit)
     elif not callable(limit):
         check_count("limit", limit, what="a whole number")

@@ -271,7 +271,7 @@ def fixed(limit: Limit) -> ResolvedLimit:
 def _check(limit: Limit, quota: Quota, most: object, subject: str, moment: _Moment) -> Check:
     """The check of a quota."""
     what = f"limit of quota {quota.name!r} of limit {limit.name!r}"
-    counter, window, now = stored_as(limit), quota.window, moment.now or 0
+    counter, window, now = stored_as(limit), quota.lasts, moment.now or 0
     key = CountKey.at(counter, quota.dimension, subject, window, now, prefix=moment.prefix)
     # A thread's use in all is one count, for every limit.
     in_all = quota.dimension == THREAD and key.resets_at is None

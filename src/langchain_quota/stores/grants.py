@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
-from langchain_quota.arguments import check_duration, check_type
+from langchain_quota.arguments import check_type, checked_window
 from langchain_quota.concurrency import Form
 from langchain_quota.concurrency import now as at_once
 from langchain_quota.limits.options import UNITS, whole_amount
@@ -81,7 +81,7 @@ class Granting(ABC):
         key: str,
         amount: Dollars,
         *,
-        window: timedelta | None = None,
+        window: timedelta | str | None = None,
         until: datetime | None = None,
         reason: str = "",
         by: str = "",
@@ -95,8 +95,7 @@ class Granting(ABC):
 
         Args:
             key: The count's key, as `QuotaUsage` has it.
-            amount: How much more, above 0, as the key counts: calls and tokens as a whole number,
-                dollars as a string.
+            amount: How much more, above 0, as the key counts: calls, tokens or dollars.
             window: The length of the quota's windows, if `key` is given without its window: then
                 the present window is meant.
             until: When the grant ends, with a time zone; stores count whole seconds, and round
@@ -123,7 +122,7 @@ class Granting(ABC):
         key: str,
         amount: Dollars,
         *,
-        window: timedelta | None = None,
+        window: timedelta | str | None = None,
         until: datetime | None = None,
         reason: str = "",
         by: str = "",
@@ -169,7 +168,7 @@ class Granting(ABC):
         self,
         key: object,
         amount: object,
-        window: timedelta | None,
+        window: timedelta | str | None,
         *,
         until: Any,
         reason: object,
@@ -193,7 +192,7 @@ class Granting(ABC):
         last = math.ceil(now) + idle_time(counted, self._idle)
         return replace(asked, until=in_utc(min(ends, default=last)))
 
-    def _counted(self, text: str, window: timedelta | None) -> str:
+    def _counted(self, text: str, window: timedelta | str | None) -> str:
         """The key of a count; if a window is given, of the present one."""
         try:
             key = CountKey.parse(text)
@@ -204,11 +203,10 @@ class Granting(ABC):
             ) from None
         if window is None:
             return text
-        check_duration("window", window, or_none=True)
         if key.window is not None:
             raise ValueError(f"key has a window, so window must be None: {text!r}")
-        values = key.counter, key.dimension, key.subject
-        return str(CountKey.at(*values, window, self._now(), prefix=key.prefix))
+        values = key.counter, key.dimension, key.subject, checked_window(window)
+        return str(CountKey.at(*values, self._now(), prefix=key.prefix))
 
     @abstractmethod
     def _now(self) -> float:

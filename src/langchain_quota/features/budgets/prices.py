@@ -40,7 +40,7 @@ def check_prices(prices: object) -> None:
             if not isinstance(model, str) or not isinstance(price, Price):
                 raise TypeError(
                     f"prices must have a Price for the name of each model, not {price!r} "
-                    f'for {model!r}: write Price(input="2.50", output="10")'
+                    f'for {model!r}: write Price(input=2.50, output=10)'
                 )
     elif prices is not None and not callable(prices):
         raise TypeError(
@@ -244,7 +244,7 @@ def _tabled_price(table: Mapping[str, Price], others: Prices, usage: ModelUsage)
 
     def rate(part: str) -> Decimal:
         given: Dollars | None = getattr(price, part)
-        return rate(_WHOLE[part]) if given is None else Decimal(given)
+        return rate(_WHOLE[part]) if given is None else checked_dollars(part, given)
 
     with localcontext(_EXACT):
         return sum(tokens * rate(part) for part, tokens in _parts(usage).items()) / _PER
