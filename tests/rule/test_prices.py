@@ -102,6 +102,35 @@ def test_nothing_costs_more_than_the_bound(usage: ModelUsage) -> None:
     assert cost(usage, PRICES) <= highest_cost(replace(usage, **none), PRICES)
 
 
+@pytest.mark.parametrize(
+    ("name", "provider", "plain", "of"),
+    [
+        ("openai/gpt-4o", "openai", "gpt-4o", "openai"),
+        ("openai/gpt-4o", "", "gpt-4o", "openai"),
+        ("anthropic/claude-sonnet-4.5", "openai", "claude-sonnet-4-5", "anthropic"),
+        ("anthropic/claude-sonnet-4.5", "openrouter", "anthropic/claude-sonnet-4.5", "openrouter"),
+        ("azure/gpt-4o", "my-gateway", "gpt-4o", "azure"),
+        ("meta-llama/llama-3.1-8b-instruct", "openai", None, "openrouter"),
+        ("eu.anthropic.claude-sonnet-4-20250514-v1:0", "", None, "aws"),
+        ("us.anthropic.claude-sonnet-4-20250514-v1:0", "anthropic_bedrock", None, "aws"),
+        ("bedrock/us.anthropic.claude-sonnet-4-20250514-v1:0", "openai", None, "aws"),
+    ],
+)
+def test_names_of_gateways(name: str, provider: str, plain: str | None, of: str) -> None:
+    """A model costs what its provider takes, also if a gateway has its own name for it."""
+    tokens: dict[str, Any] = {"input_tokens": 300_000, "output_tokens": 9, "total_tokens": 300_009}
+    listed = plain or name.removeprefix("bedrock/")
+    known = theirs(replace(ModelUsage(response_model=listed, provider=of), **tokens), DATE)
+    asked = replace(ModelUsage(request_model=name, provider=provider), **tokens)
+    assert listed_price(asked, at=DATE) == known
+
+
+@pytest.mark.parametrize("name", ["azure/prod-chat", "mine/gpt-4o", "gpt-4.1-mine", "eu.mine.gpt"])
+def test_what_no_list_has_stays_unknown(name: str) -> None:
+    """A prefix does not make a price."""
+    assert listed_price(ModelUsage(request_model=name, provider="openai"), at=DATE) is None
+
+
 def test_without_the_list_a_table_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without genai-prices, the lack of prices says what to install."""
     monkeypatch.setitem(sys.modules, "genai_prices", None)

@@ -1,6 +1,7 @@
 """What the tokens of a model run cost, in US dollars."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -24,6 +25,9 @@ _PER = Decimal(10**6)
 _EXACT = Context(prec=50)
 """The decimal context of all computations, whatever the application's own is."""
 
+_BEDROCK = re.compile(r"[a-z-]+\.[a-z]", re.IGNORECASE)
+"""How ids of models in Bedrock begin: with a vendor, perhaps after a region: `eu.anthropic.…`."""
+
 MOST_KNOWN = 1_000
 """The most models that are known to have a price. Callers of a gateway may invent names."""
 
@@ -40,7 +44,7 @@ def check_prices(prices: object) -> None:
             if not isinstance(model, str) or not isinstance(price, Price):
                 raise TypeError(
                     f"prices must have a Price for the name of each model, not {price!r} "
-                    f'for {model!r}: write Price(input=2.50, output=10)'
+                    f"for {model!r}: write Price(input=2.50, output=10)"
                 )
     elif prices is not None and not callable(prices):
         raise TypeError(
@@ -211,17 +215,29 @@ def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | 
         cache_audio_read_tokens=0,
         cache_audio_write_tokens=0,
     )
-    for name in usage.models:
+    own = [(name, usage.provider or None) for name in usage.models]
+    for name, provider in (*own, *_behind_gateways(usage.models)):
         with localcontext(_EXACT), suppress(LookupError):
             price: Decimal = calc_price(
                 tokens,
                 name,
-                provider_id=usage.provider or None,
+                provider_id=provider,
                 genai_request_timestamp=at,
                 price_context={"service_tier": usage.service_tier, "speed": usage.speed},
             ).total_price
             return price
     return None
+
+
+def _behind_gateways(models: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Names of models as gateways have them, each with who genai-prices knows them from."""
+    for name in models:
+        if "/" in name:
+            # Such as `azure/gpt-4o`: for LiteLLM, genai-prices takes the prefix for the provider.
+            yield name, "litellm"
+            yield name, "openrouter"
+        elif _BEDROCK.match(name):
+            yield name, "aws"
 
 
 def _has_list() -> bool:
