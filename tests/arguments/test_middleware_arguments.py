@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from langchain.agents import create_agent
 
 from langchain_quota import (
     Decision,
@@ -20,6 +21,7 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitMiddleware,
 )
+from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Scene
 from tests.stores import counts
 from tests.telemetry import Signals, needs_inline
@@ -83,6 +85,14 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ([SEARCH, SHARED], {}, ValueError, "limit 'tool:calc' has quotas: give a store"),
     ([ASKS], {"store": Counting()}, TypeError, "needs a store that can grant more, "),
 ]
+
+
+def test_a_limit_is_no_middleware() -> None:
+    """An agent that is given a limit in place of a middleware says what to write."""
+    limit: Any = ToolCallLimit("search", run_limit=1)
+    said = "ToolCallLimit is no middleware: write middleware=[QuotaMiddleware([ToolCallLimit(…)])]"
+    with pytest.raises(AttributeError, match=re.escape(said)):
+        create_agent(ScriptedChatModel(script=[]), middleware=[limit])
 
 
 @pytest.mark.parametrize(("limits", "options", "error", "said"), REFUSED)
