@@ -40,22 +40,33 @@ if TYPE_CHECKING:
     from langchain_quota.telemetry.exposition import metrics_app as metrics_app
     from langchain_quota.telemetry.exposition import start_metrics_server as start_metrics_server
 else:
-    import ast
-    import sys
     from importlib import import_module
-    from inspect import getsource
 
-    # Importing LangChain takes a second, and the command line does not need it. So the imports
-    # above are read, and each of them is made when its name is first used.
+    # Importing LangChain takes a second, and the command line does not need it. So a name is
+    # imported when it is first used. The imports above are for type checkers and editors.
     _HOMES = {
-        each.asname: line.module
-        for line in ast.walk(ast.parse(getsource(sys.modules[__name__])))
-        if isinstance(line, ast.ImportFrom)
-        for each in line.names
-        if each.asname
+        "decision": ("Decision",),
+        "errors": ("ModelCallLimitExceededError", "QuotaWarning", "ToolCallLimitExceededError"),
+        "features.budgets.estimates": ("max_usage",),
+        "features.deep_agents.with_limits": ("with_limits",),
+        "features.graph.graph": ("GraphQuota",),
+        "features.graph.inline": ("InlineQuotaMiddleware",),
+        "limits.budgets": ("CostLimit", "Price", "TokenLimit"),
+        "limits.calls": ("ModelCallLimit", "ToolCallLimit"),
+        "limits.concurrency": ("ConcurrencyLimit",),
+        "limits.quotas": ("Quota",),
+        "limits.repeats": ("RepeatLimit",),
+        "middleware.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
+        "middleware.quota": ("QuotaMiddleware",),
+        "state": ("ModelCallLimitState", "ToolCallLimitState", "usage"),
+        "stores.memory": ("MemoryStore",),
+        "stores.optional_redis": ("RedisStore",),
+        "telemetry": ("Telemetry", "hmac_label"),
+        "telemetry.exposition": ("metrics_app", "start_metrics_server"),
     }
+    _HOME = {name: home for home, names in _HOMES.items() for name in names}
     __all__ = ["__version__"]
-    __all__ += list(_HOMES)
+    __all__ += list(_HOME)
 
     def __getattr__(name: str) -> object:
         """A public name, at its first use.
@@ -63,9 +74,9 @@ else:
         Raises:
             AttributeError: The package has no such name.
         """
-        if name not in _HOMES:
+        if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
         return value
 
     def __dir__() -> list[str]:

@@ -72,7 +72,6 @@ OF_LIBRARIES: dict[str, Callable[[Signals], object]] = {
     "'QuotaMiddleware' object is not iterable": lambda signals: alone(
         ScriptedChatModel(script=[]), middleware=quota(signals, SEARCH)
     ),
-    "type object 'ToolCallLimit' has no attribute 'wrap_tool_call'": lambda _: agent(SEARCH),
     "create_react_agent() got unexpected keyword arguments: {'middleware': …": older_agent,
     "Expected a Runnable, callable or dict": lambda signals: node("quota", quota(signals, SEARCH)),
     "Checkpointer requires one or more of the following 'configurable' keys: …": (
