@@ -62,20 +62,20 @@ def build() -> Dashboard:
         )
     board.with_panel(_budgets())
     board.with_panel(_threads())
-    runs = ask.grown(_RUNS, ask.BAR, ask.AGENT, 'usage!="reported"', by="agent, model")
+    runs = ask.grown(_RUNS, ask.BAR, ask.AGENT, 'usage="estimated"', by="agent, model")
     prices = ask.grown(_RUNS, ask.BAR, ask.AGENT, 'price="unknown"', by="agent, model")
     board.with_row(
         show.row(
             49,
             "Estimates and prices, whatever Limit is chosen",
-            show.timeseries(
+            show.bars(
                 show.Place(48, 24, 8),
                 "Uncertain runs",
                 "Model runs whose tokens are estimated, because the provider reported none or the "
                 "run was cut off, and runs without a price, whose cost no limit counts.",
                 [
-                    show.Query(runs, "estimated: {{agent}}, {{model}}"),
-                    show.Query(prices, "no price: {{agent}}, {{model}}"),
+                    show.Query(f"{runs} > 0", "estimated: {{agent}}, {{model}}"),
+                    show.Query(f"{prices} > 0", "no price: {{agent}}, {{model}}"),
                 ],
                 unit=settings.COUNT,
             ).no_value("Every run has a price and a report of its usage."),
@@ -135,7 +135,7 @@ def _threads() -> TablePanel:
 
     def total(unit: str) -> str:
         of = ask.select(f"langchain_quota_thread_spent_{unit}_total", ask.AGENT, ask.LIMIT)
-        return f"topk({settings.TOP}, max by ({by}) (sum by ({by}, limit) ({of}) > 0))"
+        return f"max by ({by}) (sum by ({by}, limit) ({of}) > 0)"
 
     return show.table(
         show.Place(47, 24, 8),
@@ -157,6 +157,6 @@ def _threads() -> TablePanel:
             ),
             show.text("Job", "job", 160),
         ],
-        sort_by=total("dollars"),
+        sort_by=f"topk({settings.TOP}, {total('dollars')} or {total('tokens')} / 1e9)",
         no_value="Nothing was spent.",
     )

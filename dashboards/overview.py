@@ -8,7 +8,7 @@ from grafana_foundation_sdk.builders.timeseries import Panel as TimeseriesPanel
 from dashboards import panels as show
 from dashboards import queries as ask
 from dashboards import settings
-from dashboards.settings import COUNT, CRITICAL, DOLLARS, NEUTRAL, OK, SHARE
+from dashboards.settings import COUNT, CRITICAL, DOLLARS, OK, SHARE
 from dashboards.variables import common_variables
 from langchain_quota.monitoring.exports import RUNBOOKS
 
@@ -26,11 +26,11 @@ def build() -> Dashboard:
     )
     board.variables(common_variables())
     board.with_panel(_alerts())
-    for number in (_refused_now(), _at_limits(), _calls_refused(), cost(show.Place(45, 6, 5))):
+    for number in (_refused_now(), _at_limits(), _calls_refused(), cost(show.Place(45, 3, 7))):
         board.with_panel(number)
+    board.with_panel(_refusals())
     board.with_panel(_customers())
     board.with_panel(_threads())
-    board.with_panel(_refusals())
     board.with_row(show.row(53, "Who is near a limit", _shared(), _nearest()))
     board.with_row(show.row(54, "Limits, and limits on trial", _limits()))
     board.with_row(show.row(55, "Health, whatever Agent and Limit are chosen", _health()))
@@ -50,28 +50,36 @@ def _alerts() -> TablePanel:
         f'max without (alertstate) (3 * {firing},severity="critical"}} '
         f'or 2 * {firing},severity="warning"}} or {firing}}})'
     )
+
+    def about(expr: str) -> str:
+        labels = ("subject", "model", "kind", "component", "error_type", "action", "cause")
+        joined = ", ".join(f'"{label}"' for label in labels)
+        return f'label_join({expr}, "about", " ", {joined})'
+
     return show.table(
-        show.Place(41, 24, 5),
+        show.Place(41, 24, 7),
         "Alerts that fire",
         "The alerts of langchain-quota that fire for the chosen jobs, those that page first. "
-        "Click an alert to open its runbook.",
+        "Click an alert to open its runbook. 'About' is the customer, the model, the kind of "
+        "calls, what failed, or what becomes of calls while the store fails.",
         [
-            show.text("Severity", "severity", 90, **show.severities()),
-            show.text("Alert", "alertname", 330, links=[runbook]),
-            show.text("Agent", "agent", 130),
+            show.text("Severity", "severity", 80, **show.severities()),
+            show.text("Alert", "alertname", 320, links=[runbook]),
+            show.text("Agent", "agent", 120),
             show.text("Limit", "limit", 130),
-            show.text("Quota", "scope", 100),
-            show.text("Customer", "subject", 130),
-            show.when("Since", since, 130),
+            show.text("Quota", "scope", 80),
+            show.text("About", "about", 250),
+            show.when("Since", about(since), 130),
             show.text("Job", "job", 110),
         ],
-        sort_by=ask.or_none(severity, "severity"),
+        sort_by=about(severity),
+        no_value="No alert fires.",
     )
 
 
 def _refused_now() -> StatPanel:
     return show.stat(
-        show.Place(42, 6, 5),
+        show.Place(42, 3, 7),
         "Refused now",
         "How many conversations (threads) and customers (subjects of quotas) were refused in the "
         "last 5 minutes, whatever time and limit are chosen, if they have series.",
@@ -95,7 +103,7 @@ def _at_limits() -> StatPanel:
         "job_agent_limit:langchain_quota_threads_exhausted:count", ask.AGENT, ask.LIMIT
     )
     return show.stat(
-        show.Place(43, 6, 5),
+        show.Place(43, 3, 7),
         "At their limits",
         "How many threads and customers have nothing left of a limit: their next call is refused. "
         "Of several limits of an agent, the one that most threads have used up counts.",
@@ -121,7 +129,7 @@ def _calls_refused() -> StatPanel:
     steps = [(None, OK), (settings.REFUSED_SHARE_WARNING, settings.WARNING)]
     steps.append((settings.REFUSED_SHARE_CRITICAL, CRITICAL))
     return show.stat(
-        show.Place(44, 6, 5),
+        show.Place(44, 3, 7),
         "Calls refused",
         "How many calls were refused in the chosen time, and which share of all judged calls that "
         "is. A call that two limits refuse is one call. Calls that were refused because the store "
@@ -161,9 +169,9 @@ def cost(place: show.Place) -> StatPanel:
 
 def _customers() -> TablePanel:
     refused = f"sum by ({ask.OF_SUBJECT}) ({ask.refused_subjects(_LABELLED)}) > 0"
-    most = ask.or_none(f"topk({settings.TOP}, {refused})", "subject")
+    most = f"topk({settings.TOP}, {refused})"
     return show.table(
-        show.Place(46, 12, 5),
+        show.Place(46, 12, 7),
         "Customers refused now",
         "Whom a shared quota refused calls in the last 5 minutes, whoever is refused most on top. "
         "Only quotas that Telemetry(subject_label=…) names are listed.",
@@ -176,6 +184,7 @@ def _customers() -> TablePanel:
             show.text("Agent", "agent", 100),
         ],
         sort_by=most,
+        no_value="No customer is refused.",
     )
 
 
@@ -185,9 +194,9 @@ def _threads() -> TablePanel:
     refused = (
         f"{ask.refusals(ask.AGENT, ask.LIMIT)} and on ({ask.OF_THREAD}) ({last} > time() - 300)"
     )
-    most = ask.or_none(f"topk({settings.TOP}, {refused})", "limit")
+    most = f"topk({settings.TOP}, {refused})"
     return show.table(
-        show.Place(47, 12, 5),
+        show.Place(47, 12, 7),
         "Threads refused now",
         "Which conversations a limit refused in the last 5 minutes, and how many calls since they "
         "have series. Click a thread to see more.",
@@ -200,6 +209,7 @@ def _threads() -> TablePanel:
             show.hidden("job"),
         ],
         sort_by=most,
+        no_value="No thread is refused.",
     )
 
 
@@ -207,20 +217,14 @@ def _refusals() -> TimeseriesPanel:
     refused = ask.grown(ask.DECISIONS, ask.BAR, ask.AGENT, ask.LIMIT, _BLOCKED, by="limit, scope")
     calls = ask.select("langchain_quota_calls_total", ask.AGENT, 'decision="allowed"')
     allowed = f"sum(rate({calls}[$__rate_interval])) * 60"
-    line = {
-        **show.fixed(NEUTRAL),
-        "custom.drawStyle": "line",
-        "custom.fillOpacity": 0,
-        "custom.stacking": {"mode": "none"},
-    }
     return show.bars(
-        show.Place(48, 24, 6),
+        show.Place(48, 12, 7),
         "Refusals by limit, calls/min",
         "How many calls per minute each limit refused, and at which threshold (bars), and how "
         "many were allowed (line). Click a dot to open the trace of a call.",
         [
             show.Query(f"{refused} {ask.PER_MINUTE} > 0", "{{limit}} ({{scope}})"),
-            show.Query(allowed, "calls allowed", exemplar=True, properties=line),
+            show.Query(allowed, "calls allowed", exemplar=True, properties=show.LINE),
         ],
         unit=settings.ROUNDED,
     ).no_value("No call was judged.")
@@ -330,23 +334,26 @@ def _health() -> TimeseriesPanel:
         (fallbacks, "action", "calls without the store: {{action}}"),
         (unjudged, "kind", "calls that no limit judged: {{kind}}"),
     )
-    return show.timeseries(
+    return show.bars(
         show.Place(52, 24, 8),
         "Health",
-        "How many processes have metrics; and for each point in time, what failed, how many calls "
-        "were decided without the shared store (deny: refused; allow: run) or judged by no limit, "
-        "and how many threads near a limit have no series, so that no table lists them.",
+        "How many processes have metrics (line); and since the bar before, what failed, and how "
+        "many calls were decided without the shared store (deny: refused; allow: run) or judged by "
+        "no limit. Threads near a limit that have no series are in no table.",
         [
             show.Query(
                 f"count by (job) ({ask.select('langchain_quota_build_info')})",
                 "processes of {{job}}",
+                properties=show.LINE,
             ),
             *(
                 show.Query(f"{ask.grown(metric, ask.BAR, by=label)} > 0", legend)
                 for metric, label, legend in counted
             ),
             show.Query(
-                f"sum({ask.select('langchain_quota_subjects', near)}) > 0", "near threads hidden"
+                f"sum({ask.select('langchain_quota_subjects', near)}) > 0",
+                "near threads hidden",
+                properties=show.LINE,
             ),
         ],
         unit=COUNT,

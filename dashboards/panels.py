@@ -67,6 +67,7 @@ class Query:
     expr: str
     legend: str
     exemplar: bool = False
+    instant: bool = False
     properties: Properties | None = None
 
 
@@ -119,6 +120,7 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
     no_value: str = "no data",
 ) -> StatPanel:
     """Numbers of now, each with the line that led to it."""
+    stacked = common.VizOrientation.HORIZONTAL  # each number is as wide as the panel
     panel = (
         _framed(StatPanel(), place, title, description)
         .unit(unit)
@@ -131,6 +133,7 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
         .text_mode(common.BigValueTextMode.VALUE_AND_NAME)
         .wide_layout(wide_layout=False)
         .show_percent_change(show_percent_change=False)
+        .orientation(stacked if place.height > place.width else common.VizOrientation.AUTO)
         .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
     )
     _ask(panel, queries)
@@ -184,67 +187,55 @@ def fixed(colour: str) -> Properties:
     return {"color": {"mode": dashboard.FieldColorModeId.FIXED, "fixedColor": colour}}
 
 
+LINE: Properties = {
+    **fixed(settings.NEUTRAL),
+    "custom.drawStyle": "line",
+    "custom.fillOpacity": 0,
+    "custom.stacking": {"mode": "none"},
+}
+"""A line among bars."""
+
+
 def table(  # noqa: PLR0913 - the same
     place: Place,
     title: str,
     description: str,
     columns: Sequence[Column],
     *,
-    sort_by: str | None = None,
-    no_value: str = "no data",
+    sort_by: str,
+    no_value: str,
 ) -> TablePanel:
-    """A table of labels and of values now.
+    """A table of labels and of values now, of several queries.
 
-    Args:
-        place: The panel's number and size.
-        title: Its title.
-        description: What it shows.
-        columns: From left to right; a source with a selector is a query, any other a label.
-        sort_by: The query by whose values the rows are sorted, falling; that of a column, or one
-            whose values are not shown.
-        no_value: What is shown where there are no rows.
+    A column whose source has a selector is a query, any other a label. The rows are sorted by the
+    values of `sort_by`, falling: a column's query, or one whose values are not shown.
     """
     shown = [column.source for column in columns if "{" in column.source]
-    hidden = [] if sort_by is None or sort_by in shown else [sort_by]
-    every = [*shown, *hidden]
-    # With a single query Grafana names the value without its query.
-    value = {
-        expr: f"Value #{ref_id}" if len(every) > 1 else "Value"
-        for ref_id, expr in zip(ascii_uppercase, every, strict=False)
-    }
+    every = [*shown, *([] if sort_by in shown else [sort_by])]
+    value = {expr: f"Value #{ref_id}" for ref_id, expr in zip(ascii_uppercase, every, strict=False)}
     panel = (
-        _framed(TablePanel(), place, title, description)
-        .unit(settings.COUNT)
-        .decimals(0)
-        .no_value(no_value)
-        .show_header(show_header=True)
-        .frame_index(0)
-        .footer(TableFooterOptions().show(show=False).reducer([]))
-        .cell_height(common.TableCellHeight.SM)
-        .with_transformation(dashboard.DataTransformerConfig("merge", options={}))
+        _empty_table(place, title, description).unit(settings.COUNT).decimals(0).no_value(no_value)
     )
     for ref_id, expr in zip(ascii_uppercase, every, strict=False):
-        panel.with_target(_instant(expr, ref_id).format(PromQueryFormat.TABLE))
-    if sort_by is not None:
-        by = {"fields": {}, "sort": [{"field": value[sort_by], "desc": True}]}
-        panel.with_transformation(dashboard.DataTransformerConfig("sortBy", options=by))
-        most = {"limitField": settings.TOP}
-        panel.with_transformation(dashboard.DataTransformerConfig("limit", options=most))
+        panel.with_target(_target(expr, ref_id).instant().format(PromQueryFormat.TABLE))
     names = [value.get(column.source, column.source) for column in columns]
-    kept = {"include": {"names": names}}
-    panel.with_transformation(dashboard.DataTransformerConfig("filterFieldsByName", options=kept))
-    panel.with_transformation(
-        dashboard.DataTransformerConfig(
+    titles = [column.title for column in columns]
+    transformations: list[tuple[str, object]] = [
+        ("merge", {}),
+        ("sortBy", {"fields": {}, "sort": [{"field": value[sort_by], "desc": True}]}),
+        ("limit", {"limitField": settings.TOP}),
+        ("filterFieldsByName", {"include": {"names": names}}),
+        (
             "organize",
-            options={
+            {
                 "excludeByName": {},
                 "indexByName": {name: index for index, name in enumerate(names)},
-                "renameByName": {
-                    name: column.title for name, column in zip(names, columns, strict=True)
-                },
+                "renameByName": dict(zip(names, titles, strict=True)),
             },
-        )
-    )
+        ),
+    ]
+    for name, options in transformations:
+        panel.with_transformation(dashboard.DataTransformerConfig(name, options=options))
     for column in columns:
         properties = dict(column.properties or {})
         if column.source not in value:
@@ -338,14 +329,7 @@ def traces(place: Place, title: str, description: str, query: str) -> TablePanel
         .ref_id("A")
     )
     return (
-        _framed(TablePanel(), place, title, description)
-        .datasource(TEMPO)
-        .unit("none")
-        .show_header(show_header=True)
-        .frame_index(0)
-        .footer(TableFooterOptions().show(show=False).reducer([]))
-        .cell_height(common.TableCellHeight.SM)
-        .with_target(target)
+        _empty_table(place, title, description).datasource(TEMPO).unit("none").with_target(target)
     )
 
 
@@ -368,29 +352,30 @@ def _framed(panel: P, place: Place, title: str, description: str) -> P:
     )
 
 
-def _instant(expr: str, ref_id: str) -> Dataquery:
+def _empty_table(place: Place, title: str, description: str) -> TablePanel:
+    return (
+        _framed(TablePanel(), place, title, description)
+        .show_header(show_header=True)
+        .frame_index(0)
+        .footer(TableFooterOptions().show(show=False).reducer([]))
+        .cell_height(common.TableCellHeight.SM)
+    )
+
+
+def _target(expr: str, ref_id: str) -> Dataquery:
     return (
         Dataquery()
         .datasource(PROMETHEUS)
         .editor_mode(QueryEditorMode.CODE)
         .expr(expr)
-        .instant()
         .ref_id(ref_id)
     )
 
 
 def _ask(panel: StatPanel | TimeseriesPanel, queries: Sequence[Query]) -> None:
     for ref_id, query in zip(ascii_uppercase, queries, strict=False):
-        panel.with_target(
-            Dataquery()
-            .datasource(PROMETHEUS)
-            .editor_mode(QueryEditorMode.CODE)
-            .expr(query.expr)
-            .legend_format(query.legend)
-            .range()
-            .exemplar(query.exemplar)
-            .ref_id(ref_id)
-        )
+        target = _target(query.expr, ref_id).legend_format(query.legend).exemplar(query.exemplar)
+        panel.with_target(target.instant() if query.instant else target.range())
         if query.properties is not None:
             panel.override_by_query(ref_id, _properties(query.properties))
 

@@ -42,11 +42,6 @@ def grown(metric: str, window: str, *matchers: str, by: str = "") -> str:
     return f"sum by ({by}) ({total})" if by else f"sum({total})"
 
 
-def or_none(expression: str, label: str) -> str:
-    """The expression; where it finds nothing, a row that says so."""
-    return f'{expression} or on () label_replace(vector(0), "{label}", "none", "", "")'
-
-
 def refused_subjects(only: str) -> str:
     """How many calls of each subject of a quota were refused in 5 minutes."""
     blocked = select(f"{SUBJECT}blocked:increase15s", AGENT, LIMIT, only)

@@ -27,8 +27,8 @@ def build() -> Dashboard:
         show.stat(
             show.Place(41, 6, 5),
             "Refused",
-            "How many calls of the thread limits refused, since it has series. A call that two "
-            "limits refuse counts for both.",
+            "How many calls of the thread limits refused, since the processes that serve it "
+            "started. A call that two limits refuse counts for both.",
             [show.Query(refused, "calls")],
             unit=COUNT,
             steps=((None, OK), (1, CRITICAL)),
@@ -49,9 +49,10 @@ def build() -> Dashboard:
         show.stat(
             show.Place(43, 6, 5),
             "Runs out in",
-            "When nothing is left of a limit, at the pace of the last 15 minutes.",
+            "When nothing is left of a limit, at the pace of the last 15 minutes. 0 if nothing is "
+            "left of one.",
             [
-                show.Query(_seconds_left(unit), unit.removeprefix("_") or "calls")
+                show.Query(_seconds_left(unit), unit.removeprefix("_") or "calls", instant=True)
                 for unit in ask.UNITS
             ],
             unit="s",
@@ -64,8 +65,8 @@ def build() -> Dashboard:
         show.stat(
             show.Place(44, 6, 5),
             "Spent",
-            "What the model runs of the thread have spent. Limits of money count dollars, limits "
-            "of tokens or money count tokens.",
+            "What the model runs of the thread have spent, since the processes that serve it "
+            "started. Limits of money count dollars, limits of tokens or money count tokens.",
             [
                 show.Query(
                     spent.format(
@@ -98,7 +99,7 @@ def build() -> Dashboard:
             show.Place(46, 12, 8),
             "Refusals over time",
             "How many calls of the thread each limit has refused in all, limits of runs and shared "
-            "quotas included. A step is a refusal.",
+            "quotas included. A step is a refusal; a fall is a process that ended.",
             [show.Query(ask.refusals(ask.AGENT, ask.THREAD), "{{limit}}")],
             unit=COUNT,
         ).no_value("Nothing was refused.")
@@ -126,13 +127,18 @@ def build() -> Dashboard:
             no_value="The thread has no series any more.",
         )
     )
-    board.with_panel(
-        show.traces(
-            show.Place(48, 24, 9),
-            "Refused calls in traces",
-            "Calls of the thread that were refused or skipped: by which limit, at which threshold, "
-            "and how much was used. The panel cannot show a thread whose id has a backtick.",
-            ask.refused_spans(),
+    board.with_row(
+        show.row(
+            49,
+            "Traces",
+            show.traces(
+                show.Place(48, 24, 9),
+                "Refused calls in traces",
+                "Calls of the thread that were refused or skipped: by which limit, at which "
+                "threshold, and how much was used. The panel cannot show a thread whose id has a "
+                "backtick.",
+                ask.refused_spans(),
+            ).no_value("No trace of a refused call in this time."),
         )
     )
     return board
@@ -141,5 +147,6 @@ def build() -> Dashboard:
 def _seconds_left(unit: str) -> str:
     used = f"langchain_quota_thread_used{unit}"
     limit = ask.select(f"langchain_quota_thread_limit{unit}", ask.THREAD)
-    left = f"{limit} - {ask.select(used, ask.THREAD)} > 0"
-    return f"min(({left}) / (deriv({ask.select(used, ask.AGENT, ask.THREAD)}[15m]) > 0))"
+    left = f"({limit} - {ask.select(used, ask.THREAD)})"
+    growth = f"deriv({ask.select(used, ask.AGENT, ask.THREAD)}[15m])"
+    return f"min(({left} > 0) / ({growth} > 0) or 0 * ({left} <= 0))"
