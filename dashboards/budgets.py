@@ -6,6 +6,7 @@ What counts tokens and what counts money never meet in one panel's axis or colum
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.builders.stat import Panel as StatPanel
 from grafana_foundation_sdk.builders.table import Panel as TablePanel
+from grafana_foundation_sdk.builders.timeseries import Panel as TimeseriesPanel
 
 from dashboards import panels as show
 from dashboards import queries as ask
@@ -21,14 +22,12 @@ _ONCE = "A run that several limits count is counted once."
 
 def build() -> Dashboard:
     """The dashboard."""
-    board = show.new_dashboard(
+    return show.new_dashboard(
         settings.BUDGETS_UID,
         settings.BUDGETS_TITLE,
         "What is spent, by whom and on which model, and what is left of budgets.",
-    )
-    board.variables(common_variables())
-    board.with_panel(cost(show.Place(41, 8, 5)))
-    board.with_panel(
+        common_variables(),
+        cost(show.Place(41, 8, 5)),
         show.stat(
             show.Place(42, 8, 5),
             "Tokens today",
@@ -39,49 +38,42 @@ def build() -> Dashboard:
             ],
             unit=ROUNDED,
             no_value="No limit of tokens.",
-        )
+        ),
+        _uncertain_share(),
+        _per_hour(44, "Money", "dollars", DOLLARS),
+        _per_hour(45, "Tokens", "tokens", ROUNDED),
+        _budgets(),
+        _threads(),
+        show.row(49, "Estimates and prices, whatever Limit is chosen", _uncertain_runs()),
     )
-    board.with_panel(_uncertain_share())
-    for number, unit, name, shown in (
-        (44, "dollars", "Money", DOLLARS),
-        (45, "tokens", "Tokens", ROUNDED),
-    ):
-        board.with_panel(
-            show.bars(
-                show.Place(number, 12, 8),
-                f"{name} per hour",
-                f"How fast each agent spends, by model. {_ONCE}",
-                [
-                    show.Query(
-                        f"{ask.spent(unit, ask.BAR, 'agent, model')} {_PER_HOUR} > 0",
-                        "{{agent}}: {{model}}",
-                    )
-                ],
-                unit=shown,
-            ).no_value("Nothing was spent.")
-        )
-    board.with_panel(_budgets())
-    board.with_panel(_threads())
-    runs = ask.grown(_RUNS, ask.BAR, ask.AGENT, 'usage="estimated"', by="agent, model")
-    prices = ask.grown(_RUNS, ask.BAR, ask.AGENT, 'price="unknown"', by="agent, model")
-    board.with_row(
-        show.row(
-            49,
-            "Estimates and prices, whatever Limit is chosen",
-            show.bars(
-                show.Place(48, 24, 8),
-                "Uncertain runs",
-                "Model runs whose tokens are estimated, because the provider reported none or the "
-                "run was cut off, and runs without a price, whose cost no limit counts.",
-                [
-                    show.Query(f"{runs} > 0", "estimated: {{agent}}, {{model}}"),
-                    show.Query(f"{prices} > 0", "no price: {{agent}}, {{model}}"),
-                ],
-                unit=settings.COUNT,
-            ).no_value("Every run has a price and a report of its usage."),
-        )
-    )
-    return board
+
+
+def _per_hour(number: int, name: str, spent: str, unit: str) -> TimeseriesPanel:
+    amounts = f"{ask.spent(spent, ask.BAR, 'agent, model')} {_PER_HOUR} > 0"
+    return show.bars(
+        show.Place(number, 12, 8),
+        f"{name} per hour",
+        f"How fast each agent spends, by model. {_ONCE}",
+        [show.Query(amounts, "{{agent}}: {{model}}")],
+        unit=unit,
+    ).no_value("Nothing was spent.")
+
+
+def _uncertain_runs() -> TimeseriesPanel:
+    def runs(only: str) -> str:
+        return f"{ask.grown(_RUNS, ask.BAR, ask.AGENT, only, by='agent, model')} > 0"
+
+    return show.bars(
+        show.Place(48, 24, 8),
+        "Uncertain runs",
+        "Model runs whose tokens are estimated, because the provider reported none or the "
+        "run was cut off, and runs without a price, whose cost no limit counts.",
+        [
+            show.Query(runs('usage="estimated"'), "estimated: {{agent}}, {{model}}"),
+            show.Query(runs('price="unknown"'), "no price: {{agent}}, {{model}}"),
+        ],
+        unit=settings.COUNT,
+    ).no_value("Every run has a price and a report of its usage.")
 
 
 def _uncertain_share() -> StatPanel:

@@ -19,22 +19,23 @@ _REFUSED_STEPS = ((None, OK), (1, CRITICAL))
 
 def build() -> Dashboard:
     """The dashboard."""
-    board = show.new_dashboard(
+    return show.new_dashboard(
         settings.OVERVIEW_UID,
         settings.OVERVIEW_TITLE,
         "What is wrong, who is refused now, what is refused, and what it costs.",
+        common_variables(),
+        _alerts(),
+        _refused_now(),
+        _at_limits(),
+        _calls_refused(),
+        cost(show.Place(45, 3, 7)),
+        _refusals(),
+        _customers(),
+        _threads(),
+        show.row(53, "Who is near a limit", _shared(), _nearest()),
+        show.row(54, "Limits, and limits on trial", _limits()),
+        show.row(55, "Health, whatever Agent and Limit are chosen", _health()),
     )
-    board.variables(common_variables())
-    board.with_panel(_alerts())
-    for number in (_refused_now(), _at_limits(), _calls_refused(), cost(show.Place(45, 3, 7))):
-        board.with_panel(number)
-    board.with_panel(_refusals())
-    board.with_panel(_customers())
-    board.with_panel(_threads())
-    board.with_row(show.row(53, "Who is near a limit", _shared(), _nearest()))
-    board.with_row(show.row(54, "Limits, and limits on trial", _limits()))
-    board.with_row(show.row(55, "Health, whatever Agent and Limit are chosen", _health()))
-    return board
 
 
 def _alerts() -> TablePanel:

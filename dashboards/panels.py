@@ -80,8 +80,14 @@ class Column:
     properties: Properties | None = None
 
 
-def new_dashboard(uid: str, title: str, description: str) -> Dashboard:
-    """An empty dashboard, linked to its sisters."""
+def new_dashboard(
+    uid: str,
+    title: str,
+    description: str,
+    variables: list[Builder[dashboard.VariableModel]],
+    *contents: Row | Builder[dashboard.Panel],
+) -> Dashboard:
+    """A dashboard of panels and rows, linked to its sisters."""
     sisters = (
         DashboardLink("Quota dashboards")
         .type(dashboard.DashboardLinkType.DASHBOARDS)
@@ -89,7 +95,7 @@ def new_dashboard(uid: str, title: str, description: str) -> Dashboard:
         .keep_time(keep_time=True)
         .include_vars(include_vars=True)
     )
-    return (
+    made = (
         Dashboard(title)
         .uid(uid)
         .description(description)
@@ -98,7 +104,14 @@ def new_dashboard(uid: str, title: str, description: str) -> Dashboard:
         .refresh(settings.REFRESH)
         .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
         .link(sisters)
+        .variables(variables)
     )
+    for each in contents:
+        if isinstance(each, Row):
+            made.with_row(each)
+        else:
+            made.with_panel(each)
+    return made
 
 
 def row(number: int, title: str, *panels: Builder[dashboard.Panel]) -> Row:

@@ -14,27 +14,24 @@ _NO_LIMIT = "No limit counts per thread."
 
 def build() -> Dashboard:
     """The dashboard."""
-    board = show.new_dashboard(
+    known = ask.select("langchain_quota_thread_timestamp_seconds", ask.AGENT)
+    threads = one("thread", "Thread", f"label_values({known}, thread_id)").regex(ask.NO_BACKTICK)
+    refused = ask.refusals(ask.AGENT, ask.THREAD)
+    spent = "max(sum by (limit) ({}))"
+    return show.new_dashboard(
         settings.THREAD_UID,
         settings.THREAD_TITLE,
         "What one conversation has used of its limits, what was refused on it, and why.",
-    )
-    known = ask.select("langchain_quota_thread_timestamp_seconds", ask.AGENT)
-    threads = one("thread", "Thread", f"label_values({known}, thread_id)").regex(ask.NO_BACKTICK)
-    board.variables([*common_variables(limit=False), threads])
-    refused = f"sum({ask.refusals(ask.AGENT, ask.THREAD)}) or vector(0)"
-    board.with_panel(
+        [*common_variables(limit=False), threads],
         show.stat(
             show.Place(41, 6, 5),
             "Refused",
             "How many calls of the thread limits refused, since the processes that serve it "
             "started. A call that two limits refuse counts for both.",
-            [show.Query(refused, "calls")],
+            [show.Query(f"sum({refused}) or vector(0)", "calls")],
             unit=COUNT,
             steps=((None, OK), (1, CRITICAL)),
-        )
-    )
-    board.with_panel(
+        ),
         show.stat(
             show.Place(42, 6, 5),
             "Most used limit",
@@ -43,9 +40,7 @@ def build() -> Dashboard:
             unit=SHARE,
             steps=((None, OK), (0.8, WARNING), (1, CRITICAL)),
             no_value=_NO_LIMIT,
-        ).decimals(0)
-    )
-    board.with_panel(
+        ).decimals(0),
         show.stat(
             show.Place(43, 6, 5),
             "Runs out in",
@@ -58,10 +53,7 @@ def build() -> Dashboard:
             unit="s",
             steps=show.TIME_LEFT,
             no_value="Not at this pace.",
-        ).decimals(0)
-    )
-    spent = "max(sum by (limit) ({}))"
-    board.with_panel(
+        ).decimals(0),
         show.stat(
             show.Place(44, 6, 5),
             "Spent",
@@ -81,9 +73,7 @@ def build() -> Dashboard:
             ],
             unit=COUNT,
             no_value="No limit of tokens or money.",
-        )
-    )
-    board.with_panel(
+        ),
         show.timeseries(
             show.Place(45, 12, 8),
             "Used of each limit",
@@ -92,19 +82,15 @@ def build() -> Dashboard:
             unit=SHARE,
         )
         .no_value(_NO_LIMIT)
-        .max(1)
-    )
-    board.with_panel(
+        .max(1),
         show.timeseries(
             show.Place(46, 12, 8),
             "Refusals over time",
             "How many calls of the thread each limit has refused in all, limits of runs and shared "
             "quotas included. A step is a refusal; a fall is a process that ended.",
-            [show.Query(ask.refusals(ask.AGENT, ask.THREAD), "{{limit}}")],
+            [show.Query(refused, "{{limit}}")],
             unit=COUNT,
-        ).no_value("Nothing was refused.")
-    )
-    board.with_panel(
+        ).no_value("Nothing was refused."),
         show.table(
             show.Place(47, 24, 7),
             "Limits of this thread",
@@ -114,20 +100,14 @@ def build() -> Dashboard:
                 show.text("Limit", "limit", 220),
                 show.text("Agent", "agent", 180),
                 show.gauge("Used", _RATIO, 200),
-                show.count("Refused", ask.refusals(ask.AGENT, ask.THREAD), 110),
-                show.when(
-                    "Last refusal", f"{ask.last_time('refusal', ask.AGENT, ask.THREAD)} * 1000", 160
-                ),
-                show.when(
-                    "Last call", f"{ask.last_time('decision', ask.AGENT, ask.THREAD)} * 1000", 160
-                ),
-                show.when("Resets", f"{ask.last_time('reset', ask.AGENT, ask.THREAD)} * 1000", 160),
+                show.count("Refused", refused, 110),
+                show.when("Last refusal", _last("refusal"), 160),
+                show.when("Last call", _last("decision"), 160),
+                show.when("Resets", _last("reset"), 160),
             ],
-            sort_by=f"{ask.last_time('decision', ask.AGENT, ask.THREAD)} * 1000",
+            sort_by=_last("decision"),
             no_value="The thread has no series any more.",
-        )
-    )
-    board.with_row(
+        ),
         show.row(
             49,
             "Traces",
@@ -139,9 +119,12 @@ def build() -> Dashboard:
                 "backtick.",
                 ask.refused_spans(),
             ).no_value("No trace of a refused call in this time."),
-        )
+        ),
     )
-    return board
+
+
+def _last(event: str) -> str:
+    return f"{ask.last_time(event, ask.AGENT, ask.THREAD)} * 1000"
 
 
 def _seconds_left(unit: str) -> str:
