@@ -14,7 +14,10 @@ from langchain_quota.monitoring.exports import RUNBOOKS
 
 _BLOCKED = 'decision="blocked"'
 _LABELLED = 'subject!=""'
-_REFUSED_STEPS = ((None, OK), (1, CRITICAL))
+_ABOUT = (
+    '"subject", "thread_id", "instance", "model", "cause", '
+    '"kind", "component", "error_type", "action"'
+)
 
 
 def build() -> Dashboard:
@@ -53,16 +56,14 @@ def _alerts() -> TablePanel:
     )
 
     def about(expr: str) -> str:
-        labels = ("subject", "model", "kind", "component", "error_type", "action", "cause")
-        joined = ", ".join(f'"{label}"' for label in labels)
-        return f'label_join({expr}, "about", " ", {joined})'
+        return f'label_join({expr}, "about", " ", {_ABOUT})'
 
     return show.table(
         show.Place(41, 24, 7),
         "Alerts that fire",
         "The alerts of langchain-quota that fire for the chosen jobs, those that page first. "
-        "Click an alert to open its runbook. 'About' is the customer, the model, the kind of "
-        "calls, what failed, or what becomes of calls while the store fails.",
+        "Click an alert to open its runbook. 'About' is the customer, thread, process, model, kind "
+        "of calls, what failed, or what becomes of calls while the store fails.",
         [
             show.text("Severity", "severity", 80, **show.severities()),
             show.text("Alert", "alertname", 320, links=[runbook]),
@@ -85,17 +86,14 @@ def _refused_now() -> StatPanel:
         "How many conversations (threads) and customers (subjects of quotas) were refused in the "
         "last 5 minutes, whatever time and limit are chosen, if they have series.",
         [
-            show.Query(
-                _or_zero(f"sum({ask.select(f'job_agent:langchain_quota_{each}', ask.AGENT)})"),
-                name,
-            )
-            for each, name in (
-                ("threads_refused:count5m", "threads"),
-                ("subjects_refused:count5m", "customers"),
+            show.Query(_or_zero(f"sum({ask.select(metric, ask.AGENT)})"), name)
+            for metric, name in (
+                ("job_agent:langchain_quota_threads_refused:count5m", "threads"),
+                ("job_agent:langchain_quota_subjects_refused:count5m", "customers"),
             )
         ],
         unit=COUNT,
-        steps=_REFUSED_STEPS,
+        steps=((None, OK), (1, CRITICAL)),
     )
 
 
@@ -103,6 +101,7 @@ def _at_limits() -> StatPanel:
     threads = ask.select(
         "job_agent_limit:langchain_quota_threads_exhausted:count", ask.AGENT, ask.LIMIT
     )
+    customers = f"group by (job, agent, scope, subject) ({ask.ratio(_LABELLED)} >= 1)"
     return show.stat(
         show.Place(43, 3, 7),
         "At their limits",
@@ -110,12 +109,7 @@ def _at_limits() -> StatPanel:
         "Of several limits of an agent, the one that most threads have used up counts.",
         [
             show.Query(_or_zero(f"sum(max by (job, agent) ({threads}))"), "threads"),
-            show.Query(
-                _or_zero(
-                    f"count(group by (job, agent, scope, subject) ({ask.ratio(_LABELLED)} >= 1))"
-                ),
-                "customers",
-            ),
+            show.Query(_or_zero(f"count({customers})"), "customers"),
         ],
         unit=COUNT,
         steps=((None, OK), (1, settings.WARNING)),
@@ -123,12 +117,8 @@ def _at_limits() -> StatPanel:
 
 
 def _calls_refused() -> StatPanel:
-    refused, judged = (
-        ask.grown(ask.CALLS, ask.RANGE, ask.AGENT, _BLOCKED),
-        ask.grown(ask.CALLS, ask.RANGE, ask.AGENT),
-    )
-    steps = [(None, OK), (settings.REFUSED_SHARE_WARNING, settings.WARNING)]
-    steps.append((settings.REFUSED_SHARE_CRITICAL, CRITICAL))
+    refused = ask.grown(ask.CALLS, ask.RANGE, ask.AGENT, _BLOCKED)
+    judged = ask.grown(ask.CALLS, ask.RANGE, ask.AGENT)
     return show.stat(
         show.Place(44, 3, 7),
         "Calls refused",
@@ -136,19 +126,19 @@ def _calls_refused() -> StatPanel:
         "is. A call that two limits refuse is one call. Calls that were refused because the store "
         "failed are included. The variable Limit does not narrow it.",
         [
-            show.Query(_or_zero(refused), "calls"),
+            show.Query(_or_zero(refused), "calls", properties=show.fixed(settings.NEUTRAL)),
             show.Query(
                 f"{refused} / ({judged} > 0) or vector(0)",
                 "share",
-                properties={
-                    "unit": SHARE,
-                    "decimals": 1,
-                    "color": {"mode": "thresholds"},
-                    "thresholds": show.thresholds(steps),
-                },
+                properties={"unit": SHARE, "decimals": 1},
             ),
         ],
         unit=COUNT,
+        steps=(
+            (None, OK),
+            (settings.REFUSED_SHARE_WARNING, settings.WARNING),
+            (settings.REFUSED_SHARE_CRITICAL, CRITICAL),
+        ),
     )
 
 
@@ -207,7 +197,7 @@ def _threads() -> TablePanel:
             show.count("Refused", most, 80),
             show.when("Last refusal", f"{latest} * 1000", 130),
             show.text("Agent", "agent", 100),
-            show.hidden("job"),
+            show.Column("job", "job", {"custom.hidden": True}),
         ],
         sort_by=most,
         no_value="No thread is refused.",

@@ -296,11 +296,6 @@ def severities() -> Properties:
     return {"mappings": [dashboard.ValueMap(options=results)], "custom.cellOptions": cell}
 
 
-def hidden(label: str) -> Column:
-    """A column that only links need."""
-    return Column(label, label, {"custom.hidden": True})
-
-
 def share_of(title: str, expr: str) -> Column:
     """A column of shares, as numbers."""
     return Column(title, expr, {"unit": settings.SHARE, "decimals": 1, "custom.width": 110})
