@@ -390,7 +390,10 @@ def test_every_variable_offers_values(seen: Seen) -> None:
 
 
 def test_a_hostile_thread_is_found(seen: Seen) -> None:
-    """A thread whose id has quotes, backslashes and variables is shown, and no other."""
+    """A thread whose id has quotes, backslashes and variables is shown, and no other.
+
+    Nothing is left of its limit, so it runs out in no time.
+    """
     [values] = [each for each in seen.choices(board(THREAD)) if each["thread"] == HOSTILE]
     [used] = seen.ask(query(f"{THREAD} 45 A"), values)
     of = {"job": "agents", "agent": "finder", "limit": "tool:search", "thread_id": HOSTILE}
@@ -398,6 +401,8 @@ def test_a_hostile_thread_is_found(seen: Seen) -> None:
     assert float(used["values"][-1][1]) == 1
     [refused] = seen.ask(query(f"{THREAD} 46 A"), values)
     assert float(refused["values"][-1][1]) == TRIED - ALLOWED
+    [left] = seen.ask(query(f"{THREAD} 43 A"), values)
+    assert float(left["value"][1]) == 0
 
 
 def test_an_export_for_one_job_sees_that_job_only(seen: Seen) -> None:
