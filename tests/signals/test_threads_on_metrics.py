@@ -203,13 +203,13 @@ async def test_whom_quotas_refuse(clock: Clock) -> None:
     """Refusals are counted for each subject with series; two with one label add up."""
     signals = telling(subject_label={"user_id": lambda user: user[:3]}, max_exported_subjects=3)
     agent = Searcher(signals, PER_USER, store=MemoryStore(clock=clock))
-    for user, count in (("hidden", 13), ("ada", 11), ("adam", 12), ("bob", 10)):
+    for user, count in (("hidden", 13), ("ada", 11), ("adam", 12), ("bob", 11)):
         clock.now += 1
         await agent.search(f"of {user}", count, user)
     found = signals.samples(SUBJECT_BLOCKED, agent="boss", limit="tool:search", scope="user_id")
-    assert found == {("ada",): 3}
+    assert found == {("ada",): 3, ("bob",): 1}
     refused = signals.samples("langchain_quota_limit_decisions_total", decision="blocked")
-    assert refused["boss", "tool:search", "user_id"] == 3 + 1 + 2
+    assert refused["boss", "tool:search", "user_id"] == 3 + 1 + 2 + 1
 
 
 async def test_a_label_of_no_quota(clock: Clock) -> None:

@@ -48,7 +48,7 @@ class Judged:
     exemplars: Sequence[Exemplar] = ()
     """Those of the calls."""
     subjects: dict[tuple[str, Scope], str] = field(default_factory=dict)
-    """The labels of refused subjects, by the name of the limit and the quota's name."""
+    """The labels of subjects, by the name of the limit and the quota's name."""
     notices: list[Notice] = field(default_factory=list)
     """What is worth a line in the log."""
 

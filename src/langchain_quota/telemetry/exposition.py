@@ -22,7 +22,7 @@ from prometheus_client.registry import RestrictedRegistry
 
 from langchain_quota.arguments import check_type
 from langchain_quota.telemetry.recorder import usage_of
-from langchain_quota.telemetry.usage_reader import UsageReader
+from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import multiprocess_directory, unusable
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
@@ -50,14 +50,14 @@ class _Workers(MultiProcessCollector):
     def __init__(self, registry: CollectorRegistry, directory: Path) -> None:
         super().__init__(None, str(directory))  # type: ignore[no-untyped-call]  # so there
         self._registry = registry
-        self._reader = UsageReader(directory, None, _log)
+        self._others = UsageTable(None, directory, _log)
 
     def collect(self) -> Iterator[Metric]:
         """Render what all workers know, by this worker's settings, else by another's."""
         # Files that a worker is just making are empty, which prometheus_client cannot read.
         made = [str(each) for each in Path(self._path).glob("*.db") if each.stat().st_size]
         yield from self.merge(made, accumulate=True)  # type: ignore[no-untyped-call]
-        yield from (usage_of(self._registry) or self._reader).collect()
+        yield from (usage_of(self._registry) or self._others).collect()
 
 
 class _WorkersRegistry(CollectorRegistry):

@@ -126,16 +126,16 @@ class Instruments:
         self.quotas: set[str] = set()
         """The names of the quotas of all middlewares."""
         self.usage = UsageTable(
-            settings.near,
             Snapshot(
                 time.time(),
                 settings.max_exported_threads,
                 settings.max_exported_subjects,
                 settings.thread_ttl.total_seconds(),
             ),
+            self.directory,
+            partial(self.failed, "threads"),
+            near=settings.near,
             subject_label=self._subject_label,
-            on_error=partial(self.failed, "threads"),
-            directory=self.directory,
         )
         # What is logged once, by line; and kinds of failures.
         self.logged: defaultdict[object, set[tuple[object, ...]]] = defaultdict(set)

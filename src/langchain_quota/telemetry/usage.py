@@ -9,37 +9,35 @@ import hashlib
 import os
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from heapq import nlargest
+from operator import itemgetter
 from pathlib import Path
 from threading import Timer
 from typing import Any
 from weakref import WeakSet
 
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import (
-    ROOT_RUN,
-    STORE,
-    THREAD,
-    LimitStatus,
-    QuotaStatus,
-    Refund,
-)
+from langchain_quota.decision import ROOT_RUN, STORE, THREAD, LimitStatus, QuotaStatus, Refund
 from langchain_quota.stores import Occupancy
-from langchain_quota.telemetry import workers
+from langchain_quota.telemetry import names, workers
 from langchain_quota.telemetry.events import Judged, Spent, Who
-from langchain_quota.telemetry.usage_reader import OnError, UsageReader, families, fullest
+from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.workers import Key, Number, Snapshot, Subject, Use
+from langchain_quota.units import Level, Unit, in_base_unit, level
 
 MAX_TRACKED = 100_000
-"""The most threads, and the most other subjects, that are remembered; the longest idle go first."""
+"""The most threads and other subjects that are remembered; the longest idle go first."""
 
 INTERVAL = 1.0
 """How long a worker waits at least from one write of its file to the next, in seconds."""
+
+OnError = Callable[[Exception], None]
 
 SubjectLabel = Callable[[str, str], str | None]
 """Makes the label of a subject, by its quota's name; `None` for one that is not to be shown."""
@@ -47,8 +45,17 @@ SubjectLabel = Callable[[str, str], str | None]
 _BOUNDED = ("agent", "global")
 """The `per` of quotas with at most one subject for each agent, which always has series."""
 
-_Subjects = OrderedDict[Key, Subject]
-"""The subjects, those without a call for longest first."""
+_Count = tuple[str, Use, Number | None, Level | None]
+"""A limit, its use, the number with the highest used share, and the level of an enforced limit."""
+
+_Rated = tuple[tuple[int, float, float], Subject, list[_Count]]
+"""A subject behind its place among those that are exported, and its counts."""
+
+_METRICS = {
+    True: (names.THREAD_USED, names.THREAD_LIMIT, names.THREAD_TIMES, names.THREAD_BLOCKED),
+    False: (names.SUBJECT_USED, names.SUBJECT_LIMIT, names.SUBJECT_TIMES, names.SUBJECT_BLOCKED),
+}
+"""By whether a subject is a thread: what is used, of how much, when, and the refusals."""
 
 
 class UsageTable(Collector):
@@ -58,19 +65,23 @@ class UsageTable(Collector):
 
     def __init__(
         self,
-        near: float,
-        own: Snapshot,
-        subject_label: SubjectLabel,
-        on_error: OnError,
+        own: Snapshot | None,
         directory: Path | None,
+        on_error: OnError,
+        *,
+        near: float = 1.0,
+        subject_label: SubjectLabel | None = None,
     ) -> None:
-        self._near = near
+        # A process that only answers scrapes has no settings, and judges nothing.
         self._own = own
-        self._subject_label = subject_label
-        self._on_error = on_error
         self._directory = directory
+        self._on_error = on_error
+        self._near = near
+        self._subject_label = subject_label
         # A store that is no longer used leaves by itself.
         self._stores = WeakSet[Any]()
+        # Once known they are exported, at 0 too.
+        self._series: dict[tuple[str, str, str], None] = {}
         self._lock = fork_safe_lock()
         # Held while the file is written; the other one is taken under it.
         self._writing = fork_safe_lock()
@@ -79,14 +90,13 @@ class UsageTable(Collector):
 
     def begin(self) -> None:
         """Begin an empty table, also in a forked process: its parent tells what it knows itself."""
-        self._threads: _Subjects = OrderedDict()
-        self._others: _Subjects = OrderedDict()
+        # Those without a call for longest come first.
+        self._subjects: OrderedDict[Key, Subject] = OrderedDict()
         self._is_due = False
         self._written = 0.0
         self._path: Path | None = None
         if self._directory is not None:
             self._path = self._directory / workers.FILES.replace("*", secrets.token_hex(8))
-        self._reader = UsageReader(self._directory, self._path, self._on_error)
 
     def watch(self, store: object) -> bool:
         """Show how full a store is, if it says that; whether it does."""
@@ -99,143 +109,192 @@ class UsageTable(Collector):
     def judged(self, told: Judged) -> None:
         """Add the decisions about calls of one agent and thread, in order."""
         now, who = time.time(), told.who
-        quotas = [
-            each
-            for decision in told.decisions
-            for status in decision.limits
-            if status.quotas
-            for each in self._quotas(who.agent, status)
-        ]
+        statuses = [status for decision in told.decisions for status in decision.limits]
+        quotas = [each for status in statuses for each in self._quotas(who.agent, status)]
         with self._lock:
+            self._forget(now)
             if who.thread is not None:
-                uses = self._subject(self._threads, (who.agent, THREAD, who.thread), now).uses
-                for decision in told.decisions:
-                    for status in decision.limits:
-                        use = uses.get(status.limit)
-                        if use is None:
-                            use = uses[status.limit] = Use()
-                        _decide(use, status, now, self._near)
+                thread = self._called((who.agent, THREAD, who.thread), who.thread, now)
+                for status in statuses:
+                    self._decide(_use(thread, status.limit, status.unit), status, now)
             for key, label, status, quota in quotas:
-                subject = self._subject(self._others, key, now, label)
-                use = subject.uses.get(status.limit)
-                if use is None:
-                    use = subject.uses[status.limit] = Use()
-                _decide_quota(use, status, quota, now, self._near)
-                if subject.label and status.refused and status.scope == quota.scope:
+                subject = self._called(key, label, now)
+                use = _use(subject, status.limit, status.unit)
+                use.decided, use.near = now, self._near_of(status)
+                # Only enforced limits say how much a subject has used.
+                use.numbers = (_number(status, quota),) if status.enforced else ()
+                if status.scope == quota.scope:
+                    _refuse(use, status, now)
+                if subject.label:
                     told.subjects[status.limit, quota.scope] = subject.label
-        if self._path is not None:
-            self._write_soon()
+        self._write_soon()
 
     def refund(self, who: Who, refund: Refund) -> None:
         """Subtract calls from what a thread has used of a limit; other amounts are settled."""
-        known = self._threads.get((who.agent, THREAD, who.thread or ""))
-        if known is None or refund.limit not in known.uses:
-            return
-        with self._changing(who, time.time()) as uses:
-            use = uses.get(refund.limit)
-            if use is not None and use.unit == "calls":
-                use.numbers = tuple(
-                    (max(0, used - refund.call.amount), cap, ends)
-                    for used, cap, ends in use.numbers
-                )
+        with self._lock:
+            thread = self._subjects.get((who.agent, THREAD, who.thread or ""))
+            use = None if thread is None else thread.uses.get(refund.limit)
+            if thread is None or use is None or use.unit != "calls":
+                return
+            thread.line = ""
+            use.numbers = tuple(
+                (max(0, used - refund.call.amount), cap, ends) for used, cap, ends in use.numbers
+            )
+        self._write_soon()
 
     def spend(self, who: Who, spent: Sequence[Spent]) -> None:
         """Add what a model call of a thread has spent, by limit."""
-        with self._changing(who, time.time()) as uses:
+        if who.thread is None:
+            return
+        with self._lock:
+            thread = self._called((who.agent, THREAD, who.thread), who.thread, time.time())
             for limit, unit, amount in spent:
-                use = uses.setdefault(limit, Use())
-                if use.unit != unit:
-                    use.unit, use.numbers, use.spent = unit, (), 0
-                use.spent += amount
+                _use(thread, limit, unit).spent += amount
+        self._write_soon()
 
     def reset(self, who: Who, limits: Sequence[LimitStatus]) -> None:
         """Set what a thread has used to 0; `limits` is their status after it."""
+        if who.thread is None:
+            return
         now = time.time()
-        with self._changing(who, now) as uses:
+        with self._lock:
+            thread = self._called((who.agent, THREAD, who.thread), who.thread, now)
             for status in limits:
-                if status.limit not in uses:
-                    _decide(uses.setdefault(status.limit, Use()), status, now, self._near)
-            for use in uses.values():
+                if status.limit not in thread.uses:
+                    self._decide(_use(thread, status.limit, status.unit), status, now)
+            for use in thread.uses.values():
                 use.decided = now
                 use.numbers = tuple((0, cap, None) for _, cap, _ in use.numbers)
-
-    @contextmanager
-    def _changing(self, who: Who, now: float) -> Iterator[dict[str, Use]]:
-        """What a thread has used, to be changed; without a thread, what nobody sees."""
-        if who.thread is None:
-            yield {}
-            return
-        with self._lock:
-            yield self._subject(self._threads, (who.agent, THREAD, who.thread), now).uses
         self._write_soon()
 
     def write(self, *, is_end: bool = False) -> None:
         """Write the file of this process, if others read it; what fails is reported."""
-        if self._path is None:
+        if self._path is None or self._own is None:
             return
         with self._writing:
             # Before the next one may become due, which waits from here.
             self._written = time.monotonic()
             self._is_due = False
-            with self._lock:
-                known = [*self._threads.values(), *self._others.values()]
-                changed = [each for each in known if each.changed]
-                for each in changed:
-                    each.changed = False
             try:
-                for each in changed:
-                    each.line = workers.line_of(each)
+                with self._lock:
+                    known = list(self._subjects.values())
+                    for each in known:
+                        each.line = each.line or workers.line_of(each)
+                    lines = [each.line for each in known]
                 store = None if is_end else self._fullest_store()
-                workers.write(self._path, self._own._replace(store=store, subjects=known))
+                workers.write(self._path, self._own._replace(store=store), lines)
             except Exception as error:
                 self._on_error(error)
 
     def end(self) -> None:
         """Write what this process has to tell the others for the last time."""
-        if self._threads or self._others:
+        if self._subjects:
             self.write(is_end=True)
 
     def describe(self) -> Iterator[Metric]:
         """The families without samples: for the registry's check for duplicates."""
-        return iter(families().values())
+        return iter(_Families().values())
 
     def collect(self) -> Iterator[Metric]:
-        """Render what is known: the near threads first, then the exhausted, then the recent."""
-        now = time.time()
-        with self._lock:
-            # Of equals the ones with the latest calls come first.
-            known = [*reversed(self._threads.values()), *reversed(self._others.values())]
-        own = self._own._replace(store=self._fullest_store(), subjects=known)
-        snapshots = [own, *self._reader.others()]
-        subjects = workers.merged(snapshots)
-        if len(snapshots) > 1:
-            self._keep(subjects)
-        return self._reader.rendered(snapshots, subjects, now)
+        """Render what all processes know: by the settings of this one, else of another."""
+        snapshots: list[Snapshot] = []
+        if self._own is not None:
+            with self._lock:
+                # Of equals the ones with the latest calls come first.
+                known = list(reversed(self._subjects.values()))
+            snapshots.append(self._own._replace(store=self._fullest_store(), subjects=known))
+        if self._directory is not None:
+            snapshots += workers.read_others(self._directory, self._path, self._on_error)
+        if not snapshots:
+            return
+        found, now, bounds = _Families(), time.time(), snapshots[0]
+        tracked, exported = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+        known = [each for each in workers.merged(snapshots) if now - each.last <= bounds.ttl]
+        others = [each for each in known if each.key[1] != THREAD]
+        for subjects, most in (
+            ([each for each in known if each.key[1] == THREAD], bounds.max_threads),
+            # What an agent or all share has no label, and is always shown.
+            ([each for each in others if each.label == ""], len(others)),
+            ([each for each in others if each.label], bounds.max_subjects),
+            ([each for each in others if each.label is None], 0),
+        ):
+            rated = self._rated(subjects, now, tracked)
+            # All are counted, if none is to be exported, too.
+            shown = nlargest(max(1, most), rated, key=itemgetter(0))[:most]
+            for _, subject, counts in shown:
+                exported.update(_levels(subject, counts))
+            found.add_subjects(shown)
+        self._series |= dict.fromkeys((agent, limit, scope) for agent, limit, scope, _ in tracked)
+        # A copy: another scrape may add to it meanwhile.
+        for series in list(self._series):
+            agent, limit, scope = series
+            labels = {"agent": agent, "limit": limit_label(limit), "scope": scope}
+            for state in Level:
+                seen = exported[*series, state]
+                hidden = tracked[*series, state] - seen
+                found.add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, seen)
+                found.add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
+        store = _fullest(each.store for each in snapshots if each.store is not None)
+        if store is not None:
+            found.add(names.STORE_KEYS, {"state": "kept"}, store.keys - store.droppable)
+            found.add(names.STORE_KEYS, {"state": "droppable"}, store.droppable)
+            found.add(names.STORE_KEYS, {"state": "free"}, store.max_keys - store.keys)
+        found.add(names.START_TIME, {}, min(each.started for each in snapshots))
+        yield from found.values()
 
-    def _subject(self, known: _Subjects, key: Key, now: float, label: str | None = None) -> Subject:
-        """The subject of a key, with a call now; forgets those that are idle or too many."""
-        found = known.get(key)
-        if found is None or now - found.last > self._own.ttl:
-            # Its label was made when it was new.
-            label = label if found is None else found.label
-            found = known[key] = Subject(key, label, now, {})
+    def _rated(
+        self, subjects: Iterable[Subject], now: float, tracked: Counter[tuple[str, ...]]
+    ) -> Iterator[_Rated]:
+        """Rate and count subjects: near ones by share come first, then exhausted ones."""
+        # One after the other: a list of many would make the garbage collector stop all threads.
+        for each in subjects:
+            try:
+                place, counts = _rate(each, now)
+            except Exception as error:
+                self._on_error(error)
+                continue
+            tracked.update(_levels(each, counts))
+            yield place, each, counts
+
+    def _forget(self, now: float) -> None:
+        """Forget subjects that are idle or too many."""
+        known, ttl = self._subjects, self._own.ttl if self._own else 0.0
+        while known:
             oldest = next(iter(known.values()))
-            while len(known) > MAX_TRACKED or now - oldest.last > self._own.ttl:
-                known.popitem(last=False)
-                oldest = next(iter(known.values()))
-        known.move_to_end(key)
-        found.last = now
-        found.changed = True
+            if len(known) <= MAX_TRACKED and now - oldest.last <= ttl:
+                return
+            known.popitem(last=False)
+
+    def _called(self, key: Key, label: str | None, now: float) -> Subject:
+        """The subject of a key, with a call now, to be changed."""
+        found = self._subjects.get(key)
+        if found is None:
+            found = self._subjects[key] = Subject(key, label, now, {})
+        self._subjects.move_to_end(key)
+        found.last, found.line = now, ""
         return found
 
-    def _keep(self, subjects: Iterable[Subject]) -> None:
-        """Remember what is still called in other processes: its refusals here still count."""
-        for each in subjects:
-            known = self._threads if each.key[1] == THREAD else self._others
-            own = known.get(each.key)
-            if own is not None and own.last < each.last:
-                with self._lock:
-                    own.last = each.last
+    def _decide(self, use: Use, status: LimitStatus, now: float) -> None:
+        """Set what a thread has used of a limit, after a decision."""
+        # The call ran in an outage: no quota has an answer, and the state has no count. With a run
+        # limit alone, a store has no count of the thread.
+        is_silent = status.shared and not status.quotas and status.thread_limit is None
+        is_unknown = is_silent and (status.run_limit is None or len(use.numbers) > 1)
+        if status.reason != STORE and not is_unknown:
+            use.decided = now
+            count = status.thread_before if status.deferred else status.thread_used
+            use.numbers = ((count, status.thread_limit or 0, None),)
+            if status.quotas:
+                quotas = [each for each in status.quotas if each.per == THREAD]
+                use.numbers += tuple(_number(status, each) for each in quotas)
+        _refuse(use, status, now)
+        use.near = self._near_of(status)
+
+    def _near_of(self, status: LimitStatus) -> float | None:
+        """The share from which a limit is near; nobody is near one on trial, which lets all run."""
+        if not status.enforced:
+            return None
+        return self._near if status.near is None else status.near
 
     def _quotas(
         self, agent: str, status: LimitStatus
@@ -249,7 +308,7 @@ class UsageTable(Collector):
             label = None
             if quota.per in _BOUNDED:
                 label = ""
-            elif key not in self._others:
+            elif key not in self._subjects and self._subject_label is not None:
                 # Outside the lock: it is the user's function.
                 label = self._subject_label(quota.scope, quota.subject)
             yield key, label, status, quota
@@ -259,7 +318,7 @@ class UsageTable(Collector):
         with self._lock:
             stores = list(self._stores)
         try:
-            return fullest(Occupancy(*store.occupancy) for store in stores)
+            return _fullest(Occupancy(*store.occupancy) for store in stores)
         except Exception as error:
             self._on_error(error)
             return None
@@ -282,50 +341,82 @@ class UsageTable(Collector):
             raise
 
 
-def _decide(use: Use, status: LimitStatus, now: float, near: float) -> None:
-    """Set what a thread has used of a limit, after a decision."""
-    # The call ran in an outage: no quota has an answer, and the state has no count. With a run
-    # limit alone, a store has no count of the thread.
-    is_silent = status.shared and not status.quotas and status.thread_limit is None
-    is_unknown = is_silent and (status.run_limit is None or len(use.numbers) > 1)
-    if status.reason != STORE and not is_unknown:
-        use.decided = now
-        if use.unit != status.unit:
-            # Two limits with different units may have had the same name.
-            use.unit, use.spent = status.unit, 0
-        count = status.thread_before if status.deferred else status.thread_used
-        numbers: tuple[Number, ...] = ((count, status.thread_limit or 0, None),)
-        if status.quotas:
-            quotas = [each for each in status.quotas if each.per == THREAD and each.limit]
-            numbers += tuple(_number(status, each) for each in quotas)
-        use.numbers = numbers
-    if _refuses(status):
+class _Families(dict[str, Metric]):
+    """The families of the table by name, and their samples."""
+
+    def __init__(self) -> None:
+        made = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        super().__init__(
+            (spec.name, made[spec.kind](spec.name, spec.help, labels=spec.labels))
+            for spec in names.METRICS
+            if spec.is_of_table
+        )
+
+    def add(self, spec: names.MetricSpec, labels: dict[str, str], value: float) -> None:
+        """Add a sample."""
+        # The metrics of a thread share their labels: `add_metric` would make them anew for each.
+        self[spec.name].samples.append(Sample(spec.name, labels, value))
+
+    def add_subjects(self, shown: Iterable[_Rated]) -> None:
+        """Add what is exported of subjects, of those with the same label as of the first one."""
+        refusals = Counter[tuple[str, ...]]()
+        for _, subject, counts in shown:
+            for limit, use, *_ in counts:
+                refusals[*subject.key[:2], limit, subject.label or ""] += use.blocked
+        for _, subject, counts in shown:
+            agent, scope, _ = subject.key
+            label = subject.label or ""
+            for limit, use, number, _ in counts:
+                # The user's function may give two subjects the same label.
+                blocked = refusals.pop((agent, scope, limit, label), None)
+                if blocked is None:
+                    continue
+                labels = {"agent": agent, "limit": limit_label(limit)}
+                if scope == THREAD:
+                    labels["thread_id"] = label
+                    self._add_thread(use, labels)
+                else:
+                    labels |= {"scope": scope, "subject": label}
+                used_of, limit_of, times, blocked_of = _METRICS[scope == THREAD]
+                if number is not None:
+                    used, cap, ends = number
+                    self.add(used_of[use.unit], labels, in_base_unit(used, use.unit))
+                    self.add(limit_of[use.unit], labels, in_base_unit(cap, use.unit))
+                    self._add_time(times, labels, "reset", ends)
+                if number is not None or scope == THREAD:
+                    self._add_time(times, labels, "decision", use.decided)
+                if blocked:
+                    self.add(blocked_of, labels, blocked)
+
+    def _add_thread(self, use: Use, labels: dict[str, str]) -> None:
+        """Add what only threads have."""
+        self._add_time(names.THREAD_TIMES, labels, "refusal", use.refused)
+        # From 0 on: `increase()` does not see the first value of a series.
+        if use.unit != "calls":
+            self.add(names.THREAD_SPENT[use.unit], labels, in_base_unit(use.spent, use.unit))
+
+    def _add_time(
+        self, spec: names.MetricSpec, labels: dict[str, str], event: str, when: float | None
+    ) -> None:
+        # To the millisecond: a tenth of what a scrape transfers is times.
+        if when:
+            self.add(spec, {**labels, "event": event}, round(when, 3))
+
+
+def _use(subject: Subject, limit: str, unit: Unit) -> Use:
+    """What a subject has used of a limit."""
+    found = subject.uses.get(limit)
+    # Two limits with different units may have the same name.
+    if found is None or found.unit != unit:
+        found = subject.uses[limit] = Use(unit=unit)
+    return found
+
+
+def _refuse(use: Use, status: LimitStatus, now: float) -> None:
+    """Count a refusal, if a limit refuses the call because it is used up."""
+    if status.reason is not None and status.enforced and status.reason != STORE:
         use.blocked += 1
         use.refused = now
-    use.near = _near(status, near)
-
-
-def _decide_quota(
-    use: Use, status: LimitStatus, quota: QuotaStatus, now: float, near: float
-) -> None:
-    """Set what a subject has used of a quota, after a decision."""
-    use.decided, use.unit, use.near = now, status.unit, _near(status, near)
-    # As with threads, only enforced limits above 0 say how much is used.
-    use.numbers = (_number(status, quota),) if status.enforced and quota.limit else ()
-    if _refuses(status) and status.scope == quota.scope:
-        use.blocked += 1
-
-
-def _near(status: LimitStatus, near: float) -> float | None:
-    """The share from which a limit is near; a limit on trial refuses nothing, so nobody is."""
-    if not status.enforced:
-        return None
-    return near if status.near is None else status.near
-
-
-def _refuses(status: LimitStatus) -> bool:
-    """Whether a limit refuses the call because it is used up."""
-    return status.reason is not None and status.enforced and status.reason != STORE
 
 
 def _number(status: LimitStatus, quota: QuotaStatus) -> Number:
@@ -337,6 +428,50 @@ def _number(status: LimitStatus, quota: QuotaStatus) -> Number:
 def _digest(subject: str) -> str:
     """What is remembered of a subject: a hash, so that users' names are not kept."""
     return hashlib.blake2b(subject.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _highest(numbers: Sequence[Number], now: float, *, is_thread: bool) -> Number | None:
+    """The number with the highest used share; of a window that has ended, nothing is used."""
+    if len(numbers) == 1 and numbers[0][2] is None:
+        return numbers[0] if numbers[0][1] else None
+    limited = [each for each in numbers if each[1]]
+    running = [each for each in limited if each[2] is None or each[2] > now]
+    if is_thread:
+        running += [(0, cap, None) for _, cap, ends in limited if ends is not None and ends <= now]
+    return max(running, key=lambda each: each[0] / each[1], default=None)
+
+
+def _rate(subject: Subject, now: float) -> tuple[tuple[int, float, float], list[_Count]]:
+    """A subject's place, and its counts: near ones by share, then exhausted ones, then others."""
+    is_thread = subject.key[1] == THREAD
+    counts: list[_Count] = []
+    highest = refused = 0.0
+    # Copied at once: a decision may add a limit meanwhile.
+    for limit, use in list(subject.uses.items()):
+        number = _highest(use.numbers, now, is_thread=is_thread)
+        reached = None
+        if number is not None and use.near is not None:
+            reached = level(number[0], number[1], use.near)
+            highest = max(highest, number[0] / number[1])
+        refused = max(refused, use.refused or 0.0)
+        counts.append((limit, use, number, reached))
+    found = {each[3] for each in counts}
+    if Level.EXHAUSTED in found:
+        return (1, refused, subject.last), counts
+    if Level.NEAR in found:
+        return (2, highest, subject.last), counts
+    return (0, subject.last, subject.last), counts
+
+
+def _levels(subject: Subject, counts: list[_Count]) -> list[tuple[str, ...]]:
+    """Of each limit: the agent's label, the limit, the scope, and the level."""
+    agent, scope, _ = subject.key
+    return [(agent, limit, scope, each) for limit, _, _, each in counts if each is not None]
+
+
+def _fullest(found: Iterable[Occupancy]) -> Occupancy | None:
+    """The one with the least room left, by share; `None` without one."""
+    return max(found, key=lambda each: each.share, default=None)
 
 
 _tables: WeakSet[UsageTable] = WeakSet()

@@ -4,9 +4,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ Key = tuple[str, str, str]
 Number = tuple[int, int, float | None]
 """What is used, of how much (0 for no limit), and when its window ends."""
 
-FILES = "langchain_quota.usage-2.*.json"
+FILES = "langchain_quota.usage-3.*.json"
 """Their names; the number is that of their form. prometheus_client's are `*.db`."""
 
 _MIB = 2**20
@@ -54,99 +54,104 @@ class Subject:
 
     key: Key
     label: str | None
+    """A thread's is its key, what an agent or all share has an empty one; `None`: not shown."""
     last: float
     uses: dict[str, Use]
-    changed: bool = True
-    """Whether it has changed since the file was written."""
     line: str = ""
-    """It in the file."""
-
-
-Lines = dict[str, Subject]
-"""The lines of a file, with what they say."""
+    """It in the file; empty if it has changed since that was written."""
 
 
 class Snapshot(NamedTuple):
     """What a process knows, and its bounds on what is exported, the last in seconds."""
 
     started: float
-    max_exported: int
+    max_threads: int
     max_subjects: int
     ttl: float
     store: Occupancy | None = None
-    subjects: Iterable[Subject] = ()
+    subjects: Sequence[Subject] = ()
 
 
 def line_of(subject: Subject) -> str:
     """A subject as a line of the file."""
     uses = {
-        limit: [getattr(use, name) for name in Use.__slots__]
-        for limit, use in list(subject.uses.items())
+        limit: [getattr(use, name) for name in Use.__slots__] for limit, use in subject.uses.items()
     }
     return json.dumps([subject.key, subject.label, subject.last, uses])
 
 
-def write(path: Path, snapshot: Snapshot) -> None:
+# Most lines are those of the last scrape: to make all anew takes long, and as long the garbage
+# collector would stop all threads.
+@lru_cache(maxsize=20_000)
+def _subject_of(line: str) -> Subject:
+    key, label, last, uses = json.loads(line)
+    return Subject(tuple(key), label, last, {limit: Use(*use) for limit, use in uses.items()})
+
+
+def write(path: Path, snapshot: Snapshot, lines: Iterable[str]) -> None:
     """Write the whole file in place of the one before, so that nobody reads half of it."""
-    *head, subjects = snapshot
     unfinished = path.with_suffix(".new")
     try:
         # Only the owner may read it: it has the ids of threads.
         number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(number, "w", encoding="ascii") as file:  # noqa: PTH123 - no path
-            file.write("\n".join((json.dumps(head), *[each.line for each in subjects])))
+            file.write("\n".join((json.dumps(snapshot[:-1]), *lines)))
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
 
 
-def read(path: Path, known: Lines) -> tuple[Snapshot, Lines]:
-    """What a process has written, and its lines; no subjects if they were forgotten since."""
+def read_others(
+    directory: Path, own: Path | None, on_error: Callable[[Exception], None]
+) -> Iterator[Snapshot]:
+    """What the other processes have written; what cannot be read is reported, and left out."""
+    for path in directory.glob(FILES):
+        if path != own:
+            try:
+                yield _read(path)
+            except Exception as error:
+                on_error(error)
+
+
+def _read(path: Path) -> Snapshot:
+    """What a process has written; of one that has written nothing for long, when it began."""
     with path.open(encoding="ascii") as file:
-        snapshot = Snapshot(*json.loads(next(file)))
-        if time.time() - os.fstat(file.fileno()).st_mtime > snapshot.ttl:
-            return snapshot._replace(store=None), {}
-        lines = {line: known.get(line) or _subject_of(line) for line in file}
-    store = None if snapshot.store is None else Occupancy(*snapshot.store)
-    return snapshot._replace(store=store, subjects=lines.values()), lines
+        written = Snapshot(*json.loads(next(file)))
+        if time.time() - os.fstat(file.fileno()).st_mtime > written.ttl:
+            return written._replace(store=None)
+        store = written.store and Occupancy(*written.store)
+        return written._replace(store=store, subjects=list(map(_subject_of, file)))
 
 
-def _subject_of(line: str) -> Subject:
-    key, label, last, uses = json.loads(line)
-    return Subject(tuple(key), label, last, {limit: Use(*use) for limit, use in uses.items()})
-
-
-def merged(snapshots: Sequence[Snapshot]) -> Iterable[Subject]:
+def merged(snapshots: Sequence[Snapshot]) -> Sequence[Subject]:
     """The subjects that several processes know."""
     if len(snapshots) == 1:
         return snapshots[0].subjects
-    found: dict[Key, list[Subject]] = {}
+    found: dict[Key, Subject] = {}
     for snapshot in snapshots:
         for each in snapshot.subjects:
-            found.setdefault(each.key, []).append(each)
-    return [each[0] if len(each) == 1 else _joined(each) for each in found.values()]
+            known = found.get(each.key)
+            found[each.key] = each if known is None else _joined(known, each)
+    return list(found.values())
 
 
-def _joined(several: Sequence[Subject]) -> Subject:
-    uses = {}
-    for limit in dict.fromkeys(limit for each in several for limit in each.uses):
-        uses[limit] = reduce(
-            _joined_use, [each.uses[limit] for each in several if limit in each.uses]
-        )
-    label = next((each.label for each in several if each.label), None)
-    return Subject(several[0].key, label, max(each.last for each in several), uses)
-
-
-def _joined_use(one: Use, other: Use) -> Use:
+def _joined(one: Subject, other: Subject) -> Subject:
     """The newest numbers of two processes, and the refusals and amounts of both."""
-    newest, older = (one, other) if one.decided >= other.decided else (other, one)
-    return replace(
-        newest,
-        blocked=one.blocked + other.blocked,
-        refused=max(filter(None, (one.refused, other.refused)), default=None),
-        spent=newest.spent + (older.spent if older.unit == newest.unit else 0),
-    )
+    uses = dict(one.uses)
+    for limit, theirs in list(other.uses.items()):
+        ours = uses.get(limit)
+        if ours is None:
+            uses[limit] = theirs
+            continue
+        newest, older = (ours, theirs) if ours.decided >= theirs.decided else (theirs, ours)
+        uses[limit] = replace(
+            newest,
+            blocked=ours.blocked + theirs.blocked,
+            refused=max(ours.refused or 0, theirs.refused or 0) or None,
+            spent=newest.spent + (older.spent if older.unit == newest.unit else 0),
+        )
+    return Subject(one.key, one.label or other.label, max(one.last, other.last), uses)
 
 
 def multiprocess_directory() -> Path | None:
