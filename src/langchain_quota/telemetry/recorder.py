@@ -242,8 +242,8 @@ class Recorder:
         self._begun = 0
         self._estimated: set[str] = set()
         self._seen = Seen()
-        # The table goes before spans and logs: it knows the labels of refused subjects.
-        notice = ("metrics", self._notice)
+        # The table goes before spans and logs: it knows the labels of subjects.
+        notice = ("metrics", lambda told: told.notice(self.near))
         noticed = (("metrics", metrics.crossed), ("observer", logs.noticed))
         self._of_decisions = (
             *(("threads", usage.judged), ("tracing", tracing.judged)),
@@ -278,8 +278,9 @@ class Recorder:
 
     def learn_tools(self, agent: str | None, offered: Iterable[str]) -> None:
         """Learn an agent's tools: they get labels before names that its model invents."""
+        shown = self._who(agent).agent
         for name in offered:
-            self._guard("metrics", self._tool, self._who(agent), name)
+            self._guard("metrics", self._shared.tools.__getitem__, (shown, name))
 
     def record(
         self,
@@ -301,7 +302,7 @@ class Recorder:
                 self._begun = os.getpid()
                 self._guard("metrics", self._begin)
             who = self._who(decisions[0].call.agent, decisions[0].call.thread_id)
-            tools = [self._tool(who, decision.call.tool) for decision in decisions]
+            tools = [self._shared.tools[who.agent, each.call.tool] for each in decisions]
             self._tell(Judged(decisions, who, tools, started, took, error), self._of_decisions)
         return told
 
@@ -424,9 +425,6 @@ class Recorder:
         for component, sink in sinks:
             self._guard(component, sink, event)
 
-    def _notice(self, event: Judged) -> None:
-        event.notice(self.near)
-
     def _begin(self) -> None:
         """Warn of settings that cannot work, at the first decision: by then all limits are made."""
         shared = self._shared
@@ -457,10 +455,6 @@ class Recorder:
         except Exception as error:
             self.record_error(component, error)
         return Who(bounded, shown, thread)
-
-    def _tool(self, who: Who, name: str | None) -> str:
-        """The label of an agent's tool."""
-        return self._shared.tools[who.agent, name]
 
     def _model(self, model: str | None) -> str:
         """The label of a model."""

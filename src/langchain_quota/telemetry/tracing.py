@@ -66,8 +66,7 @@ class Tracing:
 
     def judged(self, told: Judged) -> None:
         """Make the spans of decisions that get one, and their exemplars."""
-        active = exemplar(trace.get_current_span().get_span_context())
-        told.exemplars = exemplars = [active] * len(told.decisions)
+        self.exemplify(told)
         tracer = self._tracer or self._found()
         if tracer is None:
             return
@@ -87,7 +86,7 @@ class Tracing:
             span.end()
             made = span.get_span_context()
             if made.is_valid:
-                exemplars[index] = exemplar(made)
+                told.exemplars[index] = exemplar(made)
 
     def exemplify(self, told: Judged) -> None:
         """Give calls without spans of their own the active span as their exemplar."""
