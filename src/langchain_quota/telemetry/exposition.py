@@ -21,6 +21,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import RestrictedRegistry
 
 from langchain_quota.arguments import check_type
+from langchain_quota.concurrency import in_sync, now
 from langchain_quota.telemetry.recorder import usage_of
 from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import multiprocess_directory, unusable
@@ -244,26 +245,17 @@ class _MetricsApp:
         """Answer one request; rendering happens in a worker thread."""
         if scope["type"] != "http":
             raise ValueError(f"metrics are served over HTTP only, not {scope['type']!r}")
-        await receive()
-        for message in await asyncio.to_thread(self._render, scope):
-            await send(message)
-
-    def _render(self, scope: MutableMapping[str, Any]) -> list[Message]:
-        """Run prometheus_client's app in this worker thread, without an event loop."""
-        # It needs none: it awaits only the two functions that it is given.
+        request = await receive()
         sent: list[Message] = []
 
-        async def receive() -> Message:
-            return {"type": "http.request", "body": b"", "more_body": False}
+        def asked() -> Message:
+            return request
 
-        async def send(message: Message) -> None:
-            sent.append(message)
-
-        try:
-            self._app(scope, receive, send).send(None)
-        except StopIteration:
-            return sent
-        raise RuntimeError("prometheus_client's ASGI app waits for something unknown")
+        # In a thread without an event loop: it awaits only the two functions that it is given.
+        rendered = self._app(scope, in_sync(asked), in_sync(sent.append))
+        await asyncio.to_thread(now, rendered)
+        for message in sent:
+            await send(message)
 
 
 # By Starlette's types, `add_route` takes a function of a request: so the arguments are open.
