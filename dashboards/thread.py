@@ -47,8 +47,11 @@ def build() -> Dashboard:
             "When nothing is left of a limit, at the pace of the last 15 minutes. 0 if nothing is "
             "left of one.",
             [
-                show.Query(_seconds_left(unit), unit.removeprefix("_") or "calls", instant=True)
-                for unit in ask.UNITS
+                *(
+                    show.Query(_seconds_left(unit), unit.removeprefix("_") or "calls", instant=True)
+                    for unit in ask.UNITS
+                ),
+                show.Query(f"min(0 * ({_RATIO} >= 1))", "used up", instant=True),
             ],
             unit="s",
             steps=show.TIME_LEFT,
@@ -130,6 +133,5 @@ def _last(event: str) -> str:
 def _seconds_left(unit: str) -> str:
     used = f"langchain_quota_thread_used{unit}"
     limit = ask.select(f"langchain_quota_thread_limit{unit}", ask.THREAD)
-    left = f"({limit} - {ask.select(used, ask.THREAD)})"
-    growth = f"deriv({ask.select(used, ask.AGENT, ask.THREAD)}[15m])"
-    return f"min(({left} > 0) / ({growth} > 0) or 0 * ({left} <= 0))"
+    left = f"{limit} - {ask.select(used, ask.THREAD)} > 0"
+    return f"min(({left}) / (deriv({ask.select(used, ask.AGENT, ask.THREAD)}[15m]) > 0))"

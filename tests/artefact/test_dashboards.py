@@ -401,7 +401,7 @@ def test_a_hostile_thread_is_found(seen: Seen) -> None:
     assert float(used["values"][-1][1]) == 1
     [refused] = seen.ask(query(f"{THREAD} 46 A"), values)
     assert float(refused["values"][-1][1]) == TRIED - ALLOWED
-    [left] = seen.ask(query(f"{THREAD} 43 A"), values)
+    [left] = seen.ask(query(f"{THREAD} 43 D"), values)
     assert float(left["value"][1]) == 0
 
 
