@@ -161,14 +161,14 @@ def dollars(model: ModelUsage) -> Decimal:
 
 @pytest.mark.parametrize("store", [None, MemoryStore], ids=["state", "store"])
 async def test_dollars(signals: Signals, store: Any) -> None:
-    """Dollars are offered as text, and are given as text; metrics have dollars."""
+    """Dollars are offered as text, and are given as people write them; metrics have dollars."""
     limit = CostLimit(run_limit="1.50", exit_behavior="ask", grant="0.25", name="cost")
     script = [spending(each, "calc") for each in (1500, 299, 2)]
     scene = Asking(signals, script, limit, prices=dollars, store=store and store())
     await scene.play()
     assert scene.offers(cost="0.25")
     assert "allow $0.25 more for 'cost'" in scene.question()[1]
-    for wrong in (1.5, "$1", "0.0000001", 10**9 + 1):
+    for wrong in (True, "$1", 0.0000001, 10**9 + 1):
         await scene.resume(amount(wrong))
         assert "The answer could not be used: " in scene.question()[1]
     await scene.resume(amount("0.30"))
