@@ -38,7 +38,7 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.middleware.flow import _untraced as untraced
+from langchain_quota.middleware.flow import untraced
 from langchain_quota.state import (
     LEDGER,
     RUN_MODEL,
@@ -197,7 +197,6 @@ _CALL: dict[str, Any] = {
 
 _BATCH: dict[str, Any] = {
     THREAD_TOOLS: {"__all__": 1},
-    RUN_TOOLS: {"__all__": 1},
     LEDGER: Ledger(counts={"run_tools": {"__all__": 1}}, refusals={}),
 }
 """What is written when tool calls are judged."""
@@ -260,20 +259,18 @@ class _ToolHooks(_Wrapping):
         return _BATCH
 
 
-class _BothHooks(_ToolHooks):
-    """The same with model limits, too."""
+class _ModelHooks(_Wrapping):
+    """The same with model limits only."""
+
+    state_schema = QuotaState
 
     @hook_config(can_jump_to=["end"])
     async def abefore_model(self, state: Any, runtime: Any) -> dict[str, Any]:
         return _CALL
 
 
-class _ModelHooks(_BothHooks):
-    """The same with model limits only: then nothing is written about tool calls."""
-
-    @hook_config(can_jump_to=["end"])
-    async def aafter_model(self, state: Any, runtime: Any) -> None:
-        return None
+class _BothHooks(_ToolHooks, _ModelHooks):
+    """The same with limits on both."""
 
 
 class _DropInToolHooks(AgentMiddleware[Any, Any, Any]):
@@ -283,7 +280,7 @@ class _DropInToolHooks(AgentMiddleware[Any, Any, Any]):
 
     @hook_config(can_jump_to=["end"])
     async def aafter_model(self, state: Any, runtime: Any) -> dict[str, Any]:
-        return _BATCH
+        return {**_BATCH, RUN_TOOLS: {"__all__": 1}}
 
 
 class _DropInModelHooks(_Wrapping):

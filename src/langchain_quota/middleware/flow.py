@@ -115,7 +115,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         )
         if not tracing_is_enabled():
             for hook in ("awrap_model_call", "awrap_tool_call"):
-                vars(self)[hook] = _untraced(self, hook)
+                vars(self)[hook] = untraced(self, hook)
         # Only one agent's tools are kept, so that those of agents that are gone can be freed.
         self._newest: tuple[str | None, list[Any]] = (None, [])
         made = [kind.of(self) for kind in self.feature_kinds]
@@ -382,7 +382,7 @@ def clock_of(store: QuotaStore) -> Callable[[], float]:
     return clock
 
 
-def _untraced(middleware: Any, hook: str) -> Callable[..., Awaitable[Any]]:
+def untraced(middleware: Any, hook: str) -> Callable[..., Awaitable[Any]]:
     """A stand-in for an async hook that is not `async` itself, while LangSmith is switched off."""
     # LangChain then adds no wrapper for tracing, which costs two trips through threads a call.
     stand_in: Any = partial(_call, middleware, hook)
