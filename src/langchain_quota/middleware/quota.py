@@ -280,7 +280,7 @@ class QuotaMiddleware(
         response = await self._call_model(form, request, handler, written)
         if response is None or written:
             return WrittenResponse(response, written)
-        if type(self).after_model is AgentMiddleware.after_model:
+        if self._hooks["after_model"] and type(self).after_model is AgentMiddleware.after_model:
             messages = [*request.state["messages"], *response.result]
             self._learn_answer({**request.state, "messages": messages}, saved=False)
         return response

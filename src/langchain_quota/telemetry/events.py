@@ -45,7 +45,7 @@ class Judged:
     """What the decisions raise into the agent."""
     charged: int = 0
     """The calls that a charge counts, if this is no decision."""
-    exemplars: list[Exemplar] = field(default_factory=list)
+    exemplars: list[Exemplar] = field(init=False)
     """Those of the calls."""
     subjects: dict[tuple[str, Scope], str] = field(default_factory=dict)
     """The labels of subjects, by the name of the limit and the quota's name."""

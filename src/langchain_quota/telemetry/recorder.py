@@ -243,20 +243,17 @@ class Recorder:
         self._estimated: set[str] = set()
         self._seen = Seen()
         # The table goes before spans and logs: it knows the labels of subjects.
-        notice = ("metrics", lambda told: told.notice(self.near))
-        noticed = (("metrics", metrics.crossed), ("observer", logs.noticed))
         self._of_decisions = (
-            *(("threads", usage.judged), ("tracing", tracing.judged)),
-            *(("metrics", metrics.judged), notice, *noticed),
+            ("threads", usage.judged),
+            ("tracing", tracing.judged),
+            ("metrics", metrics.judged),
         )
         self._of_charges = (
-            *(("threads", usage.judged), ("tracing", tracing.exemplify)),
-            *(("metrics", metrics.charged), notice, *noticed),
+            ("threads", usage.judged),
+            ("tracing", tracing.exemplify),
+            ("metrics", metrics.charged),
         )
-        self._of_turns = (
-            *(("tracing", tracing.exemplify), ("metrics", metrics.refused)),
-            *(notice, *noticed),
-        )
+        self._of_turns = (("tracing", tracing.exemplify), ("metrics", metrics.refused))
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: all copies share its metrics."""
@@ -421,9 +418,13 @@ class Recorder:
             self.log(line, *event)
 
     def _tell(self, event: Judged, sinks: Sequence[tuple[str, Callable[[Judged], None]]]) -> None:
-        """Give an event to sinks, in their order."""
+        """Give an event to sinks, in their order, and its notices to metrics and the log."""
         for component, sink in sinks:
             self._guard(component, sink, event)
+        self._guard("metrics", event.notice, self.near)
+        if event.notices:
+            self._guard("metrics", self._metrics.crossed, event)
+            self._guard("observer", logs.noticed, event)
 
     def _begin(self) -> None:
         """Warn of settings that cannot work, at the first decision: by then all limits are made."""
