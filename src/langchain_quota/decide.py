@@ -59,7 +59,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         enforced=limit.enforce,
         near=limit.near,
         alert=limit.alert,
-        computed=tuple(each.scope for each in resolved.checks if each.computed),
+        computed=tuple([each.scope for each in resolved.checks if each.computed]),
         quotas=tuple(
             QuotaStatus(
                 each.scope,
@@ -98,7 +98,7 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
     for call, (limits, hits), index in zip(calls, asked, index_of, strict=True):
         refused, admitted = result.refused[index], result.admitted[index]
         runs = admitted and not result.stopped
-        statuses = tuple(
+        statuses = [
             status(
                 limit,
                 counts,
@@ -108,19 +108,20 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
                 refusal_does=exits.get(limit.limit.name),
             )
             for limit in limits
-        )
-        for count, amount in hits.amounts.items() if runs else ():
-            counts[count] += amount
+        ]
+        if runs:
+            for count, amount in hits.amounts.items():
+                counts[count] += amount
         if not admitted:
             outcome = Outcome.BLOCKED
         elif result.stopped:
             outcome = Outcome.SKIPPED
         # Calls can share an id. The refusal may belong to the other call.
-        elif refused and any(each.refused for each in statuses):
+        elif refused and any(each.reason for each in statuses):
             outcome = Outcome.WOULD_BLOCK
         else:
             outcome = Outcome.ALLOWED
-        decisions.append(Decision(call, outcome, statuses))
+        decisions.append(Decision(call, outcome, tuple(statuses)))
     return decisions
 
 

@@ -260,8 +260,12 @@ class LimitStatus:
             return []
         near = near if self.near is None else self.near
         found = []
-        for scope in self.scopes:
-            before, used, limit = self._counts(scope)
+        numbers: list[tuple[Scope, int, int, int | None]] = [
+            (THREAD, self.thread_before, self.thread_used, self.thread_limit),
+            (RUN, self.run_before, self.run_used, self.run_limit),
+            *((each.scope, each.before, each.used, each.limit) for each in self.quotas),
+        ]
+        for scope, before, used, limit in numbers:
             if limit is None:
                 continue
             if before < limit <= used:

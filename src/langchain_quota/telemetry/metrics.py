@@ -100,11 +100,11 @@ class Metrics:
     def judged(self, told: Judged) -> None:
         """Count decisions for the calls and for each limit that matches one, and time them."""
         agent, kind = told.who.agent, told.decisions[0].call.kind
-        shared = any(status.shared for each in told.decisions for status in each.limits)
-        refused = False
+        shared = any([status.shared for each in told.decisions for status in each.limits])
         # The system's clock may have been set back since.
         seconds = max(0, told.took) / 1e9
         self.observe(names.DECISION_SECONDS, seconds, kind, "store" if shared else "state")
+        refused = False
         with self._lock:
             for index, decision in enumerate(told.decisions):
                 labels = agent, kind, told.tools[index], decision.outcome

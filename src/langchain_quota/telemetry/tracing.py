@@ -66,8 +66,10 @@ class Tracing:
 
     def judged(self, told: Judged) -> None:
         """Make the spans of decisions that get one, and their exemplars."""
-        self.exemplify(told)
         tracer = self._tracer or self._found()
+        # A span is the exemplar of its call.
+        if tracer is None or self._spans == "refused":
+            self.exemplify(told)
         if tracer is None:
             return
         for index, decision in enumerate(told.decisions):
@@ -84,9 +86,10 @@ class Tracing:
             if error is not None:
                 span.set_status(trace.StatusCode.ERROR, described(error))
             span.end()
-            made = span.get_span_context()
-            if made.is_valid:
-                told.exemplars[index] = exemplar(made)
+            if not span.get_span_context().is_valid:
+                # Instrumentation is suppressed.
+                span = trace.get_current_span()
+            told.exemplars[index] = exemplar(span.get_span_context())
 
     def exemplify(self, told: Judged) -> None:
         """Give calls without spans of their own the active span as their exemplar."""

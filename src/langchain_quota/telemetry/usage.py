@@ -110,7 +110,12 @@ class UsageTable(Collector):
         """Add the decisions about calls of one agent and thread, in order."""
         now, who = time.time(), told.who
         statuses = [status for decision in told.decisions for status in decision.limits]
-        quotas = [each for status in statuses for each in self._quotas(who.agent, status)]
+        quotas = [
+            each
+            for status in statuses
+            if status.quotas
+            for each in self._quotas(who.agent, status)
+        ]
         with self._lock:
             self._forget(now)
             if who.thread is not None:
