@@ -1,7 +1,6 @@
 """`python -m benchmarks`: measure, print, and write docs/benchmarks.md."""
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from benchmarks import (
     workers,
 )
 from benchmarks.machine import machine, versions
-from benchmarks.report import Result, Table, targets
+from benchmarks.report import NOTHING, Result, Table, targets
 from benchmarks.sizes import FULL, QUICK
 
 BENCHMARKS = {
@@ -38,41 +37,35 @@ BENCHMARKS = {
 
 DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
-SHOWN = re.compile(
-    r"A step(?: with budgets)?, in .+|Runs of ten steps|What a step stores: PostgreSQL|Scraping"
-    r"|Acquiring in Redis"
-)
-"""The tables that the page has. The terminal has all."""
-
 HEAD = """\
 # Benchmarks
 
-[Production](production.md#know-what-it-costs) has the three most important numbers. Here are those
-behind them, and at the end the [targets](#targets), with those that are not met.
+[Production](production.md#know-what-it-costs) has the numbers that matter most. This is what limits
+add to a step of an agent, which is a model call and a tool call. The model and the tools answer
+immediately.
 
 """
 
 HOW = """\
-## How it is measured
-
-`make bench` measures our limits and LangChain's, by turns, prints all tables, and writes this page.
-It takes up to 15 minutes. Nothing else should run on the machine. `make bench ARGS=--quick` takes
-two minutes, and `ARGS="--only steps"` measures one part. Both only print.
-
-- Machine: {machine}
-- Versions: {versions}
-- **Instructions** are those that valgrind counts. A second measurement differs by less than a
-  percent. They do not show waits for a disk or another thread.
-- **Times by the clock** include waits. Compare them only within one run of the program.
-- *none* is an agent without limits. In all other rows, no call is over a limit.
+- *CPU µs a step*: microseconds of CPU time of all threads, in runs of ten steps without a
+  checkpointer. *to LangChain*: the same, divided by what LangChain's limiters add for these limits.
+- *its hooks alone*: what hooks of the same kinds cost that judge nothing and write the same keys.
+- *ms* and *bytes a step*: time by the clock, and what is stored, with PostgreSQL as checkpointer.
 - *LangChain, 2* has LangChain's `ModelCallLimitMiddleware` and `ToolCallLimitMiddleware`.
   *LangChain, 8* also has one for each of six tools. *drop-in* has the classes of this package with
-  the same names.
-- *QuotaMiddleware* and *Inline* (`InlineQuotaMiddleware`) have the same limits. *QuotaMiddleware,
-  model* limits only model calls. *QuotaMiddleware, tool* and *Inline, 1* limit all tools together.
-- *hooks that only write*, or *do nothing*, limit nothing. They show what LangChain and LangGraph
-  cost.
+  the same names. *QuotaMiddleware* and *Inline* (`InlineQuotaMiddleware`) have the same limits.
+  *QuotaMiddleware, model* limits only model calls; *QuotaMiddleware, tool* and *Inline, 1* limit
+  all tools together.
+- Telemetry is on. The SDK makes the spans, and does not sample them. The garbage collector is on.
 
+`make bench` measures all set-ups by turns, and writes this page. It also prints runs of 3 and 60
+steps, instructions, other checkpointers, budgets, decisions, scrapes, workers, stores, memory and
+imports, and which targets are met. Nothing else should run on the machine for 20 minutes.
+`make bench ARGS="--quick --only steps"` tries one part.
+
+Machine: {machine}
+
+Versions: {versions}
 """
 
 
@@ -89,7 +82,7 @@ def main() -> int:
         started = time.perf_counter()
         result = BENCHMARKS[name](QUICK if arguments.quick else FULL)
         results.append(result)
-        print("\n".join(map(str, _shown(result))))  # noqa: T201 - a command: it prints
+        print("\n".join(map(str, result.tables)))  # noqa: T201 - a command: it prints
         took = time.perf_counter() - started
         print(f"({name}: {took:.0f} s)\n", file=sys.stderr)  # noqa: T201 - the same
     met = targets([ratio for result in results for ratio in result.ratios])
@@ -101,17 +94,17 @@ def main() -> int:
     return 0
 
 
-def _shown(result: Result) -> list[Table]:
-    return [*([] if result.overview is None else [result.overview]), *result.tables]
-
-
 def page(results: Sequence[Result], how: str) -> str:
-    """The page: first the table for users, then how it is measured, then what users ask next."""
-    first = [result.overview for result in results if result.overview is not None]
-    tables = [table for result in results for table in result.tables]
-    rest = [table for table in tables if SHOWN.fullmatch(table.title)]
-    met = targets([ratio for result in results for ratio in result.ratios])
-    return HEAD + "\n".join(map(str, [*first, how, *rest, met]))
+    """The page: one table, and how it is measured."""
+    found: dict[str, dict[str, str]] = {}
+    for result in results:
+        for setup, cells in result.of_page.items():
+            found.setdefault(setup, {}).update(cells)
+    columns = [*dict.fromkeys(column for cells in found.values() for column in cells)]
+    rows = [
+        [setup, *(cells.get(each, NOTHING) for each in columns)] for setup, cells in found.items()
+    ]
+    return f"{HEAD}{Table('What limits add to a step', ['limits', *columns], rows)}\n{how}"
 
 
 if __name__ == "__main__":

@@ -1,122 +1,154 @@
-"""What a step costs, under each limiter, and with each kind of telemetry."""
+"""What limits add to a step, as users feel it: CPU time of all threads, and time by the clock."""
 
-from itertools import product
+import asyncio
+import time
+from collections.abc import Mapping
+from statistics import median, quantiles
+from typing import NamedTuple
 
-from benchmarks.costs import Costs, costs
+from benchmarks.costs import costs
 from benchmarks.report import Ratio, Result, Table, number
-from benchmarks.scenes import HOOKS, NONE, SETUPS, TWO_HOOKS, WRAP_HOOK, Mode
+from benchmarks.scenes import HOOKS, NONE, SETUPS, TWO_HOOKS, agent, run
 from benchmarks.sizes import Size
 from benchmarks.workloads import Step
 
-MODES: tuple[Mode, ...] = ("off", "no SDK", "not sampled", "sampled")
-OVERHEADS = (
-    ("QuotaMiddleware, tool", "LangChain, tool", 1.2),
-    ("QuotaMiddleware, model", "LangChain, model", 1.2),
-    ("QuotaMiddleware, 2", "LangChain, 2", 0.85),
-    ("QuotaMiddleware, 8", "LangChain, 8", 0.27),
-    ("QuotaMiddleware, 2", TWO_HOOKS, 1.35),
-    ("QuotaMiddleware, 8", TWO_HOOKS, 1.35),
-    ("drop-in, model", "LangChain, model", 1.25),
-    ("drop-in, tool", "LangChain, tool", 1.25),
-    ("drop-in, 2", "LangChain, 2", 1.25),
-    ("Inline, 8", "LangChain, 8", 0.12),
-    ("Inline, 2", WRAP_HOOK, 1.8),
-    ("Inline, 8", WRAP_HOOK, 1.8),
-)
-"""Two set-ups whose overheads over an agent without limits are compared, and the target."""
+LENGTHS = (3, 10, 60)
+"""The numbers of steps of the runs that are measured."""
 
-FLOORS = {
-    "QuotaMiddleware, tool": "hooks of QuotaMiddleware, tool",
-    "QuotaMiddleware, model": "hooks of QuotaMiddleware, model",
-    "QuotaMiddleware, 2": "hooks of QuotaMiddleware, 2",
-    "QuotaMiddleware, 8": "hooks of QuotaMiddleware, 2",
-    "drop-in, model": "hooks of drop-in, model",
-    "drop-in, tool": "hooks of drop-in, tool",
-    "drop-in, 2": "hooks of drop-in, 2",
-    "Inline, 2": WRAP_HOOK,
-    "Inline, 8": WRAP_HOOK,
+USUAL = 10
+"""The number of steps of the runs that the targets are about."""
+
+RIVALS = {
+    "QuotaMiddleware, tool": ("LangChain, tool", 1.8),
+    "QuotaMiddleware, model": ("LangChain, model", 0.85),
+    "QuotaMiddleware, 2": ("LangChain, 2", 1.0),
+    "QuotaMiddleware, 8": ("LangChain, 8", 0.3),
+    "Inline, 2": ("LangChain, 2", 0.65),
+    "Inline, 8": ("LangChain, 8", 0.2),
+    "drop-in, tool": ("LangChain, tool", 1.5),
+    "drop-in, model": ("LangChain, model", 1.25),
+    "drop-in, 2": ("LangChain, 2", 1.25),
 }
-"""The set-ups that have the same hooks, write the same keys, and do nothing else."""
+"""Beside which set-up each of ours is measured, and the most that it may add, to what that adds."""
 
-TELLING = ("drop-in, 2", "QuotaMiddleware, 8", "Inline, 8")
+TO_HOOKS = {10: 1.5, 60: 1.25}
+"""The same for two limits beside two hooks that write the same keys, by steps of a run."""
+
+Nanoseconds = list[tuple[int, int]]
+"""Of each round: CPU time of all threads, and time by the clock."""
+
+
+class Added(NamedTuple):
+    """What a set-up adds to a step: the median of all rounds, in microseconds.
+
+    Attributes:
+        cpu: CPU time of all threads.
+        low: Its first quartile.
+        high: Its third quartile.
+        clock: Time by the clock.
+    """
+
+    cpu: float
+    low: float
+    high: float
+    clock: float
 
 
 def measure(size: Size) -> Result:
     """Measure."""
-    steps = [Step(*each) for each in product(SETUPS, (False, True))]
-    hooks = [Step(setup, has_memory=False) for setup in HOOKS]
-    telling = [
-        Step(setup, has_memory=True, mode=mode)
-        for setup, mode in product(TELLING, MODES)
-        if mode != "not sampled"
-    ]
-    found = costs(
-        [*steps, *hooks, *telling],
-        size.steps,
-        counted=size.counts_instructions,
-        rounds=size.rounds,
-    )
-    return Result([_table(found), _telling(found)], _ratios(found))
-
-
-def _table(found: Costs) -> Table:
-    rows = []
-    for setup in SETUPS:
-        row = [setup]
-        for has_memory in (False, True):
-            own, none = found.of[Step(setup, has_memory)], found.of[Step(NONE, has_memory)]
-            row += [number(own, 0), number(own - none, 0), number(own / none)]
-        rows.append(row)
-    columns = [
-        "limits",
-        *("no checkpointer", "over none", "ratio"),
-        *("in memory", "over none", "ratio"),
-    ]
-    note = (
-        "A step is a model call and a tool call. The model and the tools answer immediately. "
-        "Telemetry is on. The SDK makes the spans, and does not sample them."
-    )
-    return Table(f"A step, in {found.unit}", columns, rows, note)
-
-
-def _telling(found: Costs) -> Table:
-    rows = []
-    for setup in TELLING:
-        none = found.of[Step(NONE, has_memory=True)]
-        own = [found.of[Step(setup, has_memory=True, mode=mode)] for mode in MODES]
-        rows.append([setup, *(f"{number(each, 0)} ({number(each / none)})" for each in own)])
-    columns = ["limits", 'spans="off"', "no SDK", "not sampled", "sampled"]
-    note = "Checkpoints are in memory. The ratio to a step without limits is in brackets."
-    return Table(f"A step by what happens to spans, in {found.unit}", columns, rows, note)
-
-
-def _ratios(found: Costs) -> list[Ratio]:
-    def step(setup: str) -> float:
-        return found.of[Step(setup, has_memory=False)]
-
-    def over(setup: str) -> float:
-        return step(setup) - step(NONE)
-
-    where = f"no checkpointer, in {found.unit}"
-
-    def floor(setup: str, other: str) -> float | None:
-        least = FLOORS[setup]
-        return None if least == other else over(least) / over(other)
-
+    added = {steps: _added(steps, size.rounds) for steps in LENGTHS}
+    counted = _counted(size)
+    tables = [_table(steps, found, counted) for steps, found in added.items()]
     ratios = [
         Ratio(
-            f"{setup}: overhead, to {other}; {where}",
+            f"{setup}: what it adds, to {other}; runs of {USUAL} steps",
             most,
-            over(setup) / over(other),
-            floor(setup, other),
+            added[USUAL][setup].cpu / added[USUAL][other].cpu,
+            added[USUAL][f"hooks of {setup}"].cpu / added[USUAL][other].cpu,
         )
-        for setup, other, most in OVERHEADS
+        for setup, (other, most) in RIVALS.items()
     ]
-    ratios.append(
+    ratios += [
         Ratio(
-            f"Inline: step with 8 limits, to one with 1; {where}",
-            1.05,
-            step("Inline, 8") / step("Inline, 1"),
+            f"QuotaMiddleware, 2: what it adds, to {TWO_HOOKS}; runs of {steps} steps",
+            most,
+            added[steps]["QuotaMiddleware, 2"].cpu / added[steps][TWO_HOOKS].cpu,
         )
+        for steps, most in TO_HOOKS.items()
+    ]
+    return Result(tables, ratios, _of_page(added[USUAL]))
+
+
+def _added(steps: int, rounds: int) -> Mapping[str, Added]:
+    """What each set-up adds to a step of runs of so many; all take turns."""
+    taken = asyncio.run(_taken(steps, rounds))
+    none = taken[NONE]
+    found = {}
+    for setup, own in taken.items():
+        cpu, clock = (
+            [(mine[i] - bare[i]) / steps / 1_000 for mine, bare in zip(own, none, strict=True)]
+            for i in (0, 1)
+        )
+        low, middle, high = quantiles(cpu, n=4)
+        found[setup] = Added(middle, low, high, median(clock))
+    return found
+
+
+async def _taken(steps: int, rounds: int) -> Mapping[str, Nanoseconds]:
+    agents = {setup: agent(setup) for setup in SETUPS | HOOKS}
+    taken: dict[str, Nanoseconds] = {setup: [] for setup in agents}
+    for number_of in range(-1, rounds):
+        for setup, each in agents.items():
+            began, started = time.process_time_ns(), time.perf_counter_ns()
+            await run(each, steps, f"thread-{number_of}")
+            took = time.process_time_ns() - began, time.perf_counter_ns() - started
+            # The first round warms up.
+            if number_of >= 0:
+                taken[setup].append(took)
+    return taken
+
+
+def _counted(size: Size) -> Mapping[str, float]:
+    """The instructions that each set-up adds to a step, if they can be counted."""
+    if not size.counts_instructions:
+        return {}
+    works = {setup: Step(setup, has_memory=False) for setup in SETUPS | HOOKS}
+    found = costs([*works.values()], size.steps, counted=True, rounds=size.rounds)
+    if found.unit != "instructions":
+        return {}
+    none = found.of[works[NONE]]
+    return {setup: found.of[work] - none for setup, work in works.items()}
+
+
+def _table(steps: int, added: Mapping[str, Added], counted: Mapping[str, float]) -> Table:
+    rows = [
+        (setup, *_shown(each), number(each.clock, 0), number(counted.get(setup), 0))
+        for setup, each in added.items()
+        if setup != NONE
+    ]
+    columns = ("limits", "CPU time", "quartiles", "by the clock", "instructions")
+    note = (
+        "In microseconds; the instructions are those of a step. A step is a model call and a tool "
+        "call. The model and the tools answer immediately. Telemetry is on. The SDK makes the "
+        "spans, and does not sample them."
     )
-    return ratios
+    return Table(f"What limits add to a step, in runs of {steps} steps", columns, rows, note)
+
+
+def _shown(each: Added) -> tuple[str, str]:
+    return number(each.cpu, 0), f"{number(each.low, 0)} to {number(each.high, 0)}"
+
+
+def _of_page(added: Mapping[str, Added]) -> Mapping[str, Mapping[str, str]]:
+    found = {}
+    for setup, each in added.items():
+        if setup not in HOOKS and setup != NONE:
+            other = RIVALS.get(setup)
+            hooks = added.get(f"hooks of {setup}")
+            found[setup] = {
+                "CPU µs a step": number(each.cpu, 0),
+                "quartiles": _shown(each)[1],
+                "its hooks alone": number(None if hooks is None else hooks.cpu, 0),
+                "to LangChain": number(None if other is None else each.cpu / added[other[0]].cpu),
+            }
+    return found

@@ -1,7 +1,7 @@
 """What a benchmark hands back, and how it is shown: Markdown, on the terminal and in the docs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 NOTHING = "-"
 """The cell of what there is not."""
@@ -79,12 +79,12 @@ class Result:
     Attributes:
         tables: All measurements.
         ratios: The ratios that have a target.
-        overview: The table at the top of the page.
+        of_page: The cells of the table in the docs, by set-up and column.
     """
 
     tables: Sequence[Table] = ()
     ratios: Sequence[Ratio] = ()
-    overview: Table | None = None
+    of_page: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def targets(ratios: Sequence[Ratio]) -> Table:

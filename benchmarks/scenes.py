@@ -41,6 +41,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.middleware.flow import untraced
 from langchain_quota.state import (
     LEDGER,
+    NEW_RUN,
     RUN_MODEL,
     RUN_TOOLS,
     THREAD_MODEL,
@@ -189,6 +190,18 @@ def _together(
     return make
 
 
+_RUN: dict[str, Any] = {
+    LEDGER: {
+        **NEW_RUN,
+        "run": "r",
+        "turn": "t",
+        "begun_by": {"hooks": None},
+        "owed": {},
+        "own": {},
+    },
+}
+"""What is written when a run begins."""
+
 _CALL: dict[str, Any] = {
     THREAD_MODEL: 1,
     LEDGER: Ledger(counts={"run_model": 1}, final=""),
@@ -234,8 +247,18 @@ class _WritingWrap(AgentMiddleware[Any, Any, Any]):
         return ExtendedModelResponse(await response, Command(update=written))
 
 
-class _Wrapping(AgentMiddleware[Any, Any, Any]):
-    """A hook around the model call that does nothing, and is traced as little as ours."""
+class _Beginning(AgentMiddleware[Any, Any, Any]):
+    """The hook in which a run begins: it writes what ours write."""
+
+    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any]:
+        return _RUN
+
+    async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any]:
+        return _RUN
+
+
+class _Wrapping(_Beginning):
+    """Beside it, a hook around the model call that does nothing, traced as little as ours."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,8 +296,16 @@ class _BothHooks(_ToolHooks, _ModelHooks):
     """The same with limits on both."""
 
 
-class _DropInToolHooks(AgentMiddleware[Any, Any, Any]):
-    """The hook of our `ToolCallLimitMiddleware`: it writes its keys, and no more."""
+class _InlineHooks(_Beginning):
+    """The hooks of `InlineQuotaMiddleware`: they write its keys, and no more."""
+
+    state_schema = QuotaState
+    awrap_model_call = _WritingWrap.awrap_model_call
+    _write = _WritingWrap._write
+
+
+class _DropInToolHooks(_Beginning):
+    """The hooks of our `ToolCallLimitMiddleware`: they write its keys, and no more."""
 
     state_schema = ToolCallLimitState
 
@@ -356,6 +387,9 @@ HOOKS: dict[str, Setup] = {
     "hooks of QuotaMiddleware, tool": _floor(_ToolHooks),
     "hooks of QuotaMiddleware, model": _floor(_ModelHooks),
     "hooks of QuotaMiddleware, 2": _floor(_BothHooks),
+    "hooks of QuotaMiddleware, 8": _floor(_BothHooks),
+    "hooks of Inline, 2": _floor(_InlineHooks),
+    "hooks of Inline, 8": _floor(_InlineHooks),
     "hooks of drop-in, tool": _floor(_DropInToolHooks),
     "hooks of drop-in, model": _floor(_DropInModelHooks),
     "hooks of drop-in, 2": _floor(_DropInModelHooks, _DropInToolHooks),
