@@ -32,13 +32,16 @@ def _script(name: str) -> Script:
 SCRIPTS = {name: _script(f"{name}.lua") for name in ("acquire", "operations")}
 
 
+_compact = json.JSONEncoder(check_circular=False, separators=(",", ":")).encode
+
+
 class ScriptCall:
     """One call of a script: what is asked, and the keys that it may use."""
 
     def __init__(self, script: str, prefix: str, ask: Ask) -> None:
         self.script = SCRIPTS[script]
         self._keys: dict[bytes, int] = {}
-        self._asked = json.dumps(ask(lambda kind, key: self._number(name_of(prefix, kind, key))))
+        self._asked = _compact(ask(lambda kind, key: self._number(name_of(prefix, kind, key))))
 
     def arguments(self) -> list[int | bytes | str]:
         """The arguments of `EVALSHA` after the script: number of keys, keys, what is asked."""
