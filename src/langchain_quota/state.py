@@ -3,10 +3,10 @@
 The annotations here are resolved by LangGraph at run time, in this module.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, NotRequired, cast
+from typing import Annotated, Any, NotRequired
 
 from langchain.agents.middleware.types import AgentState, PrivateStateAttr, ResponseT
 from langgraph.channels.untracked_value import UntrackedValue
@@ -94,8 +94,6 @@ class Ledger(TypedDict, total=False):
 
 def merge_ledgers(old: Ledger, new: Ledger) -> Ledger:
     """The reducer: keys that are written replace the old ones, also within counts and features."""
-    if "run_model" in old:
-        old = _moved(old)
     merged: Ledger = {**old, **new}
     if "counts" in new:
         merged["counts"] = {**old.get("counts", {}), **new["counts"]}
@@ -104,32 +102,6 @@ def merge_ledgers(old: Ledger, new: Ledger) -> Ledger:
         written = {name: {**own.get(name, {}), **kept} for name, kept in new["own"].items()}
         merged["own"] = {**own, **written}
     return merged
-
-
-_MOVED = {
-    "budgets": ("thread_spent", "run_spent", "spent_by", "admitted", "error"),
-    "root_runs": ("root_run", "root_used"),
-    "ask": ("granted",),
-    "repeats": ("repeats",),
-}
-"""What of features stood beside the kernel's keys."""
-
-
-def _moved(saved: Mapping[str, Any]) -> Ledger:
-    """The ledger of a thread that the version before has saved, with all its counts."""
-    known = dict(saved)
-
-    def taken(names: Iterable[str]) -> Any:
-        return {each: known.pop(each) for each in names if each in known}
-
-    known.pop("model_mode", None)
-    made = Ledger(
-        # How they count was checked when they began the run.
-        begun_by=dict.fromkeys(known.pop("begun_by", ())),
-        counts=taken(Counts.__annotations__),
-        own={name: taken(keys) for name, keys in _MOVED.items()},
-    )
-    return merge_ledgers(cast("Ledger", known), made)
 
 
 def latest(_old: int, new: int) -> int:
@@ -218,8 +190,7 @@ NEW_RUN: Ledger = {
 
 def ledger(state: Mapping[str, Any]) -> Ledger:
     """Our part of the ledger; empty on a thread that never ran under our limits."""
-    known: Ledger = state.get(LEDGER) or Ledger()
-    return _moved(known) if "run_model" in known else known
+    return state.get(LEDGER) or Ledger()
 
 
 def own_of(state: Mapping[str, Any], feature: str) -> Mapping[str, Any]:

@@ -5,22 +5,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langgraph.types import interrupt
 
 from langchain_quota import (
     ModelCallLimit,
     QuotaMiddleware,
-    RepeatLimit,
     TokenLimit,
     ToolCallLimit,
     usage,
 )
 from langchain_quota.limits import Limit
-from tests.scene import CONFIG, Form, Kind, Scene, both_forms, recording
+from tests.scene import Form, Kind, Scene, both_forms, recording
 from tests.telemetry import Signals, needs_inline
-from tests.tokens import TOTAL, answer, spent
 
 each_kind = pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
 
@@ -159,55 +156,3 @@ async def test_reset_elsewhere(form: Form, signals: Signals) -> None:
     scene.quota = type("Other", (QuotaMiddleware,), {})([ToolCallLimit(run_limit=1)])
     with pytest.raises(ValueError, match="does not have the middleware Other"):
         await scene.reset()
-
-
-SAVED: dict[str, Any] = {
-    "run": "a-run",
-    "root_run": None,
-    "root_used": {},
-    "run_tools": {"search": 1},
-    "run_model": 2,
-    "thread_model": 5,
-    "model_counted": False,
-    "refusals": {},
-    "refused": None,
-    "ended": None,
-    "final": "",
-    "trace": None,
-    "turn": "question",
-    "begun_by": ["QuotaMiddleware"],
-    "model_mode": "admitted",
-    "owed": {},
-    "thread_spent": {TOTAL: 700},
-    "run_spent": {TOTAL: 200},
-    "spent_by": "a-call",
-    "admitted": None,
-    "error": None,
-    "granted": {"model/run": 1},
-    "batch": None,
-    "repeats": {},
-}
-"""What the version before kept of a thread in mid-run, beside LangChain's keys."""
-
-
-async def test_a_thread_that_the_version_before_has_saved(signals: Signals) -> None:
-    """It goes on in mid-run with all its counts: calls, tokens, and what a person has granted."""
-    limits: list[Limit] = [
-        ModelCallLimit(run_limit=3, exit_behavior="ask"),
-        ToolCallLimit("search", run_limit=2),
-        TokenLimit(thread_limit=800),
-        RepeatLimit(9),
-    ]
-    script = [answer(30, ("search", {"query": each})) for each in "ab"]
-    scene = Scene(signals, script, limits)
-    saved = {"messages": [HumanMessage("hi", id="question")], "langchain_quota": SAVED}
-    scene.agent.update_state(CONFIG, saved, as_node="QuotaMiddleware.before_agent")
-    assert (scene.usage().model, scene.usage().run_model, spent(scene)) == (5, 2, (700, 200))
-
-    result = await scene.go_on()
-    # One call is left of the limit, and one of the grant.
-    assert (len(scene.model.calls), scene.ran) == (2, ["search"])
-    assert "__interrupt__" in result
-    assert (scene.usage().run_model, dict(scene.usage().run_tools)) == (4, {"search": 2})
-    assert spent(scene) == (760, 260)
-    assert len(scene.state()["langchain_quota"]) <= 12

@@ -65,8 +65,7 @@ class ToolCounts:
         counts = cls(thread_tools(state), run_tools(state), {}, dict(known.get("owed") or {}))
         if batch is None:
             return counts
-        # A thread that an older version has saved does not say what calls were charged.
-        calls = batch.get("calls", {})
+        calls = batch["calls"]
         if batch["message"] == message:
             # Only these charges change.
             counts.calls = deepcopy(calls)

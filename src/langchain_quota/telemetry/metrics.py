@@ -100,7 +100,7 @@ class Metrics:
     def judged(self, told: Judged) -> None:
         """Count decisions for the calls and for each limit that matches one, and time them."""
         agent, kind = told.who.agent, told.decisions[0].call.kind
-        shared = any([status.shared for each in told.decisions for status in each.limits])
+        shared = any(status.shared for each in told.decisions for status in each.limits)
         # The system's clock may have been set back since.
         seconds = max(0, told.took) / 1e9
         self.observe(names.DECISION_SECONDS, seconds, kind, "store" if shared else "state")

@@ -111,10 +111,7 @@ class UsageTable(Collector):
         now, who = time.time(), told.who
         statuses = [status for decision in told.decisions for status in decision.limits]
         quotas = [
-            each
-            for status in statuses
-            if status.quotas
-            for each in self._quotas(who.agent, status)
+            each for status in statuses if status.quotas for each in self._quotas(who.agent, status)
         ]
         with self._lock:
             self._forget(now)
