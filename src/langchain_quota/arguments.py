@@ -36,6 +36,23 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{type(value).__name__}(…)"
 
 
+class NoHook:
+    """Says what to write where LangChain looks for a middleware's hook.
+
+    Args:
+        limit: What the list of a `QuotaMiddleware` has then; `{}` is the name of the class.
+    """
+
+    def __init__(self, limit: str) -> None:
+        self._limit = limit
+
+    def __get__(self, _: object, kind: type) -> None:
+        limit = self._limit.format(kind.__name__)
+        raise AttributeError(
+            f"{kind.__name__} is no middleware: write middleware=[QuotaMiddleware([{limit}])]"
+        )
+
+
 def one_list(
     init: Callable[Concatenate[Any, _Arguments], None],
 ) -> Callable[Concatenate[Any, _Arguments], None]:

@@ -87,12 +87,19 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def test_a_limit_is_no_middleware() -> None:
-    """An agent that is given a limit in place of a middleware says what to write."""
-    limit: Any = ToolCallLimit("search", run_limit=1)
-    said = "ToolCallLimit is no middleware: write middleware=[QuotaMiddleware([ToolCallLimit(…)])]"
-    with pytest.raises(AttributeError, match=re.escape(said)):
-        create_agent(ScriptedChatModel(script=[]), middleware=[limit])
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        (ToolCallLimit("search", run_limit=1), "[ToolCallLimit(…)]"),
+        (Quota(5), "[ToolCallLimit(quotas=[Quota(…)])]"),
+        (GraphQuota([SEARCH]), "[…]"),
+    ],
+)
+def test_what_is_no_middleware(given: Any, instead: str) -> None:
+    """An agent that is given something else in place of a middleware says what to write."""
+    said = f"{type(given).__name__} is no middleware: write middleware=[QuotaMiddleware({instead})]"
+    with pytest.raises((AttributeError, TypeError), match=re.escape(said)):
+        create_agent(ScriptedChatModel(script=[]), middleware=[given])
 
 
 @pytest.mark.parametrize(("limits", "options", "error", "said"), REFUSED)

@@ -79,6 +79,44 @@ def test_each_block_runs_alone(page: Path) -> None:
         assert not entered
 
 
+WISHES = re.findall(
+    r"^\| (.+?) \| .+? \| \[.+?\]\((\w+\.md)#?([\w-]*)\) \|$",
+    (DOCS / "index.md").read_text(),
+    re.MULTILINE,
+)
+"""What the home page offers, and where a click leads."""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(("wish", "page", "anchor"), WISHES, ids=[each[0] for each in WISHES])
+def test_each_wish_is_one_click_from_home(wish: str, page: str, anchor: str) -> None:
+    """The first code behind a link of the home page is complete: it runs alone, at first try."""
+    text = (DOCS / page).read_text()
+    if anchor:
+        heading = re.escape(anchor).replace(r"\-", "[^a-z]+")
+        text = re.split(rf"(?im)^#+ {heading}(?= *$| \{{)", text)[1]
+    found = re.search(r"```(python|shell)\n(.*?)```", text, re.DOTALL)
+    assert found is not None, wish
+    language, code = found.groups()
+    for package in OTHERS:
+        if f"from {package}" in code:
+            pytest.importorskip(package)
+    if language == "shell":
+        assert code.startswith("langchain-quota export ")
+    else:
+        done = run_python(on_any_port(code), cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_home_page_has_the_ten_wishes() -> None:
+    """Nothing that most people come for is missing."""
+    assert len(WISHES) == 12
+    assert {page for _, page, _ in WISHES} >= {
+        *("limits.md", "budgets.md", "customers.md", "agents.md", "langgraph.md"),
+        *("dashboards.md", "alerts.md", "people.md", "migrating.md"),
+    }
+
+
 def test_contributing() -> None:
     """Its blocks run, and the tests in them pass; the files of its examples have what it says."""
     page = ROOT / "CONTRIBUTING.md"

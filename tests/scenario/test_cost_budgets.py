@@ -122,15 +122,24 @@ async def test_an_own_chat_model_gets_the_price_of_the_list(signals: Signals) ->
 
 
 @both_forms
-async def test_a_model_without_a_price_is_not_called(signals: Signals, form: Form) -> None:
-    """With a limit of costs, a model that has no price is an error before its first call."""
+async def test_a_model_without_a_price_is_not_called(
+    signals: Signals, form: Form, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a limit of costs, a model that has no price is an error before its first call.
+
+    The log says once what was looked up, and both remedies.
+    """
     for prices in (lambda _: None, lambda used: {}[used.request_model]):
-        scene = Scene(signals, [answer(5)], [CostLimit(run_limit=1)], prices=prices, form=form)
+        model = ScriptedChatModel(model="mine", script=[answer(5)])
+        scene = Scene(signals, model, [CostLimit(run_limit=1)], prices=prices, form=form)
 
         with pytest.raises(UnknownPriceError, match="prices="):
             await scene.play()
 
         assert not scene.model.calls
+    [said] = [each.getMessage() for each in caplog.records if each.name == "langchain_quota"]
+    for part in ("'mine' of 'scriptedchatmodel'", "prices={'mine': Price(", "ls_provider"):
+        assert part in said
 
 
 async def test_another_model_without_a_price_is_not_called(signals: Signals) -> None:

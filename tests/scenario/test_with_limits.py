@@ -205,7 +205,7 @@ def test_bad_arguments(signals: Signals) -> None:
     create, quota = deepagents.create_deep_agent, searches(signals)
     opaque = compiled(RunnableLambda(lambda state: {"messages": [("ai", "Nothing.")]}))
     bad: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (create, [quota], {}, r"quota must be a QuotaMiddleware, not \["),
+        (create, [quota], {}, r"and a QuotaMiddleware, not .* and \[.*: write with_limits\("),
         (create, searches(signals, store=None), {}, r"quota has no store.*=MemoryStore\(\)"),
     ]
     bad_later: list[tuple[dict[str, Any], str]] = [

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
 from langchain_quota.arguments import (
     ALL_TOOLS,
+    NoHook,
     check_choice,
     check_count,
     check_function,
@@ -51,16 +52,6 @@ Most: TypeAlias = Amount | Callable[[Any, Any], Amount | Awaitable[Amount | None
 """An amount, none, or a function of the agent's state and runtime that gives either."""
 
 
-class _NoHook:
-    """Says what to write where LangChain looks for a middleware's hook."""
-
-    def __get__(self, limit: object, kind: type) -> None:
-        name = kind.__name__
-        raise AttributeError(
-            f"{name} is no middleware: write middleware=[QuotaMiddleware([{name}(…)])]"
-        )
-
-
 class LimitOptions:
     """The base of all kinds of limits, with what all do."""
 
@@ -77,7 +68,7 @@ class LimitOptions:
     """Whether the state and a store keep its counts; else they follow from the history."""
     _exits: ClassVar[Any]
     """The exit behaviours that the kind knows."""
-    wrap_tool_call: ClassVar[Any] = _NoHook()
+    wrap_tool_call: ClassVar[Any] = NoHook("{}(…)")
 
     @property
     def named_tools(self: Any) -> tuple[str, ...]:

@@ -5,9 +5,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from decimal import Decimal
-from typing import Any
+from typing import Any, ClassVar
 
-from langchain_quota.arguments import check_count, check_function, check_type, checked_window
+from langchain_quota.arguments import (
+    NoHook,
+    check_count,
+    check_function,
+    check_type,
+    checked_window,
+)
 from langchain_quota.decision import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.units import Dollars, checked_microdollars
 
@@ -63,6 +69,7 @@ class Quota:
     name: str = ""
     lasts: timedelta | None = field(init=False, repr=False)
     """The window as a `timedelta`."""
+    wrap_tool_call: ClassVar[Any] = NoHook("ToolCallLimit(quotas=[{}(…)])")
 
     def __post_init__(self) -> None:
         _check_limit(self.limit)

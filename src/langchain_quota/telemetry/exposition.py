@@ -241,6 +241,14 @@ class _MetricsApp:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._app = make_asgi_app(_served(registry))
 
+    @property
+    def __signature__(self) -> None:
+        """FastAPI reads what it takes for the parameters of a request."""
+        raise TypeError(
+            "metrics_app() is an ASGI app, and no function of a request: add it with "
+            'app.add_route("/metrics", metrics_app())'
+        )
+
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request; rendering happens in a worker thread."""
         if scope["type"] != "http":

@@ -19,10 +19,6 @@ REPORT_IT = (
     "ChatOpenAI with a base_url, or with an HTTP client of your own, reports it while it streams "
     "with stream_usage=True"
 )
-_PRICE_IT = (
-    "name the model with model=, or give its price with prices=. Others are only counted, "
-    'in langchain_quota_model_runs_total{price="unknown"}'
-)
 
 
 def noticed(told: Judged) -> None:
@@ -39,9 +35,13 @@ def noticed(told: Judged) -> None:
             _log(logging.DEBUG, event, told, status, scope, resets_at=when, subject=subject)
 
 
-def no_price(agent: str | None, model: str) -> None:
-    """Log that a model has no price."""
-    logger.warning("model %r in agent %r has no price: %s", model, agent_name(agent), _PRICE_IT)
+def no_price(agent: str | None, error: str) -> None:
+    """Log that a model has no price: what was looked up, and what to do."""
+    logger.warning(
+        "a model of agent %r has no price: %s. Its next calls are only counted",
+        agent_name(agent),
+        error,
+    )
 
 
 def estimated(model: str) -> None:

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.decision import Call, Decision, LimitStatus, Outcome, Refund
-from langchain_quota.errors import QuotaWarning
+from langchain_quota.errors import QuotaWarning, UnknownPriceError
 from langchain_quota.limits import Limit
 from langchain_quota.telemetry import logs, names, preforked
 from langchain_quota.telemetry.events import Granted, Judged, Spent, Who
@@ -344,13 +344,12 @@ class Recorder:
             self._guard("metrics", self._metrics.granted, self._who(agent), granted)
 
     def record_unknown_price(
-        self, agent: str | None, model: str | None, *, is_made: bool = True
+        self, agent: str | None, error: UnknownPriceError, *, is_made: bool = True
     ) -> None:
         """Log the first call of a model without a price; count one that is therefore not made."""
-        shown = self._model(model)
         if not is_made:
-            self.count(names.MODEL_RUNS, agent, shown, "unknown", NONE)
-        self.log_first(logs.no_price, agent, shown)
+            self.count(names.MODEL_RUNS, agent, self._model(error.model), "unknown", NONE)
+        self.log_first(logs.no_price, agent, str(error))
 
     def warn_of_estimate(self, model: str, made_at: UserLine) -> None:
         """Warn, once for each model, that its tokens are estimated: its provider reports none."""

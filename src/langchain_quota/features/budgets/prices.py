@@ -146,7 +146,7 @@ class Pricing:
             else:
                 _priced_again(failed, self._prices)
         except UnknownPriceError as error:
-            self._recorder.record_unknown_price(agent, error.model, is_made=False)
+            self._recorder.record_unknown_price(agent, error, is_made=False)
             raise
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
@@ -161,7 +161,7 @@ class Pricing:
         try:
             return cost(usage, self._prices), "known"
         except UnknownPriceError as error:
-            self._recorder.record_unknown_price(agent, error.model)
+            self._recorder.record_unknown_price(agent, error)
         except Exception as error:  # noqa: BLE001 - the user's function
             self._recorder.record_error("prices", error)
         if self._allow_unknown:

@@ -7,13 +7,14 @@ from typing import Any, ParamSpec, TypeVar
 
 from langchain.agents.middleware.types import AgentMiddleware
 
-from langchain_quota.arguments import check_type
+from langchain_quota.arguments import shown
 from langchain_quota.features.deep_agents.checks import DeepAgents, has_limits
 from langchain_quota.middleware.quota import QuotaMiddleware
 
 Arguments = ParamSpec("Arguments")
 Agent = TypeVar("Agent")
 
+_MISSING: Any = None  # the error says what it should be
 _GENERAL_PURPOSE = "general-purpose"
 
 _INHERITED = (
@@ -33,7 +34,7 @@ The automatic `general-purpose` takes over what replaces them in the main agent,
 
 def with_limits(
     create: Callable[Arguments, Agent],
-    quota: QuotaMiddleware[Any, Any],
+    quota: QuotaMiddleware[Any, Any] = _MISSING,
     *,
     leave_out: Collection[str] = (),
 ) -> Callable[Arguments, Agent]:
@@ -51,7 +52,7 @@ def with_limits(
             need no limits. A remote sub-agent and a compiled one without limits must be named.
 
     Raises:
-        TypeError: `quota` is no `QuotaMiddleware`.
+        TypeError: `create` is no function, or `quota` no `QuotaMiddleware`.
         ValueError: `quota` has no store. Or, when the agent is made: a sub-agent cannot be given
             limits, `leave_out` has a name that no sub-agent has, or `middleware` has another
             `QuotaMiddleware`.
@@ -65,7 +66,11 @@ def with_limits(
         ...     quota = QuotaMiddleware(limits, store=MemoryStore())
         ...     return with_limits(create_deep_agent, quota)(ScriptedChatModel(script=["Hello."]))
     """
-    check_type("quota", quota, QuotaMiddleware, "a QuotaMiddleware")
+    if not (callable(create) and isinstance(quota, QuotaMiddleware)):
+        raise TypeError(
+            f"with_limits takes create_deep_agent and a QuotaMiddleware, not {shown(create)} and "
+            f"{shown(quota)}: write with_limits(create_deep_agent, quota)(model, …)"
+        )
     if quota._store is None:  # noqa: SLF001 - of this package
         raise ValueError(
             "quota has no store, so each agent would count for itself: give it one, "

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, cast
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from langchain_core.tools import tool as as_tool
 from langgraph.errors import GraphInterrupt
 from langgraph.prebuilt import ToolNode
 
-from langchain_quota.arguments import UserLine, one_list
+from langchain_quota.arguments import Made, UserLine, one_list
 from langchain_quota.concurrency import Form, ask, forms, in_sync, now
 from langchain_quota.features.graph.step import Step, make_model_call
 from langchain_quota.limits import Limit, check_together
@@ -40,6 +40,22 @@ _calling: ContextVar[Any] = ContextVar("_calling")  # what becomes of a call in 
 _MARK = "langchain_quota"  # in a message's `response_metadata`: which of its calls are refused
 _TAKEN = "\0"  # in place of an answer: a task has taken the call, another one makes a further call
 _MOST_RUNS = 10_000  # that are remembered; of one that is forgotten the store keeps the counts
+
+
+class _Method(partial[Any]):
+    """A method that LangChain takes for a list of tools if its object is in `middleware=`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(
+            "GraphQuota is no middleware: write middleware=[QuotaMiddleware([…])] for an agent of "
+            "create_agent"
+        )
+
+
+def _not_of_agents(method: Made) -> Made:
+    """Say so where LangChain reads the method as a list."""
+    of: Any = property(lambda limits: _Method(cast("Any", method), limits), doc=method.__doc__)
+    return cast("Made", of)
 
 
 class GraphQuota:
@@ -107,6 +123,7 @@ class GraphQuota:
             )
         return _LimitedModel(limits=self._limits, inner=inner, offered=_as_tools(tools))
 
+    @_not_of_agents
     def tools(self, tools: Tools, **options: Any) -> ToolNode:
         """A node of tools: it answers the calls that a limit refuses, and runs the others.
 
