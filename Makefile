@@ -18,7 +18,8 @@ help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 demo: $(VENV)/.demo ## Watch agents being held to their limits; ARGS="--seconds 60" passes arguments.
-	@$(BIN)/langchain-quota demo $(ARGS)
+	@# Ctrl-C is no error.
+	@trap : INT; $(BIN)/langchain-quota demo $(ARGS) || [ $$? = 130 ]
 
 up: ## Start the whole stack in Docker: agents, dashboards, alerts, traces.
 	@$(needs_docker)

@@ -32,7 +32,8 @@ trace.set_tracer_provider(provider)
 """
 """The command as `opentelemetry-instrument` runs it, whose exporter reads the environment."""
 _LINE = re.compile(
-    r"^(customer-\d+) +(\d+)/\d+ +━*╸? +(\d+)/\d+ +━*╸? +(\d+)/\d+ +━*╸? +\S+/\S+ +━*╸? +(\d+) *$",
+    r"^(customer-\d+) +(\d+)/\d+(?:\+1)? +━*╸? +(\d+)/\d+ +━*╸? +(\d+)/\d+ +━*╸? +"
+    r"\S+/\S+ +━*╸? +(\d+) *$",
     re.MULTILINE,
 )
 Use = tuple[int, ...]
@@ -100,6 +101,8 @@ def test_the_end(ran: Ran) -> None:
         name, value = metric.strip().replace("{", '{agent="support",', 1).split()
         assert re.search(rf"^{re.escape(name)} {value}\.0( #|$)", ran.metrics, re.MULTILINE)
     thread, worst = max(uses.items(), key=lambda item: item[1][-1])
+    grant = "customer-1 asked for 1 more search, and was granted it: 8+1."
+    assert said.splitlines()[0] == grant
     last = f"Calls over its limits that {thread} asked for: {worst[-1]}; none ran."
     assert said.splitlines()[-1] == last
     assert [step[:3] for step in steps.split("\n")[:3]] == ["1. ", "2. ", "3. "]
@@ -217,7 +220,9 @@ def test_the_table_fits(width: int, bars: int) -> None:
 
     A bar is full only from the limit on, and amounts are never more than what is used.
     """
-    one = Row("[bold]cust", [(7, 8), (16, 16), (0, 20), (8_999, 6_000)], 12, "search (thread)")
+    one = Row(
+        "[bold]cust", [(7, 8, 1), (16, 16, 0), (0, 20, 0), (8_999, 6_000, 0)], 12, "search (thread)"
+    )
     console = Console(width=width)
     with console.capture() as captured:
         console.print(table([one], width))
@@ -226,7 +231,7 @@ def test_the_table_fits(width: int, bars: int) -> None:
     found = shown.split()
     counts = ["12", "search", "(thread)"] if width > 80 else ["12"]
     assert [each for each in found if not set(each) <= {*"━╸"}] == [
-        *("[bold]cust", "7/8", "16/16", "0/20", "8,999/6,000", *counts)
+        *("[bold]cust", "7/8+1", "16/16", "0/20", "8,999/6,000", *counts)
     ]
     near, full, over = [each for each in found if set(each) <= {*"━╸"}]
     assert len(near) < len(full)

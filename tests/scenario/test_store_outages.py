@@ -104,6 +104,7 @@ async def test_denied_tool_calls(
     assert (failures(signals), asked(signals, "error"), asked(signals, "ok")) == (1, 1, 0)
     assert "store of langchain-quota failed" in caplog.text
     assert "secret" not in caplog.text
+    assert "Traceback" not in caplog.text
     scene.check(answered=exit_behavior != "error")
 
 

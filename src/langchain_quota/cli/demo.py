@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ _SHOWN_METRICS = (
 )
 """How the series begin that are shown, without the agent's label: so they fit 80 columns."""
 
+_GRANT = "asked for 1 more search, and was granted it: 8+1"
+
 _WIDE = 100
 """From how many columns on there is room for the last refusal."""
 
@@ -119,7 +122,11 @@ def run(options: Namespace) -> int:
         console = Console(force_terminal=sys.stdout.isatty())
 
         def drawn() -> Group:
-            return Group(Text(heading, no_wrap=True), table(traffic.rows(), console.width))
+            rows = traffic.rows()
+            # What happened last, where there is room below the heading, the table and a space.
+            newest = list(traffic.events)[-max(1, console.height - len(rows) - 3) :]
+            lines = Text("\n".join(["", *newest]), no_wrap=True, overflow="ellipsis")
+            return Group(Text(heading, no_wrap=True), table(rows, console.width), lines)
 
         # A screen of its own is not torn by keys.
         screen = Live(get_renderable=drawn, console=console, screen=True, refresh_per_second=5)
@@ -146,6 +153,9 @@ def _summarize(traffic: "Traffic", url: str, *, serves: bool) -> None:
         for series in [each for each in samples if each.startswith(shown)][:1]:
             say(f"  {series.removesuffix('.0')}")
     say()
+    for each in traffic.events:
+        if _GRANT in each:
+            say(f"{each}.")
     worst = max(traffic.rows(), key=lambda row: row.blocked)
     say(f"Calls over its limits that {worst.thread} asked for: {worst.blocked}; none ran.")
     command = "langchain-quota"
@@ -176,10 +186,10 @@ def convert(amount: float) -> str:
 
 @dataclass
 class Row:
-    """A thread: how much of how much it has used of each limit, and which calls were refused."""
+    """A thread: its use, its number and its grant of each limit, and which calls were refused."""
 
     thread: str
-    uses: Sequence[tuple[int, int]] = ()
+    uses: Sequence[tuple[int, int, int]] = ()
     blocked: int = 0
     last_refusal: str = ""
 
@@ -189,6 +199,8 @@ class Traffic:
 
     def __init__(self, threads: int, seconds: float) -> None:
         self._seconds = seconds
+        self.events: deque[str] = deque(maxlen=1_000)
+        """What happened, the newest last."""
         self._tracer = trace.get_tracer("langchain_quota.demo")
         named = (f"customer-{number}" for number in range(1, threads + 1))
         self._rows = {thread: Row(thread) for thread in named}
@@ -239,6 +251,7 @@ class Traffic:
                 await self._quota.agrant(
                     config, 1, limit=SEARCH.name, reason="asked for more", id="demo"
                 )
+                self.events.append(f"{thread} {_GRANT}")
             attributes = {"gen_ai.conversation.id": thread}
             with self._tracer.start_as_current_span("conversation turn", attributes=attributes):
                 await self._agent.ainvoke({"messages": [HumanMessage(question)]}, config)
@@ -249,12 +262,14 @@ class Traffic:
         for status in decision.limits:
             if status.refused:
                 row.last_refusal = f"{_title(status.limit)} ({status.refusal_scope})"
+                called = decision.call.tool or "the model"
+                self.events.append(f"{row.thread} may not call {called}: {row.last_refusal}")
 
-    def _use(self, thread: str, limit: Limit) -> tuple[int, int]:
-        """How much of how much is used; grants raise it."""
+    def _use(self, thread: str, limit: Limit) -> tuple[int, int, int]:
+        """How much is used of how much, and how much was granted on top."""
         [use] = self._store.peek([str(CountKey(limit.counter, THREAD, thread))])
         most: Any = limit.thread_limit
-        return (use.used, most + use.granted) if use else (0, most)
+        return (use.used, most, use.granted) if use else (0, most, 0)
 
 
 def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:
@@ -285,10 +300,11 @@ def table(rows: Sequence[Row], width: int) -> Table:
         shown.add_column("last refusal", min_width=len("search (thread)"), no_wrap=True)
     for row in rows:
         cells: list[RenderableType] = [Text(row.thread)]
-        for used, most in row.uses:
+        for used, most, granted in row.uses:
             # Only the bar has a color, so that the numbers can be read anywhere.
-            cells.append(Text(f"{compact(used)}/{compact(most)}"))
-            cells.append(gauge(used, most, STYLES[level(used, most, NEAR)]))
+            more, now = f"+{granted}" if granted else "", most + granted
+            cells.append(Text(f"{compact(used)}/{compact(most)}{more}"))
+            cells.append(gauge(used, now, STYLES[level(used, now, NEAR)]))
         cells += [Text(str(row.blocked), "red" if row.blocked else ""), Text(row.last_refusal)]
         shown.add_row(*cells[: len(shown.columns)])
     return shown

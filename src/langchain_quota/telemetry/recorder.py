@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.decision import Call, Decision, LimitStatus, Outcome, Refund
-from langchain_quota.errors import QuotaWarning, UnknownPriceError
+from langchain_quota.errors import QuotaStoreError, QuotaWarning, UnknownPriceError
 from langchain_quota.limits import Limit
 from langchain_quota.telemetry import logs, names, preforked
 from langchain_quota.telemetry.events import Granted, Judged, Spent, Who
@@ -156,8 +156,10 @@ class Instruments:
     def failed(self, component: str, error: Exception, *, log: bool | None = None) -> None:
         """Count a failure of a component; log it if `log` is true, by default once per kind."""
         error_type = label(type(error).__name__)
-        # A label function hides ids, so its exception must not show them in the log.
-        shown = None if component in {"thread_label", "subject_label"} else error
+        # A label function hides ids, so its exception must not show them in the log. An outage is
+        # no fault in code: its error says all in one line.
+        hides = component in {"thread_label", "subject_label"}
+        shown = None if hides or isinstance(error, QuotaStoreError) else error
         # If counting or logging fails, there is no place left to report it.
         with suppress(Exception):
             self.metrics.count(names.ERRORS, 1, component, error_type)
