@@ -89,8 +89,8 @@ format: $(VENV)/.develop ## Mend what can be mended of the style.
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-test-matrix: ## Run the tests of the package on every Python found, and oldest and newest langchain.
-	@$(PYTHON) tools/matrix.py
+test-matrix: $(VENV)/.matrix ## Run the tests of the package on every Python found, and oldest and newest langchain; ARGS="-- -k trial".
+	@$(BIN)/nox --envdir .venv-nox $(ARGS)
 
 langchain-tests: $(VENV)/.develop ## Run LangChain's own tests of its limiters on the drop-ins.
 	@$(BIN)/python tools/upstream.py
@@ -112,6 +112,8 @@ dist: $(VENV)/.dist ## Build sdist and wheel into dist/, and try them as the REA
 	rm -rf dist
 	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build
 	@$(BIN)/twine check --strict dist/*
+	@# The dashboards come from another folder.
+	@$(BIN)/check-wheel-contents --ignore W102 --package src/langchain_quota dist/*.whl
 	@$(BIN)/python tools/dist.py
 
 clean: ## Remove virtual environments, caches and what was built.
@@ -151,6 +153,10 @@ $(VENV)/.docs: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.dist: $(VENV)/.python pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --group dist
+	@touch $@
+
+$(VENV)/.matrix: $(VENV)/.python pyproject.toml constraints.txt
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --group matrix
 	@touch $@
 
 # In an environment of its own: it needs older packages than ours.

@@ -1,32 +1,23 @@
-"""Check the files in dist/, then do everything with them that the README shows, in another place.
+"""Do with the files in dist/ what the README shows, in another place.
 
-Every shell block of the README runs unchanged: the blocks before `git clone` with the wheel, the
-later ones in a clone of this checkout.
-
-Needs the sdist and the wheel in dist/ (`make dist` builds them), pip, git and make. Exit status 1
-if something is wrong.
+Every shell block of the README runs unchanged: those before `git clone` with the wheel, the later
+ones in a clone of this checkout's last commit, except `make up`, which `make stack-test` tries.
+Exit status 1 if something is wrong.
 """
 
 import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
-import tarfile
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from json import dumps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "langchain_quota"
-DIST_INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
 REPOSITORY = "https://github.com/langchain-quota/langchain-quota"
-REPOSITORY_NAME = "langchain-quota"
 
 ADDED = {
     # The default port may be taken here, and the traffic need not be long.
@@ -41,18 +32,16 @@ EXPECTED = {
     "langchain-quota demo": r"langchain_quota_calls_total\{(?s:.)*; none ran\.$",
     "make demo": r"^Installing the demo(?s:.)* \.venv/bin/langchain-quota top$",
     "make test": r"^=+ \d+ passed",
-    "make up": r"^  Dashboards    http://localhost:",
 }
 """What a line of the README prints."""
 
-IMPORT = f"""
-import importlib.util, sys
+BARE = f"""
+import importlib.util
 import {PACKAGE}, {PACKAGE}.testing
-extras = ("genai_prices", "opentelemetry.sdk", "redis", "rich")
 print({PACKAGE}.__version__, {PACKAGE}.__file__)
-print(*(name for name in extras if importlib.util.find_spec(name)))
+extras = ("genai_prices", "opentelemetry.sdk", "redis", "rich")
+assert not any(map(importlib.util.find_spec, extras)), "there are extras"
 """
-
 PRICES = f"import {PACKAGE} as q; q.QuotaMiddleware([q.CostLimit(run_limit=1)])"
 
 
@@ -60,137 +49,21 @@ class DistError(Exception):
     """What was built cannot be released; the message says why."""
 
 
-def package_files(root: Path) -> dict[str, bytes]:
-    """The package's files that the wheel must have, by their name in the wheel."""
-    sources = root / "src"
-    files = {
-        path.relative_to(sources).as_posix(): path.read_bytes()
-        for path in (sources / PACKAGE).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    for path in (root / "dashboards" / "grafana").glob("*.json"):
-        files[f"{PACKAGE}/monitoring/dashboards/{path.name}"] = path.read_bytes()
-    return files
-
-
-def wheel_faults(wheel: Path, expected: dict[str, bytes], version: str) -> list[str]:
-    """What is wrong with the content of a wheel."""
-    info = f"{PACKAGE}-{version}.dist-info/"
-    with ZipFile(wheel) as archive:
-        held = {name: archive.read(name) for name in archive.namelist()}
-    faults = differences(held, [*expected, *(info + name for name in DIST_INFO)], "the wheel")
-    return faults + [
-        f"{name} is not that of the checkout"
-        for name, content in expected.items()
-        if held.get(name, content) != content
-    ]
-
-
-def sdist_faults(sdist: Path, expected: Iterable[str]) -> list[str]:
-    """What is wrong with the content of an sdist: it is the repository, without its history."""
-    with tarfile.open(sdist) as archive:
-        held = [each.name.partition("/")[2] for each in archive.getmembers() if each.isfile()]
-    return differences(held, [*expected, "PKG-INFO"], "the sdist")
-
-
-def differences(held: Iterable[str], expected: Iterable[str], where: str) -> list[str]:
-    """What is missing, and what should not be there."""
-    missing, surplus = {*expected} - {*held}, {*held} - {*expected}
-    return [
-        *(f"{name} is missing in {where}" for name in sorted(missing)),
-        *(f"{name} should not be in {where}" for name in sorted(surplus)),
-    ]
-
-
-def version_faults(version: str, changelog: str, tags: Sequence[str]) -> list[str]:
-    """What is wrong with the version: the changelog must have it, and a tag must name it."""
-    faults = []
-    found = re.search(r"^## \[([^\]]+)\]", changelog, re.MULTILINE)
-    newest = found[1] if found else "nothing"
-    releases = [tag for tag in tags if re.fullmatch(r"v\d.*", tag)]
-    if newest not in ({version} if releases else {version, "Unreleased"}):
-        faults.append(f"CHANGELOG.md begins with {newest}, and the package says {version}")
-    wrong = [tag for tag in releases if tag != f"v{version}"]
-    return faults + [f"the commit has the tag {tag}, and not v{version}" for tag in wrong]
-
-
-def check_dist(dist: Path) -> Path:
-    """Check what was built; the wheel.
+def check_version(version: str) -> None:
+    """Check that the changelog has the version, and that a tag names it.
 
     Raises:
-        DistError: Something is wrong with the files.
+        DistError: Another one.
     """
-    wheels, sdists = sorted(dist.glob("*.whl")), sorted(dist.glob("*.tar.gz"))
-    if (len(wheels), len(sdists)) != (1, 1):
-        raise DistError(f"{dist} holds {len(wheels)} wheels and {len(sdists)} sdists, not one each")
-    [wheel], [sdist] = wheels, sdists
-    version = wheel.name.split("-")[1]
-    tags = run("git", "tag", "--points-at", "HEAD", cwd=ROOT)
-    files = repository_files()
-    faults = [
-        *version_faults(version, (ROOT / "CHANGELOG.md").read_text(), tags),
-        *wheel_faults(wheel, package_files(ROOT), version),
-        *sdist_faults(sdist, files),
-    ]
-    if faults:
-        raise DistError("\n".join(faults))
-    print(f"dist/ holds {wheel.name} and {sdist.name}: {len(files)} files of the repository")
-    return wheel
-
-
-def repository_files() -> list[str]:
-    """The files of the repository, new ones included."""
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
-    return [name for name in listed if (ROOT / name).is_file()]
-
-
-class Elsewhere:
-    """A directory away from the checkout, with a fresh environment.
-
-    What is installed in it has the versions that CI has, and this package is the wheel.
-
-    Args:
-        directory: Where it is made.
-        wheel: What was built.
-    """
-
-    def __init__(self, directory: Path, wheel: Path) -> None:
-        self.directory = directory
-        self._bin = directory / ".venv" / "bin"
-        directory.mkdir()
-        run(sys.executable, "-m", "venv", str(self._bin.parent), cwd=directory)
-        ours = directory / "ours.txt"
-        ours.write_text(f"langchain-quota @ {wheel.as_uri()}\n")
-        self._environment = {"PIP_CONSTRAINT": f"{ROOT / 'constraints.txt'} {ours}"}
-        self.run("pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade", "pip")
-
-    def install(self, *arguments: str) -> None:
-        """Install packages."""
-        self.run("pip", "install", "--quiet", *arguments)
-
-    def run(self, command: str, *arguments: str, status: int = 0) -> list[str]:
-        """Run one of its commands; the lines of what it writes.
-
-        Raises:
-            DistError: It ends with another status.
-        """
-        program = str(self._bin / command)
-        return run(
-            program, *arguments, cwd=self.directory, status=status, settings=self._environment
-        )
-
-    def shell(self, lines: Sequence[str]) -> None:
-        """Run lines of the README as a user does who has activated the environment.
-
-        Raises:
-            DistError: One fails, or does not print what it should.
-        """
-        path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
-        shell(lines, cwd=self.directory, settings={**self._environment, "PATH": path})
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.findall(r"^## \[(.+?)\]", changelog, re.MULTILINE)[0]
+    tags = [each for each in run("git", "tag", "--points-at", "HEAD") if re.match(r"v\d", each)]
+    if newest not in ({version} if tags else {version, "Unreleased"}) or {*tags} - {f"v{version}"}:
+        raise DistError(f"the package says {version}, CHANGELOG.md {newest}, and the tags {tags}")
 
 
 def run(
-    *command: str, cwd: Path, status: int = 0, settings: Mapping[str, str] | None = None
+    *command: str, cwd: Path = ROOT, status: int = 0, settings: Mapping[str, str] | None = None
 ) -> list[str]:
     """Run a command without the caller's settings; the lines that it writes.
 
@@ -217,22 +90,50 @@ def run(
     return done.stdout.splitlines()
 
 
-def expect(text: str, lines: Sequence[str]) -> None:
-    """Check that a command wrote a text.
+class Elsewhere:
+    """A directory away from the checkout, with a fresh environment.
 
-    Raises:
-        DistError: It did not.
+    What is installed in it has the versions that CI has, and this package is the wheel.
+
+    Args:
+        directory: Where it is made.
+        wheel: What was built.
     """
-    if not any(text in line for line in lines):
-        raise DistError(f"{text!r} is missing in:\n" + "\n".join(lines))
+
+    def __init__(self, directory: Path, wheel: Path) -> None:
+        self.directory = directory
+        directory.mkdir()
+        run(sys.executable, "-m", "venv", ".venv", cwd=directory)
+        ours = directory / "ours.txt"
+        ours.write_text(f"langchain-quota @ {wheel.as_uri()}\n")
+        self.settings = {
+            "PATH": f"{directory / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PIP_CONSTRAINT": f"{ROOT / 'constraints.txt'} {ours}",
+        }
+        self.run("pip install --quiet --disable-pip-version-check --upgrade pip")
+
+    def run(self, line: str, *arguments: str, status: int = 0, says: str = "") -> None:
+        """Run a command as a user does who has activated the environment.
+
+        Raises:
+            DistError: It ends with another status, or does not say what it should.
+        """
+        # The program is looked up on the new PATH.
+        command = ("env", *line.split(), *arguments)
+        output = run(*command, cwd=self.directory, status=status, settings=self.settings)
+        if says not in "\n".join(output):
+            raise DistError("\n".join([f"{says!r} is missing in:", *output]))
 
 
-def shell_blocks(text: str) -> list[list[str]]:
-    """The lines of each shell block of a document, without comments."""
-    return [
+def readme() -> tuple[list[list[str]], list[list[str]]]:
+    """The lines of the README's shell blocks, before the clone and from it on."""
+    text = (ROOT / "README.md").read_text()
+    blocks = [
         [line.partition("  #")[0].strip() for line in block.splitlines() if line.strip()]
         for block in re.findall(r"```shell\n(.*?)```", text, re.DOTALL)
     ]
+    clone = next(at for at, lines in enumerate(blocks) if lines[0].startswith("git clone "))
+    return blocks[:clone], blocks[clone:]
 
 
 def shell(lines: Sequence[str], cwd: Path, settings: Mapping[str, str]) -> None:
@@ -241,168 +142,80 @@ def shell(lines: Sequence[str], cwd: Path, settings: Mapping[str, str]) -> None:
     Raises:
         DistError: One fails, or does not print what it should.
     """
-    script = "".join(
-        f"echo '<<< {number}'\n{line}{ADDED.get(line, '')}\n" for number, line in enumerate(lines)
-    )
+    script = "".join(f"echo '<<<'\n{line}{ADDED.get(line, '')}\n" for line in lines)
     output = "\n".join(run("bash", "-eu", "-c", script, cwd=cwd, settings=settings))
-    printed = re.split(r"^<<< \d+$", output, flags=re.MULTILINE)[1:]
-    for line, text in zip(lines, printed, strict=True):
+    for line, text in zip(lines, output.split("<<<\n")[1:], strict=True):
         if not re.search(EXPECTED.get(line, ""), text, re.MULTILINE):
             raise DistError(f"{line} of the README printed:\n{text.strip()}")
 
 
-def try_installed(directory: Path, wheel: Path) -> None:
+def try_installed(directory: Path, wheel: Path, version: str) -> None:
     """Do with the wheel what the README does with the package from an index.
 
     Without extras, the wheel is imported, exports, and names the extra that a command needs. With
     the extra `demo`, the demo runs, and the public API has its documented types.
-
-    Raises:
-        DistError: Something does not work.
     """
     there = Elsewhere(directory, wheel)
-    blocks = shell_blocks((ROOT / "README.md").read_text())
-    bare, demo, *others = blocks[: cloning(blocks)]
-    there.shell(bare)
-    check_bare(there, wheel)
+    (bare, *others), _ = readme()
+    shell(bare, directory, there.settings)
+    there.run("python -I -c", BARE, says=f"{version} {directory}")
+    there.run("langchain-quota --version", says=version)
+    for what in ("prometheus", "alertmanager", "grafana"):
+        there.run(f"langchain-quota export {what} --to bare")
+    for board in (ROOT / "dashboards" / "grafana").glob("*.json"):
+        there.run(f"test -f bare/{board.name}")
+    there.run("langchain-quota demo", status=2, says="langchain-quota[demo]")
+    there.run("langchain-quota top", status=2, says="langchain-quota[top]")
+    there.run("langchain-quota quotas show", status=2, says="langchain-quota[redis]")
+    there.run("python -I -c", PRICES, status=1, says="langchain-quota[cost]")
     print("the bare wheel is imported, exports, and names its extras")
-    there.shell(demo)
     for block in others:
-        there.shell(block)
+        shell(block, directory, there.settings)
     print("the README's lines for those who install the package run")
     check_types(there)
     print("mypy and pyright agree with tests/typing")
 
 
-def check_bare(there: Elsewhere, wheel: Path) -> None:
-    """Check the wheel without extras.
-
-    Raises:
-        DistError: An extra is there, another package was imported, or a command fails.
-    """
-    version = wheel.name.split("-")[1]
-    imported, extras = there.run("python", "-I", "-c", IMPORT)
-    expect(f"{version} {there.directory}", [imported])
-    if extras:
-        raise DistError(f"without extras there are {extras}")
-    expect(version, there.run("langchain-quota", "--version"))
-    for what in ("grafana", "prometheus", "alertmanager"):
-        there.run("langchain-quota", "export", what, "--to", f"bare/{what}")
-    for board in (ROOT / "dashboards" / "grafana").glob("*.json"):
-        if not (there.directory / "bare" / "grafana" / board.name).is_file():
-            raise DistError(f"export grafana does not write {board.name}")
-    expect("langchain-quota[demo]", there.run("langchain-quota", "demo", status=2))
-    expect("langchain-quota[top]", there.run("langchain-quota", "top", status=2))
-    expect("langchain-quota[redis]", there.run("langchain-quota", "quotas", "show", status=2))
-    expect("langchain-quota[cost]", there.run("python", "-I", "-c", PRICES, status=1))
-
-
 def check_types(there: Elsewhere) -> None:
-    """Check the public API as users type it.
-
-    Raises:
-        DistError: A type checker finds something.
-    """
+    """Check the public API as users type it."""
     # Packages that users of the API have, too.
-    there.install(
-        "opentelemetry-sdk", "redis", "starlette", "--group", f"{ROOT / 'pyproject.toml'}:lint"
-    )
-    shutil.copytree(
-        ROOT / "tests" / "typing",
-        there.directory / "api",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    there.run("mypy", "--config-file=", "--strict", "--warn-unreachable", "api")
+    lint = f"{ROOT / 'pyproject.toml'}:lint"
+    there.run(f"pip install --quiet opentelemetry-sdk redis starlette --group {lint}")
+    there.run(f"cp -r {ROOT / 'tests' / 'typing'} api")
+    there.run("mypy --config-file= --strict --warn-unreachable api")
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
     (there.directory / "pyrightconfig.json").write_text(dumps({**settings, "include": ["api"]}))
-    python = there.run("python", "-c", "import sys; print(sys.executable)")
-    there.run("pyright", "--pythonpath", *python)
+    there.run("pyright --pythonpath .venv/bin/python")
 
 
 def try_cloned(directory: Path) -> None:
-    """Do with a clone of this checkout what the README does with one: the demo, and the stack.
-
-    The stack needs Docker, and is only tried with `CI=true`: its images are fetched and built.
-
-    Raises:
-        DistError: It does not run.
-    """
-    origin, home = directory / "origin", directory / "home"
-    copy_repository(origin)
+    """Do with a clone of this checkout what the README does with one."""
     # A user's `python3` is recent enough; the address means this checkout.
-    (home / "bin").mkdir(parents=True)
-    (home / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
+    (directory / "bin").mkdir(parents=True)
+    (directory / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
     own = str(Path(sys.executable).parent)
     path = [each for each in os.environ["PATH"].split(os.pathsep) if each != own]
     settings = {
-        "PATH": os.pathsep.join([str(home / "bin"), *path]),
+        "PATH": os.pathsep.join([str(directory / "bin"), *path]),
         "GIT_CONFIG_COUNT": "1",
-        "GIT_CONFIG_KEY_0": f"url.{origin.as_uri()}.insteadOf",
+        "GIT_CONFIG_KEY_0": f"url.{ROOT.as_uri()}.insteadOf",
         "GIT_CONFIG_VALUE_0": REPOSITORY,
-        "COMPOSE_PROJECT_NAME": f"readme-{os.getpid()}",
-        **free_ports((ROOT / "docker" / ".env.example").read_text()),
     }
-    blocks = shell_blocks((ROOT / "README.md").read_text())
-    lines = [line for block in blocks[cloning(blocks) :] for line in block]
-    if has_docker():
-        try:
-            shell(lines, home, settings)
-        finally:
-            run("make", "down", "ARGS=--volumes", cwd=home / REPOSITORY_NAME, settings=settings)
-        print("the README's lines for those who clone the repository run")
-    else:
-        shell([line for line in lines if line != "make up"], home, settings)
-        print("the README's lines for those who clone the repository run, without the stack")
-
-
-def cloning(blocks: Sequence[Sequence[str]]) -> int:
-    """Which block begins with the clone."""
-    return next(at for at, lines in enumerate(blocks) if lines[0].startswith("git clone "))
-
-
-def copy_repository(target: Path) -> None:
-    """Make a repository of the files of this checkout, and of nothing that was made in it.
-
-    Raises:
-        DistError: git does not.
-    """
-    for name in repository_files():
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, target / name)
-    user = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
-    run("git", "init", "--quiet", cwd=target)
-    run("git", "add", "--all", "--force", cwd=target)
-    run("git", *user, "commit", "--quiet", "--message", "All", cwd=target)
-
-
-def has_docker() -> bool:
-    """Whether the stack is started."""
-    if os.environ.get("CI") != "true" or shutil.which("docker") is None:
-        return False
-    asked = (("docker", "compose", "version"), ("docker", "info"))
-    return not any(
-        subprocess.run(each, capture_output=True, check=False).returncode for each in asked
-    )
-
-
-def free_ports(settings: str) -> dict[str, str]:
-    """A free port for each setting that is one."""
-    names = re.findall(r"^(\w+_PORT)=", settings, re.MULTILINE)
-    with ExitStack() as taken:
-        servers = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
-        return {
-            name: str(server.getsockname()[1]) for name, server in zip(names, servers, strict=True)
-        }
+    _, blocks = readme()
+    shell([each for lines in blocks for each in lines if each != "make up"], directory, settings)
+    print("the README's lines for those who clone the repository run, without the stack")
 
 
 def main() -> int:
-    """Check what was built, and use it."""
+    """Use what was built."""
+    [wheel] = (ROOT / "dist").glob("*.whl")
+    version = wheel.name.split("-")[1]
     try:
-        wheel = check_dist(ROOT / "dist")
+        check_version(version)
         with TemporaryDirectory() as temporary:
             directory = Path(temporary).resolve()
-            try_installed(directory / "installed", wheel)
-            try_cloned(directory)
+            try_installed(directory / "installed", wheel, version)
+            try_cloned(directory / "home")
     except DistError as error:
         print(error, file=sys.stderr)
         return 1
