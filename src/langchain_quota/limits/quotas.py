@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from decimal import Decimal
-from typing import Any, ClassVar
+from typing import Any
 
 from langchain_quota.arguments import (
     NoHook,
@@ -69,7 +69,8 @@ class Quota:
     name: str = ""
     lasts: timedelta | None = field(init=False, repr=False)
     """The window as a `timedelta`."""
-    wrap_tool_call: ClassVar[Any] = NoHook("ToolCallLimit(quotas=[{}(…)])")
+    # Without a type: it is no field.
+    wrap_tool_call = NoHook("ToolCallLimit(quotas=[{}(…)])")
 
     def __post_init__(self) -> None:
         _check_limit(self.limit)
