@@ -16,7 +16,7 @@ THREAD = "thread_id=`${thread:raw}`"
 NO_BACKTICK = "/^[^`]+$/"
 """Keeps a thread id out of the variable that would end the raw string that it stands in."""
 
-UNITS = ("", "_tokens", "_dollars")
+UNITS = ("", "_tokens", "_dollars", "_seconds")
 """How the names of the metrics of an amount end: those of calls have no unit."""
 
 SUBJECT = "job_agent_limit_scope_subject:langchain_quota_subject_"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from langchain_quota.limits.concurrency import ConcurrencyLimit as ConcurrencyLimit
     from langchain_quota.limits.quotas import Quota as Quota
     from langchain_quota.limits.repeats import RepeatLimit as RepeatLimit
+    from langchain_quota.limits.time import TimeLimit as TimeLimit
     from langchain_quota.middleware.drop_ins import (
         ModelCallLimitMiddleware as ModelCallLimitMiddleware,
     )
@@ -56,6 +57,7 @@ else:
         "limits.concurrency": ("ConcurrencyLimit",),
         "limits.quotas": ("Quota",),
         "limits.repeats": ("RepeatLimit",),
+        "limits.time": ("TimeLimit",),
         "middleware.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
         "middleware.quota": ("QuotaMiddleware",),
         "state": ("ModelCallLimitState", "ToolCallLimitState", "usage"),

@@ -55,6 +55,17 @@ def forms(
     return called, acalled
 
 
+_RUNS = ("invoke", "ainvoke", "run", "arun", "_arun")
+"""The methods by which LangChain runs a tool; without an async form of its own, in a thread."""
+
+
+def runs_in_thread(tool: Any, form: Form = "a") -> bool:
+    """Whether LangChain runs a tool in a thread in the async form, or as it would there."""
+    own = (getattr(getattr(type(tool), each, None), "__module__", "") for each in _RUNS)
+    is_async = form and getattr(tool, "coroutine", None)
+    return not is_async and all(each.startswith("langchain_core.") for each in own)
+
+
 # A forked child has a copy of every lock, but only the thread that forked: a lock that another
 # thread held is never released in the child. So a fork first waits until the other threads have
 # finished their changes, and in the child every lock is free.

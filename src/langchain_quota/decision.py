@@ -142,7 +142,7 @@ class LimitStatus:
         run_limit: The run's limit; `None` for none.
         quotas: The same for each of the limit's quotas.
         shared: Whether a store keeps one of the counts.
-        unit: What is counted: `"calls"`, `"tokens"` or `"microdollars"`.
+        unit: What is counted: `"calls"`, `"tokens"`, `"microdollars"` or `"milliseconds"`.
         needs: How much of a budget the call may need, if the budget refuses it; else 0.
 
     Examples:

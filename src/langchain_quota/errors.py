@@ -58,7 +58,7 @@ class ModelCallLimitExceededError(_CopiedError, model_call_limit.ModelCallLimitE
     """A model call limit or a budget with `exit_behavior="error"` refused a model call.
 
     A subclass of LangChain's exception of the same name, with its attributes and its text. The
-    unit of the counts is that of the limit: calls, tokens or microdollars.
+    unit of the counts is that of the limit: calls, tokens, microdollars or milliseconds.
 
     Args:
         thread_count: The thread's count, in the limit's unit, before the refused call.

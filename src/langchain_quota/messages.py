@@ -12,7 +12,7 @@ from langchain_quota.decision import AT_ONCE, Decision, LimitStatus
 from langchain_quota.limits import Limit
 from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.rule import Check
-from langchain_quota.units import Unit, as_dollars
+from langchain_quota.units import PER_BASE_UNIT, Unit, as_time, shown
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "
@@ -33,7 +33,11 @@ The mark is not sent to models. It says whether a store has back what it had cha
 """
 
 _EXCEEDED = "Tool call limit exceeded."
-_BUDGETS: Mapping[Unit, str] = {"tokens": "Token", "microdollars": "Cost"}
+_BUDGETS: Mapping[Unit, str] = {
+    "tokens": "Token",
+    "microdollars": "Cost",
+    "milliseconds": "Time",
+}
 
 
 def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
@@ -46,6 +50,15 @@ def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
     if resets_at is not None and any(limits[each.limit].message is None for each in refusing):
         texts.append(f"It resets at {_utc(resets_at)}.")
     return " ".join(dict.fromkeys(texts))
+
+
+def took_too_long(tool: str, most: int, *, runs_on: bool) -> str:
+    """What the model reads as the answer of a call that took longer than so many milliseconds."""
+    what = "and nobody waits for it any more. It may still run" if runs_on else "and was stopped"
+    return (
+        f"The call of '{tool}' took longer than {as_time(most)}, {what}. It may have done its "
+        "work, or a part of it. Look at what it did, try a smaller step, or go on without it."
+    )
 
 
 def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
@@ -69,8 +82,8 @@ def question(
 
 
 def _more(name: str, amount: int, unit: Unit) -> str:
-    if unit == "microdollars":
-        return f"{as_dollars(amount)} more for {name!r}"
+    if unit in PER_BASE_UNIT:
+        return f"{shown(amount, unit)} more for {name!r}"
     noun = unit.removesuffix("s") if amount == 1 else unit
     return f"{amount:,} more {noun} for {name!r}"
 
@@ -171,8 +184,8 @@ def _of_budget(check: Check, used: int, unit: Unit, *, is_last: bool) -> str:
     """What is used of a budget, and why that is too much if something is left."""
     # Such as `"950/1000 tokens"`, or `"$0.12/$0.50, the call may need $0.40"`.
     most = check.most or 0
-    if unit == "microdollars":
-        text, needs = f"{as_dollars(used)}/{as_dollars(most)}", as_dollars(check.needs)
+    if unit in PER_BASE_UNIT:
+        text, needs = f"{shown(used, unit)}/{shown(most, unit)}", shown(check.needs, unit)
     else:
         text, needs = f"{used}/{most} {unit}", str(check.needs)
     if used >= most:

@@ -229,7 +229,7 @@ def spent(state: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ThreadUsage:
-    """What a thread has used, in calls, and of budgets in tokens and microdollars.
+    """What a thread has used: calls, tokens, microdollars and milliseconds.
 
     Attributes:
         tools: Tool calls of the thread, by what is counted: a tool's name, several joined by
@@ -239,7 +239,7 @@ class ThreadUsage:
         run_model: Model calls of its newest run.
         spent: What the model calls of the thread have used of its budgets, by
             `"model.total_tokens"`, `"model.input_tokens"`, `"model.output_tokens"` and
-            `"model.microdollars"`.
+            `"model.microdollars"`, and its time by `"model.milliseconds"`.
         run_spent: What those of its newest run have used, under the same names.
 
     Examples:

@@ -8,10 +8,13 @@ from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
-Unit = Literal["calls", "tokens", "microdollars"]
-"""What a limit counts: calls, tokens, or millionths of a US dollar; always whole numbers."""
+Unit = Literal["calls", "tokens", "microdollars", "milliseconds"]
+"""What a limit counts, always in whole numbers: money in millionths of a US dollar."""
+
+Time = timedelta | str | float
+"""A time: a `timedelta`, text such as `"30s"`, or a number of seconds."""
 
 Dollars = Decimal | str | float
 """An amount of US dollars, exactly as it is written: a float, too, as Python prints it."""
@@ -20,7 +23,7 @@ MICRODOLLARS = 10**6
 """How many microdollars make a dollar."""
 
 _MOST = 10**9
-"""The most dollars of a limit: Redis adds in Lua, exactly up to 2 ** 53 microdollars."""
+"""The most dollars or seconds of a limit: Redis adds in Lua, exactly up to 2 ** 53 microdollars."""
 
 
 def checked_dollars(argument: str, value: object) -> Decimal:
@@ -70,19 +73,51 @@ def duration(text: str) -> timedelta | None:
     return match and timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
 
 
-UNIT_LABELS: dict[Unit, str] = {"calls": "calls", "tokens": "tokens", "microdollars": "dollars"}
+def checked_milliseconds(argument: str, value: object) -> int:
+    """The milliseconds of a time, rounded to a whole one; from 0 to a billion seconds."""
+    time: Any = duration(value) if isinstance(value, str) else value
+    if time is None and value is not None:
+        raise ValueError(f'{argument} must be a time such as "30s", "5m" or "1h", not {value!r}')
+    if isinstance(time, bool) or not isinstance(time, int | float | timedelta):
+        raise TypeError(f'{argument} must be a time, such as "5m", or seconds, not {value!r}')
+    seconds = time.total_seconds() if isinstance(time, timedelta) else time
+    # No comparison is true of what is not a number.
+    if not 0 <= seconds <= _MOST:
+        raise ValueError(f"{argument} must be from 0 to {_MOST} seconds, not {value!r}")
+    return round(seconds * 1000)
+
+
+def as_time(amount: int) -> str:
+    """An amount of milliseconds as people read it: `"1h 30m"`, `"2.5s"`."""
+    minutes, rest = divmod(amount, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    parts = [(hours, "h"), (minutes, "m"), (rest / 1000, "s")]
+    return " ".join(f"{number:g}{name}" for number, name in parts if number) or "0s"
+
+
+UNIT_LABELS: dict[Unit, str] = {
+    "calls": "calls",
+    "tokens": "tokens",
+    "microdollars": "dollars",
+    "milliseconds": "seconds",
+}
 """The names of units where amounts are shown."""
+
+PER_BASE_UNIT: dict[Unit, int] = {"microdollars": MICRODOLLARS, "milliseconds": 1000}
+"""How many of a unit make one of those that are shown; 1 of the others."""
 
 
 def in_base_unit(amount: int, unit: Unit) -> float:
-    """An amount for metrics, spans and log records: microdollars become dollars."""
-    return amount / MICRODOLLARS if unit == "microdollars" else amount
+    """An amount for metrics, spans and log records, in dollars or seconds if it is one of these."""
+    return amount / PER_BASE_UNIT[unit] if unit in PER_BASE_UNIT else amount
 
 
 def shown(amount: int | None, unit: Unit) -> str:
-    """An amount as people read it: `"3"`, `"1,200 tokens"`, `"$0.50"`."""
+    """An amount as people read it: `"3"`, `"1,200 tokens"`, `"$0.50"`, `"5m"`."""
     if amount is None or unit == "calls":
         return str(amount)
+    if unit == "milliseconds":
+        return as_time(amount)
     return as_dollars(amount) if unit == "microdollars" else f"{amount:,} tokens"
 
 

@@ -22,6 +22,7 @@ from langchain_quota import (
     QuotaMiddleware,
     RepeatLimit,
     Telemetry,
+    TimeLimit,
     TokenLimit,
     ToolCallLimit,
 )
@@ -29,7 +30,7 @@ from langchain_quota import (
 Make = Callable[..., Any]
 Rows = list[tuple[type[Exception], str, dict[str, Any]]]
 EACH = pytest.mark.parametrize(
-    "make", [ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit, RepeatLimit]
+    "make", [ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit, RepeatLimit, TimeLimit]
 )
 
 
@@ -178,6 +179,22 @@ OF_REPEATS: Rows = [
     (ValueError, "tools must be the name of a tool, not ''", {"tools": ""}),
     (ValueError, "needs exit_behavior='continue'", {"give_up_after": 2, "exit_behavior": "end"}),
 ]
+OF_TIME: Rows = [
+    *(
+        (ValueError, f'a time such as "30s", "5m" or "1h", not {each!r}', {argument: each})
+        for each in ("", "soon", "1.5h")
+        for argument in ("run_limit", "keep", "call_limit")
+    ),
+    (TypeError, 'a time, such as "5m", or seconds, not True', {"call_limit": True}),
+    *((ValueError, "must be from 0 to", {"run_limit": x}) for x in (-1, math.nan, math.inf)),
+    (ValueError, "call_limit must be above 0, not 0.0001", {"call_limit": 0.0001}),
+    (ValueError, "needs keep: how much", {"exit_behavior": "finalize"}),
+    (ValueError, "keep='1m' needs exit_behavior='finalize'", {"keep": "1m"}),
+    (ValueError, "less than run_limit='5m'", {"exit_behavior": "finalize", "keep": "5m"}),
+    (TypeError, "unexpected keyword argument 'reserve'", {"reserve": 5}),
+    (ValueError, "At least one limit must be specified", {"run_limit": None}),
+    (ValueError, "add one of these", {"run_limit": None, "call_limit": 9, "keep": 1}),
+]
 OF_QUOTAS: Rows = [
     (TypeError, "limit must be a whole number or a function, not None", {"limit": None}),
     (ValueError, "limit must have at most six decimal places", {"limit": 1e-7}),
@@ -234,6 +251,7 @@ OF_QUOTAS: Rows = [
         (ConcurrencyLimit, OF_CAPS, {"at_once": 2}),
         (TokenLimit, OF_BUDGETS + OF_TOKENS, {}),
         (CostLimit, OF_BUDGETS + OF_DOLLARS, {}),
+        (TimeLimit, OF_TIME, {"run_limit": "5m"}),
         (Price, OF_PRICES, {"input": "0.00000012", "output": "10"}),
         (RepeatLimit, OF_REPEATS, {"run_limit": 3}),
         (Quota, OF_QUOTAS, {"limit": 5}),
@@ -293,6 +311,13 @@ def test_what_is_taken() -> None:
     quota = Quota(0)
     assert (quota.limit, quota.per, quota.window, quota.name) == (0, "thread", None, "thread")
     assert Quota(5, per=number, name="tenant", window=timedelta(seconds=1)).name == "tenant"
+
+
+def test_times() -> None:
+    """A time is text, seconds or a timedelta, also in quotas."""
+    for given in ("90m", 5400, 5400.0, timedelta(minutes=90)):
+        limit = TimeLimit(call_limit=given, quotas=[Quota(given, per="global")])
+        assert limit.call_milliseconds == 5_400_000
 
 
 @pytest.mark.parametrize("make", [TokenLimit, CostLimit])

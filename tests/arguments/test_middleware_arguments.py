@@ -61,7 +61,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (SEARCH, {}, TypeError, "limits must be a sequence of limits, such as [ToolCallLimit(…)], not"),
     ("search", {}, TypeError, "such as [ToolCallLimit(…)], not 'search'"),
     *(
-        ([SEARCH, each], {}, TypeError, f"CostLimit or RepeatLimit, not {each!r}")
+        ([SEARCH, each], {}, TypeError, f"RepeatLimit or TimeLimit, not {each!r}")
         for each in ("calc", None, ToolCallLimit)
     ),
     *(([SEARCH], {x: 1}, TypeError, f"{x} must be True or False, not 1") for x in OF_AGENTS),

@@ -30,6 +30,7 @@ from langchain_quota import (
     QuotaMiddleware,
     RedisStore,
     Telemetry,
+    TimeLimit,
     TokenLimit,
     ToolCallLimit,
     start_metrics_server,
@@ -278,6 +279,7 @@ class Searchers:
         self._budgets = self._quota(
             TokenLimit(run_limit=10_000, quotas=quotas(*[10_000] * 3)),
             CostLimit(run_limit=1, quotas=quotas(1, 1, 1)),
+            TimeLimit(thread_limit="1h"),
             prices={"priced": Price(input=3, output=15)},
             unknown_price="allow",
             store=self._stores[0],
@@ -401,7 +403,7 @@ def test_a_hostile_thread_is_found(seen: Seen) -> None:
     assert float(used["values"][-1][1]) == 1
     [refused] = seen.ask(query(f"{THREAD} 46 A"), values)
     assert float(refused["values"][-1][1]) == TRIED - ALLOWED
-    [left] = seen.ask(query(f"{THREAD} 43 D"), values)
+    [left] = seen.ask(query(f"{THREAD} 43 E"), values)
     assert float(left["value"][1]) == 0
 
 

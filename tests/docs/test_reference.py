@@ -33,6 +33,7 @@ from langchain_quota import (
     Quota,
     RepeatLimit,
     Telemetry,
+    TimeLimit,
     TokenLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
@@ -188,6 +189,12 @@ class Seen:
             told, untold = [answer(4), answer(4, MODEL), answer(4)], [answer(None, MODEL, tool="")]
             await self.play(told, limit, store=MemoryStore(), **options)
             await self.play(untold, limit, store=MemoryStore(), **options)
+        hour: Any = {"thread_limit": "1h", "quotas": [Quota("1h", per="global")]}
+        hangs = StructuredTool.from_function(
+            coroutine=asyncio.Event().wait, name=TOOL, description="Wait."
+        )
+        time = TimeLimit(call_limit=0.01, **hour)
+        await self.play([[TOOL], "done"], time, store=MemoryStore(), tools=[hangs])
         many = [answer(4, f"{MODEL}-{number}") for number in range(101)]
         unpriced: dict[str, Any] = {"prices": lambda _: None, "unknown_price": "allow"}
         await self.play([*many, "done"], CostLimit(name=OF_MONEY, run_limit=1), **unpriced)
@@ -297,9 +304,8 @@ def test_metrics(seen: Seen) -> None:
     for row in table:
         [name] = quoted(row["name"])
         assert ({*quoted(row["labels"])}, row["type"]) == (labels[name], families[name].type), name
-        assert ("in seconds" in row["meaning"] or "How long" in row["meaning"]) == name.endswith(
-            "_seconds"
-        ), name
+        timed = "in seconds" in row["meaning"] or "How long" in row["meaning"]
+        assert timed == name.removesuffix("_total").endswith("_seconds"), name
 
 
 def test_labels(seen: Seen) -> None:

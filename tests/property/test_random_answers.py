@@ -177,7 +177,7 @@ class World:
 
     def counted(self, limit: Limit, thread: str) -> Iterator[tuple[int, int, Any, str]]:
         """What is counted for a limit, what ran, the limit's number, and the count's name."""
-        numbers = {"thread": limit.thread_limit, "run": limit.run_limit}
+        numbers: dict[str, Any] = {"thread": limit.thread_limit, "run": limit.run_limit}
         numbers = {scope: number for scope, number in numbers.items() if number is not None}
         if self.store is None:
             used = usage(self.snapshot(thread))

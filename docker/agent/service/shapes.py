@@ -23,9 +23,9 @@ REPLACEMENT = "\ufffd"
 MICRODOLLARS = 1_000_000
 """Limits count money in whole millionths of a dollar."""
 
-Unit = Literal["calls", "tokens", "dollars"]
+Unit = Literal["calls", "tokens", "dollars", "seconds"]
 Amount = int | float
-"""Dollars have decimals."""
+"""Dollars and seconds have decimals."""
 
 
 def _printable(value: str) -> str:
@@ -181,12 +181,14 @@ def refusal(decision: Decision) -> Refusal:
     )
 
 
-def unit_of(counted: Literal["calls", "tokens", "microdollars"]) -> Unit:
+def unit_of(counted: Literal["calls", "tokens", "microdollars", "milliseconds"]) -> Unit:
     """The unit in which the API shows what a limit counts.
 
     Args:
         counted: What it counts.
     """
+    if counted == "milliseconds":
+        return "seconds"
     return "dollars" if counted == "microdollars" else counted
 
 
@@ -197,6 +199,8 @@ def amount(count: int | None, unit: Unit) -> Amount | None:
         count: What the limit has counted.
         unit: The unit.
     """
+    if count is not None and unit == "seconds":
+        return count / 1000
     return count / MICRODOLLARS if count is not None and unit == "dollars" else count
 
 

@@ -19,7 +19,7 @@ from langchain_quota.cli.arguments import TOKEN_VARIABLE
 from langchain_quota.cli.printing import CommandError, one_line
 from langchain_quota.decision import THREAD, Outcome
 from langchain_quota.telemetry import names
-from langchain_quota.units import MICRODOLLARS, UNIT_LABELS, Level, Unit, level
+from langchain_quota.units import PER_BASE_UNIT, UNIT_LABELS, Level, Unit, level
 
 Series = tuple[str, ...]
 """A series: the metric's name, and the values of the metric's own labels, in their order."""
@@ -242,7 +242,7 @@ def _use(key: Series, parts: list[dict[str, Any]], near: float | None) -> Use:
     used, most, unit = latest.get("used"), latest.get("most"), latest["unit"]
     is_at = None
     if used is not None and most is not None and near is not None:
-        scale = MICRODOLLARS if unit == "microdollars" else 1
+        scale = PER_BASE_UNIT.get(unit, 1)
         is_at = level(round(used * scale), round(most * scale), near)
     refused_at = [part["refused_at"] for part in parts if "refused_at" in part]
     agent, limit, scope, subject = key

@@ -24,7 +24,7 @@ from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 from langchain_quota.stores.scripted import PREFIX
-from langchain_quota.units import shown
+from langchain_quota.units import PER_BASE_UNIT, shown
 
 _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
 _TIMEOUT = 10.0
@@ -103,9 +103,9 @@ def _grant(store: RedisStore, arguments: Namespace) -> int:
     if "window" not in arguments and _base(key) == key:
         key = _key_now(store, key)
     text, unit = arguments.amount, unit_of(key)
-    if unit != "microdollars" and not text.isdecimal():
+    if unit not in PER_BASE_UNIT and not text.isdecimal():
         raise CommandError(f"amount must be a whole number of {unit}, not {text!r}")
-    amount = text if unit == "microdollars" else int(text)
+    amount = text if unit in PER_BASE_UNIT else int(text)
     until = arguments.for_time and datetime.now(UTC) + arguments.for_time
     name = uuid4().hex if arguments.id is None else arguments.id
     by = arguments.by

@@ -20,7 +20,7 @@ from langchain_quota.cli.arguments import ORDERS
 from langchain_quota.cli.metrics import Figures, Limit, Scrape, Source, Use, ask, figures, sources
 from langchain_quota.cli.printing import complain, printable, say
 from langchain_quota.decision import Outcome
-from langchain_quota.units import MICRODOLLARS, Level, Unit, as_dollars
+from langchain_quota.units import MICRODOLLARS, Level, Unit, as_dollars, as_time
 
 SOME_FAILED, ALL_FAILED = 1, 2
 """The exit codes if addresses did not answer, where each is asked once."""
@@ -279,6 +279,8 @@ def compact(value: float | None, unit: Unit = "calls") -> str:
         # From a dime on, whole cents are exact enough.
         places = 2 if value >= 0.1 else 6  # noqa: PLR2004 - explained
         return as_dollars(round(round(value, places) * MICRODOLLARS))
+    if unit == "milliseconds":
+        return as_time(round(value) * 1000)
     text = f"{value:,.0f}"
     if value >= 100_000:  # noqa: PLR2004 - the most that six characters show
         size, letter = pick_unit_and_suffix(round(value), ["", "k", "M", "G", "T"], 1000)

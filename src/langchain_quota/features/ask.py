@@ -32,7 +32,7 @@ from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, Granting
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.logs import agent_name, fields_of, logger
-from langchain_quota.units import as_dollars
+from langchain_quota.units import as_dollars, in_base_unit
 
 ACTION = "raise_limits"
 """The name of the action that a person approves or rejects."""
@@ -271,7 +271,7 @@ def _payload(
     args = {
         name: as_dollars(amount).replace("$", "").replace(",", "")
         if units[name] == "microdollars"
-        else amount
+        else in_base_unit(amount, units[name])
         for name, amount in offered.items()
     }
     _, breaches = batch.decided(result)
@@ -324,9 +324,11 @@ def _grant(batch: Batch, granted: _Offer) -> dict[str, Any]:
     assert answer is not None  # noqa: S101 - for the type checker: it is granted
     thread = "" if known is None else str(known)
     reason = answer.message or f"a person was asked in thread {thread!r}"
-    in_money = granted.limit.unit == "microdollars"
+    unit = granted.limit.unit
     return {
-        "amount": Decimal(amount).scaleb(-6) if in_money else amount,
+        "amount": Decimal(amount).scaleb(-6)
+        if unit == "microdollars"
+        else in_base_unit(amount, unit),
         "id": f"{batch.question}/{granted.counter}"[:MAX_TEXT],
         "by": answer.by[:MAX_TEXT],
         "reason": reason[:MAX_TEXT],

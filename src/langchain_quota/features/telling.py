@@ -18,7 +18,7 @@ from langchain_quota.middleware.feature import Feature
 from langchain_quota.rule import ResolvedLimits, run_counter, thread_counter
 from langchain_quota.state import ledger, run_tools, thread_tools
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.units import Level, as_dollars, level
+from langchain_quota.units import Level, as_dollars, as_time, level
 
 LAST_CALL = (
     "This is the last model call of this budget: no tool can be called any more. "
@@ -126,6 +126,8 @@ def _remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float
         left = max(0, most - count)
         if limit.unit == "microdollars":
             part = f"money: {as_dollars(left)} of {as_dollars(most)} left"
+        elif limit.unit == "milliseconds":
+            part = f"time: {as_time(left)} of {as_time(most)} left"
         elif repeats:
             part = f"the same call or failure came {count} of {most} times"
         elif limit.kind == "model" and limit.unit == "calls":

@@ -10,8 +10,17 @@ from langchain_quota.limits.calls import ModelCallLimit, ToolCallLimit
 from langchain_quota.limits.concurrency import ConcurrencyLimit
 from langchain_quota.limits.options import counts_calls, whole_amount
 from langchain_quota.limits.repeats import RepeatLimit
+from langchain_quota.limits.time import TimeLimit
 
-Limit = ToolCallLimit | ModelCallLimit | ConcurrencyLimit | TokenLimit | CostLimit | RepeatLimit
+Limit = (
+    ToolCallLimit
+    | ModelCallLimit
+    | ConcurrencyLimit
+    | TokenLimit
+    | CostLimit
+    | RepeatLimit
+    | TimeLimit
+)
 """What a middleware of many limits takes: for the type of a list of several kinds."""
 
 

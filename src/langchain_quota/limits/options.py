@@ -23,7 +23,7 @@ from langchain_quota.arguments import (
 )
 from langchain_quota.decision import THREAD, Call, Decision, Exit
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.units import Unit, checked_microdollars
+from langchain_quota.units import Unit, checked_microdollars, checked_milliseconds
 
 MODEL = "model"
 """The counter of model calls."""
@@ -31,6 +31,7 @@ TOTAL_TOKENS = f"{MODEL}.total_tokens"
 INPUT_TOKENS = f"{MODEL}.input_tokens"
 OUTPUT_TOKENS = f"{MODEL}.output_tokens"
 MICRODOLLARS = f"{MODEL}.microdollars"
+MILLISECONDS = f"{MODEL}.milliseconds"
 
 UNITS = MappingProxyType[str, Unit](
     {
@@ -39,12 +40,13 @@ UNITS = MappingProxyType[str, Unit](
         INPUT_TOKENS: "tokens",
         OUTPUT_TOKENS: "tokens",
         MICRODOLLARS: "microdollars",
+        MILLISECONDS: "milliseconds",
     }
 )
 """What the counters of the model count; those of tools count calls."""
 
 BUDGETS = tuple(counter for counter, unit in UNITS.items() if unit != "calls")
-"""The counters of what model calls use up."""
+"""The counters of what calls use up."""
 
 Amount = TypeVar("Amount")
 """A number in the unit of a limit: whole calls or tokens, or US dollars."""
@@ -189,7 +191,7 @@ class ModelLimit(CallLimit[Amount]):
 
 
 def counts_calls(limit: Any) -> bool:
-    """Whether a limit has a number of calls, tokens or dollars."""
+    """Whether a limit has a number of calls, tokens, dollars or time."""
     return bool(limit.quotas) or limit.thread_limit is not None or limit.run_limit is not None
 
 
@@ -197,6 +199,8 @@ def whole_amount(unit: Unit, argument: str, value: Any) -> int:
     """An amount as it is counted, once it is checked: dollars become microdollars."""
     if unit == "microdollars":
         return checked_microdollars(argument, value)
+    if unit == "milliseconds":
+        return checked_milliseconds(argument, value)
     check_count(argument, value)
     return int(value)
 

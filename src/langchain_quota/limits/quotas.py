@@ -1,7 +1,7 @@
 """A quota: how much a subject, such as a user, may use in a window or in all."""
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from decimal import Decimal
@@ -15,7 +15,7 @@ from langchain_quota.arguments import (
     checked_window,
 )
 from langchain_quota.decision import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
-from langchain_quota.units import Dollars, checked_microdollars
+from langchain_quota.units import Dollars, Time, checked_microdollars, duration
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
 _RESERVED = (RUN, STORE, AT_ONCE, "none")
@@ -31,8 +31,9 @@ class Quota:
 
     Args:
         limit: Most calls in a window, a whole number from 0 (0 refuses every call). In a
-            `TokenLimit` most tokens, in a `CostLimit` most dollars. Or a function of the agent's
-            state and runtime, sync or async, that gives it, or `None` for no limit now.
+            `TokenLimit` most tokens, in a `CostLimit` most dollars, in a `TimeLimit` the longest
+            time. Or a function of the agent's state and runtime, sync or async, that gives it, or
+            `None` for no limit now.
         per: Whose calls are counted together: those of a `"thread"`, of a `"root_run"` (the
             outermost run, with every sub-agent and sub-graph that it starts), of an `"agent"` (by
             its name), or all calls (`"global"`). Any other name is looked up in
@@ -62,7 +63,7 @@ class Quota:
         'user_id'
     """
 
-    limit: "Dollars | Callable[[Any, Any], Dollars | Awaitable[Dollars | None] | None]"
+    limit: "Dollars | Time | Callable[[Any, Any], object]"
     _: KW_ONLY
     per: "str | Callable[[Any, Any], object]" = THREAD
     window: timedelta | str | None = field(default=None, compare=False)
@@ -101,9 +102,11 @@ class Quota:
 
 
 def _check_limit(limit: object) -> None:
-    """Check that a value can be a number of calls, tokens or dollars; the limit knows which."""
+    """Check that a value can be a number of calls, tokens, dollars or a time; the limit knows."""
     if limit is None:
         raise TypeError("limit must be a whole number or a function, not None")
+    if isinstance(limit, timedelta) or (isinstance(limit, str) and duration(limit)):
+        return
     if isinstance(limit, str | float | Decimal):
         checked_microdollars("limit", limit)
     elif not callable(limit):

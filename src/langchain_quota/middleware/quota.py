@@ -22,6 +22,7 @@ from langchain_quota.features.advice import Forgetful, OfferedTools
 from langchain_quota.features.ask import Questions
 from langchain_quota.features.at_once.at_once import AtOnce
 from langchain_quota.features.budgets.budgets import Budgets
+from langchain_quota.features.call_times import CallTimes
 from langchain_quota.features.deep_agents.checks import DeepAgents
 from langchain_quota.features.repeats.repeats import Repeats
 from langchain_quota.features.root_runs import RootRuns
@@ -138,12 +139,14 @@ class QuotaMiddleware(
         RootRuns,
         Questions,
         Repeats,
+        # A call that waits for its turn does not work: the time begins in here.
+        AtOnce,
         Budgets,
         Telling,
         DeepAgents,
         OfferedTools,
         Unjudged,
-        AtOnce,
+        CallTimes,
     )
     takes_store = True
 

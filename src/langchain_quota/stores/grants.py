@@ -15,7 +15,7 @@ from langchain_quota.limits.options import UNITS, whole_amount
 from langchain_quota.stores import window_end
 from langchain_quota.stores.common import idle_time
 from langchain_quota.stores.keys import CountKey
-from langchain_quota.units import UNIT_LABELS, Dollars, Unit, in_base_unit, shown
+from langchain_quota.units import UNIT_LABELS, Dollars, Time, Unit, in_base_unit, shown
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""
@@ -35,7 +35,8 @@ class Grant:
 
     Attributes:
         key: The count's key.
-        amount: How much more: calls, tokens or microdollars, as the key counts them.
+        amount: How much more: calls, tokens, microdollars or milliseconds, as the key
+            counts them.
         id: The grant's name. A second grant with the same key and id adds nothing.
         given_at: When it was given, in UTC.
         until: When it ends, in UTC; never `None` once a store has given it.
@@ -79,7 +80,7 @@ class Granting(ABC):
     def grant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
         key: str,
-        amount: Dollars,
+        amount: Dollars | Time,
         *,
         window: timedelta | str | None = None,
         until: datetime | None = None,
@@ -95,7 +96,7 @@ class Granting(ABC):
 
         Args:
             key: The count's key, as `QuotaUsage` has it.
-            amount: How much more, above 0, as the key counts: calls, tokens or dollars.
+            amount: How much more, above 0, as the key counts: calls, tokens, dollars or a time.
             window: The length of the quota's windows, if `key` is given without its window: then
                 the present window is meant.
             until: When the grant ends, with a time zone; stores count whole seconds, and round
@@ -120,7 +121,7 @@ class Granting(ABC):
     async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
         key: str,
-        amount: Dollars,
+        amount: Dollars | Time,
         *,
         window: timedelta | str | None = None,
         until: datetime | None = None,

@@ -150,7 +150,9 @@ class Metrics:
 
     def spend(self, who: Who, spent: Sequence[Spent], model: str, price: str, usage: str) -> None:
         """Count a model run that limits were charged for, and what it has spent of them."""
-        self.count(names.MODEL_RUNS, 1, who.agent, model, price, usage)
+        # Time is not that of a model run.
+        if price:
+            self.count(names.MODEL_RUNS, 1, who.agent, model, price, usage)
         for limit, unit, amount in spent:
             # Agents, limits and models are bounded, so these series are, too.
             labels = who.agent, limit_label(limit), model

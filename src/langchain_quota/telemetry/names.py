@@ -52,12 +52,13 @@ def _amounts(name: str, labels: str, text: str, **more: Any) -> ByUnit:
         "calls": _made(name, labels, f"{text}, in calls.", **more),
         "tokens": _made(f"{stem}_tokens{end}", labels, f"{text}, in tokens.", **more),
         "microdollars": _made(f"{stem}_dollars{end}", labels, f"{text}, in US dollars.", **more),
+        "milliseconds": _made(f"{stem}_seconds{end}", labels, f"{text}, in seconds.", **more),
     }
 
 
 def _spent(name: str, labels: str, text: str, **more: Any) -> ByUnit:
     made = _amounts(name, labels, text, kind="counter", **more)
-    return {unit: made[unit] for unit in ("tokens", "microdollars")}
+    return {unit: made[unit] for unit in made if unit != "calls"}
 
 
 _counter = partial(_made, kind="counter")
@@ -85,8 +86,8 @@ CROSSINGS = _counter(
 LIMIT = _made(
     "limit",
     "agent limit scope unit",
-    "The configured limit, in the unit of the label: calls, tokens or dollars. Grants are not in "
-    "it. Absent if a function computes it.",
+    "The configured limit, in the unit of the label: calls, tokens, dollars or seconds. Grants are "
+    "not in it. Absent if a function computes it.",
 )
 LIMIT_NEAR = _made(
     "limit_near_ratio",
@@ -103,8 +104,8 @@ SPENT = _spent("spent_total", "agent limit model", "What model runs have spent o
 GRANTED = _counter(
     "granted_total",
     "agent limit scope unit",
-    "What was granted on top of a limit, in the unit of the label: calls, tokens or dollars. The "
-    "first process that judges a call with a grant of a store counts it.",
+    "What was granted on top of a limit, in the unit of the label: calls, tokens, dollars or "
+    "seconds. The first process that judges a call with a grant of a store counts it.",
 )
 QUESTIONS = _counter(
     "questions_total",
@@ -125,6 +126,12 @@ RUNS_ENDED = _counter(
     "runs_ended_total",
     "agent limit",
     "Runs that a used-up limit has ended. Those that end with a last answer do not count.",
+)
+LONG_CALLS = _counter(
+    "long_tool_calls_total",
+    "agent limit outcome",
+    "Tool calls that took longer than call_limit, by what became of them.",
+    together=("cancelled", "left_running", "on_trial"),
 )
 DECISION_SECONDS = _histogram(
     "decision_seconds",

@@ -14,7 +14,7 @@ from langchain_core.messages import ToolMessage
 
 from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, Compensation
-from langchain_quota.concurrency import Form, ask, now
+from langchain_quota.concurrency import Form, ask, now, runs_in_thread
 from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, QuotaStatus
 from langchain_quota.features.at_once.places import Lease, Slot, semaphore_of
 from langchain_quota.limits import Limit
@@ -30,9 +30,6 @@ from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.observers import Observers
-
-_RUNS = ("invoke", "ainvoke", "run", "arun", "_arun")
-"""The methods by which LangChain runs a tool; without an async form of its own, in a thread."""
 
 _tried: WeakValueDictionary[int, object] = WeakValueDictionary()
 """The runtimes of the calls that have run, each by its `id`, as long as they are used."""
@@ -177,7 +174,7 @@ class _Turn:
         if result.admitted[0]:
             self._lease = lease
             # A thread may outlive the event loop.
-            in_thread = "sync" in store.forms and _runs_in_thread(tool)
+            in_thread = "sync" in store.forms and runs_in_thread(tool)
             lease.keep("" if in_thread else form)
 
     def _needs(self) -> Mapping[str, int | None]:
@@ -241,10 +238,11 @@ class _Turn:
     def runs(self, form: Form, request: ToolCallRequest) -> ToolCallRequest:
         """The request for the tool; if that runs in a thread, the thread keeps the places, too."""
         _tried[id(self._runtime)] = self._runtime
-        if not form or not _runs_in_thread(request.tool):
+        # In the sync form, too, a call that takes too long may be left running.
+        if not runs_in_thread(request.tool, form):
             return request
         # A cancelled run does not end the thread. The tool is a copy, with the original's `_run`.
-        loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop() if form else None
         tool: Any = request.tool
         tool, run = copy(tool), tool._run  # noqa: SLF001 - what all its sync forms call
 
@@ -257,7 +255,8 @@ class _Turn:
                 return run(*args, **options)
             finally:
                 self._threads.pop()
-                if (self._task_over or loop.is_closed()) and not self._threads:
+                over = self._task_over or (loop is not None and loop.is_closed())
+                if over and not self._threads:
                     now(self.end(""))
 
         vars(tool)["_run"] = watched
@@ -287,11 +286,3 @@ def _caps(limits: Sequence[Limit]) -> list[ConcurrencyLimit]:
 def _rank(limit: ConcurrencyLimit) -> tuple[bool, int, str]:
     """Where a limit stands in the order in which calls take their places."""
     return not limit.enforce, len(limit.tools) or sys.maxsize, stored_as(limit)
-
-
-def _runs_in_thread(tool: Any) -> bool:
-    """Whether LangChain runs a tool in a thread, in the async form."""
-    own = (getattr(getattr(type(tool), each, None), "__module__", "") for each in _RUNS)
-    return not getattr(tool, "coroutine", None) and all(
-        each.startswith("langchain_core.") for each in own
-    )

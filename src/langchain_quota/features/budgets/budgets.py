@@ -8,6 +8,7 @@ the store, where it replaces what was held.
 
 from asyncio import CancelledError
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from secrets import token_hex
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from langchain.agents.middleware.types import ModelRequest, ModelResponse
+from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolCallRequest
 from langchain_core.messages import AIMessage
 
 from langchain_quota import messages
@@ -35,7 +36,9 @@ from langchain_quota.features.budgets.charging import (
 from langchain_quota.features.budgets.estimates import asked_of
 from langchain_quota.features.budgets.model_runs import own_call, running_graph, watch_all_models
 from langchain_quota.features.budgets.prices import Pricing, check_prices
+from langchain_quota.features.budgets.work import Stopwatch, mark
 from langchain_quota.limits import Limit
+from langchain_quota.limits.options import MILLISECONDS, counts_calls
 from langchain_quota.middleware.calls import (
     OF_RUN,
     OF_THREAD,
@@ -47,8 +50,8 @@ from langchain_quota.middleware.calls import (
     with_state,
 )
 from langchain_quota.middleware.conclude import conclude_model
-from langchain_quota.middleware.context import CallContext
-from langchain_quota.middleware.feature import Feature, Handler
+from langchain_quota.middleware.context import CallContext, running_runtime
+from langchain_quota.middleware.feature import Feature, Handler, ToolAnswer, ToolHandler
 from langchain_quota.rule import Asked, ResolvedLimits, run_counter
 from langchain_quota.state import (
     LEDGER,
@@ -76,6 +79,7 @@ class Budgets(Feature):
 
     # The ledger also has:
     # - `spent_by`: names the newest call whose use is in it. This process may know later ones.
+    # - `tools`: names the uses of tools in it, as far as answers of the newest calls may name them.
     # - `admitted`: the model call that is let through and not told yet: the counts before it, by
     #   counter, and what a store charged, by key.
     # - `error`: what is raised behind the model's step: the counts, the limits, and the text.
@@ -96,19 +100,21 @@ class Budgets(Feature):
             raise ValueError(
                 f"{in_vain} needs a limit of costs: add a CostLimit to the limits, or leave it out"
             )
-        if units != {"calls"}:
-            return cls(limiter)
-        if options["charge_all_models"]:
+        if options["charge_all_models"] and not units & {"tokens", "microdollars"}:
             raise ValueError(
                 "charge_all_models=True needs a budget to charge: add a TokenLimit or a CostLimit "
                 "to the limits"
             )
-        return None
+        return cls(limiter) if units != {"calls"} else None
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
-        """The hook after the model: there it learns what is written, and raises."""
-        return () if all(limit.unit == "calls" for limit in limits) else ("after_model",)
+        """The hook after the model: there it learns what is written, and raises.
+
+        That around tools measures their time.
+        """
+        hooks = [] if all(limit.unit == "calls" for limit in limits) else ["after_model"]
+        return (*hooks, "wrap_tool_call") if _of_time(limits) else hooks
 
     def __init__(self, limiter: Any) -> None:
         limits, options = limiter.limits, limiter._options  # noqa: SLF001 - the kernel's
@@ -117,13 +123,20 @@ class Budgets(Feature):
         self._limiter = limiter
         self._pricing = Pricing(limits, options["prices"], recorder, allow_unknown=allows)
         self._charging = Charging(
-            {limit.counter for limit in limits}, self._pricing, store, recorder
+            {limit.counter for limit in limits if counts_calls(limit)},
+            self._pricing,
+            store,
+            recorder,
         )
         self._late = self._charging.late
         # Whether a call asks for its reserve when its request is known.
         self._reserves = any(getattr(limit, "reserve", None) is not None for limit in limits)
         # By the id of the final message: what is raised, once, behind the model's step.
         self._errors: dict[str, Exception] = {}
+        # What is limited: time, and what model runs use.
+        self._counts_time = _of_time(limits)
+        self._counts_use = any(each.unit in ("tokens", "microdollars") for each in limits)
+        self._stopwatch = Stopwatch()
         self._charges_all: bool = options["charge_all_models"]
         if self._charges_all:
             watch_all_models()
@@ -205,22 +218,48 @@ class Budgets(Feature):
             request = await limiter._shape(form, request)  # noqa: SLF001 - the same
         graph = running_graph() if self._charges_all else None
         charge = partial(self._charging.charge, step=step, hold=hold, task=task)
-        with own_call(partial(self._pricing.check, agent=step.call.agent), graph) as made:
+        checked = partial(self._pricing.check, agent=step.call.agent)
+        with own_call(checked, graph) if self._counts_use else nullcontext() as made:
             try:
-                response = await call(request)
+                with self._stopwatch.measured(ledger(state).get("run") or token_hex(16)) as work:
+                    response = await call(request)
             except BaseException as error:
-                # Where the event loop is closing, nothing can be awaited.
-                waits = not form or isinstance(error, Exception | CancelledError)
-                await charge(form if waits else None, runs=made.runs())
+                runs = made.runs() if made else []
+                await charge(_form_after(form, error), runs=runs, work=work)
                 raise
-        runs = made.runs()
-        kept = {**await charge(form, runs=runs), "admitted": None}
+        runs = made.runs() if made else []
+        kept = {**await charge(form, runs=runs, work=work), "admitted": None}
         written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), Ledger(own={self.name: kept}))
         for run in runs:
             if run.usage.estimated and run.succeeded:
                 model = next(iter(run.usage.models), "")
                 limiter._recorder.warn_of_estimate(model, limiter._made_at)  # noqa: SLF001
         return response
+
+    async def around_tool(
+        self, form: Form, request: ToolCallRequest, call: ToolHandler
+    ) -> ToolAnswer:
+        """Charge the time that a tool call works."""
+        state: Any = request.state
+        if not self._counts_time or not isinstance(state, Mapping):
+            return await call(request)
+        runtime = running_runtime()
+        limits = await self._limiter._limits_now(  # noqa: SLF001 - the kernel's
+            form, "model", state, runtime
+        )
+        of_time = [each for each in limits.budgets if each.limit.counter == MILLISECONDS]
+        step = _step(state, ResolvedLimits(of_time), model_context(state, runtime))
+        run = ledger(state).get("run") or token_hex(16)
+        charge = partial(self._charging.charge, step=step, runs=())
+        try:
+            with self._stopwatch.measured(run) as work:
+                answered = await call(request)
+        except BaseException as error:
+            await charge(_form_after(form, error), work=work)
+            raise
+        kept = await charge(form, work=work, is_tool=True)
+        mark(answered, request.tool_call["id"], run, kept["spent_by"], work.amount)
+        return answered
 
     async def _hold(
         self,
@@ -346,6 +385,17 @@ def _with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]
     state: Any = copy(request.state)
     state[LEDGER] = merge_ledgers(ledger(state), known)
     return with_state(request, state)
+
+
+def _form_after(form: Form, error: BaseException) -> Form | None:
+    """The form in which something is awaited after an error."""
+    # Where the event loop is closing, nothing can be awaited.
+    return form if not form or isinstance(error, Exception | CancelledError) else None
+
+
+def _of_time(limits: Sequence[Limit]) -> bool:
+    """Whether one of the limits has a number for the time that calls work."""
+    return any(each.unit == "milliseconds" and counts_calls(each) for each in limits)
 
 
 def _step(state: Mapping[str, Any], limits: ResolvedLimits, context: CallContext) -> Step:

@@ -15,11 +15,13 @@ from langchain_quota.decision import ROOT_RUN, RUN, THREAD, Call
 from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.reports import charged_tokens
-from langchain_quota.limits.options import BUDGETS, MICRODOLLARS
+from langchain_quota.features.budgets.work import Work, marked, pass_on
+from langchain_quota.limits.options import BUDGETS, MICRODOLLARS, MILLISECONDS
 from langchain_quota.root_run import root_run
 from langchain_quota.rule import ResolvedLimits
 from langchain_quota.state import Amounts, ledger, own_of
 from langchain_quota.stores.client import StoreClient
+from langchain_quota.telemetry.labels import NONE
 from langchain_quota.telemetry.recorder import Recorder
 
 OWN = "budgets"
@@ -28,8 +30,16 @@ OWN = "budgets"
 MAX_LATE = 10_000
 """The most runs for which this process keeps what the state may not have."""
 
-Used = tuple[ModelRun, Mapping[str, int]]
-"""A model run, and what it is charged, by the model's counter."""
+
+class Worked(NamedTuple):
+    """Time that a call has worked."""
+
+    id: str
+    shared: bool = False
+
+
+Used = tuple[ModelRun | Worked, Mapping[str, int]]
+"""A model run or time, and what it is charged, by the model's counter."""
 
 
 class Step(NamedTuple):
@@ -71,7 +81,14 @@ class LateUse:
     def of(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The newest counts of the state's run; empty if the state has them."""
         kept, newest = self._known(state)
-        return kept.counts if newest in kept.names[:-1] else {}
+        counts = kept.counts if newest in kept.names[:-1] else {}
+        known = counts or own_of(state, OWN)
+        # Tools of this step may have run in another process.
+        found = marked(state, _run(state)).items()
+        other = {name: amount for name, amount in found if name not in known.get("tools", ())}
+        if not other:
+            return counts
+        return {**counts, **_plus(known, {MILLISECONDS: sum(other.values())}, other)}
 
     def counts(self, state: Mapping[str, Any]) -> dict[str, int]:
         """What is used of budgets, by the name of the count."""
@@ -92,19 +109,22 @@ class LateUse:
                     del self._kept[_run(state)]
 
     def keep(
-        self, state: Mapping[str, Any], amounts: Mapping[str, int], task: str | None
+        self,
+        state: Mapping[str, Any],
+        amounts: Mapping[str, int],
+        task: str | None,
+        *,
+        is_tool: bool = False,
     ) -> Mapping[str, Any]:
         """Keep what was used until it is written; the counts with it, which are to be written."""
         with self._lock:
             kept, newest = self._known(state)
-            if newest not in kept.names:
+            # The newest counts that the state has may have more than these.
+            if newest not in kept.names[:-1]:
                 kept = _Kept((newest,), own_of(state, OWN))
             name = uuid4().hex
-            counts = {
-                "thread_spent": added([kept.counts.get("thread_spent") or {}, amounts]),
-                "run_spent": added([kept.counts.get("run_spent") or {}, amounts]),
-                "spent_by": name,
-            }
+            counts = _plus(kept.counts, amounts, [name] if is_tool else ())
+            counts["spent_by"] = name
             self._kept.pop(_run(state), None)
             if _run(state):
                 self._kept[_run(state)] = _Kept((*kept.names, name), counts, task or kept.task)
@@ -129,7 +149,7 @@ class Charging:
         self._store = store
         self._recorder = recorder
 
-    async def charge(
+    async def charge(  # noqa: PLR0913 - what a call has used
         self,
         form: Form | None,
         step: Step,
@@ -137,31 +157,48 @@ class Charging:
         hold: Hold | None = None,
         *,
         task: str | None = None,
+        work: Work | None = None,
+        is_tool: bool = False,
     ) -> Mapping[str, Any]:
         """Charge model runs, those of the agent's own call in place of what is held for it.
 
-        Without a form nobody waits for the store. It gives what is to be written to the state.
+        Time is charged without what calls inside have charged of it. Without a form nobody waits
+        for the store. It gives what is to be written to the state.
         """
         (state, limits, call), held = step, hold or Hold()
+        worked = work.amount if work is not None and MILLISECONDS in self._counters else 0
         charged = [(run, *self._amounts(run, held.amounts, call.agent)) for run in runs]
         used: list[Used] = [(run, amounts) for run, amounts, _ in charged]
+        if worked:
+            nothing = dict.fromkeys(self._counters, 0)
+            used.append((Worked(uuid4().hex), {**nothing, MILLISECONDS: worked}))
         spent = added(amounts for _, amounts in used)
         before = self.late.counts(state)
         # This process keeps it, whatever happens next.
-        written = self.late.keep(state, spent, task)
-        answer = await self.settle(form, settlements(limits, before, used, held))
+        written = self.late.keep(state, spent, task, is_tool=is_tool)
+        less = self._worked_inside(limits, worked, work.inside if work else {})
+        answer = await self.settle(form, settlements(limits, before, used, held, less))
+        of_time = [each.limit for each in limits.budgets if each.limit.counter == MILLISECONDS]
+        if worked:
+            times = [(each.name, each.unit, worked) for each in of_time]
+            self._recorder.record_spent(call, times, model=NONE, price="")
         for run, amounts, price in charged:
             self._recorder.record_spent(
                 call,
                 [
                     (each.limit.name, each.limit.unit, amounts[each.limit.counter])
                     for each in limits.budgets
+                    if each.limit not in of_time
                 ],
                 model=next(iter(run.usage.models), ""),
                 estimated=run.usage.estimated,
                 price=price,
             )
-        if form is None and hold is None:
+        if hold is not None:
+            # The answers of tools before this call are not looked at any more.
+            tools = marked(state, _run(state))
+            written = {**written, "tools": [each for each in written["tools"] if each in tools]}
+        elif form is None:
             # The next hook shows it.
             return written
         counts: Mapping[str, int] = {}
@@ -190,6 +227,22 @@ class Charging:
         self._store.settle_soon(sent)
         return None
 
+    def _worked_inside(
+        self, limits: ResolvedLimits, worked: int, inside: Mapping[tuple[int, str], int]
+    ) -> dict[str, int]:
+        """What calls inside of a call have charged, by key; calls around it learn the rest."""
+        if self._store is None or not worked:
+            return {}
+        store = self._store.store
+        less = {
+            check.key: min(worked, inside.get((id(store), check.key), 0))
+            for each in limits.budgets
+            for check in each.checks
+            if check.key is not None and each.limit.counter == MILLISECONDS
+        }
+        pass_on(store, {key: worked - amount for key, amount in less.items()})
+        return less
+
     def _amounts(
         self, run: ModelRun, held: Mapping[str, int], agent: str | None
     ) -> tuple[dict[str, int], str]:
@@ -200,7 +253,9 @@ class Charging:
         least = held if usage.estimated and not run.succeeded else {}
         amounts = {}
         for counter in self._counters:
-            if counter == MICRODOLLARS:
+            if counter == MILLISECONDS:
+                amount = 0
+            elif counter == MICRODOLLARS:
                 amount, price = self._pricing.cost(usage, agent, held.get(counter, 0))
             else:
                 amount = charged_tokens(usage, counter)
@@ -209,9 +264,14 @@ class Charging:
 
 
 def settlements(
-    limits: ResolvedLimits, counts: Mapping[str, int], used: Sequence[Used], hold: Hold
+    limits: ResolvedLimits,
+    counts: Mapping[str, int],
+    used: Sequence[Used],
+    hold: Hold,
+    less: Mapping[str, int] | None = None,
 ) -> AcquireRequest | None:
     """A request to charge model runs in place of what is held; `None` if no store counts them."""
+    less = less or {}
     root = root_run()
     counts = {**counts, **(root.used if root is not None else {})}
     checks = [
@@ -241,7 +301,10 @@ def settlements(
     for run, amounts in used if keys else ():
         # A run holds nothing itself. But a store remembers settlements no longer than is needed.
         if not run.shared:
-            add(run.id, {key: amounts[counter] for key, counter in keys.items()}, held or run.id)
+            charged = {
+                key: max(0, amounts[counter] - less.get(key, 0)) for key, counter in keys.items()
+            }
+            add(run.id, charged, held or run.id)
             held = ""
             continue
         # Only the first agent that is charged for it makes the correction of a key.
@@ -259,6 +322,17 @@ def counts_of(kept: Mapping[str, Any]) -> dict[str, int]:
         f"{counter}/{scope}": spent.get(counter, 0)
         for counter in BUDGETS
         for scope, spent in ((THREAD, of_thread), (RUN, of_run))
+    }
+
+
+def _plus(
+    counts: Mapping[str, Any], amounts: Mapping[str, int], tools: Iterable[str]
+) -> dict[str, Any]:
+    """The counts after a use, and the tools' uses in them that the newest answers may name."""
+    return {
+        "thread_spent": added([counts.get("thread_spent") or {}, amounts]),
+        "run_spent": added([counts.get("run_spent") or {}, amounts]),
+        "tools": [*counts.get("tools", ()), *tools],
     }
 
 

@@ -1,0 +1,109 @@
+"""How long a tool call may take: then an error answers it, and the agent goes on."""
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from contextvars import copy_context
+from threading import Thread
+from typing import Any
+
+from langchain.agents.middleware.types import ToolCallRequest
+
+from langchain_quota import messages
+from langchain_quota.concurrency import Form, now, runs_in_thread
+from langchain_quota.limits import Limit
+from langchain_quota.limits.time import TimeLimit
+from langchain_quota.middleware.context import running_agent
+from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
+from langchain_quota.middleware.history import answer
+from langchain_quota.telemetry import names
+
+
+class CallTimes(Feature):
+    """Ends tool calls that take too long."""
+
+    @classmethod
+    def of(cls, limiter: Any) -> "CallTimes | None":
+        """The feature, if a limit has a `call_limit`."""
+        return cls(limiter) if cls.needs(limiter.limits) else None
+
+    @classmethod
+    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+        """The hook around tools, if a limit has a `call_limit`."""
+        return ("wrap_tool_call",) if _by_time(limits) else ()
+
+    def __init__(self, limiter: Any) -> None:
+        super().__init__(limiter)
+        limits = _by_time(limiter.limits)
+        self._on_trial = [each for each in limits if not each[1].enforce]
+        # The shortest one that is enforced ends every call.
+        self._enforced = next((each for each in limits if each[1].enforce), None)
+
+    async def around_tool(
+        self, form: Form, request: ToolCallRequest, call: ToolHandler
+    ) -> ToolAnswer:
+        """Make a tool call; if it takes too long, answer it."""
+        began = time.monotonic()
+        try:
+            if self._enforced is None:
+                return await call(request)
+            return await self._ended(form, request, call, *self._enforced)
+        finally:
+            took = (time.monotonic() - began) * 1000
+            for most, limit in self._on_trial:
+                if took > most:
+                    self._count(limit, "on_trial")
+
+    async def _ended(
+        self, form: Form, request: ToolCallRequest, call: ToolHandler, most: int, limit: TimeLimit
+    ) -> ToolAnswer:
+        """The answer of a call, or the error that answers it in its place."""
+        runs_on = not form or runs_in_thread(request.tool)
+        if form:
+            # Not `wait_for`: the call stays in the task of the run, which may be cancelled itself.
+            try:
+                async with asyncio.timeout(most / 1000) as timer:
+                    return await call(request)
+            except TimeoutError:
+                if not timer.expired():
+                    # The tool's own.
+                    raise
+        else:
+            done: Future[ToolAnswer] = Future()
+            context = copy_context()
+
+            async def answered() -> ToolAnswer:
+                return await call(request)
+
+            def run() -> None:
+                try:
+                    done.set_result(context.run(lambda: now(answered())))
+                except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+                    done.set_exception(error)
+
+            # A daemon, so that a tool which never ends does not keep the process from ending.
+            Thread(target=run, name="langchain-quota tool call", daemon=True).start()
+            try:
+                return done.result(most / 1000)
+            except TimeoutError:
+                if done.done():
+                    return done.result()
+        self._count(limit, "left_running" if runs_on else "cancelled")
+        made = request.tool_call
+        text = messages.took_too_long(made["name"], most, runs_on=runs_on)
+        return answer(str(made["id"]), made["name"], text)
+
+    def _count(self, limit: TimeLimit, outcome: str) -> None:
+        """Count a call that took too long."""
+        self._recorder.count(names.LONG_CALLS, running_agent(), limit.name, outcome)
+
+
+def _by_time(limits: Sequence[Limit]) -> list[tuple[int, TimeLimit]]:
+    """The limits on the time of a call, the shortest first, in milliseconds."""
+    found = [
+        (each.call_milliseconds, each)
+        for each in limits
+        if isinstance(each, TimeLimit) and each.call_milliseconds is not None
+    ]
+    return sorted(found, key=lambda each: each[0])

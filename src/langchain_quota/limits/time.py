@@ -1,0 +1,77 @@
+"""The limit on the time that an agent works."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from langchain_quota.arguments import by_name
+from langchain_quota.limits.budgets import Budget
+from langchain_quota.limits.options import MILLISECONDS, check_amount, counts_calls
+from langchain_quota.units import Time, Unit, checked_milliseconds
+
+
+@by_name
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLimit(Budget[Time]):
+    """How long an agent may work in a thread and in a run, and how long each tool call may take.
+
+    Work is wall-clock time in model calls and in tool calls. Tool calls that run at the same time
+    count once. Time in which nothing of this runs does not count: a person is asked, a call waits
+    for its turn, the run has not begun.
+
+    A model call is refused when no time is left. Tool calls of an admitted model call run. A call
+    that runs is not ended, except by `call_limit`. So a run can exceed its time by one model call,
+    and by the tool calls that it asks for.
+
+    A time is text such as `"30s"`, `"5m"` or `"1h"`, a `timedelta`, or a number of seconds. It is
+    kept in whole milliseconds. `ToolCallLimit` says what the other arguments mean: `thread_limit`,
+    `run_limit`, `grant`, `message`, `near`, `enforce`, `alert` and `quotas`.
+
+    Args:
+        call_limit: How long a tool call may take, above 0; `None` for any time. Then the model
+            reads an error in place of the tool's answer. An async tool is cancelled. A sync tool
+            cannot be ended: nobody waits for it any more, but it runs on. The call stays counted.
+            It holds for all tools, also for those that run a sub-agent.
+        exit_behavior: What reaching the limit does; see `ModelCallLimit`.
+        keep: How much time is kept for the last answer. `"finalize"` needs it, and it needs
+            `"finalize"`. When no more than this is left, the next model call is the last one, and
+            has no tools.
+        name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
+            `time`.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: No limit is given, two arguments do not go together, two thresholds have one
+            scope, or an argument is out of bounds. The message names the argument and the value.
+
+    Examples:
+        >>> from langchain_quota import TimeLimit
+        >>> TimeLimit(run_limit="5m", thread_limit="1h", call_limit="30s").name
+        'time'
+    """
+
+    unit: ClassVar[Unit] = "milliseconds"
+    """What is counted."""
+    counter: ClassVar[str] = MILLISECONDS
+    """The key under which time is counted: limits with one counter share its count."""
+    reserve: ClassVar[None] = None  # type: ignore[misc]  # nobody knows how long a call takes
+    """Nothing is held for a call."""
+
+    call_limit: Time | None = None
+
+    def __post_init__(self) -> None:
+        self._check_options("time")
+        if self.call_limit is not None:
+            check_amount(self.unit, "call_limit", self.call_limit)
+        if self.call_limit is None or counts_calls(self):
+            self._check_budget()
+        elif self.keep is not None or self.exit_behavior != "end":
+            raise ValueError(
+                f"exit_behavior={self.exit_behavior!r} and keep={self.keep!r} are of run_limit, "
+                "thread_limit and quotas: add one of these, or leave both out"
+            )
+
+    @property
+    def call_milliseconds(self) -> int | None:
+        """How long a tool call may take, in milliseconds."""
+        given = self.call_limit
+        return None if given is None else checked_milliseconds("call_limit", given)

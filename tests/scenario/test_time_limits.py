@@ -1,0 +1,298 @@
+"""Limits of working time: what counts, what does not, and what ends a tool call."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import HumanInTheLoopMiddleware
+from langchain_core.messages import ToolMessage
+from langchain_core.tools import BaseTool, StructuredTool
+from langgraph.types import interrupt
+
+from langchain_quota import ConcurrencyLimit, MemoryStore, Quota, TimeLimit, ToolCallLimit
+from langchain_quota.limits import Limit
+from langchain_quota.testing import ScriptedChatModel
+from tests.clock import Clock
+from tests.scene import CONFIG, Form, Kind, Scene, both_forms, cancel_at, delegate, recording
+from tests.telemetry import Signals, needs_inline
+from tests.tokens import spent
+
+TIME = "model.milliseconds"
+MINUTE = 60_000
+ROOMY = TimeLimit(run_limit="2h", thread_limit="3h")
+APPROVED: Any = {"decisions": [{"type": "approve"}]}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that moves only when something works, in minutes."""
+    clock = Clock()
+    monkeypatch.setattr("time.monotonic_ns", lambda: int(clock() * 60) * 10**9)
+    return clock
+
+
+def passing(clock: Clock, minutes: float) -> Callable[[], None]:
+    """Let time pass."""
+
+    def passes() -> None:
+        clock.now += minutes
+
+    return passes
+
+
+def model(clock: Clock, *turns: Any, minutes: float = 1) -> Callable[[Any], Any]:
+    """A script of which each turn takes so long."""
+    left = iter(turns)
+
+    def script(_: Any) -> Any:
+        clock.now += minutes
+        return next(left)
+
+    return script
+
+
+@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline), "graph"])
+async def test_what_counts(kind: Kind, signals: Signals, clock: Clock) -> None:
+    """The time of model and tool calls counts; when none is left the next model call is refused."""
+    ran: list[str] = []
+    search = recording("search", ran, passing(clock, 3))
+    script = model(clock, ["search"], ["search"], "done")
+    scene = Scene(signals, script, [TimeLimit(run_limit="8m")], kind=kind, tools=[search], ran=ran)
+
+    await scene.play()
+
+    assert scene.last_text() == "Time limits exceeded: run limit (8m/8m)"
+    assert (len(scene.model.calls), scene.ran) == (2, ["search"] * 2)
+    labels = {"agent": "unnamed", "limit": "time", "model": "none"}
+    assert signals.value("langchain_quota_spent_seconds_total", **labels) == 480
+
+
+def asks() -> object:
+    return interrupt("Really?")
+
+
+@pytest.mark.parametrize("who", ["a reviewer", "a tool", "a limit"])
+async def test_a_person_is_no_work(who: str, signals: Signals, clock: Clock) -> None:
+    """While a person is asked, even for hours, no time is counted; the run then goes on."""
+    ran: list[str] = []
+    limits: list[Any] = [ROOMY]
+    search = recording("search", ran, passing(clock, 3))
+    if who == "a reviewer":
+        limits.append(HumanInTheLoopMiddleware[Any, Any]({"search": True}))
+    if who == "a tool":
+        passes = passing(clock, 3)
+        search = recording("search", ran, lambda: (asks(), passes()))
+    if who == "a limit":
+        limits = [TimeLimit(run_limit="4m", exit_behavior="ask", grant="10m")]
+    scene = Scene(signals, model(clock, ["search"], "done"), limits, tools=[search], ran=ran)
+
+    result = await scene.play()
+    clock.now += 60
+    result = await scene.resume(APPROVED)
+
+    assert (scene.last_text(), scene.ran) == ("done", ["search"])
+    assert spent(scene, TIME) == (5 * MINUTE, 5 * MINUTE)
+    assert "__interrupt__" not in result
+
+
+async def test_tools_at_the_same_time(signals: Signals, clock: Clock) -> None:
+    """Tools of one step count as wall-clock time, not as a sum; one of them asks a person."""
+    ran: list[str] = []
+    ends = {"calc": 3, "search": 4, "ask": 9}
+    may_end = {name: asyncio.Event() for name in [*ends, "no more"]}
+    following = dict(zip(ends, [*ends, "no more"][1:], strict=True))
+    begun: list[str] = []
+
+    def tool(name: str) -> BaseTool:
+        async def run() -> str:
+            begun.append(name)
+            if len(begun) == len(ends):
+                may_end["calc"].set()
+            await may_end[name].wait()
+            clock.now = max(clock.now, 1000 + ends[name])
+            may_end[following[name]].set()
+            if name == "ask":
+                interrupt("Really?")
+                clock.now += 5
+            ran.append(name)
+            return name
+
+        return StructuredTool.from_function(coroutine=run, name=name, description=name)
+
+    script = model(clock, [*ends], "done", minutes=0)
+    scene = Scene(signals, script, [ROOMY], tools=[tool(name) for name in ends], ran=ran)
+
+    await scene.play()
+    clock.now += 60
+    await scene.resume("yes")
+
+    assert scene.ran == [*ends]
+    assert spent(scene, TIME) == (14 * MINUTE, 14 * MINUTE)
+
+
+@pytest.mark.parametrize("during", ["model", "tool"])
+async def test_a_cancelled_run(during: str, signals: Signals, clock: Clock) -> None:
+    """What a cancelled run has worked counts for its thread, not for the next run."""
+    started, hangs = asyncio.Event(), [True]
+
+    async def work() -> None:
+        clock.now += 2
+        if hangs:
+            started.set()
+            await asyncio.sleep(60)
+
+    class Model(ScriptedChatModel):
+        async def _agenerate(self, *args: Any, **options: Any) -> Any:
+            if during == "model":
+                await work()
+            return await super()._agenerate(*args, **options)
+
+    tool = StructuredTool.from_function(coroutine=work, name="search", description="Search.")
+    scene = Scene(signals, Model(script=[["search"], "done", "done"]), [ROOMY], tools=[tool])
+    await cancel_at(started, scene.play())
+    hangs.clear()
+    result = await scene.play()
+
+    in_run = 6 * MINUTE if during == "model" else 0
+    assert spent(scene, TIME) == (in_run + 2 * MINUTE, in_run)
+    assert result["messages"][-1].text == "done"
+
+
+@both_forms
+async def test_a_tree_of_agents(form: Form, signals: Signals, clock: Clock) -> None:
+    """A root run's quota counts the time of sub-agents once; their callers' runs count it, too."""
+    store = MemoryStore()
+    quota = Quota("10m", per="root_run")
+    limit = TimeLimit(run_limit="2h", quotas=[quota])
+    some: dict[str, Any] = {"store": store, "form": form}
+    child_tool = recording("search", [], passing(clock, 2))
+    turns = [turn for _ in range(2) for turn in (["search"], "done")]
+    child = Scene(
+        signals, model(clock, *turns), [limit], tools=[child_tool], checkpointer=None, **some
+    )
+    script = model(clock, ["delegate"], ["delegate"], "done")
+    scene = Scene(signals, script, [limit], tools=[delegate(child.agent)], **some)
+
+    await scene.play()
+
+    # Two minutes of the parent's model, and twice four of its tools.
+    assert scene.last_text() == "Time limits exceeded: root_run limit (10m/10m)"
+    assert spent(scene, TIME)[1] == 10 * MINUTE
+    assert [each.used for each in store.usages(f"{TIME}:root_run:*")] == [10 * MINUTE]
+    runs = sorted(each.used for each in store.usages(f"{TIME}:run:*"))
+    assert runs == [4 * MINUTE, 4 * MINUTE, 10 * MINUTE]
+
+
+async def test_the_last_answer(signals: Signals, clock: Clock) -> None:
+    """When no more than `keep` is left, the next call is told to answer without tools."""
+    limit = TimeLimit(run_limit="5m", exit_behavior="finalize", keep="2m")
+    search = recording("search", [], passing(clock, 2))
+    scene = Scene(signals, model(clock, ["search"], "all in all"), [limit], tools=[search])
+
+    await scene.play()
+
+    assert scene.last_text() == "all in all"
+    assert ["last model call" in each.messages[-1].text for each in scene.model.calls] == [
+        False,
+        True,
+    ]
+
+
+async def test_what_waits_for_its_turn_does_not_work(signals: Signals, clock: Clock) -> None:
+    """A call that waits under a limit of calls at once counts when it runs."""
+    limits: list[Limit] = [ROOMY, ConcurrencyLimit("search", at_once=1)]
+    search = recording("search", [], passing(clock, 2))
+    scene = Scene(signals, model(clock, ["search"] * 3, "done"), limits, tools=[search])
+
+    await scene.play()
+
+    assert spent(scene, TIME)[1] == 8 * MINUTE
+
+
+LONG = TimeLimit(call_limit=0.05)
+
+
+def outcomes(signals: Signals) -> dict[str, float]:
+    """The calls that took too long, by what became of them."""
+    found = signals.samples("langchain_quota_long_tool_calls_total", agent="unnamed", limit="time")
+    return {outcome: value for (outcome,), value in found.items() if value}
+
+
+@pytest.mark.parametrize(
+    ("form", "runs"), [("async", "loop"), ("async", "thread"), ("sync", "thread")]
+)
+async def test_a_call_that_takes_too_long(form: Form, runs: str, signals: Signals) -> None:
+    """An error answers it, and the run goes on; an async tool is cancelled, a sync one runs on."""
+    ended, may_end = threading.Event(), threading.Event()
+
+    async def run_async() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    def run() -> None:
+        may_end.wait(60)
+        ended.set()
+
+    how: Any = {"coroutine": run_async} if runs == "loop" else {"func": run}
+    tool = StructuredTool.from_function(**how, name="search", description="Search.")
+    limits: list[Any] = [
+        LONG,
+        ToolCallLimit("search", run_limit=9),
+        ConcurrencyLimit("search", at_once=1, wait=0),
+    ]
+    scene = Scene(signals, [["search"], ["search"], "done"], limits, form=form, tools=[tool])
+
+    if form == "sync":
+        await asyncio.to_thread(scene.agent.invoke, {"messages": [("user", "hi")]}, CONFIG)
+    else:
+        await scene.play()
+
+    first, second = (each for each in scene.state()["messages"] if isinstance(each, ToolMessage))
+    assert scene.last_text() == "done"
+    assert first.status == "error"
+    assert "took longer than 0.05s, and " in first.text
+    assert ended.is_set() == (runs == "loop")
+    assert scene.used(limits[1]) == (2, 2)
+    if runs == "loop":
+        assert "was stopped" in second.text
+        assert outcomes(signals) == {"cancelled": 2}
+    else:
+        # The first one still has the only place.
+        assert "may run at the same time" in second.text
+        assert outcomes(signals) == {"left_running": 1}
+    may_end.set()
+    assert await asyncio.to_thread(ended.wait, 60)
+
+
+@both_forms
+async def test_what_is_not_ended(form: Form, signals: Signals) -> None:
+    """A tool's own TimeoutError stays one; a limit on trial ends nothing, and counts it."""
+
+    def fail() -> None:
+        raise TimeoutError("its own")
+
+    limits = [TimeLimit(call_limit="1h"), TimeLimit(call_limit=0.001, enforce=False, name="trial")]
+    scene = Scene(signals, [["search"]], limits, form=form, tools=[recording("search", [], fail)])
+
+    with pytest.raises(TimeoutError, match="its own"):
+        await scene.play()
+    assert outcomes(signals) == {}
+
+
+async def test_a_run_that_is_cancelled_in_a_limited_call(signals: Signals) -> None:
+    """A run that is cancelled from outside ends; its call gets no answer."""
+    started = asyncio.Event()
+
+    async def run() -> None:
+        started.set()
+        await asyncio.sleep(60)
+
+    tool = StructuredTool.from_function(coroutine=run, name="search", description="Search.")
+    scene = Scene(signals, [["search"], "done"], [TimeLimit(call_limit="50s")], tools=[tool])
+    await cancel_at(started, scene.play())
+    assert scene.answers() == []
+    assert outcomes(signals) == {}
