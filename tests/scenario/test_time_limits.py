@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -216,14 +217,20 @@ LONG = TimeLimit(call_limit=0.05)
 
 def outcomes(signals: Signals) -> dict[str, float]:
     """The calls that took too long, by what became of them."""
-    found = signals.samples("langchain_quota_long_tool_calls_total", agent="unnamed", limit="time")
-    return {outcome: value for (outcome,), value in found.items() if value}
+    found = signals.samples("langchain_quota_long_tool_calls_total", agent="unnamed")
+    return {outcome: value for (_, outcome), value in found.items() if value}
 
 
 @pytest.mark.parametrize(
-    ("form", "runs"), [("async", "loop"), ("async", "thread"), ("sync", "thread")]
+    ("form", "runs", "kind"),
+    [
+        *(("async", "loop", "quota"), ("async", "thread", "quota"), ("sync", "thread", "quota")),
+        ("async", "loop", "graph"),
+    ],
 )
-async def test_a_call_that_takes_too_long(form: Form, runs: str, signals: Signals) -> None:
+async def test_a_call_that_takes_too_long(
+    form: Form, runs: str, kind: Kind, signals: Signals
+) -> None:
     """An error answers it, and the run goes on; an async tool is cancelled, a sync one runs on."""
     ended, may_end = threading.Event(), threading.Event()
 
@@ -244,7 +251,8 @@ async def test_a_call_that_takes_too_long(form: Form, runs: str, signals: Signal
         ToolCallLimit("search", run_limit=9),
         ConcurrencyLimit("search", at_once=1, wait=0),
     ]
-    scene = Scene(signals, [["search"], ["search"], "done"], limits, form=form, tools=[tool])
+    script = [["search"], ["search"], "done"]
+    scene = Scene(signals, script, limits, kind=kind, form=form, tools=[tool])
 
     if form == "sync":
         await asyncio.to_thread(scene.agent.invoke, {"messages": [("user", "hi")]}, CONFIG)
@@ -256,7 +264,7 @@ async def test_a_call_that_takes_too_long(form: Form, runs: str, signals: Signal
     assert first.status == "error"
     assert "took longer than 0.05s, and " in first.text
     assert ended.is_set() == (runs == "loop")
-    assert scene.used(limits[1]) == (2, 2)
+    assert scene.used(limits[1])[1] == 2
     if runs == "loop":
         assert "was stopped" in second.text
         assert outcomes(signals) == {"cancelled": 2}
@@ -273,6 +281,7 @@ async def test_what_is_not_ended(form: Form, signals: Signals) -> None:
     """A tool's own TimeoutError stays one; a limit on trial ends nothing, and counts it."""
 
     def fail() -> None:
+        time.sleep(0.005)
         raise TimeoutError("its own")
 
     limits = [TimeLimit(call_limit="1h"), TimeLimit(call_limit=0.001, enforce=False, name="trial")]
@@ -280,7 +289,7 @@ async def test_what_is_not_ended(form: Form, signals: Signals) -> None:
 
     with pytest.raises(TimeoutError, match="its own"):
         await scene.play()
-    assert outcomes(signals) == {}
+    assert outcomes(signals) == {"on_trial": 1}
 
 
 async def test_a_run_that_is_cancelled_in_a_limited_call(signals: Signals) -> None:
