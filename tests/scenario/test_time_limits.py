@@ -74,7 +74,7 @@ def asks() -> object:
     return interrupt("Really?")
 
 
-@pytest.mark.parametrize("who", ["a reviewer", "a tool", "a limit"])
+@pytest.mark.parametrize("who", ["a reviewer", "a tool", "a limit", "a limit in a store"])
 async def test_a_person_is_no_work(who: str, signals: Signals, clock: Clock) -> None:
     """While a person is asked, even for hours, no time is counted; the run then goes on."""
     ran: list[str] = []
@@ -85,11 +85,13 @@ async def test_a_person_is_no_work(who: str, signals: Signals, clock: Clock) -> 
     if who == "a tool":
         passes = passing(clock, 3)
         search = recording("search", ran, lambda: (asks(), passes()))
-    if who == "a limit":
+    if who.startswith("a limit"):
         limits = [TimeLimit(run_limit="4m", exit_behavior="ask", grant="10m")]
-    scene = Scene(signals, model(clock, ["search"], "done"), limits, tools=[search], ran=ran)
+    store = MemoryStore() if "store" in who else None
+    script = model(clock, ["search"], "done")
+    scene = Scene(signals, script, limits, tools=[search], ran=ran, store=store)
 
-    result = await scene.play()
+    await scene.play()
     clock.now += 60
     result = await scene.resume(APPROVED)
 
