@@ -10,6 +10,7 @@ import pytest
 from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import BaseTool, StructuredTool
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import interrupt
 
 from langchain_quota import ConcurrencyLimit, MemoryStore, Quota, TimeLimit, ToolCallLimit
@@ -133,6 +134,26 @@ async def test_tools_at_the_same_time(signals: Signals, clock: Clock) -> None:
 
     assert scene.ran == [*ends]
     assert spent(scene, TIME) == (14 * MINUTE, 14 * MINUTE)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_tool_that_asks_and_is_resumed_elsewhere(
+    signals: Signals, clock: Clock, *, stored: bool
+) -> None:
+    """What a tool has worked before it asks, another process knows from a store, else not."""
+    passes = passing(clock, 3)
+    search = recording("search", [], lambda: (passes(), asks()))
+    script = model(clock, ["search"], "done")
+    store, limit = MemoryStore() if stored else None, TimeLimit(run_limit="7m")
+    shared: Any = {"tools": [search], "store": store, "checkpointer": InMemorySaver()}
+    here, elsewhere = (Scene(signals, script, [limit], **shared) for _ in range(2))
+
+    await here.play()
+    clock.now += 60
+    await elsewhere.resume("yes")
+
+    refused = "Time limits exceeded: run limit (7m/7m)"
+    assert elsewhere.last_text() == (refused if stored else "done")
 
 
 @pytest.mark.parametrize("during", ["model", "tool"])
