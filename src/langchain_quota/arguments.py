@@ -150,7 +150,8 @@ def checked_window(value: object) -> timedelta | None:
     """The length of a window, given as text or as a `timedelta`; `None` for none."""
     window: Any = duration(value) if isinstance(value, str) else value
     if window is None and value is not None:
-        raise ValueError(f'window must be a time such as "30s", "10m", "1h" or "7d", not {value!r}')
+        units = 'window must be "hour", "day", "week", "month" or a time such as '
+        raise ValueError(f'{units}"30s", "10m", "1h" or "7d", not {value!r}')
     check_duration("window", window, or_none=True)
     if window is not None and (window < timedelta(seconds=1) or window.microseconds):
         raise ValueError(f"window must be whole seconds, from 1, not {value!r}")

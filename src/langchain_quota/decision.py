@@ -93,7 +93,7 @@ class QuotaStatus:
         before: The count before the call, in the limit's unit.
         used: The count after the call.
         limit: The quota's number.
-        resets_at: When its window ends, in UTC; `None` if it lasts until it is reset.
+        resets_at: When its window ends, in its zone; `None` if it lasts until it is reset.
         per: What the quota counts by: `"thread"`, `"agent"`, `"global"`, or a name in
             `runtime.context`. If `per` is a function, the quota's name.
 
@@ -231,7 +231,7 @@ class LimitStatus:
 
     @property
     def resets_at(self) -> datetime | None:
-        """When the windows of all exhausted quotas have ended, in UTC; `None` if one has no end."""
+        """When the windows of all exhausted quotas have ended; `None` if one has no end."""
         first = self.quota(self.scope)
         if first is None:
             return None
@@ -340,7 +340,7 @@ class Decision:
 
     @property
     def resets_at(self) -> datetime | None:
-        """When a refused call could be admitted, in UTC; `None` if no window's end helps."""
+        """When a refused call could be admitted; `None` if no window's end helps."""
         resets = [each.resets_at for each in self.refused_by if each.enforced]
         times = [each for each in resets if each is not None]
         return max(times) if times and len(times) == len(resets) else None

@@ -5,7 +5,7 @@ applications match on them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 
 from langchain_quota.decide import Breach
 from langchain_quota.decision import AT_ONCE, Decision, LimitStatus
@@ -48,7 +48,7 @@ def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
     texts = texts or [f"{_EXCEEDED} Do not make additional tool calls."]
     resets_at = decision.resets_at
     if resets_at is not None and any(limits[each.limit].message is None for each in refusing):
-        texts.append(f"It resets at {_utc(resets_at)}.")
+        texts.append(f"It resets at {_when(resets_at)}.")
     return " ".join(dict.fromkeys(texts))
 
 
@@ -196,11 +196,13 @@ def _of_budget(check: Check, used: int, unit: Unit, *, is_last: bool) -> str:
 
 
 def _resets(moment: datetime | None) -> str:
-    return "" if moment is None else f"; resets at {_utc(moment)}"
+    return "" if moment is None else f"; resets at {_when(moment)}"
 
 
-def _utc(moment: datetime) -> str:
-    return f"{moment:%Y-%m-%dT%H:%M:%SZ}"
+def _when(moment: datetime) -> str:
+    """A time in UTC, and before that in its zone, if it has another one."""
+    utc = f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return f"{moment.isoformat()} ({utc})" if moment.utcoffset() else utc
 
 
 def _own_final(message: str | Callable[[Decision], str] | None, decision: Decision) -> str:

@@ -220,6 +220,27 @@ OF_QUOTAS: Rows = [
         for each in (timedelta(0), -DAY, timedelta(milliseconds=999), timedelta(seconds=1.5))
     ),
     *(
+        (ValueError, f"{given}={value!r} needs a window of hour, day, week, month", options)
+        for given, value in (("tz", "UTC"), ("starts", "09:00"))
+        for options in ({given: value}, {given: value, "window": "1d"})
+    ),
+    (TypeError, "tz must be a string, such as", {"window": "day", "tz": 1}),
+    *(
+        (ValueError, f'"Europe/Berlin", not {each!r}. If this', {"window": "day", "tz": each})
+        for each in ("", "Europe/Bonn", "Europe", "/etc/passwd", "CEST", "a\0b", "ü", "x" * 999)
+    ),
+    *(
+        (ValueError, f"={each!r} does not fit window={of!r}", {"window": of, "starts": each})
+        for of, starts in (
+            ("hour", ("00:00", 1)),
+            ("day", ("", "9:00", "24:00", "09:60", "09:00 ", "monday 09:00", 9, True, "٠٩:00")),
+            ("week", ("", "Monday", "mon", "09:00", "monday ", "monday 9:00", 1, ["monday"])),
+            ("month", ("", 0, 32, -1, True, 1.0, "01", "1 ", "1 24:00", "1st", "monday")),
+        )
+        for each in starts
+    ),
+    (ValueError, "a run's count ends with the run", {"per": "root_run", "window": "day"}),
+    *(
         (ValueError, f"must match [a-z_]{{1,32}}, not {value!r}", {given: value})
         for value in ("User", "user id", "user-id", "user1", "ü", "x" * 33, "a\n")
         for given in ("name", "per")
@@ -300,13 +321,17 @@ def test_what_is_taken() -> None:
     assert ConcurrencyLimit(at_once=1, wait=DAY).seconds == 86_400
     assert ModelCallLimit(thread_limit=3, run_limit=5).run_limit == 5  # as LangChain's
     assert ToolCallLimit(run_limit=5, exit_behavior="ask", grant=9).grant == 9
-    assert Quota(5, window="1d") == Quota(5, window=DAY)
+    daily = Quota(5, window="1d")
+    assert daily == Quota(5, window=DAY)
     assert [Quota(5, window=x).lasts for x in ("30s", "10m", "1h", "2w")] == [
         timedelta(seconds=30),
         timedelta(minutes=10),
         timedelta(hours=1),
         timedelta(weeks=2),
     ]
+    assert Quota(5, window="day") == Quota(5, window="day", tz="UTC", starts="00:00") != daily
+    assert Quota(5, window="week") == Quota(5, window="week", starts="monday 00:00")
+    assert Quota(5, window="month", starts="15") == Quota(5, window="month", starts=15)
     assert CostLimit(**IN_DOLLARS).quotas == (*IN_DOLLARS["quotas"],)
     quota = Quota(0)
     assert (quota.limit, quota.per, quota.window, quota.name) == (0, "thread", None, "thread")

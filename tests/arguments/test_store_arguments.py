@@ -129,7 +129,7 @@ GRANTS: list[tuple[dict[str, Any], str]] = [
     ({"until": 7}, "until must be a datetime or None"),
     ({"until": NO_TIME_ZONE}, "until must have a time zone"),
     ({"window": 86_400}, "window must be a timedelta or None, not 86400"),
-    ({"window": "1 day"}, "window must be a time such as"),
+    ({"window": "1 day"}, "or a time such as"),
     ({"reason": None}, "reason must be a string"),
     ({"by": "x" * 1001}, "by must have at most 1000 characters"),
     ({"id": ""}, "id must not be empty"),

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -308,6 +308,28 @@ def test_grant_in_a_window(run: Run, store: RedisStore, capsys: pytest.CaptureFi
     assert run("revoke", "--key", base, "--id", "b") == 0
 
 
+def test_a_window_of_the_calendar(
+    run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The present one is granted more; the end of one is shown in its zone and in UTC."""
+    base, zone = str(CountKey("mail", "tenant", "acme")), ("--tz", "Asia/Kolkata")
+    month: Any = Quota(5, window="month", tz=zone[1], starts="15 09:00").lasts
+    granting = ("grant", "--key", base, "5", "--reason", "more", *zone)
+    assert run(*granting, "--window", "month", "--starts", "15 09:00", "--id", "a") == 0
+    key = CountKey.at("mail", "tenant", "acme", month, time.time())
+    utc = f"{datetime.fromtimestamp(key.ends or 0, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    until = f"{key.resets_at} ({utc})"
+    assert f" under {key} until {until}, id a\n" in capsys.readouterr().out
+    assert str(key.resets_at).endswith("-15 09:00:00+05:30")
+    assert store.grant(base, 5, window=month, id="a").key == str(key)
+    store.acquire(batch({str(key): 2}, ends={str(key): key.ends or 0}))
+    for action in ("show", "grants"):
+        assert run(action, "--key", "mail:*") == 0
+        assert until in capsys.readouterr().out.splitlines()[1]
+    assert run(*granting) == 2
+    assert "tz='Asia/Kolkata' needs a window" in capsys.readouterr().err
+
+
 def test_bad_grants(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """What cannot be granted is refused in one line."""
     with pytest.raises(SystemExit) as ended:
@@ -320,6 +342,7 @@ def test_bad_grants(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         ((ADA, "0"), "amount must be above 0"),
         ((ADA, "five"), "amount must be a whole number"),
         ((ADA, "5", "--id", ""), "id must not be empty"),
+        ((ADA, "5", "--window", "year"), 'window must be "hour", "day", "week", "month" or'),
     ):
         assert run("grant", "--key", *arguments, "--reason", "more") == 2
         [line] = capsys.readouterr().err.splitlines()

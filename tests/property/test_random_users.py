@@ -25,6 +25,7 @@ from langchain_quota.decision import Call
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.windows import CalendarWindow
 from tests import drawn
 from tests.examples import examples
 from tests.scene import Form, Kind, Scene, recording, tool_limiter
@@ -214,7 +215,7 @@ def test_shared_quotas(
         scene.check_requests()
 
 
-def thresholds(limit: Limit) -> Iterator[tuple[str, timedelta | None, Any]]:
+def thresholds(limit: Limit) -> Iterator[tuple[str, timedelta | CalendarWindow | None, Any]]:
     """What a limit counts by, in which window, and how much of it is admitted."""
     for quota in limit.quotas:
         yield quota.dimension, quota.lasts, quota.limit

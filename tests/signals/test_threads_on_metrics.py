@@ -130,9 +130,10 @@ async def test_the_order(shown: int, clock: Clock) -> None:
     }
 
 
-async def test_the_highest_share_is_shown(signals: Signals, clock: Clock) -> None:
+@pytest.mark.parametrize("window", [HOUR, "hour"], ids=str)
+async def test_the_highest_share_is_shown(window: Any, signals: Signals, clock: Clock) -> None:
     """Of a thread limit and quotas per thread; a window's end is shown, and behind it a 0."""
-    quotas = [Quota(5, window=HOUR, name="hourly")]
+    quotas = [Quota(5, window=window, name="hourly")]
     limit = ToolCallLimit("search", thread_limit=10, quotas=quotas)
     agent = Searcher(signals, limit, store=MemoryStore(clock=clock))
     await agent.search("t1", 4)

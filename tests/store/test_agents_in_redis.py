@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ RUNS = 20
 DEADLINE = 120
 """Seconds after which something hangs."""
 SEARCHES, THREAD = "search:user_id:ann", "search:thread:thread-1"
-Worker = Callable[[], RedisStore]
+Worker = Callable[[], Any]
 
 
 @pytest.fixture
@@ -60,6 +61,27 @@ async def test_two_workers(form: Form, worker: Worker, signals: Signals) -> None
         "search:thread:thread-2": 1,
     }
     assert usage(second.agent.get_state(CONFIG)).tools == {"search": 4}
+
+
+async def test_a_month_of_two_workers(worker: Worker, signals: Signals) -> None:
+    """Two workers share a month of Berlin, up to its last second; then they share the next one."""
+    quota = Quota(3, per="user_id", window="month", tz="Europe/Berlin", starts=31)
+    limit, clock, stores = ToolCallLimit("search", quotas=[quota]), Clock(), [worker(), worker()]
+    for store in stores:
+        store.clock = clock
+    script = asking("search", "search")
+    scenes = [Scene(signals, script, [limit], store=each, context=ANN) for each in stores]
+    for text in ("2026-02-27T22:59:59Z", "2026-02-27T23:00:00Z"):
+        clock.now = datetime.fromisoformat(text).timestamp()
+        for scene in scenes:
+            await scene.play()
+    assert [each.ran for each in scenes] == [["search"] * 4, ["search"] * 2]
+    uses = [each for each in stores[0].usages("search:user_id:*") if each.used]
+    ends = {each.expires_at: (each.used, each.limit) for each in uses}
+    assert ends == {
+        datetime.fromisoformat(f"2026-{day}").timestamp(): (3, 3)
+        for day in ("02-28T00:00+01:00", "03-31T00:00+02:00")
+    }
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["checkpointer", "none"])

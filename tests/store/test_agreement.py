@@ -47,6 +47,7 @@ KEYS = (
     str(CountKey("search", "user_id", "ada")),
     str(CountKey("search", "user_id", "ada", 86_400, START // 86_400)),
     str(CountKey("__all__", "tenant", "Grüße:{*}", 3600, START // 3600)),
+    str(CountKey("search", "tenant", "acme", 86_400, START + 60, "", -18_000)),
 )
 NOW = "now"
 """Where Redis reads the time."""

@@ -10,10 +10,12 @@ from langchain_quota.stores.keys import CountKey
 from tests.calls import calls_made
 
 texts = st.text(st.characters()) | st.text("a:%~{}*é\n\ud800", max_size=80)
-counted = st.just((None, None)) | st.tuples(st.integers(1, 10**9), st.integers(-5, 10**9))
+counted = st.just((None, None, None)) | st.tuples(
+    st.integers(1, 10**9), st.integers(-5, 10**9), st.none() | st.integers(-86_399, 86_399)
+)
 keys = st.builds(
     lambda counter, dimension, subject, window, prefix: CountKey(
-        counter, dimension, subject, window[0], window[1], prefix
+        counter, dimension, subject, window[0], window[1], prefix, window[2]
     ),
     *(texts, texts, texts, counted, st.just("") | texts),
 )
@@ -27,6 +29,8 @@ keys = st.builds(
         (CountKey("a,b", "mail", "ada@example.org"), "a,b:mail:ada@example.org"),
         (CountKey("model", "tenant", "a:b{c}%*"), "model:tenant:a%3Ab%7Bc%7D%25%2A"),
         (CountKey("", "root_run", "7", 60, 5, "a/b:{c}"), "a%2Fb%3A%7Bc%7D/:root_run:7:60:5"),
+        (CountKey("a", "b", "c", 86_400, 1_767_225_600, "", 0), "a:b:c:86400:1767225600+0"),
+        (CountKey("a", "b", "c", 90_000, -9, "x", -3_600), "x/a:b:c:90000:-9-3600"),
         (CountKey("model", "tenant", "é\ud800"), "model:tenant:%C3%A9%ED%A0%80"),
         (CountKey("a", "b", "x" * 64), f"a:b:{'x' * 64}"),
     ],
@@ -65,6 +69,7 @@ def test_no_key() -> None:
     for text in (
         *("", "search", "search:user_id", "search:user_id:ada:86400"),
         *(f"search:user_id:ada:{end}" for end in ("86400:1:1", "0:1", "-5:1", "86400:x")),
+        *(f"search:user_id:ada:86400:1{end}" for end in ("+", "-0", "+00", "+123456")),
         *(f"search:user_id:ada:86400:{end}" for end in ("01", "-0", "\u0661")),
         *(f"search:user_id:{end}" for end in ("a b", "é", "%", "%zz", "%3a", "%FF", "ada\n", "*")),
         *(f"{start}/search:user_id:ada" for start in ("", "a/b", "a:b", "a b")),
@@ -101,3 +106,5 @@ def test_wrong_window() -> None:
     for seconds, index in ((None, 1), (60, None), (0, 1)):
         with pytest.raises(ValueError, match="window"):
             CountKey("search", "user_id", "ada", seconds, index)
+    with pytest.raises(ValueError, match="offset must be"):
+        CountKey.parse("search:user_id:ada:86400:1+86400")

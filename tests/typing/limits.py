@@ -33,6 +33,7 @@ from langchain_quota.errors import UnknownPriceError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
+from langchain_quota.windows import CalendarWindow
 
 
 @dataclass
@@ -135,10 +136,12 @@ quotas = [
     Quota(5, per=tenant, name="tenant"),
     Quota(5, per=looked_up, name="account"),
     Quota(20, window="7d"),
+    Quota(500, per="user_id", window="month", tz="Europe/Berlin", starts=15),
+    Quota(5, window="week", starts="monday 09:00"),
 ]
 ToolCallLimit("email", quotas=quotas)
 ModelCallLimit(quotas=tuple(quotas))
-assert_type(quotas[0].lasts, timedelta | None)
+assert_type(quotas[0].lasts, timedelta | CalendarWindow | None)
 assert_type(quotas[0].name, str)
 
 
@@ -223,6 +226,7 @@ ToolCallLimit("search", run_limit=lambda state: 3)  # type: ignore[arg-type,misc
 ToolCallLimit("search", quotas=5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Quota(None)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Quota(5, "user_id")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+Quota(5, window="day", tz=1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Quota(5, per="user_id", window=3600)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 one.run_limit = 4  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 create_agent(model, middleware=[QuotaMiddleware[Caller](limits)], context_schema=CallerDict)  # type: ignore[misc]  # pyright: ignore[reportCallIssue,reportArgumentType]

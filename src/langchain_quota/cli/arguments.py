@@ -120,10 +120,12 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     add("--by", metavar="NAME", help="who grants it (default: the system's user)")
     add("--id", help="the grant's id: a second grant with the same key and id adds nothing")
     text = (
-        f"the quota's window, such as 1d, or {NO_WINDOW}: needed if no call has been counted in "
-        "it yet"
+        f"the quota's window, such as 1d or month, or {NO_WINDOW}: needed if no call has been "
+        "counted in it yet"
     )
     add("--window", type=_window, default=SUPPRESS, metavar="TIME", help=text)
+    add("--tz", metavar="ZONE", help="the time zone of the window hour, day, week or month")
+    add("--starts", help="when such a window starts, as in Quota")
     revoke = actions.add_parser("revoke", parents=[one], help="end a grant now")
     revoke.add_argument("--id", required=True, help="the grant's id, as quotas grants prints it")
     actions.add_parser("grants", parents=[several], help="print what is granted, and why")
@@ -165,8 +167,8 @@ def _duration(text: str) -> timedelta:
     return given
 
 
-def _window(text: str) -> timedelta | None:
-    return None if text == NO_WINDOW else _duration(text)
+def _window(text: str) -> str | None:
+    return None if text == NO_WINDOW else text
 
 
 def _address(text: str) -> str:

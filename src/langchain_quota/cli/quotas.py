@@ -25,6 +25,7 @@ from langchain_quota.stores.redis import RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 from langchain_quota.stores.scripted import PREFIX
 from langchain_quota.units import PER_BASE_UNIT, shown
+from langchain_quota.windows import checked
 
 _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
 _TIMEOUT = 10.0
@@ -95,11 +96,12 @@ def _row(use: QuotaUsage) -> tuple[str, ...]:
         names = (printable(use.key), "-", "-")
     unit = UNITS.get(names[0], "calls")
     limit = "-" if use.limit is None else shown(use.limit + use.granted, unit)
-    return (*names, shown(use.used, unit), limit, _when(use.expires_at))
+    return (*names, shown(use.used, unit), limit, _when(use.expires_at, use.key))
 
 
 def _grant(store: RedisStore, arguments: Namespace) -> int:
-    key, window = arguments.key, vars(arguments).get("window")
+    key = arguments.key
+    window = checked(vars(arguments).get("window"), arguments.tz, arguments.starts)
     if "window" not in arguments and _base(key) == key:
         key = _key_now(store, key)
     text, unit = arguments.amount, unit_of(key)
@@ -145,7 +147,7 @@ def _grants(store: RedisStore, arguments: Namespace) -> int:
         (
             printable(each.key),
             shown(each.amount, each.unit),
-            _when(each.ends),
+            _when(each.ends, each.key),
             *(repr(each.by), repr(each.reason), printable(each.id)),
         )
         for each in sorted(found.values(), key=lambda grant: (grant.key, grant.given_at))
@@ -191,16 +193,22 @@ def _glob(text: str) -> str:
 def _line(grant: Grant) -> str:
     amount = shown(grant.amount, grant.unit) + (" calls" if grant.unit == "calls" else "")
     key, name = printable(grant.key), printable(grant.id)
-    return f"{amount} under {key} until {_when(grant.ends)}, id {name}"
+    return f"{amount} under {key} until {_when(grant.ends, grant.key)}, id {name}"
 
 
-def _when(seconds: float | None) -> str:
+def _when(seconds: float | None, key: str) -> str:
+    """A time in UTC, and before that in the zone of a key's window, if it has another one."""
     if seconds is None:
         return "reset"
     try:
-        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        moment = datetime.fromtimestamp(seconds, UTC)
     except (OSError, OverflowError, ValueError):
         return "the end of time"
+    utc = f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+    with suppress(ValueError):  # another program's key
+        local = moment.astimezone((CountKey.parse(key).resets_at or moment).tzinfo)
+        return f"{local.isoformat(' ', 'seconds')} ({utc})" if local.utcoffset() else utc
+    return utc
 
 
 class _Audit(logging.Handler):

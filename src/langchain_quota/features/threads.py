@@ -22,6 +22,7 @@ from langchain_quota.state import LEDGER, UNUSED
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import CountKey, prefix_in
 from langchain_quota.units import Dollars
+from langchain_quota.windows import CalendarWindow
 
 _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
 
@@ -168,7 +169,7 @@ def _is(node: str, hook: str) -> bool:
     return node == hook or node.endswith(f".{hook}")
 
 
-def _windows(limit: Limit) -> list[timedelta | None]:
+def _windows(limit: Limit) -> list[timedelta | CalendarWindow | None]:
     """The windows in which a store counts what a thread uses of a limit; `None` for no window."""
     in_all = [] if limit.thread_limit is None else [None]
     return [*in_all, *(each.lasts for each in limit.quotas if each.per == THREAD)]

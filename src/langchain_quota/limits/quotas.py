@@ -7,15 +7,10 @@ from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
-from langchain_quota.arguments import (
-    NoHook,
-    check_count,
-    check_function,
-    check_type,
-    checked_window,
-)
+from langchain_quota.arguments import NoHook, check_count, check_function, check_type
 from langchain_quota.decision import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.units import Dollars, Time, checked_microdollars, duration
+from langchain_quota.windows import CalendarWindow, checked
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
 _RESERVED = (RUN, STORE, AT_ONCE, "none")
@@ -45,7 +40,15 @@ class Quota:
             `timedelta` of whole seconds, from 1. Windows are fixed and aligned to the Unix epoch in
             UTC: a window of a day begins at midnight UTC, one of a week on a Thursday. So around
             the start of a window, up to twice the limit can run in a short time. `None`: the count
-            lasts until it is reset. A quota per `"root_run"` has no window.
+            lasts until it is reset. A quota per `"root_run"` has no window. Or `"hour"`, `"day"`,
+            `"week"` or `"month"`: those of the calendar.
+        tz: The time zone of a window of the calendar: an IANA name, such as `"Europe/Berlin"`. By
+            default UTC.
+        starts: When such a window starts: of a day the time, `"09:00"`; of a week the day,
+            `"monday"` or `"monday 09:00"`; of a month the day, `15` or `"15 09:00"`. In a month
+            without this day it is the last one. By default a day starts at midnight, a week on
+            Monday, a month on the 1st. If the clock skips a start, the window begins when the clock
+            is set forward. Of a start that comes twice, the first counts.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
             A function needs a name. Two quotas of one limit need different names. A name must not
             be `"run"`, `"store"`, `"at_once"` or `"none"`. It may be `"thread"`, `"agent"`,
@@ -67,9 +70,11 @@ class Quota:
     _: KW_ONLY
     per: "str | Callable[[Any, Any], object]" = THREAD
     window: timedelta | str | None = field(default=None, compare=False)
+    tz: str | None = field(default=None, compare=False)
+    starts: str | int | None = field(default=None, compare=False)
     name: str = ""
-    lasts: timedelta | None = field(init=False, repr=False)
-    """The window as a `timedelta`."""
+    lasts: timedelta | CalendarWindow | None = field(init=False, repr=False)
+    """The window as a `timedelta`, or as one of the calendar."""
     # Without a type: it is no field.
     wrap_tool_call = NoHook("ToolCallLimit(quotas=[{}(…)])")
 
@@ -78,7 +83,7 @@ class Quota:
         check_function("limit", self.limit, "state", "runtime")
         check_type("per", self.per, str | Callable, "a string or a function")
         check_function("per", self.per, "state", "runtime")
-        object.__setattr__(self, "lasts", checked_window(self.window))
+        object.__setattr__(self, "lasts", checked(self.window, self.tz, self.starts))
         if self.window is not None and self.per == ROOT_RUN:
             raise ValueError(
                 f"window={self.window!r} cannot be used with per={ROOT_RUN!r}: a run's count ends "

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
-from langchain_quota.arguments import check_type, checked_window
+from langchain_quota.arguments import check_type
 from langchain_quota.concurrency import Form
 from langchain_quota.concurrency import now as at_once
 from langchain_quota.limits.options import UNITS, whole_amount
@@ -16,6 +16,7 @@ from langchain_quota.stores import window_end
 from langchain_quota.stores.common import idle_time
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.units import UNIT_LABELS, Dollars, Time, Unit, in_base_unit, shown
+from langchain_quota.windows import CalendarWindow, checked
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""
@@ -82,7 +83,7 @@ class Granting(ABC):
         key: str,
         amount: Dollars | Time,
         *,
-        window: timedelta | str | None = None,
+        window: timedelta | str | CalendarWindow | None = None,
         until: datetime | None = None,
         reason: str = "",
         by: str = "",
@@ -97,7 +98,7 @@ class Granting(ABC):
         Args:
             key: The count's key, as `QuotaUsage` has it.
             amount: How much more, above 0, as the key counts: calls, tokens, dollars or a time.
-            window: The length of the quota's windows, if `key` is given without its window: then
+            window: The quota's window, such as `quota.lasts`, if `key` is given without it: then
                 the present window is meant.
             until: When the grant ends, with a time zone; stores count whole seconds, and round
                 down. `None`: at the end of the window. If the
@@ -123,7 +124,7 @@ class Granting(ABC):
         key: str,
         amount: Dollars | Time,
         *,
-        window: timedelta | str | None = None,
+        window: timedelta | str | CalendarWindow | None = None,
         until: datetime | None = None,
         reason: str = "",
         by: str = "",
@@ -169,7 +170,7 @@ class Granting(ABC):
         self,
         key: object,
         amount: object,
-        window: timedelta | str | None,
+        window: timedelta | str | CalendarWindow | None,
         *,
         until: Any,
         reason: object,
@@ -193,7 +194,7 @@ class Granting(ABC):
         last = math.ceil(now) + idle_time(counted, self._idle)
         return replace(asked, until=in_utc(min(ends, default=last)))
 
-    def _counted(self, text: str, window: timedelta | str | None) -> str:
+    def _counted(self, text: str, window: timedelta | str | CalendarWindow | None) -> str:
         """The key of a count; if a window is given, of the present one."""
         try:
             key = CountKey.parse(text)
@@ -206,7 +207,7 @@ class Granting(ABC):
             return text
         if key.window is not None:
             raise ValueError(f"key has a window, so window must be None: {text!r}")
-        values = key.counter, key.dimension, key.subject, checked_window(window)
+        values = key.counter, key.dimension, key.subject, checked(window)
         return str(CountKey.at(*values, self._now(), prefix=key.prefix))
 
     @abstractmethod

@@ -4,13 +4,14 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 from urllib.parse import quote, unquote
 
 from langchain_quota.arguments import check_type
+from langchain_quota.windows import CalendarWindow, around
 
 MAX_LENGTH = 64
 """The longest value that a key has unchanged, in characters after encoding."""
@@ -24,7 +25,8 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VALUE = r"((?:[A-Za-z0-9_.~,@-]|%[0-9A-F]{2})*)"
 _FIRST = _VALUE.replace("*)", "+)")
 _TEXT = re.compile(
-    rf"(?:{_FIRST}/)?{_VALUE}:{_VALUE}:{_VALUE}(?::([1-9][0-9]*):(0|-?[1-9][0-9]*))?"
+    rf"(?:{_FIRST}/)?{_VALUE}:{_VALUE}:{_VALUE}"
+    r"(?::([1-9][0-9]*):(0|-?[1-9][0-9]*)(\+0|[+-][1-9][0-9]{0,4})?)?"
 )
 
 
@@ -46,15 +48,18 @@ class CountKey:
     window: int | None = None
     """The length of the windows, in seconds; `None` for a count without windows."""
     index: int | None = None
-    """The number of the window, from the Unix epoch."""
+    """The number of the window, from the Unix epoch; its end, if it has an offset."""
     prefix: str = ""
     """The prefix, in a store whose prefix is a function."""
+    offset: int | None = None
+    """Of a window of the calendar: how many seconds its zone is ahead of UTC at its end."""
 
     def __post_init__(self) -> None:
         if (self.window is None) != (self.index is None):
             raise ValueError(f"window={self.window!r} cannot be used with index={self.index!r}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be 1 or more, not {self.window!r}")
+        timezone(timedelta(seconds=self.offset or 0))  # else it is too large
 
     @classmethod
     def at(  # noqa: PLR0913 - the parts of a key
@@ -62,7 +67,7 @@ class CountKey:
         counter: str,
         dimension: str,
         subject: str,
-        window: timedelta | None,
+        window: timedelta | CalendarWindow | None,
         now: float,
         *,
         prefix: str = "",
@@ -70,6 +75,9 @@ class CountKey:
         """The key of a count at a moment."""
         if window is None:
             return cls(counter, dimension, subject, prefix=prefix)
+        if isinstance(window, CalendarWindow):
+            start, end, offset = around(window, int(now // 1))
+            return cls(counter, dimension, subject, end - start, end, prefix, offset)
         seconds, rest = divmod(window, timedelta(seconds=1))
         if rest or seconds < 1:
             raise ValueError(f"window must be whole seconds, from 1, not {window!r}")
@@ -81,7 +89,7 @@ class CountKey:
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(f"not the key of a count: {text!r}")
-        *values, window, index = match.groups()
+        *values, window, index, east = match.groups()
         try:
             prefix, counter, dimension, subject = (
                 unquote(each or "", errors="surrogatepass") for each in values
@@ -90,22 +98,26 @@ class CountKey:
             raise ValueError(f"not the key of a count: {text!r}") from error
         if window is None:
             return cls(counter, dimension, subject, prefix=prefix)
-        return cls(counter, dimension, subject, int(window), int(index), prefix)
+        numbers = int(window), int(index), prefix, int(east) if east else None
+        return cls(counter, dimension, subject, *numbers)
 
     @property
     def ends(self) -> int | None:
         """When the window ends, in seconds since the Unix epoch."""
         if self.window is None or self.index is None:
             return None
+        if self.offset is not None:
+            return self.index
         return (self.index + 1) * self.window
 
     @property
     def resets_at(self) -> datetime | None:
-        """When the window ends, in UTC; `None` for a count that lasts until it is reset."""
+        """When the window ends, in its zone; `None` for a count that lasts until it is reset."""
         if self.ends is None:
             return None
         try:
-            return _EPOCH + timedelta(seconds=self.ends)
+            at = _EPOCH + timedelta(seconds=self.ends)
+            return at.astimezone(timezone(timedelta(seconds=self.offset))) if self.offset else at
         except OverflowError:
             return datetime.max.replace(tzinfo=UTC)
 
@@ -113,7 +125,8 @@ class CountKey:
         values = [self.counter, self.dimension, self.subject]
         if not _PLAIN.fullmatch(":".join(values)):
             values = [*map(_encoded, values)]
-        numbers = [] if self.window is None else [str(self.window), str(self.index)]
+        offset = "" if self.offset is None else f"{self.offset:+d}"
+        numbers = [] if self.window is None else [str(self.window), f"{self.index}{offset}"]
         text = ":".join([*values, *numbers])
         return f"{_encoded(self.prefix)}/{text}" if self.prefix else text
 

@@ -1,6 +1,7 @@
 """The log lines."""
 
 import logging
+from datetime import UTC
 from typing import Any
 
 from langchain_quota.decision import AT_ONCE, STORE, LimitStatus, Scope
@@ -30,7 +31,7 @@ def noticed(told: Judged) -> None:
         else:
             event = "refused" if status.enforced else "would refuse"
             resets = status.resets_at
-            when = None if resets is None else resets.isoformat()
+            when = None if resets is None else resets.astimezone(UTC).isoformat()
             subject = told.subjects.get((status.limit, scope))
             _log(logging.DEBUG, event, told, status, scope, resets_at=when, subject=subject)
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from datetime import UTC
 from typing import Literal
 
 from opentelemetry import trace
@@ -132,7 +133,7 @@ class Tracing:
         if decision.answer is not None:
             _add_answer(attributes, decision.answer, leading)
         if decision.outcome is Outcome.BLOCKED and decision.resets_at is not None:
-            attributes[RESETS_AT] = decision.resets_at.isoformat()
+            attributes[RESETS_AT] = decision.resets_at.astimezone(UTC).isoformat()
         if error is not None:
             attributes[ERROR_TYPE] = label(type(error).__qualname__)
         return attributes

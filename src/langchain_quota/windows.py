@@ -1,0 +1,107 @@
+"""Windows of the calendar in a time zone: hours, days, weeks and months."""
+
+import re
+from bisect import bisect_left
+from calendar import monthrange
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta, tzinfo
+from functools import cache, lru_cache
+from zoneinfo import ZoneInfo
+
+from langchain_quota.arguments import check_type, checked_window
+
+_WEEK = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+CALENDAR = {"hour": (), "day": ("",), "week": _WEEK, "month": tuple(map(str, range(1, 32)))}
+"""The windows of the calendar, and the days on which they may start."""
+_STARTS = {"hour": "None", "day": '"09:00"', "week": '"monday 09:00"', "month": '15 or "15 09:00"'}
+_CLOCK = re.compile("(?:[01][0-9]|2[0-3]):[0-5][0-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class CalendarWindow:
+    """Hours, days, weeks or months by the clock of a zone; each ends where the next begins."""
+
+    unit: str
+    tz: str
+    day: int = 0  # of the week or month, from 0
+    at: time = time()
+
+    def near(self, here: datetime) -> Iterator[datetime]:
+        """By the zone's clock, the starts of some windows before and after a time."""
+        # A clock is set back by three hours at most.
+        for n in range(-4, 4):
+            if self.unit == "hour":
+                yield here.replace(minute=0, second=0, microsecond=0) + timedelta(hours=n)
+            elif self.unit == "month":
+                year, month = divmod(here.year * 12 + here.month - 1 + n, 12)
+                last = monthrange(year, month + 1)[1]
+                yield datetime.combine(date(year, month + 1, min(self.day + 1, last)), self.at)
+            else:
+                days = 7 if self.unit == "week" else 1
+                since = (here.weekday() - self.day) % days
+                yield datetime.combine(here.date() + timedelta(days=n * days - since), self.at)
+
+
+def checked(
+    window: object, tz: object = None, starts: object = None
+) -> timedelta | CalendarWindow | None:
+    """The window that arguments name; `None` for none."""
+    if isinstance(window, CalendarWindow):
+        return window
+    if not isinstance(window, str) or window not in CALENDAR:
+        if tz is not None or starts is not None:
+            given = f"starts={starts!r}" if tz is None else f"tz={tz!r}"
+            raise ValueError(f"{given} needs a window of {', '.join(CALENDAR)}, not {window!r}")
+        return checked_window(window)
+    check_type("tz", tz, str | None, 'a string, such as "Europe/Berlin", or None')
+    name = "UTC" if tz is None else str(tz)
+    try:
+        _zone(name)
+    except (KeyError, OSError, ValueError) as error:
+        raise ValueError(
+            f'tz must be the name of a time zone, such as "Europe/Berlin", not {name!r}. If this '
+            "system has no time zones, install the package tzdata"
+        ) from error
+    return CalendarWindow(window, name, *_checked_start(window, starts))
+
+
+def _checked_start(unit: str, starts: object) -> tuple[int, time]:
+    """The day on which windows start, from 0, and the time."""
+    if starts is None:
+        return 0, time()
+    day, space, clock = f"{' ' * (unit == 'day')}{starts}".partition(" ")
+    if day not in CALENDAR[unit] or (space and not _CLOCK.fullmatch(clock)):
+        raise ValueError(f"starts={starts!r} does not fit window={unit!r}: write {_STARTS[unit]}")
+    return CALENDAR[unit].index(day), time.fromisoformat(clock or "00:00")
+
+
+@cache  # to read it again would block the event loop
+def _zone(name: str) -> tzinfo:
+    return UTC if name == "UTC" else ZoneInfo(name)
+
+
+@lru_cache(maxsize=256)
+def around(window: CalendarWindow, now: int) -> tuple[int, int, int]:
+    """The start and the end of the window at a moment, and the zone's offset at its end."""
+    zone = _zone(window.tz)
+    times = 2 if window.unit == "hour" else 1  # an hour that comes twice is two windows
+    near = window.near(_shown(now, zone))
+    starts = [at for each in near for at in _moments(each, zone)[:times]]
+    end = min(each for each in starts if each > now)
+    offset = datetime.fromtimestamp(end, zone).utcoffset() or timedelta(0)
+    return max(each for each in starts if each <= now), end, round(offset.total_seconds())
+
+
+def _shown(now: int, zone: tzinfo) -> datetime:
+    return datetime.fromtimestamp(now, zone).replace(tzinfo=None, fold=0)
+
+
+def _moments(local: datetime, zone: tzinfo) -> tuple[int, int]:
+    """When a zone's clock first shows a time, or skips it; and when again, if it does."""
+    first, again = (int(local.replace(tzinfo=zone, fold=fold).timestamp()) for fold in (0, 1))
+    if first > again:  # the clock skips it: when?
+        first = again + bisect_left(
+            range(again, first), True, key=lambda now: _shown(now, zone) >= local
+        )
+    return first, max(first, again)

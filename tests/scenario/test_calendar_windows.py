@@ -1,0 +1,131 @@
+"""Quotas in windows of the calendar: until when a count holds in a zone, and how that is told."""
+
+from datetime import UTC, datetime
+from typing import Any
+from zoneinfo import ZoneInfo, available_timezones
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+from langchain_quota import Quota, ToolCallLimit
+from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.testing import captured_decisions
+from tests.forked import run_python, without
+from tests.scene import ANN, Scene, asking, texts
+from tests.stores import Clock, counts
+from tests.telemetry import Signals, attributes
+
+BERLIN, HAVANA, KOLKATA = "Europe/Berlin", "America/Havana", "Asia/Kolkata"
+
+
+def at(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def scene_of(signals: Signals, store: MemoryStore, *quotas: Quota) -> Scene:
+    limit = ToolCallLimit("search", quotas=quotas)
+    return Scene(signals, asking("search"), [limit], store=store, context=ANN)
+
+
+@pytest.mark.parametrize(
+    ("of", "now", "told"),
+    [
+        (("hour", None, None), "2026-06-01T10:10Z", "2026-06-01T11:00:00Z"),
+        (("hour", KOLKATA, None), "2026-06-01T10:10Z", "2026-06-01T16:00:00+05:30"),
+        # The hour from 2:00 comes twice, and is two windows.
+        (("hour", BERLIN, None), "2026-10-25T00:10Z", "2026-10-25T02:00:00+01:00"),
+        (("day", None, None), "2028-02-28T00:00Z", "2028-02-29T00:00:00Z"),
+        (("day", None, "09:00"), "2026-06-01T08:59:59Z", "2026-06-01T09:00:00Z"),
+        # Days of 23 and of 25 hours.
+        (("day", BERLIN, None), "2026-03-28T23:00Z", "2026-03-30T00:00:00+02:00"),
+        (("day", BERLIN, None), "2026-10-24T22:00Z", "2026-10-26T00:00:00+01:00"),
+        # Starts that the clock skips, and one that comes twice.
+        (("day", BERLIN, "02:30"), "2026-03-28T12:00Z", "2026-03-29T03:00:00+02:00"),
+        (("day", HAVANA, None), "2026-03-07T12:00Z", "2026-03-08T01:00:00-04:00"),
+        (("day", BERLIN, "02:30"), "2026-10-24T12:00Z", "2026-10-25T02:30:00+02:00"),
+        (("week", None, None), "2026-11-23T00:00Z", "2026-11-30T00:00:00Z"),
+        (("week", BERLIN, "friday 18:00"), "2026-03-27T17:00Z", "2026-04-03T18:00:00+02:00"),
+        (("month", None, None), "2028-02-01T00:00Z", "2028-03-01T00:00:00Z"),
+        (("month", BERLIN, None), "2026-12-31T22:59:59Z", "2027-01-01T00:00:00+01:00"),
+        (("month", BERLIN, "15 09:00"), "2026-12-15T08:00Z", "2027-01-15T09:00:00+01:00"),
+        (("month", None, 31), "2026-01-31T00:00Z", "2026-02-28T00:00:00Z"),
+        (("month", None, 31), "2028-02-01T00:00Z", "2028-02-29T00:00:00Z"),
+        (("month", BERLIN, 31), "2026-02-28T00:00Z", "2026-03-31T00:00:00+02:00"),
+    ],
+)
+async def test_until_when_a_count_holds(
+    of: tuple[Any, ...], now: str, told: str, signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It holds up to the second that is told, in the zone and in UTC; then the next one begins."""
+    caplog.set_level("DEBUG")
+    ends, clock = at(told), Clock(at(now))
+    utc = f"{datetime.fromtimestamp(ends, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    store = MemoryStore(clock=clock)
+    quota = Quota(1, per="user_id", window=of[0], tz=of[1], starts=of[2])
+    scene = scene_of(signals, store, quota)
+    await scene.play()
+    clock.now = ends - 1
+    with captured_decisions() as decisions:
+        result = await scene.play()
+    said = told if told == utc else f"{told} ({utc})"
+    assert texts(result)[-1].endswith(f" It resets at {said}.")
+    decided = [each.resets_at.isoformat() for each in decisions if each.resets_at]
+    assert decided == [told.replace("Z", "+00:00")]
+    spans = map(attributes, signals.judged())
+    in_utc = [
+        *(each["resets_at"] for each in spans if "resets_at" in each),
+        *(each.quota_resets_at for each in caplog.records if hasattr(each, "quota_resets_at")),
+    ]
+    assert in_utc == [utc.replace("Z", "+00:00")] * 2
+    clock.now = ends
+    await scene.play()
+    assert scene.ran == ["search"] * 2
+    assert list(counts(store).values()) == [1, 1]
+
+
+async def test_many_zones(signals: Signals) -> None:
+    """A run reads no zone from the disk: its limits have done so."""
+    zones = [each for each in sorted(available_timezones()) if each.startswith("Africa/")]
+    quotas = [
+        Quota(9, window="day", tz=each, name=f"of_{index:c}")
+        for index, each in enumerate(zones[:20], start=ord("a"))
+    ]
+    scene = scene_of(signals, MemoryStore(), *quotas)
+    ZoneInfo.clear_cache()
+    with blockbuster_ctx():
+        await scene.play()
+    assert scene.ran == ["search"]
+
+
+def test_a_system_without_zones() -> None:
+    """UTC is always known; of another zone the error says what to install."""
+    program = (
+        "import zoneinfo; zoneinfo.reset_tzpath([])\n"
+        "from langchain_quota import Quota\n"
+        "Quota(5, window='day')\n"
+        "Quota(5, window='day', tz='Europe/Berlin')\n"
+    )
+    done = run_python(without("tzdata") + program)
+    assert done.stderr.splitlines()[-1] == (
+        'ValueError: tz must be the name of a time zone, such as "Europe/Berlin", not '
+        "'Europe/Berlin'. If this system has no time zones, install the package tzdata"
+    )
+
+
+async def test_windows_that_end_together(signals: Signals) -> None:
+    """Windows that end together share no count if they began at other times, else they do."""
+    store = MemoryStore(clock=Clock(at("2026-02-27T23:30+01:00")))
+    months: Any = [(BERLIN, 28), (BERLIN, 29), (BERLIN, "30"), (BERLIN, 30), ("Europe/Vienna", 30)]
+    for window, tz, starts in (
+        *(("hour", BERLIN, None), ("day", BERLIN, None), ("1d", None, None)),
+        *(("month", *each) for each in months),
+    ):
+        quota = Quota(9, per="user_id", window=window, tz=tz, starts=starts)
+        await scene_of(signals, store, quota).play()
+    ends = f"{at('2026-02-28T00:00+01:00'):.0f}+3600"
+    days = {1 / 24: 1, 1: 1, 31: 1, 30: 1, 29: 3}
+    start = "search:user_id:ann"
+    assert counts(store) == {
+        **{f"{start}:{length * 86_400:.0f}:{ends}": used for length, used in days.items()},
+        f"{start}:86400:{at('2026-02-27T00:00Z') // 86_400:.0f}": 1,
+    }
