@@ -102,14 +102,17 @@ def _at_limits() -> StatPanel:
         "job_agent_limit:langchain_quota_threads_exhausted:count", ask.AGENT, ask.LIMIT
     )
     customers = f"group by (job, agent, scope, subject) ({ask.ratio(_LABELLED)} >= 1)"
+    waiting = ask.select("langchain_quota_waiting_calls", ask.AGENT, ask.LIMIT)
     return show.stat(
         show.Place(43, 3, 7),
         "At their limits",
         "How many threads and customers have nothing left of a limit: their next call is refused. "
-        "Of several limits of an agent, the one that most threads have used up counts.",
+        "Of several limits of an agent, the one that most threads have used up counts. Also how "
+        "many calls wait now, for room in a quota or for other calls to end.",
         [
             show.Query(_or_zero(f"sum(max by (job, agent) ({threads}))"), "threads"),
             show.Query(_or_zero(f"count({customers})"), "customers"),
+            show.Query(_or_zero(f"sum({waiting})"), "waiting"),
         ],
         unit=COUNT,
         steps=((None, OK), (1, settings.WARNING)),

@@ -147,6 +147,7 @@ class AcquireResult:
         replayed: Whether the request was answered before, and is not charged again.
         granted: What grants added to the thresholds over counts, by name; without zeros.
         newly_granted: The part of `granted` by which no call has been judged before.
+        empty_in: In how many microseconds each count that drains is 0, by name; before the batch.
     """
 
     used: Mapping[str, int]
@@ -156,6 +157,7 @@ class AcquireResult:
     replayed: bool = False
     granted: Mapping[str, int] = field(default_factory=dict)
     newly_granted: Mapping[str, int] = field(default_factory=dict)
+    empty_in: Mapping[str, int] = field(default_factory=dict)
 
     def charged(self, hits: Iterable[Hits]) -> dict[str, int]:
         """What is added to each count.

@@ -158,6 +158,17 @@ def checked_window(value: object) -> timedelta | None:
     return cast("timedelta | None", window)
 
 
+def checked_wait(value: object) -> float:
+    """How long a call waits, in seconds, given as a number or as a `timedelta`."""
+    if isinstance(value, bool) or not isinstance(value, int | float | timedelta):
+        raise TypeError(f"wait must be a number of seconds, or a timedelta, not {value!r}")
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    # No comparison is true of what is not a number.
+    if not 0 <= seconds <= timedelta.max.total_seconds():
+        raise ValueError(f"wait must be 0 or more seconds, and finite, not {value!r}")
+    return seconds
+
+
 def check_share(argument: str, value: Any) -> None:
     """Check that a value is a share above 0 and at most 1."""
     check_type(argument, value, int | float, "a number")

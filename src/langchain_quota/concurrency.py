@@ -1,7 +1,9 @@
 """One body for the sync and the async form of a method, and locks that outlive a fork."""
 
+import asyncio
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from threading import Lock
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -39,6 +41,14 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
         return given
     coroutine.close()
     raise RuntimeError("the sync form of a method waits for an event loop: call the async form")
+
+
+async def wait_for(form: Form, seconds: float) -> None:
+    """Wait for some seconds, in the event loop or in this thread."""
+    if form:
+        await asyncio.sleep(seconds)
+    else:
+        time.sleep(seconds)  # noqa: ASYNC251 - in the sync form
 
 
 def forms(

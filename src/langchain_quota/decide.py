@@ -69,6 +69,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
                 each.most or 0,
                 each.resets_at,
                 each.per,
+                smooth=bool(each.spacing),
             )
             for each in of_quotas
         )

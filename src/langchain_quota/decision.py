@@ -93,9 +93,11 @@ class QuotaStatus:
         before: The count before the call, in the limit's unit.
         used: The count after the call.
         limit: The quota's number.
-        resets_at: When its window ends, in its zone; `None` if it lasts until it is reset.
+        resets_at: When its window ends, in its zone; `None` if it lasts until it is reset. If it
+            is smooth: when the next call fits.
         per: What the quota counts by: `"thread"`, `"agent"`, `"global"`, or a name in
             `runtime.context`. If `per` is a function, the quota's name.
+        smooth: Whether its count falls evenly; then `limit` is the quota's burst.
 
     Examples:
         >>> from langchain_quota.decision import QuotaStatus
@@ -111,6 +113,7 @@ class QuotaStatus:
     limit: int
     resets_at: datetime | None = None
     per: str = ""
+    smooth: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +266,12 @@ class LimitStatus:
         numbers: list[tuple[Scope, int, int, int | None]] = [
             (THREAD, self.thread_before, self.thread_used, self.thread_limit),
             (RUN, self.run_before, self.run_used, self.run_limit),
-            *((each.scope, each.before, each.used, each.limit) for each in self.quotas),
+            # The count of a smooth quota comes and goes with each call.
+            *(
+                (each.scope, each.before, each.used, each.limit)
+                for each in self.quotas
+                if not each.smooth
+            ),
         ]
         for scope, before, used, limit in numbers:
             if limit is None:
@@ -310,6 +318,7 @@ class Decision:
         outcome: What was decided.
         limits: One status for each limit that matches the call, in the order of the limits.
         answer: What a person answered before the decision, if one was asked.
+        waited: How long the call waited for room in a quota before, in seconds.
 
     Examples:
         >>> from langchain_quota import Decision, ModelCallLimit, QuotaMiddleware
@@ -331,6 +340,7 @@ class Decision:
     outcome: Outcome
     limits: tuple[LimitStatus, ...] = ()
     answer: Answer | None = None
+    waited: float = 0.0
 
     @property
     def refused_by(self) -> tuple[LimitStatus, ...]:

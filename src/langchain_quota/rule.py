@@ -32,6 +32,8 @@ class Check(NamedTuple):
     per: str = ""
     subject: str = ""
     resets_at: datetime | None = None
+    # Of a smooth quota: microseconds between calls.
+    spacing: int = 0
 
     @property
     def needs(self) -> int:

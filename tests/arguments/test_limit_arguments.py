@@ -58,6 +58,8 @@ NO_NAMES = ("", "__all__", "__all__-calc", "a,b", ",")
 QUOTAS = "quotas must be a sequence of Quota, such as [Quota(5)], not"
 GIVES_UP = "give_up_after=3 needs exit_behavior='continue' and enforce=True"
 WAIT = "wait must be 0 or more seconds, and finite, not"
+DAILY = {"quotas": [Quota(3, per="user_id", window="1d")]}
+SMOOTH = Quota(3, per="user_id", window="1d", smooth=True)
 IN_DOLLARS: dict[str, Any] = {"quotas": [Quota("1.50", per="global")]}
 KEEP, AMOUNTS = {"keep": 1}, (*NUMBERS, "reserve", "keep")
 WHOLE = "must be a whole number or None, not"
@@ -94,6 +96,23 @@ OF_BOTH: Rows = [
     (ValueError, "grant must be 0 or more, not -1", {**ASKS, "grant": -1}),
     *((TypeError, f"grant {WHOLE} {x}", {**ASKS, "grant": x}) for x in (2.0, True)),
     (ValueError, "Invalid exit_behavior: 'stop'. Choose", {**RUN, "exit_behavior": "stop"}),
+    (ValueError, "waited too long: write wait=30", {**RUN, "exit_behavior": "wait"}),
+    (ValueError, "wait=5 needs a quota with a window: Quota(60, window=", {**RUN, "wait": 5}),
+    (ValueError, "wait=5 needs a quota with a window", {**USERS, "wait": 5}),
+    *((ValueError, f"{WAIT} {x}", {**DAILY, "wait": x}) for x in (-1, math.inf, math.nan)),
+    *((TypeError, "wait must be a number of seconds", {**DAILY, "wait": x}) for x in ("5", True)),
+    (
+        ValueError,
+        "exit_behavior='ask' cannot be used with a smooth quota: use wait",
+        {"quotas": [SMOOTH], "exit_behavior": "ask"},
+    ),
+]
+OF_MODELS: Rows = [
+    (
+        ValueError,
+        "wait=5 cannot be used with exit_behavior='finalize'",
+        {**DAILY, "wait": 5, "exit_behavior": "finalize"},
+    ),
 ]
 OF_TOOLS: Rows = [
     (TypeError, ": write 'search'", {"tool_name": search}),
@@ -126,6 +145,12 @@ OF_BUDGETS: Rows = [
     (ValueError, "At least one limit must be specified", {}),
     (ValueError, "run_limit must be", {"run_limit": -1}),
     (ValueError, "reserve must be above 0", {**RUN, "reserve": 0}),
+    (
+        ValueError,
+        "wait=5 cannot be used with reserve=1: leave one out",
+        {**DAILY, "wait": 5, "reserve": 1},
+    ),
+    (ValueError, "quota 'user_id' is smooth, and counts", {"quotas": [SMOOTH]}),
     (ValueError, "keep must be above 0, not 0", {**LAST, "keep": 0}),
     (ValueError, "Invalid exit_behavior", {**RUN, "exit_behavior": "continue"}),
     (ValueError, "needs keep", LAST),
@@ -259,6 +284,12 @@ OF_QUOTAS: Rows = [
     ),
     (ValueError, "a run's count ends with the run", {"per": "root_run", "window": DAY}),
     (ValueError, "per must not be 'run', under which", {"per": "run", "name": "job"}),
+    (TypeError, "smooth must be True or False, not 1", {"smooth": 1}),
+    (ValueError, "smooth=True needs a window", {"smooth": True}),
+    (ValueError, "window='day' cannot be smooth", {"smooth": True, "window": "day"}),
+    (ValueError, "burst=2 needs smooth=True", {"burst": 2, "window": DAY}),
+    (ValueError, "burst must be 1 or more", {"burst": 0, "window": DAY, "smooth": True}),
+    (ValueError, "at most the limit, 5, not 6", {"burst": 6, "window": DAY, "smooth": True}),
 ]
 
 
@@ -267,7 +298,7 @@ OF_QUOTAS: Rows = [
     [
         (ToolCallLimit, OF_BOTH, {}),
         (ToolCallLimit, [(TypeError, "limit of quota 'global' must be", IN_DOLLARS)], {}),
-        (ModelCallLimit, OF_BOTH, {}),
+        (ModelCallLimit, OF_BOTH + OF_MODELS, {}),
         (ToolCallLimit, OF_TOOLS, {"run_limit": 9}),
         (ConcurrencyLimit, OF_CAPS, {"at_once": 2}),
         (TokenLimit, OF_BUDGETS + OF_TOKENS, {}),
@@ -318,6 +349,7 @@ def test_what_is_taken() -> None:
     named.append("fetch")
     assert (limit.tool_name, limit.run_limit, limit.thread_limit) == (("calc", "search"), 0, 10**30)
     assert ConcurrencyLimit(at_once=1).wait == 30
+    assert ModelCallLimit(quotas=[SMOOTH], wait=timedelta(minutes=1)).seconds == 60
     assert ConcurrencyLimit(at_once=1, wait=DAY).seconds == 86_400
     assert ModelCallLimit(thread_limit=3, run_limit=5).run_limit == 5  # as LangChain's
     assert ToolCallLimit(run_limit=5, exit_behavior="ask", grant=9).grant == 9

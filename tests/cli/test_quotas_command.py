@@ -79,6 +79,20 @@ def test_show(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out == "no counts\n"
 
 
+def test_a_smooth_quota(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is shown with its burst, is reset as any other, and takes no grant."""
+    key = str(CountKey.at("mail", "tenant", "", timedelta(days=1), 0, limit=24))
+    store.acquire(calls(key, 3, limit=4))
+    assert run("show", "--key", "mail:*") == 0
+    assert (
+        capsys.readouterr().out.splitlines()[1] == "mail     tenant  ''          3   4  it drains"
+    )
+    assert run("grant", "--key", key.rpartition(":")[0], "5", "--reason", "more") == 2
+    assert "a smooth quota takes no grants" in capsys.readouterr().err
+    assert run("reset", "--key", "mail:*", "--yes") == 0
+    assert [use.used for use in store.usages("mail:*")] == [0]
+
+
 async def test_budgets_have_units(
     run: Run, store: RedisStore, signals: Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,11 +135,13 @@ def detour(server: RedisServer, *, hold: bytes) -> Iterator[Detour]:
 
 @contextmanager
 def time_from(key: str) -> Iterator[None]:
-    """Have RedisStores of this process read the time, in seconds, from a key of their server."""
+    """Have RedisStores of this process read the time from keys of their server."""
     with pytest.MonkeyPatch.context() as patch:
         for name, script in _SCRIPTS.items():
             assert "redis.call('TIME')[1]" in script.text
             text = script.text.replace("redis.call('TIME')[1]", f"redis.call('GET', '{key}')")
+            micros = f"(redis.call('GET', '{key}:micros') or 0)"
+            text = text.replace("redis.call('TIME')[2]", micros)
             patch.setitem(SCRIPTS, name, Script.of(text.replace("'EX', ", "'EXAT', now + ")))
         yield
 
@@ -147,7 +149,7 @@ def time_from(key: str) -> Iterator[None]:
 def let_pass(client: redis.Redis, key: str, clock: Clock, seconds: float) -> None:
     """Move the time of `time_from`, and a clock; what ends meanwhile is gone, as Redis does it."""
     clock.now += seconds
-    client.set(key, int(clock.now))
+    client.mset({key: int(clock.now), f"{key}:micros": int(clock.now % 1 * 10**6)})
     for name in client.scan_iter(count=1000):
         if 0 <= client.expiretime(name) <= clock.now:
             client.delete(name)

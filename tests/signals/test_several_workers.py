@@ -57,6 +57,10 @@ async def take(steps: Sequence[Step]) -> None:
         scene.thread_id = thread
         if what == "reset":
             await scene.reset()
+        elif what == "wait":
+            with signals.recorder.waiting(None, thread):
+                if count:
+                    os.kill(os.getpid(), signal.SIGKILL)
         elif what == "kill":
             # Nobody asks a worker to write: it does so by itself, at most a second later.
             await asyncio.sleep(3)
@@ -124,6 +128,14 @@ def shown(text: str) -> Samples:
                 labels = tuple(value for _, value in sorted(each.labels.items()))
                 found.setdefault(each.name, {})[labels] = each.value
     return found
+
+
+def test_who_has_died_waits_no_longer(tmp_path: Path) -> None:
+    """Calls that wait now are shown of processes that live."""
+    steps = (PARENT, "", 0), ("wait", "searches", 0)
+    found = worked(tmp_path, (0, [("wait", "searches", 1)]), (0, steps))[0]
+    assert shown(found).get("langchain_quota_waiting_calls", {}) == {}
+    assert 'langchain_quota_waiting_calls{agent="unnamed"' in found
 
 
 OF_T1 = ("unnamed", "searches", "t1")

@@ -4,6 +4,7 @@ Which calls are admitted, and what is charged, is compared on random requests in
 """
 
 import asyncio
+import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from langchain_core.rate_limiters import BaseRateLimiter
 
 from langchain_quota.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
 from langchain_quota.errors import QuotaStoreError
@@ -18,6 +20,7 @@ from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
+from langchain_quota.testing import ScriptedChatModel
 from tests.server.redis import RedisServer, let_pass, time_from
 from tests.server.stores import batch, calls, compensating, settlement, used
 from tests.stores import Clock
@@ -478,3 +481,93 @@ class TestGrants:
         store.grant(KEY, 4)
         result = store.acquire(batch({KEY: 1}, limits={KEY: 0}))
         assert (result.granted, result.newly_granted) == ({KEY: 7}, {KEY: 4})
+
+
+SMOOTH = CountKey.at("search", "user_id", "ada", timedelta(minutes=1), 0, limit=60)
+"""A count that drains by a call each second."""
+
+
+class TestSmooth:
+    """A count that drains."""
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_agrees_with_a_bucket(self, make: Stores, seed: int) -> None:
+        """It admits what a bucket of tokens does: no time has more than rate and burst."""
+        dice, store = random.Random(seed), make()  # noqa: S311 - no secret
+        limit, burst = dice.choice([(60, 1), (7, 3), (1000, 40)])
+        key = str(CountKey.at("search", "user_id", "ada", timedelta(minutes=1), 0, limit=limit))
+        apart = -(-60_000_000 // limit)
+        tokens, now, admitted = burst * apart, 0, list[int]()
+        for _ in range(150):
+            # Steps that floating point has exactly.
+            passed = dice.choice([0, 0, 15_625, apart // 15_625 * 15_625, 7_000_000])
+            make.wait(passed / 10**6)
+            now, tokens = now + passed, min(burst * apart, tokens + passed)
+            number = dice.choice([1, 1, 1, 2, 5])
+            result = store.acquire(calls(key, number, limit=burst))
+            kept = [each for each in result.admitted if each]
+            assert len(kept) == min(number, tokens // apart)
+            assert result.empty_in == {key: burst * apart - tokens}
+            tokens -= len(kept) * apart
+            assert used(store, key) == [-(-(burst * apart - tokens) // apart)]
+            admitted += [now] * len(kept)
+        assert len(admitted) > 3 * burst or limit == 7
+        for first, start in enumerate(admitted):
+            for more, end in enumerate(admitted[first:], 1):
+                assert more <= burst + (end - start) / apart
+
+    def test_what_is_taken_back_makes_room(self, make: Stores) -> None:
+        """A refund, an undone attempt and a reset; and a call that ran in an outage is counted."""
+        store, key = make(), str(SMOOTH)
+        make.wait(0)
+        first = calls(key, 3, limit=3)
+        assert store.acquire(first).admitted == (True,) * 3
+        assert store.acquire(first).replayed
+        store.acquire(compensating(Compensation("refund", {key: -1})))
+        assert used(store, key) == [2]
+        store.acquire(compensating(Compensation("undo", attempt_id=first.attempt_id)))
+        assert used(store, key) == [0]
+        store.acquire(compensating(Compensation("late", {key: 5}, starts={key: 0})))
+        make.wait(1.5)
+        assert used(store, key) == [4]
+        assert [each.used for each in store.usages("search:*")] == [4]
+        store.reset([key])
+        assert used(store, key) == [0]
+        make.wait(3610)
+        assert used(store, key) == [None]
+
+    def test_takes_no_grants(self, store: Store) -> None:
+        """A grant would end at no time: it is refused, with what to do instead."""
+        with pytest.raises(ValueError, match="takes no grants: raise its limit or its burst"):
+            store.grant(str(SMOOTH), 1)
+
+    def test_rate_limiter(self, make: Stores) -> None:
+        """It is LangChain's, is shared by name, and waits in the order of arrival."""
+        store = make()
+        store = MemoryStore() if isinstance(store, MemoryStore) else store
+        first, second = (store.rate_limiter("openai", 50, "1s", burst=2) for _ in range(2))
+        others = store.rate_limiter("others", 1, "1h")
+        assert isinstance(first, BaseRateLimiter)
+        assert [others.acquire(blocking=False) for _ in range(2)] == [True, False]
+        order: list[int] = []
+
+        async def call(number: int) -> None:
+            assert await (first if number % 2 else second).aacquire()
+            order.append(number)
+
+        async def together() -> None:
+            await asyncio.gather(*map(call, range(6)))
+
+        asyncio.run(together())
+        assert order == [*range(6)]
+        assert first.acquire()
+        ScriptedChatModel(script=["Yes."], rate_limiter=second).invoke("Really?")
+
+    def test_rate_limiter_in_an_outage(self) -> None:
+        """No call is let through that the store has not counted."""
+        store = RedisStore("redis://127.0.0.1:1", timeout=5)
+        with pytest.raises(QuotaStoreError):
+            store.rate_limiter("openai", 1, "1s").acquire()
+        by_tenant = RedisStore("redis://127.0.0.1:1", prefix=lambda state, runtime: "acme")
+        with pytest.raises(ValueError, match="whose prefix is a string"):
+            by_tenant.rate_limiter("openai", 1, "1s")

@@ -20,7 +20,7 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.options import UNITS
 from langchain_quota.stores import QuotaUsage, window_end
 from langchain_quota.stores.grants import Grant, unit_of
-from langchain_quota.stores.keys import CountKey, dimension_of
+from langchain_quota.stores.keys import CountKey, dimension_of, spacing_of
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.stores.redis_clients import URL_VARIABLE
 from langchain_quota.stores.scripted import PREFIX
@@ -96,7 +96,8 @@ def _row(use: QuotaUsage) -> tuple[str, ...]:
         names = (printable(use.key), "-", "-")
     unit = UNITS.get(names[0], "calls")
     limit = "-" if use.limit is None else shown(use.limit + use.granted, unit)
-    return (*names, shown(use.used, unit), limit, _when(use.expires_at, use.key))
+    until = "it drains" if spacing_of(use.key) else _when(use.expires_at, use.key)
+    return (*names, shown(use.used, unit), limit, until)
 
 
 def _grant(store: RedisStore, arguments: Namespace) -> int:

@@ -131,7 +131,7 @@ class Questions(Feature):
             again.keep(self.name, {"granted": {**known, **more}})
         # Nobody is asked about what is refused now.
         asking = again.limits.asking
-        again.stops = {name: n for name, n in again.stops.items() if name not in asking}
+        again.stops = {name: n for name, n in batch.stops.items() if name not in asking}
         return again, await self._limiter._acquire(form, again)  # noqa: SLF001 - the same
 
     def _answered(

@@ -112,7 +112,9 @@ def _remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float
     is_near = False
     parts = []
     for limit, checks in ((each.limit, each.checks) for each in limits.limits):
-        numbers = [(counts[each.counter], each.most) for each in checks if each.most is not None]
+        # The count of a smooth quota comes and goes with each call.
+        limited = [each for each in checks if each.most is not None and not each.spacing]
+        numbers = [(counts[each.counter], each.most or 0) for each in limited]
         if not limit.enforce or not numbers:
             continue
         share = near if limit.near is None else limit.near
@@ -182,10 +184,12 @@ def _without_exhausted(
 ) -> tuple[ModelRequest[Any], str | None]:
     """The request without the tools that have nothing left, and a note if they have to stay."""
     # A tool stays if all limits that refuse it ask a person: without a call nobody would be asked.
+    # Or if they have its calls wait.
 
     def is_left(tool: str) -> bool:
         (refused,) = admit([limits.asked(Call("tool", tool)).hits], counts, {}).refused
-        return all(name in limits.asking or not limits.by_name[name].enforce for name in refused)
+        named = [limits.by_name[name] for name in refused if name not in limits.asking]
+        return not any(each.enforce and getattr(each, "wait", None) is None for each in named)
 
     kept = [tool for tool in request.tools if isinstance(tool, dict) or is_left(tool.name)]
     if len(kept) == len(request.tools):

@@ -182,6 +182,6 @@ def _unused(limit: Limit) -> LimitStatus:
     quotas = (
         Check(each.name, "", whole_amount(limit.unit, "limit", each.limit), per=THREAD)
         for each in limit.quotas
-        if each.per == THREAD and not callable(each.limit)
+        if each.per == THREAD and not each.smooth and not callable(each.limit)
     )
     return status(thread._replace(checks=(*thread.checks, *quotas)), Counter(), 0)

@@ -46,6 +46,10 @@ class Budget(ModelLimit[Amount]):
                 f"exit_behavior='ask' cannot be used with reserve={self.reserve!r}: a person is "
                 "asked when nothing is left, before the next call is known; leave reserve out"
             )
+        if self.wait is not None and self.reserve is not None:
+            raise ValueError(
+                f"wait={self.wait!r} cannot be used with reserve={self.reserve!r}: leave one out"
+            )
         finalizes = self.exit_behavior == "finalize"
         if finalizes and self.keep is None:
             raise ValueError(
@@ -95,7 +99,8 @@ class TokenLimit(Budget[int]):
     prevents this.
 
     `ToolCallLimit` says what the other arguments mean, here in tokens: `thread_limit`, `run_limit`,
-    `grant`, `message`, `near`, `enforce`, `alert` and `quotas`.
+    `grant`, `message`, `near`, `enforce`, `alert`, `quotas` and `wait`.
+    `wait` cannot be used with a `reserve`.
 
     Args:
         tokens: Which tokens are counted: those of the prompt (`"input"`, with cached ones), those
@@ -157,7 +162,8 @@ class CostLimit(Budget[Dollars]):
     `prices` of `QuotaMiddleware` for what tokens cost.
 
     `ToolCallLimit` says what the other arguments mean, here in dollars: `thread_limit`,
-    `run_limit`, `grant` (above 0), `message`, `near`, `enforce`, `alert` and `quotas`.
+    `run_limit`, `grant` (above 0), `message`, `near`, `enforce`, `alert`, `quotas` and `wait`.
+    `wait` cannot be used with a `reserve`.
 
     Args:
         reserve: How many dollars of the budget a call holds while it runs; `None` for none.

@@ -47,6 +47,11 @@ class ToolCallLimit(CallLimit[int]):
         quotas: Further limits, per user, tenant or window, counted in a store that runs share. They
             need a `QuotaMiddleware` with a `store`. A call runs only if all of them admit it.
             With quotas, neither `thread_limit` nor `run_limit` is needed.
+        wait: How long a call waits for room in a quota with a window, in seconds from 0 or as a
+            `timedelta`; `None` to refuse it at once. Calls of a process are admitted in the order
+            in which they come, and those of one message together. A call that would have to wait
+            longer is treated as `exit_behavior` says, as is every call with `enforce=False`. It
+            cannot be used with `"finalize"`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -97,7 +102,7 @@ class ModelCallLimit(ModelLimit[int]):
     """How many model calls a thread and a run may make.
 
     `ToolCallLimit` says what the other arguments mean: `thread_limit`, `run_limit`, `grant`,
-    `message`, `near`, `enforce`, `alert` and `quotas`.
+    `message`, `near`, `enforce`, `alert`, `quotas` and `wait`.
 
     Args:
         exit_behavior: What reaching the limit does. `"end"` ends the run with a message,

@@ -5,12 +5,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
-from langchain_quota.arguments import check_count
+from langchain_quota.arguments import check_count, checked_wait
 from langchain_quota.decision import Decision
 from langchain_quota.limits.options import LimitOptions
 from langchain_quota.limits.quotas import Quota
-
-_FOREVER = timedelta.max.total_seconds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +72,5 @@ class ConcurrencyLimit(LimitOptions):
 
     def __post_init__(self) -> None:
         check_count("at_once", self.at_once, least=1, what="a whole number")
-        given: object = self.wait
-        if isinstance(given, bool) or not isinstance(given, int | float | timedelta):
-            raise TypeError(f"wait must be a number of seconds, or a timedelta, not {given!r}")
-        # No comparison is true of what is not a number.
-        if not 0 <= self.seconds <= _FOREVER:
-            raise ValueError(f"wait must be 0 or more seconds, and finite, not {given!r}")
+        checked_wait(self.wait)
         self._check_tools("at_once")
-
-    @property
-    def seconds(self) -> float:
-        """How long a call waits, in seconds."""
-        return self.wait.total_seconds() if isinstance(self.wait, timedelta) else self.wait

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
@@ -19,11 +20,17 @@ from langchain_quota.arguments import (
     check_sync_function,
     check_type,
     checked_tools,
+    checked_wait,
     shown,
 )
 from langchain_quota.decision import THREAD, Call, Decision, Exit
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.units import Unit, checked_microdollars, checked_milliseconds
+from langchain_quota.units import (
+    UNIT_LABELS,
+    Unit,
+    checked_microdollars,
+    checked_milliseconds,
+)
 
 MODEL = "model"
 """The counter of model calls."""
@@ -73,6 +80,11 @@ class LimitOptions:
     wrap_tool_call: ClassVar[Any] = NoHook("{}(…)")
 
     @property
+    def seconds(self: Any) -> float:
+        """How long a call waits, in seconds."""
+        return checked_wait(getattr(self, "wait", None) or 0)
+
+    @property
     def named_tools(self: Any) -> tuple[str, ...]:
         """The tools that the limit names: those that it limits, and those that it excludes."""
         return tuple(self.tools or self.exclude)
@@ -99,11 +111,17 @@ class LimitOptions:
             "message": _check_message,
             "near": check_share,
             "give_up_after": partial(check_count, least=1),
+            "wait": lambda _, value: checked_wait(value),
         }
         for argument, check in optional.items():
             value = getattr(self, argument, None)
             if value is not None:
                 check(argument, value)
+        if self.exit_behavior == "wait":
+            raise ValueError(
+                "exit_behavior says what happens to a call that has waited too long: write wait=30 "
+                "for calls that wait for 30 seconds"
+            )
         check_choice("exit_behavior", self.exit_behavior, get_args(self._exits))
         check_name("name", self.name)
         check_switch("enforce", self.enforce)
@@ -153,10 +171,20 @@ class CallLimit(LimitOptions, Generic[Amount]):
     enforce: bool = True
     alert: bool = True
     quotas: Sequence[Quota] = ()
+    wait: float | timedelta | None = None
 
     def _check_numbers(self) -> None:
         """Check that there is one, and that no two have one scope."""
         self._set(quotas=tuple(self.quotas))
+        given = f"wait={self.wait!r}"
+        if self.wait is not None and not any(each.lasts for each in self.quotas):
+            raise ValueError(f'{given} needs a quota with a window: Quota(60, window="1m")')
+        if self.wait is not None and self.exit_behavior == "finalize":
+            raise ValueError(
+                f"{given} cannot be used with exit_behavior='finalize': no call is the last one"
+            )
+        if self.exit_behavior == "ask" and any(each.smooth for each in self.quotas):
+            raise ValueError("exit_behavior='ask' cannot be used with a smooth quota: use wait")
         if not counts_calls(self):
             raise ValueError(
                 "At least one limit must be specified: thread_limit, run_limit or quotas"
@@ -237,5 +265,10 @@ def _check_quotas(unit: Unit, quotas: object) -> None:
             f"quotas must be a sequence of Quota, such as [Quota(5)], not {shown(quotas)}"
         )
     for quota in quotas:
+        if quota.smooth and unit != "calls":
+            raise ValueError(
+                f"quota {quota.name!r} is smooth, and counts {UNIT_LABELS[unit]}: only calls can "
+                "be spread evenly, in a ToolCallLimit or a ModelCallLimit"
+            )
         if not callable(quota.limit):
             whole_amount(unit, f"limit of quota {quota.name!r}", quota.limit)

@@ -7,7 +7,13 @@ from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
-from langchain_quota.arguments import NoHook, check_count, check_function, check_type
+from langchain_quota.arguments import (
+    NoHook,
+    check_count,
+    check_function,
+    check_switch,
+    check_type,
+)
 from langchain_quota.decision import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.units import Dollars, Time, checked_microdollars, duration
 from langchain_quota.windows import CalendarWindow, checked
@@ -39,9 +45,9 @@ class Quota:
         window: How long a count lasts, such as `"30s"`, `"10m"`, `"1h"` or `"7d"`, or a
             `timedelta` of whole seconds, from 1. Windows are fixed and aligned to the Unix epoch in
             UTC: a window of a day begins at midnight UTC, one of a week on a Thursday. So around
-            the start of a window, up to twice the limit can run in a short time. `None`: the count
-            lasts until it is reset. A quota per `"root_run"` has no window. Or `"hour"`, `"day"`,
-            `"week"` or `"month"`: those of the calendar.
+            the start of a window, up to twice the limit can run in a short time, unless it is
+            `smooth`. `None`: the count lasts until it is reset. A quota per `"root_run"` has no
+            window. Or `"hour"`, `"day"`, `"week"` or `"month"`: those of the calendar.
         tz: The time zone of a window of the calendar: an IANA name, such as `"Europe/Berlin"`. By
             default UTC.
         starts: When such a window starts: of a day the time, `"09:00"`; of a week the day,
@@ -49,6 +55,12 @@ class Quota:
             without this day it is the last one. By default a day starts at midnight, a week on
             Monday, a month on the 1st. If the clock skips a start, the window begins when the clock
             is set forward. Of a start that comes twice, the first counts.
+        smooth: Whether calls are spread evenly over the window: `Quota(60, window="1m",
+            smooth=True)` admits a call each second. It counts calls, not tokens or dollars, and
+            its window is none of the calendar. Such quotas share a count only if their limits are
+            equal, too.
+        burst: With `smooth`: how many calls may come at once after a pause, from 1 (the default)
+            and at most `limit`. Messages and metrics show it as the quota's number.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
             A function needs a name. Two quotas of one limit need different names. A name must not
             be `"run"`, `"store"`, `"at_once"` or `"none"`. It may be `"thread"`, `"agent"`,
@@ -73,6 +85,8 @@ class Quota:
     tz: str | None = field(default=None, compare=False)
     starts: str | int | None = field(default=None, compare=False)
     name: str = ""
+    smooth: bool = False
+    burst: int | None = None
     lasts: timedelta | CalendarWindow | None = field(init=False, repr=False)
     """The window as a `timedelta`, or as one of the calendar."""
     # Without a type: it is no field.
@@ -89,6 +103,20 @@ class Quota:
                 f"window={self.window!r} cannot be used with per={ROOT_RUN!r}: a run's count ends "
                 "with the run"
             )
+        check_switch("smooth", self.smooth)
+        if self.smooth and self.window is None:
+            raise ValueError('smooth=True needs a window, such as window="1m"')
+        if self.smooth and isinstance(self.lasts, CalendarWindow):
+            raise ValueError(
+                f'window={self.window!r} cannot be smooth: give its length, such as window="1h"'
+            )
+        if self.burst is not None and not self.smooth:
+            raise ValueError(f"burst={self.burst!r} needs smooth=True")
+        if self.burst is not None:
+            check_count("burst", self.burst, least=1)
+            most: Any = self.limit
+            if isinstance(most, int) and self.burst > max(1, most):
+                raise ValueError(f"burst must be at most the limit, {most}, not {self.burst}")
         check_type("name", self.name, str, "a string")
         if not self.name and not isinstance(self.per, str):
             raise ValueError(f"per={self.per!r} is a function: give the quota a name")

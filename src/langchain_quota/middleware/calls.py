@@ -154,6 +154,7 @@ class Batch:
     used: dict[str, int]
     # The same batch under other limits.
     remake: Callable[[ResolvedLimits], "Batch | None"]
+    runtime: Any = None
     given: ResolvedLimits = field(init=False)
     stops: Mapping[str, int] = field(default_factory=dict)
     started: int = field(default_factory=time.time_ns)
@@ -315,6 +316,7 @@ def model_batch(
         calls=[call],
         asked=[limits.asked(call)],
         used=model_counts(state),
+        runtime=runtime,
         remake=lambda other: model_batch(state, runtime, other, task=task),
         stops=limits.stops,
         refunds=known.get("owed") or {},
@@ -382,6 +384,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         calls=[call for call, _ in judged],
         asked=[asked for _, asked in judged],
         used=used,
+        runtime=runtime,
         remake=lambda other: tool_batch(
             state, runtime, other, middleware=middleware, every_call=every_call, task=task
         ),

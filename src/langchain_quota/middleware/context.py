@@ -19,7 +19,7 @@ from langchain_quota.limits.options import counts_calls, whole_amount
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.rule import Check, ResolvedLimit, ResolvedLimits, stored_as, thread_counter
 from langchain_quota.state import ledger
-from langchain_quota.stores.keys import CountKey, prefix_now
+from langchain_quota.stores.keys import CountKey, prefix_now, spacing_of
 from langchain_quota.telemetry.recorder import Recorder
 
 
@@ -272,13 +272,17 @@ def _check(limit: Limit, quota: Quota, most: object, subject: str, moment: _Mome
     """The check of a quota."""
     what = f"limit of quota {quota.name!r} of limit {limit.name!r}"
     counter, window, now = stored_as(limit), quota.lasts, moment.now or 0
-    key = CountKey.at(counter, quota.dimension, subject, window, now, prefix=moment.prefix)
+    number = whole_amount(limit.unit, what, most)
+    rate = max(1, number) if quota.smooth else None
+    key = CountKey.at(
+        counter, quota.dimension, subject, window, now, prefix=moment.prefix, limit=rate
+    )
     # A thread's use in all is one count, for every limit.
-    in_all = quota.dimension == THREAD and key.resets_at is None
+    in_all = quota.dimension == THREAD and key.window is None
     return Check(
         quota.name,
         thread_counter(limit) if in_all else str(key),
-        whole_amount(limit.unit, what, most),
+        min(number, quota.burst or 1) if quota.smooth else number,
         str(key),
         # The handler of the root run has its count, too.
         mirrored=quota.per == ROOT_RUN,
@@ -286,6 +290,7 @@ def _check(limit: Limit, quota: Quota, most: object, subject: str, moment: _Mome
         per=quota.dimension,
         subject=key.subject,
         resets_at=key.resets_at,
+        spacing=spacing_of(str(key)),
     )
 
 

@@ -77,6 +77,10 @@ class Feature:
     def checks(self, batch: Batch) -> None:
         """Change what calls ask for."""
 
+    async def judged(self, form: Form, batch: Batch) -> tuple[Batch, AcquireResult]:
+        """Judge a batch; the newest one, and its result."""
+        return batch, await self._limiter._acquire(form, batch)  # noqa: SLF001 - of the kernel
+
     def answered(self, batch: Batch, result: AcquireResult) -> None:
         """Learn what a store has answered."""
 

@@ -291,7 +291,11 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """Judge calls, make it visible, and let what follows take effect."""
         for checks in self._hooks["checks"]:
             checks(batch)
-        result = await self._acquire(form, batch)
+        if self._hooks["judged"]:
+            (judged,) = self._hooks["judged"]
+            batch, result = await judged(form, batch)
+        else:
+            result = await self._acquire(form, batch)
         if result.stopped:
             for refused in self._hooks["refused"]:
                 batch, result = await refused(form, batch, result)

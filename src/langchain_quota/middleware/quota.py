@@ -29,6 +29,7 @@ from langchain_quota.features.root_runs import RootRuns
 from langchain_quota.features.telling import Telling
 from langchain_quota.features.threads import OfThreads
 from langchain_quota.features.unjudged import Unjudged
+from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Update
@@ -146,6 +147,7 @@ class QuotaMiddleware(
         DeepAgents,
         OfferedTools,
         Unjudged,
+        Waiting,
         CallTimes,
     )
     takes_store = True

@@ -137,6 +137,12 @@ class QuotaStore(Protocol):
            counter with a lease charges is held: it is given back once, when it is settled, when the
            attempt is undone, or when the lease is over (a second later at most).
 
+        A count whose key has a window and a limit, `search:user_id:ada:60~60`, drains: it falls
+        evenly, by the limit in each window, by the store's clock. Kept is when it is 0: what is
+        charged moves this time by `spacing_of(key)` microseconds for each call, at the earliest
+        from now. A count is rounded up to calls. `AcquireResult.empty_in` says exactly when it was
+        0 before the batch.
+
         Args:
             request: The batch. Counts without a key belong to the caller, and are not kept. With a
                 lease it needs an idempotency key, which names what is held.

@@ -1,8 +1,9 @@
 -- Acquires: makes compensations, and admits or refuses a batch of calls, in one atomic step.
--- ARGV[1]  compensations    {marker, attempt, result, hold, amounts = {{count ..., amount, limit}}}
+-- ARGV[1]  compensations    {marker, attempt, result, hold, amounts = {{count ..., amount, limit, drains}}}
 --          attempt, result  keys under which the attempt and its result are remembered
 --          hold             the field of what is held: by the request, or by the one that is settled
---          counters         {count ..., limit, lease}
+--          drains           whether the count drains; all its amounts and maximums are microseconds
+--          counters         {count ..., limit, lease, drains}
 --                           A count is {key, key of its grants, end of window, idle, start}; idle: how
 --                           long one without a window is kept, in seconds; start: where a new one
 --                           begins. limit: to show; lease: in seconds
@@ -20,12 +21,12 @@
 --     the same, unless replayed: what is new of each amount
 
 -- The count; nil if none is kept.
-local function get(key)
+local function get(key, drains)
   local kept = redis.call('HMGET', key, 'used', 'next_end')
   local used, next_end = whole(kept[1]), whole(kept[2])
   if kept[1] and not (used and used >= 0) then error('no count is kept under ' .. key) end
   if used and next_end and next_end <= now then used = used_without(key, used, now, true) end
-  return used
+  return used and drains and math.max(0, used - micros()) or used
 end
 
 -- The fields, and their values, that say that a request holds an amount under a key, if it does.
@@ -81,11 +82,11 @@ local function compensate(compensation)
   remember(compensation.marker, 1, compensation.hold and REMEMBERED or COMPENSATED)
   if remembered(compensation.result) then return end
   for _, part in ipairs(compensation.amounts) do
-    local index, _, ends, idle, start, amount, limit = unpack(part)
+    local index, _, ends, idle, start, amount, limit, drains = unpack(part)
     local key, shown = KEYS[index], limit >= 0 and {'limit', digits(limit)} or {}
     if compensation.hold then lower(key, math.huge, compensation.hold) end
     if amount > 0 then
-      put(key, (get(key) or start) + amount, ends, idle, unpack(shown))
+      put(key, (get(key, drains) or start) + amount, ends, idle, drains, unpack(shown))
     else
       lower(key, -amount)
     end
@@ -135,11 +136,11 @@ end
 local function charge(kept, counts, used)
   local record = {}
   for i, counter in ipairs(ask.counters) do
-    local index, _, ends, idle, start, limit, lease = unpack(counter)
+    local index, _, ends, idle, start, limit, lease, drains = unpack(counter)
     local key, amount = KEYS[index], counts[i] - used[i]
     if key and amount > 0 then
       kept[index] = (kept[index] or start) + amount
-      put(key, kept[index], ends, idle, 'limit', digits(limit), hold(key, amount, lease))
+      put(key, kept[index], ends, idle, drains, 'limit', digits(limit), hold(key, amount, lease))
       table.insert(record, {key, amount, lease >= 0 and ask.hold or nil})
     end
   end
@@ -157,9 +158,9 @@ local result = remembered(ask.result)
 if result then return 'acquired 1 ' .. result end
 local kept, used, counts, more, news, new = {}, {}, {}, {}, {}, ''
 for i, counter in ipairs(ask.counters) do
-  local index, of_grants, _, _, start = unpack(counter)
+  local index, of_grants, _, _, start, _, _, drains = unpack(counter)
   if index > 0 then
-    kept[index] = get(KEYS[index])
+    kept[index] = get(KEYS[index], drains)
     local grants = grants_of(KEYS[of_grants])
     if #grants > 0 then more[i], news[i] = granted(grants) end
   end

@@ -3,7 +3,8 @@
 -- KEYS     every key that is used; a key in ARGV[1] is an index into it, 0 for none
 -- ARGV[1]  JSON; numbers are whole, exact up to 2^53 - 1, and -1 stands for none
 -- Kept are
---   a count     a hash: used, limit, ends. What is used includes what is held: a field "held:..." for
+--   a count     a hash: used, limit, ends. One that drains counts microseconds, and falls by one each
+--               microsecond: kept as used is when it is 0, since the Unix epoch. What is used includes what is held: a field "held:..." for
 --               each request has the amount and the end of its lease. No lease ends before the
 --               field next_end. Anything else in its place is an error: others can write there, too.
 --   grants      of a count, under a key of their own: a packed list of {name, amount, end, new,
@@ -14,6 +15,10 @@
 
 local ask = cjson.decode(ARGV[1])
 local now = tonumber(redis.call('TIME')[1])
+
+local function micros()
+  return now * 1000000 + tonumber(redis.call('TIME')[2])
+end
 
 -- tonumber() alone would take 'nan', which no limit refuses.
 local function whole(text)
@@ -57,7 +62,11 @@ local function expiry(ends, idle)
 end
 
 -- The last arguments are further fields, and values.
-local function put(key, used, ends, idle, ...)
+local function put(key, used, ends, idle, drains, ...)
+  if drains then
+    idle = math.ceil(used / 1000000) + GRACE
+    used = used + micros()
+  end
   redis.call('HSET', key, 'used', digits(used), 'ends', digits(ends), ...)
   redis.call('EXPIREAT', key, expiry(ends, idle))
 end

@@ -14,7 +14,7 @@ from langchain_quota.concurrency import now as at_once
 from langchain_quota.limits.options import UNITS, whole_amount
 from langchain_quota.stores import window_end
 from langchain_quota.stores.common import idle_time
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.keys import CountKey, spacing_of
 from langchain_quota.units import UNIT_LABELS, Dollars, Time, Unit, in_base_unit, shown
 from langchain_quota.windows import CalendarWindow, checked
 
@@ -183,6 +183,10 @@ class Granting(ABC):
         if not name:
             raise ValueError("id must not be empty: leave it out for a new one")
         now, counted = self._now(), self._counted(str(key), window)
+        if spacing_of(counted):
+            raise ValueError(
+                f"a smooth quota takes no grants: raise its limit or its burst, not {counted!r}"
+            )
         check_type("until", until, datetime | None, "a datetime or None")
         if until is not None and until.tzinfo is None:
             raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")

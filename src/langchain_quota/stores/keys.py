@@ -26,7 +26,7 @@ _VALUE = r"((?:[A-Za-z0-9_.~,@-]|%[0-9A-F]{2})*)"
 _FIRST = _VALUE.replace("*)", "+)")
 _TEXT = re.compile(
     rf"(?:{_FIRST}/)?{_VALUE}:{_VALUE}:{_VALUE}"
-    r"(?::([1-9][0-9]*):(0|-?[1-9][0-9]*)(\+0|[+-][1-9][0-9]{0,4})?)?"
+    r"(?::([1-9][0-9]*)(?::(0|-?[1-9][0-9]*)(\+0|[+-][1-9][0-9]{0,4})?|~([1-9][0-9]*)))?"
 )
 
 
@@ -53,9 +53,12 @@ class CountKey:
     """The prefix, in a store whose prefix is a function."""
     offset: int | None = None
     """Of a window of the calendar: how many seconds its zone is ahead of UTC at its end."""
+    limit: int | None = None
+    """In place of an index, for a count that drains: how many calls drain in a window."""
 
     def __post_init__(self) -> None:
-        if (self.window is None) != (self.index is None):
+        ends = self.limit if self.index is None else self.index
+        if (self.window is None) != (ends is None):
             raise ValueError(f"window={self.window!r} cannot be used with index={self.index!r}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be 1 or more, not {self.window!r}")
@@ -71,8 +74,9 @@ class CountKey:
         now: float,
         *,
         prefix: str = "",
+        limit: int | None = None,
     ) -> "CountKey":
-        """The key of a count at a moment."""
+        """The key of a count at a moment; with a limit, of one that drains."""
         if window is None:
             return cls(counter, dimension, subject, prefix=prefix)
         if isinstance(window, CalendarWindow):
@@ -81,7 +85,8 @@ class CountKey:
         seconds, rest = divmod(window, timedelta(seconds=1))
         if rest or seconds < 1:
             raise ValueError(f"window must be whole seconds, from 1, not {window!r}")
-        return cls(counter, dimension, subject, seconds, int(now // seconds), prefix)
+        index = int(now // seconds) if limit is None else None
+        return cls(counter, dimension, subject, seconds, index, prefix, limit=limit)
 
     @classmethod
     def parse(cls, text: str) -> "CountKey":
@@ -89,7 +94,7 @@ class CountKey:
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(f"not the key of a count: {text!r}")
-        *values, window, index, east = match.groups()
+        *values, window, index, offset, limit = match.groups()
         try:
             prefix, counter, dimension, subject = (
                 unquote(each or "", errors="surrogatepass") for each in values
@@ -98,8 +103,9 @@ class CountKey:
             raise ValueError(f"not the key of a count: {text!r}") from error
         if window is None:
             return cls(counter, dimension, subject, prefix=prefix)
-        numbers = int(window), int(index), prefix, int(east) if east else None
-        return cls(counter, dimension, subject, *numbers)
+        numbers = (None if each is None else int(each) for each in (index, offset, limit))
+        of = int(window), next(numbers), prefix, next(numbers), next(numbers)
+        return cls(counter, dimension, subject, *of)
 
     @property
     def ends(self) -> int | None:
@@ -125,10 +131,37 @@ class CountKey:
         values = [self.counter, self.dimension, self.subject]
         if not _PLAIN.fullmatch(":".join(values)):
             values = [*map(_encoded, values)]
-        offset = "" if self.offset is None else f"{self.offset:+d}"
-        numbers = [] if self.window is None else [str(self.window), f"{self.index}{offset}"]
-        text = ":".join([*values, *numbers])
+        text = ":".join(values)
+        if self.window is not None:
+            offset = "" if self.offset is None else f"{self.offset:+d}"
+            kept = f":{self.index}{offset}" if self.limit is None else f"~{self.limit}"
+            text += f":{self.window}{kept}"
         return f"{_encoded(self.prefix)}/{text}" if self.prefix else text
+
+
+def spacing_of(key: str | None) -> int:
+    """In how many microseconds a count that drains falls by a call; 0 for another count."""
+    return _spacing(key) if key and "~" in key else 0
+
+
+@lru_cache(maxsize=1024)
+def _spacing(key: str) -> int:
+    try:
+        parsed = CountKey.parse(key)
+    except ValueError:
+        return 0
+    # Rounded up: the rate is never higher than the limit says.
+    return -(-(parsed.window or 0) * 10**6 // parsed.limit) if parsed.limit else 0
+
+
+def lacking(empty_in: int, room: int, spacing: int) -> float:
+    """In how many seconds a count that drains has at most `room` calls; below 0 if it has."""
+    return (empty_in - room * spacing) / 10**6
+
+
+def unit_in(key: str | None) -> int:
+    """What one call is in a count: 1, or microseconds where it drains."""
+    return spacing_of(key) or 1
 
 
 def dimension_of(key: str) -> str:

@@ -32,12 +32,14 @@ from langchain_quota.stores.common import (
 )
 from langchain_quota.stores.expiring import Kept
 from langchain_quota.stores.grants import Grant, Granting, in_utc
+from langchain_quota.stores.keys import spacing_of, unit_in
+from langchain_quota.stores.rate_limiter import RateLimiting
 
 _REMEMBERED_AT_MOST = 100_000
 """A result takes about three times the memory of a count."""
 
 
-class MemoryStore(Granting):
+class MemoryStore(Granting, RateLimiting):
     """A `QuotaStore` in the memory of one process; its threads and event loops share it.
 
     It never waits for anything but its own lock, so the async forms are the same as the sync ones.
@@ -192,7 +194,8 @@ class MemoryStore(Granting):
     def _use(self, key: str, now: float) -> QuotaUsage | None:
         count, granted = self._counts.get(key, now), _amount(self._granted(key, now))
         if count is not None:
-            return QuotaUsage(key, count.used, count.limit, count.ends, granted)
+            used = -(-count.at(key, now) // unit_in(key))
+            return QuotaUsage(key, used, count.limit, count.ends, granted)
         return QuotaUsage(key, 0, None, window_end(key), granted) if granted else None
 
     def _compensate(self, compensation: Compensation, now: float) -> None:
@@ -206,16 +209,17 @@ class MemoryStore(Granting):
             self._undo(compensation.attempt_id, now)
         if self._results.get(compensation.idempotency_key, now) is None:
             for key, amount in compensation.amounts.items():
-                count = self._counts.get(key, now)
+                count, unit = self._counts.get(key, now), unit_in(key)
                 if count is not None and compensation.settles:
                     count.lower(math.inf, compensation.settles)
                 if amount > 0:
-                    used = compensation.starts.get(key, 0) if count is None else count.used
+                    start = compensation.starts.get(key, 0) * unit
+                    used = start if count is None else count.at(key, now)
                     # Calls that have run are counted even if the store is full.
-                    count = self._write(key, count, used + amount, window_end(key), now)
+                    count = self._write(key, count, used + amount * unit, window_end(key), now)
                     count.limit = compensation.limits.get(key, count.limit)
                 elif count is not None:
-                    count.lower(-amount)
+                    count.lower(-amount * unit)
 
     def _undo(self, attempt_id: str, now: float) -> None:
         made = self._attempts.get(attempt_id, now)
@@ -230,10 +234,15 @@ class MemoryStore(Granting):
                 count.lower(amount, made.name if is_held else None)
 
     def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
-        used, grants = {}, {}
+        used, grants, empty_in = {}, {}, {}
         for name, counter in request.counters.items():
             count = None if counter.key is None else self._counts.get(counter.key, now)
             used[name] = counter.used if count is None else count.used
+            if counter.key is not None and (unit := spacing_of(counter.key)):
+                empty_in[name] = (
+                    counter.used * unit if count is None else count.at(counter.key, now)
+                )
+                used[name] = -(-empty_in[name] // unit)
             if counter.key in self._grants.all:
                 grants[name] = self._granted(counter.key, now)
         granted = {name: more for name, given in grants.items() if (more := _amount(given))}
@@ -243,7 +252,9 @@ class MemoryStore(Granting):
         for each in chain.from_iterable(newly.values()):
             each.is_new = False
         new = {name: _amount(given) for name, given in newly.items() if given}
-        return replace(result, newly_granted=new) if new else result
+        if not (new or empty_in):
+            return result
+        return replace(result, newly_granted=new, empty_in=empty_in)
 
     def _charge(self, request: AcquireRequest, result: AcquireResult, now: float) -> None:
         charges = [
@@ -257,16 +268,16 @@ class MemoryStore(Granting):
         self._make_room([key for _, key, _ in charges], now)
         for counter, key, amount in charges:
             # Another counter with this key may have been charged just now.
-            count = self._counts.get(key, now)
-            used = counter.used if count is None else count.used
-            count = self._write(key, count, used + amount, beside[key].ends, now)
+            count, added = self._counts.get(key, now), amount * unit_in(key)
+            used = counter.used * unit_in(key) if count is None else count.at(key, now)
+            count = self._write(key, count, used + added, beside[key].ends, now)
             count.limit = beside[key].limit
             self._counts.droppable.pop(key, None)
             if beside[key].mirrored:
                 self._counts.droppable[key] = None
             if counter.lease is not None:
-                count.hold(request.idempotency_key, amount, int(now) + counter.lease + 1)
-            made.charged.append((key, amount, counter.lease is not None))
+                count.hold(request.idempotency_key, added, int(now) + counter.lease + 1)
+            made.charged.append((key, added, counter.lease is not None))
         self._results.remember(request.idempotency_key, made, REMEMBERED, now)
         self._attempts.remember(request.attempt_id, made, REMEMBERED, now)
 
@@ -276,6 +287,8 @@ class MemoryStore(Granting):
         count = known or _Count()
         count.used, count.ends = used, ends
         expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
+        if spacing_of(key):
+            count.used, expires = used + _micros(now), now + used / 10**6 + GRACE
         # Never earlier than before.
         _, least = self._counts.all.get(key, (None, expires))
         self._counts.put(key, count, max(expires, least))
@@ -326,9 +339,13 @@ _REFUSED = _Acquired("", AcquireResult({}), [])
 """What an attempt that is compensated has charged."""
 
 
+def _micros(now: float) -> int:
+    return int(now * 10**6)
+
+
 @dataclass(slots=True)
 class _Count:
-    """What is kept under a key; `used` includes what is held."""
+    """What is kept under a key; `used` includes what is held. If it drains, it is when it is 0."""
 
     used: int = 0
     limit: int | None = None
@@ -337,6 +354,10 @@ class _Count:
     """What is held, and until when, by the request that holds it."""
     next_end: float = math.inf
     """No lease of the holds ends before this time."""
+
+    def at(self, key: str, now: float) -> int:
+        """What is used now; microseconds if it drains."""
+        return max(0, self.used - _micros(now)) if spacing_of(key) else self.used
 
     def hold(self, name: str, amount: int, ends: int) -> None:
         """Note that a request only holds, until its lease ends, so much of what it has charged."""

@@ -1,5 +1,5 @@
 -- Everything but acquiring: op says what, for counts: each is {key, key of its grants, end of window,
--- idle time}.
+-- idle time, whether it drains}.
 --   peek    answer of each: used, limit, end of window, what is granted; used is -2 where something
 --           else than a count is kept
 --   reset
@@ -11,7 +11,7 @@
 local answer, operations = {}, {}
 
 -- Nothing is written: a server that is full, and takes no writes, shows its counts.
-local function use(key, grants)
+local function use(key, grants, drains)
   local more = granted(grants_of(grants))
   local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends', 'next_end')
   if kept.err and not string.find(kept.err, 'WRONGTYPE', 1, true) then error(kept.err) end
@@ -23,16 +23,17 @@ local function use(key, grants)
     return -2, -1, -1, 0
   end
   if next_end and next_end <= now then used = used_without(key, used, now) end
+  if drains then used = math.max(0, used - micros()) end
   return used, limit or -1, ends or -1, more
 end
 
-function operations.peek(_, key, grants)
-  for _, number in ipairs({use(key, grants)}) do table.insert(answer, number) end
+function operations.peek(_, key, grants, _, _, drains)
+  for _, number in ipairs({use(key, grants, drains)}) do table.insert(answer, number) end
 end
 
-function operations.reset(_, key, _, ends, idle)
+function operations.reset(_, key, _, ends, idle, drains)
   if redis.call('HGET', key, 'next_end') then used_without(key, 0, math.huge, true) end
-  put(key, 0, ends, idle)
+  put(key, 0, ends, idle, drains)
 end
 
 local function tell(number, grant, is_new)
@@ -75,7 +76,7 @@ function operations.grants(number, _, of_grants)
 end
 
 for number, count in ipairs(ask.counts) do
-  local key, of_grants, ends, idle = unpack(count)
-  operations[ask.op](number, KEYS[key], KEYS[of_grants], ends, idle)
+  local key, of_grants, ends, idle, drains = unpack(count)
+  operations[ask.op](number, KEYS[key], KEYS[of_grants], ends, idle, drains)
 end
 return answer

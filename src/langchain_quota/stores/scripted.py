@@ -17,6 +17,7 @@ from langchain_quota.stores import QuotaUsage, wire
 from langchain_quota.stores.common import check_keys, check_request, idle_seconds, keys_of
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import check_prefix, prefix_of
+from langchain_quota.stores.rate_limiter import RateLimiting
 
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
@@ -29,7 +30,7 @@ Read = Callable[[object], T]
 ReadOf = Callable[[Sequence[str], object], list[T]]
 
 
-class ScriptedStore(Granting):
+class ScriptedStore(Granting, RateLimiting):
     """A store in a server: an operation is one call of a script, of which a subclass knows how."""
 
     def __init__(self, prefix: str | Callable[[Any, Any], str], idle_ttl: timedelta) -> None:

@@ -16,6 +16,7 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaUsage, window_end
 from langchain_quota.stores.common import check_fits, idle_time, metadata
 from langchain_quota.stores.grants import Grant, in_utc
+from langchain_quota.stores.keys import spacing_of, unit_in
 
 MAX_COUNT = 2**53 - 1
 """The largest count, start and amount: scripts compute in floating point."""
@@ -37,20 +38,22 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> Asked:
     counters: list[tuple[int | str, ...]] = []
     for each in request.counters.values():
         if each.key is None:
-            counters.append((0, 0, _NONE, 0, _exact(each.used), _NONE, _NONE))
+            counters.append((0, 0, _NONE, 0, _exact(each.used), _NONE, _NONE, False))
             continue
         kept, lease = beside[each.key], _NONE
         if each.lease is not None:
             lease, hold = _exact(each.lease), _hold(request.idempotency_key)
-        start, limit = _exact(each.used), _clamped(kept.limit)
+        start, limit = _exact(each.used * unit_in(each.key)), _clamped(kept.limit)
         count = _count(each.key, idle, place, _clamped(kept.ends))
-        counters.append((*count, start, limit, lease))
+        counters.append((*count, start, limit, lease, bool(spacing_of(each.key))))
+    units = {name: unit_in(each.key) for name, each in request.counters.items()}
     number = {name: number for number, name in enumerate(request.counters, 1)}
     limits: dict[str, int] = {}
     thresholds: dict[Threshold, int] = {}
     calls = []
     for amounts, over in request.hits:
-        hits = [part for name, n in amounts.items() for part in (number[name], _exact(n))]
+        added = [(number[name], _exact(n * units[name])) for name, n in amounts.items()]
+        hits = [part for each in added for part in each]
         calls.append((hits, [thresholds.setdefault(t, len(thresholds) + 1) for t in over]))
     return {
         "attempt": _marker("attempt", request.attempt_id, place),
@@ -62,7 +65,7 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> Asked:
                 limits.setdefault(each.limit, len(limits)),
                 number[each.counter],
                 # It may be below 0, and grants may raise it.
-                max(-MAX_COUNT, min(each.most, MAX_COUNT)),
+                max(-MAX_COUNT, min(each.most * units[each.counter], MAX_COUNT)),
                 bool(each.enforced),
                 f"{_quoted(each.limit)} {_quoted(each.scope)}",
             )
@@ -76,7 +79,8 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> Asked:
 
 def operation(op: str, keys: Iterable[str], more: Asked, idle: int, place: Place) -> Asked:
     """What is asked of counts, other than to admit a batch."""
-    return {"op": op, "counts": [_count(key, idle, place) for key in dict.fromkeys(keys)], **more}
+    counts = [(*_count(key, idle, place), bool(spacing_of(key))) for key in dict.fromkeys(keys)]
+    return {"op": op, "counts": counts, **more}
 
 
 def of_grant(grant: Grant) -> Asked:
@@ -96,7 +100,10 @@ def _compensation(compensation: Compensation, idle: int, place: Place) -> Asked:
         "amounts": [
             (
                 *_count(key, idle, place),
-                *(_exact(starts.get(key, 0)), _exact(amount), _clamped(limits.get(key))),
+                _exact(starts.get(key, 0) * unit_in(key)),
+                _exact(amount * unit_in(key)),
+                _clamped(limits.get(key)),
+                bool(spacing_of(key)),
             )
             for key, amount in compensation.amounts.items()
         ],
@@ -147,14 +154,17 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
     if word != "acquired" or len(admitted) != len(request.hits):
         raise ValueError("it is no result of this request")
     granted, newly = [*grants, *[""] * (2 - len(grants))]
+    found = dict(zip(request.counters, used, strict=True))
+    spacing = {name: spacing_of(each.key) for name, each in request.counters.items()}
     return AcquireResult(
-        dict(zip(request.counters, used, strict=True)),
+        {name: -(-amount // (spacing[name] or 1)) for name, amount in found.items()},
         tuple(refused),
         tuple(admitted),
         stopped=_flag(is_stopped),
         replayed=replayed,
         granted=_amounts(request.counters, granted),
         newly_granted=_amounts(request.counters, newly),
+        empty_in={name: amount for name, amount in found.items() if spacing[name]},
     )
 
 
@@ -166,7 +176,8 @@ def uses(keys: Iterable[str], reply: object) -> list[tuple[str, QuotaUsage | Non
         used, limit, ends = (None if each == _NONE else each for each in kept)
         if used is not None:
             ends = window_end(key) if ends is None else ends
-            usage = None if used == _ODD else QuotaUsage(key, used, limit, ends, granted)
+            calls = -(-used // unit_in(key))
+            usage = None if used == _ODD else QuotaUsage(key, calls, limit, ends, granted)
             found.append((key, usage))
     return found
 

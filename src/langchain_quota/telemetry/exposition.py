@@ -7,6 +7,7 @@ import os
 import ssl
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -56,9 +57,22 @@ class _Workers(MultiProcessCollector):
     def collect(self) -> Iterator[Metric]:
         """Render what all workers know, by this worker's settings, else by another's."""
         # Files that a worker is just making are empty, which prometheus_client cannot read.
-        made = [str(each) for each in Path(self._path).glob("*.db") if each.stat().st_size]
+        known = [each for each in Path(self._path).glob("*.db") if each.stat().st_size]
+        made = [str(each) for each in known if not _is_over(each)]
         yield from self.merge(made, accumulate=True)  # type: ignore[no-untyped-call]
         yield from (usage_of(self._registry) or self._others).collect()
+
+
+def _is_over(file: Path) -> bool:
+    """Whether a file has what a process does now, and the process has died."""
+    kind, _, pid = file.stem.rpartition("_")
+    if kind == "gauge_livesum" and os.name == "posix":
+        with suppress(PermissionError):
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                return True
+    return False
 
 
 class _WorkersRegistry(CollectorRegistry):

@@ -8,7 +8,7 @@ from prometheus_client.samples import Sample
 
 from langchain_quota import __version__
 from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import AT_ONCE, Decision, LimitStatus, Outcome, Refund
+from langchain_quota.decision import Decision, LimitStatus, Outcome, Refund, Scope
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.events import Granted, Judged, Spent, Who
 from langchain_quota.telemetry.labels import NONE, limit_label
@@ -76,7 +76,7 @@ class Metrics:
                 histogram = _Histogram(spec.name, spec.help, buckets=spec.buckets, **given)
                 self._histograms[spec.name] = Series(histogram, spec.together)
             else:
-                gauge = Gauge(spec.name, spec.help, multiprocess_mode="mostrecent", **given)
+                gauge = Gauge(spec.name, spec.help, multiprocess_mode=spec.mode, **given)
                 self._gauges[spec.name] = gauge
         self._gauges[names.BUILD_INFO.name].labels(__version__).set(1)
         self._calls = self._counters[names.CALLS.name]
@@ -164,13 +164,18 @@ class Metrics:
             labels = who.agent, limit_label(limit), scope, UNIT_LABELS[unit]
             self.count(names.GRANTED, in_base_unit(amount, unit), *labels)
 
-    def waited(self, who: Who, limit: str, decision: str, seconds: float) -> None:
-        """Time how long a call has waited for others to end."""
+    def waited(self, who: Who, limit: str, decision: str, seconds: float, scope: Scope) -> None:
+        """Time how long a call has waited."""
         name = limit_label(limit)
         self.observe(names.WAIT_SECONDS, seconds, who.agent, name, decision)
         with self._lock:
             # The first refusal is then seen as such.
-            _ = self._refusals[who.agent, name, AT_ONCE, Outcome.BLOCKED]
+            _ = self._refusals[who.agent, name, scope, Outcome.BLOCKED]
+
+    def wait(self, who: Who, limit: str, more: int) -> None:
+        """Count calls that wait now."""
+        with self._lock:
+            self._gauges[names.WAITING.name].labels(who.agent, limit_label(limit)).inc(more)
 
     def _refusal(self, agent: str, status: LimitStatus) -> Counter:
         outcome = Outcome.BLOCKED if status.enforced else Outcome.WOULD_BLOCK

@@ -21,6 +21,8 @@ class MetricSpec(NamedTuple):
     together: tuple[str, ...] = ()
     """Values of the last label whose series begin together, at 0."""
     buckets: tuple[float, ...] = ()
+    mode: Literal["mostrecent", "livesum"] = "mostrecent"
+    """What a gauge of several worker processes shows: the newest number, or `"livesum"`."""
     is_of_table: bool = False
     """Whether a scrape computes it from the table of what subjects have used."""
 
@@ -143,11 +145,12 @@ DECISION_SECONDS = _histogram(
 WAIT_SECONDS = _histogram(
     "wait_seconds",
     "agent limit decision",
-    "How long tool calls waited for other calls to end, under a limit of calls at once. Calls that "
-    "did not wait are in the first bucket.",
+    "How long calls waited: for other calls to end, under a limit of calls at once, or for room in "
+    "a quota, under a limit with wait. Calls that did not wait are in the first bucket.",
     together=("allowed", "blocked", "would_block", "cancelled"),
     buckets=WAIT_BUCKETS,
 )
+WAITING = _made("waiting_calls", "agent limit", "Calls that wait now.", mode="livesum")
 SUBJECTS = _of_table(
     "subjects",
     "agent limit scope state shown",

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import Call, Decision, LimitStatus, Outcome, Refund
+from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, Refund, Scope
 from langchain_quota.errors import QuotaStoreError, QuotaWarning, UnknownPriceError
 from langchain_quota.limits import Limit
 from langchain_quota.telemetry import logs, names, preforked
@@ -367,9 +367,22 @@ class Recorder:
             except QuotaWarning:
                 self.log(logs.estimated, shown)
 
-    def record_wait(self, agent: str | None, limit: str, decision: str, seconds: float) -> None:
-        """Time how long a call has waited for others to end."""
-        self._guard("metrics", self._metrics.waited, self._who(agent), limit, decision, seconds)
+    def record_wait(
+        self, agent: str | None, limit: str, decision: str, seconds: float, scope: Scope = AT_ONCE
+    ) -> None:
+        """Time how long a call has waited: for others to end, or for room in a quota."""
+        told = self._who(agent), limit, decision, seconds, scope
+        self._guard("metrics", self._metrics.waited, *told)
+
+    @contextmanager
+    def waiting(self, agent: str | None, limit: str) -> Iterator[None]:
+        """Count a call that waits now."""
+        who = self._who(agent)
+        self._guard("metrics", self._metrics.wait, who, limit, 1)
+        try:
+            yield
+        finally:
+            self._guard("metrics", self._metrics.wait, who, limit, -1)
 
     def record_turn(self, decision: Decision, waited_for: str, seconds: float) -> None:
         """Make visible that a call runs after it has waited, or that it has waited in vain."""

@@ -43,6 +43,8 @@ UNIT = "langchain_quota.unit"
 RESETS_AT = "langchain_quota.resets_at"
 SUBJECT = "langchain_quota.subject"
 THREAD_LABEL = "langchain_quota.thread.id"
+WAITED = "langchain_quota.waited"
+"""An event of a span."""
 
 Attributes = dict[str, AttributeValue]
 
@@ -84,6 +86,8 @@ class Tracing:
                 attributes=self._attributes(told, decision, error),
                 start_time=told.started,
             )
+            if decision.waited:
+                span.add_event(WAITED, {"seconds": decision.waited})
             if error is not None:
                 span.set_status(trace.StatusCode.ERROR, described(error))
             span.end()

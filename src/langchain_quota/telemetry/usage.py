@@ -124,7 +124,8 @@ class UsageTable(Collector):
                 use = _use(subject, status.limit, status.unit)
                 use.decided, use.near = now, self._near_of(status)
                 # Only enforced limits say how much a subject has used.
-                use.numbers = (_number(status, quota),) if status.enforced else ()
+                told_of = status.enforced and not quota.smooth
+                use.numbers = (_number(status, quota),) if told_of else ()
                 if status.scope == quota.scope:
                     _refuse(use, status, now)
                 if subject.label:
@@ -287,7 +288,7 @@ class UsageTable(Collector):
             count = status.thread_before if status.deferred else status.thread_used
             use.numbers = ((count, status.thread_limit or 0, None),)
             if status.quotas:
-                quotas = [each for each in status.quotas if each.per == THREAD]
+                quotas = [q for q in status.quotas if q.per == THREAD and not q.smooth]
                 use.numbers += tuple(_number(status, each) for each in quotas)
         _refuse(use, status, now)
         use.near = self._near_of(status)

@@ -16,7 +16,7 @@ from langchain_quota import messages
 from langchain_quota.admission import AcquireRequest, Compensation
 from langchain_quota.concurrency import Form, ask, now, runs_in_thread
 from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, QuotaStatus
-from langchain_quota.features.at_once.places import Lease, Slot, semaphore_of
+from langchain_quota.features.at_once.places import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.concurrency import ConcurrencyLimit
 from langchain_quota.middleware.calls import owed_for
@@ -25,6 +25,7 @@ from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.history import answer, answer_of_refused, newest_name
 from langchain_quota.rule import OnStoreError, stored_as
+from langchain_quota.semaphores import Slot, semaphore_of
 from langchain_quota.state import ledger
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
@@ -78,7 +79,8 @@ class AtOnce(Feature):
     async def _begin(self, form: Form, turn: "_Turn", tool: Any) -> ToolMessage | None:
         """Wait for a call's places, visibly; the answer to a call that may not run."""
         try:
-            await turn.wait(form, self._leases, tool)
+            with self._recorder.waiting(turn.call.agent, turn.waited_for):
+                await turn.wait(form, self._leases, tool)
         except BaseException:
             self._recorder.record_wait(turn.call.agent, turn.waited_for, "cancelled", turn.age)
             raise

@@ -1,0 +1,100 @@
+"""LangChain's rate limiter, shared through a store."""
+
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+from langchain_core.rate_limiters import BaseRateLimiter
+
+from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
+from langchain_quota.arguments import check_count, check_name
+from langchain_quota.concurrency import Form, ask, now, wait_for
+from langchain_quota.limits.quotas import Quota
+from langchain_quota.semaphores import semaphore_of
+from langchain_quota.stores.keys import CountKey, lacking, spacing_of
+
+_SCOPE = "rate_limiter"
+_FOREVER = 1e9
+"""Longer than any process lives, in seconds."""
+
+
+class RateLimiting:
+    """A store that makes rate limiters."""
+
+    prefix: Any
+
+    def rate_limiter(
+        self, name: str, limit: int, window: timedelta | str, *, burst: int = 1
+    ) -> BaseRateLimiter:
+        """A rate limiter for chat models, shared by all that use the store: `rate_limiter=…`.
+
+        Calls are spread evenly over the window. Those of one process are admitted in the order in
+        which they come. Only limiters with the same name, limit and window share a count. A call
+        that cannot ask the store raises `QuotaStoreError`, and does not reach the model. A call
+        that is cancelled while the store answers may be counted.
+
+        Args:
+            name: What is limited, 1 to 64 printable characters.
+            limit: How many calls a window has, from 1.
+            window: The length of the window, as in `Quota`.
+            burst: How many calls may come at once after a pause, from 1 and at most `limit`.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: An argument is out of bounds, or the store's prefix is a function.
+
+        Examples:
+            >>> from langchain_quota import MemoryStore
+            >>> limiter = MemoryStore().rate_limiter("openai", 60, "1m")
+            >>> limiter.acquire(blocking=False), limiter.acquire(blocking=False)
+            (True, False)
+        """
+        check_name("name", name)
+        if not name:
+            raise ValueError("name must not be empty")
+        check_count("limit", limit, least=1, what="a whole number")
+        quota = Quota(limit, window=window, smooth=True, burst=burst)
+        if callable(getattr(self, "prefix", None)):
+            raise ValueError(  # noqa: TRY004 - it is no wrong type
+                "the prefix of this store is a function: make a store whose prefix is a string"
+            )
+        key = CountKey.at(name, _SCOPE, "", quota.lasts, 0, limit=limit)
+        return _StoreRateLimiter(self, str(key), quota.burst or 1)
+
+
+class _StoreRateLimiter(BaseRateLimiter):
+    """A count of a store that drains."""
+
+    def __init__(self, store: object, key: str, burst: int) -> None:
+        self._store, self._key, self._burst = store, key, burst
+
+    def acquire(self, *, blocking: bool = True) -> bool:
+        """Wait until the call may be made; without `blocking`, only say whether it may."""
+        return now(self._acquire("", blocking=blocking))
+
+    async def aacquire(self, *, blocking: bool = True) -> bool:
+        """`acquire`, without blocking the event loop."""
+        return await self._acquire("a", blocking=blocking)
+
+    async def _acquire(self, form: Form, *, blocking: bool) -> bool:
+        seconds = _FOREVER if blocking else 0
+        slot = await semaphore_of(self._store, self._key).take(form, 1, seconds)
+        try:
+            while slot.taken:
+                lacks = await self._lacks(form)
+                if lacks <= 0 or not blocking:
+                    return lacks <= 0
+                await wait_for(form, lacks)
+            return False
+        finally:
+            slot.give_back()
+
+    async def _lacks(self, form: Form) -> float:
+        """Count a call if there is room; else in how many seconds there is."""
+        most = Threshold(_SCOPE, _SCOPE, _SCOPE, self._burst)
+        counters, hits = {_SCOPE: Counter(self._key)}, (Hits({_SCOPE: 1}, (most,)),)
+        asked = AcquireRequest(uuid4().hex, uuid4().hex, counters, hits)
+        result = await ask(form, self._store, "acquire", asked)
+        if result.admitted[0]:
+            return 0
+        return lacking(result.empty_in[_SCOPE], self._burst - 1, spacing_of(self._key))

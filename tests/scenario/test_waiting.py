@@ -1,0 +1,275 @@
+"""Calls that wait for room in a quota: in order, evenly, and not for too long."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import pytest
+
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, ToolCallLimit
+from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.testing import captured_decisions
+from tests.scene import Form, Kind, Scene, asking, both_forms, texts
+from tests.stores import DAY, Clock, FickleStore
+from tests.telemetry import Signals, attributes, paid
+
+PATIENCE = 60
+WHO: ContextVar[int] = ContextVar("who")
+QUICK = Quota(50, per="global", window="1s", smooth=True)
+HOURLY = Quota(1, per="global", window="1h", smooth=True)
+GAUGE, WAITS = "langchain_quota_waiting_calls", "langchain_quota_wait_seconds_count"
+SEARCH = {"agent": "unnamed", "limit": "tool:search"}
+
+
+class Noting(MemoryStore):
+    """A store that notes when it admits calls, and whose."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.admitted: list[tuple[float, int]] = []
+        self.refused = threading.Semaphore(0)
+
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        result = super().acquire(request)
+        if any(":global:" in str(each.key) for each in request.counters.values()):
+            if result.stopped or not all(result.admitted):
+                self.refused.release()
+            else:
+                self.admitted.append((self.clock(), WHO.get(0)))
+        return result
+
+
+class Passing(Clock):
+    """A clock that passes while calls wait, once they may."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.may = threading.Event()
+        self.may.set()
+        patch.setattr("langchain_quota.features.waiting.wait_for", self.wait)
+
+    async def wait(self, form: str, seconds: float) -> None:
+        await until(self.may.is_set) if form else self.may.wait(PATIENCE)
+        self.now += seconds
+
+
+def waits(number: int, signals: Signals) -> bool:
+    """Whether so many calls wait now."""
+    return signals.value(GAUGE, **SEARCH) == number
+
+
+async def until(happens: Callable[[], object]) -> None:
+    """Wait for what has no event of its own."""
+    async with asyncio.timeout(PATIENCE):
+        while not happens():  # noqa: ASYNC110 - so it is
+            await asyncio.sleep(0.001)
+
+
+@both_forms
+@pytest.mark.parametrize("kind", ["quota", "inline", "graph"])
+async def test_calls_are_spread_evenly(
+    form: Form, kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over many windows, no time has more than the even rate and the burst; all calls run."""
+    clock, burst = Passing(monkeypatch), 3
+    store = Noting(clock=clock)
+    quota = Quota(3, per="global", window="3s", smooth=True, burst=burst)
+    limit = ToolCallLimit("search", quotas=[quota], wait=PATIENCE)
+    scene = Scene(signals, asking("search"), [limit], kind=kind, form=form, store=store)
+    for turn in range(40):
+        clock.now += turn % 7 == 0 and 1.75
+        await scene.play()
+    assert len(scene.ran) == len(store.admitted) == 40
+    times = [moment for moment, _ in store.admitted]
+    assert times[-1] - times[0] > 30
+    for first, start in enumerate(times):
+        for more, end in enumerate(times[first:], 1):
+            # A float has no more digits of the epoch's seconds.
+            assert more <= burst + end - start + 1e-5
+
+
+@pytest.mark.parametrize("kind", ["tool", "model"])
+@both_forms
+async def test_who_comes_first_is_served_first(
+    form: Form, kind: str, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls of a process, in threads or tasks, are admitted in the order of their arrival."""
+    clock = Passing(monkeypatch)
+    clock.may.clear()
+    store = Noting(clock=clock)
+    limited: Any = {"quotas": [HOURLY], "wait": DAY, "name": "tool:search"}
+    tool, model = ToolCallLimit("search", **limited), ModelCallLimit(**limited)
+    limit, script = (tool, asking("search")) if kind == "tool" else (model, lambda _: "done")
+    agent = Scene(signals, script, [limit], form=form, store=store).agent
+    runs: list[Any] = []
+    for who in range(5):
+        WHO.set(who)
+        given: Any = {"messages": [("user", "hi")]}, {"configurable": {"thread_id": str(who)}}
+        run = agent.ainvoke(*given) if form == "async" else asyncio.to_thread(agent.invoke, *given)
+        runs.append(asyncio.create_task(run))
+        await until(lambda: store.admitted)
+        await until(partial(waits, who, signals))
+    clock.may.set()
+    await asyncio.gather(*runs)
+    assert [who for _, who in store.admitted] == [*range(5)]
+
+
+async def test_a_window_ends(signals: Signals) -> None:
+    """A call waits until a fixed window ends, and is counted in the next one."""
+    store = Noting()
+    limit = ModelCallLimit(quotas=[Quota(2, per="global", window="1s")], wait=PATIENCE)
+    scene = Scene(signals, lambda _: "done", [limit], store=store)
+    for _ in range(5):
+        await scene.play()
+    assert scene.last_text() == "done"
+    search = ToolCallLimit("search", quotas=[Quota(1, per="global", window="1s")], wait=PATIENCE)
+    options: Any = {"store": MemoryStore(), "hide_exhausted": True}
+    hiding = Scene(signals, asking("search"), [search], **options)
+    for _ in range(2):
+        await hiding.play()
+    assert len(hiding.ran) == 2
+    windows = [each.used for each in store.usages("model:global:*")]
+    assert sum(windows) == 5
+    assert max(windows) <= 2
+    of_tokens = TokenLimit(quotas=[Quota(10, per="global", window="1s")], wait=PATIENCE)
+    budget = Scene(signals, lambda _: paid(10), [of_tokens], store=store)
+    for _ in range(2):
+        await budget.play()
+    tokens = store.usages("model.total_tokens:global:*")
+    assert [each.used for each in tokens if each.used] == [10, 10]
+
+
+@pytest.mark.parametrize("exits", ["continue", "end", "error"])
+async def test_who_would_wait_too_long(exits: Any, signals: Signals) -> None:
+    """It is not kept waiting: the limit's exit follows, and says when there is room."""
+    store = MemoryStore(clock=Clock())
+    limit = ToolCallLimit("search", quotas=[HOURLY], wait=PATIENCE, exit_behavior=exits)
+    scene = Scene(signals, asking("search"), [limit], store=store)
+    await scene.play()
+    if exits == "error":
+        with pytest.raises(ToolCallLimitExceededError, match=r"resets at 2026-01-01T13:00:00Z"):
+            await scene.play()
+    else:
+        said = texts(await scene.play())
+        assert "resets at 2026-01-01T13:00:00Z" in "".join(said)
+    assert scene.ran == ["search"]
+    assert [each.used for each in store.usages("search:global:*")] == [1]
+    assert signals.value(WAITS, decision="blocked", **SEARCH) == 1
+
+
+@both_forms
+async def test_whose_turn_does_not_come(form: Form, signals: Signals) -> None:
+    """Behind others its time can end, too; a model call ends as its limit says."""
+    store = Noting()
+    patient = ModelCallLimit(quotas=[HOURLY], wait=2 * 3600)
+    hasty = ModelCallLimit(quotas=[HOURLY], wait=0.05, exit_behavior="error")
+    first, last = (
+        Scene(signals, lambda _: "done", [each], form=form, store=store, thread_id=name)
+        for name, each in (("first", patient), ("last", hasty))
+    )
+    await first.play()
+    waits = threading.Thread(target=lambda: asyncio.run(first.play()), daemon=True)
+    waits.start()
+    assert await asyncio.to_thread(store.refused.acquire, timeout=PATIENCE)
+    with pytest.raises(ModelCallLimitExceededError, match="resets at"):
+        await last.play()
+    assert signals.value(GAUGE, agent="unnamed", limit="model") == 1
+
+
+async def test_a_cancelled_call_makes_room(signals: Signals) -> None:
+    """It leaves the line, and nothing is charged; the next one gets its turn. All is visible."""
+    clock = Clock()
+    store = Noting(clock=clock)
+    limit = ToolCallLimit("search", quotas=[HOURLY], wait=DAY)
+    scenes = [
+        Scene(signals, asking("search"), [limit], store=store, thread_id=str(each))
+        for each in range(4)
+    ]
+    await scenes[0].play()
+    runs = [asyncio.create_task(each.play()) for each in scenes[1:]]
+    await until(partial(waits, 3, signals))
+    clock.now += 3600
+    runs[0].cancel()
+    runs[2].cancel()
+    await asyncio.wait(runs)
+    assert [scene.ran for scene in scenes] == [["search"], [], ["search"], []]
+    assert len(store.admitted) == 2
+    assert signals.value(GAUGE, **SEARCH) == 0
+    assert signals.value(WAITS, decision="cancelled", **SEARCH) == 2
+    assert signals.value(WAITS, decision="allowed", **SEARCH) == 2
+    (event,) = [each for span in signals.judged() for each in span.events]
+    assert event.name == "langchain_quota.waited"
+    assert float(str(dict(event.attributes or {})["seconds"])) > 0
+
+
+async def test_the_calls_of_a_message_wait_together(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run when there is room for all; if there never is, they are judged at once."""
+    store = MemoryStore(clock=Passing(monkeypatch))
+    quota = Quota(2, per="global", window="1s", smooth=True, burst=2)
+    limit = ToolCallLimit("search", quotas=[quota], wait=PATIENCE)
+    scene = Scene(signals, asking("search", "search", "calc"), [limit], store=store)
+    with captured_decisions() as decisions:
+        await scene.play()
+        await scene.play()
+    assert scene.ran.count("search") == 4
+    waited = [each.waited > 0 for each in decisions if each.call.kind == "tool"]
+    assert waited == [False] * 3 + [True] * 3
+    three = Scene(signals, asking(*["search"] * 3), [limit], store=MemoryStore(clock=Clock()))
+    await three.play()
+    assert len(three.ran) == 2
+
+
+async def test_nothing_to_wait_for(signals: Signals) -> None:
+    """Where another number refuses, or the store is away, or on trial, nobody waits."""
+    quotas = [Quota(5, per="global", window="1h")]
+    of_run = ToolCallLimit("search", run_limit=1, quotas=quotas, wait=PATIENCE)
+    scene = Scene(signals, asking("search", "search"), [of_run], store=MemoryStore())
+    await scene.play()
+    assert scene.ran == ["search"]
+    trial = ToolCallLimit("search", quotas=[HOURLY], wait=PATIENCE, enforce=False)
+    scene = Scene(signals, asking("search"), [trial], store=MemoryStore())
+    for _ in range(2):
+        await scene.play()
+    assert len(scene.ran) == 2
+    for action, ran in (("deny", 0), ("allow", 1)):
+        store = FickleStore(MemoryStore())
+        store.down = True
+        limit = ToolCallLimit("search", quotas=[HOURLY], wait=PATIENCE)
+        options: Any = {"store": store, "on_store_error": action}
+        scene = Scene(signals, asking("search", "calc"), [limit], **options)
+        await scene.play()
+        assert scene.ran.count("search") == ran
+        assert scene.ran.count("calc") == 1
+
+
+async def test_a_person_is_asked_after_the_wait(signals: Signals) -> None:
+    """A limit that asks first waits."""
+    quota = Quota(1, per="global", window="1h")
+    limit = ToolCallLimit("search", quotas=[quota], wait=0.01, exit_behavior="ask")
+    scene = Scene(signals, asking("search"), [limit], store=MemoryStore())
+    await scene.play()
+    asked = await scene.play()
+    assert "__interrupt__" in asked
+    await scene.resume({"decisions": [{"type": "approve"}]})
+    assert len(scene.ran) == 2
+
+
+async def test_a_smooth_quota_without_a_wait(signals: Signals) -> None:
+    """It refuses at once; the model is told nothing of what is left, and nobody is near it."""
+    limit = ToolCallLimit("search", quotas=[HOURLY])
+    options: Any = {"store": MemoryStore(clock=Clock()), "tell_model": True}
+    scene = Scene(signals, asking("search", "search"), [limit], **options)
+    await scene.play()
+    assert scene.ran == ["search"]
+    (moment,) = [each for span in signals.judged() if (each := attributes(span).get("resets_at"))]
+    assert moment == "2026-01-01T13:00:00+00:00"
+    told = [message.text for call in scene.model.calls for message in call.messages]
+    assert not [text for text in told if "Budget" in text]
+    crossed = signals.samples("langchain_quota_crossings_total", **SEARCH)
+    assert set(crossed.values()) == {0}
