@@ -13,6 +13,7 @@ from benchmarks import (
     footprint,
     importing,
     per_step,
+    postgres_acquire,
     redis_acquire,
     runs,
     scrape,
@@ -31,6 +32,7 @@ BENCHMARKS = {
     "scrape": scrape.measure,
     "workers": workers.measure,
     "redis": redis_acquire.measure,
+    "postgres": postgres_acquire.measure,
     "memory": footprint.measure,
     "import": importing.measure,
 }

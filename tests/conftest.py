@@ -11,7 +11,7 @@ for name in [*os.environ]:
 
 import gc
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
+from langchain_quota import PostgresStore
 from tests import examples  # noqa: F401 - it sets how property tests draw
 from tests.certificates import Certificate, make_certificate
 from tests.server.prometheus import Prometheus, StartPrometheus, running_prometheus
@@ -87,6 +88,15 @@ def postgres_server() -> "Iterator[PostgresServer]":
 
     with running_postgres() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_url(postgres_server: "PostgresServer") -> str:
+    """The URL of a database with the store's table; tests have prefixes of their own."""
+    url = postgres_server.database()
+    with closing(PostgresStore(url, timeout=60)) as store:
+        store.setup()
+    return url
 
 
 @pytest.fixture(scope="module")

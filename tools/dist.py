@@ -39,7 +39,7 @@ BARE = f"""
 import importlib.util
 import {PACKAGE}, {PACKAGE}.testing
 print({PACKAGE}.__version__, {PACKAGE}.__file__)
-extras = ("genai_prices", "opentelemetry.sdk", "redis", "rich")
+extras = ("genai_prices", "opentelemetry.sdk", "psycopg", "redis", "rich")
 assert not any(map(importlib.util.find_spec, extras)), "there are extras"
 """
 PRICES = f"import {PACKAGE} as q; q.QuotaMiddleware([q.CostLimit(run_limit=1)])"
@@ -180,7 +180,9 @@ def check_types(there: Elsewhere) -> None:
     """Check the public API as users type it."""
     # Packages that users of the API have, too.
     lint = f"{ROOT / 'pyproject.toml'}:lint"
-    there.run(f"pip install --quiet opentelemetry-sdk redis starlette --group {lint}")
+    there.run(
+        f"pip install --quiet opentelemetry-sdk psycopg[binary,pool] redis starlette --group {lint}"
+    )
     there.run(f"cp -r {ROOT / 'tests' / 'typing'} api")
     there.run("mypy --config-file= --strict --warn-unreachable api")
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from langchain_quota.state import ToolCallLimitState as ToolCallLimitState
     from langchain_quota.state import usage as usage
     from langchain_quota.stores.memory import MemoryStore as MemoryStore
+    from langchain_quota.stores.optional_postgres import PostgresStore as PostgresStore
     from langchain_quota.stores.optional_redis import RedisStore as RedisStore
     from langchain_quota.telemetry import Telemetry as Telemetry
     from langchain_quota.telemetry import hmac_label as hmac_label
@@ -62,6 +63,7 @@ else:
         "middleware.quota": ("QuotaMiddleware",),
         "state": ("ModelCallLimitState", "ToolCallLimitState", "usage"),
         "stores.memory": ("MemoryStore",),
+        "stores.optional_postgres": ("PostgresStore",),
         "stores.optional_redis": ("RedisStore",),
         "telemetry": ("Telemetry", "hmac_label"),
         "telemetry.exposition": ("metrics_app", "start_metrics_server"),

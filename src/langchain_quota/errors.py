@@ -152,7 +152,7 @@ class EventLoopBlockedError(QuotaStoreError):
     """A store did not answer in time, and for most of that time the event loop was blocked.
 
     The store may work well: first look for what blocks the event loop. Raised by the async form of
-    `RedisStore`, and counted by its name in `langchain_quota_errors_total`.
+    `RedisStore` and `PostgresStore`, and counted by its name in `langchain_quota_errors_total`.
 
     Args:
         message: What happened; never with credentials.

@@ -61,16 +61,18 @@ def test_redis_is_named() -> None:
     assert said == "RedisStore(redis://example.org:1234/5, prefix='langchain_quota')"
 
 
-def test_the_extra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without redis the import of the store says what to install."""
-    package = "langchain_quota.stores.redis"
-    ours = (package, "langchain_quota.stores.optional_redis")
-    for name in [each for each in sys.modules if each.startswith(("redis", *ours))]:
+@pytest.mark.parametrize(("extra", "package"), [("redis", "redis"), ("postgres", "psycopg")])
+def test_the_extra_is_missing(extra: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its client the import of the store says what to install."""
+    store = f"langchain_quota.stores.{extra}"
+    ours = (store, f"langchain_quota.stores.optional_{extra}")
+    for name in [each for each in sys.modules if each.startswith((package, *ours))]:
         monkeypatch.delitem(sys.modules, name)
     # None is how Python marks a module that cannot be imported.
-    monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "langchain-quota\[redis\]"$'):
-        import_module(package)
+    monkeypatch.setitem(sys.modules, package, None)
+    said = rf'pip install "langchain-quota\[{extra}\]"$'
+    with pytest.raises(ModuleNotFoundError, match=said):
+        import_module(store)
 
 
 def test_a_url_that_is_wrong_is_not_quoted() -> None:

@@ -186,6 +186,7 @@ def test_wrong_values(capsys: pytest.CaptureFixture[str]) -> None:
         ("demo", "rich", "demo"),
         ("top", "rich", "top"),
         ("quotas show", "redis", "redis"),
+        ("quotas show --store postgresql://127.0.0.1", "psycopg", "postgres"),
     ],
 )
 def test_an_extra_is_missing(command: str, package: str, extra: str) -> None:

@@ -9,6 +9,7 @@ from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,6 +18,7 @@ from langchain_quota.admission import Compensation
 from langchain_quota.cli import main
 from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
 from tests.scene import Scene
 from tests.server.proxy import proxy
@@ -228,10 +230,28 @@ def test_password_among_the_arguments(capsys: pytest.CaptureFixture[str]) -> Non
         "unix://127.0.0.1/socket?db=1&password=s3cr3t",
     ):
         for action in ("show", "reset"):
-            assert main(["quotas", action, "--redis", url]) == 2
+            assert main(["quotas", action, "--store", url]) == 2
             (reason,) = capsys.readouterr().err.splitlines()
             assert "LANGCHAIN_QUOTA_REDIS_URL" in reason
             assert "cr3t" not in reason
+
+
+def test_in_postgres(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The URL says which store it is; its password is that of PostgreSQL's own clients."""
+    assert main(["quotas", "show", "--store", postgres_url]) == 2
+    assert "set PGPASSWORD instead" in capsys.readouterr().err
+    monkeypatch.setenv("PGPASSWORD", str(urlsplit(postgres_url).password))
+    url = re.sub(":[^:]*@", "@", postgres_url)
+    with closing(PostgresStore(url, prefix="cli", timeout=30)) as store:
+        store.acquire(calls(ADA, 3, limit=5))
+    for action in (["show"], ["grant", "2", "--key", ADA, "--reason", "x"], ["reset", "--yes"]):
+        assert main(["quotas", *action, "--store", url, "--prefix", "cli"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"'ada' +3 +5 ", out)
+    assert re.search(r"'ada' +3 +7 ", out)
+    assert "1 reset to 0" in out
 
 
 def test_no_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,9 +259,9 @@ def test_no_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     monkeypatch.delenv("LANGCHAIN_QUOTA_REDIS_URL", raising=False)
     silent = f"redis://127.0.0.1:{free_port()}"
     for arguments, text in (
-        (["--redis", silent], f"RedisStore({silent}"),
-        (["--redis", "http://127.0.0.1"], "the URL of Redis must be"),
-        (["--redis", "redis://127.0.0.1", "--prefix", "a b"], "prefix must match"),
+        (["--store", silent], f"RedisStore({silent}"),
+        (["--store", "http://127.0.0.1"], "the URL of Redis must be"),
+        (["--store", "redis://127.0.0.1", "--prefix", "a b"], "prefix must match"),
         ([], "LANGCHAIN_QUOTA_REDIS_URL is not set"),
     ):
         for action in (["show"], ["reset", "--yes"]):
@@ -370,7 +390,7 @@ def test_a_lost_answer(
     asked = ("--key", ADA, "50", "--reason", "more")
     with proxy(redis_server.port) as way:
         way.fail(only_small)
-        assert run("grant", *asked, "--redis", way.url) == 2
+        assert run("grant", *asked, "--store", way.url) == 2
     reason = capsys.readouterr().err
     *_, name = reason.split()
     assert reason.endswith(f"; to try again without granting twice add --id {name}\n")

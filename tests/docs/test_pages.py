@@ -94,7 +94,8 @@ def test_each_wish_is_one_click_from_home(wish: str, page: str, anchor: str) -> 
     """The first code behind a link of the home page runs alone, or with the page's first."""
     text = (DOCS / page).read_text()
     if anchor:
-        text = re.split(rf"(?im)^#+ {anchor.replace('-', '[^a-z]+')}$", text)[1]
+        title = anchor.replace("-", "[^a-z]+")
+        text = re.split(rf"(?im)^#+ (?:{title}|.* \{{ #{anchor} \}})$", text)[1]
     before, language, code = re.findall(r"\A(.*?)```(python|shell)\n(.*?)```", text, re.DOTALL)[0]
     if "This continues the first example" in before:
         code = f"{blocks(DOCS / page)[0]}\n{code}"

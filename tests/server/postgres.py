@@ -6,14 +6,16 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import psycopg
+import pytest
 
+from langchain_quota.stores import postgres
 from tests.server.programs import required_program
 from tests.server.prometheus import DEADLINE, eventually
 from tests.server.redis import free_port
@@ -34,7 +36,12 @@ class PostgresServer:
         self.port = 0
 
     def start(self) -> None:
-        """Make the files, and start the server."""
+        """Start it: the first time with new files on a free port, later with the same ones."""
+        if not (self._directory / "data").exists():
+            self._make()
+        eventually(self._started)
+
+    def _make(self) -> None:
         password = self._directory / "password"
         password.write_text(PASSWORD)
         if self._user is not None:
@@ -52,13 +59,29 @@ class PostgresServer:
             check=True,
             timeout=DEADLINE,
         )
-        eventually(self._started)
 
     def stop(self) -> None:
         """Stop it."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)  # at once, with all its processes
             self._process.wait()
+            self._process = None
+
+    def pause(self, sign: int = signal.SIGSTOP) -> None:
+        """Let its processes for connections answer nobody, and it itself take no connection."""
+        assert self._process is not None
+        self._process.send_signal(sign)
+        task = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        for child in task.read_text().split():
+            os.kill(int(child), sign)
+
+    def resume(self) -> None:
+        """Let it go on, with what it was sent meanwhile."""
+        self.pause(signal.SIGCONT)
+
+    def prefix(self) -> str:
+        """A prefix that no other test has."""
+        return f"test.{uuid4().hex}"
 
     def database(self, encoding: str = "UTF8") -> str:
         """The URL of a new database."""
@@ -66,20 +89,20 @@ class PostgresServer:
         self.query(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}'")
         return f"postgresql://{_SUPERUSER}:{PASSWORD}@127.0.0.1:{self.port}/{name}"
 
-    def query(self, query: str) -> list[Any]:
+    def query(self, query: str, port: int = 0) -> list[Any]:
         """The rows of a query, asked as the superuser on the socket."""
-        where: Any = {"host": str(self._directory), "port": self.port, "dbname": "postgres"}
+        where: Any = {"host": str(self._directory), "port": port or self.port, "dbname": "postgres"}
         with psycopg.connect(**where, user=_SUPERUSER, autocommit=True) as connection:
             cursor = connection.execute(query.encode())
             return cursor.fetchall() if cursor.description else []
 
     def _started(self) -> bool:
-        self.port = free_port()
+        port = self.port or free_port()
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
                     *(_program("postgres"), "-D", str(self._directory / "data")),
-                    *("-h", "127.0.0.1", "-p", str(self.port), "-k", str(self._directory)),
+                    *("-h", "127.0.0.1", "-p", str(port), "-k", str(self._directory)),
                     *("-c", "fsync=off", "-c", "full_page_writes=off"),
                 ],
                 cwd=self._directory,
@@ -87,16 +110,32 @@ class PostgresServer:
                 stdout=log,
                 stderr=log,
             )
-        return eventually(self._answers_or_ended) == "answers"  # else another took the port
+        if eventually(lambda: self._answers_or_ended(port)) == "ended":  # another took the port
+            return False
+        self.port = port
+        return True
 
-    def _answers_or_ended(self) -> str | None:
+    def _answers_or_ended(self, port: int) -> str | None:
         assert self._process is not None
         if self._process.poll() is not None:
             return "ended"
         with suppress(psycopg.OperationalError):
-            self.query("SELECT 1")
+            self.query("SELECT 1", port)
             return "answers"
         return None
+
+
+@contextmanager
+def time_of(clock: Callable[[], float]) -> Iterator[None]:
+    """Have PostgresStores of this process take the time, in seconds, from a clock."""
+
+    class Clock:
+        def __format__(self, _: str) -> str:
+            return repr(clock())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(postgres, "CLOCK", Clock())
+        yield
 
 
 @contextmanager
@@ -127,3 +166,40 @@ def _program(name: str) -> str:
     newest_first = sorted(_DEBIAN.glob("*/bin"), reverse=True)
     path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, newest_first)])
     return shutil.which(name, path=path) or required_program(name, "postgresql")
+
+
+@contextmanager
+def running_pgbouncer(server: PostgresServer, url: str) -> Iterator[str]:
+    """A PgBouncer in transaction mode with 3 connections; the URL of a database through it."""
+    program = required_program("pgbouncer", "pgbouncer")
+    user = _unprivileged()
+    with tempfile.TemporaryDirectory(prefix="pgbouncer-") as name:
+        directory, port, database = Path(name), free_port(), url.rpartition("/")[2]
+        (directory / "users").write_text(f'"{_SUPERUSER}" "{PASSWORD}"\n')
+        (directory / "ini").write_text(
+            f"[databases]\n{database} = host=127.0.0.1 port={server.port}\n[pgbouncer]\n"
+            f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
+            f"auth_type = plain\nauth_file = {directory / 'users'}\n"
+            "pool_mode = transaction\ndefault_pool_size = 3\n"
+        )
+        for each in (directory, *directory.iterdir()):
+            if user is not None:
+                shutil.chown(each, user)
+        with (
+            (directory / "log").open("ab") as log,
+            subprocess.Popen(
+                [program, "-q", str(directory / "ini")], user=user, stdout=log, stderr=log
+            ) as process,
+        ):
+            there = url.replace(f":{server.port}/", f":{port}/")
+
+            def answers() -> bool:
+                with suppress(psycopg.OperationalError), psycopg.connect(there):
+                    return True
+                return False
+
+            try:
+                eventually(answers)
+                yield there
+            finally:
+                process.kill()

@@ -107,6 +107,47 @@ class TestEventLoop:
             assert silent is QuotaStoreError
 
 
+async def agents_in_outages(
+    server: Any, outage: str, store: Any, patient: Any, signals: Signals
+) -> None:
+    """Eight agents run on while a server stops or hangs, twice: in the end it counts what ran."""
+    over = asyncio.Event()
+    options: Any = {"on_store_error": "allow", "checkpointer": None}
+    script: Any = lambda _: "done" if over.is_set() else ["search", "search"]  # noqa: E731
+    scene = Scene(signals, script, [PER_USER], store=store, context=ANN, **options)
+    stops = outage == "stopped"
+
+    async def run(thread: str) -> None:
+        config = {"configurable": {"thread_id": thread}, "recursion_limit": 9**9}
+        await scene.agent.ainvoke({"messages": [("user", "hi")]}, config, context=ANN)
+
+    async def more(outcome: str) -> None:
+        """Wait for requests of one outcome."""
+
+        def found() -> float:
+            name = "langchain_quota_store_seconds_count"
+            return signals.value(name, operation="acquire", outcome=outcome) or 0
+
+        before = found()
+        while found() < before + 5:  # noqa: ASYNC110 - what it waits for has no event
+            await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(DEADLINE):
+        running = [asyncio.create_task(run(f"thread-{number % 4}")) for number in range(8)]
+        for _ in range(2):
+            await more("ok")
+            await asyncio.to_thread(server.stop if stops else server.pause)
+            await more("error" if stops else "timeout")
+            await asyncio.to_thread(server.start if stops else server.resume)
+        await more("ok")
+        over.set()
+        await asyncio.gather(*running)
+        # What is still to be corrected is corrected by itself, or with the next requests.
+        while counts(patient).get(SEARCHES) != len(scene.ran):
+            await run("thread-0")
+        assert sum(counts(patient).values()) == 2 * len(scene.ran)
+
+
 class TestAgents:
     """Agents go on, or are refused, and in the end what ran is counted."""
 
@@ -146,41 +187,7 @@ class TestAgents:
     ) -> None:
         """Eight agents run on while Redis stops or hangs, twice: in the end it counts what ran."""
         store, patient = opened(durable.url, "x", 0.5), opened(durable.url, "x")
-        over = asyncio.Event()
-        options: Any = {"on_store_error": "allow", "checkpointer": None}
-        script: Any = lambda _: "done" if over.is_set() else ["search", "search"]  # noqa: E731
-        scene = self.scene(signals, script, store, **options)
-        stops = outage == "stopped"
-
-        async def run(thread: str) -> None:
-            config = {"configurable": {"thread_id": thread}, "recursion_limit": 9**9}
-            await scene.agent.ainvoke({"messages": [("user", "hi")]}, config, context=ANN)
-
-        async def more(outcome: str) -> None:
-            """Wait for requests of one outcome."""
-
-            def found() -> float:
-                name = "langchain_quota_store_seconds_count"
-                return signals.value(name, operation="acquire", outcome=outcome) or 0
-
-            before = found()
-            while found() < before + 5:  # noqa: ASYNC110 - what it waits for has no event
-                await asyncio.sleep(0.01)
-
-        async with asyncio.timeout(DEADLINE):
-            running = [asyncio.create_task(run(f"thread-{number % 4}")) for number in range(8)]
-            for _ in range(2):
-                await more("ok")
-                await asyncio.to_thread(durable.stop if stops else durable.pause)
-                await more("error" if stops else "timeout")
-                await asyncio.to_thread(durable.start if stops else durable.resume)
-            await more("ok")
-            over.set()
-            await asyncio.gather(*running)
-            # What is still to be corrected is corrected by itself, or with the next requests.
-            while counts(patient).get(SEARCHES) != len(scene.ran):
-                await run("thread-0")
-            assert sum(counts(patient).values()) == 2 * len(scene.ran)
+        await agents_in_outages(durable, outage, store, patient, signals)
 
     @pytest.mark.parametrize("on_store_error", ["deny", "allow"])
     async def test_the_event_loop_is_not_blocked(

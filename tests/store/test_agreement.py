@@ -1,10 +1,12 @@
-"""MemoryStore, RedisStore and the rule itself agree on random requests, call by call, over time."""
+"""All stores and the rule itself agree on random requests, call by call, over time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import pytest
@@ -32,8 +34,10 @@ from langchain_quota.stores import (
 from langchain_quota.stores.grants import Granting, in_utc
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
 from tests.examples import examples
+from tests.server.postgres import time_of
 from tests.server.redis import RedisServer, let_pass, time_from
 from tests.server.stores import used
 from tests.stores import Clock
@@ -476,16 +480,39 @@ def _granted_again() -> list[Step]:
 def test_all_agree(client: redis.Redis, steps: list[Step]) -> None:
     """The same requests get the same answers, and leave the same counts, limits and windows."""
     client.flushall()
-    idle, clock, model = timedelta(seconds=IDLE), Clock(START), Model()
-    memory = MemoryStore(idle_ttl=idle, clock=clock)
-    shared = RedisStore(client, prefix=uuid4().hex, idle_ttl=idle)
+    shared = RedisStore(client, prefix=uuid4().hex, idle_ttl=timedelta(seconds=IDLE))
+    agree(steps, shared, Clock(START), partial(let_pass, client, NOW))
+
+
+@examples(200)
+@given(steps=histories())
+@example(steps=_held_twice())
+@example(steps=_held_longest())
+@example(steps=_granted_again())
+def test_postgres_agrees(postgres_url: str, steps: list[Step]) -> None:
+    """The same for a store that has its rows in PostgreSQL between two requests."""
+    clock, prefix, idle = Clock(START), uuid4().hex, timedelta(seconds=IDLE)
+
+    def wait(clock: Clock, seconds: float) -> None:
+        clock.now += seconds
+
+    given: Any = {"prefix": prefix, "idle_ttl": idle, "timeout": 60}
+    with closing(PostgresStore(postgres_url, **given)) as shared, time_of(clock):
+        agree(steps, shared, clock, wait)
+
+
+def agree(
+    steps: list[Step], shared: Any, clock: Clock, wait: Callable[[Clock, float], None]
+) -> None:
+    """Play a history on a model, in memory and on a shared store, and compare."""
+    memory, model = MemoryStore(idle_ttl=timedelta(seconds=IDLE), clock=clock), Model()
     # Without an end a grant ends by the clock of who gives it.
-    shared._now = clock  # type: ignore[method-assign]
-    let_pass(client, NOW, clock, 0)
+    shared._now = clock
+    wait(clock, 0)
     for step in steps:
         if isinstance(step, int):
             model.wait(step)
-            let_pass(client, NOW, clock, step)
+            wait(clock, step)
         elif isinstance(step, Give):
             asked = model.grant(step)
             assert given_by(memory, step, clock.now) == asked

@@ -1,4 +1,4 @@
-"""What every store promises, on MemoryStore and RedisStore.
+"""What every store promises, on MemoryStore, RedisStore and PostgresStore.
 
 Which calls are admitted, and what is charged, is compared on random requests in test_agreement.py.
 """
@@ -19,8 +19,10 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import ScriptedChatModel
+from tests.server.postgres import PostgresServer, time_of
 from tests.server.redis import RedisServer, let_pass, time_from
 from tests.server.stores import batch, calls, compensating, settlement, used
 from tests.stores import Clock
@@ -31,27 +33,30 @@ DAY = CountKey.at("search", "user_id", "ada", timedelta(days=1), 4e9)
 LONG = 3600
 """A lease that no test outlasts, in seconds."""
 
-Store = MemoryStore | RedisStore
+Store = MemoryStore | RedisStore | PostgresStore
 
 
 class Stores:
     """Makes stores of one kind, whose time passes as a test says.
 
     Args:
-        server: The Redis that they are in; `None` for memory.
+        server: The server that they are in; `None` for memory.
+        url: How it is reached.
         opened: Closes them.
     """
 
-    def __init__(self, server: RedisServer | None, opened: ExitStack) -> None:
-        self._server, self._opened = server, opened
+    def __init__(
+        self, server: RedisServer | PostgresServer | None, url: str, opened: ExitStack
+    ) -> None:
+        self._server, self._url, self._opened = server, url, opened
         self._clock = Clock(time.time())
 
     def __call__(self, *, idle_ttl: timedelta = timedelta(days=365)) -> Store:
         if self._server is None:
             return MemoryStore(idle_ttl=idle_ttl, clock=self._clock)
-        prefix = self._server.prefix()
+        kind = RedisStore if isinstance(self._server, RedisServer) else PostgresStore
         # The machine may be busy: only what is about timeouts has short ones.
-        store = RedisStore(self._server.url, prefix=prefix, timeout=30, idle_ttl=idle_ttl)
+        store = kind(self._url, prefix=self._server.prefix(), timeout=30, idle_ttl=idle_ttl)
         self._opened.callback(store.close)
         return store
 
@@ -60,17 +65,25 @@ class Stores:
         if self._server is None:
             self._clock.now += seconds
             return
+        if isinstance(self._server, PostgresServer):
+            self._clock.now += seconds
+            self._opened.enter_context(time_of(self._clock))
+            return
         client = self._opened.enter_context(self._server.client())
         self._opened.enter_context(time_from("now"))
         let_pass(client, "now", self._clock, seconds)
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "postgres"])
 def make(request: pytest.FixtureRequest) -> Iterator[Stores]:
     """Makes stores of one kind."""
+    get, kind, server, url = request.getfixturevalue, request.param, None, ""
+    if kind == "redis":
+        server, url = get("redis_server"), get("redis_server").url
+    elif kind == "postgres":
+        server, url = get("postgres_server"), get("postgres_url")
     with ExitStack() as opened:
-        is_redis = request.param == "redis"
-        yield Stores(request.getfixturevalue("redis_server") if is_redis else None, opened)
+        yield Stores(server, url, opened)
 
 
 @pytest.fixture

@@ -5,10 +5,18 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import assert_type
 
+import psycopg_pool
 import redis
 import redis.asyncio
 
-from langchain_quota import MemoryStore, ModelCallLimit, Quota, QuotaMiddleware, RedisStore
+from langchain_quota import (
+    MemoryStore,
+    ModelCallLimit,
+    PostgresStore,
+    Quota,
+    QuotaMiddleware,
+    RedisStore,
+)
 from langchain_quota.admission import AcquireRequest, AcquireResult, admit
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
 from langchain_quota.stores import QuotaStore, QuotaUsage
@@ -57,6 +65,9 @@ stores: list[QuotaStore] = [
     RedisStore(redis.RedisCluster(host="127.0.0.1")),
     RedisStore(redis.asyncio.RedisCluster(host="127.0.0.1")),
     RedisStore(prefix=lambda _, runtime: str(runtime.context["tenant"])),
+    PostgresStore("postgresql://127.0.0.1/agents", prefix="mine", timeout=0.5),
+    PostgresStore(psycopg_pool.ConnectionPool()),
+    PostgresStore(psycopg_pool.AsyncConnectionPool()),
 ]
 for store in stores:
     QuotaMiddleware(limits, store=store)
@@ -95,5 +106,7 @@ QuotaMiddleware(limits, store="redis://127.0.0.1/0")  # type: ignore[arg-type]  
 MemoryStore(idle_ttl=3600)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 MemoryStore(1_000)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 RedisStore("redis://127.0.0.1/0", timeout="1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+PostgresStore()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+PostgresStore(5432)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 RedisStore(6379)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 RedisStore("redis://127.0.0.1/0", "mine")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

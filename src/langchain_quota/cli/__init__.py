@@ -14,7 +14,7 @@ FAILED = 2
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells give it."""
 
-_EXTRAS = {"demo": "demo", "quotas": "redis", "top": "top"}
+_EXTRAS = {"demo": "demo", "top": "top"}
 """The extra of the package that a command needs."""
 
 

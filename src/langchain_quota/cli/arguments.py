@@ -88,8 +88,11 @@ def _add_export(export: ArgumentParser) -> None:
 
 def _add_quotas(quotas: ArgumentParser) -> None:
     server = ArgumentParser(add_help=False)
-    text = "the server, without a password (default: the URL in LANGCHAIN_QUOTA_REDIS_URL)"
-    server.add_argument("--redis", metavar="URL", help=text)
+    text = (
+        "the server, redis://… or postgresql://…, without a password (default: the URL in "
+        "LANGCHAIN_QUOTA_REDIS_URL)"
+    )
+    server.add_argument("--store", metavar="URL", help=text)
     server.add_argument("--prefix", help="the store's prefix, if it is not the default")
     several = ArgumentParser(add_help=False, parents=[server])
     text = (

@@ -1,4 +1,4 @@
-"""The counts that a store keeps in Redis: show them, reset them, grant more."""
+"""The counts that a store keeps in a server: show them, reset them, grant more."""
 
 import json
 import logging
@@ -21,12 +21,13 @@ from langchain_quota.limits.options import UNITS
 from langchain_quota.stores import QuotaUsage, window_end
 from langchain_quota.stores.grants import Grant, unit_of
 from langchain_quota.stores.keys import CountKey, dimension_of, spacing_of
-from langchain_quota.stores.redis import RedisStore
-from langchain_quota.stores.redis_clients import URL_VARIABLE
-from langchain_quota.stores.scripted import PREFIX
+from langchain_quota.stores.optional_postgres import PostgresStore
+from langchain_quota.stores.optional_redis import RedisStore
+from langchain_quota.stores.server import PREFIX
 from langchain_quota.units import PER_BASE_UNIT, shown
 from langchain_quota.windows import checked
 
+Store = RedisStore | PostgresStore
 _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
 _TIMEOUT = 10.0
 _AT_ONCE = 500
@@ -36,19 +37,22 @@ _DECLINED = 1
 
 def run(arguments: Namespace) -> int:
     """Show what is kept, set it to 0, or give more of it."""
-    url, prefix = arguments.redis, arguments.prefix
+    url, prefix = arguments.store, arguments.prefix
+    in_postgres = str(url).startswith(("postgres://", "postgresql://"))
     if url is not None and _PASSWORD.search(url):
-        seen = "--redis has a password, which others on this machine can see"
-        raise CommandError(f"{seen}: set {URL_VARIABLE} instead")
+        seen = "--store has a password, which others on this machine can see"
+        remedy = "PGPASSWORD" if in_postgres else "LANGCHAIN_QUOTA_REDIS_URL"
+        raise CommandError(f"{seen}: set {remedy} instead")
     try:
         prefix = PREFIX if prefix is None else prefix
-        with closing(RedisStore(url, prefix=prefix, timeout=_TIMEOUT)) as store:
+        kind = PostgresStore if in_postgres else RedisStore
+        with closing(kind(url, prefix=prefix, timeout=_TIMEOUT)) as store:
             return _ACTIONS[arguments.action](store, arguments)
-    except (QuotaStoreError, ValueError) as error:
+    except (QuotaStoreError, ValueError, ModuleNotFoundError) as error:
         raise CommandError(one_line(error)) from error
 
 
-def _show(store: RedisStore, arguments: Namespace) -> int:
+def _show(store: Store, arguments: Namespace) -> int:
     found = _found(store, arguments.key)
     headings = ("counted", "per", "subject", "used", "of", "until")
     lines = table(headings, [*map(_row, found)], right={"used", "of"}) if found else ["no counts"]
@@ -73,7 +77,7 @@ def _show(store: RedisStore, arguments: Namespace) -> int:
     return 0
 
 
-def _found(store: RedisStore, patterns: Sequence[str]) -> list[QuotaUsage]:
+def _found(store: Store, patterns: Sequence[str]) -> list[QuotaUsage]:
     uses: dict[str, QuotaUsage] = {}
     for pattern in patterns or ("*",):
         # Every run of the last day has counts. Their names are ids that tell a reader nothing.
@@ -100,7 +104,7 @@ def _row(use: QuotaUsage) -> tuple[str, ...]:
     return (*names, shown(use.used, unit), limit, until)
 
 
-def _grant(store: RedisStore, arguments: Namespace) -> int:
+def _grant(store: Store, arguments: Namespace) -> int:
     key = arguments.key
     window = checked(vars(arguments).get("window"), arguments.tz, arguments.starts)
     if "window" not in arguments and _base(key) == key:
@@ -129,7 +133,7 @@ def _grant(store: RedisStore, arguments: Namespace) -> int:
     return 0
 
 
-def _revoke(store: RedisStore, arguments: Namespace) -> int:
+def _revoke(store: Store, arguments: Namespace) -> int:
     key = arguments.key
     for each in store.grants(_glob(key) + "*"):
         if each.id == arguments.id and key in {each.key, _base(each.key)}:
@@ -141,7 +145,7 @@ def _revoke(store: RedisStore, arguments: Namespace) -> int:
     raise CommandError(f"nothing is granted under {key!r} with the id {arguments.id!r}")
 
 
-def _grants(store: RedisStore, arguments: Namespace) -> int:
+def _grants(store: Store, arguments: Namespace) -> int:
     patterns = arguments.key or ("*",)
     found = {(each.key, each.id): each for one in patterns for each in store.grants(one)}
     rows = [
@@ -162,7 +166,7 @@ def _grants(store: RedisStore, arguments: Namespace) -> int:
 _ACTIONS = {"show": _show, "reset": _show, "grant": _grant, "revoke": _revoke, "grants": _grants}
 
 
-def _key_now(store: RedisStore, text: str) -> str:
+def _key_now(store: Store, text: str) -> str:
     """The key of the count that is kept now under a key without its window."""
     pattern = _glob(text) + "*"
     kept = {each.key for each in store.usages(pattern)}

@@ -68,8 +68,8 @@ class Questions(Feature):
         made = cls(limiter)
         if made._store is not None and not isinstance(made._store.store, Granting):
             raise TypeError(
-                "exit_behavior='ask' needs a store that can grant more, as MemoryStore and "
-                f"RedisStore can, not {made._store.store!r}"
+                "exit_behavior='ask' needs a store that can grant more, as MemoryStore, "
+                f"RedisStore and PostgresStore can, not {made._store.store!r}"
             )
         made._first = asking[0]
         return made

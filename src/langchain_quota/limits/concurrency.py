@@ -15,8 +15,8 @@ from langchain_quota.limits.quotas import Quota
 class ConcurrencyLimit(LimitOptions):
     """How many tool calls may run at the same time; further calls wait.
 
-    The calls of this process are counted, or with a `RedisStore` those of all processes that share
-    it. It needs a `QuotaMiddleware` or a `GraphQuota`.
+    The calls of this process are counted, or with a `RedisStore` or `PostgresStore` those of all
+    processes that share it. It needs a `QuotaMiddleware` or a `GraphQuota`.
 
     Args:
         tool_name: The tool that is limited, or several that share one count; `None` for all

@@ -82,9 +82,9 @@ class QuotaMiddleware(
             the agent goes on. An exception in one is counted and logged, and the agent goes on.
             Async functions need the agent's async methods.
         store: Counts quotas and threads where runs, workers and tenants share them: a
-            `MemoryStore` in one process, a `RedisStore` in many. `thread_limit` is then exact for
-            concurrent runs of a thread, and needs a thread id but no checkpointer. Without a
-            store, threads are counted in the agent's state.
+            `MemoryStore` in one process, a `RedisStore` or `PostgresStore` in many. `thread_limit`
+            is then exact for concurrent runs of a thread, and needs a thread id but no
+            checkpointer. Without a store, threads are counted in the agent's state.
         on_store_error: What happens to calls when the store cannot be asked. `"deny"` refuses
             them, with the scope `"store"`; `"allow"` judges them by the state's counts, without
             quotas, and adds them to the store later. Every call asks the store again.

@@ -1,4 +1,4 @@
-"""Counts that runs share: in one process (memory), or on all machines (redis)."""
+"""Counts that runs share: in one process (memory), or on all machines (redis, postgres)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -195,7 +195,8 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
         if store is None and limit.quotas:
             raise ValueError(
                 f"limit {limit.name!r} has quotas: give a store that counts them, "
-                "store=MemoryStore() in one process, store=RedisStore() in several"
+                "store=MemoryStore() in one process, store=RedisStore() in several, or "
+                "PostgresStore(…)"
             )
         wide = [f"per={each.per!r}" for each in limit.quotas if each.per in ("global", "agent")]
         wide += ["at_once"] if isinstance(limit, ConcurrencyLimit) else []

@@ -1,16 +1,15 @@
 """Counts in Redis, shared by all processes and machines that use it."""
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from types import TracebackType
+from functools import partial
 from typing import Any, TypeVar
 
-from langchain_quota.arguments import check_type
+from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.concurrency import Form, now
-from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
-from langchain_quota.stores import IDLE_TTL
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores import IDLE_TTL, wire
 from langchain_quota.stores.redis_clients import (
     FAILED,
     TIMEOUTS,
@@ -20,25 +19,26 @@ from langchain_quota.stores.redis_clients import (
     SyncClient,
     clients,
     remedies,
-    scrub,
 )
 from langchain_quota.stores.redis_script import ScriptCall, key_of, pattern_of
-from langchain_quota.stores.scripted import PREFIX, Read, ScriptedStore
-from langchain_quota.stores.wire import Ask
+from langchain_quota.stores.server import PREFIX, Patience, ServerStore
 
 _SCANNED = 500
 """How many keys Redis looks at in a step of a listing."""
 
-_TICKS = 16
-"""The number of ticks of a timeout. Connecting takes about as many turns of the event loop."""
-
-_REASON = 300
-"""How much of a client's error text is shown: it may quote a whole reply."""
+_READ: dict[str, Callable[[Sequence[str], object], list[Any]]] = {
+    "peek": wire.uses,
+    "reset": wire.nothing,
+    "grant": wire.grants,
+    "revoke": wire.grants,
+    "grants": wire.grants,
+}
+"""How the answer of an operation is read."""
 
 T = TypeVar("T")
 
 
-class RedisStore(ScriptedStore):
+class RedisStore(ServerStore):
     """A `QuotaStore` in Redis, for all processes and machines that use the same prefix.
 
     Each operation is one run of one script, in one round trip; a compensation that has something to
@@ -91,11 +91,7 @@ class RedisStore(ScriptedStore):
         timeout: float = 1.0,
         idle_ttl: timedelta = IDLE_TTL,
     ) -> None:
-        super().__init__(prefix, idle_ttl)
-        check_type("timeout", timeout, int | float, "a number")
-        if not 0 < timeout < float("inf"):
-            raise ValueError(f"timeout must be above 0, not {timeout!r}")
-        self._timeout = timeout
+        super().__init__(prefix, timeout, idle_ttl)
         self._clients = clients(source, timeout)
         self.forms = self._clients.forms
 
@@ -114,11 +110,28 @@ class RedisStore(ScriptedStore):
         self._clients.close()
         await self._clients.aclose()
 
-    async def _run(self, form: Form, script: str, prefix: str, ask: Ask, read: Read[T]) -> T:
+    async def _admit(self, form: Form, prefix: str, request: AcquireRequest) -> AcquireResult:
+        ask, read = partial(wire.acquire, request, self._idle), partial(wire.result, request)
+        return await self._run(form, "acquire", prefix, ask, read)
+
+    async def _operate(
+        self, form: Form, prefix: str, op: str, keys: Sequence[str], *more: Any
+    ) -> list[Any]:
+        told: wire.Asked = {}
+        if op == "grant":
+            told = wire.of_grant(*more)
+        elif op == "revoke":
+            told = {"name": wire.short(*more)}
+        ask = partial(wire.operation, op, keys, told, self._idle)
+        return await self._run(form, "operations", prefix, ask, partial(_READ[op], keys))
+
+    async def _run(
+        self, form: Form, script: str, prefix: str, ask: wire.Ask, read: Callable[[object], T]
+    ) -> T:
         # What is wrong with a question is no failure of Redis.
         call = ScriptCall(script, prefix, ask)
         client = await self._clients.opened(form)
-        patience = _Patience(self._timeout)
+        patience = Patience(self._timeout)
         try:
             async with patience if form else nullcontext():
                 reply = await _reply(form, client, call)
@@ -126,7 +139,7 @@ class RedisStore(ScriptedStore):
                     reply = await _reply(form, client, call)
                 return read(reply)
         except FAILED as error:
-            raise self._failure(error, patience.blocked) from error
+            raise self._failed(error, patience.blocked) from error
 
     def _keys(self, kind: str, pattern: str) -> Iterator[str]:
         prefix, client = str(self.prefix), now(self._clients.opened(""))
@@ -136,27 +149,17 @@ class RedisStore(ScriptedStore):
                 if key is not None:
                     yield key
         except FAILED as error:
-            raise self._failure(error, 0) from error
+            raise self._failed(error, 0) from error
 
-    def _failure(self, error: BaseException, blocked: float) -> QuotaStoreError:
-        """What is raised when something fails, and the event loop was blocked for some seconds."""
-        scrub(error, self._clients.secrets)
-        timed_out = isinstance(error, TIMEOUTS)
-        failure = QuotaStoreError
-        reason = f"{type(error).__name__}: {error}"[:_REASON]
-        if isinstance(error, UNREADABLE):
-            reason = f"an unreadable reply, {reason}"
-        if timed_out:
-            reason = f"no answer within {self._timeout} s"
-        if timed_out and blocked > self._timeout / 2:
-            failure = EventLoopBlockedError
-            reason = (
-                f"{reason}, and the event loop was blocked for {blocked:.1f} s "
-                "meanwhile: move what blocks it to a thread"
-            )
-        else:
-            reason = ": ".join([reason.rstrip(".: "), *remedies(error)])
-        return failure(f"{self!r}: {reason}", timed_out=timed_out)
+    def _failed(self, error: BaseException, blocked: float) -> QuotaStoreError:
+        return self._failure(
+            error,
+            blocked,
+            timed_out=isinstance(error, TIMEOUTS),
+            unreadable=isinstance(error, UNREADABLE),
+            remedies=remedies(error),
+            secrets=self._clients.secrets,
+        )
 
 
 async def _reply(form: Form, client: Any, call: ScriptCall) -> object:
@@ -167,43 +170,3 @@ async def _reply(form: Form, client: Any, call: ScriptCall) -> object:
     except NoScriptError:
         reply = client.eval(call.script.text, *arguments)
         return await reply if form else reply
-
-
-class _Patience:
-    """A timeout that leaves out time in which the event loop was blocked."""
-
-    # While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before
-    # it is read. So this one counts ticks of the event loop. A late tick counts as one.
-
-    def __init__(self, seconds: float) -> None:
-        self._tick = seconds / _TICKS
-        self._left = _TICKS
-        self.blocked = 0.0
-
-    async def __aenter__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._timeout = asyncio.timeout(None)
-        await self._timeout.__aenter__()
-        self._next()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        await self._timeout.__aexit__(kind, error, where)
-
-    def _next(self) -> None:
-        self._due = self._loop.time() + self._tick
-        self._timer = self._loop.call_at(self._due, self._passed)
-
-    def _passed(self) -> None:
-        self.blocked += self._loop.time() - self._due
-        self._left -= 1
-        if self._left:
-            self._next()
-        else:
-            # It ends in the loop's next turn: a reply that is here already is read first.
-            self._timeout.reschedule(self._loop.time())

@@ -22,6 +22,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from langchain_quota.concurrency import Form
+from langchain_quota.stores import server
 
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 """The environment variable with the URL of the server."""
@@ -37,10 +38,7 @@ _MOST = 16
 
 NoScriptError = exceptions.NoScriptError
 TIMEOUTS = (exceptions.TimeoutError, TimeoutError)
-UNREADABLE = (
-    exceptions.InvalidResponse,
-    *(ValueError, TypeError, LookupError, AttributeError, RecursionError),
-)
+UNREADABLE = (exceptions.InvalidResponse, *server.UNREADABLE)
 """What redis-py raises if a reply has an unexpected form."""
 FAILED = (exceptions.RedisError, exceptions.RedisClusterException, OSError, *UNREADABLE)
 
@@ -332,23 +330,3 @@ def _is_url(url: str) -> bool:
 def _secrets(options: Mapping[str, Any]) -> tuple[str, ...]:
     password = options.get("password")
     return (password, quote(password, safe="")) if isinstance(password, str) and password else ()
-
-
-def scrub(error: BaseException, secrets: Sequence[str]) -> None:
-    """Remove secrets from the texts of an exception and of its causes."""
-    # A server that does not know a command may quote it, with the password in it.
-    seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        found.args = tuple(_scrubbed(each, secrets) for each in found.args)
-        found = found.__cause__ or found.__context__
-
-
-def _scrubbed(value: object, secrets: Sequence[str]) -> object:
-    if isinstance(value, bytes):
-        value = value.decode(errors="replace")
-    if isinstance(value, str):
-        for secret in secrets:
-            value = value.replace(secret, "***")
-    return value

@@ -1,0 +1,323 @@
+"""Counts in PostgreSQL, shared by all processes and machines that use it."""
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from hashlib import sha256
+from math import ceil
+from typing import Any, TypeVar
+
+from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.concurrency import Form, now
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores import IDLE_TTL
+from langchain_quota.stores.common import metadata
+from langchain_quota.stores.postgres_connections import (
+    FAILED,
+    STALLED,
+    TIMEOUTS,
+    Connection,
+    Pool,
+    connections,
+    is_open,
+    quoted,
+    remedies,
+    send,
+)
+from langchain_quota.stores.rows import GRANTS, Name, Rows, names_of, names_of_keys
+from langchain_quota.stores.server import PREFIX, UNREADABLE, Patience, ServerStore
+
+CLOCK = "extract(epoch FROM clock_timestamp())"
+"""The time, in seconds since the Unix epoch."""
+
+_SETUP = """
+BEGIN;
+SELECT pg_advisory_xact_lock(7305808869231650401);  -- two may do this at the same time
+CREATE TABLE IF NOT EXISTS langchain_quota (
+    id uuid PRIMARY KEY,    -- of prefix, kind and name, by their hash: names may have any length
+    prefix text NOT NULL,
+    kind text NOT NULL,
+    name text,              -- as JSON; only where it is listed
+    value text NOT NULL,    -- as JSON: when it expires, and what is kept
+    due bigint NOT NULL     -- when it may be deleted, in seconds since the Unix epoch
+) WITH (fillfactor = 60);   -- so that a count that is charged stays on its page
+CREATE INDEX IF NOT EXISTS langchain_quota_due ON langchain_quota (due);
+CREATE INDEX IF NOT EXISTS langchain_quota_listed ON langchain_quota (prefix, kind, id)
+    WHERE name IS NOT NULL;
+COMMIT
+"""
+_BEGIN = """
+BEGIN ISOLATION LEVEL READ COMMITTED, READ WRITE;
+SET LOCAL statement_timeout = {timeout};
+SET LOCAL idle_in_transaction_session_timeout = {stalled};
+SELECT FROM unnest('{{{locks}}}'::bigint[]) AS lock, pg_advisory_xact_lock(lock);
+"""
+"""Locks are taken in one order, so that no two requests wait for each other."""
+
+_READ = """
+SELECT NULL, ({clock})::text UNION ALL
+SELECT id::text, value FROM langchain_quota WHERE id = ANY('{{{ids}}}'::uuid[])
+"""
+_WRITE = """
+INSERT INTO langchain_quota (id, prefix, kind, name, value, due) VALUES {rows}
+ON CONFLICT (id) DO UPDATE SET value = EXCLUDED.value, due = EXCLUDED.due;
+"""
+_DELETE = "DELETE FROM langchain_quota WHERE id = ANY('{{{ids}}}'::uuid[]);"
+_CLEAN = """
+DELETE FROM langchain_quota WHERE id = ANY(ARRAY(
+    SELECT id FROM langchain_quota WHERE due <= {now} ORDER BY due LIMIT {most}
+    FOR UPDATE SKIP LOCKED
+));
+"""
+_LIST = """
+SELECT id, name FROM langchain_quota WHERE prefix = {} AND kind = {}
+AND name IS NOT NULL AND id > '{last}' AND starts_with(name, {}) ORDER BY id LIMIT {most}
+"""
+
+_LISTED = ("count", GRANTS)
+"""What is found by a pattern of keys, `_PAGE` at a time."""
+_PAGE = 500
+_CLEANED_EVERY, _CLEANED = 16, 100
+"""Every so many requests that write delete so many expired rows at most: more than they make."""
+
+_ROUNDED = 3600
+"""When a count is deleted, in seconds: an index that changes with every charge would grow."""
+
+_TRIES = 3
+"""How often a request is tried if the server ends its transactions."""
+
+T = TypeVar("T")
+
+_READING = ("peek", "grants")
+"""Operations that change nothing."""
+
+
+class _EndedError(Exception):
+    """The server has ended a transaction before anything was written."""
+
+
+class PostgresStore(ServerStore):
+    """A `QuotaStore` in PostgreSQL, for all processes and machines that use the same prefix.
+
+    For those whose checkpointer is PostgreSQL already. `setup()` makes its table, once. A request
+    is one short transaction of two round trips: it locks and reads what it names, and writes what
+    has changed. No session keeps any state, so a pooler such as PgBouncer may share connections in
+    its transaction mode. Requests delete what has expired. Counts are as durable as PostgreSQL.
+
+    A request that is under way locks its counts. If its worker's event loop is blocked for more
+    than a quarter of the timeout, the server ends the transaction, and the request is tried again.
+
+    Args:
+        source: A connection string, `postgresql://user:password@host:port/database`: the store
+            makes at most 10 connections for all threads, and 10 for each event loop. Or your own
+            pool, which you open and close: a `ConnectionPool` of psycopg_pool serves the sync form,
+            an `AsyncConnectionPool` the async form, on its own event loop; with `autocommit=True`,
+            as LangGraph's checkpointers have it, a request takes a round trip less.
+        prefix: As of `RedisStore`.
+        timeout: How long an operation may take, in seconds above 0. For an async operation it is
+            the total, without time in which the event loop was blocked; for a sync operation it is
+            each wait for the server, and connecting may take 2 seconds.
+        idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
+
+    Attributes:
+        forms: The forms that it serves: `"sync"`, `"async"`; a pool of your own has one of them.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of bounds. No message has credentials.
+        ModuleNotFoundError: The package psycopg is not installed; the message says what to install.
+
+    Examples:
+        Nothing is connected before the first operation:
+
+        >>> from langchain_quota import PostgresStore
+        >>> PostgresStore("postgresql://worker:secret@db.example/quotas", prefix="prod")
+        PostgresStore(postgresql://db.example:5432/quotas, prefix='prod')
+    """
+
+    def __init__(
+        self,
+        source: str | Pool,
+        *,
+        prefix: str | Callable[[Any, Any], str] = PREFIX,
+        timeout: float = 1.0,
+        idle_ttl: timedelta = IDLE_TTL,
+    ) -> None:
+        super().__init__(prefix, timeout, idle_ttl)
+        self._connections = connections(source, timeout)
+        self.forms = self._connections.forms
+
+    def __repr__(self) -> str:
+        return f"PostgresStore({self._connections.name}, prefix={self.prefix!r})"
+
+    def setup(self) -> None:
+        """Make the table `langchain_quota`, in the first schema of the search path, if need be.
+
+        Raises:
+            QuotaStoreError: The store failed, or the user may not make a table.
+        """
+        now(self._within("", self._set_up))
+
+    async def asetup(self) -> None:
+        """`setup`, without blocking the event loop."""
+        await self._within("a", self._set_up)
+
+    def close(self) -> None:
+        """Close the connections of the sync form; a pool of your own stays open."""
+        self._connections.close()
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop, and those of the sync form.
+
+        `asyncio.run` closes them by itself when it ends its event loop.
+        """
+        self._connections.close()
+        await self._connections.aclose()
+
+    async def _admit(self, form: Form, prefix: str, request: AcquireRequest) -> AcquireResult:
+        metadata(request)  # what is wrong with a request is no failure of PostgreSQL
+
+        async def work(connection: Connection) -> AcquireResult:
+            names, undone = names_of(request), Rows.undone
+            rows = await self._read(connection, prefix, names, _BEGIN)
+            while not (more := undone(rows, request)) <= names:
+                # From the beginning, since locks are taken in one order.
+                names |= more
+                rows = await self._read(connection, prefix, names, f"ROLLBACK; {_BEGIN}")
+            return await self._written(connection, prefix, rows, lambda: rows.acquire(request))
+
+        return await self._within(form, work)
+
+    async def _operate(
+        self, form: Form, prefix: str, op: str, keys: Sequence[str], *more: Any
+    ) -> list[Any]:
+        async def work(connection: Connection) -> list[Any]:
+            begin = "" if op in _READING else _BEGIN
+            rows = await self._read(connection, prefix, names_of_keys(keys), begin)
+            done = partial(rows.operate, op, keys, *more)
+            return await self._written(connection, prefix, rows, done) if begin else done()
+
+        return await self._within(form, work)
+
+    def _keys(self, kind: str, pattern: str) -> Iterator[str]:
+        prefix, last = str(self.prefix), "0" * 32
+        head = json.dumps(re.split(r"[*?\[]", pattern, maxsplit=1)[0])[:-1]
+
+        async def page(connection: Connection) -> list[tuple[str, str]]:
+            texts = (quoted(connection, each) for each in (prefix, kind, head))
+            statement = _LIST.format(*texts, last=last, most=_PAGE)
+            return _table(await send(connection, statement.encode(), self._timeout))
+
+        while last:
+            found = now(self._within("", page))
+            yield from (str(json.loads(name)) for _, name in found)
+            last = found[-1][0] if len(found) == _PAGE else ""
+
+    async def _set_up(self, connection: Connection) -> None:
+        await send(connection, _SETUP.encode(), self._timeout)
+
+    async def _within(self, form: Form, work: Callable[[Connection], Awaitable[T]]) -> T:
+        """Do some work with a connection, in time."""
+        asked, right = ("async", "an AsyncConnectionPool") if form else ("sync", "a ConnectionPool")
+        if asked not in self.forms:
+            raise TypeError(
+                f"{self._connections.name} serves no {asked} calls: give PostgresStore a "
+                f"connection string, or {right}"
+            )
+        patience = Patience(self._timeout)
+        try:
+            async with patience if form else nullcontext():
+                for _ in range(_TRIES):
+                    with suppress(STALLED, _EndedError):
+                        async with self._connections.taken(form) as connection:
+                            return await work(connection)
+                raise QuotaStoreError(f"{self!r}: the server ended {_TRIES} transactions")
+        except FAILED as error:
+            raise self._failure(
+                error,
+                patience.blocked,
+                timed_out=isinstance(error, TIMEOUTS),
+                unreadable=isinstance(error, UNREADABLE),
+                remedies=remedies(error),
+                secrets=self._connections.secrets,
+            ) from error
+
+    async def _read(
+        self, connection: Connection, prefix: str, names: set[Name], begin: str
+    ) -> Rows:
+        """What is kept under names, which are locked if a transaction is to begin."""
+        by_id = {_id(prefix, name): name for name in names}
+        # What is kept under a key has one lock.
+        locks = {int(each[:16], 16) - 2**63 for each, (kind, _) in by_id.items() if kind != GRANTS}
+        milliseconds = min(ceil(self._timeout * 1000), 2**31 - 1)
+        statements = f"{begin}{_READ}".format(
+            timeout=milliseconds,
+            stalled=ceil(milliseconds / 4),
+            locks=",".join(map(str, sorted(locks))),
+            clock=CLOCK,
+            ids=",".join(by_id),
+        )
+        found = _table(await send(connection, statements.encode(), self._timeout))
+        read = {by_id[each.replace("-", "")]: value for each, value in found if each}
+        (time,) = (float(value) for each, value in found if not each)
+        return Rows(self._idle, time, read)
+
+    async def _written(
+        self, connection: Connection, prefix: str, rows: Rows, do: Callable[[], T]
+    ) -> T:
+        """Do something with rows, and write what has changed."""
+        try:
+            answer = do()
+        except QuotaStoreError:
+            # Its compensations are made.
+            await self._write(connection, prefix, rows)
+            raise
+        await self._write(connection, prefix, rows)
+        return answer
+
+    async def _write(self, connection: Connection, prefix: str, rows: Rows) -> None:
+        written, gone, moment = [], [], rows.clock()
+        for (kind, name), text, expires in rows.changed():
+            identity = _id(prefix, (kind, name))
+            if text is None:
+                gone.append(identity)
+                continue
+            listed = "NULL"
+            if kind in _LISTED:
+                listed = quoted(connection, json.dumps(name.removeprefix(f"{prefix}/")))
+            rounded = _ROUNDED if kind == "count" else 1
+            due = min(ceil(expires / rounded) * rounded, 2**62)
+            values = (f"'{identity}'", f"'{prefix}'", f"'{kind}'", listed, quoted(connection, text))
+            written.append(f"({','.join(values)},{due})")
+        statements = ""
+        if written:
+            statements += _WRITE.format(rows=",".join(written))
+        if gone:
+            statements += _DELETE.format(ids=",".join(gone))
+        # One of so many requests, by the server's microseconds.
+        if statements and int(moment * 1e6) % _CLEANED_EVERY == 0:
+            statements += _CLEAN.format(now=int(moment), most=_CLEANED)
+        if not is_open(connection):
+            raise _EndedError
+        await send(connection, f"{statements}COMMIT".encode(), self._timeout)
+
+
+def _id(prefix: str, name: Name) -> str:
+    """The id of a row; a key may begin with the prefix."""
+    kind, text = name
+    if kind in _LISTED:
+        text = text.removeprefix(f"{prefix}/")
+    named = f"{prefix}:{kind}:{text}".encode(errors="surrogatepass")
+    return sha256(named).hexdigest()[:32]
+
+
+def _table(results: list[Any]) -> list[tuple[str, str]]:
+    """The two columns of the last result."""
+    last = results[-1]
+    cells = [
+        [last.get_value(row, column) or b"" for column in (0, 1)] for row in range(last.ntuples)
+    ]
+    return [(one.decode(), other.decode()) for one, other in cells]

@@ -1,0 +1,304 @@
+"""Connections to PostgreSQL: the store's own, for threads and event loops, or those of a pool."""
+
+import asyncio
+import math
+import os
+import re
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from contextlib import asynccontextmanager
+from time import monotonic
+from typing import Any
+from urllib.parse import quote
+from weakref import WeakKeyDictionary, WeakSet
+
+try:
+    import psycopg
+    from psycopg import errors, pq, waiting
+    from psycopg.conninfo import conninfo_to_dict
+    from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
+except ImportError as missing:
+    raise ModuleNotFoundError(
+        'PostgresStore needs the package psycopg: pip install "langchain-quota[postgres]"',
+        name=missing.name,
+    ) from missing
+
+from langchain_quota.concurrency import Form
+from langchain_quota.stores.server import UNREADABLE
+
+_CONNECTIONS = 10
+"""Most connections, for all threads and for each event loop; other operations wait."""
+
+_INTERVAL = 0.1
+"""How often a wait for the server looks whether its time is over, in seconds."""
+
+FAILED = (psycopg.Error, OSError, *UNREADABLE)
+STALLED = errors.IdleInTransactionSessionTimeout
+"""The server has ended a transaction in which nothing came for too long: nothing was written."""
+TIMEOUTS = (TimeoutError, errors.QueryCanceled, errors.ConnectionTimeout, PoolTimeout)
+
+Pool = ConnectionPool[Any] | AsyncConnectionPool[Any]
+Connection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
+_stalled: WeakSet[Connection] = WeakSet()
+
+
+def connections(source: object, timeout: float) -> "Connections":
+    """The connections of a source; a thread waits for one until the timeout."""
+    if isinstance(source, ConnectionPool | AsyncConnectionPool):
+        return _Given(source, timeout)
+    if not isinstance(source, str):
+        # The value is not shown: it may have a password.
+        raise TypeError(
+            "source must be a connection string, or a ConnectionPool or AsyncConnectionPool of "
+            f"psycopg_pool, not a {type(source).__name__}"
+        )
+    return _Own(source, timeout)
+
+
+async def send(connection: Connection, statements: bytes, seconds: float) -> list[Any]:
+    """What the server answers to statements that are sent together."""
+    # Not its own `wait`: if a caller is cancelled, that one waits for a server that hangs.
+    pgconn = connection.pgconn
+    if isinstance(connection, psycopg.Connection):
+        sent = _sent(pgconn, statements, seconds)
+        return waiting.wait_selector(sent, pgconn.socket, interval=_INTERVAL)
+    sent = _sent(pgconn, statements, math.inf)
+    return await waiting.wait_async(sent, pgconn.socket, interval=_INTERVAL)
+
+
+def _sent(pgconn: Any, statements: bytes, seconds: float) -> Generator[Any, Any, list[Any]]:
+    ends = monotonic() + seconds
+    results: list[Any] = []
+    pgconn.send_query(statements)
+    while pgconn.flush():
+        if (yield waiting.Wait.RW) & waiting.Ready.R:
+            _consume(pgconn)
+    while True:
+        while pgconn.is_busy():
+            if (yield waiting.Wait.R):
+                _consume(pgconn)
+            elif monotonic() > ends:
+                raise TimeoutError
+        result = pgconn.get_result()
+        if result is None:
+            return results
+        if result.status == pq.ExecStatus.FATAL_ERROR:
+            raise errors.error_from_result(result)
+        results.append(result)
+
+
+def _consume(pgconn: Any) -> None:
+    try:
+        pgconn.consume_input()
+    except psycopg.OperationalError:
+        # What the server said before it closed the connection says more.
+        result = pgconn.get_result()
+        if result is not None and result.error_field(pq.DiagnosticField.SQLSTATE):
+            raise errors.error_from_result(result) from None
+        raise
+
+
+def is_open(connection: Connection) -> bool:
+    """Whether the server has not closed, and does not close, a connection that waits for us."""
+    try:
+        # The first takes what the server said last, the second sees that it is gone.
+        connection.pgconn.consume_input()
+        connection.pgconn.consume_input()
+    except psycopg.OperationalError:
+        return False
+    return not connection.closed and connection not in _stalled
+
+
+def quoted(connection: Connection, text: str) -> str:
+    """A text in ASCII as it stands in a statement."""
+    return bytes(pq.Escaping(connection.pgconn).escape_literal(text.encode("ascii"))).decode()
+
+
+def remedies(error: BaseException) -> Sequence[str]:
+    """What helps against a failure, if that is known."""
+    if isinstance(error, errors.UndefinedTable):
+        return ("make the store's table once, with its method setup() or asetup()",)
+    if isinstance(error, psycopg.OperationalError | OSError) and not isinstance(error, PoolTimeout):
+        return ("check that PostgreSQL runs there and that the connection string is right",)
+    return ()
+
+
+@asynccontextmanager
+async def _closed_by_failures(connection: Connection) -> AsyncIterator[Connection]:
+    """A connection of which nobody knows, after a failure, where it stands."""
+
+    def heard(notice: errors.Diagnostic) -> None:
+        # What comes right behind an answer is no error to libpq.
+        if notice.sqlstate == STALLED.sqlstate:
+            _stalled.add(connection)
+
+    connection.add_notice_handler(heard)
+    try:
+        yield connection
+    finally:
+        connection.remove_notice_handler(heard)
+        if connection.pgconn.transaction_status != pq.TransactionStatus.IDLE:
+            connection.pgconn.finish()
+
+
+class _Given:
+    """The user's own pool, which the user closes; it has one of the two forms."""
+
+    secrets = ()
+
+    def __init__(self, pool: Pool, timeout: float) -> None:
+        self.name = f"{type(pool).__module__.split('.')[0]}.{type(pool).__name__}"
+        self.forms = ("async",) if isinstance(pool, AsyncConnectionPool) else ("sync",)
+        self._pool: Any = pool
+        self._timeout = timeout
+
+    @asynccontextmanager
+    async def taken(self, form: Form) -> AsyncIterator[Connection]:
+        """A connection that nobody else uses meanwhile."""
+        taking = self._pool.connection(self._timeout)
+        if form:
+            async with taking as connection, _closed_by_failures(connection):
+                yield connection
+        else:
+            with taking as connection:
+                async with _closed_by_failures(connection):
+                    yield connection
+
+    def close(self) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
+class _Idle:
+    """The connections of all threads, or of an event loop, that are not in use."""
+
+    def __init__(self, permits: Any) -> None:
+        self.permits = permits
+        self._connections: list[Any] = []
+
+    def take(self) -> Any:
+        """One that the server has not closed, if there is one."""
+        while self._connections:
+            found = self._connections.pop()
+            if is_open(found):
+                return found
+        return None
+
+    def give(self, connection: Any) -> None:
+        """Keep one for others, unless it failed."""
+        if not connection.closed:
+            self._connections.append(connection)
+
+    def close(self) -> None:
+        while self._connections:
+            self._connections.pop().pgconn.finish()
+
+
+class _SyncConnection(psycopg.Connection[Any]):
+    def __del__(self, *_: object) -> None:
+        """It closes itself; a store that is not needed any more need not be closed."""
+
+
+class _AsyncConnection(psycopg.AsyncConnection[Any]):
+    def __del__(self, *_: object) -> None:
+        """As above."""
+
+
+_OfLoop = tuple[_Idle, AsyncGenerator[_Idle]]
+"""The connections of an event loop, and what closes them when the loop ends."""
+
+
+class _Own:
+    """Connections that are made by a connection string."""
+
+    forms = ("sync", "async")
+
+    def __init__(self, source: str, timeout: float) -> None:
+        try:
+            parts = conninfo_to_dict(source)
+        except psycopg.Error:
+            parts = {"port": "unknown"}  # the error is not shown: it may quote the password
+        host, port, database = (str(parts.get(each) or "") for each in ("host", "port", "dbname"))
+        # What is special in a password that is not percent-encoded makes it a part of these.
+        if not re.fullmatch("[0-9,]*", port) or "@" in host + database:
+            raise ValueError(
+                "source must be postgresql://[user:password@]host:port/database, or another "
+                "connection string of PostgreSQL; percent-encode what is special in user and "
+                "password of a URL"
+            )
+        self.name = f"postgresql://{host or 'localhost'}:{port or 5432}/{database}"
+        password = str(parts.get("password") or "")
+        self.secrets = (source, password, quote(password, safe="")) if password else (source,)
+        self._source = source
+        self._timeout = timeout
+        self._options: Any = {"autocommit": True, "fallback_application_name": "langchain-quota"}
+        self._threads = self._of_threads()
+        self._process = os.getpid()
+        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _OfLoop] = WeakKeyDictionary()
+
+    @asynccontextmanager
+    async def taken(self, form: Form) -> AsyncIterator[Connection]:
+        """A connection that nobody else uses meanwhile."""
+        idle = await self._of_running_loop() if form else self._of_process()
+        if form:
+            await idle.permits.acquire()
+        elif not idle.permits.acquire(timeout=self._timeout):
+            raise TimeoutError
+        try:
+            found = idle.take() or await self._connected(form)
+            try:
+                async with _closed_by_failures(found):
+                    yield found
+            finally:
+                idle.give(found)
+        finally:
+            idle.permits.release()
+
+    def close(self) -> None:
+        """Close those of threads; they are opened again when they are needed."""
+        self._of_process().close()
+
+    async def aclose(self) -> None:
+        """Close those of the running event loop."""
+        found = self._loops.get(asyncio.get_running_loop())
+        if found is not None:
+            await found[1].aclose()
+
+    async def _connected(self, form: Form) -> Connection:
+        if form:
+            return await _AsyncConnection.connect(self._source, **self._options)
+        # libpq waits for no less than 2 seconds.
+        patience = max(2, math.ceil(self._timeout))
+        return _SyncConnection.connect(self._source, **self._options, connect_timeout=patience)
+
+    def _of_process(self) -> _Idle:
+        if self._process != os.getpid():
+            # A forked child's: the others are still its parent's.
+            self._threads, self._process = self._of_threads(), os.getpid()
+        return self._threads
+
+    @staticmethod
+    def _of_threads() -> _Idle:
+        return _Idle(threading.BoundedSemaphore(_CONNECTIONS))
+
+    async def _of_running_loop(self) -> _Idle:
+        loop = asyncio.get_running_loop()
+        found = self._loops.get(loop)
+        if found is None:
+            making = self._of_loop(loop)
+            found = self._loops[loop] = await anext(making), making
+        return found[0]
+
+    async def _of_loop(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[_Idle]:
+        """Those of an event loop, which ends all generators before it ends."""
+        idle = _Idle(asyncio.Semaphore(_CONNECTIONS))
+        try:
+            yield idle
+        finally:
+            self._loops.pop(loop, None)
+            idle.close()
+
+
+Connections = _Given | _Own

@@ -1,0 +1,121 @@
+"""What a store in a database keeps, as rows of text: a `MemoryStore` says what becomes of them."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from datetime import datetime, timedelta
+from typing import Any
+
+from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.concurrency import now
+from langchain_quota.stores.common import keys_of
+from langchain_quota.stores.grants import Grant
+from langchain_quota.stores.memory import _REFUSED, MemoryStore, _Acquired, _Count, _Given
+
+Name = tuple[str, str]
+"""A kind of what is kept, and the name under which it is kept."""
+
+COUNT, GRANTS, RESULT, ATTEMPT = "count", "grants", "result", "attempt"
+
+
+class Rows(MemoryStore):
+    """A `MemoryStore` of the rows that one operation names, at the time of their server.
+
+    So what an operation does is written once, and every store with rows agrees with it.
+    """
+
+    def __init__(self, idle: int, time: float, read: Mapping[Name, str]) -> None:
+        super().__init__(max_keys=sys.maxsize, idle_ttl=timedelta(seconds=idle), clock=lambda: time)
+        self._tables: dict[str, Any] = {
+            COUNT: self._counts,
+            GRANTS: self._grants,
+            RESULT: self._results,
+            ATTEMPT: self._attempts,
+            "compensated": self._compensated,
+            "settled": self._settled,
+        }
+        self._read = read
+        # An attempt and its result are one object, as where they were made: their texts are equal.
+        self._made: dict[str, _Acquired] = {}
+        for (kind, name), text in read.items():
+            expires, kept = json.loads(text)
+            self._tables[kind].all[name] = self._value(kind, name, kept, text), expires
+
+    def operate(self, op: str, keys: Sequence[str], *more: Any) -> list[Any]:
+        """What an operation answers; see `ServerStore`."""
+        if op == "peek":
+            return [(key, use) for key, use in zip(keys, self.peek(keys), strict=True) if use]
+        if op == "grant":
+            return [now(self._grant("", *more))]
+        if op == "revoke":
+            return [(now(self._revoke("", *keys, *more)), False)]
+        if op == "grants":
+            return [(grant, False) for grant in self.grants()]
+        self.reset(keys)
+        return []
+
+    def undone(self, request: AcquireRequest) -> set[Name]:
+        """What is changed where the request's compensations undo attempts that are among these."""
+        found: set[Name] = set()
+        for each in request.compensations:
+            made, _ = self._attempts.all.get(each.attempt_id or "", (_REFUSED, 0))
+            found.update(names_of_keys(key for key, *_ in made.charged))
+            found.update({(RESULT, made.name)} if made.name else ())
+        return found
+
+    def changed(self) -> Iterator[tuple[Name, str | None, float]]:
+        """Each row that is not as it was read, and when it expires; `None` for one that is gone."""
+        for kind, table in self._tables.items():
+            for name, (value, expires) in table.all.items():
+                kept = None if value is _REFUSED else value
+                text = json.dumps([expires, kept], default=_plain)
+                if text != self._read.get((kind, name)):
+                    yield (kind, name), text, expires
+        for kind, name in self._read:
+            if name not in self._tables[kind].all:
+                yield (kind, name), None, 0
+
+    def _value(self, kind: str, name: str, kept: Any, text: str) -> Any:
+        if kind == COUNT:
+            return _Count(**kept)
+        if kind == GRANTS:
+            return [_Given(_grant(name, each["grant"]), each["is_new"]) for each in kept]
+        if kind in (RESULT, "attempt"):
+            return _REFUSED if kept is None else self._made.setdefault(text, _acquired(**kept))
+        return kept
+
+
+def names_of(request: AcquireRequest) -> set[Name]:
+    """What a request reads, or may change."""
+    found = names_of_keys(keys_of(request))
+    found |= {(RESULT, request.idempotency_key), (ATTEMPT, request.attempt_id)}
+    for each in request.compensations:
+        found |= {
+            ("settled" if each.settles else "compensated", each.id),
+            (RESULT, each.idempotency_key),
+            (ATTEMPT, each.attempt_id or ""),
+        }
+    return {name for name in found if name[1] or name[0] in (COUNT, "grants")}
+
+
+def names_of_keys(keys: Iterable[str]) -> set[Name]:
+    """A count and its grants for each key."""
+    return {(kind, key) for key in keys for kind in (COUNT, "grants")}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has in place of a dataclass, or a time."""
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return {each.name: getattr(value, each.name) for each in fields(value)}
+
+
+def _acquired(name: str, result: Any, charged: list[Any]) -> _Acquired:
+    lists = {each: tuple(result[each]) for each in ("refused", "admitted")}
+    return _Acquired(name, AcquireResult(**{**result, **lists}), charged)
+
+
+def _grant(key: str, kept: Mapping[str, Any]) -> Grant:
+    times = {each: datetime.fromisoformat(kept[each]) for each in ("given_at", "until")}
+    return Grant(**{**kept, **times, "key": key})

@@ -1,0 +1,264 @@
+"""Stores in a server: which keys an operation has, how long it may take, what a failure says."""
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.arguments import check_type
+from langchain_quota.concurrency import Form, now
+from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
+from langchain_quota.stores import QuotaUsage
+from langchain_quota.stores.common import check_keys, check_request, idle_seconds, keys_of
+from langchain_quota.stores.grants import Grant, Granting
+from langchain_quota.stores.keys import check_prefix, prefix_of
+from langchain_quota.stores.rate_limiter import RateLimiting
+
+PREFIX = "langchain_quota"
+"""What all keys begin with, by default."""
+
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What is raised where an answer has an unexpected form."""
+
+_AT_ONCE = 500
+"""How many keys a listing asks for at once."""
+
+_TICKS = 16
+"""The number of ticks of a timeout. Connecting takes about as many turns of the event loop."""
+
+_REASON = 300
+"""How much of a client's error text is shown: it may quote a whole reply."""
+
+
+class ServerStore(Granting, RateLimiting):
+    """A store in a server; a subclass knows how an operation is made there."""
+
+    def __init__(
+        self, prefix: str | Callable[[Any, Any], str], timeout: float, idle_ttl: timedelta
+    ) -> None:
+        check_type("prefix", prefix, str | Callable, "a string or a function")
+        if isinstance(prefix, str):
+            check_prefix("prefix", prefix)
+        self.prefix = prefix
+        self._idle = idle_seconds(idle_ttl)
+        check_type("timeout", timeout, int | float, "a number")
+        if not 0 < timeout < float("inf"):
+            raise ValueError(f"timeout must be above 0, not {timeout!r}")
+        self._timeout = timeout
+
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
+        return now(self._acquire("", request))
+
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        """`acquire`, without blocking the event loop."""
+        return await self._acquire("a", request)
+
+    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
+        """What is kept under keys, in their order; `None` if nothing is."""
+        return now(self._peek("", keys))
+
+    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
+        """`peek`, without blocking the event loop."""
+        return await self._peek("a", keys)
+
+    def reset(self, keys: Sequence[str]) -> None:
+        """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
+        now(self._reset("", keys))
+
+    async def areset(self, keys: Sequence[str]) -> None:
+        """`reset`, without blocking the event loop."""
+        await self._reset("a", keys)
+
+    def usages(self, pattern: str = "*") -> list[QuotaUsage]:
+        """What is kept under the keys that match a glob pattern, sorted by key.
+
+        The server is asked for some keys at a time, and serves others in between: a count that is
+        made or removed meanwhile may be missing. Keys of others that hold no count are left out.
+
+        Args:
+            pattern: As in Python's `fnmatch.fnmatchcase`.
+
+        Raises:
+            QuotaStoreError: The store failed, or did not answer in time.
+            TypeError: The store serves no sync calls.
+        """
+        found = dict(self._listed("count", pattern, "peek"))
+        return [use for _, use in sorted(found.items()) if use is not None]
+
+    @abstractmethod
+    async def _admit(self, form: Form, prefix: str, request: AcquireRequest) -> AcquireResult:
+        """Acquire; a failure of the server is a QuotaStoreError."""
+
+    @abstractmethod
+    async def _operate(
+        self, form: Form, prefix: str, op: str, keys: Sequence[str], *more: Any
+    ) -> list[Any]:
+        """Make one step of another operation.
+
+        What it answers: "peek" each key under which something is kept, and its use, `None` if it is
+        no count; "grant" and "revoke" a grant, and whether it is new; "grants" all of them.
+        """
+
+    @abstractmethod
+    def _keys(self, kind: str, pattern: str) -> Iterator[str]:
+        """The keys under which something of a kind is kept: all that match, and maybe others."""
+
+    async def _acquire(self, form: Form, request: AcquireRequest) -> AcquireResult:
+        check_request(request)
+        keys = keys_of(request)
+        first, *others = self._by_prefix(keys).items() or [(PREFIX, keys)]
+        if others:
+            raise ValueError(
+                f"a request must have one prefix: {first[1][0]!r}, {others[0][1][0]!r}"
+            )
+        return await self._admit(form, first[0], request)
+
+    async def _peek(self, form: Form, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
+        check_keys(keys)
+        found = dict(await self._each(form, "peek", keys))
+        for key, use in found.items():
+            if use is None:
+                raise QuotaStoreError(f"no count is kept under {key!r}")
+        return tuple(map(found.get, keys))
+
+    async def _reset(self, form: Form, keys: Sequence[str]) -> None:
+        check_keys(keys)
+        await self._each(form, "reset", keys)
+
+    def _now(self) -> float:
+        return time.time()
+
+    async def _grant(self, form: Form, asked: Grant) -> tuple[Grant | None, bool]:
+        kept: list[tuple[Grant | None, bool]] = await self._each(form, "grant", [asked.key], asked)
+        return kept[0] if kept else (None, False)
+
+    async def _revoke(self, form: Form, key: str, name: str) -> Grant | None:
+        ended: list[tuple[Grant | None, bool]] = await self._each(form, "revoke", [key], name)
+        return ended[0][0] if ended else None
+
+    def _given(self, pattern: str) -> list[Grant]:
+        found = self._listed("grants", pattern, "grants")
+        return [*{(grant.key, grant.id): grant for grant, _ in found}.values()]
+
+    async def _each(self, form: Form, op: str, keys: Sequence[str], *more: Any) -> list[Any]:
+        """What one step for each prefix of the keys answers."""
+        found: list[Any] = []
+        for prefix, some in self._by_prefix(keys).items() if keys else ():
+            found += await self._operate(form, prefix, op, some, *more)
+        return found
+
+    def _listed(self, kind: str, pattern: str, op: str) -> Iterator[Any]:
+        """What is read of the keys that match, some at a time."""
+        if not isinstance(self.prefix, str):
+            raise ValueError(  # noqa: TRY004 - it is no wrong type
+                "the prefix of this store is a function: list the keys of one prefix with "
+                f"{type(self).__name__}(…, prefix='acme')"
+            )
+        keys = (key for key in self._keys(kind, pattern) if fnmatchcase(key, pattern))
+        while some := [*islice(keys, _AT_ONCE)]:
+            yield from now(self._each("", op, some))
+
+    def _by_prefix(self, keys: Sequence[str]) -> dict[str, Sequence[str]]:
+        if isinstance(self.prefix, str):
+            return {self.prefix: keys}
+        found: dict[str, list[str]] = {}
+        for key in keys:
+            check_prefix(f"what stands before the slash of {key!r}", prefix_of(key))
+            found.setdefault(prefix_of(key), []).append(key)
+        return {**found}
+
+    def _failure(  # noqa: PLR0913 - keyword-only
+        self,
+        error: BaseException,
+        blocked: float,
+        *,
+        timed_out: bool,
+        unreadable: bool,
+        remedies: Sequence[str],
+        secrets: Sequence[str],
+    ) -> QuotaStoreError:
+        """What is raised when something fails, and the event loop was blocked for some seconds."""
+        _scrub(error, secrets)
+        failure = QuotaStoreError
+        first = str(error).partition("\n")[0]
+        reason = f"{type(error).__name__}: {first}"[:_REASON]
+        if unreadable:
+            reason = f"an unreadable reply, {reason}"
+        if timed_out:
+            reason = f"no answer within {self._timeout} s"
+        if timed_out and blocked > self._timeout / 2:
+            failure = EventLoopBlockedError
+            reason = (
+                f"{reason}, and the event loop was blocked for {blocked:.1f} s "
+                "meanwhile: move what blocks it to a thread"
+            )
+        else:
+            reason = ": ".join([reason.rstrip(".: "), *remedies])
+        return failure(f"{self!r}: {reason}", timed_out=timed_out)
+
+
+class Patience:
+    """A timeout that leaves out time in which the event loop was blocked."""
+
+    # While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before
+    # it is read. So this one counts ticks of the event loop. A late tick counts as one.
+
+    def __init__(self, seconds: float) -> None:
+        self._tick = seconds / _TICKS
+        self._left = _TICKS
+        self.blocked = 0.0
+
+    async def __aenter__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
+        await self._timeout.__aenter__()
+        self._next()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        await self._timeout.__aexit__(kind, error, where)
+
+    def _next(self) -> None:
+        self._due = self._loop.time() + self._tick
+        self._timer = self._loop.call_at(self._due, self._passed)
+
+    def _passed(self) -> None:
+        self.blocked += self._loop.time() - self._due
+        self._left -= 1
+        if self._left:
+            self._next()
+        else:
+            # It ends in the loop's next turn: a reply that is here already is read first.
+            self._timeout.reschedule(self._loop.time())
+
+
+def _scrub(error: BaseException, secrets: Sequence[str]) -> None:
+    """Remove secrets from the texts of an exception and of its causes."""
+    # A server that does not know a command may quote it, with the password in it.
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        found.args = tuple(_scrubbed(each, secrets) for each in found.args)
+        found = found.__cause__ or found.__context__
+
+
+def _scrubbed(value: object, secrets: Sequence[str]) -> object:
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, "***")
+    return value

@@ -1,0 +1,377 @@
+"""What is PostgresStore's own: its table, connections, pools, locks and outages."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.rows import dict_row
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from langchain_quota import Quota, ToolCallLimit
+from langchain_quota.admission import Compensation
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores.postgres import PostgresStore
+from tests.forked import run_python
+from tests.scene import Scene, asking
+from tests.server.postgres import PostgresServer, running_pgbouncer, time_of
+from tests.server.prometheus import eventually
+from tests.server.stores import batch, calls, compensating, settlement, used
+from tests.server.test_outages import agents_in_outages
+from tests.stores import Clock
+from tests.telemetry import Signals
+
+LONG, SHORT = 60.0, 0.3
+"""The timeout of a store that is not to run into it, and of one that is, in seconds."""
+SECRET = "s3cr3t/p@ss"  # noqa: S105 - a test's
+
+
+@contextmanager
+def opened(
+    server: PostgresServer, source: Any, prefix: str = "", timeout: float = LONG
+) -> Iterator[PostgresStore]:
+    prefix = prefix or server.prefix()
+    with closing(PostgresStore(source, prefix=prefix, timeout=timeout)) as store:
+        yield store
+
+
+@pytest.fixture
+def store(postgres_server: PostgresServer, postgres_url: str) -> Iterator[PostgresStore]:
+    """A store with a prefix of the test's own."""
+    with opened(postgres_server, postgres_url) as store:
+        yield store
+
+
+@pytest.fixture
+def beside(postgres_url: str) -> Iterator[Any]:
+    """A connection beside the store."""
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        yield connection
+
+
+def rows(beside: Any, store: PostgresStore) -> int:
+    (found,) = beside.execute(
+        "SELECT count(*) FROM langchain_quota WHERE prefix = %s", [store.prefix]
+    ).fetchone()
+    return int(found)
+
+
+class TestTable:
+    """The table, and what stands in it."""
+
+    def test_setup(self, postgres_server: PostgresServer) -> None:
+        """Without it the error says what to do; several may make it at once, and again."""
+        for encoding in ("UTF8", "LATIN1"):
+            with opened(postgres_server, postgres_server.database(encoding)) as store:
+                with pytest.raises(QuotaStoreError, match=r"once, with its method setup\(\)"):
+                    store.acquire(calls("search", 1))
+                with ThreadPoolExecutor(4) as threads:
+                    list(threads.map(lambda _: store.setup(), range(4)))
+                asyncio.run(store.asetup())
+                store.acquire(calls("größe \0 \ud800", 1))
+                assert used(store, "größe \0 \ud800") == [1]
+
+    def test_least_rights(self, postgres_url: str, store: PostgresStore, beside: Any) -> None:
+        """A user with four rights on the table can do all that a store does, but set it up."""
+        beside.execute("CREATE ROLE quota LOGIN PASSWORD 'quota'")
+        beside.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON langchain_quota TO quota")
+        url = re.sub("//.*@", "//quota:quota@", postgres_url)
+        with closing(PostgresStore(url, prefix=str(store.prefix), timeout=LONG)) as least:
+            with pytest.raises(QuotaStoreError, match="permission denied for schema public"):
+                least.setup()
+            lost = calls("search:user_id:ada", 1)
+            with time_of(Clock(5e9)):  # old rows are deleted
+                least.acquire(lost)
+            least.grant("search:user_id:ada", 1)
+            least.acquire(compensating(Compensation("lost", attempt_id=lost.attempt_id)))
+            assert [use.used for use in least.usages()] == [0]
+
+    def test_a_prefix_for_each_tenant(
+        self, postgres_server: PostgresServer, postgres_url: str
+    ) -> None:
+        """A store whose prefix is a function shares what a store of that prefix has."""
+        prefix, key = postgres_server.prefix(), "search:user_id:ada"
+        spread = PostgresStore(postgres_url, prefix=lambda *_: prefix, timeout=LONG)
+        with closing(spread), opened(postgres_server, postgres_url, prefix) as alone:
+            spread.acquire(calls(f"{prefix}/{key}", 2))
+            spread.grant(f"{prefix}/{key}", 3)
+            assert [(use.key, use.used, use.granted) for use in alone.usages()] == [(key, 2, 3)]
+            assert [each.key for each in alone.grants("search:*")] == [key]
+            assert used(spread, f"{prefix}/{key}", f"other/{key}") == [2, None]
+
+    def test_what_has_expired_is_deleted_by_use(self, store: PostgresStore, beside: Any) -> None:
+        """Rows that are over go with requests of others; a charged count stays."""
+        clock = Clock(4e9)
+        with time_of(clock):
+            for number in range(120):
+                store.acquire(calls(f"search:run:{number}", 1))
+            assert rows(beside, store) == 360
+            for _ in range(3):
+                clock.now += 30 * 3600
+                store.acquire(calls("search", 1))
+            assert rows(beside, store) <= 120
+            for _ in range(3):
+                store.acquire(calls("search", 1, limit=10**6))
+            assert rows(beside, store) < 20
+            assert used(store, "search") == [6]
+
+    def test_what_is_no_count_admits_nothing(self, store: PostgresStore, beside: Any) -> None:
+        """Whatever others have written there, it is an error, and stays as it is."""
+        store.acquire(calls("search", 1))
+        for value in ("", "null", "[1]", '[9e9, {"used": 1, "more": 2}]', "x'; DROP TABLE a --"):
+            change = "UPDATE langchain_quota SET value = %s WHERE prefix = %s AND kind = 'count'"
+            beside.execute(change, [value, store.prefix])
+            with pytest.raises(QuotaStoreError, match="an unreadable reply"):
+                store.acquire(calls("search", 1))
+            with pytest.raises(QuotaStoreError, match="an unreadable reply"):
+                store.peek(["search"])
+
+
+class TestConnections:
+    """Where connections come from, and where they go."""
+
+    def test_event_loops_come_and_go(self, store: PostgresStore, beside: Any) -> None:
+        """A loop that ended leaves no connection; closed, a store can be used all the same."""
+
+        def connected() -> int:
+            query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s"
+            (found,) = beside.execute(query, ["langchain-quota"]).fetchone()
+            return int(found)
+
+        async def acquire() -> None:
+            await asyncio.gather(*(store.aacquire(calls("search", 1)) for _ in range(20)))
+
+        for _ in range(2):
+            asyncio.run(acquire())
+        store.acquire(calls("search", 1))
+        store.close()
+        eventually(lambda: connected() == 0)
+        assert used(store, "search") == [41]
+
+    def test_a_connection_that_the_server_closed_is_not_used(
+        self, store: PostgresStore, beside: Any
+    ) -> None:
+        """No request fails when it comes after a restart, or after an administrator."""
+        for expected in range(3):
+            assert store.acquire(calls("search", 1)).used == {"search": expected}
+            beside.execute(
+                "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity "
+                "WHERE application_name = 'langchain-quota'"
+            )
+
+    def test_a_forked_child_has_its_own(self, postgres_url: str, store: PostgresStore) -> None:
+        """A child does not speak on its parent's connection, and closes it for nobody."""
+        done = run_python(FORKS, postgres_url, str(store.prefix))
+        assert done.returncode == 0, done.stderr
+        assert used(store, "search") == [40]
+
+    @pytest.mark.parametrize("autocommit", [True, False])
+    async def test_pools_of_your_own(
+        self, postgres_server: PostgresServer, postgres_url: str, *, autocommit: bool
+    ) -> None:
+        """A pool, such as a checkpointer's, serves its form, and stays open; the other is told."""
+        given: Any = {"min_size": 1, "max_size": 3, "open": False}
+        given["kwargs"] = {"autocommit": autocommit, "row_factory": dict_row}
+        with ConnectionPool(postgres_url, **given) as pool, opened(postgres_server, pool) as store:
+            lost = calls("search", 2)
+            assert store.acquire(lost).used == {"search": 0}
+            store.acquire(compensating(Compensation("lost", attempt_id=lost.attempt_id)))
+            with ThreadPoolExecutor(20) as threads:
+                list(threads.map(lambda _: store.acquire(calls("search", 1)), range(40)))
+            assert [use.used for use in store.usages()] == [40]
+            store.close()
+            with pytest.raises(TypeError, match="ConnectionPool serves no async calls: give"):
+                await store.aacquire(lost)
+            with pool.connection() as connection:
+                assert connection.execute("SELECT 1 AS one").fetchall() == [{"one": 1}]
+        async with AsyncConnectionPool(postgres_url, **given) as apool:
+            with opened(postgres_server, apool) as store:
+                asked = [store.aacquire(calls("search", 1)) for _ in range(40)]
+                found = [each.used["search"] for each in await asyncio.gather(*asked)]
+                assert sorted(found) == [*range(40)]
+                with pytest.raises(TypeError, match="serves no sync calls: give"):
+                    store.usages()
+
+    async def test_the_checkpointers_pool(self, postgres_url: str, signals: Signals) -> None:
+        """One pool serves LangGraph's checkpointer and the store, which count the same."""
+        saver = pytest.importorskip("langgraph.checkpoint.postgres.aio").AsyncPostgresSaver
+        options: Any = {"autocommit": True, "prepare_threshold": 0, "row_factory": dict_row}
+        async with AsyncConnectionPool(postgres_url, open=False, kwargs=options) as pool:
+            await (checkpointer := saver(pool)).setup()
+            store = PostgresStore(pool, prefix="beside", timeout=LONG)
+            await store.asetup()
+            limit = ToolCallLimit("search", quotas=[Quota(3, per="global")])
+            script = asking(*["search"] * 2)
+            scene = Scene(signals, script, [limit], store=store, checkpointer=checkpointer)
+            for _ in range(2):
+                await scene.play()
+            (use,) = await store.apeek(["search:global:"])
+        assert use is not None
+        assert (use.used, use.limit, scene.ran) == (3, 3, ["search"] * 3)
+
+    async def test_pgbouncer(self, postgres_server: PostgresServer, postgres_url: str) -> None:
+        """In transaction mode 3 connections serve two stores, 20 tasks and 20 threads."""
+        with (
+            running_pgbouncer(postgres_server, postgres_url) as url,
+            opened(postgres_server, url) as one,
+            opened(postgres_server, url, str(one.prefix)) as other,
+        ):
+            lost, asked = calls("email", 1), [calls("search", 1) for _ in range(150)]
+            for each in (one, other):
+                await each.aacquire(lost)
+            turns = zip(asked, [one, other] * 75, strict=True)
+            found = await asyncio.gather(*(store.aacquire(each) for each, store in turns))
+            assert sum(each.admitted[0] for each in found) == 100
+            with ThreadPoolExecutor(20) as threads:
+                again = [*threads.map(one.acquire, asked[:50])]
+            assert [each.admitted for each in again] == [each.admitted for each in found[:50]]
+            undo = Compensation("lost", attempt_id=lost.attempt_id)
+            await one.aacquire(compensating(undo))
+            assert used(one, "search", "email") == [100, 0]
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            f"postgresql://worker:{SECRET}@db.example/quotas",
+            f"host=db.example password={SECRET} port=x",
+            f"nonsense {SECRET}",
+            "postgresql://worker:s3cr3t@127.0.0.1:1/quotas",
+        ],
+    )
+    def test_secrets(self, source: str) -> None:
+        """No error and no text of a store has what stands in its password."""
+        with pytest.raises((ValueError, QuotaStoreError)) as failed:
+            PostgresStore(source).acquire(calls("search", 1))
+        assert "s3cr3t" not in f"{failed.value!r} {failed.value.__cause__!r}"
+
+    def test_source_of_another_type(self) -> None:
+        """It is an error that says what is taken."""
+        with pytest.raises(TypeError, match="source must be a connection string, or a Conn"):
+            PostgresStore(5432)  # type: ignore[arg-type]
+
+
+FORKS = """
+import os, sys
+from langchain_quota import PostgresStore
+from tests.server.stores import batch
+store = PostgresStore(sys.argv[1], prefix=sys.argv[2], timeout=60)
+def acquire(who):
+    for number in range(10):
+        store.acquire(batch({"search": 1}, key=f"{who} {number}", attempt=f"{who} {number}"))
+acquire("first")
+for child in range(2):
+    if not os.fork():
+        acquire(f"child {child}")
+        sys.exit(0)
+acquire("parent")
+assert {os.wait()[1], os.wait()[1]} == {0}
+"""
+
+
+class TestLocks:
+    """Requests that are under way at the same time."""
+
+    async def test_no_two_wait_for_each_other(self, store: PostgresStore) -> None:
+        """Requests that name the same counts in other orders, and undo each other, all end."""
+        keys = [f"search:user_id:{number}" for number in range(6)]
+        made = [
+            batch(dict.fromkeys(keys[at:] + keys[:at], 1), leases={keys[at]: 60})
+            for at in range(6)
+            for _ in range(6)
+        ]
+        await asyncio.gather(*map(store.aacquire, made))
+        undo = [Compensation(f"u{each.attempt_id}", attempt_id=each.attempt_id) for each in made]
+        both = zip(undo[:18], undo[18:], strict=True)
+        await asyncio.gather(
+            *(store.aacquire(compensating(*pair)) for pair in both),
+            *(store.aacquire(compensating(settlement(each, {keys[0]: 0}))) for each in made),
+        )
+        assert used(store, *keys) == [0] * 6
+
+    async def test_a_blocked_event_loop_keeps_no_lock(
+        self, postgres_server: PostgresServer, postgres_url: str
+    ) -> None:
+        """Its transaction is ended for it, so that others go on; then it tries again."""
+        with opened(postgres_server, postgres_url, timeout=2) as blocked:
+            await blocked.apeek(["search"])
+            with opened(postgres_server, postgres_url, str(blocked.prefix)) as other:
+                for expected in range(0, 10, 2):
+                    asked = asyncio.create_task(blocked.aacquire(calls("search", 1)))
+                    for _ in range(expected):  # its transaction begins, or is about to
+                        await asyncio.sleep(0)
+                    assert used(other, "search") in ([expected or None], [expected + 1])
+                    other.acquire(calls("search", 1))
+                    assert (await asked).admitted == (True,)
+            assert used(blocked, "search") == [10]
+
+    async def test_a_cancelled_caller_keeps_no_lock(
+        self, store: PostgresStore, beside: Any
+    ) -> None:
+        """A request that is cancelled charges all or nothing, and others go on."""
+        for turns in range(40):
+            asked = asyncio.create_task(store.aacquire(calls("search", 1, limit=10**6)))
+            for _ in range(turns % 20):
+                await asyncio.sleep(0)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            await store.aacquire(calls("search", 1, limit=10**6))
+        (count,) = used(store, "search")
+        assert count is not None
+        assert 40 <= count <= 80
+
+
+class TestOutages:
+    """A server that stops, hangs, and comes back."""
+
+    @pytest.mark.parametrize("outage", ["stopped", "paused"])
+    async def test_under_load(
+        self, outage: str, postgres_server: PostgresServer, postgres_url: str, signals: Signals
+    ) -> None:
+        """Eight agents run on meanwhile, twice: in the end it counts what ran."""
+        with (
+            opened(postgres_server, postgres_url, timeout=0.5) as store,
+            opened(postgres_server, postgres_url, str(store.prefix)) as patient,
+        ):
+            await agents_in_outages(postgres_server, outage, store, patient, signals)
+
+    @pytest.mark.parametrize("own", [True, False], ids=["pool", "URL"])
+    async def test_a_server_that_hangs(
+        self, postgres_server: PostgresServer, postgres_url: str, *, own: bool
+    ) -> None:
+        """No form waits longer than its timeout, and a cancelled caller does not wait at all."""
+        given: Any = {"open": False, "kwargs": {"autocommit": True}}
+        with ConnectionPool(postgres_url, **given) as pool:
+            async with AsyncConnectionPool(postgres_url, **given) as apool:
+                sources = (pool, apool) if own else (postgres_url, postgres_url)
+                stores = [PostgresStore(each, timeout=SHORT) for each in sources]
+                stores[0].acquire(calls("search", 1))
+                await stores[1].aacquire(calls("search", 1))
+                postgres_server.pause()
+                try:
+                    async with asyncio.timeout(4):
+                        with pytest.raises(
+                            QuotaStoreError, match=r"no answer within 0\.3 s"
+                        ) as sync:
+                            await asyncio.to_thread(stores[0].acquire, calls("search", 1))
+                        with pytest.raises(
+                            QuotaStoreError, match=r"no answer within 0\.3 s"
+                        ) as asyn:
+                            await stores[1].aacquire(calls("search", 1))
+                        assert sync.value.timed_out
+                        assert asyn.value.timed_out
+                finally:
+                    postgres_server.resume()
+                stores[0].close()
+
+    def test_nobody_listens(self) -> None:
+        """The error says what to check."""
+        store = PostgresStore("postgresql://127.0.0.1:1/quotas")
+        with pytest.raises(
+            QuotaStoreError, match=r"refused.*: check that PostgreSQL runs"
+        ) as failed:
+            store.acquire(calls("search", 1))
+        assert not failed.value.timed_out
