@@ -50,11 +50,15 @@ def build() -> Dashboard:
 
 def _per_hour(number: int, name: str, spent: str, unit: str) -> TimeseriesPanel:
     amounts = f"{ask.spent(spent, ask.BAR, 'agent, model')} {_PER_HOUR} > 0"
+    queries = [show.Query(amounts, "{{agent}}: {{model}}")]
+    if spent == "dollars":
+        of_tools = f"{ask.spent_by_tools(ask.BAR)} {_PER_HOUR} > 0"
+        queries.append(show.Query(of_tools, "{{agent}}: tool {{tool}}"))
     return show.bars(
         show.Place(number, 12, 8),
         f"{name} per hour",
-        f"How fast each agent spends, by model. {_ONCE}",
-        [show.Query(amounts, "{{agent}}: {{model}}")],
+        f"How fast each agent spends, by model{' and by paid tool' * (len(queries) > 1)}. {_ONCE}",
+        queries,
         unit=unit,
     ).no_value("Nothing was spent.")
 

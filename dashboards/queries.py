@@ -97,6 +97,16 @@ def spent(unit: str, window: str, by: str = "") -> str:
     return grown(f"job_agent_model:langchain_quota_spent_{unit}:increase15s", window, AGENT, by=by)
 
 
+def spent_by_tools(window: str) -> str:
+    """What paid tool calls spent in a window, by agent and tool."""
+    name = "job_agent_tool_decision:langchain_quota_tool_spent_dollars:increase15s"
+    made, back = (
+        grown(name, window, AGENT, f'decision="{each}"', by="agent, tool")
+        for each in ("allowed", "refunded")
+    )
+    return f"({made} - {back})"
+
+
 def refused_spans() -> str:
     """TraceQL: the calls of the thread that were not simply let through, and why."""
     thread = " || ".join(

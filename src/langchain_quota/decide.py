@@ -107,6 +107,7 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
                 refused_at=refused.get(limit.limit.name),
                 charging=charging,
                 refusal_does=exits.get(limit.limit.name),
+                spent=limit.checks[1].hit * runs if call.kind == "tool" else None,
             )
             for limit in limits
         ]

@@ -177,6 +177,11 @@ class LimitStatus:
     needs: int = 0
 
     @property
+    def cost(self) -> int:
+        """What the call is charged of a limit of dollars, in microdollars; else 0."""
+        return self.run_used - self.run_before if self.unit == "microdollars" else 0
+
+    @property
     def refused(self) -> bool:
         """Whether the limit refuses the call."""
         return self.reason is not None
@@ -319,6 +324,7 @@ class Decision:
         limits: One status for each limit that matches the call, in the order of the limits.
         answer: What a person answered before the decision, if one was asked.
         waited: How long the call waited for room in a quota before, in seconds.
+        downgraded_by: The limit that has a model call go to its `downgrade_to`; empty if none does.
 
     Examples:
         >>> from langchain_quota import Decision, ModelCallLimit, QuotaMiddleware
@@ -341,6 +347,7 @@ class Decision:
     limits: tuple[LimitStatus, ...] = ()
     answer: Answer | None = None
     waited: float = 0.0
+    downgraded_by: str = ""
 
     @property
     def refused_by(self) -> tuple[LimitStatus, ...]:
@@ -371,3 +378,4 @@ class Refund:
 
     call: Call
     limit: str
+    microdollars: int = 0

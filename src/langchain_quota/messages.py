@@ -12,7 +12,7 @@ from langchain_quota.decision import AT_ONCE, Decision, LimitStatus
 from langchain_quota.limits import Limit
 from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.rule import Check
-from langchain_quota.units import PER_BASE_UNIT, Unit, as_time, shown
+from langchain_quota.units import PER_BASE_UNIT, Unit, as_dollars, as_time, shown
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "
@@ -129,9 +129,16 @@ def _refusal(limit: Limit, decision: Decision, status: LimitStatus) -> str:
             f"call{'' if most == 1 else 's'} of {_tools(limit) or 'tools'} may run at the same "
             "time. Try again later, or go on without it."
         )
-    if isinstance(limit, RepeatLimit):
-        repeats, remedy = _repeats(limit, decision)
-        return f"This call was not run: {repeats}. {remedy}"
+    if limit.unit == "microdollars" or isinstance(limit, RepeatLimit):
+        reason, remedy = (
+            _repeats(limit, decision)
+            if isinstance(limit, RepeatLimit)
+            else (
+                f"'{decision.call.tool}' costs {as_dollars(status.needs)}, more than what is left",
+                "Go on without it.",
+            )
+        )
+        return f"This call was not run: {reason}. {remedy}"
     if limit.tools:
         return f"{_EXCEEDED} Do not call {_tools(limit)} again."
     allowed = " or ".join(f"'{tool}'" for tool in limit.exclude)

@@ -167,9 +167,9 @@ class Asked(NamedTuple):
         limits = tuple(limits)
         amounts: dict[str, int] = {}
         for each in limits:
-            # A budget on trial holds nothing.
-            holds = each.limit.enforce or not each.is_budget
             for check in each.checks:
+                # A budget on trial holds nothing for a model call.
+                holds = each.limit.enforce or not each.is_budget or check.lease is None
                 amounts[check.counter] = max(check.hit * holds, amounts.get(check.counter, 0))
         thresholds = []
         for each in limits:
@@ -183,6 +183,11 @@ class Asked(NamedTuple):
                     most = check.most - check.kept - check.needs + amounts[check.counter]
                     thresholds.append(Threshold(name, check.scope, check.counter, most, enforced))
         return cls(limits, Hits(amounts, tuple(thresholds)))
+
+    @property
+    def budgets(self) -> list[ResolvedLimit]:
+        """The limits on what is used, and not on a number of calls."""
+        return [each for each in self.limits if each.is_budget]
 
     @property
     def shared(self) -> bool:

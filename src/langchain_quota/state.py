@@ -16,6 +16,7 @@ from langgraph.types import StateSnapshot
 from typing_extensions import TypedDict
 
 from langchain_quota.arguments import shown
+from langchain_quota.limits.options import MICRODOLLARS
 
 LEDGER = "langchain_quota"
 """The state key of our own part of the ledger."""
@@ -42,6 +43,8 @@ class Charge(TypedDict):
     """By middleware and limit."""
     keys: Amounts
     """What a store charged."""
+    costs: NotRequired[Amounts]
+    """What a paid call costs, in microdollars, by limit."""
 
 
 class ToolBatch(TypedDict):
@@ -84,6 +87,8 @@ class Ledger(TypedDict, total=False):
     """Refusals in this run, by middleware and name, of limits with `give_up_after`."""
     final: str
     """The run's final text if this step's model call is its last and has no answer; else empty."""
+    downgraded: str
+    """The limit that has this step's model call go to another model; else empty."""
     ended: str | None
     """The id of the message with which a limit ended this run."""
     owed: dict[str, Amounts]
@@ -221,10 +226,19 @@ def run_model(state: Mapping[str, Any]) -> int:
     return int(own if own is not None else state.get(RUN_MODEL) or 0)
 
 
-def spent(state: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """What model calls have used of budgets, by counter: those of the thread, and of the run."""
-    known = own_of(state, "budgets")
-    return dict(known.get("thread_spent") or {}), dict(known.get("run_spent") or {})
+def spent(
+    state: Mapping[str, Any], kept: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What the calls of the thread, and of the run, have used of budgets, by counter.
+
+    `kept` has newer counts of model calls. Paid tool calls are among the counts of tool calls.
+    """
+    known = {**own_of(state, "budgets"), **kept}
+    of_thread, of_run = dict(known.get("thread_spent") or {}), dict(known.get("run_spent") or {})
+    for used, tools in ((of_thread, thread_tools(state)), (of_run, run_tools(state))):
+        if MICRODOLLARS in tools:
+            used[MICRODOLLARS] = used.get(MICRODOLLARS, 0) + tools[MICRODOLLARS]
+    return of_thread, of_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +251,7 @@ class ThreadUsage:
         model: Model calls of the thread.
         run_tools: Tool calls of its newest run, by what is counted.
         run_model: Model calls of its newest run.
-        spent: What the model calls of the thread have used of its budgets, by
+        spent: What the calls of the thread have used of its budgets, by
             `"model.total_tokens"`, `"model.input_tokens"`, `"model.output_tokens"` and
             `"model.microdollars"`, and its time by `"model.milliseconds"`.
         run_spent: What those of its newest run have used, under the same names.
@@ -287,13 +301,17 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
         raise TypeError(f"snapshot must be what agent.get_state(config) gives, not {given}")
     of_thread, of_run = spent(state)
     return ThreadUsage(
-        tools=MappingProxyType(thread_tools(state)),
+        tools=_calls(thread_tools(state)),
         model=thread_model(state),
-        run_tools=MappingProxyType(run_tools(state)),
+        run_tools=_calls(run_tools(state)),
         run_model=run_model(state),
         spent=MappingProxyType(of_thread),
         run_spent=MappingProxyType(of_run),
     )
+
+
+def _calls(counts: Mapping[str, int]) -> Mapping[str, int]:
+    return MappingProxyType({name: count for name, count in counts.items() if name != MICRODOLLARS})
 
 
 UNUSED: Mapping[str, Any] = {

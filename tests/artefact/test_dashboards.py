@@ -278,7 +278,7 @@ class Searchers:
         self._waiting = self._quota(ConcurrencyLimit("search", at_once=1))
         self._budgets = self._quota(
             TokenLimit(run_limit=10_000, quotas=quotas(*[10_000] * 3)),
-            CostLimit(run_limit=1, quotas=quotas(1, 1, 1)),
+            CostLimit(run_limit=1, quotas=quotas(1, 1, 1), tool_prices={"search": "0.01"}),
             TimeLimit(thread_limit="1h"),
             prices={"priced": Price(input=3, output=15)},
             unknown_price="allow",
@@ -322,6 +322,7 @@ class Searchers:
         for model, reported in (("priced", used), ("priced", None), ("unpriced", used)):
             told: Any = {"response_metadata": {"model_name": model}, "usage_metadata": reported}
             self.run([AIMessage("", **told)], self._budgets, "spending")
+        self.run([["search"], "done"], self._budgets, "spending")
         calls = [ToolCall(name="search", args={}, id=f"call-{number}") for number in range(2)]
         answers = [AIMessage("", tool_calls=calls, usage_metadata=used), AIMessage("done")]
         self.run(answers, self._asking, "asking")

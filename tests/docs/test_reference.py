@@ -42,6 +42,7 @@ from langchain_quota import (
 )
 from langchain_quota.cli import arguments
 from langchain_quota.errors import QuotaStoreError, UnknownPriceError
+from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Scene, asking, delegate, tool_limiter
 from tests.telemetry import Signals, telling
 from tools import metrics_page
@@ -182,7 +183,9 @@ class Seen:
         shared = [Quota(5, per="global")]
         for limit in (
             TokenLimit(name=OF_TOKENS, thread_limit=5, run_limit=5, quotas=shared),
-            CostLimit(name=OF_MONEY, thread_limit=5, run_limit=5, quotas=shared),
+            CostLimit(
+                name=OF_MONEY, thread_limit=5, run_limit=5, quotas=shared, tool_prices={TOOL: 0.01}
+            ),
         ):
             prices = a_dollar_a_token if isinstance(limit, CostLimit) else None
             options = {"prices": prices, "thread_id": limit.name}
@@ -195,6 +198,9 @@ class Seen:
         )
         time = TimeLimit(call_limit=0.01, **hour)
         await self.play([[TOOL], "done"], time, store=MemoryStore(), tools=[hangs])
+        cheap = ScriptedChatModel(script=["done"])
+        other = CostLimit(name=OF_MONEY, run_limit=5, downgrade_to=cheap)
+        await self.play([answer(4)], other, prices=a_dollar_a_token)
         many = [answer(4, f"{MODEL}-{number}") for number in range(101)]
         unpriced: dict[str, Any] = {"prices": lambda _: None, "unknown_price": "allow"}
         await self.play([*many, "done"], CostLimit(name=OF_MONEY, run_limit=1), **unpriced)

@@ -32,6 +32,8 @@ _OF_ONE_PROVIDER = {
 }
 """Forms of a tool's answer, or parts of one, to which no text can be added."""
 
+_DOWNGRADED = "The budget is nearly used up: a cheaper model answers from now on."
+
 NO_TOOLS = "No tool may be called now: every tool call will be refused."
 
 
@@ -88,7 +90,10 @@ class Telling(Feature):
             counts.setdefault(check.counter, 0)
             if check.key in kept:
                 counts[check.counter] = max(0, kept[check.key].used)
-        notes = [_remaining(limits, counts, near=self._recorder.near)] if self._tells else []
+        notes: list[str | None] = (
+            [_DOWNGRADED] if self._tells and ledger(state).get("downgraded") else []
+        )
+        notes += [_remaining(limits, counts, near=self._recorder.near)] if self._tells else []
         if self._hides:
             request, note = _without_exhausted(request, limits, counts)
             notes.append(note)

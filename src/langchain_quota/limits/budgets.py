@@ -1,11 +1,19 @@
 """What model calls may use up: limits in tokens and in US dollars, and what tokens cost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from typing import Any, ClassVar, Literal, get_args
 
-from langchain_quota.arguments import by_name, check_choice
+from langchain_quota.arguments import (
+    by_name,
+    check_choice,
+    check_share,
+    check_sync_function,
+    check_type,
+    checked_tools,
+    shown,
+)
 from langchain_quota.limits.model_usage import ModelUsage, TokenKind
 from langchain_quota.limits.options import (
     INPUT_TOKENS,
@@ -16,7 +24,7 @@ from langchain_quota.limits.options import (
     ModelLimit,
     whole_amount,
 )
-from langchain_quota.units import Dollars, Unit, checked_dollars
+from langchain_quota.units import Dollars, Unit, checked_dollars, checked_microdollars
 
 Prices = Callable[[ModelUsage], Decimal | None]
 """What one model run costs, in dollars; `None` where that is not known."""
@@ -37,10 +45,24 @@ class Budget(ModelLimit[Amount]):
 
     reserve: Amount | Callable[[Any], ModelUsage | Amount] | None = None
     keep: Amount | None = None
+    downgrade_to: Any = field(default=None, hash=False, repr=False)
+    downgrade_at: float = 0.8
+
+    def _check_downgrade(self) -> None:
+        """Check the cheaper model."""
+        check_share("downgrade_at", self.downgrade_at)
+        if self.downgrade_to is not None and not hasattr(self.downgrade_to, "bind_tools"):
+            raise TypeError(
+                "downgrade_to must be a chat model, such as init_chat_model(…), not "
+                f"{shown(self.downgrade_to)}"
+            )
+        if self.downgrade_to is not None and not self.enforce:
+            raise ValueError("downgrade_to needs enforce=True")
 
     def _check_budget(self) -> None:
         """Check that a budget admits a call, and that its first call is not its last."""
         self._check_numbers()
+        self._check_downgrade()
         if self.exit_behavior == "ask" and self.reserve is not None:
             raise ValueError(
                 f"exit_behavior='ask' cannot be used with reserve={self.reserve!r}: a person is "
@@ -122,6 +144,9 @@ class TokenLimit(Budget[int]):
             except those of 0. If `reserve` is a function, a call whose reserve is more than what
             is left becomes the last one, too. The last call has no tools. If its reserve does not
             fit either, the run ends as with `"end"`: keep twice as much as `reserve` gives.
+        downgrade_to: Another chat model, or `None`. The agent's model calls go to it from a share
+            of the thread's, the run's or a quota's number on. It needs `enforce=True`.
+        downgrade_at: This share, from 0 to 1, as it is when the call is judged.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
             `tokens`, `input_tokens` or `output_tokens`. `dataclasses.replace` keeps it.
 
@@ -174,6 +199,13 @@ class CostLimit(Budget[Dollars]):
             with a `reserve`.
         keep: How many dollars are kept for the last answer. `"finalize"` needs it, and it needs
             `"finalize"`; see `TokenLimit`.
+        downgrade_to: A cheaper chat model for the agent's calls, or `None`; see `TokenLimit`.
+        downgrade_at: The share from which it is used, from 0 to 1; see `TokenLimit`.
+        tool_prices: What a call of a tool costs, by the tool's name: dollars, or a sync function of
+            LangChain's `ToolCall` that gives dollars, at most a billion. A call is charged once
+            when it is let through, and gets it back if it does not run. One whose price is more
+            than what is left, or any when nothing is left, is refused. The model is told, and the
+            run goes on, whatever `exit_behavior` is.
         name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
             `cost`.
 
@@ -193,7 +225,20 @@ class CostLimit(Budget[Dollars]):
     counter: ClassVar[str] = MICRODOLLARS
     """The key under which money is counted: limits with one counter share its count."""
 
+    tool_prices: Mapping[str, Dollars | Callable[[Any], Dollars]] = field(
+        default_factory=dict, hash=False
+    )
+
     def __post_init__(self) -> None:
+        check_type("tool_prices", self.tool_prices, Mapping, "a table of prices by tool")
+        checked_tools("tool_prices", tuple(self.tool_prices), or_none=True)
+        for tool, price in self.tool_prices.items():
+            argument = f"tool_prices[{tool!r}]"
+            if callable(price):
+                check_sync_function(argument, price, "call")
+            else:
+                checked_microdollars(argument, price)
+        self._set(tool_prices=dict(self.tool_prices))
         self._check_options("cost")
         self._check_budget()
 

@@ -29,6 +29,8 @@ class ModelUsage:
         input_audio_tokens: Of the input, those of sounds.
         output_audio_tokens: Of the output, those of sounds.
         reasoning_tokens: Of the output, those of reasoning.
+        provider_tools: The provider's own tools that have run, such as `"web_search"`, each once
+            for every call. Anthropic and OpenAI name them in the answer.
         cached: Whether LangChain's own response cache has answered: nothing is to be paid.
         estimated: Whether the numbers are estimates, since the provider has reported none.
 
@@ -60,6 +62,7 @@ class ModelUsage:
     input_audio_tokens: int = 0
     output_audio_tokens: int = 0
     reasoning_tokens: int = 0
+    provider_tools: tuple[str, ...] = ()
     cached: bool = False
     estimated: bool = False
 

@@ -23,7 +23,7 @@ from langchain_quota.arguments import (
     checked_wait,
     shown,
 )
-from langchain_quota.decision import THREAD, Call, Decision, Exit
+from langchain_quota.decision import THREAD, Call, Decision, Exit, Kind
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.units import (
     UNIT_LABELS,
@@ -87,7 +87,12 @@ class LimitOptions:
     @property
     def named_tools(self: Any) -> tuple[str, ...]:
         """The tools that the limit names: those that it limits, and those that it excludes."""
-        return tuple(self.tools or self.exclude)
+        return tuple(self.tools or self.exclude or getattr(self, "tool_prices", ()))
+
+    @property
+    def kinds(self: Any) -> frozenset[Kind]:
+        """The kinds of calls that it judges: its own, and tool calls that have a price."""
+        return frozenset({self.kind, "tool"} if getattr(self, "tool_prices", None) else {self.kind})
 
     def matches(self: Any, call: Call) -> bool:
         """Whether the limit applies to the call.
@@ -96,7 +101,7 @@ class LimitOptions:
             call: The call.
         """
         if call.kind != self.kind:
-            return False
+            return call.kind == "tool" and call.tool in getattr(self, "tool_prices", ())
         return call.tool in self.tools if self.tools else call.tool not in self.exclude
 
     def _check_options(self: Any, default_name: str) -> None:

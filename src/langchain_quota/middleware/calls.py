@@ -99,14 +99,14 @@ class ToolCounts:
         counters[counter] = max(before, amount)
         self._add(counter, counters[counter] - before)
 
-    def take_back(self, call_id: str) -> list[tuple[str, int]]:
-        """Take all charges of a call back; each limit's name and amount."""
+    def take_back(self, call_id: str) -> list[tuple[str, int, int]]:
+        """Take all charges of a call back; each limit's name, its calls, and its microdollars."""
         charge = self.calls.pop(call_id, None)
         if charge is None:
             return []
         for counter, amount in charge["counters"].items():
             self._add(counter, -amount)
-        return [one for by_limit in charge["limits"].values() for one in by_limit.items()]
+        return taken(charge)
 
     def refund_later(self, call_id: str) -> None:
         """Have a store take back, with the next request, what it charged for a call."""
@@ -122,6 +122,15 @@ class ToolCounts:
     def _add(self, counter: str, amount: int) -> None:
         self.thread[counter] = max(0, self.thread.get(counter, 0) + amount)
         self.run[counter] = max(0, self.run.get(counter, 0) + amount)
+
+
+def taken(charge: Charge) -> list[tuple[str, int, int]]:
+    """What is taken back with a charge: each limit's name, its calls, and its microdollars."""
+    costs = dict(charge.get("costs", {}))
+    calls = [one for by_limit in charge["limits"].values() for one in by_limit.items()]
+    made = [(name, amount, costs.pop(name, 0)) for name, amount in calls]
+    # A limit on trial is not charged a call that it would refuse, but what it costs.
+    return made + [(name, 0, cost) for name, cost in costs.items()]
 
 
 def owed_for(message: str, call_id: str, charge: Charge | None) -> dict[str, Amounts]:
@@ -277,6 +286,9 @@ class Batch:
             rejected = self.answer is not None and self.answer.type == "reject"
             then: Exit = "end" if rejected or self.pending is None else "continue"
             exits |= dict.fromkeys(self.limits.asking, then)
+        if self.pending is not None:
+            # What is left may be enough for the model.
+            exits |= {each.limit.name: "continue" for each in self.limits.budgets}
         decisions = decide(
             self.calls, self.asked, self.index_of, result, charging=charging, exits=exits
         )
@@ -366,7 +378,11 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     stops: dict[str, int] = {}
     if limits.stops and not waiting.structured:
         refusals = (known.get("refusals") or {}).get(middleware, {})
-        stops = {name: max(1, n - refusals.get(name, 0)) for name, n in limits.stops.items()}
+        stops = {
+            name: max(1, n - refusals.get(name, 0))
+            for name, n in limits.stops.items()
+            if limits.by_name[name].unit == "calls"
+        }
     renewed: dict[str, Amounts] = {}
     if counts.calls:
         # What a store charged for these calls before. The names are the same if the request is made

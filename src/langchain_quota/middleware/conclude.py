@@ -1,5 +1,6 @@
 """What follows from the answer about calls: decisions, what is written, refunds, an exception."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,9 @@ from langchain_core.messages import AIMessage, AnyMessage
 from langchain_quota import messages
 from langchain_quota.admission import AcquireResult, admit
 from langchain_quota.decide import Breach
-from langchain_quota.decision import Call, Decision, Exit, Outcome, Refund
+from langchain_quota.decision import Call, Decision, Exit, LimitStatus, Outcome, Refund
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Batch, Conclusion, Update
 from langchain_quota.middleware.history import answer_of_refused
 from langchain_quota.rule import Asked
@@ -177,6 +179,7 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
     refunds: list[Refund] = []
     amounts: dict[tuple[str, str], int] = {}
     charged: dict[str, dict[str, int]] = {}
+    paid: dict[str, Counter[str]] = {}
     for decision in decisions:
         call, call_id = decision.call, str(decision.call.id)
         if decision.outcome in _NOT_RUN:
@@ -186,22 +189,36 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
         # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
         # charged to that limit, and so never refunded by its name.
         limits = [(batch.limits.by_name[each.limit], each) for each in decision.limits]
-        for counter in {limit.counter for limit, _ in limits if limit.counted}:
-            amounts[call_id, counter] = amounts.get((call_id, counter), 0) + call.amount
+        for counter, amount in _added(call, limits).items():
+            amounts[call_id, counter] = amounts.get((call_id, counter), 0) + amount
         for limit, each in limits:
             if each.charged and limit.counted:
                 names = charged.setdefault(call_id, {})
                 names[each.limit] = names.get(each.limit, 0) + call.amount
+        paid.setdefault(call_id, Counter()).update({each.limit: each.cost for _, each in limits})
     for (call_id, counter), amount in amounts.items():
         counts.charge(call_id, counter, amount)
     for call_id, names in charged.items():
         counts.calls[call_id]["limits"].setdefault(batch.middleware, {}).update(names)
+    for call_id, costs in paid.items():
+        if any(costs.values()):
+            counts.calls[call_id]["costs"] = dict(+costs)
     return refunds
 
 
-def refunds_of(call: Call, taken: Sequence[tuple[str, int]]) -> list[Refund]:
+def _added(call: Call, limits: Sequence[tuple[Limit, LimitStatus]]) -> dict[str, int]:
+    """What a call adds to the state's counts, by counter: those that share one add the most."""
+    added: dict[str, int] = {}
+    for limit, status in limits:
+        if limit.counted:
+            amount = call.amount if limit.unit == "calls" else status.cost
+            added[limit.counter] = max(amount, added.get(limit.counter, 0))
+    return added
+
+
+def refunds_of(call: Call, taken: Sequence[tuple[str, int, int]]) -> list[Refund]:
     """What is taken back of a call, for the metrics."""
-    return [Refund(replace(call, amount=amount), limit) for limit, amount in taken]
+    return [Refund(replace(call, amount=amount), limit, cost) for limit, amount, cost in taken]
 
 
 def _mirror(batch: Batch, result: AcquireResult) -> None:
@@ -211,6 +228,9 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
     if batch.answered:
         charged = result.charged(batch.hits)
         for limit in (each for asked in batch.asked for each in asked.limits):
+            if limit.is_budget:
+                # The store's count has what models have used, too.
+                continue
             thread, run, *_ = limit.checks
             if limit.counts_thread:
                 used = result.used[thread.counter] + charged[thread.counter]

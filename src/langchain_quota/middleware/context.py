@@ -160,7 +160,7 @@ class LimitsNow:
     ) -> None:
         # Caps on calls at once are handled elsewhere.
         self.of_kind: dict[Kind | None, list[Limit]] = {
-            kind: [each for each in limits if counts_calls(each) and kind in {each.kind, None}]
+            kind: [each for each in limits if counts_calls(each) and kind in {*each.kinds, None}]
             for kind in ("model", "tool", None)
         }
         self._recorder = recorder

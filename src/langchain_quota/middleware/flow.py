@@ -99,7 +99,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self.limits = limits
         self._limit_name = limit_name
         # The kinds of calls that are judged.
-        self._kinds = {each.kind for each in limits}
+        self._kinds = {kind for each in limits for kind in each.kinds}
         self._recorder = recorder_of(telemetry)
         self._recorder.watch_limits(limits)
         self._observers = Observers(on_decision, self._recorder)

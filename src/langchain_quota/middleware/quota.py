@@ -360,7 +360,8 @@ def _unneeded(kinds: Sequence[type[Feature]], limits: Any) -> tuple[str, ...]:
     """The hooks that limits do not need; none if these are no limits."""
     if not isinstance(limits, Sequence) or not all(isinstance(each, Limit) for each in limits):
         return ()
-    needed = {"before_model" if each.kind == "model" else "after_model" for each in limits}
+    hooks = {"model": "before_model", "tool": "after_model"}
+    needed = {hooks[kind] for each in limits for kind in each.kinds}
     needed.update(*(each.needs(limits) for each in kinds))
     return tuple(each for each in _OPTIONAL if each not in needed)
 

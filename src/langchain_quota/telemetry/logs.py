@@ -45,6 +45,12 @@ def no_price(agent: str | None, error: str) -> None:
     )
 
 
+def unpaid_tool(agent: str | None, tool: str) -> None:
+    """Log that what a provider's own tool costs is not charged."""
+    name = agent_name(agent)
+    logger.warning("provider's own tool %r in agent %r has no price: not charged", tool, name)
+
+
 def estimated(model: str) -> None:
     """Log that a model's tokens are estimated."""
     logger.warning("model %r reports no usage: its tokens are estimated. %s", model, REPORT_IT)

@@ -109,8 +109,13 @@ class Metrics:
             for index, decision in enumerate(told.decisions):
                 labels = agent, kind, told.tools[index], decision.outcome
                 self._calls[labels].inc(1, told.exemplars[index])
-            for decision, exemplar in zip(told.decisions, told.exemplars, strict=True):
+            judged = zip(told.decisions, told.exemplars, told.tools, strict=True)
+            for decision, exemplar, tool in judged:
                 for status in decision.limits:
+                    if status.cost:
+                        of_limit = agent, limit_label(status.limit), tool, Outcome.ALLOWED
+                        paid = self._counters[names.TOOL_SPENT.name][of_limit]
+                        paid.inc(in_base_unit(status.cost, status.unit), exemplar)
                     charged = self._meet(agent, status)
                     if status.reason is None:
                         if status.charged or (status.deferred and not status.enforced):
@@ -119,9 +124,17 @@ class Metrics:
                     elif status.scope is not None:
                         refused = True
                         self._refusal(agent, status).inc(exemplar=exemplar)
+        self._downgraded(told)
         limit = ended_by(told.decisions) if refused else None
         if limit is not None:
             self.count(names.RUNS_ENDED, 1, agent, limit_label(limit))
+
+    def _downgraded(self, told: Judged) -> None:
+        """Count calls that go to a cheaper model."""
+        for decision in told.decisions:
+            if decision.downgraded_by:
+                labels = told.who.agent, limit_label(decision.downgraded_by)
+                self.count(names.DOWNGRADED, 1, *labels)
 
     def crossed(self, told: Judged) -> None:
         """Count the thresholds that charges have crossed."""
@@ -143,10 +156,14 @@ class Metrics:
                 if status.scope is not None:
                     self._refusal(told.who.agent, status).inc(exemplar=told.exemplars[0])
 
-    def refunded(self, who: Who, refund: Refund) -> None:
+    def refunded(self, who: Who, tool: str, refund: Refund) -> None:
         """Count a charge taken back."""
-        labels = who.agent, limit_label(refund.limit), NONE, "refunded"
-        self.count(names.LIMIT_DECISIONS, refund.call.amount, *labels)
+        agent, limit, end = who.agent, limit_label(refund.limit), "refunded"
+        if refund.call.amount:
+            self.count(names.LIMIT_DECISIONS, refund.call.amount, agent, limit, NONE, end)
+        if refund.microdollars:
+            dollars = in_base_unit(refund.microdollars, "microdollars")
+            self.count(names.TOOL_SPENT, dollars, agent, limit, tool, end)
 
     def spend(self, who: Who, spent: Sequence[Spent], model: str, price: str, usage: str) -> None:
         """Count a model run that limits were charged for, and what it has spent of them."""

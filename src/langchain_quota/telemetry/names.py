@@ -103,6 +103,17 @@ UNJUDGED_CALLS = _counter(
     "count_unjudged_calls=True.",
 )
 SPENT = _spent("spent_total", "agent limit model", "What model runs have spent of a limit")
+TOOL_SPENT = _counter(
+    "tool_spent_dollars_total",
+    "agent limit tool decision",
+    "What paid tool calls have spent of a limit, in US dollars: allowed minus refunded.",
+    together=("allowed", "refunded"),
+)
+DOWNGRADED = _counter(
+    "downgraded_calls_total",
+    "agent limit",
+    "Model calls that a limit of tokens or dollars has go to its cheaper model.",
+)
 GRANTED = _counter(
     "granted_total",
     "agent limit scope unit",

@@ -321,7 +321,8 @@ class Recorder:
         """Subtract the charges of one agent's calls on one thread from what was counted."""
         for each in refunds:
             who = self._who(each.call.agent, each.call.thread_id)
-            self._guard("metrics", self._metrics.refunded, who, each)
+            tool = self._shared.tools[who.agent, each.call.tool]
+            self._guard("metrics", self._metrics.refunded, who, tool, each)
             self._guard("threads", self._usage.refund, who, each)
 
     def record_spent(

@@ -41,6 +41,7 @@ QUOTA_USED = "langchain_quota.{scope}.used"
 QUOTA_LIMIT = "langchain_quota.{scope}.limit"
 UNIT = "langchain_quota.unit"
 RESETS_AT = "langchain_quota.resets_at"
+DOWNGRADED_BY = "langchain_quota.downgraded_by"
 SUBJECT = "langchain_quota.subject"
 THREAD_LABEL = "langchain_quota.thread.id"
 WAITED = "langchain_quota.waited"
@@ -125,6 +126,8 @@ class Tracing:
             attributes[AGENT_NAME] = who.name
         if who.thread is not None:
             attributes[self._thread_key] = who.thread
+        by = decision.downgraded_by
+        attributes |= {DOWNGRADED_BY: limit_label(by)} if by else {}
         if call.kind == "tool":
             attributes[TOOL_NAME] = label(call.tool)
             if call.id is not None:

@@ -19,7 +19,7 @@ from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outco
 from langchain_quota.features.at_once.places import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.concurrency import ConcurrencyLimit
-from langchain_quota.middleware.calls import owed_for
+from langchain_quota.middleware.calls import owed_for, taken
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
@@ -105,8 +105,7 @@ class AtOnce(Feature):
         charge = None if turn.batch is None else turn.batch["calls"].get(call_id)
         if turn.batch is None or charge is None:
             return
-        taken = [one for by_limit in charge["limits"].values() for one in by_limit.items()]
-        self._recorder.record_refunds(refunds_of(turn.call, taken))
+        self._recorder.record_refunds(refunds_of(turn.call, taken(charge)))
         owed = owed_for(turn.batch["message"], call_id, charge)
         if self._store is not None and owed:
             made = tuple(

@@ -7,6 +7,7 @@ the store, where it replaces what was held.
 """
 
 from asyncio import CancelledError
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -26,6 +27,7 @@ from langchain_quota.concurrency import Form, now
 from langchain_quota.decision import STORE, Call
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.features.budgets.charging import (
+    MAX_LATE,
     OWN,
     Charging,
     Hold,
@@ -56,6 +58,7 @@ from langchain_quota.rule import Asked, ResolvedLimits, run_counter
 from langchain_quota.state import (
     LEDGER,
     THREAD_MODEL,
+    THREAD_TOOLS,
     Counts,
     Ledger,
     Own,
@@ -63,6 +66,7 @@ from langchain_quota.state import (
     merge_ledgers,
     own_of,
 )
+from langchain_quota.units import near_threshold
 
 LEASE = 900
 """How long a store holds an amount for a model call, in seconds. Then it is given back, for example
@@ -131,6 +135,13 @@ class Budgets(Feature):
         self._late = self._charging.late
         # Whether a call asks for its reserve when its request is known.
         self._reserves = any(getattr(limit, "reserve", None) is not None for limit in limits)
+        self._downgrades = {
+            each.name: each.downgrade_to
+            for each in limits
+            if getattr(each, "downgrade_to", None) is not None
+        }
+        # The first model of each of the newest steps, by its `id`.
+        self._first: OrderedDict[str, int] = OrderedDict()
         # By the id of the final message: what is raised, once, behind the model's step.
         self._errors: dict[str, Exception] = {}
         # What is limited: time, and what model runs use.
@@ -151,7 +162,7 @@ class Budgets(Feature):
         graph = running_graph() if self._charges_all else None
         if graph is not None:
             charge, context = self._charging.charge, model_context(state, runtime)
-            graph.step = _step({LEDGER: ledger(state)}, limits, context)
+            graph.step = _step(_counts_in(state), limits, context)
             graph.charge = lambda step, runs: now(charge(None, step, runs))
             runs = graph.take()
             if runs:
@@ -159,23 +170,48 @@ class Budgets(Feature):
 
     def counts(self, state: Any) -> Mapping[str, int]:
         """What the state has of the budgets' use."""
-        return counts_of(own_of(state, self.name))
+        return counts_of(state)
 
     def checks(self, batch: Batch) -> None:
-        """Know what is used of the budgets."""
-        if batch.pending is None:
+        """Know what is used of the budgets; ask for the prices of paid tool calls."""
+        if batch.pending is not None:
+            self._pay_tools(batch)
+        else:
             self._late.forget(batch.state)
             batch.used |= self._late.counts(batch.state)
             batch.keep(self.name, self._late.of(batch.state))
 
+    def _pay_tools(self, batch: Batch) -> None:
+        """Have paid tool calls ask for their price; the batch knows what paid calls have used."""
+        if not any(each.budgets for each in batch.asked):
+            return
+        state = {LEDGER: {**ledger(batch.state), "counts": Counts()}}
+        for name, amount in self._late.counts(state).items():
+            batch.used[name] = batch.used.get(name, 0) + amount
+        made: Any = batch.pending
+        calls = {each["id"]: each for each in made.calls}
+        batch.ask(
+            Asked.of(
+                each.with_checks(hit=price, kept=each.keep) if each.is_budget else each
+                for each in asked.limits
+                if (
+                    price := self._pricing.of_tool(each.limit, calls[call.id]) or not each.is_budget
+                )
+            )
+            for call, asked in zip(batch.calls, batch.asked, strict=True)
+        )
+
     def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
-        """A call with a reserve is told when its request is known."""
-        if (
-            not self._reserves
-            or batch.pending is not None
-            or conclusion.update is None
-            or "jump_to" in conclusion.update
-        ):
+        """Have calls go to another model; a call with a reserve is told with its request."""
+        update = conclusion.update
+        if batch.pending is not None or update is None or "jump_to" in update:
+            return conclusion
+        if self._downgrades:
+            by = _downgraded_by(batch)
+            batch.written = merge_ledgers(batch.written, Ledger(downgraded=by))
+            told = [replace(each, downgraded_by=by) for each in conclusion.decisions]
+            conclusion = conclusion._replace(decisions=told)
+        if not self._reserves:
             return conclusion
         keys = batch.sent.keyed(batch.hits[0].amounts) if batch.sent else {}
         charged = {key: amount for key, amount in keys.items() if amount}
@@ -188,12 +224,26 @@ class Budgets(Feature):
             self._late.forget(state)
             graph = running_graph() if self._charges_all else None
             if graph is not None and graph.step is not None:
-                graph.step = graph.step._replace(state={LEDGER: ledger(state)})
+                graph.step = graph.step._replace(state=_counts_in(state))
         error = own_of(state, self.name).get("error")
         if error is not None:
             *numbers, text = error
             known = self._errors.pop(ledger(state).get("ended") or "", None)
             raise known or ModelCallLimitExceededError(*numbers, message=text)
+
+    async def shape(self, form: Form, request: ModelRequest[Any]) -> ModelRequest[Any]:  # noqa: ARG002 - as for every feature
+        """Have the call go to the other model, where the budget is nearly used up."""
+        other = self._downgrades.get(ledger(request.state).get("downgraded") or "")
+        if other is None:
+            return request
+        task = model_context(request.state, request.runtime).task(self._limiter.name)
+        first = id(request.model)
+        if task is not None:
+            first = self._first.setdefault(task, first)
+            if len(self._first) > MAX_LATE:
+                self._first.popitem(last=False)
+        # A later attempt of the step with another model is a fallback, which stays.
+        return request.override(model=other) if first == id(request.model) else request
 
     async def around_model(
         self, form: Form, request: ModelRequest[Any], call: Handler, written: Update
@@ -377,7 +427,22 @@ def _told(
     )
     every = replace(batch, limits=both, asked=[Asked.of(both.limits)], used=used)
     decisions, _ = every.decided(admit(every.hits, used, {}))
+    by = batch.known.get("downgraded") or ""
+    decisions = [replace(each, downgraded_by=by) for each in decisions]
     return Conclusion(decisions)
+
+
+def _downgraded_by(batch: Batch) -> str:
+    """The first limit of whose number so much is used that calls go to another model."""
+    for each in batch.limits.budgets:
+        limit: Any = each.limit
+        if limit.downgrade_to is not None and any(
+            batch.counted[check.counter] >= near_threshold(check.most, limit.downgrade_at)
+            for check in each.checks
+            if check.most is not None
+        ):
+            return str(limit.name)
+    return ""
 
 
 def _with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]:
@@ -396,6 +461,11 @@ def _form_after(form: Form, error: BaseException) -> Form | None:
 def _of_time(limits: Sequence[Limit]) -> bool:
     """Whether one of the limits has a number for the time that calls work."""
     return any(each.unit == "milliseconds" and counts_calls(each) for each in limits)
+
+
+def _counts_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state has of counts, without its messages."""
+    return {LEDGER: ledger(state), THREAD_TOOLS: state.get(THREAD_TOOLS)}
 
 
 def _step(state: Mapping[str, Any], limits: ResolvedLimits, context: CallContext) -> Step:

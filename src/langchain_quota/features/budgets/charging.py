@@ -5,6 +5,7 @@ process keeps what was used, for the next hook of the run, or for the next run o
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -19,7 +20,7 @@ from langchain_quota.features.budgets.work import Work, marked, pass_on
 from langchain_quota.limits.options import BUDGETS, MICRODOLLARS, MILLISECONDS
 from langchain_quota.root_run import root_run
 from langchain_quota.rule import ResolvedLimits
-from langchain_quota.state import Amounts, ledger, own_of
+from langchain_quota.state import Amounts, ledger, own_of, spent
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.labels import NONE
 from langchain_quota.telemetry.recorder import Recorder
@@ -92,7 +93,7 @@ class LateUse:
 
     def counts(self, state: Mapping[str, Any]) -> dict[str, int]:
         """What is used of budgets, by the name of the count."""
-        return counts_of({**own_of(state, OWN), **self.of(state)})
+        return counts_of(state, self.of(state))
 
     def has_made(self, task: str | None, state: Mapping[str, Any]) -> bool:
         """Whether the newest call of the state's run was made in this task."""
@@ -172,10 +173,10 @@ class Charging:
         if worked:
             nothing = dict.fromkeys(self._counters, 0)
             used.append((Worked(uuid4().hex), {**nothing, MILLISECONDS: worked}))
-        spent = added(amounts for _, amounts in used)
+        total = added(amounts for _, amounts in used)
         before = self.late.counts(state)
         # This process keeps it, whatever happens next.
-        written = self.late.keep(state, spent, task, is_tool=is_tool)
+        written = self.late.keep(state, total, task, is_tool=is_tool)
         less = self._worked_inside(limits, worked, work.inside if work else {})
         answer = await self.settle(form, settlements(limits, before, used, held, less))
         of_time = [each.limit for each in limits.budgets if each.limit.counter == MILLISECONDS]
@@ -208,7 +209,7 @@ class Charging:
             self._recorder.record_granted(call.agent, limits.newly_raised(answer.newly_granted))
             limits = limits.raised(answer.granted)
         for each in limits.budgets:
-            amount = spent.get(each.limit.counter, 0)
+            amount = total.get(each.limit.counter, 0)
             known = {check.counter: before.get(check.counter, 0) for check in each.checks}
             for check in each.checks:
                 after = counts.get(check.key or "")
@@ -315,9 +316,11 @@ def settlements(
     return AcquireRequest("", "", counters, compensations=tuple(made)) if made else None
 
 
-def counts_of(kept: Mapping[str, Any]) -> dict[str, int]:
-    """What is used of budgets by what the ledger keeps, by the name of the count."""
-    of_thread, of_run = kept.get("thread_spent") or {}, kept.get("run_spent") or {}
+def counts_of(
+    state: Mapping[str, Any], kept: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, int]:
+    """What is used of budgets, by the name of the count; `kept` has newer counts."""
+    of_thread, of_run = spent(state, kept)
     return {
         f"{counter}/{scope}": spent.get(counter, 0)
         for counter in BUDGETS

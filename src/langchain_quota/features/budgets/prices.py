@@ -9,6 +9,8 @@ from decimal import Context, Decimal, localcontext
 from functools import partial
 from typing import cast
 
+from langchain_core.messages import ToolCall
+
 from langchain_quota.arguments import check_sync_function
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.features.budgets.reports import charged_tokens
@@ -16,6 +18,8 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, Price, Prices
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.limits.options import MICRODOLLARS, whole_amount
+from langchain_quota.telemetry import logs
+from langchain_quota.telemetry.labels import label
 from langchain_quota.telemetry.recorder import Recorder
 from langchain_quota.units import Dollars, checked_dollars, microdollars
 
@@ -159,6 +163,7 @@ class Pricing:
         if self._prices is None:
             return 0, "none"
         try:
+            self._name_unpaid(usage, agent, self._prices)
             return cost(usage, self._prices), "known"
         except UnknownPriceError as error:
             self._recorder.record_unknown_price(agent, error)
@@ -168,6 +173,27 @@ class Pricing:
             return 0, "unknown"
         self._failed[usage.request_model] = usage
         return max(held, self._least), "unknown"
+
+    def _name_unpaid(self, usage: ModelUsage, agent: str | None, prices: Prices) -> None:
+        """Log the provider's own tools that the price of a run does not include."""
+        for tool in () if usage.cached else sorted({*usage.provider_tools}):
+            others = tuple(each for each in usage.provider_tools if each != tool)
+            of_others = cost(replace(usage, provider_tools=others), prices)
+            if cost(usage, prices) == of_others:
+                self._recorder.log_first(logs.unpaid_tool, agent, label(tool))
+
+    def of_tool(self, limit: Limit, call: ToolCall) -> int:
+        """What a call of a tool costs by a limit, in microdollars, rounded up."""
+        price = limit.tool_prices[call["name"]] if isinstance(limit, CostLimit) else 0
+        if not callable(price):
+            return microdollars(checked_dollars("tool_prices", price))
+        argument = f"tool_prices[{call['name']!r}] of limit {limit.name!r}"
+        try:
+            return microdollars(checked_dollars(f"what {argument} gives", price(call)))
+        except Exception as error:
+            error.add_note(f"raised by the function for {argument}")
+            self._recorder.record_error("prices", error)
+            raise
 
     def most(self, limit: Limit, bound: object) -> int:
         """The bound of a call, in the unit of a limit."""
@@ -214,6 +240,7 @@ def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | 
         output_reasoning_tokens=parts["reasoning"],
         cache_audio_read_tokens=0,
         cache_audio_write_tokens=0,
+        web_searches=usage.provider_tools.count("web_search") or None,
     )
     own = [(name, usage.provider or None) for name in usage.models]
     for name, provider in (*own, *_behind_gateways(usage.models)):

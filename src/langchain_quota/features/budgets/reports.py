@@ -21,6 +21,10 @@ _MOST = 10**9
 """More tokens are no report, but nonsense."""
 
 
+_OF_OPENAI = ("web_search_call", "file_search_call", "code_interpreter_call")
+"""How OpenAI names calls of its own tools."""
+
+
 def charged_tokens(usage: ModelUsage, counter: str) -> int:
     """How many tokens a budget is charged: none for an answer from LangChain's response cache."""
     # Counters are named after the tokens that they count: `model.input_tokens`.
@@ -37,6 +41,7 @@ def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
     if message is None:
         usage = _of_completion(answered.get("token_usage"))
     about = _about(answered, asked)
+    about["provider_tools"] = _provider_tools(message)
     if usage is None:
         return replace(asked, **about, estimated=True)
     # For an answer from its cache, LangChain sets the cost to zero, and leaves the tokens.
@@ -71,6 +76,20 @@ def _about(answered: Mapping[str, Any], asked: ModelUsage) -> dict[str, Any]:
         "service_tier": str(answered.get("service_tier") or raw.get("service_tier") or ""),
         "speed": str(raw.get("speed") or asked.speed),
     }
+
+
+def _provider_tools(message: Any) -> tuple[str, ...]:
+    """The provider's own tools that have run, by the parts of an answer."""
+    parts = getattr(message, "content", None)
+    found = []
+    for each in parts if isinstance(parts, list) else ():
+        kind = each.get("type") if isinstance(each, Mapping) else None
+        # OpenAI also opens pages, which costs nothing.
+        if kind in _OF_OPENAI and (each.get("action") or {}).get("type", "search") == "search":
+            found.append(kind.removesuffix("_call"))
+        elif kind == "server_tool_use":
+            found.append(str(each.get("name")))
+    return tuple(sorted(found))
 
 
 def counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:

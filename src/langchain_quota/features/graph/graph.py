@@ -347,7 +347,12 @@ class _LimitedModel(BaseChatModel):
 
     def with_structured_output(self, schema: Any, **options: Any) -> Runnable[Any, Any]:
         """`with_structured_output` of the model; `None` in place of a refused answer."""
-        given: Any = {"structured": self.inner.with_structured_output(schema, **options)}
+        own = self.inner.with_structured_output(schema, **options)
+
+        def structured(model: BaseChatModel) -> Runnable[Any, Any]:
+            return own if model is self.inner else model.with_structured_output(schema, **options)
+
+        given: Any = {"structured": structured}
         return RunnableLambda(partial(self.invoke, **given), partial(self.ainvoke, **given))
 
     async def _asked(self, form: Form, /, input: Any, config: Any = None, **more: Any) -> Any:  # noqa: A002
@@ -355,8 +360,10 @@ class _LimitedModel(BaseChatModel):
         found: list[Any] = []
 
         async def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
-            bound: Any = structured or request.model.bind(**request.model_settings)
-            if request.tools:
+            bound: Any = request.model.bind(**request.model_settings)
+            if structured:
+                bound = structured(request.model)
+            elif request.tools:
                 bound = request.model.bind_tools(request.tools, **request.model_settings)
             found.append(await ask(form, bound, "invoke", request.messages, config))
             # A tool that only gives the answer its form is no call to judge.

@@ -1,0 +1,146 @@
+"""A cheaper model before the end: from a share of a budget on, calls go to another model."""
+
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import ModelFallbackMiddleware
+
+from langchain_quota import CostLimit, MemoryStore, Quota, TokenLimit, max_usage
+from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.testing import ScriptedChatModel
+from tests.forked import run_python
+from tests.scene import ANN, Scene, Weather
+from tests.telemetry import Signals
+from tests.tokens import MONEY, ProviderError, answer, either, spent
+
+METRIC = "langchain_quota_downgraded_calls_total"
+DOLLARS = {"dear": Decimal("0.40"), "cheap": Decimal("0.05")}
+
+
+def prices(used: ModelUsage) -> Decimal | None:
+    """What a call of each of the two models costs."""
+    return DOLLARS.get(used.request_model)
+
+
+def model(name: str, *script: Any) -> ScriptedChatModel:
+    return ScriptedChatModel(model=name, script=list(script))
+
+
+@either
+@pytest.mark.parametrize("options", [{}, {"reserve": max_usage}, {"quotas": True}])
+async def test_from_a_share_on(kind: Any, options: Any, signals: Signals) -> None:
+    """The calls from that share on are made, held and charged at the other model's price."""
+    store = {"store": MemoryStore(), "context": ANN} if "quotas" in options else {}
+    if store:
+        options = {"quotas": [Quota(1, per="user_id")]}
+    cheap = model("cheap", answer(12, "search"), answer(13))
+    dear = model("dear", *[answer(10 + each, "search") for each in range(2)])
+    limit = CostLimit(thread_limit=1, downgrade_to=cheap, **options)
+    given: Any = {"kind": kind, "prices": prices, "tell_model": True, **store}
+    scene = Scene(signals, dear, [limit], **given)
+    await scene.play()
+    assert (len(dear.calls), len(cheap.calls)) == (2, 2)
+    assert spent(scene, MONEY)[0] == 900_000
+    # It has the tools, and is told.
+    assert cheap.calls[0].tools == ("search", "calc")
+    assert "a cheaper model answers" in cheap.calls[0].messages[-1].text
+    assert "cheaper" not in dear.calls[-1].messages[-1].text
+    assert signals.value(METRIC, agent="unnamed", limit="cost") == 2
+    spans = [dict(each.attributes or {}) for each in signals.spans()]
+    marked = [
+        each.get("langchain_quota.downgraded_by")
+        for each in spans
+        if "gen_ai.tool.name" not in each
+    ]
+    assert marked == [None, None, "cost", "cost"]
+
+
+async def test_in_a_graph(signals: Signals) -> None:
+    """A graph's model calls go to the other model, too, with the tools."""
+    cheap = model("cheap", answer(12))
+    limit = TokenLimit(run_limit=100, downgrade_to=cheap, downgrade_at=0.1)
+    scene = Scene(signals, model("dear", answer(11, "search")), [limit], kind="graph")
+    await scene.play()
+    assert [each.tools for each in cheap.calls] == [("search", "calc")]
+
+
+async def test_structured_answers_and_streams(signals: Signals) -> None:
+    """The other model delivers the structured response, and streams."""
+    cheap = model("cheap", answer(12, ("Weather", {"degrees": 20})))
+    limit = TokenLimit(run_limit=100, downgrade_to=cheap, downgrade_at=0.1)
+    scene = Scene(signals, model("dear", answer(11, "search")), [limit], response_format=Weather)
+    await scene.updates({"messages": [("user", "hi")]})
+    assert scene.state()["structured_response"] == Weather(degrees=20)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+async def test_a_fallback_stays(order: int, signals: Signals) -> None:
+    """If the other model fails, a fallback answers, wherever its middleware is listed."""
+
+    def fail(_: Any) -> Any:
+        raise ProviderError
+
+    cheap, spare = model("cheap"), model("spare", answer(12))
+    cheap.script = fail
+    limit = TokenLimit(run_limit=100, downgrade_to=cheap, downgrade_at=0.1)
+    items: list[Any] = [limit, ModelFallbackMiddleware(spare)]
+    scene = Scene(signals, model("dear", answer(11, "search")), items[::order])
+    await scene.play()
+    assert (len(cheap.calls), len(spare.calls)) == (1, 1)
+
+
+PROGRAM = """
+import pickle, sys
+from pathlib import Path
+from langchain.agents import create_agent
+from langgraph.checkpoint.memory import InMemorySaver
+from langchain_quota import QuotaMiddleware, TokenLimit
+from langchain_quota.testing import ScriptedChatModel
+from tests.tokens import answer
+
+saved, saver = Path(sys.argv[1]), InMemorySaver()
+config = {"configurable": {"thread_id": "7"}}
+if saved.exists():
+    storage, writes, blobs = pickle.loads(saved.read_bytes())
+    for key, value in storage.items():
+        saver.storage[key].update(value)
+    saver.writes.update(writes)
+    saver.blobs.update(blobs)
+dear = ScriptedChatModel(model="dear", script=[answer(90, text="dear")])
+cheap = ScriptedChatModel(model="cheap", script=[answer(5, text="cheap")])
+quota = QuotaMiddleware([TokenLimit(thread_limit=100, downgrade_to=cheap)])
+agent = create_agent(dear, [], middleware=[quota], checkpointer=saver, interrupt_before=["model"])
+if not saved.exists():
+    for _ in range(2):
+        agent.invoke({"messages": [("user", "hi")]}, config)
+        if not dear.calls:
+            agent.invoke(None, config)
+    storage = {key: dict(value) for key, value in saver.storage.items()}
+    saved.write_bytes(pickle.dumps((storage, dict(saver.writes), dict(saver.blobs))))
+else:
+    agent.invoke(None, config)
+print(agent.get_state(config).values["messages"][-1].text, len(dear.calls), len(cheap.calls))
+"""
+
+
+def test_resumed_in_another_process(tmp_path: Path) -> None:
+    """A call that one process has judged goes to the other model in the process that makes it."""
+    done = [run_python(PROGRAM, str(tmp_path / "saved")) for _ in range(2)]
+    assert [each.stderr for each in done] == ["", ""]
+    assert [each.stdout for each in done] == ["hi 1 0\n", "cheap 0 1\n"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"downgrade_to": "gpt"}, TypeError, "downgrade_to must be a chat model"),
+        ({"downgrade_at": 0}, ValueError, "downgrade_at must be above 0"),
+        ({"downgrade_to": model("cheap"), "enforce": False}, ValueError, "needs enforce=True"),
+    ],
+)
+def test_bad_arguments(options: Any, error: type[Exception], said: str) -> None:
+    """An argument that cannot be used fails where it is given."""
+    with pytest.raises(error, match=said):
+        TokenLimit(run_limit=1, **options)

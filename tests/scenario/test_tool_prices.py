@@ -1,0 +1,250 @@
+"""Tools that cost money: a call is charged its price if it ran, and refused if it does not fit."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import HumanInTheLoopMiddleware, ToolRetryMiddleware
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.tools import BaseTool, StructuredTool
+
+from langchain_quota import CostLimit, Quota, ToolCallLimit
+from langchain_quota.testing import ScriptedChatModel
+from tests.scene import ANN, Scene, tool_limiter
+from tests.server.redis import RedisServer
+from tests.stores import counts
+from tests.telemetry import Signals
+from tests.tokens import MONEY, answer, spent
+
+SPENT = "langchain_quota_tool_spent_dollars_total"
+CENT = 10_000
+RETRY = ToolRetryMiddleware(max_retries=2, initial_delay=0, jitter=False, on_failure="continue")
+
+
+def of_pages(call: Any) -> float:
+    pages: int = call["args"].get("pages", 1)
+    return 0.05 * pages
+
+
+PRICES: Any = {"search": "0.30", "calc": of_pages, "fail": Decimal("0.10")}
+
+
+def by_model(_: Any) -> Decimal:
+    """Each model call costs a cent."""
+    return Decimal("0.01")
+
+
+class Listed(ScriptedChatModel):
+    """A model that is in the list of prices."""
+
+    def _get_ls_params(self, stop: Any = None, **kwargs: Any) -> LangSmithParams:
+        return {**super()._get_ls_params(stop=stop, **kwargs), "ls_provider": "openai"}
+
+
+class Truth:
+    """Tools that count what was to be paid when they began, once for each call."""
+
+    def __init__(self) -> None:
+        self.due: dict[str, int] = {}
+
+    def tools(self) -> list[BaseTool]:
+        def tool(name: str) -> BaseTool:
+            def run(call: str = "", pages: int = 1) -> str:
+                price = PRICES[name]
+                dollars = price({"args": {"pages": pages}}) if callable(price) else price
+                self.due[f"{name}{call}"] = round(float(dollars) * 100) * CENT
+                if name == "fail":
+                    raise RuntimeError("It failed.")
+                return "It ran."
+
+            async def arun(call: str = "", pages: int = 1) -> str:
+                return run(call, pages)
+
+            return StructuredTool.from_function(run, arun, name=name, description=name)
+
+        return [tool(name) for name in PRICES]
+
+
+def made(name: str, *calls: int, **args: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, {"call": str(each), **args}) for each in calls]
+
+
+def charged(signals: Signals) -> float:
+    """What the metric says tools have spent."""
+    found = signals.samples(SPENT, limit="cost")
+    dollars = [-each if "refunded" in labels else each for labels, each in found.items()]
+    return round(sum(dollars) * 100) * CENT
+
+
+@pytest.fixture(params=["state", "redis"])
+def shared(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Counts in the state, or in a server."""
+    if request.param == "state":
+        yield {}
+        return
+    from langchain_quota.stores.redis import RedisStore  # noqa: PLC0415 - an extra
+
+    server: RedisServer = request.getfixturevalue("redis_server")
+    with closing(RedisStore(server.url, prefix=server.prefix())) as store:
+        yield {"store": store}
+
+
+async def test_charged_is_what_ran(signals: Signals, shared: dict[str, Any]) -> None:
+    """Calls that fail or are retried are charged once; refused, stopped and free ones nothing."""
+    truth, quotas = Truth(), [Quota(9, per="user_id")] if shared else []
+    limit = CostLimit(run_limit="1.40", thread_limit=9, tool_prices=PRICES, quotas=quotas)
+    script = [
+        answer(11, *made("search", 1, 2), *made("calc", 1, pages=2), *made("fail", 1)),
+        # One call fits, the second does not. What costs nothing runs.
+        answer(12, *made("search", 3, 4), *made("calc", 2, pages=0)),
+        # The other limit refuses the second one.
+        answer(13, *made("calc", 3), *made("fail", 2, 3)),
+        answer(14),
+    ]
+    scene = Scene(
+        signals,
+        script,
+        [limit, ToolCallLimit("fail", run_limit=2), RETRY],
+        tools=truth.tools(),
+        prices=by_model,
+        context=ANN,
+        **shared,
+    )
+    await scene.play()
+    assert set(truth.due) == {
+        "search1",
+        "search2",
+        "calc1",
+        "fail1",
+        "search3",
+        "calc2",
+        "calc3",
+        "fail2",
+    }
+    due = sum(truth.due.values())
+    assert spent(scene, MONEY) == (due + 4 * CENT,) * 2
+    assert charged(signals) == due
+    assert scene.usage().tools == {"fail": 2}
+    if shared:
+        assert set(counts(shared["store"]).values()) == {due + 4 * CENT}
+    assert "'search' costs $0.30, more than what is left" in str(scene.state()["messages"])
+
+
+@pytest.mark.parametrize("why", ["a person", "a drop-in"])
+async def test_a_call_that_does_not_run_is_given_back(
+    signals: Signals, shared: dict[str, Any], why: str
+) -> None:
+    """What a person rejects, and what another limiter refuses, is given back."""
+    truth = Truth()
+    limits: list[Any] = [CostLimit(thread_limit=1, tool_prices=PRICES)]
+    if why == "a person":
+        limits.append(HumanInTheLoopMiddleware[Any, Any]({"search": True}))
+    else:
+        # It judges behind the limit, which has charged the call.
+        limits.insert(0, tool_limiter(signals, "search", run_limit=0))
+    scene = Scene(
+        signals,
+        [
+            *(answer(11, *made("search", 1), *made("calc", 1)), answer(12)),
+            *(answer(13, *made("calc", 2)), answer(14)),
+        ],
+        limits,
+        tools=truth.tools(),
+        prices=by_model,
+        **shared,
+    )
+    await scene.play()
+    if why == "a person":
+        await scene.resume({"decisions": [{"type": "reject"}]})
+    assert truth.due == {"calc1": 5 * CENT}
+    await scene.play()
+    assert spent(scene, MONEY)[0] == 10 * CENT + 4 * CENT
+    assert charged(signals) == 10 * CENT
+    if shared:
+        assert counts(shared["store"]) == {f"{MONEY}:thread:thread-1": 14 * CENT}
+
+
+async def test_runs_at_once(signals: Signals, redis_server: RedisServer) -> None:
+    """Runs that share a quota buy no more than fits, and the server has counted what ran."""
+    from langchain_quota.stores.redis import RedisStore  # noqa: PLC0415 - an extra
+
+    truth, limit = Truth(), CostLimit(quotas=[Quota(1, per="user_id")], tool_prices=PRICES)
+    with closing(RedisStore(redis_server.url, prefix=redis_server.prefix())) as store:
+        given: Any = {"tools": truth.tools(), "prices": lambda _: Decimal(0), "context": ANN}
+        scenes = [
+            Scene(
+                signals,
+                [answer(11, *made("search", run)), answer(12)],
+                [limit],
+                thread_id=f"thread-{run}",
+                store=store,
+                **given,
+            )
+            for run in range(8)
+        ]
+        await asyncio.gather(*(each.play() for each in scenes))
+        assert len(truth.due) == 3
+        assert counts(store) == {f"{MONEY}:user_id:ann": 90 * CENT}
+    assert charged(signals) == 90 * CENT
+
+
+async def test_a_providers_own_tools(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
+    """A web search is charged at the price of the list; what no price includes is named once."""
+    parts: list[Any] = [
+        {"type": "text", "text": "Good day."},
+        {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}},
+        {"type": "web_search_call", "id": "2", "action": {"type": "search"}},
+        {"type": "web_search_call", "id": "3", "action": {"type": "open_page"}},
+        {"type": "code_interpreter_call", "id": "4"},
+    ]
+    said = answer(1_000, input_tokens=1_000, output_tokens=0)
+    script = [said.model_copy(update={"content": parts})] * 2
+    model = Listed(model="gpt-4o", script=script)
+    scene = Scene(signals, model, [CostLimit(thread_limit=1)])
+    for _ in range(2):
+        await scene.play()
+    # A million tokens cost $2.50, and a thousand searches $10.
+    assert spent(scene, MONEY) == (2 * 22_500, 22_500)
+    assert caplog.text.count("not charged") == 1
+    assert "'code_interpreter'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("prices", "error", "said"),
+    [
+        ({"search": -1}, ValueError, r"tool_prices\['search'\] must be from 0"),
+        ({"search": "0.0000001"}, ValueError, "at most six decimal places"),
+        ({"": 1}, ValueError, "tool_prices must be the name of a tool, not ''"),
+        (["search"], TypeError, "tool_prices must be a table of prices by tool"),
+        ({"search": lambda: 1}, TypeError, r"tool_prices\['search'\]"),
+    ],
+)
+def test_bad_prices(prices: Any, error: type[Exception], said: str) -> None:
+    """A price that cannot be used fails where it is given."""
+    with pytest.raises(error, match=said):
+        CostLimit(run_limit=1, tool_prices=prices)
+
+
+async def test_a_price_that_fails(signals: Signals) -> None:
+    """Without its price a call does not run: the error reaches the caller, and names the limit."""
+    truth = Truth()
+    limit = CostLimit(run_limit=1, tool_prices={"search": lambda _: "cheap"})
+    script = [answer(11, *made("search", 1))]
+    scene = Scene(signals, script, [limit], tools=truth.tools(), prices=by_model)
+    with pytest.raises(ValueError, match="what tool_prices\\['search'\\] of limit 'cost' gives"):
+        await scene.play()
+    assert truth.due == {}
+
+
+async def test_on_trial(signals: Signals) -> None:
+    """A limit on trial refuses nothing, and is charged all that ran."""
+    truth = Truth()
+    limit = CostLimit(run_limit="0.40", tool_prices=PRICES, enforce=False)
+    script = [answer(11, *made("search", 1, 2)), answer(12)]
+    scene = Scene(signals, script, [limit], tools=truth.tools(), prices=by_model)
+    await scene.play()
+    assert spent(scene, MONEY)[1] - 2 * CENT == charged(signals) == 60 * CENT
+    assert scene.calls("would_block", "search") == 1
