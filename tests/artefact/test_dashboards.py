@@ -4,7 +4,8 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
@@ -214,6 +215,17 @@ class Seen:
 
     prometheus: Prometheus
     began: float
+    go_on: Callable[[], None]
+
+    def unanswered(self) -> set[str]:
+        """The queries that find nothing."""
+        return {
+            query.where
+            for board in boards()
+            for chosen in [list(self.choices(board))]
+            for query in board.queries
+            if not any(self.ask(query, values) for values in chosen)
+        }
 
     def ask(self, query: Query, values: Values) -> list[Any]:
         """The series that a query gives, as Grafana would ask it."""
@@ -353,7 +365,7 @@ def seen(
         demo.wait_for_end_of_traffic()
         for job in ("agents", "demo") * 4:
             prometheus.wait_for_scrape(job)
-        yield Seen(prometheus, began)
+        yield Seen(prometheus, began, searchers.go_on)
         demo.check()
 
 
@@ -362,19 +374,24 @@ def test_every_query_returns_data(seen: Seen) -> None:
 
     Where a panel shows exemplars, there are some.
     """
-    empty = set()
-    for board in boards():
-        chosen = list(seen.choices(board))
-        for query in board.queries:
-            if not any(seen.ask(query, values) for values in chosen):
-                empty.add(query.where)
-            if query.exemplar:
-                asked = interpolate(query.expr, ANYTHING)
-                assert eventually(lambda: seen.prometheus.exemplars(asked)), query.where  # noqa: B023 - at once
-    assert empty == {
+    empty = {
         *(f"{OVERVIEW} {panel}" for panel in ("46 A", "46 B", "49 A", "52 D", "52 E")),
         "langchain-quota-budgets 46 A",
     }
+
+    def found() -> bool:
+        if seen.unanswered() == empty:
+            return True
+        # On a busy machine an increase between two late scrapes is not seen: there is another.
+        seen.go_on()
+        return False
+
+    with suppress(AssertionError):
+        eventually(found)
+    assert seen.unanswered() == empty
+    for query in (query for board in boards() for query in board.queries if query.exemplar):
+        asked = interpolate(query.expr, ANYTHING)
+        assert eventually(lambda: seen.prometheus.exemplars(asked)), query.where  # noqa: B023 - at once
 
 
 def test_every_variable_offers_values(seen: Seen) -> None:
