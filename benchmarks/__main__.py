@@ -42,9 +42,9 @@ DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 HEAD = """\
 # Benchmarks
 
-[Production](production.md#know-what-it-costs) has the numbers that matter most. This is the overhead
-of limits: what they add to a step of an agent, which is a model call and a tool call. The model and
-the tools answer immediately.
+[Production](production.md#know-what-it-costs) has the numbers that matter most. This is the
+overhead of limits: what they add to a step of an agent, which is a model call and a tool call. The
+model and the tools answer immediately.
 
 """
 
