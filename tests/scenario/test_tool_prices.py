@@ -193,6 +193,7 @@ async def test_runs_at_once(signals: Signals, redis_server: RedisServer) -> None
 
 async def test_a_providers_own_tools(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
     """A web search is charged at the price of the list; what no price includes is named once."""
+    pytest.importorskip("genai_prices")
     parts: list[Any] = [
         {"type": "text", "text": "Good day."},
         {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}},

@@ -15,7 +15,7 @@ from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExc
 from langchain_quota.testing import captured_decisions
 from tests.scene import Form, Kind, Scene, asking, both_forms, texts
 from tests.stores import DAY, Clock, FickleStore
-from tests.telemetry import Signals, attributes, paid
+from tests.telemetry import Signals, attributes, needs_inline, paid
 
 PATIENCE = 60
 WHO: ContextVar[int] = ContextVar("who")
@@ -70,7 +70,7 @@ async def until(happens: Callable[[], object]) -> None:
 
 
 @both_forms
-@pytest.mark.parametrize("kind", ["quota", "inline", "graph"])
+@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline), "graph"])
 async def test_calls_are_spread_evenly(
     form: Form, kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
