@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from decimal import Decimal
+from secrets import token_hex
 from typing import Any
 
 import pytest
@@ -79,11 +80,19 @@ def charged(signals: Signals) -> float:
     return round(sum(dollars) * 100) * CENT
 
 
-@pytest.fixture(params=["state", "redis"])
+@pytest.fixture(params=["state", "redis", "postgres"])
 def shared(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """Counts in the state, or in a server."""
     if request.param == "state":
         yield {}
+        return
+    if request.param == "postgres":
+        from langchain_quota.stores.postgres import PostgresStore  # noqa: PLC0415 - an extra
+
+        url, prefix = request.getfixturevalue("postgres_url"), token_hex(8)
+        with closing(PostgresStore(url, prefix=prefix, timeout=30)) as store:
+            store.setup()
+            yield {"store": store}
         return
     from langchain_quota.stores.redis import RedisStore  # noqa: PLC0415 - an extra
 
