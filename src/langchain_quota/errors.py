@@ -119,10 +119,11 @@ class QuotaWarning(UserWarning):
         >>> agent = create_agent(ScriptedChatModel(script=["Hello."]), middleware=[quota])
         >>> with warnings.catch_warnings():
         ...     warnings.simplefilter("error", QuotaWarning)
-        ...     agent.invoke({"messages": [("user", "Hi!")]})
-        Traceback (most recent call last):
-            ...
-        langchain_quota.errors.QuotaWarning: QuotaMiddleware has a thread limit, but ...
+        ...     try:
+        ...         agent.invoke({"messages": [("user", "Hi!")]})
+        ...     except QuotaWarning as warning:
+        ...         print(warning)
+        QuotaMiddleware has a thread limit, but ...
     """
 
 
