@@ -5,12 +5,12 @@ import math
 import os
 import re
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
 from time import monotonic
 from typing import Any
 from urllib.parse import quote
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 try:
     import psycopg
@@ -24,7 +24,7 @@ except ImportError as missing:
     ) from missing
 
 from langchain_quota.concurrency import Form
-from langchain_quota.stores.server import UNREADABLE
+from langchain_quota.stores.server import UNREADABLE, PerLoop
 
 _CONNECTIONS = 10
 """Most connections, for all threads and for each event loop; other operations wait."""
@@ -195,6 +195,9 @@ class _Idle:
         while self._connections:
             self._connections.pop().pgconn.finish()
 
+    async def aclose(self) -> None:
+        self.close()
+
 
 class _SyncConnection(psycopg.Connection[Any]):
     def __del__(self, *_: object) -> None:
@@ -204,10 +207,6 @@ class _SyncConnection(psycopg.Connection[Any]):
 class _AsyncConnection(psycopg.AsyncConnection[Any]):
     def __del__(self, *_: object) -> None:
         """As above."""
-
-
-_OfLoop = tuple[_Idle, AsyncGenerator[_Idle]]
-"""The connections of an event loop, and what closes them when the loop ends."""
 
 
 class _Own:
@@ -236,12 +235,12 @@ class _Own:
         self._options: Any = {"autocommit": True, "fallback_application_name": "langchain-quota"}
         self._threads = self._of_threads()
         self._process = os.getpid()
-        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _OfLoop] = WeakKeyDictionary()
+        self._loops = PerLoop(_of_loop, _Idle.aclose)
 
     @asynccontextmanager
     async def taken(self, form: Form) -> AsyncIterator[Connection]:
         """A connection that nobody else uses meanwhile."""
-        idle = await self._of_running_loop() if form else self._of_process()
+        idle = await self._loops.get() if form else self._of_process()
         if form:
             await idle.permits.acquire()
         elif not idle.permits.acquire(timeout=self._timeout):
@@ -262,9 +261,7 @@ class _Own:
 
     async def aclose(self) -> None:
         """Close those of the running event loop."""
-        found = self._loops.get(asyncio.get_running_loop())
-        if found is not None:
-            await found[1].aclose()
+        await self._loops.close()
 
     async def _connected(self, form: Form) -> Connection:
         if form:
@@ -283,22 +280,10 @@ class _Own:
     def _of_threads() -> _Idle:
         return _Idle(threading.BoundedSemaphore(_CONNECTIONS))
 
-    async def _of_running_loop(self) -> _Idle:
-        loop = asyncio.get_running_loop()
-        found = self._loops.get(loop)
-        if found is None:
-            making = self._of_loop(loop)
-            found = self._loops[loop] = await anext(making), making
-        return found[0]
 
-    async def _of_loop(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[_Idle]:
-        """Those of an event loop, which ends all generators before it ends."""
-        idle = _Idle(asyncio.Semaphore(_CONNECTIONS))
-        try:
-            yield idle
-        finally:
-            self._loops.pop(loop, None)
-            idle.close()
+def _of_loop() -> _Idle:
+    """The connections of an event loop."""
+    return _Idle(asyncio.Semaphore(_CONNECTIONS))
 
 
 Connections = _Given | _Own

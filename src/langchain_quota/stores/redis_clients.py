@@ -3,10 +3,9 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
-from weakref import WeakKeyDictionary
 
 try:
     import redis
@@ -103,7 +102,7 @@ class _Together:
     # if a task is cancelled while it waits to give a connection back, the pool loses it.
 
     def __init__(self, client: redis.asyncio.Redis, connections: int) -> None:
-        self._client = client
+        self.client = client
         self._permits = asyncio.Semaphore(connections)
         self._callers = 0
         self._next: _Pipeline | None = None
@@ -111,7 +110,7 @@ class _Together:
     async def eval(self, *arguments: Any) -> object:
         """Run a script."""
         async with self._permits:
-            return await self._client.eval(*arguments)
+            return await self.client.eval(*arguments)
 
     async def evalsha(self, *arguments: Any) -> object:
         """Run a script that the server knows."""
@@ -119,9 +118,9 @@ class _Together:
         try:
             if self._callers == 1:
                 async with self._permits:
-                    return await self._client.evalsha(*arguments)
+                    return await self.client.evalsha(*arguments)
             if self._next is None or not self._next.is_open:
-                self._next = _Pipeline(self._client, self._permits)
+                self._next = _Pipeline(self.client, self._permits)
             return await self._next.answer(arguments)
         finally:
             self._callers -= 1
@@ -210,10 +209,6 @@ class _Cluster:
         return await self._client.evalsha(*arguments)
 
 
-_OfLoop = tuple[_Together, AsyncGenerator[_Together]]
-"""The client of an event loop, and what closes it when the loop ends."""
-
-
 class _Own:
     """Clients that are made of a URL."""
 
@@ -241,7 +236,7 @@ class _Own:
             "retry": Retry(NoBackoff(), 0),
         }
         self._sync = redis.Redis.from_pool(pool)
-        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _OfLoop] = WeakKeyDictionary()
+        self._loops = server.PerLoop(self._of_loop, self._end)
         options = pool.connection_kwargs
         self.secrets = (url, *_secrets(options))
         scheme = url.partition(":")[0]
@@ -252,26 +247,17 @@ class _Own:
             self.name = f"{scheme}://{address}/{options.get('db', 0)}"
 
     async def opened(self, form: Form) -> Any:
-        if not form:
-            return self._sync
-        loop = asyncio.get_running_loop()
-        found = self._loops.get(loop)
-        if found is None:
-            making = self._of_loop(loop)
-            found = self._loops[loop] = await anext(making), making
-        return found[0]
+        return await self._loops.get() if form else self._sync
 
     def close(self) -> None:
         self._sync.close()
         self._sync.connection_pool.disconnect()
 
     async def aclose(self) -> None:
-        found = self._loops.get(asyncio.get_running_loop())
-        if found is not None:
-            await found[1].aclose()
+        await self._loops.close()
 
-    async def _of_loop(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[_Together]:
-        """The client of an event loop, which ends all generators before it ends."""
+    def _of_loop(self) -> _Together:
+        """The client of an event loop."""
         pool = redis.asyncio.ConnectionPool.from_url(
             self._url, max_connections=2**31, protocol=_PROTOCOL
         )
@@ -281,14 +267,12 @@ class _Own:
             "socket_connect_timeout": None,
             "retry": AsyncRetry(NoBackoff(), 0),
         }
-        client = redis.asyncio.Redis.from_pool(pool)
-        try:
-            yield _Together(client, _CONNECTIONS)
-        finally:
-            self._loops.pop(loop, None)
-            # A server that is gone does not answer when TLS is closed.
-            async with asyncio.timeout(self._timeout):
-                await client.aclose()
+        return _Together(redis.asyncio.Redis.from_pool(pool), _CONNECTIONS)
+
+    async def _end(self, together: _Together) -> None:
+        # A server that is gone does not answer when TLS is closed.
+        async with asyncio.timeout(self._timeout):
+            await together.client.aclose()
 
 
 Clients = _Given | _Own

@@ -3,12 +3,13 @@
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.arguments import check_type
@@ -34,6 +35,8 @@ _TICKS = 16
 
 _REASON = 300
 """How much of a client's error text is shown: it may quote a whole reply."""
+
+T = TypeVar("T")
 
 
 class ServerStore(Granting, RateLimiting):
@@ -202,6 +205,41 @@ class ServerStore(Granting, RateLimiting):
         else:
             reason = ": ".join([reason.rstrip(".: "), *remedies])
         return failure(f"{self!r}: {reason}", timed_out=timed_out)
+
+
+class PerLoop(Generic[T]):
+    """Something of each event loop, which is closed with it."""
+
+    def __init__(self, make: Callable[[], T], close: Callable[[T], Awaitable[None]]) -> None:
+        self._make = make
+        self._close = close
+        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[T, AsyncGenerator[T]]] = (
+            WeakKeyDictionary()
+        )
+
+    async def get(self) -> T:
+        """That of the running loop."""
+        loop = asyncio.get_running_loop()
+        found = self._made.get(loop)
+        if found is None:
+            making = self._kept(loop)
+            found = self._made[loop] = await anext(making), making
+        return found[0]
+
+    async def close(self) -> None:
+        """Close that of the running loop, if there is one."""
+        found = self._made.get(asyncio.get_running_loop())
+        if found is not None:
+            await found[1].aclose()
+
+    async def _kept(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T]:
+        # A loop ends all generators before it ends.
+        made = self._make()
+        try:
+            yield made
+        finally:
+            self._made.pop(loop, None)
+            await self._close(made)
 
 
 class Patience:
