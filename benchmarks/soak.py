@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
@@ -170,8 +170,8 @@ class Traffic:
         recorder = recorder_of(self._telemetry)
         for index in range(threads):
             for decision in decisions:
-                call = replace(decision.call, thread_id=f"old-{index}")
-                recorder.record([replace(decision, call=call)], started=time.time_ns())
+                call = decision.call._replace(thread_id=f"old-{index}")
+                recorder.record([decision._replace(call=call)], started=time.time_ns())
             if index % 5_000 == 0:
                 generate_latest(self.registry)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from langchain_quota.units import Level, Unit, near_threshold
 
@@ -53,8 +53,7 @@ class Outcome(StrEnum):
     """A limit with `enforce=False` would refuse the call: it runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A call that is to be judged.
 
     Attributes:
@@ -83,8 +82,7 @@ class Call:
     thread_id: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaStatus:
+class QuotaStatus(NamedTuple):
     """A quota at one call: its count before the call and after it.
 
     Attributes:
@@ -116,8 +114,7 @@ class QuotaStatus:
     smooth: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LimitStatus:
+class LimitStatus(NamedTuple):
     """One limit at one call: its counts before the call and after it.
 
     All counts and numbers are in `unit`. A scope is `"thread"`, `"run"`, or a quota's name.
@@ -312,8 +309,7 @@ class Answer:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What was decided about one call, and by which limits.
 
     Enforcement and telemetry read the same decision.
@@ -372,8 +368,7 @@ class Decision:
         return max(self.limits, key=lambda status: status.share, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Refund:
+class Refund(NamedTuple):
     """A charge taken back: the call was admitted by this limit, and then did not run."""
 
     call: Call

@@ -220,6 +220,10 @@ class ResolvedLimits:
             if each.enforce and each.exit_behavior == "ask"
         )
         """The names of those that ask a person whether the run may go on."""
+        self.finalizing = frozenset(
+            name for name, each in self.by_name.items() if each.exit_behavior == "finalize"
+        )
+        """The names of those that have the model give its final answer."""
         self._named = {tool for each in self.limits for tool in each.limit.named_tools}
         self._match_by_name = all(
             type(each.limit).matches is LimitOptions.matches for each in self.limits

@@ -78,7 +78,7 @@ async def test_the_formula_counts_series(threads: int, exported: int, *, tell_mo
 
 async def test_the_formula_without_a_store() -> None:
     """Without a store there are no series of it; a computed threshold has one series less."""
-    limits = {"tool:search": ["thread", "run"], "tool:*": ["run"]}
+    limits = {"model": ["run"], "tool:search": ["thread", "run"], "tool:*": ["run"]}
     found = await samples_of([limit_of(*each) for each in limits.items()], ["search"], 2)
     assert found == run_code("def series")["series"](limits, tools=1, threads=2)
     fixed = ToolCallLimit("search", run_limit=9)

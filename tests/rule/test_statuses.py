@@ -1,6 +1,5 @@
 """The records that enforcement, metrics, spans and observers share: statuses and decisions."""
 
-import dataclasses
 from datetime import UTC, datetime
 from fractions import Fraction
 from math import ceil
@@ -22,13 +21,13 @@ DAY = datetime(2026, 1, 2, tzinfo=UTC)
 
 def of_run(before: int, used: int, limit: int | None, **options: Any) -> LimitStatus:
     given = {"run_before": before, "run_used": used, "run_limit": limit, "charged": True}
-    return dataclasses.replace(OPEN, **{**given, **options})
+    return OPEN._replace(**{**given, **options})
 
 
 def refusing(scope: str, *quotas: QuotaStatus, **options: Any) -> LimitStatus:
     """A status of a limit that refuses because of a scope."""
     given = {"reason": "exhausted", "scope": scope, "quotas": quotas, **options}
-    return dataclasses.replace(OPEN, **given)
+    return OPEN._replace(**given)
 
 
 def use(
@@ -40,7 +39,7 @@ def use(
 BOTH = LimitStatus("x", "end", 1, 2, 3, 4, 5, 6)
 ROWS = {"thread": (1, 2, 3), "run": (4, 5, 6)}
 QUOTAS = (use("user_id", 1, 2, 5), use("global", 3, 4, 9))
-OF_THREAD = dataclasses.replace(OPEN, thread_used=31, quotas=(use("thread", 1, 2, 5),))
+OF_THREAD = OPEN._replace(thread_used=31, quotas=(use("thread", 1, 2, 5),))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ OF_THREAD = dataclasses.replace(OPEN, thread_used=31, quotas=(use("thread", 1, 2
         (OPEN, {}),
         (of_run(0, 0, 0), {"run": (0, 0, 0)}),
         (
-            dataclasses.replace(BOTH, quotas=QUOTAS),
+            BOTH._replace(quotas=QUOTAS),
             {**ROWS, "user_id": (1, 2, 5), "global": (3, 4, 9)},
         ),
         # Where no thread limit stands beside it, the thread's threshold is the quota's.
@@ -110,9 +109,9 @@ def test_near_is_the_smallest_count_of_that_share(limit: int, thousandths: int) 
 
 def test_a_deferred_call_is_not_kept_yet() -> None:
     """The thread's count that is kept is that before a call which is counted when it returned."""
-    status = dataclasses.replace(OPEN, thread_before=3, thread_used=4)
+    status = OPEN._replace(thread_before=3, thread_used=4)
     assert status.thread_count == 4
-    assert dataclasses.replace(status, deferred=True).thread_count == 3
+    assert status._replace(deferred=True).thread_count == 3
 
 
 def test_which_limit_leads() -> None:
@@ -144,7 +143,7 @@ BY_MINUTE, FOR_GOOD = use("minute", 1, 1, 1, MINUTE), use("global", 9, 9, 9)
         (of_run(0, 0, None, quotas=(use("daily", 4, 5, 5, DAY),)), None),
         (refusing("global", FOR_GOOD), None),
         (refusing("thread", USED_UP), None),
-        (dataclasses.replace(OPEN, reason="store", quotas=(USED_UP,)), None),
+        (OPEN._replace(reason="store", quotas=(USED_UP,)), None),
         (refusing("minute", BY_MINUTE, USED_UP), DAY),
         (refusing("minute", BY_MINUTE, use("daily", 4, 4, 5, DAY)), MINUTE),
         (refusing("minute", BY_MINUTE, FOR_GOOD), None),

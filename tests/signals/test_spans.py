@@ -128,7 +128,7 @@ async def test_what_spans_tell(
             ToolCallLimit("search", run_limit=1, exit_behavior="error"),
             [["search", "search"]],
             ToolCallLimitExceededError,
-            {"allowed", "skipped"},
+            {"skipped"},
         ),
         (
             ModelCallLimit(run_limit=1, exit_behavior="error"),

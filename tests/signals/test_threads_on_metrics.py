@@ -251,7 +251,6 @@ async def test_the_idle_are_forgotten(clock: Clock) -> None:
     clock.now += 7200
     assert set(signals.samples("langchain_quota_subjects").values()) == {0}
     assert len(signals.samples("langchain_quota_subjects")) == 12
-    await agent.search("idle", 0, "ada")
     await agent.search("busy", 1, "bob")
     assert of_limit(signals, BLOCKED) == {}
     assert [key[-1] for key in signals.samples(SUBJECT_USED)] == ["bob"]

@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter as Counts
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -90,7 +90,7 @@ class Waiting(Feature):
         waited = batch.own.get("waited")
         if not waited:
             return conclusion
-        decisions = [replace(each, waited=waited) for each in conclusion.decisions]
+        decisions = [each._replace(waited=waited) for each in conclusion.decisions]
         return conclusion._replace(decisions=decisions)
 
     async def _judged(

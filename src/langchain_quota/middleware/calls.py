@@ -83,8 +83,10 @@ class ToolCounts:
 
     def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
         """The thread's and the run's count of a counter, without the charges of these calls."""
-        charges = [self.calls[each]["counters"] for each in ids if each in self.calls]
-        own = sum(each.get(counter, 0) for each in charges)
+        own = 0
+        for each in ids:
+            if each in self.calls:
+                own += self.calls[each]["counters"].get(counter, 0)
         # Never below zero, even where someone else reset the counts.
         return max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
 
@@ -275,25 +277,27 @@ class Batch:
         self, result: AcquireResult, *, charging: bool = True
     ) -> tuple[list[Decision], list[Breach]]:
         """The decision about each call, and the limits whose refusals hold."""
-        exits: dict[str, Exit] = {
-            name: "end"
-            for name, after in self.stops.items()
-            if self.limits.by_name[name].exit_behavior == "continue"
-            and sum(name in each for each in result.refused) >= after
-        }
+        exits: dict[str, Exit] = {}
+        if any(result.refused):
+            exits = {
+                name: "end"
+                for name, after in self.stops.items()
+                if self.limits.by_name[name].exit_behavior == "continue"
+                and sum(name in each for each in result.refused) >= after
+            }
         if self.limits.asking:
             # After a person was asked, or could not be asked.
             rejected = self.answer is not None and self.answer.type == "reject"
             then: Exit = "end" if rejected or self.pending is None else "continue"
             exits |= dict.fromkeys(self.limits.asking, then)
-        if self.pending is not None:
+        if self.pending is not None and self.limits.budgets:
             # What is left may be enough for the model.
             exits |= {each.limit.name: "continue" for each in self.limits.budgets}
         decisions = decide(
             self.calls, self.asked, self.index_of, result, charging=charging, exits=exits
         )
         if self.answer is not None:
-            decisions = [replace(each, answer=self.answer) for each in decisions]
+            decisions = [each._replace(answer=self.answer) for each in decisions]
         if not any(result.refused):
             return decisions, []
         return decisions, breaches(self.limits, self.asked, self.index_of, decisions, result)
@@ -388,9 +392,8 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         # What a store charged for these calls before. The names are the same if the request is made
         # again, so that no refund is made twice.
         step = context.step(task or middleware)
-        renewed = {
-            f"{step}/{each}": counts.forget_keys(each, limits.keys()) for each in sorted(matched)
-        }
+        keys = {each: counts.forget_keys(each, limits.keys()) for each in sorted(matched)}
+        renewed = {f"{step}/{each}": amounts for each, amounts in keys.items() if amounts}
     return Batch(
         state=state,
         known=known,
@@ -411,7 +414,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         pending=waiting,
         every_call=calls,
         counts=counts,
-        renewed={name: amounts for name, amounts in renewed.items() if amounts},
+        renewed=renewed,
     )
 
 

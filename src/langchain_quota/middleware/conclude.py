@@ -34,7 +34,7 @@ _EXITS: tuple[Exit, ...] = ("continue", "end", "error")
 def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True) -> Conclusion:
     """What follows for a model call."""
     decisions, breaches = batch.decided(result, charging=charging)
-    error = _model_error(breaches)
+    error = _model_error(breaches) if breaches else None
     if error is not None:
         return Conclusion(decisions, error=error)
     written = Ledger()
@@ -62,12 +62,10 @@ def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True
 
 def _final(batch: Batch, after: Mapping[str, int]) -> str:
     """The run's final text if this is its budget's last call and answers nothing; else empty."""
-    (asked,) = batch.asked
-    finalizing = {
-        each.limit.name for each in asked.limits if each.limit.exit_behavior == "finalize"
-    }
+    finalizing = batch.limits.finalizing
     if not finalizing:
         return ""
+    (asked,) = batch.asked
     # Ask for one more call: if it is refused, this one is the last. What this call will use of
     # budgets is not known.
     kept = Asked.of(each.with_checks(kept=each.keep) for each in asked.limits)
@@ -195,14 +193,14 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
             if each.charged and limit.counted:
                 names = charged.setdefault(call_id, {})
                 names[each.limit] = names.get(each.limit, 0) + call.amount
-        paid.setdefault(call_id, Counter()).update({each.limit: each.cost for _, each in limits})
+            if each.unit != "calls" and each.cost:
+                paid.setdefault(call_id, Counter())[each.limit] += each.cost
     for (call_id, counter), amount in amounts.items():
         counts.charge(call_id, counter, amount)
     for call_id, names in charged.items():
         counts.calls[call_id]["limits"].setdefault(batch.middleware, {}).update(names)
     for call_id, costs in paid.items():
-        if any(costs.values()):
-            counts.calls[call_id]["costs"] = dict(+costs)
+        counts.calls[call_id]["costs"] = dict(costs)
     return refunds
 
 
@@ -218,7 +216,7 @@ def _added(call: Call, limits: Sequence[tuple[Limit, LimitStatus]]) -> dict[str,
 
 def refunds_of(call: Call, taken: Sequence[tuple[str, int, int]]) -> list[Refund]:
     """What is taken back of a call, for the metrics."""
-    return [Refund(replace(call, amount=amount), limit, cost) for limit, amount, cost in taken]
+    return [Refund(call._replace(amount=amount), limit, cost) for limit, amount, cost in taken]
 
 
 def _mirror(batch: Batch, result: AcquireResult) -> None:
@@ -261,13 +259,13 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
         waiting=[each for each in waiting if each != batch.middleware],
     )
     written = Ledger(counts={"run_tools": counts.run}, batch=judged)
-    refusals = {each: dict(by_limit) for each, by_limit in (known.get("refusals") or {}).items()}
     for breach in breaches:
         limit = breach.limit.limit
         if limit.give_up_after is not None:
-            own = refusals.setdefault(batch.middleware, {})
-            own[limit.name] = own.get(limit.name, 0) + breach.refusals
-            written["refusals"] = refusals
+            refusals = written.get("refusals") or known.get("refusals") or {}
+            own = refusals.get(batch.middleware, {})
+            own = {**own, limit.name: own.get(limit.name, 0) + breach.refusals}
+            written["refusals"] = {**refusals, batch.middleware: own}
     if counts.owed != (known.get("owed") or {}):
         written["owed"] = counts.owed
     return {THREAD_TOOLS: counts.thread, LEDGER: written}

@@ -171,10 +171,10 @@ class LimitsNow:
         self._numbers = {each.name: fixed(each) for each in limits if not is_dynamic(each)}
         # Those of the newest moment, with what they ask of calls.
         self._newest: dict[Kind | None, ResolvedLimits] = {}
-        # All limits, if they are always the same.
-        self._fixed: dict[Kind | None, ResolvedLimits] = {}
+        self.fixed: dict[Kind | None, ResolvedLimits] = {}
+        """Those that are always the same."""
         if clock is None and len(self._numbers) == len(limits):
-            self._fixed = {
+            self.fixed = {
                 kind: ResolvedLimits(self._numbers[each.name] for each in of_kind)
                 for kind, of_kind in self.of_kind.items()
             }
@@ -183,8 +183,6 @@ class LimitsNow:
         self, form: Form, kind: Kind | None, state: Any, runtime: Any, root_runs: Sequence[Subject]
     ) -> ResolvedLimits:
         """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
-        if self._fixed:
-            return self._fixed[kind]
         caller = call_context(runtime, model_name=None)
         prefix = prefix_now(self._prefix, state, runtime)
         subject = ""

@@ -25,7 +25,7 @@ from langchain_quota.features.unjudged import Unjudged
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.calls import Batch, Conclusion, Update, model_counts
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools
-from langchain_quota.middleware.context import call_context, fixed
+from langchain_quota.middleware.context import call_context
 from langchain_quota.middleware.flow import ContextT, Limiter
 from langchain_quota.middleware.history import newest_name
 from langchain_quota.state import (
@@ -326,7 +326,8 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     def _count(self, state: Mapping[str, Any], runtime: Any, name: str | None) -> Update:
         context = call_context(runtime, model_name=name)
         call = Call("model", agent=context.agent, thread_id=context.thread_id)
-        charged = status(fixed(self.limits[0]), model_counts(state), call.amount)
+        (limit,) = self._now.fixed["model"].limits
+        charged = status(limit, model_counts(state), call.amount)
         # Two limiters count one call in one task.
         self._recorder.record_charge(call, charged, task_id=context.task(self.name))
         written = Ledger(counts={"run_model": charged.run_used, "model_counted": True})

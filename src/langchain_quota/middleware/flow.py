@@ -3,7 +3,7 @@
 import time
 from collections import Counter as Counts
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from operator import is_
 from types import FunctionType
@@ -126,7 +126,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """What a copy has: not the tools, which may hold what cannot be copied."""
         return {**vars(self), "_newest": (None, [])}
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The middleware's name in the graph: its class, the limited tools and the limit's name."""
         parts = [*self.limits[0].tools, *([self._limit_name] if self._limit_name else [])]
@@ -238,7 +238,9 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self, form: Form, kind: Kind | None, state: Any, runtime: Any
     ) -> ResolvedLimits:
         """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
-        limits = await self._now.at(form, kind, state, runtime, self._hooks["root_run"])
+        limits = self._now.fixed.get(kind)
+        if limits is None:
+            limits = await self._now.at(form, kind, state, runtime, self._hooks["root_run"])
         for change in self._hooks["limits"]:
             limits = change(state, limits)
         return limits
@@ -247,6 +249,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self, form: Form, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
         """Judge the model call that is about to be made; what follows."""
+        if "model" not in self._kinds:
+            return None
         limits = await self._limits_now(form, "model", state, runtime)
         for known in self._hooks["known"]:
             await known(form, state, runtime, limits)

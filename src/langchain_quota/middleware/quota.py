@@ -228,7 +228,7 @@ class QuotaMiddleware(
     ) -> Update | None:
         if _has_ended(state):
             return {"jump_to": "end"}
-        return await self._judge_model(form, state, runtime) if "model" in self._kinds else None
+        return await self._judge_model(form, state, runtime)
 
     @hook_config(can_jump_to=["end"])
     def after_model(
@@ -279,9 +279,6 @@ class QuotaMiddleware(
     ) -> ModelResponse[ResponseT]:
         self._learn_tools(request)
         written: Update = {}
-        if "model" not in self._kinds:
-            # The call is visible without a node before the model.
-            written |= await self._judge_model(form, request.state, request.runtime) or {}
         response = await self._call_model(form, request, handler, written)
         if response is None or written:
             return WrittenResponse(response, written)

@@ -81,6 +81,7 @@ class Metrics:
         self._gauges[names.BUILD_INFO.name].labels(__version__).set(1)
         self._calls = self._counters[names.CALLS.name]
         self._charges = self._counters[names.LIMIT_DECISIONS.name]
+        self._decided = self._histograms[names.DECISION_SECONDS.name]
         self._near_share = near
         self._limits: dict[tuple[str, str], tuple[_Configured, Counter]] = {}
         # While a fork holds it, no thread is inside prometheus_client: otherwise the child would
@@ -103,16 +104,18 @@ class Metrics:
         shared = any(status.shared for each in told.decisions for status in each.limits)
         # The system's clock may have been set back since.
         seconds = max(0, told.took) / 1e9
-        self.observe(names.DECISION_SECONDS, seconds, kind, "store" if shared else "state")
+        judged = [*zip(told.decisions, told.exemplars, told.tools, strict=True)]
         refused = False
         with self._lock:
-            for index, decision in enumerate(told.decisions):
-                labels = agent, kind, told.tools[index], decision.outcome
-                self._calls[labels].inc(1, told.exemplars[index])
-            judged = zip(told.decisions, told.exemplars, told.tools, strict=True)
+            self._decided[kind, "store" if shared else "state"].observe(seconds)
+            for decision, exemplar, tool in judged:
+                self._calls[agent, kind, tool, decision.outcome].inc(1, exemplar)
+                if decision.downgraded_by:
+                    downgraded = self._counters[names.DOWNGRADED.name]
+                    downgraded[agent, limit_label(decision.downgraded_by)].inc()
             for decision, exemplar, tool in judged:
                 for status in decision.limits:
-                    if status.cost:
+                    if status.unit != "calls" and status.cost:
                         of_limit = agent, limit_label(status.limit), tool, Outcome.ALLOWED
                         paid = self._counters[names.TOOL_SPENT.name][of_limit]
                         paid.inc(in_base_unit(status.cost, status.unit), exemplar)
@@ -124,17 +127,9 @@ class Metrics:
                     elif status.scope is not None:
                         refused = True
                         self._refusal(agent, status).inc(exemplar=exemplar)
-        self._downgraded(told)
         limit = ended_by(told.decisions) if refused else None
         if limit is not None:
             self.count(names.RUNS_ENDED, 1, agent, limit_label(limit))
-
-    def _downgraded(self, told: Judged) -> None:
-        """Count calls that go to a cheaper model."""
-        for decision in told.decisions:
-            if decision.downgraded_by:
-                labels = told.who.agent, limit_label(decision.downgraded_by)
-                self.count(names.DOWNGRADED, 1, *labels)
 
     def crossed(self, told: Judged) -> None:
         """Count the thresholds that charges have crossed."""

@@ -93,7 +93,8 @@ class Seen:
                 known.is_new = False
                 return known
             told = self._known[task_id] = Told(what)
-            self._known.move_to_end(task_id)
+            if known is not None:
+                self._known.move_to_end(task_id)
             if len(self._known) > self.MOST:
                 self._known.popitem(last=False)
         return told

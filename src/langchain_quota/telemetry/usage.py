@@ -110,15 +110,17 @@ class UsageTable(Collector):
         """Add the decisions about calls of one agent and thread, in order."""
         now, who = time.time(), told.who
         statuses = [status for decision in told.decisions for status in decision.limits]
-        quotas = [
-            each for status in statuses if status.quotas for each in self._quotas(who.agent, status)
-        ]
         with self._lock:
+            # First: a subject that comes back gets its label anew.
             self._forget(now)
             if who.thread is not None:
                 thread = self._called((who.agent, THREAD, who.thread), who.thread, now)
                 for status in statuses:
                     self._decide(_use(thread, status.limit, status.unit), status, now)
+        quotas = [
+            each for status in statuses if status.quotas for each in self._quotas(who.agent, status)
+        ]
+        with self._lock:
             for key, label, status, quota in quotas:
                 subject = self._called(key, label, now)
                 use = _use(subject, status.limit, status.unit)

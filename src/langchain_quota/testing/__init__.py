@@ -200,7 +200,7 @@ def captured_decisions() -> Iterator[list[Decision]]:
         >>> with captured_decisions() as decisions:
         ...     result = asyncio.run(agent.ainvoke({"messages": [("user", "Find it!")]}))
         >>> [f"{decision.call.kind} {decision.outcome}" for decision in decisions]
-        ['model allowed', 'tool allowed', 'tool blocked', 'model allowed']
+        ['tool allowed', 'tool blocked']
     """
     decisions: list[Decision] = []
     with capturing(decisions):

@@ -209,7 +209,7 @@ class Budgets(Feature):
         if self._downgrades:
             by = _downgraded_by(batch)
             batch.written = merge_ledgers(batch.written, Ledger(downgraded=by))
-            told = [replace(each, downgraded_by=by) for each in conclusion.decisions]
+            told = [each._replace(downgraded_by=by) for each in conclusion.decisions]
             conclusion = conclusion._replace(decisions=told)
         if not self._reserves:
             return conclusion
@@ -428,7 +428,7 @@ def _told(
     every = replace(batch, limits=both, asked=[Asked.of(both.limits)], used=used)
     decisions, _ = every.decided(admit(every.hits, used, {}))
     by = batch.known.get("downgraded") or ""
-    decisions = [replace(each, downgraded_by=by) for each in decisions]
+    decisions = [each._replace(downgraded_by=by) for each in decisions]
     return Conclusion(decisions)
 
 
