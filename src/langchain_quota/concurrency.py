@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from threading import Lock
+from threading import RLock
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from weakref import ref
 
@@ -81,9 +81,9 @@ def runs_in_thread(tool: Any, form: Form = "a") -> bool:
 # finished their changes, and in the child every lock is free.
 
 _PATIENCE = 1.0
-"""How long a fork waits for a lock, in seconds. It waits in vain if its own thread holds it."""
+"""How long a fork waits for a lock, in seconds."""
 
-_locks: dict[ref[Lock], None] = {}
+_locks: dict[ref[Any], None] = {}
 """All locks, in the order in which they were made."""
 
 
@@ -91,23 +91,25 @@ class _Held(threading.local):
     """The locks that a thread holds while it forks."""
 
     def __init__(self) -> None:
-        self.locks: list[Lock] = []
+        self.locks: list[Any] = []
 
 
 _held = _Held()
 
 
-def fork_safe_lock() -> Lock:
+def fork_safe_lock(kind: Callable[[], Any] = RLock) -> Any:
     """A lock that is free in a forked child, where no change that it guards is half done."""
     # The code that holds it must not wait for anything. If it takes another lock, that one must be
-    # the older of the two: a fork takes the newest lock first.
-    lock = Lock()
+    # the older of the two: a fork takes the newest lock first. The garbage collector may end an
+    # abandoned call in the thread that holds the lock, and an end takes locks, too: so by default
+    # a thread that has the lock gets it again.
+    lock = kind()
     _locks[ref(lock, _forget)] = None
     return lock
 
 
 # The default outlives the module's names when the interpreter ends.
-def _forget(gone: ref[Lock], locks: dict[ref[Lock], None] = _locks) -> None:
+def _forget(gone: ref[Any], locks: dict[ref[Any], None] = _locks) -> None:
     locks.pop(gone, None)
 
 
@@ -130,7 +132,7 @@ def _begin_anew() -> None:
         if lock is not None:
             # As the standard library does with its own: a release would not mend a lock that a
             # thread was just waiting for. It is in no type stub.
-            lock._at_fork_reinit()  # type: ignore[attr-defined]  # noqa: SLF001
+            lock._at_fork_reinit()  # noqa: SLF001
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from threading import TIMEOUT_MAX, Event
+from threading import TIMEOUT_MAX, Event, Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -41,7 +41,7 @@ class Semaphore:
     def __init__(self) -> None:
         self.ended: deque[Slot] = deque()
         self._running = 0
-        self._lock = fork_safe_lock()
+        self._lock = fork_safe_lock(Lock)
         self._line: OrderedDict[Slot, None] = OrderedDict()
 
     async def take(self, form: Form, most: int | None, seconds: float) -> Slot:

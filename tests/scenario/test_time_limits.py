@@ -1,6 +1,7 @@
 """Limits of working time: what counts, what does not, and what ends a tool call."""
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -328,3 +329,47 @@ async def test_a_run_that_is_cancelled_in_a_limited_call(signals: Signals) -> No
     await cancel_at(started, scene.play())
     assert scene.answers() == []
     assert outcomes(signals) == {}
+
+
+# LangGraph cannot end its own tasks in a loop that is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_call_that_is_collected_as_garbage(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may end an abandoned call while another one is timed: none waits."""
+    began, ended = asyncio.Event(), list[str]()
+
+    async def forever() -> str:
+        """Search."""
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("abandoned")
+        return ""
+
+    abandoned = Scene(
+        signals,
+        [["search"]],
+        [ROOMY],
+        tools=[StructuredTool.from_function(coroutine=forever, name="search")],
+    )
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # it tells of the task that is destroyed
+    task = loop.create_task(abandoned.play())
+    loop.run_until_complete(began.wait())
+    loop.close()
+    del abandoned, task, loop
+    timed = time.monotonic_ns
+
+    def collecting() -> int:
+        if not ended:
+            gc.collect()
+        return timed()
+
+    monkeypatch.setattr("time.monotonic_ns", collecting)
+    scene = Scene(signals, ["done"], [ROOMY], form="sync")
+    thread = threading.Thread(target=lambda: asyncio.run(scene.play()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert (scene.last_text(), ended) == ("done", ["abandoned"])
