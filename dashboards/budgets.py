@@ -136,8 +136,8 @@ def _threads() -> TablePanel:
     return show.table(
         show.Place(47, 24, 8),
         "Threads that spend the most",
-        "What conversations have spent since they have series, the most expensive on top. Click "
-        "one to see more.",
+        "What the model runs of conversations have spent since they have series, the most "
+        "expensive on top. Paid tools are left out. Click one to see more.",
         [
             show.text("Thread", "thread_id", 380, links=ask.LINKS),
             show.text("Agent", "agent", 220),

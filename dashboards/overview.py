@@ -146,15 +146,16 @@ def _calls_refused() -> StatPanel:
 
 
 def cost(place: show.Place) -> StatPanel:
-    """What model runs cost."""
+    """What model runs and paid tools cost."""
     return show.stat(
         place,
         "Cost today",
-        "What model runs cost in the last 24 hours, and in the last hour: the pace. A run that "
-        "several limits count is counted once. Only agents with a limit of money are counted.",
+        "What model runs and paid tools cost in the last 24 hours, and in the last hour: the pace. "
+        "A run that several limits count is counted once. Only agents with a limit of money are "
+        "counted.",
         [
-            show.Query(ask.spent("dollars", "24h"), "24 hours"),
-            show.Query(ask.spent("dollars", "1h"), "last hour"),
+            show.Query(ask.cost("24h"), "24 hours"),
+            show.Query(ask.cost("1h"), "last hour"),
         ],
         unit=DOLLARS,
         no_value="No limit of money.",

@@ -97,14 +97,28 @@ def spent(unit: str, window: str, by: str = "") -> str:
     return grown(f"job_agent_model:langchain_quota_spent_{unit}:increase15s", window, AGENT, by=by)
 
 
+_OF_TOOLS = "job_agent_tool_decision:langchain_quota_tool_spent_dollars:increase15s"
+_MADE, _BACK = 'decision="allowed"', 'decision="refunded"'
+
+
 def spent_by_tools(window: str) -> str:
     """What paid tool calls spent in a window, by agent and tool."""
-    name = "job_agent_tool_decision:langchain_quota_tool_spent_dollars:increase15s"
-    made, back = (
-        grown(name, window, AGENT, f'decision="{each}"', by="agent, tool")
-        for each in ("allowed", "refunded")
-    )
+    made, back = (grown(_OF_TOOLS, window, AGENT, of, by="agent, tool") for of in (_MADE, _BACK))
     return f"({made} - {back})"
+
+
+def cost(window: str) -> str:
+    """What model runs and paid tool calls spent in a window, together."""
+    models, made, back = (
+        f"sum_over_time({select(name, AGENT, *of)}[{window}])"
+        for name, *of in (
+            ["job_agent_model:langchain_quota_spent_dollars:increase15s"],
+            [_OF_TOOLS, _MADE],
+            [_OF_TOOLS, _BACK],
+        )
+    )
+    # Not a sum of sums, which is empty where one of them is.
+    return f"sum({models} or {made} or -{back})"
 
 
 def refused_spans() -> str:

@@ -95,7 +95,7 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
     if breach.unchecked:
         return _unchecked(limit)
     if isinstance(limit, RepeatLimit):
-        repeats, _ = _repeats(limit, breach.decision)
+        repeats, _ = _why(limit, breach.decision)
         return f"{repeats}."
     if breach.limit.is_budget:
         parts = [
@@ -130,14 +130,7 @@ def _refusal(limit: Limit, decision: Decision, status: LimitStatus) -> str:
             "time. Try again later, or go on without it."
         )
     if limit.unit == "microdollars" or isinstance(limit, RepeatLimit):
-        reason, remedy = (
-            _repeats(limit, decision)
-            if isinstance(limit, RepeatLimit)
-            else (
-                f"'{decision.call.tool}' costs {as_dollars(status.needs)}, more than what is left",
-                "Go on without it.",
-            )
-        )
+        reason, remedy = _why(limit, decision)
         return f"This call was not run: {reason}. {remedy}"
     if limit.tools:
         return f"{_EXCEEDED} Do not call {_tools(limit)} again."
@@ -150,10 +143,13 @@ def _tools(limit: Limit) -> str:
     return " or ".join(f"'{tool}'" for tool in limit.tools)
 
 
-def _repeats(limit: RepeatLimit, decision: Decision) -> tuple[str, str]:
-    """What repeats itself, and what the model can do instead."""
+def _why(limit: Limit, decision: Decision) -> tuple[str, str]:
+    """What costs too much, or repeats itself, and what the model can do instead."""
     status = next(each for each in decision.limits if each.limit == limit.name)
     tool = f"'{decision.call.tool}'"
+    if not isinstance(limit, RepeatLimit):
+        cost = as_dollars(status.needs)
+        return f"{tool} costs {cost}, more than what is left", "Go on without it."
     if status.reason == "failing":
         return f"{tool} has failed in the same way {limit.most_failures} times", (
             "Do not try it again before you have learnt something new: read what the error says, "

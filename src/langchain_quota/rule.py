@@ -185,11 +185,6 @@ class Asked(NamedTuple):
         return cls(limits, Hits(amounts, tuple(thresholds)))
 
     @property
-    def budgets(self) -> list[ResolvedLimit]:
-        """The limits on what is used, and not on a number of calls."""
-        return [each for each in self.limits if each.is_budget]
-
-    @property
     def shared(self) -> bool:
         """Whether a store keeps one of the counts."""
         return any(each.shared for each in self.limits)

@@ -311,7 +311,8 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
 
 
 def _calls(counts: Mapping[str, int]) -> Mapping[str, int]:
-    return MappingProxyType({name: count for name, count in counts.items() if name != MICRODOLLARS})
+    calls = {each: count for each, count in counts.items() if each != MICRODOLLARS}
+    return MappingProxyType({each.removeprefix(","): count for each, count in calls.items()})
 
 
 UNUSED: Mapping[str, Any] = {

@@ -394,6 +394,27 @@ def test_every_query_returns_data(seen: Seen) -> None:
         assert eventually(lambda: seen.prometheus.exemplars(asked)), query.where  # noqa: B023 - at once
 
 
+def test_what_tools_cost(seen: Seen) -> None:
+    """*Cost today* has what models and paid tools cost, also where there is but one of them."""
+    [cost] = [
+        each for each in board(OVERVIEW).queries if "[24h]" in each.expr and "tool" in each.expr
+    ]
+    of = {**ANYTHING, "agent": "spending"}
+
+    def total(*named: str) -> float:
+        found = seen.prometheus.result("query", query=" + ".join(named))
+        return round(sum(float(each["value"][1]) for each in found), 9)
+
+    models, tools = (
+        f'sum(sum_over_time({{__name__=~".*:{each}_dollars:increase15s",agent="spending"}}[24h]))'
+        for each in ("langchain_quota_spent", "langchain_quota_tool_spent")
+    )
+    assert total(tools) > 0
+    assert total(interpolate(cost.expr, of)) == total(models, tools)
+    only = cost.expr.replace("_quota_spent", "_quota_none")
+    assert total(interpolate(only, of)) == total(tools)
+
+
 def test_every_variable_offers_values(seen: Seen) -> None:
     """The variables offer the jobs, agents, limits and threads that there are."""
     offered = {

@@ -5,17 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import ModelFallbackMiddleware
+from langchain.agents.middleware import AgentMiddleware, ModelFallbackMiddleware
+from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+from langgraph.graph import START, MessagesState, StateGraph
 
-from langchain_quota import CostLimit, MemoryStore, Quota, TokenLimit, max_usage
+from langchain_quota import CostLimit, GraphQuota, MemoryStore, Quota, TokenLimit, max_usage
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 from tests.forked import run_python
-from tests.scene import ANN, Scene, Weather
+from tests.scene import ANN, Scene, Weather, recording
 from tests.telemetry import Signals
 from tests.tokens import MONEY, ProviderError, answer, either, spent
 
 METRIC = "langchain_quota_downgraded_calls_total"
+DOLLARS_SPENT = "langchain_quota_spent_dollars_total"
+OF = {"agent": "unnamed", "limit": "cost"}
 DOLLARS = {"dear": Decimal("0.40"), "cheap": Decimal("0.05")}
 
 
@@ -58,21 +62,82 @@ async def test_from_a_share_on(kind: Any, options: Any, signals: Signals) -> Non
 
 
 async def test_in_a_graph(signals: Signals) -> None:
-    """A graph's model calls go to the other model, too, with the tools."""
-    cheap = model("cheap", answer(12))
-    limit = TokenLimit(run_limit=100, downgrade_to=cheap, downgrade_at=0.1)
-    scene = Scene(signals, model("dear", answer(11, "search")), [limit], kind="graph")
+    """A graph's model calls go to the other model, too, with the tools and the schema."""
+    cheap = model("cheap", answer(12, ("Weather", {"degrees": 20})), answer(12))
+    limit = CostLimit(run_limit=1, downgrade_to=cheap, downgrade_at=0.4)
+    limits = GraphQuota([limit], prices=prices, telemetry=signals.telemetry)
+    limited = limits.model(model("dear", answer(11, ("Weather", {"degrees": 10}))))
+    structured, found = limited.with_structured_output(Weather), []
+
+    async def node(_: Any) -> dict[str, Any]:
+        found.extend([await structured.ainvoke("hi") for _ in range(2)])
+        return {"messages": [await limited.bind_tools([recording("search", [])]).ainvoke("hi")]}
+
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("node", node).add_edge(START, "node")
+    await graph.compile().ainvoke({"messages": []})
+    assert found == [Weather(degrees=10), Weather(degrees=20)]
+    assert [each.tools for each in cheap.calls] == [("Weather",), ("search",)]
+    assert signals.value(DOLLARS_SPENT, model="cheap", **OF) == 0.10
+
+
+@either
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (ToolStrategy, answer(12, ("Weather", {"degrees": 20}))),
+        (ProviderStrategy, answer(12, text='{"degrees": 20}')),
+    ],
+)
+async def test_structured_answers(kind: Any, strategy: Any, said: Any, signals: Signals) -> None:
+    """The other model delivers the structured response."""
+    limit = CostLimit(run_limit=1, downgrade_to=model("cheap", said), downgrade_at=0.4)
+    given: Any = {"kind": kind, "prices": prices, "response_format": strategy(Weather)}
+    scene = Scene(signals, model("dear", answer(11, "search")), [limit], **given)
     await scene.play()
-    assert [each.tools for each in cheap.calls] == [("search", "calc")]
-
-
-async def test_structured_answers_and_streams(signals: Signals) -> None:
-    """The other model delivers the structured response, and streams."""
-    cheap = model("cheap", answer(12, ("Weather", {"degrees": 20})))
-    limit = TokenLimit(run_limit=100, downgrade_to=cheap, downgrade_at=0.1)
-    scene = Scene(signals, model("dear", answer(11, "search")), [limit], response_format=Weather)
-    await scene.updates({"messages": [("user", "hi")]})
     assert scene.state()["structured_response"] == Weather(degrees=20)
+    assert spent(scene, MONEY) == (450_000, 450_000)
+
+
+@pytest.mark.parametrize("kind", ["quota", "graph"])
+@pytest.mark.parametrize("how", ["messages", "events"])
+async def test_streams(kind: Any, how: str, signals: Signals) -> None:
+    """The other model's answer is streamed word by word, and charged at that model's price."""
+    cheap = model("cheap", answer(12, text="It is blue."))
+    limit = CostLimit(run_limit=1, downgrade_to=cheap, downgrade_at=0.4)
+    dear = model("dear", answer(11, "search", text="So what?"))
+    scene = Scene(signals, dear, [limit], kind=kind, prices=prices)
+    given: Any = {"messages": [("user", "hi")]}
+    if how == "messages":
+        stream = scene.agent.astream(given, scene.config, stream_mode="messages")
+        found = [each[0].text for each in [each async for each in stream] if each[0].type != "tool"]
+    else:
+        events = [each async for each in scene.agent.astream_events(given, scene.config)]
+        chunks = [each for each in events if each["event"] == "on_chat_model_stream"]
+        found = [each["data"]["chunk"].text for each in chunks]
+    assert [each for each in found if each] == ["So", " what?", "It", " is", " blue."]
+    assert signals.value(DOLLARS_SPENT, model="cheap", **OF) == 0.05
+
+
+class Chooses(AgentMiddleware):
+    """Chooses a model for each request."""
+
+    def __init__(self, chosen: Any) -> None:
+        super().__init__()
+        self.chosen = chosen
+
+    async def awrap_model_call(self, request: Any, handler: Any) -> Any:
+        return await handler(request.override(model=self.chosen))
+
+
+@pytest.mark.parametrize(("order", "made"), [(1, (2, 0)), (-1, (1, 1))])
+async def test_a_choice_per_request(order: int, made: Any, signals: Signals) -> None:
+    """What a middleware behind the limits chooses stays; what one before them chooses does not."""
+    cheap, chosen = model("cheap", answer(12)), model("chosen", answer(11, "search"), answer(12))
+    limit = TokenLimit(run_limit=100, downgrade_to=cheap, downgrade_at=0.1)
+    items: list[Any] = [limit, Chooses(chosen)]
+    await Scene(signals, model("dear"), items[::order]).play()
+    assert (len(chosen.calls), len(cheap.calls)) == made
 
 
 @pytest.mark.parametrize("order", [1, -1])

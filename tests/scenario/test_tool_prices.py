@@ -41,8 +41,10 @@ def by_model(_: Any) -> Decimal:
 class Listed(ScriptedChatModel):
     """A model that is in the list of prices."""
 
+    provider: str = "openai"
+
     def _get_ls_params(self, stop: Any = None, **kwargs: Any) -> LangSmithParams:
-        return {**super()._get_ls_params(stop=stop, **kwargs), "ls_provider": "openai"}
+        return {**super()._get_ls_params(stop=stop, **kwargs), "ls_provider": self.provider}
 
 
 class Truth:
@@ -200,26 +202,55 @@ async def test_runs_at_once(signals: Signals, redis_server: RedisServer) -> None
     assert charged(signals) == 90 * CENT
 
 
-async def test_a_providers_own_tools(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
+OF_OPENAI: list[Any] = [
+    {"type": "text", "text": "Good day."},
+    {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}},
+    {"type": "web_search_call", "id": "2", "action": {"type": "search"}},
+    {"type": "web_search_call", "id": "3", "action": {"type": "open_page"}},
+    {"type": "code_interpreter_call", "id": "4"},
+    # The same in LangChain's own form.
+    {"type": "server_tool_call", "id": "5", "name": "web_search", "args": {"type": "open_page"}},
+    {"type": "server_tool_call", "id": "6", "name": "web_search", "args": {"type": "search"}},
+]
+OF_GEMINI: list[Any] = [{"type": "executable_code", "executable_code": "1", "language": "PYTHON"}]
+# When Gemini streams, its queries may come twice, and empty ones are free.
+SOURCES = {
+    "web_search_queries": ["weather", "", "rain", "weather"],
+    "grounding_chunks": [{"web": {}, "maps": None}, {"web": None, "maps": {"title": "Oslo"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("of", "price", "named"),
+    [
+        # A million tokens cost $2.50, and a thousand searches $10.
+        (("openai", "gpt-4o", OF_OPENAI), 2_500 + 3 * 10_000, ["code_interpreter"]),
+        # $0.30, and $35 for a thousand calls that search; then $0.50, and $14 for the searches.
+        *(
+            (("google_genai", model, OF_GEMINI, SOURCES), price, ["code_execution", "google_maps"])
+            for model, price in (
+                ("gemini-2.5-flash", 300 + 35_000),
+                ("gemini-3-flash-preview", 500 + 2 * 14_000),
+            )
+        ),
+    ],
+)
+async def test_a_providers_own_tools(
+    of: Any, price: int, named: list[str], signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
     """A web search is charged at the price of the list; what no price includes is named once."""
     pytest.importorskip("genai_prices")
-    parts: list[Any] = [
-        {"type": "text", "text": "Good day."},
-        {"type": "server_tool_use", "id": "1", "name": "web_search", "input": {}},
-        {"type": "web_search_call", "id": "2", "action": {"type": "search"}},
-        {"type": "web_search_call", "id": "3", "action": {"type": "open_page"}},
-        {"type": "code_interpreter_call", "id": "4"},
-    ]
+    provider, model, parts, *sources = of
+    metadata = {"model_name": model, "grounding_metadata": sources[0] if sources else None}
     said = answer(1_000, input_tokens=1_000, output_tokens=0)
-    script = [said.model_copy(update={"content": parts})] * 2
-    model = Listed(model="gpt-4o", script=script)
-    scene = Scene(signals, model, [CostLimit(thread_limit=1)])
+    said = said.model_copy(update={"content": parts, "response_metadata": metadata})
+    listed = Listed(model=model, provider=provider, script=[said] * 2)
+    scene = Scene(signals, listed, [CostLimit(thread_limit=1)])
     for _ in range(2):
         await scene.play()
-    # A million tokens cost $2.50, and a thousand searches $10.
-    assert spent(scene, MONEY) == (2 * 22_500, 22_500)
-    assert caplog.text.count("not charged") == 1
-    assert "'code_interpreter'" in caplog.text
+    assert spent(scene, MONEY) == (2 * price, price)
+    assert caplog.text.count("not charged") == len(named)
+    assert all(f"{each!r}" in caplog.text for each in named)
 
 
 @pytest.mark.parametrize(
@@ -258,3 +289,15 @@ async def test_on_trial(signals: Signals) -> None:
     await scene.play()
     assert spent(scene, MONEY)[1] - 2 * CENT == charged(signals) == 60 * CENT
     assert scene.calls("would_block", "search") == 1
+
+
+async def test_a_tool_named_like_money(signals: Signals) -> None:
+    """The calls of a tool are not added to what paid tools cost, whatever it is named."""
+    named = ToolCallLimit(MONEY, thread_limit=2)
+    script = [answer(11, MONEY, "search"), answer(12, *[MONEY] * 2), answer(13)]
+    given: Any = {"tools": [MONEY, "search"], "prices": by_model}
+    scene = Scene(signals, script, [CostLimit(thread_limit=9, tool_prices=PRICES), named], **given)
+    await scene.play()
+    assert scene.ran == [MONEY, "search", MONEY]
+    assert spent(scene, MONEY)[0] == 33 * CENT
+    assert scene.usage().tools == {MONEY: 2}

@@ -30,7 +30,7 @@ class ModelUsage:
         output_audio_tokens: Of the output, those of sounds.
         reasoning_tokens: Of the output, those of reasoning.
         provider_tools: The provider's own tools that have run, such as `"web_search"`, each once
-            for every call. Anthropic and OpenAI name them in the answer.
+            for every call. Anthropic, Google and OpenAI name them in the answer.
         cached: Whether LangChain's own response cache has answered: nothing is to be paid.
         estimated: Whether the numbers are estimates, since the provider has reported none.
 

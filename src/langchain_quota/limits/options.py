@@ -154,7 +154,10 @@ class LimitOptions:
         self._check_options(f"{prefix}:{','.join(tools) or '*' + without}")
         if not isinstance(self.tool_name, str | None):
             self._set(tool_name=tools)
-        self._set(tools=tools, exclude=excluded, counter=",".join(tools) or ALL_TOOLS + without)
+        counter = ",".join(tools) or ALL_TOOLS + without
+        # A tool may be named as what paid calls cost, which the state has among its tools.
+        counter = f",{counter}" if counter == MICRODOLLARS else counter
+        self._set(tools=tools, exclude=excluded, counter=counter)
 
     def _set(self, **values: object) -> None:
         """Set fields of a frozen limit, while it is made."""

@@ -11,9 +11,8 @@ from langchain_core.messages import AIMessage, AnyMessage
 from langchain_quota import messages
 from langchain_quota.admission import AcquireResult, admit
 from langchain_quota.decide import Breach
-from langchain_quota.decision import Call, Decision, Exit, LimitStatus, Outcome, Refund
+from langchain_quota.decision import Call, Decision, Exit, Outcome, Refund
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
-from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Batch, Conclusion, Update
 from langchain_quota.middleware.history import answer_of_refused
 from langchain_quota.rule import Asked
@@ -186,15 +185,18 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
             continue
         # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
         # charged to that limit, and so never refunded by its name.
-        limits = [(batch.limits.by_name[each.limit], each) for each in decision.limits]
-        for counter, amount in _added(call, limits).items():
-            amounts[call_id, counter] = amounts.get((call_id, counter), 0) + amount
-        for limit, each in limits:
-            if each.charged and limit.counted:
+        known = [(batch.limits.by_name[each.limit], each) for each in decision.limits]
+        added: dict[str, int] = {}
+        for limit, each in [both for both in known if both[0].counted]:
+            # Limits that share a counter add the most to it.
+            added[limit.counter] = max(each.cost or call.amount, added.get(limit.counter, 0))
+            if each.charged:
                 names = charged.setdefault(call_id, {})
                 names[each.limit] = names.get(each.limit, 0) + call.amount
-            if each.unit != "calls" and each.cost:
+            if each.cost:
                 paid.setdefault(call_id, Counter())[each.limit] += each.cost
+        for counter, amount in added.items():
+            amounts[call_id, counter] = amounts.get((call_id, counter), 0) + amount
     for (call_id, counter), amount in amounts.items():
         counts.charge(call_id, counter, amount)
     for call_id, names in charged.items():
@@ -202,16 +204,6 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
     for call_id, costs in paid.items():
         counts.calls[call_id]["costs"] = dict(costs)
     return refunds
-
-
-def _added(call: Call, limits: Sequence[tuple[Limit, LimitStatus]]) -> dict[str, int]:
-    """What a call adds to the state's counts, by counter: those that share one add the most."""
-    added: dict[str, int] = {}
-    for limit, status in limits:
-        if limit.counted:
-            amount = call.amount if limit.unit == "calls" else status.cost
-            added[limit.counter] = max(amount, added.get(limit.counter, 0))
-    return added
 
 
 def refunds_of(call: Call, taken: Sequence[tuple[str, int, int]]) -> list[Refund]:

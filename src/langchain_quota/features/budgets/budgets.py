@@ -183,7 +183,7 @@ class Budgets(Feature):
 
     def _pay_tools(self, batch: Batch) -> None:
         """Have paid tool calls ask for their price; the batch knows what paid calls have used."""
-        if not any(each.budgets for each in batch.asked):
+        if not batch.limits.budgets:
             return
         state = {LEDGER: {**ledger(batch.state), "counts": Counts()}}
         for name, amount in self._late.counts(state).items():

@@ -1,5 +1,6 @@
 """What a provider reports about one model run."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,8 +22,13 @@ _MOST = 10**9
 """More tokens are no report, but nonsense."""
 
 
-_OF_OPENAI = ("web_search_call", "file_search_call", "code_interpreter_call")
-"""How OpenAI names calls of its own tools."""
+_PROVIDER_TOOLS = {
+    "web_search_call": "web_search",
+    "file_search_call": "file_search",
+    "code_interpreter_call": "code_interpreter",
+    "executable_code": "code_execution",
+}
+"""How OpenAI and Gemini name calls of their own tools; others name the tool beside the kind."""
 
 
 def charged_tokens(usage: ModelUsage, counter: str) -> int:
@@ -41,7 +47,8 @@ def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
     if message is None:
         usage = _of_completion(answered.get("token_usage"))
     about = _about(answered, asked)
-    about["provider_tools"] = _provider_tools(message)
+    model = about["response_model"] or asked.request_model
+    about["provider_tools"] = _provider_tools(message, answered.get("grounding_metadata"), model)
     if usage is None:
         return replace(asked, **about, estimated=True)
     # For an answer from its cache, LangChain sets the cost to zero, and leaves the tokens.
@@ -78,17 +85,24 @@ def _about(answered: Mapping[str, Any], asked: ModelUsage) -> dict[str, Any]:
     }
 
 
-def _provider_tools(message: Any) -> tuple[str, ...]:
-    """The provider's own tools that have run, by the parts of an answer."""
+def _provider_tools(message: Any, sources: Any, model: str) -> tuple[str, ...]:
+    """The provider's own tools that have run, by an answer's parts, and by Gemini's sources."""
     parts = getattr(message, "content", None)
     found = []
     for each in parts if isinstance(parts, list) else ():
-        kind = each.get("type") if isinstance(each, Mapping) else None
+        part: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
+        is_named = part.get("type") in ("server_tool_use", "server_tool_call")
+        name = part.get("name") if is_named else _PROVIDER_TOOLS.get(str(part.get("type")))
+        done = part.get("action") or part.get("args")
         # OpenAI also opens pages, which costs nothing.
-        if kind in _OF_OPENAI and (each.get("action") or {}).get("type", "search") == "search":
-            found.append(kind.removesuffix("_call"))
-        elif kind == "server_tool_use":
-            found.append(str(each.get("name")))
+        opens = isinstance(done, Mapping) and done.get("type", "search") != "search"
+        found += [str(name)] if name and not opens else []
+    given: Mapping[str, Any] = sources if isinstance(sources, Mapping) else {}
+    asked = (given.get(f"{each}_search_queries") or () for each in ("web", "image"))
+    searches = len({str(query) for each in asked for query in each if query})
+    # Before Gemini 3, all searches of a call have one price.
+    found += ["web_search"] * (min(1, searches) if re.search("gemini-[12]", model) else searches)
+    found += ["google_maps"] * any(each.get("maps") for each in given.get("grounding_chunks") or ())
     return tuple(sorted(found))
 
 
