@@ -18,7 +18,7 @@ from rich.terminal_theme import MONOKAI
 
 from langchain_quota.cli.demo import Traffic, table
 from langchain_quota.cli.metrics import figures, of_text
-from langchain_quota.cli.top import Choice, screen
+from langchain_quota.cli.top import screen
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 THREADS = 6
@@ -33,10 +33,11 @@ def drawn(seconds: int) -> dict[str, RenderableType]:
     traffic = Traffic(THREADS, seconds)
     asyncio.run(traffic.run(nullcontext()))
     known = figures([of_text(generate_latest().decode())])
-    board, top = (Console(width=w, height=h, file=io.StringIO()) for w, h in SIZES.values())
+    width, height = SIZES["top"]
+    top = Console(width=width, height=height, file=io.StringIO())
     return {
-        "demo": table(traffic.rows(), board.width),
-        "top": screen(known, Choice(), console=top, addresses=1, faults=(), now=time.time()),
+        "demo": table(traffic.rows()),
+        "top": screen(known, console=top, addresses=1, faults=(), now=time.time()),
     }
 
 

@@ -5,16 +5,12 @@ Each message of a check names the argument, the value and the remedy.
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from datetime import timedelta
-from functools import wraps
+from collections.abc import Sequence
 from inspect import iscoroutinefunction, signature
 from types import FrameType
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple
 
 from langchain_quota.errors import QuotaWarning
-from langchain_quota.units import duration
 
 ALL_TOOLS = "__all__"
 """The counter of all tools together, as LangChain's limiter writes it to the state."""
@@ -26,9 +22,6 @@ _LONGEST_VALUE = 80
 
 _MAY_BE_LEFT_OUT = ("thread_limit", "run_limit")
 
-_Arguments = ParamSpec("_Arguments")
-Made = TypeVar("Made")
-
 
 def shown(value: object) -> str:
     """A value as a message shows it; if its text is long, only its type: `ToolCallLimit(…)`."""
@@ -37,58 +30,16 @@ def shown(value: object) -> str:
 
 
 class NoHook:
-    """Says what to write where LangChain looks for a middleware's hook.
-
-    Args:
-        limit: What the list of a `QuotaMiddleware` has then; `{}` is the name of the class.
-    """
+    """Says what to write where LangChain looks for a middleware's hook."""
 
     def __init__(self, limit: str) -> None:
-        self._limit = limit
+        self._limit = limit  # in the list of a QuotaMiddleware; {} is the name of the class
 
     def __get__(self, _: object, kind: type) -> None:
         limit = self._limit.format(kind.__name__)
         raise AttributeError(
             f"{kind.__name__} is no middleware: write middleware=[QuotaMiddleware([{limit}])]"
         )
-
-
-def one_list(
-    init: Callable[Concatenate[Any, _Arguments], None],
-) -> Callable[Concatenate[Any, _Arguments], None]:
-    """Make an `__init__` explain that it takes a list, when it gets limits without one."""
-
-    @wraps(init)
-    def checked(self: Any, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> None:
-        if len(args) > 1:
-            name = type(self).__name__
-            raise TypeError(
-                f"{name} takes the limits in one list, and all else by name: "
-                f"{name}([{', '.join(map(shown, args))}])"
-            )
-        init(self, *args, **options)
-
-    return checked
-
-
-def by_name(cls: type[Made]) -> type[Made]:
-    """Make a limit's class name its arguments when it gets a number without a name."""
-    made: Any = cls
-    init = made.__init__
-    positional = sum(each.init and not each.kw_only for each in fields(made))
-
-    @wraps(init)
-    def checked(self: Any, /, *args: Any, **options: Any) -> None:
-        if len(args) > positional:
-            number = shown(args[positional])
-            raise TypeError(
-                f"{cls.__name__} takes numbers by name: thread_limit={number} for all runs of a "
-                f"thread, or run_limit={number} for each run"
-            )
-        init(self, *args, **options)
-
-    made.__init__ = checked
-    return cls
 
 
 def check_type(argument: str, value: object, types: Any, what: str) -> None:
@@ -132,41 +83,6 @@ def is_async(function: object) -> bool:
     return iscoroutinefunction(function) or iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - of an object
     )
-
-
-def check_duration(argument: str, value: object, *, or_none: bool = False) -> None:
-    """Check that a value is a `timedelta`."""
-    if isinstance(value, timedelta) or (or_none and value is None):
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    remedy = f"timedelta(seconds={value})" if is_number else "timedelta(days=1), say"
-    raise TypeError(
-        f"{argument} must be a timedelta{' or None' if or_none else ''}, not {value!r}: "
-        f"write {argument}={remedy}"
-    )
-
-
-def checked_window(value: object) -> timedelta | None:
-    """The length of a window, given as text or as a `timedelta`; `None` for none."""
-    window: Any = duration(value) if isinstance(value, str) else value
-    if window is None and value is not None:
-        units = 'window must be "hour", "day", "week", "month" or a time such as '
-        raise ValueError(f'{units}"30s", "10m", "1h" or "7d", not {value!r}')
-    check_duration("window", window, or_none=True)
-    if window is not None and (window < timedelta(seconds=1) or window.microseconds):
-        raise ValueError(f"window must be whole seconds, from 1, not {value!r}")
-    return cast("timedelta | None", window)
-
-
-def checked_wait(value: object) -> float:
-    """How long a call waits, in seconds, given as a number or as a `timedelta`."""
-    if isinstance(value, bool) or not isinstance(value, int | float | timedelta):
-        raise TypeError(f"wait must be a number of seconds, or a timedelta, not {value!r}")
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    # No comparison is true of what is not a number.
-    if not 0 <= seconds <= timedelta.max.total_seconds():
-        raise ValueError(f"wait must be 0 or more seconds, and finite, not {value!r}")
-    return seconds
 
 
 def check_share(argument: str, value: Any) -> None:

@@ -17,18 +17,32 @@ class _CopiedError(Exception):
         return type(self).__new__, (type(self), *self.args), vars(self)
 
 
-class ToolCallLimitExceededError(_CopiedError, tool_call_limit.ToolCallLimitExceededError):
+class _RefusedError(_CopiedError):
+    def __init__(
+        self,
+        *counts: Any,
+        message: str | None = None,
+        decision: Decision | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(*counts, **named)
+        if message is not None:
+            self.args = (message,)
+        self.decision = decision
+
+
+class ToolCallLimitExceededError(_RefusedError, tool_call_limit.ToolCallLimitExceededError):
     """A tool call limit with `exit_behavior="error"` refused a call.
 
-    A subclass of LangChain's exception of the same name, with its attributes and its text.
+    A subclass of LangChain's exception of the same name, with its arguments and its text, or that
+    of `message`.
 
-    Args:
+    Attributes:
         thread_count: The thread's count, in calls, as if the refused calls had run.
         run_count: The run's count, in calls, as if the refused calls had run.
         thread_limit: The thread's limit, in calls; `None` for none.
         run_limit: The run's limit, in calls; `None` for none.
         tool_name: The limited tool, or tools; `None` for all tools.
-        message: The text; by default made from the counts.
         decision: The refusal; `None` for an exception that no middleware raised.
 
     Examples:
@@ -37,35 +51,19 @@ class ToolCallLimitExceededError(_CopiedError, tool_call_limit.ToolCallLimitExce
         "'search' tool call limit reached: run limit exceeded (4/3 calls)."
     """
 
-    def __init__(  # noqa: PLR0913 - LangChain's arguments, and ours
-        self,
-        thread_count: int,
-        run_count: int,
-        thread_limit: int | None,
-        run_limit: int | None,
-        tool_name: str | None = None,
-        *,
-        message: str | None = None,
-        decision: Decision | None = None,
-    ) -> None:
-        super().__init__(thread_count, run_count, thread_limit, run_limit, tool_name)
-        if message is not None:
-            self.args = (message,)
-        self.decision = decision
 
-
-class ModelCallLimitExceededError(_CopiedError, model_call_limit.ModelCallLimitExceededError):
+class ModelCallLimitExceededError(_RefusedError, model_call_limit.ModelCallLimitExceededError):
     """A model call limit or a budget with `exit_behavior="error"` refused a model call.
 
-    A subclass of LangChain's exception of the same name, with its attributes and its text. The
-    unit of the counts is that of the limit: calls, tokens, microdollars or milliseconds.
+    A subclass of LangChain's exception of the same name, with its arguments and its text, or that
+    of `message`. The unit of the counts is that of the limit: calls, tokens, microdollars or
+    milliseconds.
 
-    Args:
+    Attributes:
         thread_count: The thread's count, in the limit's unit, before the refused call.
         run_count: The run's count, in the limit's unit, before the refused call.
         thread_limit: The thread's limit, in its unit; `None` for none.
         run_limit: The run's limit, in its unit; `None` for none.
-        message: The text; by default made from the counts.
         decision: The refusal; `None` for an exception that no middleware raised.
 
     Examples:
@@ -74,39 +72,13 @@ class ModelCallLimitExceededError(_CopiedError, model_call_limit.ModelCallLimitE
         'Model call limits exceeded: run limit (3/3)'
     """
 
-    def __init__(  # noqa: PLR0913 - LangChain's arguments, and ours
-        self,
-        thread_count: int,
-        run_count: int,
-        thread_limit: int | None,
-        run_limit: int | None,
-        *,
-        message: str | None = None,
-        decision: Decision | None = None,
-    ) -> None:
-        super().__init__(thread_count, run_count, thread_limit, run_limit)
-        if message is not None:
-            self.args = (message,)
-        self.decision = decision
-
 
 class QuotaWarning(UserWarning):
-    """A limit is set up so that it does not hold as its user expects.
+    """A limit is set up so that it does not hold as its user expects; the text says why.
 
-    There are four cases:
-
-    - The counts of a thread limit do not outlive the run. You are warned once per middleware, when
-      a run begins.
-    - Sub-agents of deepagents do not have the limits of their parent. You are warned once per
-      agent, at its first model call.
-    - A `GraphQuota` has a thread limit and no store: the count of a thread ends with the process.
-      You are warned when it is made.
-    - A model under a limit of tokens or costs reports no usage, so its tokens are estimated. You
-      are warned once per model and `Telemetry`. The answer is already paid then: where warnings
-      are errors, this one is logged instead, and the answer is not lost.
-
-    A warning points at the line that makes the middleware or the `GraphQuota`: in a run, the stack
-    may have no line of yours.
+    It is given once, and points at the line that makes the middleware or the `GraphQuota`: in a
+    run, the stack may have no line of yours. Where warnings are errors, one about an answer that is
+    already paid is logged instead.
 
     Examples:
         Fail on it, in tests:

@@ -42,7 +42,7 @@ _BUDGETS: Mapping[Unit, str] = {
 
 def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
     """What the model reads as the answer of a refused tool call, from each limit that refuses."""
-    refusing = _said_once([each for each in decision.refused_by if each.enforced], limits)
+    refusing = [each for each in decision.refused_by if each.enforced]
     texts = [_refusal(limits[each.limit], decision, each) for each in refusing]
     # No limit refuses this call, but one refuses another call with its id.
     texts = texts or [f"{_EXCEEDED} Do not make additional tool calls."]
@@ -64,12 +64,11 @@ def took_too_long(tool: str, most: int, *, runs_on: bool) -> str:
 def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
     """What the user reads when the run ends at limits: every limit that was hit, with counts."""
     # Never blank: providers refuse a message without text, and supervisors pass on another one.
-    alike = [each for each in breaches if each.unchecked and not each.limit.limit.message]
-    return " ".join(
+    texts = [
         _own_final(breach.limit.limit.message, breach.decision) or reached(breach, is_last=is_last)
         for breach in breaches
-        if not any(breach is each for each in alike[1:])
-    )
+    ]
+    return " ".join(dict.fromkeys(texts))
 
 
 def question(
@@ -166,21 +165,12 @@ def _why(limit: Limit, decision: Decision) -> tuple[str, str]:
     )
 
 
-def _said_once(refusing: list[LimitStatus], limits: Mapping[str, Limit]) -> list[LimitStatus]:
-    """The limits without those that would say again that the store could not be asked."""
-    alike = [each for each in refusing if each.reason == "store" and not limits[each.limit].message]
-    # A limit of all tools does not name the call's.
-    alike.sort(key=lambda each: not limits[each.limit].tools)
-    return [each for each in refusing if each not in alike[1:]]
-
-
 def _unchecked(limit: Limit) -> str:
     if limit.unit != "calls":
         return f"{_BUDGETS[limit.unit]} limit could not be checked: try again later."
     if limit.kind == "model":
         return "Model call limit could not be checked: try again later."
-    of = f" of {_tools(limit)}" if limit.tools else ""
-    return f"Tool call limit could not be checked, so the call{of} was not run. Try again later."
+    return "Tool call limit could not be checked, so the call was not run. Try again later."
 
 
 def _of_budget(check: Check, used: int, unit: Unit, *, is_last: bool) -> str:

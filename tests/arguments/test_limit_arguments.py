@@ -57,7 +57,8 @@ USERS = {"quotas": [Quota(3, per="user_id")]}
 NO_NAMES = ("", "__all__", "__all__-calc", "a,b", ",")
 QUOTAS = "quotas must be a sequence of Quota, such as [Quota(5)], not"
 GIVES_UP = "give_up_after=3 needs exit_behavior='continue' and enforce=True"
-WAIT = "wait must be 0 or more seconds, and finite, not"
+WAIT = "wait must be from 0 to 1000000000 seconds, not"
+NO_TIME = "wait must be a time, such as"
 DAILY = {"quotas": [Quota(3, per="user_id", window="1d")]}
 SMOOTH = Quota(3, per="user_id", window="1d", smooth=True)
 IN_DOLLARS: dict[str, Any] = {"quotas": [Quota("1.50", per="global")]}
@@ -96,11 +97,11 @@ OF_BOTH: Rows = [
     (ValueError, "grant must be 0 or more, not -1", {**ASKS, "grant": -1}),
     *((TypeError, f"grant {WHOLE} {x}", {**ASKS, "grant": x}) for x in (2.0, True)),
     (ValueError, "Invalid exit_behavior: 'stop'. Choose", {**RUN, "exit_behavior": "stop"}),
-    (ValueError, "waited too long: write wait=30", {**RUN, "exit_behavior": "wait"}),
     (ValueError, "wait=5 needs a quota with a window: Quota(60, window=", {**RUN, "wait": 5}),
     (ValueError, "wait=5 needs a quota with a window", {**USERS, "wait": 5}),
     *((ValueError, f"{WAIT} {x}", {**DAILY, "wait": x}) for x in (-1, math.inf, math.nan)),
-    *((TypeError, "wait must be a number of seconds", {**DAILY, "wait": x}) for x in ("5", True)),
+    (TypeError, NO_TIME, {**DAILY, "wait": True}),
+    (ValueError, "wait must be a time such as", {**DAILY, "wait": "5"}),
     (
         ValueError,
         "exit_behavior='ask' cannot be used with a smooth quota: use wait",
@@ -137,7 +138,7 @@ OF_CAPS: Rows = [
     (ValueError, "at_once must be 1 or more, not 0", {"at_once": 0}),
     *((TypeError, f"at_once must be a whole number, not {x}", {"at_once": x}) for x in (2.0, None)),
     *((ValueError, WAIT, {"wait": x}) for x in (-1, -DAY, math.inf, 10**400, math.nan)),
-    *((TypeError, "wait must be a number of seconds", {"wait": x}) for x in ("30", False)),
+    *((TypeError, NO_TIME, {"wait": x}) for x in (None, False)),
     (TypeError, "unexpected keyword argument 'exit_behavior'", {"exit_behavior": "end"}),
     (ValueError, "exclude=['fetch'] needs all tools", {**TOOLS, "exclude": ["fetch"]}),
 ]
@@ -145,20 +146,16 @@ OF_BUDGETS: Rows = [
     (ValueError, "At least one limit must be specified", {}),
     (ValueError, "run_limit must be", {"run_limit": -1}),
     (ValueError, "reserve must be above 0", {**RUN, "reserve": 0}),
-    (
-        ValueError,
-        "wait=5 cannot be used with reserve=1: leave one out",
-        {**DAILY, "wait": 5, "reserve": 1},
-    ),
+    (ValueError, "reserve=1 cannot be used with", {**DAILY, "wait": 5, "reserve": 1}),
     (ValueError, "quota 'user_id' is smooth, and counts", {"quotas": [SMOOTH]}),
     (ValueError, "keep must be above 0, not 0", {**LAST, "keep": 0}),
     (ValueError, "Invalid exit_behavior", {**RUN, "exit_behavior": "continue"}),
-    (ValueError, "needs keep", LAST),
-    (ValueError, "keep=1 needs exit_behavior='finalize'", {**RUN, **KEEP}),
-    (ValueError, "keep=1 needs exit_behavior='finalize'", {**ASKS, **KEEP}),
+    (ValueError, "exit_behavior='finalize' does not go with keep=None", LAST),
+    (ValueError, "exit_behavior='end' does not go with keep=1", {**RUN, **KEEP}),
+    (ValueError, "exit_behavior='ask' does not go with keep=1", {**ASKS, **KEEP}),
     (ValueError, "grant=2 needs exit_behavior='ask'", {**RUN, "grant": 2}),
     (ValueError, "grant must be above 0, not 0", {**ASKS, "grant": 0}),
-    (ValueError, "cannot be used with reserve=2: ", {**ASKS, "reserve": 2}),
+    (ValueError, "reserve=2 cannot be used with exit_behavior='ask'", {**ASKS, "reserve": 2}),
     (ValueError, "must be at least reserve=2: ", {**LAST, **KEEP, "reserve": 2}),
     (
         ValueError,
@@ -185,6 +182,7 @@ OF_DOLLARS: Rows = [
 OF_TOKENS: Rows = [
     *((TypeError, f"{x} must be a whole number", {**LAST, **KEEP, x: "5"}) for x in AMOUNTS),
     (TypeError, "limit of quota 'global' must be a whole number", IN_DOLLARS),
+    (ValueError, "limit of quota 'thread' must be 0 or more, not -1", {"quotas": [Quota(-1)]}),
     (ValueError, "Invalid tokens: 'cached'", {**RUN, "tokens": "cached"}),
 ]
 # A price may be finer than what is counted, and is exact.
@@ -213,24 +211,20 @@ OF_TIME: Rows = [
     (TypeError, 'a time, such as "5m", or seconds, not True', {"call_limit": True}),
     *((ValueError, "must be from 0 to", {"run_limit": x}) for x in (-1, math.nan, math.inf)),
     (ValueError, "call_limit must be above 0, not 0.0001", {"call_limit": 0.0001}),
-    (ValueError, "needs keep: how much", {"exit_behavior": "finalize"}),
-    (ValueError, "keep='1m' needs exit_behavior='finalize'", {"keep": "1m"}),
+    (ValueError, "does not go with keep=None", {"exit_behavior": "finalize"}),
+    (ValueError, "does not go with keep='1m'", {"keep": "1m"}),
     (ValueError, "less than run_limit='5m'", {"exit_behavior": "finalize", "keep": "5m"}),
+    (ValueError, "add one of these", {"run_limit": None, "call_limit": 9, "keep": 1}),
     (TypeError, "unexpected keyword argument 'reserve'", {"reserve": 5}),
     (ValueError, "At least one limit must be specified", {"run_limit": None}),
-    (ValueError, "add one of these", {"run_limit": None, "call_limit": 9, "keep": 1}),
 ]
 OF_QUOTAS: Rows = [
-    (TypeError, "limit must be a whole number or a function, not None", {"limit": None}),
-    (ValueError, "limit must have at most six decimal places", {"limit": 1e-7}),
-    *((TypeError, "limit must be a whole number", {"limit": each}) for each in (True, [3])),
-    (ValueError, "limit must be 0 or more, not -1", {"limit": -1}),
-    (ValueError, "limit must be dollars in digits", {"limit": "a lot"}),
+    (TypeError, "limit must be an amount or a function, not None", {"limit": None}),
     *(
         (TypeError, f"per must be a string or a function, not {each!r}", {"per": each})
         for each in (5, None, ["user_id"], b"user_id")
     ),
-    (TypeError, "timedelta or None, not 60: write window=timedelta(seconds=60)", {"window": 60}),
+    *((TypeError, f"or None, not {each}", {"window": each}) for each in (60, True)),
     *(
         (
             ValueError,
@@ -239,7 +233,6 @@ OF_QUOTAS: Rows = [
         )
         for each in ("", "1", "1 d", "0d", "1.5h", "1y", "d", "-1d", "999999d")
     ),
-    (TypeError, "not True: write window=timedelta(days=1), say", {"window": True}),
     *(
         (ValueError, f"window must be whole seconds, from 1, not {each!r}", {"window": each})
         for each in (timedelta(0), -DAY, timedelta(milliseconds=999), timedelta(seconds=1.5))
@@ -330,18 +323,6 @@ def test_only_what_holds_finalizes() -> None:
         ModelCallLimit(run_limit=1, exit_behavior="finalize", enforce=False)
 
 
-@pytest.mark.parametrize("make", [ToolCallLimit, ModelCallLimit, TokenLimit, CostLimit])
-def test_a_number_has_a_name(make: Any) -> None:
-    """A number without one is refused with the names that it may have."""
-    tool = ("search",) if make is ToolCallLimit else ()
-    with pytest.raises(TypeError) as caught:
-        make(*tool, 3)
-    assert str(caught.value) == (
-        f"{make.__name__} takes numbers by name: thread_limit=3 for all runs of a thread, or "
-        "run_limit=3 for each run"
-    )
-
-
 def test_what_is_taken() -> None:
     """Numbers from 0, a function uncalled, names of 64 characters; a list may change later."""
     named = ["search", "calc"]
@@ -351,6 +332,7 @@ def test_what_is_taken() -> None:
     assert ConcurrencyLimit(at_once=1).wait == 30
     assert ModelCallLimit(quotas=[SMOOTH], wait=timedelta(minutes=1)).seconds == 60
     assert ConcurrencyLimit(at_once=1, wait=DAY).seconds == 86_400
+    assert ConcurrencyLimit(at_once=1, wait="2m").seconds == 120
     assert ModelCallLimit(thread_limit=3, run_limit=5).run_limit == 5  # as LangChain's
     assert ToolCallLimit(run_limit=5, exit_behavior="ask", grant=9).grant == 9
     daily = Quota(5, window="1d")

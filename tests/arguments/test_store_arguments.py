@@ -130,7 +130,7 @@ GRANTS: list[tuple[dict[str, Any], str]] = [
     ({"key": "email:ada"}, "key must be the key of a count, such as 'email:user_id:ada'"),
     ({"until": 7}, "until must be a datetime or None"),
     ({"until": NO_TIME_ZONE}, "until must have a time zone"),
-    ({"window": 86_400}, "window must be a timedelta or None, not 86400"),
+    ({"window": 86_400}, 'window must be a time such as "1h", a timedelta or None, not 86400'),
     ({"window": "1 day"}, "or a time such as"),
     ({"reason": None}, "reason must be a string"),
     ({"by": "x" * 1001}, "by must have at most 1000 characters"),

@@ -178,15 +178,6 @@ def test_the_files_are_what_is_generated() -> None:
         assert (build.FOLDER / name).read_text(encoding="utf-8") == text
 
 
-def test_an_export_begins_with_a_data_source() -> None:
-    """The variable of the data source has the given value at first, and can be changed."""
-    for text in exports.dashboards(datasource="prom-1").values():
-        model = json.loads(text)
-        [chosen] = [each for each in model["templating"]["list"] if each["name"] == "datasource"]
-        assert chosen.pop("current") == {"selected": True, "text": "prom-1", "value": "prom-1"}
-        assert model == board(model["uid"]).model
-
-
 def test_they_are_few_and_short() -> None:
     """There are at most 28 panels, and no query is longer than 600 characters."""
     assert len([panel for each in boards() for panel in each.panels]) <= 28

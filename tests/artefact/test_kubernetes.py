@@ -35,8 +35,8 @@ def on_the_page(kind: str) -> str:
 
 
 def test_the_overlay_of_the_page_builds(tmp_path: Path) -> None:
-    """The base builds unchanged; the page's overlay adds a label, and the token's Secret."""
-    files = exports.kubernetes(namespace="agents")
+    """The base builds unchanged; the page's overlay adds namespace, label and Secret."""
+    files = exports.kubernetes()
     overlay, base = tmp_path / "overlay", tmp_path / "overlay" / "langchain-quota"
     base.mkdir(parents=True)
     for name, text in files.items():
@@ -45,10 +45,10 @@ def test_the_overlay_of_the_page_builds(tmp_path: Path) -> None:
     expected = {}
     for each in map(yaml.safe_load, files.values()):
         if each["kind"] != "Kustomization":
-            each["metadata"]["namespace"] = "agents"
             expected[f"{each['kind']}/{each['metadata']['name']}"] = each
     assert built(base) == expected
     found = built(overlay)
+    assert {each["metadata"]["namespace"] for each in found.values()} == {"agents"}
     labels = [each["metadata"]["labels"]["release"] for each in found.values()]
     assert labels == ["kube-prometheus-stack"] * 5
     [endpoint] = found["PodMonitor/langchain-quota"]["spec"]["podMetricsEndpoints"]

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from langchain_quota import ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.decision import Call
 from langchain_quota.limits import Limit, check_together
+from langchain_quota.limits.windows import CalendarWindow
 from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.windows import CalendarWindow
 from tests import drawn
 from tests.examples import examples
 from tests.scene import Form, Kind, Scene, recording, tool_limiter

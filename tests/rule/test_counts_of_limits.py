@@ -1,16 +1,14 @@
-"""Which calls a limit counts, which limits share a count, and which can stand together."""
+"""Which calls a limit counts, and which limits share a count."""
 
-from itertools import combinations, permutations, product
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 from langchain_quota import (
-    ConcurrencyLimit,
     MemoryStore,
     ModelCallLimit,
     Quota,
-    QuotaMiddleware,
     ToolCallLimit,
 )
 from langchain_quota.decision import Call, Decision
@@ -74,64 +72,3 @@ async def test_what_a_store_counts(signals: Signals) -> None:
     assert (one.thread_used, one.used("user_id"), again.used("thread")) == (2, 2, 2)
     assert {each.scope: each.limit for each in again.quotas} == {"user_id": 7, "thread": 6}
     assert (one.shared, again.shared) == (True, True)
-
-
-NUMBERS = (None, 1, 2, 3)
-
-
-def refuses(limit: Limit, thread: int, run: int) -> bool:
-    """Whether a limit refuses one more call."""
-    return any(
-        isinstance(most, int) and used + 1 > most
-        for most, used in ((limit.thread_limit, thread), (limit.run_limit, run))
-    )
-
-
-def is_reached(limit: Limit, other: Limit) -> bool:
-    """Whether, behind the other limit, counts exist at which a limit refuses a call."""
-    found = {(0, 0)}
-    for thread, run in sorted(product(range(5), repeat=2)):
-        # A call, or the start of a run.
-        if (thread, run) in found and not refuses(other, thread, run):
-            found |= {(thread + 1, run + 1), (thread + 1, 0)}
-    return any(refuses(limit, *each) for each in found)
-
-
-def test_limits_go_together_exactly_if_each_can_be_reached(signals: Signals) -> None:
-    """Of limits that forbid nothing, none is given that another one always refuses before."""
-    limits = [
-        ModelCallLimit(thread_limit=thread, run_limit=run, name=f"{thread}, {run}")
-        for thread, run in product(NUMBERS, repeat=2)
-        if (thread, run) != (None, None)
-    ]
-    for pair in combinations(limits, 2):
-        dead = [limit for limit, other in (pair, pair[::-1]) if not is_reached(limit, other)]
-        if dead:
-            with pytest.raises(ValueError, match=f"'{dead[0].name}' can never be reached"):
-                QuotaMiddleware(pair, telemetry=signals.telemetry)
-        else:
-            QuotaMiddleware(pair, telemetry=signals.telemetry)
-
-
-def search(**options: Any) -> ToolCallLimit:
-    return ToolCallLimit("search", **{"name": "+".join(options), **options})
-
-
-PAIRS: list[tuple[Limit, Limit]] = [
-    (search(run_limit=5), search(run_limit=3, enforce=False)),
-    (search(run_limit=5, enforce=False), search(run_limit=3)),
-    (search(run_limit=5), search(run_limit=lambda *_: 3, name="computed")),
-    (search(run_limit=5), search(quotas=[Quota(3)])),
-    (search(run_limit=5), ConcurrencyLimit("search", at_once=3)),
-    (search(run_limit=5), ToolCallLimit("calc", run_limit=3)),
-    (search(run_limit=5), ToolCallLimit(["search", "calc"], run_limit=6)),
-    (ToolCallLimit(run_limit=5), ToolCallLimit(exclude=["calc"], run_limit=3)),
-    (ToolCallLimit("model", run_limit=5), ModelCallLimit(run_limit=3)),
-]
-
-
-def test_limits_that_can_be_reached_in_another_way(signals: Signals) -> None:
-    """Those on trial, computed ones, and those of other calls contradict no other limit."""
-    for pair in PAIRS:
-        for limits in (pair, pair[::-1]):
-            QuotaMiddleware(limits, telemetry=signals.telemetry, store=MemoryStore())

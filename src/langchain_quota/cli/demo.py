@@ -94,11 +94,6 @@ _SHOWN_METRICS = (
 )
 """How the series begin that are shown, without the agent's label: so they fit 80 columns."""
 
-_GRANT = "asked for 1 more search, and was granted it: 8+1"
-
-_WIDE = 100
-"""From how many columns on there is room for the last refusal."""
-
 
 def run(options: Namespace) -> int:
     """Run the demo to its end, or with `serve` until Ctrl-C after its end; the exit code."""
@@ -126,16 +121,18 @@ def run(options: Namespace) -> int:
             # What happened last, where there is room below the heading, the table and a space.
             newest = list(traffic.events)[-max(1, console.height - len(rows) - 3) :]
             lines = Text("\n".join(["", *newest]), no_wrap=True, overflow="ellipsis")
-            return Group(Text(heading, no_wrap=True), table(rows, console.width), lines)
+            return Group(Text(heading, no_wrap=True), table(rows), lines)
 
         # A screen of its own is not torn by keys.
         screen = Live(get_renderable=drawn, console=console, screen=True, refresh_per_second=5)
+        # As Ctrl-C: the user's own screen must come back.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         redraws = console.is_terminal and not console.is_dumb_terminal
         try:
             asyncio.run(traffic.run(screen if redraws else nullcontext()))
-        except (KeyboardInterrupt, asyncio.CancelledError):
+        except KeyboardInterrupt:
             code = INTERRUPTED
-        console.print(table(traffic.rows(), console.width))
+        console.print(table(traffic.rows()))
         serves = options.serve and not code
         _summarize(traffic, server.url, serves=serves)
         if serves:
@@ -153,9 +150,6 @@ def _summarize(traffic: "Traffic", url: str, *, serves: bool) -> None:
         for series in [each for each in samples if each.startswith(shown)][:1]:
             say(f"  {series.removesuffix('.0')}")
     say()
-    for each in traffic.events:
-        if _GRANT in each:
-            say(f"{each}.")
     worst = max(traffic.rows(), key=lambda row: row.blocked)
     say(f"Calls over its limits that {worst.thread} asked for: {worst.blocked}; none ran.")
     command = "langchain-quota"
@@ -186,12 +180,11 @@ def convert(amount: float) -> str:
 
 @dataclass
 class Row:
-    """A thread: its use, its number and its grant of each limit, and which calls were refused."""
+    """A thread: its use and its number of each limit, and how many calls were refused."""
 
     thread: str
-    uses: Sequence[tuple[int, int, int]] = ()
+    uses: Sequence[tuple[int, int]] = ()
     blocked: int = 0
-    last_refusal: str = ""
 
 
 class Traffic:
@@ -204,7 +197,6 @@ class Traffic:
         self._tracer = trace.get_tracer("langchain_quota.demo")
         named = (f"customer-{number}" for number in range(1, threads + 1))
         self._rows = {thread: Row(thread) for thread in named}
-        # Only a store gives grants.
         self._store = MemoryStore()
         # The more threads, the more searches run at the same time.
         at_once = ConcurrencyLimit("search", name="search at once", at_once=threads // 3 or 1)
@@ -233,9 +225,6 @@ class Traffic:
         """Hold the conversations, while a screen shows them."""
         conversations = map(self._converse, self._rows, count())
         held = asyncio.gather(asyncio.sleep(self._seconds), *conversations)
-        # After SIGTERM, too, the user's own screen must come back.
-        with suppress(NotImplementedError):  # Windows
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, held.cancel)
         with screen:
             await held
 
@@ -246,12 +235,6 @@ class Traffic:
         begin = time.monotonic() + turn_seconds / 2 * number / len(self._rows)
         for turn, question in enumerate(_CUSTOMERS[number % len(_CUSTOMERS)]):
             await asyncio.sleep(begin + turn * turn_seconds - time.monotonic())
-            if (number, turn) == (0, _TURNS - 2):
-                # The first customer has asked for more, and uses it.
-                await self._quota.agrant(
-                    config, 1, limit=SEARCH.name, reason="asked for more", id="demo"
-                )
-                self.events.append(f"{thread} {_GRANT}")
             attributes = {"gen_ai.conversation.id": thread}
             with self._tracer.start_as_current_span("conversation turn", attributes=attributes):
                 await self._agent.ainvoke({"messages": [HumanMessage(question)]}, config)
@@ -261,15 +244,15 @@ class Traffic:
         row.blocked += decision.outcome is Outcome.BLOCKED
         for status in decision.limits:
             if status.refused:
-                row.last_refusal = f"{_title(status.limit)} ({status.refusal_scope})"
                 called = decision.call.tool or "the model"
-                self.events.append(f"{row.thread} may not call {called}: {row.last_refusal}")
+                by = f"{_title(status.limit)} ({status.refusal_scope})"
+                self.events.append(f"{row.thread} may not call {called}: {by}")
 
-    def _use(self, thread: str, limit: Limit) -> tuple[int, int, int]:
-        """How much is used of how much, and how much was granted on top."""
+    def _use(self, thread: str, limit: Limit) -> tuple[int, int]:
+        """How much is used of how much."""
         [use] = self._store.peek([str(CountKey(limit.counter, THREAD, thread))])
         most: Any = limit.thread_limit
-        return (use.used, most, use.granted) if use else (0, most, 0)
+        return use.used if use else 0, most
 
 
 def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:
@@ -288,7 +271,7 @@ def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:
     )
 
 
-def table(rows: Sequence[Row], width: int) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """The threads as a table; names are shown as they are, never read as markup."""
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True)
     shown.add_column("thread", no_wrap=True)
@@ -296,17 +279,13 @@ def table(rows: Sequence[Row], width: int) -> Table:
         shown.add_column(_title(limit.name), no_wrap=True)
         shown.add_column(ratio=1)
     shown.add_column("blocked", justify="right", no_wrap=True)
-    if width >= _WIDE:
-        shown.add_column("last refusal", min_width=len("search (thread)"), no_wrap=True)
     for row in rows:
         cells: list[RenderableType] = [Text(row.thread)]
-        for used, most, granted in row.uses:
+        for used, most in row.uses:
             # Only the bar has a color, so that the numbers can be read anywhere.
-            more, now = f"+{granted}" if granted else "", most + granted
-            cells.append(Text(f"{compact(used)}/{compact(most)}{more}"))
-            cells.append(gauge(used, now, STYLES[level(used, now, NEAR)]))
-        cells += [Text(str(row.blocked), "red" if row.blocked else ""), Text(row.last_refusal)]
-        shown.add_row(*cells[: len(shown.columns)])
+            cells.append(Text(f"{compact(used)}/{compact(most)}"))
+            cells.append(gauge(used, most, STYLES[level(used, most, NEAR)]))
+        shown.add_row(*cells, Text(str(row.blocked), "red" if row.blocked else ""))
     return shown
 
 

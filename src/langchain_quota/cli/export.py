@@ -4,7 +4,6 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from langchain_quota.cli.printing import CommandError, say
 from langchain_quota.monitoring import exports
@@ -31,19 +30,16 @@ def run(arguments: Namespace) -> int:
             raise CommandError(f"{str(directory)!r} has {names}; --force overwrites")
         for path in filter(Path.is_dir, taken):
             raise CommandError(f"cannot overwrite {str(path)!r}: it is a directory")
-        with TemporaryDirectory(prefix=".langchain-quota-", dir=directory) as unfinished:
-            for path, text in paths.items():
-                Path(unfinished, path.name).write_text(text, encoding="utf-8", newline="\n")
-            for path in paths:
-                # What a link leads to is left alone: the file takes the link's place.
-                Path(unfinished, path.name).replace(path)
+        for path, text in paths.items():
+            # What a link leads to is left alone: the file takes the link's place.
+            path.unlink(missing_ok=True)
+            path.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
         remedy = "name a directory that you can write to"
         fault = f"cannot use --to {str(directory)!r}: {error.strerror}; {remedy}"
         raise CommandError(fault) from error
-    note = f" (needs Prometheus {exports.PROMETHEUS} or newer)" if what == "prometheus" else ""
     for path in paths:
-        say(f"{path}{note}")
+        say(str(path))
     if what in {"prometheus", "kubernetes"} and "grafana_url" not in options:
         say(f"dashboard_url of the alerts leads to {exports.GRAFANA_URL}: set --grafana-url")
     return 0

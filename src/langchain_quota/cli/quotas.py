@@ -1,31 +1,26 @@
 """The counts that a store keeps in a server: show them, reset them, grant more."""
 
-import json
-import logging
 import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from datetime import UTC, datetime
-from getpass import getuser
 from typing import Any
 from uuid import uuid4
 
-from langchain_quota.cli.arguments import NO_WINDOW
 from langchain_quota.cli.printing import CommandError, one_line, printable, say, table
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.options import UNITS
 from langchain_quota.stores import QuotaUsage, window_end
-from langchain_quota.stores.grants import Grant, unit_of
+from langchain_quota.stores.grants import Grant, in_utc, unit_of
 from langchain_quota.stores.keys import CountKey, dimension_of, spacing_of
 from langchain_quota.stores.optional_postgres import PostgresStore
 from langchain_quota.stores.optional_redis import RedisStore
 from langchain_quota.stores.server import PREFIX
 from langchain_quota.units import PER_BASE_UNIT, shown
-from langchain_quota.windows import checked
 
 Store = RedisStore | PostgresStore
 _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
@@ -106,8 +101,7 @@ def _row(use: QuotaUsage) -> tuple[str, ...]:
 
 def _grant(store: Store, arguments: Namespace) -> int:
     key = arguments.key
-    window = checked(vars(arguments).get("window"), arguments.tz, arguments.starts)
-    if "window" not in arguments and _base(key) == key:
+    if _base(key) == key:
         key = _key_now(store, key)
     text, unit = arguments.amount, unit_of(key)
     if unit not in PER_BASE_UNIT and not text.isdecimal():
@@ -115,21 +109,15 @@ def _grant(store: Store, arguments: Namespace) -> int:
     amount = text if unit in PER_BASE_UNIT else int(text)
     until = arguments.for_time and datetime.now(UTC) + arguments.for_time
     name = uuid4().hex if arguments.id is None else arguments.id
-    by = arguments.by
-    if by is None:
-        with suppress(ImportError, KeyError, OSError):  # the system does not know who runs this
-            by = getuser()
+    of: Any = {"reason": arguments.reason, "by": arguments.by, "id": name}
     try:
-        with _audited() as audit:
-            of: Any = {"reason": arguments.reason, "by": by or "", "id": name}
-            given = store.grant(key, amount, window=window, until=until, **of)
+        given = store.grant(key, amount, until=until, **of)
     except QuotaStoreError as error:
         again = f"to try again without granting twice add --id {name}"
         raise QuotaStoreError(f"{error}; {again}") from error
-    event = "granted" if audit.told else "was granted before:"
     if (given.ends or 0) <= time.time():
-        event = "was granted before, and is over:"
-    say(f"{event} {_line(given)}")
+        raise CommandError(f"over already: {_line(given)}; for another grant give another --id")
+    say(f"granted {_line(given)}")
     return 0
 
 
@@ -137,8 +125,7 @@ def _revoke(store: Store, arguments: Namespace) -> int:
     key = arguments.key
     for each in store.grants(_glob(key) + "*"):
         if each.id == arguments.id and key in {each.key, _base(each.key)}:
-            with _audited():
-                ended = store.revoke(each.key, each.id)
+            ended = store.revoke(each.key, each.id)
             if ended is not None:
                 say(f"revoked {_line(ended)}")
                 return 0
@@ -176,13 +163,12 @@ def _key_now(store: Store, text: str) -> str:
         for each in sorted(kept)
         if _base(each) == text and (window_end(each) or time.time() + 1) > time.time()
     ]
-    if len(found) > 1:
+    if not found:
+        raise CommandError(f"nothing is counted under {text!r} now: use store.grant in a program")
+    if len(found) > 1 and text not in found:
         several = "several counts are meant: give one of them, --key"
         raise CommandError(f"{several} {' or '.join(found)}")
-    if not found:
-        remedy = f"add the window of the quota, such as --window 1d, or --window {NO_WINDOW}"
-        raise CommandError(f"nothing is counted under {text!r} now: {remedy}")
-    return found[0]
+    return text if text in found else found[0]
 
 
 def _base(text: str) -> str:
@@ -196,49 +182,20 @@ def _glob(text: str) -> str:
 
 
 def _line(grant: Grant) -> str:
+    """A grant in one line, for an audit log."""
     amount = shown(grant.amount, grant.unit) + (" calls" if grant.unit == "calls" else "")
     key, name = printable(grant.key), printable(grant.id)
-    return f"{amount} under {key} until {_when(grant.ends, grant.key)}, id {name}"
+    why = f"by {grant.by!r}, reason {grant.reason!r}"
+    return f"{amount} under {key} until {_when(grant.ends, grant.key)}, {why}, id {name}"
 
 
 def _when(seconds: float | None, key: str) -> str:
     """A time in UTC, and before that in the zone of a key's window, if it has another one."""
     if seconds is None:
         return "reset"
-    try:
-        moment = datetime.fromtimestamp(seconds, UTC)
-    except (OSError, OverflowError, ValueError):
-        return "the end of time"
+    moment = in_utc(seconds)
     utc = f"{moment:%Y-%m-%d %H:%M:%S} UTC"
     with suppress(ValueError):  # another program's key
         local = moment.astimezone((CountKey.parse(key).resets_at or moment).tzinfo)
         return f"{local.isoformat(' ', 'seconds')} ({utc})" if local.utcoffset() else utc
     return utc
-
-
-class _Audit(logging.Handler):
-    """Prints what is logged about grants on stderr, as JSON."""
-
-    told = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print it, if it is about a grant."""
-        fields = {name: value for name, value in vars(record).items() if name.startswith("quota_")}
-        if fields:
-            at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-            line = json.dumps({"time": at, **fields})
-            print(line, file=sys.stderr, flush=True)  # noqa: T201 - a command's output
-            self.told += 1
-
-
-@contextmanager
-def _audited() -> Iterator[_Audit]:
-    logger, audit = logging.getLogger("langchain_quota"), _Audit()
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(audit)
-    try:
-        yield audit
-    finally:
-        logger.removeHandler(audit)
-        logger.setLevel(before)

@@ -5,18 +5,17 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.filesize import pick_unit_and_suffix
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.screen import Screen
 from rich.table import Table
 from rich.text import Text
 
-from langchain_quota.cli.arguments import ORDERS
+from langchain_quota.cli.arguments import VIEWS
 from langchain_quota.cli.metrics import Figures, Limit, Scrape, Source, Use, ask, figures, sources
 from langchain_quota.cli.printing import complain, printable, say
 from langchain_quota.decision import Outcome
@@ -30,7 +29,6 @@ STYLES = {OK: "green", NEAR: "yellow", EXHAUSTED: "red"}
 FAULTS = 3
 """How many lines name addresses that fail."""
 
-_NO_WRAPPING, _WRAPPING = "\x1b[?7l", "\x1b[?7h"
 _PAUSE = 0.2
 """The seconds between two looks at new answers."""
 _WIDE = 100
@@ -45,11 +43,10 @@ _COLUMNS = {
     "threads": ("thread", "agent", "limit", *_USED, "refused", "ago", "ends in"),
     "quotas": ("subject", "quota", "agent", "limit", *_USED, "ends in"),
     "limits": (
-        *("agent", "limit", "allowed", "refused", "ago", "on trial", "near", "exhausted"),
-        *("ended runs", "granted"),
+        *("agent", "limit", "allowed", "refused", "on trial", "near", "exhausted", "ended runs"),
     ),
 }
-_ONLY_WIDE = ("state", "ended runs", "granted")
+_ONLY_WIDE = ("state", "ended runs")
 """The columns that need a wide terminal."""
 _MARKS = {None: " ", OK: " ", NEAR: "~", EXHAUSTED: "!"}
 """They say the same without colors."""
@@ -58,37 +55,14 @@ _NOTHING = "nothing has been used yet; users and tenants are seen with subject_l
 Row = Use | Limit
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What the user wants to see: one view or all, in an order, and rows with a text in a name."""
-
-    view: str | None = None
-    order: str | None = None
-    text: str = ""
-
-    def order_of(self, view: str) -> str:
-        """The order that a view really has."""
-        return self.order if self.order in ORDERS[view] else ORDERS[view][0]
-
-    def tables(self, figures: Figures) -> dict[str, list[Row]]:
-        """The rows of each view that has some, filtered and in order."""
-        found = {view: self._rows(figures, view) for view in ([self.view] if self.view else ORDERS)}
-        return {view: rows for view, rows in found.items() if rows}
-
-    def _rows(self, figures: Figures, view: str) -> list[Row]:
-        text, by = self.text.casefold(), self.order_of(view)
-        found = [row for row in getattr(figures, view) if any(text in x for x in _names(row))]
-        return sorted(found, key=lambda row: (_order(row, by), _names(row)))
-
-
 def run(arguments: Namespace) -> int:
     """Show the figures in a terminal until Ctrl-C, else print them once."""
     asked = sources(arguments)
-    choice = Choice(arguments.view, arguments.sort, arguments.filter)
+    views = (arguments.view,) if arguments.view else VIEWS
     console = Console()
     if sys.stdout.isatty() and not console.is_dumb_terminal and not arguments.once:
         ask(asked, arguments.interval)
-        _show(asked, choice, console)
+        _show(asked, views, console)
     for thread in ask(asked, None):
         thread.join()
     scrapes, faults = _told(asked)
@@ -100,7 +74,7 @@ def run(arguments: Namespace) -> int:
     plain = Console(width=_WIDEST, force_terminal=False)
     with plain.capture() as printed:
         plain.print(_summary(known))
-        for view, rows in choice.tables(known).items():
+        for view, rows in _tables(known, views).items():
             plain.print(f"\n{view}:", _table(rows, view, plain, time.time()), sep="\n")
     for line in printed.get().splitlines():
         say(line.rstrip())
@@ -113,50 +87,39 @@ def _told(asked: Sequence[Source]) -> tuple[list[Scrape], list[str]]:
     return scrapes, [fault for each in asked if (fault := each.fault)]
 
 
-def _show(asked: Sequence[Source], choice: Choice, console: Console) -> NoReturn:
+def _show(asked: Sequence[Source], views: Sequence[str], console: Console) -> NoReturn:
     """Show the figures until a signal; however it ends, the terminal is as before."""
     known: Figures | None = None
     taken: list[Scrape] = []
-    write = console.file.write
-    with ExitStack() as stack:
-        signal.signal(signal.SIGTERM, _end)
-        if hasattr(signal, "SIGTSTP"):  # not on Windows; Ctrl-Z would leave the screen to the shell
-            signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-        live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
-        # A character that is wider than expected must not move the lines below.
-        stack.callback(write, _WRAPPING)
-        write(_NO_WRAPPING)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if hasattr(signal, "SIGTSTP"):  # not on Windows; Ctrl-Z would leave the screen to the shell
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             scrapes, faults = _told(asked)
             if scrapes != taken:
                 taken, known = scrapes, figures(scrapes)
             of: Any = {"console": console, "addresses": len(asked), "faults": faults}
-            live.update(screen(known, choice, **of, now=time.time()), refresh=True)
+            live.update(screen(known, views, **of, now=time.time()), refresh=True)
             time.sleep(_PAUSE)
 
 
-def _end(number: int, _: object) -> NoReturn:
-    sys.exit(128 + number)
+def _tables(figures: Figures, views: Sequence[str]) -> dict[str, list[Row]]:
+    """The rows of each view that has some, the most urgent first."""
+    found = {view: sorted(getattr(figures, view), key=_urgency) for view in views}
+    return {view: rows for view, rows in found.items() if rows}
 
 
-def _names(row: Row) -> tuple[str, ...]:
-    return tuple(str(each).casefold() for each in row[: 4 if isinstance(row, Use) else 2])
-
-
-def _order(row: Row, by: str) -> tuple[float, ...]:
-    if by == "name":
-        return ()
+def _urgency(row: Row) -> tuple[Any, ...]:
     if isinstance(row, Limit):
-        names = (EXHAUSTED, NEAR) if by == "share" else (Outcome.BLOCKED,)
-        return tuple(-row.counts[each] for each in names)
+        return (-row.counts[Outcome.BLOCKED], *row[:2])
     # A limit on trial refuses nobody, so nobody counts as near it.
-    order = (row.level is None, -(row.share or 0), -row.refused)
-    return order if by == "share" else (-row.refused, *order)
+    return (row.level is None, -(row.share or 0), -row.refused, *row[:4])
 
 
 def screen(  # noqa: PLR0913 - what a screen shows, by keyword
     known: Figures | None,
-    choice: Choice,
+    views: Sequence[str] = VIEWS,
     *,
     console: Console,
     addresses: int,
@@ -167,33 +130,23 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
     figures = known or Figures()
     title = Text.assemble(("langchain-quota top", "bold"), "  ")
     title.append(f"{figures.processes} of {addresses} addresses" if known else "asking ...")
-    title.append(f"  with {printable(choice.text)}" if choice.text else "", "bold")
-    named = [*faults]
-    if len(faults) > FAULTS:
-        named[FAULTS - 1 :] = [f"and {len(faults) - FAULTS + 1} more addresses fail"]
-    parts: list[Any] = [title, _summary(figures), *(Text(each, "red") for each in named)]
-    tables = choice.tables(figures)
-    left = console.height - len(parts)
+    parts: list[Any] = [title, _summary(figures), *(Text(each, "red") for each in faults[:FAULTS])]
+    tables = _tables(figures, views)
     if not tables:
-        parts.append(Text("nothing matches" if choice.text else _NOTHING, "dim"))
-        left -= 1
-    # A low terminal has no place for all tables.
-    tables = dict([*tables.items()][: max(1, left // (_HEADINGS + 1))])
-    left -= _HEADINGS * len(tables)
+        parts.append(Text(_NOTHING, "dim"))
+    left = console.height - len(parts) - _HEADINGS * len(tables)
     pages: dict[str, int] = {}
     # Small tables are whole, and large ones share the rest.
     for view, rows in sorted(tables.items(), key=lambda table: len(table[1])):
-        pages[view] = min(len(rows), left // (len(tables) - len(pages)))
+        pages[view] = min(len(rows), max(1, left // (len(tables) - len(pages))))
         left -= pages[view]
     for view, rows in tables.items():
-        heading = Text(f"{view} ", "reverse")
-        heading.append(f" {pages[view]:,} of {len(rows):,}", "not reverse")
-        heading.append(f"  by {choice.order_of(view)}", "not reverse dim")
+        heading = Text.assemble((f"{view} ", "reverse"), f" {pages[view]:,} of {len(rows):,}")
         parts += [heading, _table(rows[: pages[view]], view, console, now)]
     for part in parts:
         if isinstance(part, Text):
             part.no_wrap, part.overflow = True, "crop"
-    return Group(*parts, *[Text("")] * left)
+    return Screen(*parts)
 
 
 def _summary(figures: Figures) -> Text:
@@ -203,8 +156,6 @@ def _summary(figures: Figures) -> Text:
     for before, level in (("  ", NEAR), (", ", EXHAUSTED)):
         count = sum(each.counts[level] for each in figures.limits)
         text.append(before).append(f"{compact(count)} {level}", STYLES[level] if count else "")
-    if figures.hidden:
-        text.append(f"  {compact(figures.hidden)} threads hidden", "dim")
     return text
 
 
@@ -212,9 +163,8 @@ def _table(found: Sequence[Row], name: str, console: Console, now: float) -> Tab
     wide = console.width >= _WIDE
     columns = [each for each in _COLUMNS[name] if wide or each not in _ONLY_WIDE]
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    overflow: Any = "ellipsis" if console.encoding.startswith("utf") else "crop"
     for column in columns:
-        heading = Text(column, no_wrap=True, overflow=overflow)
+        heading = Text(column, no_wrap=True, overflow="ellipsis")
         justify: Any = "left" if column in (*_NAMES, "state") else "right"
         # Rich makes columns narrower that may wrap, those with names; the texts in them do not.
         made.add_column(heading, justify=justify, no_wrap=column not in _NAMES)
@@ -224,7 +174,7 @@ def _table(found: Sequence[Row], name: str, console: Console, now: float) -> Tab
     for row in found:
         texts = _cells(row, now)
         cells: list[RenderableType] = [
-            Text(printable(text), style, no_wrap=True, overflow=overflow)
+            Text(printable(text), style, no_wrap=True, overflow="ellipsis")
             for text, style in (texts[each] for each in columns)
         ]
         if has_bars and isinstance(row, Use):
@@ -242,10 +192,9 @@ def gauge(used: float, most: float, style: str, width: int | None = None) -> Pro
 
 def _cells(row: Row, now: float) -> dict[str, tuple[str, str]]:
     """What each column says of a row, and in which style."""
-    ago = None if row.refused_at is None else now - row.refused_at
-    both = {"agent": (row.agent, ""), "limit": (row.limit, ""), "ago": (lasting(ago), "")}
+    both = {"agent": (row.agent, ""), "limit": (row.limit, "")}
     if isinstance(row, Limit):
-        counts: dict[str, tuple[float, str]] = {
+        counts: dict[str, tuple[int, str]] = {
             "allowed": (row.counts[Outcome.ALLOWED] - row.counts["refunded"], ""),
             "refused": (row.counts[Outcome.BLOCKED], "red"),
             "on trial": (row.counts[Outcome.WOULD_BLOCK], ""),
@@ -253,10 +202,11 @@ def _cells(row: Row, now: float) -> dict[str, tuple[str, str]]:
             "ended runs": (row.counts["ended"], ""),
         }
         cells = {name: (compact(n), style if n else "dim") for name, (n, style) in counts.items()}
-        return {**both, **cells, "granted": (compact(row.counts["granted"], row.unit), "")}
+        return both | cells
     used, style = compact(row.used, row.unit), "dim" if row.level is None else STYLES[row.level]
     if row.most is not None:
         used = f"{used.removesuffix(' tok')}/{compact(row.most, row.unit)}"
+    ago = None if row.refused_at is None else now - row.refused_at
     left = (row.resets_at or now) - now
     return {
         "thread": (row.subject, ""),
@@ -267,6 +217,7 @@ def _cells(row: Row, now: float) -> dict[str, tuple[str, str]]:
         "share": (percent(row.share) + _MARKS[row.level], style),
         "state": ("" if row.share is None else str(row.level or "on trial"), style),
         "refused": (compact(row.refused), "red" if row.refused else "dim"),
+        "ago": (lasting(ago), ""),
         "ends in": (lasting(left if left > 0 else None), ""),
     }
 

@@ -16,13 +16,13 @@ from langchain_quota.decision import THREAD, LimitStatus
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.options import whole_amount
+from langchain_quota.limits.windows import CalendarWindow
 from langchain_quota.middleware.flow import ContextT, Limiter, clock_of
 from langchain_quota.rule import Check, ResolvedLimit, stored_as
 from langchain_quota.state import LEDGER, UNUSED
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import CountKey, prefix_in
 from langchain_quota.units import Dollars
-from langchain_quota.windows import CalendarWindow
 
 _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
 

@@ -6,7 +6,6 @@ from decimal import Decimal
 from typing import Any, ClassVar, Literal, get_args
 
 from langchain_quota.arguments import (
-    by_name,
     check_choice,
     check_share,
     check_sync_function,
@@ -48,8 +47,9 @@ class Budget(ModelLimit[Amount]):
     downgrade_to: Any = field(default=None, hash=False, repr=False)
     downgrade_at: float = 0.8
 
-    def _check_downgrade(self) -> None:
-        """Check the cheaper model."""
+    def _check_budget(self) -> None:
+        """Check that a budget admits a call, and that its first call is not its last."""
+        self._check_numbers()
         check_share("downgrade_at", self.downgrade_at)
         if self.downgrade_to is not None and not hasattr(self.downgrade_to, "bind_tools"):
             raise TypeError(
@@ -58,28 +58,17 @@ class Budget(ModelLimit[Amount]):
             )
         if self.downgrade_to is not None and not self.enforce:
             raise ValueError("downgrade_to needs enforce=True")
-
-    def _check_budget(self) -> None:
-        """Check that a budget admits a call, and that its first call is not its last."""
-        self._check_numbers()
-        self._check_downgrade()
-        if self.exit_behavior == "ask" and self.reserve is not None:
+        if self.reserve is not None and (self.exit_behavior == "ask" or self.wait is not None):
             raise ValueError(
-                f"exit_behavior='ask' cannot be used with reserve={self.reserve!r}: a person is "
-                "asked when nothing is left, before the next call is known; leave reserve out"
+                f"reserve={self.reserve!r} cannot be used with exit_behavior='ask' or with wait: "
+                "leave it out"
             )
-        if self.wait is not None and self.reserve is not None:
+        if (self.exit_behavior == "finalize") != (self.keep is not None):
             raise ValueError(
-                f"wait={self.wait!r} cannot be used with reserve={self.reserve!r}: leave one out"
+                f"exit_behavior={self.exit_behavior!r} does not go with keep={self.keep!r}: "
+                "'finalize' needs keep, what is kept for the last answer, and only 'finalize' has "
+                "it"
             )
-        finalizes = self.exit_behavior == "finalize"
-        if finalizes and self.keep is None:
-            raise ValueError(
-                "exit_behavior='finalize' needs keep: how much of the budget is kept for the last "
-                "answer"
-            )
-        if self.keep is not None and not finalizes:
-            raise ValueError(f"keep={self.keep!r} needs exit_behavior='finalize'")
         keep, hold = self._known(self.keep), self._known(self.reserve)
         given: list[tuple[Any, str]] = [
             (self.thread_limit, f"thread_limit={self.thread_limit!r}"),
@@ -111,7 +100,6 @@ class Budget(ModelLimit[Amount]):
         return whole_amount(self.unit, "limit", amount) if known else 0
 
 
-@by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimit(Budget[int]):
     """How many tokens the model calls of a thread and of a run may use.
@@ -133,9 +121,8 @@ class TokenLimit(Budget[int]):
             those of 0. A function of the `ModelRequest`, such as `max_usage`, gives a number, or
             a `ModelUsage` with the most that the call can use. A call that is cut off is charged
             its reserve, or an estimate if that is higher. With `enforce=False` no reserve is held.
-            List the middleware after those that retry or fall back: each attempt then has a reserve
-            of its own. If it is listed before them, all attempts of a call share one reserve, and
-            can exceed the budget.
+            List the middleware after those that retry or fall back: else all attempts of a call
+            share one reserve, and can exceed the budget.
         exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` cannot be used
             with a `reserve`.
         keep: How many tokens are kept for the last answer, from 1. `"finalize"` needs it, and it
@@ -147,13 +134,11 @@ class TokenLimit(Budget[int]):
         downgrade_to: Another chat model, or `None`. The agent's model calls go to it from a share
             of the thread's, the run's or a quota's number on. It needs `enforce=True`.
         downgrade_at: This share, from 0 to 1, as it is when the call is judged.
-        name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
-            `tokens`, `input_tokens` or `output_tokens`. `dataclasses.replace` keeps it.
+        name: By default `tokens`, `input_tokens` or `output_tokens`; see `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: No limit is given, two arguments do not go together, two thresholds have one
-            scope, or an argument is out of bounds. The message names the argument and the value.
+        ValueError: An argument is out of bounds, or does not go with another one.
 
     Examples:
         >>> from langchain_quota import TokenLimit
@@ -177,7 +162,6 @@ class TokenLimit(Budget[int]):
         self._set(counter=_COUNTERS[self.tokens])
 
 
-@by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLimit(Budget[Dollars]):
     """How much the model calls of a thread and of a run may cost, in US dollars.
@@ -186,33 +170,20 @@ class CostLimit(Budget[Dollars]):
     counted exactly as written, floats too. See `TokenLimit` for when a call is refused, and
     `prices` of `QuotaMiddleware` for what tokens cost.
 
-    `ToolCallLimit` says what the other arguments mean, here in dollars: `thread_limit`,
-    `run_limit`, `grant` (above 0), `message`, `near`, `enforce`, `alert`, `quotas` and `wait`.
-    `wait` cannot be used with a `reserve`.
+    `TokenLimit` says what the other arguments mean, here in dollars. If `reserve` is a function
+    that gives a `ModelUsage`, the highest price of this usage is held.
 
     Args:
-        reserve: How many dollars of the budget a call holds while it runs; `None` for none.
-            A function of the `ModelRequest`, such as `max_usage`, gives dollars, or a
-            `ModelUsage` with the most that the call can use. The highest price of this usage is
-            held. See `TokenLimit`.
-        exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` cannot be used
-            with a `reserve`.
-        keep: How many dollars are kept for the last answer. `"finalize"` needs it, and it needs
-            `"finalize"`; see `TokenLimit`.
-        downgrade_to: A cheaper chat model for the agent's calls, or `None`; see `TokenLimit`.
-        downgrade_at: The share from which it is used, from 0 to 1; see `TokenLimit`.
         tool_prices: What a call of a tool costs, by the tool's name: dollars, or a sync function of
             LangChain's `ToolCall` that gives dollars, at most a billion. A call is charged once
             when it is let through, and gets it back if it does not run. One whose price is more
             than what is left, or any when nothing is left, is refused. The model is told, and the
             run goes on, whatever `exit_behavior` is.
-        name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
-            `cost`.
+        name: By default `cost`; see `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: No limit is given, two arguments do not go together, two thresholds have one
-            scope, or an argument is out of bounds. The message names the argument and the value.
+        ValueError: An argument is out of bounds, or does not go with another one.
 
     Examples:
         >>> from langchain_quota import CostLimit

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from langchain_quota.arguments import by_name
 from langchain_quota.limits.options import MODEL, CallLimit, ModelLimit
 
 ToolExitBehavior = Literal["continue", "error", "end", "ask"]
@@ -12,7 +11,6 @@ ExitBehavior = Literal["continue", "error", "end"]
 """The exit behaviours that LangChain's limiters know."""
 
 
-@by_name
 @dataclass(frozen=True, slots=True)
 class ToolCallLimit(CallLimit[int]):
     """How many tool calls a thread and a run may make.
@@ -47,17 +45,15 @@ class ToolCallLimit(CallLimit[int]):
         quotas: Further limits, per user, tenant or window, counted in a store that runs share. They
             need a `QuotaMiddleware` with a `store`. A call runs only if all of them admit it.
             With quotas, neither `thread_limit` nor `run_limit` is needed.
-        wait: How long a call waits for room in a quota with a window, in seconds from 0 or as a
-            `timedelta`; `None` to refuse it at once. Calls of a process are admitted in the order
-            in which they come, and those of one message together. A call that would have to wait
-            longer is treated as `exit_behavior` says, as is every call with `enforce=False`. It
-            cannot be used with `"finalize"`.
+        wait: How long a call waits for room in a quota with a window: seconds from 0, text such as
+            `"30s"`, or a `timedelta`; `None` to refuse it at once. Calls of a process are admitted
+            in the order in which they come, and those of one message together. A call that would
+            have to wait longer is treated as `exit_behavior` says, as is every call with
+            `enforce=False`. It cannot be used with `"finalize"`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: No limit is given, `run_limit` exceeds `thread_limit`, two arguments do not
-            go together, two thresholds have one scope, or an argument is out of bounds. The
-            message names the argument and the value.
+        ValueError: An argument is out of bounds, or does not go with another one.
 
     Examples:
         >>> from langchain_quota import ToolCallLimit
@@ -96,7 +92,6 @@ class ToolCallLimit(CallLimit[int]):
             )
 
 
-@by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCallLimit(ModelLimit[int]):
     """How many model calls a thread and a run may make.
@@ -109,13 +104,11 @@ class ModelCallLimit(ModelLimit[int]):
             `"error"` raises `ModelCallLimitExceededError`. `"finalize"` tells the model in the last
             call that this call is the last one, and that it may call no tool. The run ends with the
             model's answer. `"ask"` asks a person; see `ToolCallLimit`.
-        name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
-            `model`.
+        name: By default `model`; see `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: No limit is given, two arguments do not go together, two thresholds have one
-            scope, or an argument is out of bounds. The message names the argument and the value.
+        ValueError: An argument is out of bounds, or does not go with another one.
 
     Examples:
         >>> from langchain_quota import ModelCallLimit

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
-from langchain_quota.arguments import check_count, checked_wait
+from langchain_quota.arguments import check_count
 from langchain_quota.decision import Decision
 from langchain_quota.limits.options import LimitOptions
-from langchain_quota.limits.quotas import Quota
+from langchain_quota.units import Time, checked_milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +21,19 @@ class ConcurrencyLimit(LimitOptions):
         tool_name: The tool that is limited, or several that share one count; `None` for all
             tools together.
         at_once: Most calls that run at the same time, a whole number from 1.
-        wait: How long a call waits, in seconds from 0 or as a `timedelta`. After that it is
-            answered with an error message, counts for no limit, and the agent goes on. The default
-            of 30 is enough for a few usual tool calls, and less than the minute after which many
-            gateways give up on an answer.
+        wait: How long a call waits: seconds from 0, text such as `"30s"`, or a `timedelta`. After
+            that it is answered with an error message, counts for no limit, and the agent goes on.
+            The default of 30 is less than the minute after which many gateways give up.
         exclude: With all tools: those that are not limited.
         message: What the model reads as the answer of a refused call; see `ToolCallLimit`.
-        name: The limit's name in metrics and logs, 1 to 64 printable characters. By default
-            `at_once:<tools>`, `at_once:*` for all tools, or `at_once:*-<excluded>`.
+        name: By default `at_once:<tools>`, `at_once:*` for all tools, or `at_once:*-<excluded>`.
         enforce: Whether calls wait. With `False` no call waits, and a call that would have to is
             `would_block`.
         alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `exclude` is given beside tools, or an argument is out of bounds. The message
-            names the argument and the value.
+        ValueError: An argument is out of bounds, or does not go with another one.
 
     Examples:
         >>> from langchain_quota import ConcurrencyLimit
@@ -47,19 +43,14 @@ class ConcurrencyLimit(LimitOptions):
 
     kind: ClassVar[Literal["tool"]] = "tool"
     """The kind of calls that are limited."""
-    thread_limit: ClassVar[None] = None
     run_limit: ClassVar[None] = None
-    quotas: ClassVar[tuple[Quota, ...]] = ()
     exit_behavior: ClassVar[Literal["continue"]] = "continue"
-    grant: ClassVar[None] = None
-    give_up_after: ClassVar[None] = None
-    near: ClassVar[None] = None
     _exits: ClassVar[Any] = Literal["continue"]
 
     tool_name: str | Sequence[str] | None = None
     _: KW_ONLY
     at_once: int
-    wait: float | timedelta = 30
+    wait: Time = 30
     exclude: Sequence[str] = ()
     message: str | Callable[[Decision], str] | None = None
     name: str = ""
@@ -72,5 +63,5 @@ class ConcurrencyLimit(LimitOptions):
 
     def __post_init__(self) -> None:
         check_count("at_once", self.at_once, least=1, what="a whole number")
-        checked_wait(self.wait)
+        checked_milliseconds("wait", self.wait)
         self._check_tools("at_once")

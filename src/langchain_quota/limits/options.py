@@ -1,9 +1,8 @@
 """What the kinds of limits have in common: their options, and the checks of these."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
@@ -20,13 +19,13 @@ from langchain_quota.arguments import (
     check_sync_function,
     check_type,
     checked_tools,
-    checked_wait,
     shown,
 )
 from langchain_quota.decision import THREAD, Call, Decision, Exit, Kind
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.units import (
     UNIT_LABELS,
+    Time,
     Unit,
     checked_microdollars,
     checked_milliseconds,
@@ -64,8 +63,8 @@ Most: TypeAlias = Amount | Callable[[Any, Any], Amount | Awaitable[Amount | None
 class LimitOptions:
     """The base of all kinds of limits, with what all do."""
 
-    # A kind has the fields of `CallLimit`, `kind`, `tools`, `exclude`, `give_up_after` and
-    # `counter`, as a field or for the whole class. Limits with one counter share a count, so two
+    # A kind also has `kind`, `run_limit`, `exit_behavior`, `counter`, `message`, `name`, `enforce`
+    # and `alert`, as a field or for the whole class. Limits with one counter share a count, so two
     # kinds must not take the same one. Its `__post_init__` calls `_check_options`. `Limit` lists
     # all kinds.
 
@@ -79,29 +78,39 @@ class LimitOptions:
     """The exit behaviours that the kind knows."""
     wrap_tool_call: ClassVar[Any] = NoHook("{}(…)")
 
+    # What a kind does not have, unless it says so.
+    thread_limit: Any = None
+    quotas: Sequence[Quota] = ()
+    tools: Sequence[str] = ()
+    """The tools that the limit names; empty for all tools."""
+    exclude: Sequence[str] = ()
+    grant: Any = None
+    near: float | None = None
+    give_up_after: int | None = None
+    wait: Time | None = None
+    reserve: Any = None
+    keep: Any = None
+    tool_prices: Mapping[str, Any] = MappingProxyType({})
+
     @property
     def seconds(self: Any) -> float:
         """How long a call waits, in seconds."""
-        return checked_wait(getattr(self, "wait", None) or 0)
+        return checked_milliseconds("wait", self.wait or 0) / 1000
 
     @property
     def named_tools(self: Any) -> tuple[str, ...]:
         """The tools that the limit names: those that it limits, and those that it excludes."""
-        return tuple(self.tools or self.exclude or getattr(self, "tool_prices", ()))
+        return tuple(self.tools or self.exclude or self.tool_prices)
 
     @property
     def kinds(self: Any) -> frozenset[Kind]:
         """The kinds of calls that it judges: its own, and tool calls that have a price."""
-        return frozenset({self.kind, "tool"} if getattr(self, "tool_prices", None) else {self.kind})
+        return frozenset({self.kind, "tool"} if self.tool_prices else {self.kind})
 
     def matches(self: Any, call: Call) -> bool:
-        """Whether the limit applies to the call.
-
-        Args:
-            call: The call.
-        """
+        """Whether the limit applies to the call."""
         if call.kind != self.kind:
-            return call.kind == "tool" and call.tool in getattr(self, "tool_prices", ())
+            return call.kind == "tool" and call.tool in self.tool_prices
         return call.tool in self.tools if self.tools else call.tool not in self.exclude
 
     def _check_options(self: Any, default_name: str) -> None:
@@ -116,17 +125,12 @@ class LimitOptions:
             "message": _check_message,
             "near": check_share,
             "give_up_after": partial(check_count, least=1),
-            "wait": lambda _, value: checked_wait(value),
+            "wait": checked_milliseconds,
         }
         for argument, check in optional.items():
-            value = getattr(self, argument, None)
+            value = getattr(self, argument)
             if value is not None:
                 check(argument, value)
-        if self.exit_behavior == "wait":
-            raise ValueError(
-                "exit_behavior says what happens to a call that has waited too long: write wait=30 "
-                "for calls that wait for 30 seconds"
-            )
         check_choice("exit_behavior", self.exit_behavior, get_args(self._exits))
         check_name("name", self.name)
         check_switch("enforce", self.enforce)
@@ -179,7 +183,7 @@ class CallLimit(LimitOptions, Generic[Amount]):
     enforce: bool = True
     alert: bool = True
     quotas: Sequence[Quota] = ()
-    wait: float | timedelta | None = None
+    wait: Time | None = None
 
     def _check_numbers(self) -> None:
         """Check that there is one, and that no two have one scope."""
@@ -216,11 +220,6 @@ class ModelLimit(CallLimit[Amount]):
 
     kind: ClassVar[Literal["model"]] = "model"
     """The kind of calls that are limited."""
-    tools: ClassVar[tuple[str, ...]] = ()
-    """No tools."""
-    exclude: ClassVar[tuple[str, ...]] = ()
-    give_up_after: ClassVar[None] = None
-    """Refusals of model calls are not counted: the first one ends the run."""
     _exits: ClassVar[Any] = ModelExitBehavior
 
     exit_behavior: ModelExitBehavior = "end"

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
-from decimal import Decimal
 from typing import Any
 
 from langchain_quota.arguments import (
@@ -15,8 +14,8 @@ from langchain_quota.arguments import (
     check_type,
 )
 from langchain_quota.decision import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
-from langchain_quota.units import Dollars, Time, checked_microdollars, duration
-from langchain_quota.windows import CalendarWindow, checked
+from langchain_quota.limits.windows import CalendarWindow, checked
+from langchain_quota.units import Dollars, Time
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
 _RESERVED = (RUN, STORE, AT_ONCE, "none")
@@ -44,17 +43,16 @@ class Quota:
             and nothing is charged.
         window: How long a count lasts, such as `"30s"`, `"10m"`, `"1h"` or `"7d"`, or a
             `timedelta` of whole seconds, from 1. Windows are fixed and aligned to the Unix epoch in
-            UTC: a window of a day begins at midnight UTC, one of a week on a Thursday. So around
-            the start of a window, up to twice the limit can run in a short time, unless it is
-            `smooth`. `None`: the count lasts until it is reset. A quota per `"root_run"` has no
-            window. Or `"hour"`, `"day"`, `"week"` or `"month"`: those of the calendar.
+            UTC. So around the start of a window, up to twice the limit can run in a short time,
+            unless it is `smooth`. `None`: the count lasts until it is reset. A quota per
+            `"root_run"` has no window. Or `"hour"`, `"day"`, `"week"` or `"month"`: those of the
+            calendar.
         tz: The time zone of a window of the calendar: an IANA name, such as `"Europe/Berlin"`. By
             default UTC.
         starts: When such a window starts: of a day the time, `"09:00"`; of a week the day,
             `"monday"` or `"monday 09:00"`; of a month the day, `15` or `"15 09:00"`. In a month
             without this day it is the last one. By default a day starts at midnight, a week on
-            Monday, a month on the 1st. If the clock skips a start, the window begins when the clock
-            is set forward. Of a start that comes twice, the first counts.
+            Monday, a month on the 1st.
         smooth: Whether calls are spread evenly over the window: `Quota(60, window="1m",
             smooth=True)` admits a call each second. It counts calls, not tokens or dollars, and
             its window is none of the calendar. Such quotas share a count only if their limits are
@@ -62,14 +60,12 @@ class Quota:
         burst: With `smooth`: how many calls may come at once after a pause, from 1 (the default)
             and at most `limit`. Messages and metrics show it as the quota's number.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
-            A function needs a name. Two quotas of one limit need different names. A name must not
-            be `"run"`, `"store"`, `"at_once"` or `"none"`. It may be `"thread"`, `"agent"`,
-            `"global"` or `"root_run"` only if `per` is the same. `per` must not be `"run"`: use
-            `run_limit`.
+            A function needs a name. Two quotas of one limit need different names. Names of scopes,
+            such as `"run"` and `"thread"`, are taken.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of bounds. The message names the argument and the value.
+        ValueError: An argument is out of bounds, or does not go with another one.
 
     Examples:
         >>> from langchain_quota import Quota, ToolCallLimit
@@ -93,7 +89,8 @@ class Quota:
     wrap_tool_call = NoHook("ToolCallLimit(quotas=[{}(…)])")
 
     def __post_init__(self) -> None:
-        _check_limit(self.limit)
+        if self.limit is None:
+            raise TypeError("limit must be an amount or a function, not None")
         check_function("limit", self.limit, "state", "runtime")
         check_type("per", self.per, str | Callable, "a string or a function")
         check_function("per", self.per, "state", "runtime")
@@ -132,18 +129,6 @@ class Quota:
     def dimension(self) -> str:
         """The name under which its subjects are kept: quotas with one dimension share a count."""
         return self.per if isinstance(self.per, str) else self.name
-
-
-def _check_limit(limit: object) -> None:
-    """Check that a value can be a number of calls, tokens, dollars or a time; the limit knows."""
-    if limit is None:
-        raise TypeError("limit must be a whole number or a function, not None")
-    if isinstance(limit, timedelta) or (isinstance(limit, str) and duration(limit)):
-        return
-    if isinstance(limit, str | float | Decimal):
-        checked_microdollars("limit", limit)
-    elif not callable(limit):
-        check_count("limit", limit, what="a whole number")
 
 
 def _check_free(name: str, per: object) -> None:

@@ -13,7 +13,6 @@ from langchain_quota.arguments import (
 from langchain_quota.decision import Decision
 from langchain_quota.limits.calls import ExitBehavior
 from langchain_quota.limits.options import LimitOptions
-from langchain_quota.limits.quotas import Quota
 
 MOST_KEPT = 100
 """How many of a run's newest calls a limit remembers: about 5 kB of a checkpoint."""
@@ -45,13 +44,11 @@ class RepeatLimit(LimitOptions):
         tools: The tools whose calls are refused, one or several; empty for all.
         exclude: With all tools: the tools to ignore. They are never refused, and their answers do
             not count as new.
-        name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
-            `repeats`.
+        name: By default `repeats`; see `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: Two arguments do not go together, or one is out of bounds. The message names
-            the argument and the value.
+        ValueError: An argument is out of bounds, or does not go with another one.
 
     Examples:
         >>> from langchain.agents import create_agent
@@ -73,11 +70,6 @@ class RepeatLimit(LimitOptions):
 
     kind: ClassVar[Literal["tool"]] = "tool"
     """The kind of calls that are limited."""
-    thread_limit: ClassVar[None] = None
-    """A new run may repeat what an earlier one did."""
-    quotas: ClassVar[tuple[Quota, ...]] = ()
-    """None: repeats are counted within one run."""
-    grant: ClassVar[None] = None
     counted: ClassVar[bool] = False
     """The counts depend on the call, and on the answers of earlier calls."""
     _exits: ClassVar[Any] = ExitBehavior

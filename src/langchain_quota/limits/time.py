@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from langchain_quota.arguments import by_name
 from langchain_quota.limits.budgets import Budget
 from langchain_quota.limits.options import MILLISECONDS, check_amount, counts_calls
 from langchain_quota.units import Time, Unit, checked_milliseconds
 
 
-@by_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit(Budget[Time]):
     """How long an agent may work in a thread and in a run, and how long each tool call may take.
@@ -32,16 +30,12 @@ class TimeLimit(Budget[Time]):
             cannot be ended: nobody waits for it any more, but it runs on. The call stays counted.
             It holds for all tools, also for those that run a sub-agent.
         exit_behavior: What reaching the limit does; see `ModelCallLimit`.
-        keep: How much time is kept for the last answer. `"finalize"` needs it, and it needs
-            `"finalize"`. When no more than this is left, the next model call is the last one, and
-            has no tools.
-        name: The limit's name in metrics and spans, 1 to 64 printable characters; by default
-            `time`.
+        keep: How much time is kept for the last answer; see `TokenLimit`.
+        name: By default `time`; see `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: No limit is given, two arguments do not go together, two thresholds have one
-            scope, or an argument is out of bounds. The message names the argument and the value.
+        ValueError: An argument is out of bounds, or does not go with another one.
 
     Examples:
         >>> from langchain_quota import TimeLimit

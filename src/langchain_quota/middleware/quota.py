@@ -16,7 +16,7 @@ from langchain.agents.middleware.types import (
 from langgraph.runtime import Runtime
 from langgraph.types import Command
 
-from langchain_quota.arguments import check_choice, check_switch, one_list
+from langchain_quota.arguments import check_choice, check_switch
 from langchain_quota.concurrency import Form, in_sync, now
 from langchain_quota.features.advice import Forgetful, OfferedTools
 from langchain_quota.features.ask import Questions
@@ -108,7 +108,7 @@ class QuotaMiddleware(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: There is no limit, two have one name, one can never be reached, or the `reserve`
+        ValueError: There is no limit, two have one name, or the `reserve`
             of one would refuse every call. Or a limit has quotas and there is no store,
             `on_store_error` or `unknown_price` is unknown, `charge_all_models` has no budget to
             charge, or there are prices and no `CostLimit`.
@@ -165,7 +165,6 @@ class QuotaMiddleware(
             return made
         return super().__new__(cls)
 
-    @one_list
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
         self,
         limits: Sequence[Limit],

@@ -9,10 +9,7 @@ import textwrap
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal
-
-PROMETHEUS = "2.42"
-"""The oldest Prometheus that takes the rules: the first with `keep_firing_for`."""
+from typing import Any
 
 GRAFANA_URL = "http://localhost:3000"
 """Where links to dashboards lead in the data: only the user knows where Grafana is."""
@@ -20,12 +17,8 @@ GRAFANA_URL = "http://localhost:3000"
 RUNBOOKS = "https://github.com/langchain-quota/langchain-quota/blob/main/docs/runbooks"
 """Where links to runbooks lead in the data; a page there is named as its alert, and ends in .md."""
 
-Format = Literal["rules", "prometheusrule"]
-RULES_FILES: dict[Format, str] = {
-    "rules": "langchain-quota-rules.yaml",
-    "prometheusrule": "langchain-quota-prometheusrule.yaml",
-}
-"""The name of the exported rules, by their format."""
+RULES = "langchain-quota-rules.yaml"
+"""The name of the exported rules."""
 
 _DATA = resources.files(__package__)
 _PER_THREAD = "# Only with --per-thread-alerts"
@@ -41,18 +34,14 @@ _PLACE = re.compile(
 )
 
 
-def dashboards(
-    *, datasource: str | None = None, selector: str = "", runbooks: str | None = None
-) -> dict[str, str]:
-    """The dashboards' JSON, by the names of their files; they begin with this data source."""
+def dashboards(*, selector: str = "", runbooks: str | None = None) -> dict[str, str]:
+    """The dashboards' JSON, by the names of their files."""
     # In the package, or in the source tree that it runs from.
     carried = _DATA / "dashboards"
     boards = carried if carried.is_dir() else Path(__file__).parents[3] / "dashboards" / "grafana"
     files = [file for file in boards.iterdir() if file.name.endswith(".json")]
     matchers, pages = _in_json(selector), _in_json(runbooks or "")
     texts = {file.name: _filled(_read(file), selector=matchers, runbooks=pages) for file in files}
-    if datasource:
-        texts = {name: _begun_with(text, datasource) for name, text in texts.items()}
     return dict(sorted(texts.items()))
 
 
@@ -62,16 +51,12 @@ def rules(
     grafana_url: str = GRAFANA_URL,
     runbooks: str | None = None,
     per_thread: bool = False,
-    format: Format = "rules",  # noqa: A002 - the option's name
 ) -> dict[str, str]:
     """The recording and alert rules, by the name of their file."""
     text = _read(_DATA / "rules.yaml")
     if not per_thread:
         text = text[: text.index(_PER_THREAD)].rstrip() + "\n"
-    text = _filled(text, selector=selector, grafana_url=grafana_url, runbooks=runbooks)
-    if format == "prometheusrule":
-        text = _read(_DATA / "prometheusrule.yaml") + textwrap.indent(text, "  ")
-    return {RULES_FILES[format]: text}
+    return {RULES: _filled(text, selector=selector, grafana_url=grafana_url, runbooks=runbooks)}
 
 
 def alertmanager() -> dict[str, str]:
@@ -80,20 +65,20 @@ def alertmanager() -> dict[str, str]:
 
 
 def kubernetes(
-    *, namespace: str | None = None, selector: str = "", runbooks: str | None = None, **options: Any
+    *, selector: str = "", runbooks: str | None = None, **options: Any
 ) -> dict[str, str]:
     """A base for kustomize, by the names of its files: what scrapes agents, rules, dashboards."""
+    [groups] = rules(selector=selector, runbooks=runbooks, **options).values()
+    rules_object = _read(_DATA / "prometheusrule.yaml") + textwrap.indent(groups, "  ")
     objects = {
         "langchain-quota-podmonitor.yaml": _read(_DATA / "podmonitor.yaml"),
-        **rules(selector=selector, runbooks=runbooks, format="prometheusrule", **options),
+        "langchain-quota-prometheusrule.yaml": rules_object,
     }
     for file, board in dashboards(selector=selector, runbooks=runbooks).items():
         name = file.removesuffix(".json")
         head = _read(_DATA / "configmap.yaml").replace("DASHBOARD", name)
         objects[f"{name}-configmap.yaml"] = head + textwrap.indent(board, "    ")
     base = _read(_DATA / "kustomization.yaml") + "".join(f"  - {file}\n" for file in objects)
-    if namespace:
-        base += f"namespace: {json.dumps(namespace)}\n"
     return {"kustomization.yaml": base, **objects}
 
 
@@ -123,11 +108,3 @@ def _filled(
         return f"{found}{selector}," if found.endswith("{") else f"{found}{{{selector}}}"
 
     return _PLACE.sub(put, text)
-
-
-def _begun_with(text: str, uid: str) -> str:
-    board = json.loads(text)
-    for variable in board["templating"]["list"]:
-        if variable["name"] == "datasource":
-            variable["current"] = {"selected": True, "text": uid, "value": uid}
-    return json.dumps(board, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.arguments import check_duration
+from langchain_quota.arguments import check_type
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import ROOT_RUN_IDLE, RUN_IDLE
@@ -99,7 +99,7 @@ def check_keys(keys: object) -> None:
 
 def idle_seconds(idle_ttl: timedelta) -> int:
     """How long an idle count is kept, in seconds."""
-    check_duration("idle_ttl", idle_ttl)
+    check_type("idle_ttl", idle_ttl, timedelta, "a timedelta")
     if idle_ttl < timedelta(seconds=1):
         raise ValueError(f"idle_ttl must be a second or more, not {idle_ttl!r}")
     return math.ceil(idle_ttl.total_seconds())

@@ -12,11 +12,11 @@ from langchain_quota.arguments import check_type
 from langchain_quota.concurrency import Form
 from langchain_quota.concurrency import now as at_once
 from langchain_quota.limits.options import UNITS, whole_amount
+from langchain_quota.limits.windows import CalendarWindow, checked
 from langchain_quota.stores import window_end
 from langchain_quota.stores.common import idle_time
 from langchain_quota.stores.keys import CountKey, spacing_of
 from langchain_quota.units import UNIT_LABELS, Dollars, Time, Unit, in_base_unit, shown
-from langchain_quota.windows import CalendarWindow, checked
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""

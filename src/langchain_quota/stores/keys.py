@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from langchain_quota.arguments import check_type
-from langchain_quota.windows import CalendarWindow, around
+from langchain_quota.limits.windows import CalendarWindow, around
 
 MAX_LENGTH = 64
 """The longest value that a key has unchanged, in characters after encoding."""

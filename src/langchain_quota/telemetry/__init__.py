@@ -12,7 +12,6 @@ from langchain_quota.arguments import (
     UserLine,
     check_choice,
     check_count,
-    check_duration,
     check_share,
     check_switch,
     check_sync_function,
@@ -103,7 +102,7 @@ class Telemetry:
         check_type("thread_label", thread_label, Callable | None, "a function or None")
         check_sync_function("thread_label", thread_label, "thread_id")
         _check_labels(subject_label)
-        check_duration("thread_ttl", thread_ttl)
+        check_type("thread_ttl", thread_ttl, timedelta, "a timedelta")
         if thread_ttl <= timedelta(0):
             raise ValueError(f"thread_ttl must be positive, not {thread_ttl!r}")
         bounds = {

@@ -6,7 +6,7 @@ import logging
 import os
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +19,6 @@ from prometheus_client import (
     start_http_server,
 )
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import RestrictedRegistry
 
 from langchain_quota.arguments import check_type
 from langchain_quota.concurrency import in_sync, now
@@ -75,20 +74,6 @@ def _is_over(file: Path) -> bool:
     return False
 
 
-class _WorkersRegistry(CollectorRegistry):
-    """The metrics of all workers that share a directory."""
-
-    def __init__(self, workers: _Workers, *, auto_describe: bool = False) -> None:
-        super().__init__(auto_describe=auto_describe)
-        self.register(workers)
-        self._workers = workers
-
-    def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
-        """Only the named metrics; the set of metrics changes, so it is looked up each time."""
-        now = _WorkersRegistry(self._workers, auto_describe=True)
-        return CollectorRegistry.restricted_registry(now, names)
-
-
 def _served(registry: CollectorRegistry) -> CollectorRegistry:
     """The registry to serve: in multi-process mode one with what all workers have counted."""
     directory = multiprocess_directory()
@@ -96,19 +81,15 @@ def _served(registry: CollectorRegistry) -> CollectorRegistry:
         return registry
     if not directory.is_dir():
         raise unusable(directory, "read")
-    return _WorkersRegistry(_Workers(registry, directory))
+    of_all = CollectorRegistry()
+    of_all.register(_Workers(registry, directory))
+    return of_all
 
 
 class MetricsServer:
     """A running metrics server; `close()` it, or use it in a `with` statement.
 
     `start_metrics_server` makes it.
-
-    Args:
-        addr: The address that it is bound to.
-        port: The port that it is bound to.
-        tls: Whether it speaks HTTPS.
-        stop: Stops it.
 
     Attributes:
         addr: The address that it is bound to.
@@ -255,18 +236,8 @@ class _MetricsApp:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._app = make_asgi_app(_served(registry))
 
-    @property
-    def __signature__(self) -> None:
-        """FastAPI reads what it takes for the parameters of a request."""
-        raise TypeError(
-            "metrics_app() is an ASGI app, and no function of a request: add it with "
-            'app.add_route("/metrics", metrics_app())'
-        )
-
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request; rendering happens in a worker thread."""
-        if scope["type"] != "http":
-            raise ValueError(f"metrics are served over HTTP only, not {scope['type']!r}")
         request = await receive()
         sent: list[Message] = []
 

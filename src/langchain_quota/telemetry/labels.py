@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -66,8 +65,6 @@ def _printable(text: str, most: int) -> str:
 def own_label(make: Label, value: object, argument: str) -> str:
     """The label that a user's function makes of a value."""
     made: object = make(value)
-    if inspect.iscoroutine(made):
-        made.close()
     if not isinstance(made, str):
         raise TypeError(f"{argument} must return a string, not a {type(made).__name__}")
     return label(made)

@@ -9,16 +9,9 @@ _SERVERS = re.compile(rb"gunicorn|uvicorn|hypercorn|granian")
 _NOT_WORKERS = b"resource_tracker"
 """In the command of a process of Python's own, which has the same parent."""
 
-_forks = {"made": 0, "number": 0}
-"""How many children this process has forked, and which child of its parent it is; 0 if unknown."""
-
 
 def is_one_of_several() -> bool:
-    """Whether this is a worker of a server with several, or not the only child forked so far."""
-    return _forks["number"] > 1 or _has_siblings()
-
-
-def _has_siblings() -> bool:
+    """Whether this is a worker of a server with several."""
     try:
         # Other systems than Linux do not say.
         parent = Path(f"/proc/{os.getppid()}")
@@ -29,15 +22,3 @@ def _has_siblings() -> bool:
     except OSError:
         return False
     return sum(_NOT_WORKERS not in each for each in commands) > 1
-
-
-def _before_fork() -> None:
-    _forks["made"] += 1
-
-
-def _after_fork() -> None:
-    _forks.update(number=_forks["made"], made=0)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, ClassVar, Unpack, cast
+from typing import Any, ClassVar, TypeVar, Unpack, cast
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from langchain_core.tools import tool as as_tool
 from langgraph.errors import GraphInterrupt
 from langgraph.prebuilt import ToolNode
 
-from langchain_quota.arguments import Made, UserLine, one_list
+from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import Form, ask, forms, in_sync, now
 from langchain_quota.features.graph.step import Step, make_model_call
 from langchain_quota.limits import Limit, check_together
@@ -36,6 +36,7 @@ from langchain_quota.stores.memory import MemoryStore
 Tools = Sequence[BaseTool | Callable[..., Any] | dict[str, Any]]
 Refused = Mapping[Any, str | None]  # what answers a call that does not run, by the call's id
 
+_Made = TypeVar("_Made")
 _calling: ContextVar[Any] = ContextVar("_calling")  # what becomes of a call in a node of tools
 _MARK = "langchain_quota"  # in a message's `response_metadata`: which of its calls are refused
 _TAKEN = "\0"  # in place of an answer: a task has taken the call, another one makes a further call
@@ -52,10 +53,10 @@ class _Method(partial[Any]):
         )
 
 
-def _not_of_agents(method: Made) -> Made:
+def _not_of_agents(method: _Made) -> _Made:
     """Say so where LangChain reads the method as a list."""
     of: Any = property(lambda limits: _Method(cast("Any", method), limits), doc=method.__doc__)
-    return cast("Made", of)
+    return cast("_Made", of)
 
 
 class GraphQuota:
@@ -81,7 +82,6 @@ class GraphQuota:
         >>> limits = GraphQuota([ToolCallLimit("search", run_limit=2)])
     """
 
-    @one_list
     def __init__(
         self,
         limits: Sequence[Limit],

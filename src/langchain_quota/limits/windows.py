@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta, tzinfo
 from functools import cache, lru_cache
+from typing import Any, cast
 from zoneinfo import ZoneInfo
 
-from langchain_quota.arguments import check_type, checked_window
+from langchain_quota.arguments import check_type
+from langchain_quota.units import duration
 
 _WEEK = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 CALENDAR = {"hour": (), "day": ("",), "week": _WEEK, "month": tuple(map(str, range(1, 32)))}
@@ -53,7 +55,7 @@ def checked(
         if tz is not None or starts is not None:
             given = f"starts={starts!r}" if tz is None else f"tz={tz!r}"
             raise ValueError(f"{given} needs a window of {', '.join(CALENDAR)}, not {window!r}")
-        return checked_window(window)
+        return _checked_length(window)
     check_type("tz", tz, str | None, 'a string, such as "Europe/Berlin", or None')
     name = "UTC" if tz is None else str(tz)
     try:
@@ -64,6 +66,18 @@ def checked(
             "system has no time zones, install the package tzdata"
         ) from error
     return CalendarWindow(window, name, *_checked_start(window, starts))
+
+
+def _checked_length(window: object) -> timedelta | None:
+    """The length of a window, given as text or as a `timedelta`; `None` for none."""
+    length: Any = duration(window) if isinstance(window, str) else window
+    if length is None and window is not None:
+        units = 'window must be "hour", "day", "week", "month" or a time such as '
+        raise ValueError(f'{units}"30s", "10m", "1h" or "7d", not {window!r}')
+    check_type("window", length, timedelta | None, 'a time such as "1h", a timedelta or None')
+    if length is not None and (length < timedelta(seconds=1) or length.microseconds):
+        raise ValueError(f"window must be whole seconds, from 1, not {window!r}")
+    return cast("timedelta | None", length)
 
 
 def _checked_start(unit: str, starts: object) -> tuple[int, time]:
