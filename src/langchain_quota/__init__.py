@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from langchain_quota.state import ToolCallLimitState as ToolCallLimitState
     from langchain_quota.state import usage as usage
     from langchain_quota.stores.memory import MemoryStore as MemoryStore
-    from langchain_quota.stores.optional_postgres import PostgresStore as PostgresStore
-    from langchain_quota.stores.optional_redis import RedisStore as RedisStore
+    from langchain_quota.stores.postgres import PostgresStore as PostgresStore
+    from langchain_quota.stores.redis import RedisStore as RedisStore
     from langchain_quota.telemetry import Telemetry as Telemetry
     from langchain_quota.telemetry import hmac_label as hmac_label
     from langchain_quota.telemetry.exposition import metrics_app as metrics_app
@@ -63,8 +63,8 @@ else:
         "middleware.quota": ("QuotaMiddleware",),
         "state": ("ModelCallLimitState", "ToolCallLimitState", "usage"),
         "stores.memory": ("MemoryStore",),
-        "stores.optional_postgres": ("PostgresStore",),
-        "stores.optional_redis": ("RedisStore",),
+        "stores.postgres": ("PostgresStore",),
+        "stores.redis": ("RedisStore",),
         "telemetry": ("Telemetry", "hmac_label"),
         "telemetry.exposition": ("metrics_app", "start_metrics_server"),
     }

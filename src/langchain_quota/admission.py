@@ -28,14 +28,6 @@ class Threshold(NamedTuple):
     most: int
     enforced: bool = True
 
-    def raised(self, granted: Mapping[str, int]) -> "Threshold":
-        """The threshold, raised by what is granted.
-
-        Args:
-            granted: How much is granted, by the name of the counter.
-        """
-        return self._replace(most=self.most + granted.get(self.counter, 0))
-
 
 class Hits(NamedTuple):
     """What one call, or several calls with one id, would add to counts.
@@ -191,11 +183,7 @@ def admit(
         stops: The limits whose refusals stop the batch, and after how many refused calls.
         granted: What is added to the thresholds over counts, by name.
     """
-    if granted:
-        hits = [
-            Hits(amounts, tuple(each.raised(granted) for each in thresholds))
-            for amounts, thresholds in hits
-        ]
+    granted = granted or {}
     counts = dict(used)
     refusals = dict.fromkeys(stops, 0)
     refused: list[Mapping[str, Scope]] = []
@@ -204,7 +192,7 @@ def admit(
         refusing: dict[str, Scope] = {}
         runs = True
         for limit, scope, counter, most, enforced in thresholds:
-            if counts[counter] + amounts[counter] > most:
+            if counts[counter] + amounts[counter] > most + granted.get(counter, 0):
                 refusing.setdefault(limit, scope)
                 runs = runs and not enforced
         if runs:
@@ -216,4 +204,4 @@ def admit(
         refused.append(refusing)
         admitted.append(runs)
     stopped = any(refusals[limit] >= after for limit, after in stops.items())
-    return AcquireResult(used, tuple(refused), tuple(admitted), stopped, granted=granted or {})
+    return AcquireResult(used, tuple(refused), tuple(admitted), stopped, granted=granted)

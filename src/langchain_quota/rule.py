@@ -63,30 +63,22 @@ class ResolvedLimit(NamedTuple):
     @classmethod
     def of(cls, limit: Limit, *, thread: object, run: object) -> "ResolvedLimit":
         """A limit with the numbers of its thread and its run, which the state counts."""
-        most_thread, most_run = (
-            None
-            if value is None
-            else whole_amount(limit.unit, f"{what} of limit {limit.name!r}", value)
-            for what, value in (("thread_limit", thread), ("run_limit", run))
-        )
-        # What a model call uses of a budget is known when it is done.
-        hit = 1 if limit.unit == "calls" else 0
-        checks = (
+        checks = tuple(
             Check(
-                THREAD,
-                thread_counter(limit),
-                most_thread,
-                hit=hit,
-                computed=callable(limit.thread_limit),
-            ),
-            Check(
-                RUN,
-                run_counter(limit),
-                most_run,
-                mirrored=True,
-                hit=hit,
-                computed=callable(limit.run_limit),
-            ),
+                scope,
+                f"{stored_as(limit)}/{scope}",
+                value
+                if value is None
+                else whole_amount(limit.unit, f"{scope}_limit of limit {limit.name!r}", value),
+                mirrored=scope == RUN,
+                # What a model call uses of a budget is known when it is done.
+                hit=int(limit.unit == "calls"),
+                computed=callable(said),
+            )
+            for scope, value, said in (
+                (THREAD, thread, limit.thread_limit),
+                (RUN, run, limit.run_limit),
+            )
         )
         keep = getattr(limit, "keep", None)
         kept = whole_amount(limit.unit, "keep", keep) if keep else 0
@@ -119,8 +111,7 @@ class ResolvedLimit(NamedTuple):
     @property
     def counts_thread(self) -> bool:
         """Whether a store keeps what the thread has used in all."""
-        counter = self.checks[0].counter
-        return any(each.key is not None and each.counter == counter for each in self.checks)
+        return any(each.key and each.counter == self.checks[0].counter for each in self.checks)
 
     def with_checks(self, **changed: Any) -> "ResolvedLimit":
         """The limit with other values of all checks."""
@@ -209,11 +200,8 @@ class ResolvedLimits:
         """The limits whose refusals stop a batch, and after how many in a run."""
         self.budgets = tuple(each for each in self.limits if each.is_budget)
         """Those that limit what model calls use."""
-        self.asking = frozenset(
-            name
-            for name, each in self.by_name.items()
-            if each.enforce and each.exit_behavior == "ask"
-        )
+        asking = (each for each in self.by_name.values() if each.exit_behavior == "ask")
+        self.asking = frozenset(each.name for each in asking if each.enforce)
         """The names of those that ask a person whether the run may go on."""
         self.finalizing = frozenset(
             name for name, each in self.by_name.items() if each.exit_behavior == "finalize"
@@ -248,8 +236,7 @@ class ResolvedLimits:
 
     def keys(self) -> list[str]:
         """Where a store keeps their counts."""
-        checks = (check for each in self.limits for check in each.checks)
-        return sorted({check.key for check in checks if check.key is not None})
+        return sorted({check.key for each in self.limits for check in each.checks if check.key})
 
     def asked(self, call: Call) -> Asked:
         """What a call asks."""

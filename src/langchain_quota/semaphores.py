@@ -9,6 +9,7 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from threading import TIMEOUT_MAX, Event, Lock
 from typing import Any
@@ -17,22 +18,21 @@ from weakref import WeakValueDictionary
 from langchain_quota.concurrency import Form, fork_safe_lock
 
 
+@dataclass(eq=False, slots=True)
 class Slot:
     """One call in one count: what it `found` running, whether it `waits`, and has `taken` it."""
 
-    def __init__(
-        self, semaphore: "Semaphore", most: int | None, wake: Callable[[], object]
-    ) -> None:
-        self.most = most
-        self.wake = wake
-        self.found = 0
-        self.taken = self.waits = False
-        self._semaphore = semaphore
+    semaphore: "Semaphore"
+    most: int | None
+    wake: Callable[[], object]
+    found: int = 0
+    taken: bool = False
+    waits: bool = False
 
     def give_back(self) -> None:
         """Note that the call no longer runs or waits. A second time does nothing."""
-        self._semaphore.ended.append(self)
-        self._semaphore.change()
+        self.semaphore.ended.append(self)
+        self.semaphore.change()
 
 
 class Semaphore:

@@ -4,11 +4,11 @@ import re
 import sys
 import traceback
 from datetime import datetime, timedelta
-from importlib import import_module
 from typing import Any
 
 import pytest
 
+import langchain_quota
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
 
@@ -63,16 +63,15 @@ def test_redis_is_named() -> None:
 
 @pytest.mark.parametrize(("extra", "package"), [("redis", "redis"), ("postgres", "psycopg")])
 def test_the_extra_is_missing(extra: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its client the import of the store says what to install."""
-    store = f"langchain_quota.stores.{extra}"
-    ours = (store, f"langchain_quota.stores.optional_{extra}")
-    for name in [each for each in sys.modules if each.startswith((package, *ours))]:
+    """Without its client the store says what to install."""
+    ours = f"langchain_quota.stores.{extra}_"
+    for name in [each for each in sys.modules if each.startswith((package, ours))]:
         monkeypatch.delitem(sys.modules, name)
     # None is how Python marks a module that cannot be imported.
     monkeypatch.setitem(sys.modules, package, None)
     said = rf'pip install "langchain-quota\[{extra}\]"$'
     with pytest.raises(ModuleNotFoundError, match=said):
-        import_module(store)
+        getattr(langchain_quota, f"{extra.title()}Store")("")
 
 
 def test_a_url_that_is_wrong_is_not_quoted() -> None:

@@ -29,10 +29,9 @@ from langchain_quota.stores import (
     GRACE,
     REMEMBERED,
     QuotaStore,
-    window_end,
 )
 from langchain_quota.stores.grants import Granting, in_utc
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.keys import CountKey, window_end
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
@@ -507,7 +506,7 @@ def agree(
     """Play a history on a model, in memory and on a shared store, and compare."""
     memory, model = MemoryStore(idle_ttl=timedelta(seconds=IDLE), clock=clock), Model()
     # Without an end a grant ends by the clock of who gives it.
-    shared._now = clock
+    shared.clock = clock
     wait(clock, 0)
     for step in steps:
         if isinstance(step, int):

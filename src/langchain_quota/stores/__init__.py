@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits import Limit
 from langchain_quota.limits.concurrency import ConcurrencyLimit
-from langchain_quota.stores.keys import CountKey
 
 REMEMBERED = 3600
 """How long results and refused attempts are remembered, in seconds."""
@@ -175,14 +174,6 @@ class QuotaStore(Protocol):
 
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`, without blocking the event loop."""
-
-
-def window_end(key: str) -> int | None:
-    """When a key's window ends, by its text; `None` if it has none."""
-    try:
-        return CountKey.parse(key).ends
-    except ValueError:
-        return None
 
 
 def check_store(store: object, limits: Sequence[Limit]) -> None:

@@ -1,12 +1,9 @@
 -- Acquires: makes compensations, and admits or refuses a batch of calls, in one atomic step.
--- ARGV[1]  compensations    {marker, attempt, result, hold, amounts = {{count ..., amount, limit, drains}}}
+-- ARGV[1]  compensations    {marker, attempt, result, hold, amounts = {{count ..., start, amount, limit}}}
 --          attempt, result  keys under which the attempt and its result are remembered
 --          hold             the field of what is held: by the request, or by the one that is settled
---          drains           whether the count drains; all its amounts and maximums are microseconds
---          counters         {count ..., limit, lease, drains}
---                           A count is {key, key of its grants, end of window, idle, start}; idle: how
---                           long one without a window is kept, in seconds; start: where a new one
---                           begins. limit: to show; lease: in seconds
+--          counters         {count ..., start, limit, lease}; start: where a new one begins; limit: to
+--                           show; lease: in seconds
 --          thresholds       {number of the limit, counter, maximum, whether it is enforced, names},
 --                           names: of limit and scope, encoded, with a space between
 --          calls            {counter, amount, counter, amount ...}, {threshold, threshold ...}
@@ -82,7 +79,7 @@ local function compensate(compensation)
   remember(compensation.marker, 1, compensation.hold and REMEMBERED or COMPENSATED)
   if remembered(compensation.result) then return end
   for _, part in ipairs(compensation.amounts) do
-    local index, _, ends, idle, start, amount, limit, drains = unpack(part)
+    local index, _, ends, idle, drains, start, amount, limit = unpack(part)
     local key, shown = KEYS[index], limit >= 0 and {'limit', digits(limit)} or {}
     if compensation.hold then lower(key, math.huge, compensation.hold) end
     if amount > 0 then
@@ -136,7 +133,7 @@ end
 local function charge(kept, counts, used)
   local record = {}
   for i, counter in ipairs(ask.counters) do
-    local index, _, ends, idle, start, limit, lease, drains = unpack(counter)
+    local index, _, ends, idle, drains, start, limit, lease = unpack(counter)
     local key, amount = KEYS[index], counts[i] - used[i]
     if key and amount > 0 then
       kept[index] = (kept[index] or start) + amount
@@ -158,7 +155,7 @@ local result = remembered(ask.result)
 if result then return 'acquired 1 ' .. result end
 local kept, used, counts, more, news, new = {}, {}, {}, {}, {}, ''
 for i, counter in ipairs(ask.counters) do
-  local index, of_grants, _, _, start, _, _, drains = unpack(counter)
+  local index, of_grants, _, _, drains, start = unpack(counter)
   if index > 0 then
     kept[index] = get(KEYS[index], drains)
     local grants = grants_of(KEYS[of_grants])

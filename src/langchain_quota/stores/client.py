@@ -50,7 +50,7 @@ class StoreClient:
         """
         result: AcquireResult | None = None
         with self._asking("acquire", sent if undo else None):
-            result = _checked(await self._send(form, sent), sent)
+            result = await self._send(form, sent)
         return result  # noqa: RET504 - without an answer it is None
 
     async def settle(self, form: Form, sent: AcquireRequest) -> AcquireResult | None:
@@ -84,10 +84,8 @@ class StoreClient:
     async def reset(self, form: Form, keys: Sequence[str]) -> None:
         """Set what is used of keys to 0. Corrections of them that wait are made first."""
         with self._timing("reset"):
-            last = not keys
-            while not last:
-                with self._corrections.carried(prefix_of(keys[0]), keys) as (carried, last):
-                    await self._correct(form, carried)
+            if self._corrections and keys:
+                await self._send(form, AcquireRequest("", ""), keys)
             await ask(form, self.store, "reset", keys)
 
     def compensate_later(
@@ -116,31 +114,29 @@ class StoreClient:
                 left = True
                 while left:
                     with self._corrections.carried(prefix) as (carried, _):
-                        await self._correct(form, carried)
-                    left = bool(carried)
+                        left = bool(carried)
+                        if left:
+                            alone = AcquireRequest("", "", compensations=carried)
+                            await ask(form, self.store, "acquire", alone)
 
-    async def _correct(self, form: Form, carried: tuple[Compensation, ...]) -> None:
-        if carried:
-            await ask(form, self.store, "acquire", AcquireRequest("", "", compensations=carried))
-
-    async def _send(self, form: Form, sent: AcquireRequest) -> AcquireResult:
-        """The answer to a request, ahead of which the corrections go that it needs."""
-        answer: AcquireResult
+    async def _send(
+        self, form: Form, sent: AcquireRequest, reset: Sequence[str] = ()
+    ) -> AcquireResult:
+        """The answer to a request, ahead of which the corrections go that it needs, or a reset."""
+        last, answer = False, AcquireResult({})
         if not self._corrections:
-            answer = await ask(form, self.store, "acquire", sent)
-            return answer
-        prefix = prefix_of(next(iter(keys_of(sent)), ""))
+            return _checked(await ask(form, self.store, "acquire", sent), sent)
+        prefix = prefix_of(next(iter([*reset, *keys_of(sent)]), ""))
         # The counts that the caller has, or corrects.
-        keys = {each.key for each in sent.counters.values() if each.used and each.key is not None}
+        keys = {*reset, *(each.key or "" for each in sent.counters.values() if each.used)}
         keys.update(*(each.amounts for each in sent.compensations))
-        while True:
+        while not last:
             with self._corrections.carried(prefix, keys, sent.idempotency_key) as (carried, last):
-                if last:
-                    first = (*carried, *sent.compensations)
-                    asked = replace(sent, compensations=first) if carried else sent
-                    answer = await ask(form, self.store, "acquire", asked)
-                    return answer
-                await self._correct(form, carried)
+                asked = sent if last else AcquireRequest("", "")
+                if carried:
+                    asked = replace(asked, compensations=(*carried, *asked.compensations))
+                answer = await ask(form, self.store, "acquire", asked)
+        return _checked(answer, sent)
 
     @contextmanager
     def _asking(self, operation: str, request: AcquireRequest | None = None) -> Iterator[None]:

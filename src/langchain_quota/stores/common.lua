@@ -1,12 +1,14 @@
 -- What the scripts share. A script follows these lines; a line before them has the constants
 -- REMEMBERED, COMPENSATED and GRACE, in seconds.
 -- KEYS     every key that is used; a key in ARGV[1] is an index into it, 0 for none
--- ARGV[1]  JSON; numbers are whole, exact up to 2^53 - 1, and -1 stands for none
+-- ARGV[1]  JSON; numbers are whole, exact up to 2^53 - 1, and -1 stands for none. A count is {key, key
+--          of its grants, end of window, idle, drains}; idle: how long one without a window is kept, in
+--          seconds. All amounts and maximums of one that drains are microseconds
 -- Kept are
---   a count     a hash: used, limit, ends. One that drains counts microseconds, and falls by one each
---               microsecond: kept as used is when it is 0, since the Unix epoch. What is used includes what is held: a field "held:..." for
---               each request has the amount and the end of its lease. No lease ends before the
---               field next_end. Anything else in its place is an error: others can write there, too.
+--   a count     a hash: used, limit, ends. One that drains falls by one each microsecond: kept as used
+--               is when it is 0, since the Unix epoch. What is used includes what is held: a field
+--               "held:..." for each request has the amount and the end of its lease. No lease ends
+--               before the field next_end. Anything else is an error: others can write there, too.
 --   grants      of a count, under a key of their own: a packed list of {name, amount, end, new,
 --               details}; new: no call has been judged by it. After its end a grant is remembered
 --               for as long as a compensation.

@@ -2,7 +2,9 @@
 
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,9 +15,8 @@ from langchain_quota.concurrency import Form
 from langchain_quota.concurrency import now as at_once
 from langchain_quota.limits.options import UNITS, whole_amount
 from langchain_quota.limits.windows import CalendarWindow, checked
-from langchain_quota.stores import window_end
 from langchain_quota.stores.common import idle_time
-from langchain_quota.stores.keys import CountKey, spacing_of
+from langchain_quota.stores.keys import CountKey, parsed, spacing_of, window_end
 from langchain_quota.units import UNIT_LABELS, Dollars, Time, Unit, in_base_unit, shown
 
 MAX_TEXT = 1000
@@ -77,6 +78,8 @@ class Granting(ABC):
     """A store that gives grants: it says how they are kept; what is asked is checked here."""
 
     _idle: int
+    clock: Callable[[], float] = time.time
+    """The time, in seconds since the Unix epoch."""
 
     def grant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -182,7 +185,7 @@ class Granting(ABC):
         _check_texts(key=key, reason=reason, by=by, id=name)
         if not name:
             raise ValueError("id must not be empty: leave it out for a new one")
-        now, counted = self._now(), self._counted(str(key), window)
+        now, counted = self.clock(), self._counted(str(key), window)
         if spacing_of(counted):
             raise ValueError(
                 f"a smooth quota takes no grants: raise its limit or its burst, not {counted!r}"
@@ -200,23 +203,18 @@ class Granting(ABC):
 
     def _counted(self, text: str, window: timedelta | str | CalendarWindow | None) -> str:
         """The key of a count; if a window is given, of the present one."""
-        try:
-            key = CountKey.parse(text)
-        except ValueError:
+        key = parsed(text)
+        if key is None:
             raise ValueError(
                 "key must be the key of a count, such as 'email:user_id:ada', as store.usages() "
                 f"has it, not {text!r}"
-            ) from None
+            )
         if window is None:
             return text
         if key.window is not None:
             raise ValueError(f"key has a window, so window must be None: {text!r}")
         values = key.counter, key.dimension, key.subject, checked(window)
-        return str(CountKey.at(*values, self._now(), prefix=key.prefix))
-
-    @abstractmethod
-    def _now(self) -> float:
-        """The time, in seconds since the Unix epoch."""
+        return str(CountKey.at(*values, self.clock(), prefix=key.prefix))
 
     @abstractmethod
     def _given(self, pattern: str) -> list[Grant]:
@@ -249,10 +247,8 @@ class Granting(ABC):
 
 def unit_of(key: str) -> Unit:
     """What is counted under a key, by its text."""
-    try:
-        return UNITS.get(CountKey.parse(key).counter, "calls")
-    except ValueError:
-        return "calls"
+    known = parsed(key)
+    return UNITS.get(known.counter, "calls") if known else "calls"
 
 
 def _check_texts(**arguments: Any) -> None:

@@ -139,19 +139,26 @@ class CountKey:
         return f"{_encoded(self.prefix)}/{text}" if self.prefix else text
 
 
-def spacing_of(key: str | None) -> int:
-    """In how many microseconds a count that drains falls by a call; 0 for another count."""
-    return _spacing(key) if key and "~" in key else 0
-
-
-@lru_cache(maxsize=1024)
-def _spacing(key: str) -> int:
+@lru_cache(maxsize=4096)
+def parsed(text: str) -> CountKey | None:
+    """The key of a text; `None` if it is none of a count."""
     try:
-        parsed = CountKey.parse(key)
+        return CountKey.parse(text)
     except ValueError:
-        return 0
+        return None
+
+
+def window_end(text: str) -> int | None:
+    """When a key's window ends, by its text; `None` if it has none."""
+    key = parsed(text)
+    return key.ends if key else None
+
+
+def spacing_of(text: str | None) -> int:
+    """In how many microseconds a count that drains falls by a call; 0 for another count."""
+    key = parsed(text) if text and "~" in text else None
     # Rounded up: the rate is never higher than the limit says.
-    return -(-(parsed.window or 0) * 10**6 // parsed.limit) if parsed.limit else 0
+    return -(-(key.window or 0) * 10**6 // key.limit) if key and key.limit else 0
 
 
 def lacking(empty_in: int, room: int, spacing: int) -> float:

@@ -20,7 +20,6 @@ from langchain_quota.stores import (
     REMEMBERED,
     Occupancy,
     QuotaUsage,
-    window_end,
 )
 from langchain_quota.stores.common import (
     check_keys,
@@ -32,7 +31,7 @@ from langchain_quota.stores.common import (
 )
 from langchain_quota.stores.expiring import Kept
 from langchain_quota.stores.grants import Grant, Granting, in_utc
-from langchain_quota.stores.keys import spacing_of, unit_in
+from langchain_quota.stores.keys import spacing_of, unit_in, window_end
 from langchain_quota.stores.rate_limiter import RateLimiting
 
 _REMEMBERED_AT_MOST = 100_000
@@ -81,11 +80,11 @@ class MemoryStore(Granting, RateLimiting):
         self._idle = idle_seconds(idle_ttl)
         self._counts = _Counts()
         remembered = min(max_keys, _REMEMBERED_AT_MOST)
-        self._results: Kept[_Acquired] = Kept(remembered)
-        self._attempts: Kept[_Acquired] = Kept(remembered)
+        self._results: Kept[Acquired] = Kept(remembered)
+        self._attempts: Kept[Acquired] = Kept(remembered)
         self._compensated: Kept[bool] = Kept(remembered)
         self._settled: Kept[bool] = Kept(remembered)
-        self._grants: Kept[list[_Given]] = Kept()
+        self._grants: Kept[list[Given]] = Kept()
         self.clock = clock
         self._lock = fork_safe_lock()
 
@@ -104,7 +103,7 @@ class MemoryStore(Granting, RateLimiting):
             now = self.clock()
             for compensation in request.compensations:
                 self._compensate(compensation, now)
-            if self._attempts.get(request.attempt_id, now) is _REFUSED:
+            if self._attempts.get(request.attempt_id, now) is REFUSED:
                 raise QuotaStoreError("the attempt was compensated before it arrived")
             made = self._results.get(request.idempotency_key, now)
             return self._admit(request, now) if made is None else replay(made.result, request)
@@ -150,9 +149,6 @@ class MemoryStore(Granting, RateLimiting):
         """`reset`; it does not block."""
         self.reset(keys)
 
-    def _now(self) -> float:
-        return self.clock()
-
     async def _grant(self, _: Form, asked: Grant) -> tuple[Grant | None, bool]:
         with self._lock:
             now = self.clock()
@@ -160,7 +156,7 @@ class MemoryStore(Granting, RateLimiting):
             known = {each.grant.id: each for each in self._granted(asked.key, now - COMPENSATED)}
             if asked.id in known:
                 return known[asked.id].grant, False
-            new = known[asked.id] = _Given(asked)
+            new = known[asked.id] = Given(asked)
             if new.ends <= now:
                 return None, False
             last = max(each.ends for each in known.values())
@@ -186,7 +182,7 @@ class MemoryStore(Granting, RateLimiting):
             keys = [key for key in self._grants.all if fnmatchcase(key, pattern)]
             return [each.grant for key in keys for each in self._granted(key, now)]
 
-    def _granted(self, key: str | None, now: float) -> list["_Given"]:
+    def _granted(self, key: str | None, now: float) -> list["Given"]:
         """The grants that have not ended."""
         given, _ = self._grants.all.get(key or "", ((), 0))
         return [each for each in given if each.ends > now]
@@ -223,7 +219,7 @@ class MemoryStore(Granting, RateLimiting):
 
     def _undo(self, attempt_id: str, now: float) -> None:
         made = self._attempts.get(attempt_id, now)
-        self._attempts.remember(attempt_id, _REFUSED, REMEMBERED, now)
+        self._attempts.remember(attempt_id, REFUSED, REMEMBERED, now)
         if made is None:
             return
         if self._results.get(made.name, now) is made:
@@ -236,13 +232,12 @@ class MemoryStore(Granting, RateLimiting):
     def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
         used, grants, empty_in = {}, {}, {}
         for name, counter in request.counters.items():
-            count = None if counter.key is None else self._counts.get(counter.key, now)
-            used[name] = counter.used if count is None else count.used
-            if counter.key is not None and (unit := spacing_of(counter.key)):
-                empty_in[name] = (
-                    counter.used * unit if count is None else count.at(counter.key, now)
-                )
-                used[name] = -(-empty_in[name] // unit)
+            key, spacing = counter.key, spacing_of(counter.key)
+            count = None if key is None else self._counts.get(key, now)
+            amount = count.at(key, now) if count else counter.used * (spacing or 1)
+            used[name] = -(-amount // (spacing or 1))
+            if spacing:
+                empty_in[name] = amount
             if counter.key in self._grants.all:
                 grants[name] = self._granted(counter.key, now)
         granted = {name: more for name, given in grants.items() if (more := _amount(given))}
@@ -264,13 +259,14 @@ class MemoryStore(Granting, RateLimiting):
         ]
         if not charges:
             return
-        beside, made = metadata(request), _Acquired(request.idempotency_key, result, [])
+        beside, made = metadata(request), Acquired(request.idempotency_key, result, [])
         self._make_room([key for _, key, _ in charges], now)
         for counter, key, amount in charges:
             # Another counter with this key may have been charged just now.
-            count, added = self._counts.get(key, now), amount * unit_in(key)
-            used = counter.used * unit_in(key) if count is None else count.at(key, now)
-            count = self._write(key, count, used + added, beside[key].ends, now)
+            added = amount * unit_in(key)
+            known = self._counts.get(key, now)
+            used = known.at(key, now) if known else counter.used * unit_in(key)
+            count = self._write(key, known, used + added, beside[key].ends, now)
             count.limit = beside[key].limit
             self._counts.droppable.pop(key, None)
             if beside[key].mirrored:
@@ -282,9 +278,9 @@ class MemoryStore(Granting, RateLimiting):
         self._attempts.remember(request.attempt_id, made, REMEMBERED, now)
 
     def _write(
-        self, key: str, known: "_Count | None", used: int, ends: int | None, now: float
-    ) -> "_Count":
-        count = known or _Count()
+        self, key: str, known: "Count | None", used: int, ends: int | None, now: float
+    ) -> "Count":
+        count = known or Count()
         count.used, count.ends = used, ends
         expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
         if spacing_of(key):
@@ -311,7 +307,7 @@ class MemoryStore(Granting, RateLimiting):
 
 
 @dataclass(slots=True)
-class _Given:
+class Given:
     """A grant, and whether a call has been judged by it."""
 
     grant: Grant
@@ -319,15 +315,16 @@ class _Given:
 
     @property
     def ends(self) -> int:
+        """When it ends, in seconds since the Unix epoch."""
         return self.grant.ends or 0
 
 
-def _amount(grants: Iterable[_Given]) -> int:
+def _amount(grants: Iterable[Given]) -> int:
     return sum(each.grant.amount for each in grants)
 
 
 @dataclass(slots=True, eq=False)
-class _Acquired:
+class Acquired:
     """The answer to a request, and each key and amount that it charged, and whether it is held."""
 
     name: str
@@ -335,7 +332,7 @@ class _Acquired:
     charged: list[tuple[str, int, bool]]
 
 
-_REFUSED = _Acquired("", AcquireResult({}), [])
+REFUSED = Acquired("", AcquireResult({}), [])
 """What an attempt that is compensated has charged."""
 
 
@@ -344,7 +341,7 @@ def _micros(now: float) -> int:
 
 
 @dataclass(slots=True)
-class _Count:
+class Count:
     """What is kept under a key; `used` includes what is held. If it drains, it is when it is 0."""
 
     used: int = 0
@@ -355,7 +352,7 @@ class _Count:
     next_end: float = math.inf
     """No lease of the holds ends before this time."""
 
-    def at(self, key: str, now: float) -> int:
+    def at(self, key: str | None, now: float) -> int:
         """What is used now; microseconds if it drains."""
         return max(0, self.used - _micros(now)) if spacing_of(key) else self.used
 
@@ -383,14 +380,14 @@ class _Count:
         self.next_end = min((ends for _, ends in holds.values()), default=math.inf)
 
 
-class _Counts(Kept[_Count]):
+class _Counts(Kept[Count]):
     """The counts, and the keys of those that callers mirror: the oldest charge comes first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.droppable: OrderedDict[str, None] = OrderedDict()
 
-    def get(self, name: str, now: float) -> _Count | None:
+    def get(self, name: str, now: float) -> Count | None:
         count = super().get(name, now)
         if count is not None and count.next_end <= now:
             count.end_leases(now)

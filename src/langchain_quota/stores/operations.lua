@@ -1,5 +1,4 @@
--- Everything but acquiring: op says what, for counts: each is {key, key of its grants, end of window,
--- idle time, whether it drains}.
+-- Everything but acquiring: op says what, for counts.
 --   peek    answer of each: used, limit, end of window, what is granted; used is -2 where something
 --           else than a count is kept
 --   reset

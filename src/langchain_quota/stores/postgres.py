@@ -3,32 +3,27 @@
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from math import ceil
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.concurrency import Form, now
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.common import metadata
-from langchain_quota.stores.postgres_connections import (
-    FAILED,
-    STALLED,
-    TIMEOUTS,
-    Connection,
-    Pool,
-    connections,
-    is_open,
-    quoted,
-    remedies,
-    send,
-)
 from langchain_quota.stores.rows import GRANTS, Name, Rows, names_of, names_of_keys
-from langchain_quota.stores.server import PREFIX, UNREADABLE, Patience, ServerStore
+from langchain_quota.stores.server import PREFIX, ServerStore
+
+if TYPE_CHECKING:
+    from langchain_quota.stores.postgres_connections import Connection, Pool
+
+with suppress(ModuleNotFoundError):
+    # An extra, which is loaded now: when a store is made, an event loop may run.
+    import langchain_quota.stores.postgres_connections  # noqa: F401
 
 CLOCK = "extract(epoch FROM clock_timestamp())"
 """The time, in seconds since the Unix epoch."""
@@ -95,10 +90,6 @@ _READING = ("peek", "grants")
 """Operations that change nothing."""
 
 
-class _EndedError(Exception):
-    """The server has ended a transaction before anything was written."""
-
-
 class PostgresStore(ServerStore):
     """A `QuotaStore` in PostgreSQL, for all processes and machines that use the same prefix.
 
@@ -140,18 +131,16 @@ class PostgresStore(ServerStore):
 
     def __init__(
         self,
-        source: str | Pool,
+        source: "str | Pool",
         *,
         prefix: str | Callable[[Any, Any], str] = PREFIX,
         timeout: float = 1.0,
         idle_ttl: timedelta = IDLE_TTL,
     ) -> None:
-        super().__init__(prefix, timeout, idle_ttl)
-        self._connections = connections(source, timeout)
-        self.forms = self._connections.forms
+        from langchain_quota.stores.postgres_connections import connections  # noqa: PLC0415 - an extra
 
-    def __repr__(self) -> str:
-        return f"PostgresStore({self._connections.name}, prefix={self.prefix!r})"
+        super().__init__(prefix, timeout, idle_ttl)
+        self._server = self._connections = connections(source, timeout)
 
     def setup(self) -> None:
         """Make the table `langchain_quota`, in the first schema of the search path, if need be.
@@ -165,22 +154,10 @@ class PostgresStore(ServerStore):
         """`setup`, without blocking the event loop."""
         await self._within("a", self._set_up)
 
-    def close(self) -> None:
-        """Close the connections of the sync form; a pool of your own stays open."""
-        self._connections.close()
-
-    async def aclose(self) -> None:
-        """Close the connections of the running event loop, and those of the sync form.
-
-        `asyncio.run` closes them by itself when it ends its event loop.
-        """
-        self._connections.close()
-        await self._connections.aclose()
-
     async def _admit(self, form: Form, prefix: str, request: AcquireRequest) -> AcquireResult:
         metadata(request)  # what is wrong with a request is no failure of PostgreSQL
 
-        async def work(connection: Connection) -> AcquireResult:
+        async def work(connection: "Connection") -> AcquireResult:
             names, undone = names_of(request), Rows.undone
             rows = await self._read(connection, prefix, names, _BEGIN)
             while not (more := undone(rows, request)) <= names:
@@ -194,7 +171,7 @@ class PostgresStore(ServerStore):
     async def _operate(
         self, form: Form, prefix: str, op: str, keys: Sequence[str], *more: Any
     ) -> list[Any]:
-        async def work(connection: Connection) -> list[Any]:
+        async def work(connection: "Connection") -> list[Any]:
             begin = "" if op in _READING else _BEGIN
             rows = await self._read(connection, prefix, names_of_keys(keys), begin)
             done = partial(rows.operate, op, keys, *more)
@@ -206,47 +183,33 @@ class PostgresStore(ServerStore):
         prefix, last = str(self.prefix), "0" * 32
         head = json.dumps(re.split(r"[*?\[]", pattern, maxsplit=1)[0])[:-1]
 
-        async def page(connection: Connection) -> list[tuple[str, str]]:
-            texts = (quoted(connection, each) for each in (prefix, kind, head))
+        async def page(connection: "Connection") -> list[tuple[str, str]]:
+            texts = (self._connections.quoted(connection, each) for each in (prefix, kind, head))
             statement = _LIST.format(*texts, last=last, most=_PAGE)
-            return _table(await send(connection, statement.encode(), self._timeout))
+            return _table(await self._connections.send(connection, statement))
 
         while last:
             found = now(self._within("", page))
             yield from (str(json.loads(name)) for _, name in found)
             last = found[-1][0] if len(found) == _PAGE else ""
 
-    async def _set_up(self, connection: Connection) -> None:
-        await send(connection, _SETUP.encode(), self._timeout)
+    async def _set_up(self, connection: "Connection") -> None:
+        await self._connections.send(connection, _SETUP)
 
-    async def _within(self, form: Form, work: Callable[[Connection], Awaitable[T]]) -> T:
+    async def _within(self, form: Form, work: "Callable[[Connection], Awaitable[T]]") -> T:
         """Do some work with a connection, in time."""
-        asked, right = ("async", "an AsyncConnectionPool") if form else ("sync", "a ConnectionPool")
-        if asked not in self.forms:
-            raise TypeError(
-                f"{self._connections.name} serves no {asked} calls: give PostgresStore a "
-                f"connection string, or {right}"
-            )
-        patience = Patience(self._timeout)
-        try:
-            async with patience if form else nullcontext():
-                for _ in range(_TRIES):
-                    with suppress(STALLED, _EndedError):
-                        async with self._connections.taken(form) as connection:
-                            return await work(connection)
-                raise QuotaStoreError(f"{self!r}: the server ended {_TRIES} transactions")
-        except FAILED as error:
-            raise self._failure(
-                error,
-                patience.blocked,
-                timed_out=isinstance(error, TIMEOUTS),
-                unreadable=isinstance(error, UNREADABLE),
-                remedies=remedies(error),
-                secrets=self._connections.secrets,
-            ) from error
+
+        async def tried() -> T:
+            for _ in range(_TRIES):
+                with suppress(self._connections.ended):
+                    async with self._connections.taken(form) as connection:
+                        return await work(connection)
+            raise QuotaStoreError(f"{self!r}: the server ended {_TRIES} transactions")
+
+        return await self._in_time(form, tried)
 
     async def _read(
-        self, connection: Connection, prefix: str, names: set[Name], begin: str
+        self, connection: "Connection", prefix: str, names: set[Name], begin: str
     ) -> Rows:
         """What is kept under names, which are locked if a transaction is to begin."""
         by_id = {_id(prefix, name): name for name in names}
@@ -260,13 +223,13 @@ class PostgresStore(ServerStore):
             clock=CLOCK,
             ids=",".join(by_id),
         )
-        found = _table(await send(connection, statements.encode(), self._timeout))
+        found = _table(await self._connections.send(connection, statements))
         read = {by_id[each.replace("-", "")]: value for each, value in found if each}
         (time,) = (float(value) for each, value in found if not each)
         return Rows(self._idle, time, read)
 
     async def _written(
-        self, connection: Connection, prefix: str, rows: Rows, do: Callable[[], T]
+        self, connection: "Connection", prefix: str, rows: Rows, do: Callable[[], T]
     ) -> T:
         """Do something with rows, and write what has changed."""
         try:
@@ -278,8 +241,8 @@ class PostgresStore(ServerStore):
         await self._write(connection, prefix, rows)
         return answer
 
-    async def _write(self, connection: Connection, prefix: str, rows: Rows) -> None:
-        written, gone, moment = [], [], rows.clock()
+    async def _write(self, connection: "Connection", prefix: str, rows: Rows) -> None:
+        written, gone, moment, quoted = [], [], rows.clock(), self._connections.quoted
         for (kind, name), text, expires in rows.changed():
             identity = _id(prefix, (kind, name))
             if text is None:
@@ -300,9 +263,7 @@ class PostgresStore(ServerStore):
         # One of so many requests, by the server's microseconds.
         if statements and int(moment * 1e6) % _CLEANED_EVERY == 0:
             statements += _CLEAN.format(now=int(moment), most=_CLEANED)
-        if not is_open(connection):
-            raise _EndedError
-        await send(connection, f"{statements}COMMIT".encode(), self._timeout)
+        await self._connections.commit(connection, statements)
 
 
 def _id(prefix: str, name: Name) -> str:

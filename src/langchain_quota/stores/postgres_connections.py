@@ -5,8 +5,9 @@ import math
 import os
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Generator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from time import monotonic
 from typing import Any
 from urllib.parse import quote
@@ -24,18 +25,13 @@ except ImportError as missing:
     ) from missing
 
 from langchain_quota.concurrency import Form
-from langchain_quota.stores.server import UNREADABLE, PerLoop
+from langchain_quota.stores.server import PerLoop, Server
 
 _CONNECTIONS = 10
 """Most connections, for all threads and for each event loop; other operations wait."""
 
 _INTERVAL = 0.1
 """How often a wait for the server looks whether its time is over, in seconds."""
-
-FAILED = (psycopg.Error, OSError, *UNREADABLE)
-STALLED = errors.IdleInTransactionSessionTimeout
-"""The server has ended a transaction in which nothing came for too long: nothing was written."""
-TIMEOUTS = (TimeoutError, errors.QueryCanceled, errors.ConnectionTimeout, PoolTimeout)
 
 Pool = ConnectionPool[Any] | AsyncConnectionPool[Any]
 Connection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
@@ -53,17 +49,6 @@ def connections(source: object, timeout: float) -> "Connections":
             f"psycopg_pool, not a {type(source).__name__}"
         )
     return _Own(source, timeout)
-
-
-async def send(connection: Connection, statements: bytes, seconds: float) -> list[Any]:
-    """What the server answers to statements that are sent together."""
-    # Not its own `wait`: if a caller is cancelled, that one waits for a server that hangs.
-    pgconn = connection.pgconn
-    if isinstance(connection, psycopg.Connection):
-        sent = _sent(pgconn, statements, seconds)
-        return waiting.wait_selector(sent, pgconn.socket, interval=_INTERVAL)
-    sent = _sent(pgconn, statements, math.inf)
-    return await waiting.wait_async(sent, pgconn.socket, interval=_INTERVAL)
 
 
 def _sent(pgconn: Any, statements: bytes, seconds: float) -> Generator[Any, Any, list[Any]]:
@@ -98,7 +83,7 @@ def _consume(pgconn: Any) -> None:
         raise
 
 
-def is_open(connection: Connection) -> bool:
+def _is_open(connection: Connection) -> bool:
     """Whether the server has not closed, and does not close, a connection that waits for us."""
     try:
         # The first takes what the server said last, the second sees that it is gone.
@@ -109,27 +94,13 @@ def is_open(connection: Connection) -> bool:
     return not connection.closed and connection not in _stalled
 
 
-def quoted(connection: Connection, text: str) -> str:
-    """A text in ASCII as it stands in a statement."""
-    return bytes(pq.Escaping(connection.pgconn).escape_literal(text.encode("ascii"))).decode()
-
-
-def remedies(error: BaseException) -> Sequence[str]:
-    """What helps against a failure, if that is known."""
-    if isinstance(error, errors.UndefinedTable):
-        return ("make the store's table once, with its method setup() or asetup()",)
-    if isinstance(error, psycopg.OperationalError | OSError) and not isinstance(error, PoolTimeout):
-        return ("check that PostgreSQL runs there and that the connection string is right",)
-    return ()
-
-
 @asynccontextmanager
 async def _closed_by_failures(connection: Connection) -> AsyncIterator[Connection]:
     """A connection of which nobody knows, after a failure, where it stands."""
 
     def heard(notice: errors.Diagnostic) -> None:
         # What comes right behind an answer is no error to libpq.
-        if notice.sqlstate == STALLED.sqlstate:
+        if notice.sqlstate == Connections.ended.sqlstate:
             _stalled.add(connection)
 
     connection.add_notice_handler(heard)
@@ -141,20 +112,66 @@ async def _closed_by_failures(connection: Connection) -> AsyncIterator[Connectio
             connection.pgconn.finish()
 
 
-class _Given:
-    """The user's own pool, which the user closes; it has one of the two forms."""
+class Connections(Server, ABC):
+    """The connections to a database."""
 
-    secrets = ()
+    serving = (
+        "a connection string, or a ConnectionPool",
+        "a connection string, or an AsyncConnectionPool",
+    )
+    timeouts = (TimeoutError, errors.QueryCanceled, errors.ConnectionTimeout, PoolTimeout)
+    failed = (psycopg.Error, OSError, *Server.unreadable)
+
+    ended = errors.IdleInTransactionSessionTimeout
+    """The server has ended a transaction in which nothing came for too long."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+
+    @abstractmethod
+    def taken(self, form: Form) -> AbstractAsyncContextManager[Connection]:
+        """A connection that nobody else uses meanwhile."""
+
+    async def send(self, connection: Connection, statements: str) -> list[Any]:
+        """What the server answers to statements that are sent together."""
+        # Not its own `wait`: if a caller is cancelled, that one waits for a server that hangs.
+        is_sync, pgconn = isinstance(connection, psycopg.Connection), connection.pgconn
+        sent = _sent(pgconn, statements.encode(), self._timeout if is_sync else math.inf)
+        if is_sync:
+            return waiting.wait_selector(sent, pgconn.socket, interval=_INTERVAL)
+        return await waiting.wait_async(sent, pgconn.socket, interval=_INTERVAL)
+
+    async def commit(self, connection: Connection, statements: str) -> None:
+        """Send what ends a transaction, if the server has not ended it."""
+        if not _is_open(connection):
+            raise self.ended
+        await self.send(connection, f"{statements}COMMIT")
+
+    def quoted(self, connection: Connection, text: str) -> str:
+        """A text in ASCII as it stands in a statement."""
+        return bytes(pq.Escaping(connection.pgconn).escape_literal(text.encode("ascii"))).decode()
+
+    def remedies(self, error: BaseException) -> Sequence[str]:
+        """What helps against a failure, if that is known."""
+        if isinstance(error, errors.UndefinedTable):
+            return ("make the store's table once, with its method setup() or asetup()",)
+        lost = isinstance(error, psycopg.OperationalError | OSError)
+        if lost and not isinstance(error, PoolTimeout):
+            return ("check that PostgreSQL runs there and that the connection string is right",)
+        return ()
+
+
+class _Given(Connections):
+    """The user's own pool, which the user closes; it has one of the two forms."""
 
     def __init__(self, pool: Pool, timeout: float) -> None:
         self.name = f"{type(pool).__module__.split('.')[0]}.{type(pool).__name__}"
         self.forms = ("async",) if isinstance(pool, AsyncConnectionPool) else ("sync",)
+        super().__init__(timeout)
         self._pool: Any = pool
-        self._timeout = timeout
 
     @asynccontextmanager
     async def taken(self, form: Form) -> AsyncIterator[Connection]:
-        """A connection that nobody else uses meanwhile."""
         taking = self._pool.connection(self._timeout)
         if form:
             async with taking as connection, _closed_by_failures(connection):
@@ -163,12 +180,6 @@ class _Given:
             with taking as connection:
                 async with _closed_by_failures(connection):
                     yield connection
-
-    def close(self) -> None:
-        pass
-
-    async def aclose(self) -> None:
-        pass
 
 
 class _Idle:
@@ -182,7 +193,7 @@ class _Idle:
         """One that the server has not closed, if there is one."""
         while self._connections:
             found = self._connections.pop()
-            if is_open(found):
+            if _is_open(found):
                 return found
         return None
 
@@ -209,10 +220,8 @@ class _AsyncConnection(psycopg.AsyncConnection[Any]):
         """As above."""
 
 
-class _Own:
+class _Own(Connections):
     """Connections that are made by a connection string."""
-
-    forms = ("sync", "async")
 
     def __init__(self, source: str, timeout: float) -> None:
         try:
@@ -230,16 +239,15 @@ class _Own:
         self.name = f"postgresql://{host or 'localhost'}:{port or 5432}/{database}"
         password = str(parts.get("password") or "")
         self.secrets = (source, password, quote(password, safe="")) if password else (source,)
+        super().__init__(timeout)
         self._source = source
-        self._timeout = timeout
         self._options: Any = {"autocommit": True, "fallback_application_name": "langchain-quota"}
-        self._threads = self._of_threads()
-        self._process = os.getpid()
-        self._loops = PerLoop(_of_loop, _Idle.aclose)
+        # By process: those of a forked child's parent are not the child's.
+        self._threads: dict[int, _Idle] = {}
+        self._loops = PerLoop(lambda: _Idle(asyncio.Semaphore(_CONNECTIONS)), _Idle.aclose)
 
     @asynccontextmanager
     async def taken(self, form: Form) -> AsyncIterator[Connection]:
-        """A connection that nobody else uses meanwhile."""
         idle = await self._loops.get() if form else self._of_process()
         if form:
             await idle.permits.acquire()
@@ -256,11 +264,9 @@ class _Own:
             idle.permits.release()
 
     def close(self) -> None:
-        """Close those of threads; they are opened again when they are needed."""
         self._of_process().close()
 
     async def aclose(self) -> None:
-        """Close those of the running event loop."""
         await self._loops.close()
 
     async def _connected(self, form: Form) -> Connection:
@@ -271,19 +277,5 @@ class _Own:
         return _SyncConnection.connect(self._source, **self._options, connect_timeout=patience)
 
     def _of_process(self) -> _Idle:
-        if self._process != os.getpid():
-            # A forked child's: the others are still its parent's.
-            self._threads, self._process = self._of_threads(), os.getpid()
-        return self._threads
-
-    @staticmethod
-    def _of_threads() -> _Idle:
-        return _Idle(threading.BoundedSemaphore(_CONNECTIONS))
-
-
-def _of_loop() -> _Idle:
-    """The connections of an event loop."""
-    return _Idle(asyncio.Semaphore(_CONNECTIONS))
-
-
-Connections = _Given | _Own
+        made = _Idle(threading.BoundedSemaphore(_CONNECTIONS))
+        return self._threads.setdefault(os.getpid(), made)

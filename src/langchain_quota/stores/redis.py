@@ -1,39 +1,27 @@
 """Counts in Redis, shared by all processes and machines that use it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.concurrency import Form, now
-from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import IDLE_TTL, wire
-from langchain_quota.stores.redis_clients import (
-    FAILED,
-    TIMEOUTS,
-    UNREADABLE,
-    AsyncClient,
-    NoScriptError,
-    SyncClient,
-    clients,
-    remedies,
-)
 from langchain_quota.stores.redis_script import ScriptCall, key_of, pattern_of
-from langchain_quota.stores.server import PREFIX, Patience, ServerStore
+from langchain_quota.stores.server import PREFIX, ServerStore
+
+if TYPE_CHECKING:
+    from langchain_quota.stores.redis_clients import AsyncClient, SyncClient
+
+with suppress(ModuleNotFoundError):
+    # An extra, which is loaded now: when a store is made, an event loop may run.
+    import langchain_quota.stores.redis_clients  # noqa: F401
 
 _SCANNED = 500
 """How many keys Redis looks at in a step of a listing."""
-
-_READ: dict[str, Callable[[Sequence[str], object], list[Any]]] = {
-    "peek": wire.uses,
-    "reset": wire.nothing,
-    "grant": wire.grants,
-    "revoke": wire.grants,
-    "grants": wire.grants,
-}
-"""How the answer of an operation is read."""
 
 T = TypeVar("T")
 
@@ -80,35 +68,21 @@ class RedisStore(ServerStore):
 
         >>> from langchain_quota import RedisStore
         >>> RedisStore("rediss://worker:secret@redis.example/0", prefix="prod")
-        RedisStore(rediss://redis.example:6379/0, prefix='prod')
+        RedisStore(rediss://redis.example/0, prefix='prod')
     """
 
     def __init__(
         self,
-        source: str | SyncClient | AsyncClient | None = None,
+        source: "str | SyncClient | AsyncClient | None" = None,
         *,
         prefix: str | Callable[[Any, Any], str] = PREFIX,
         timeout: float = 1.0,
         idle_ttl: timedelta = IDLE_TTL,
     ) -> None:
+        from langchain_quota.stores.redis_clients import clients  # noqa: PLC0415 - an extra
+
         super().__init__(prefix, timeout, idle_ttl)
-        self._clients = clients(source, timeout)
-        self.forms = self._clients.forms
-
-    def __repr__(self) -> str:
-        return f"RedisStore({self._clients.name}, prefix={self.prefix!r})"
-
-    def close(self) -> None:
-        """Close the connections of the sync form; a client of your own stays open."""
-        self._clients.close()
-
-    async def aclose(self) -> None:
-        """Close the connections of the running event loop, and those of the sync form.
-
-        `asyncio.run` closes them by itself when it ends its event loop.
-        """
-        self._clients.close()
-        await self._clients.aclose()
+        self._server = self._clients = clients(source, timeout)
 
     async def _admit(self, form: Form, prefix: str, request: AcquireRequest) -> AcquireResult:
         ask, read = partial(wire.acquire, request, self._idle), partial(wire.result, request)
@@ -117,56 +91,30 @@ class RedisStore(ServerStore):
     async def _operate(
         self, form: Form, prefix: str, op: str, keys: Sequence[str], *more: Any
     ) -> list[Any]:
-        told: wire.Asked = {}
-        if op == "grant":
-            told = wire.of_grant(*more)
-        elif op == "revoke":
-            told = {"name": wire.short(*more)}
-        ask = partial(wire.operation, op, keys, told, self._idle)
-        return await self._run(form, "operations", prefix, ask, partial(_READ[op], keys))
+        ask = partial(wire.operation, op, keys, more, self._idle)
+        read: Callable[..., list[Any]] = wire.uses if op == "peek" else wire.grants
+        return await self._run(form, "operations", prefix, ask, partial(read, keys))
 
     async def _run(
         self, form: Form, script: str, prefix: str, ask: wire.Ask, read: Callable[[object], T]
     ) -> T:
         # What is wrong with a question is no failure of Redis.
         call = ScriptCall(script, prefix, ask)
-        client = await self._clients.opened(form)
-        patience = Patience(self._timeout)
-        try:
-            async with patience if form else nullcontext():
-                reply = await _reply(form, client, call)
-                while call.again(reply):
-                    reply = await _reply(form, client, call)
-                return read(reply)
-        except FAILED as error:
-            raise self._failed(error, patience.blocked) from error
+
+        async def work() -> T:
+            reply = await self._clients.run(form, call.script, call.arguments())
+            while call.again(reply):
+                reply = await self._clients.run(form, call.script, call.arguments())
+            return read(reply)
+
+        return await self._in_time(form, work)
 
     def _keys(self, kind: str, pattern: str) -> Iterator[str]:
-        prefix, client = str(self.prefix), now(self._clients.opened(""))
-        try:
-            for name in client.scan_iter(pattern_of(prefix, kind, pattern), count=_SCANNED):
-                key = key_of(prefix, kind, name)
-                if key is not None:
-                    yield key
-        except FAILED as error:
-            raise self._failed(error, 0) from error
+        prefix, client = str(self.prefix), now(self._in_time("", partial(self._clients.opened, "")))
+        names = client.scan_iter(pattern_of(prefix, kind, pattern), count=_SCANNED)
 
-    def _failed(self, error: BaseException, blocked: float) -> QuotaStoreError:
-        return self._failure(
-            error,
-            blocked,
-            timed_out=isinstance(error, TIMEOUTS),
-            unreadable=isinstance(error, UNREADABLE),
-            remedies=remedies(error),
-            secrets=self._clients.secrets,
-        )
+        async def some() -> list[bytes | str]:
+            return [*islice(names, _SCANNED)]
 
-
-async def _reply(form: Form, client: Any, call: ScriptCall) -> object:
-    arguments = call.arguments()
-    try:
-        reply = client.evalsha(call.script.sha, *arguments)
-        return await reply if form else reply
-    except NoScriptError:
-        reply = client.eval(call.script.text, *arguments)
-        return await reply if form else reply
+        while found := now(self._in_time("", some)):
+            yield from (key for name in found if (key := key_of(prefix, kind, name)) is not None)

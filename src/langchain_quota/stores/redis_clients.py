@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
@@ -21,7 +22,8 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from langchain_quota.concurrency import Form
-from langchain_quota.stores import server
+from langchain_quota.stores.redis_script import Script
+from langchain_quota.stores.server import PerLoop, Server
 
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 """The environment variable with the URL of the server."""
@@ -35,11 +37,8 @@ _CONNECTIONS = 32
 _MOST = 16
 """Most requests of a pipeline. While the server answers one pipeline, the next one is packed."""
 
-NoScriptError = exceptions.NoScriptError
-TIMEOUTS = (exceptions.TimeoutError, TimeoutError)
-UNREADABLE = (exceptions.InvalidResponse, *server.UNREADABLE)
-"""What redis-py raises if a reply has an unexpected form."""
-FAILED = (exceptions.RedisError, exceptions.RedisClusterException, OSError, *UNREADABLE)
+# Otherwise every connection reads the version of redis from a file, on the event loop.
+_DRIVER = {"driver_info": redis.DriverInfo()} if hasattr(redis, "DriverInfo") else {}
 
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
@@ -64,7 +63,47 @@ def clients(source: object, timeout: float) -> "Clients":
     return _Own(url, timeout)
 
 
-class _Given:
+class Clients(Server, ABC):
+    """The clients of a server, or of a cluster."""
+
+    serving = ("a URL, or a client of redis", "a URL, or a client of redis.asyncio")
+    unreadable = (exceptions.InvalidResponse, *Server.unreadable)
+    timeouts = (exceptions.TimeoutError, TimeoutError)
+    failed = (exceptions.RedisError, exceptions.RedisClusterException, OSError, *unreadable)
+
+    @abstractmethod
+    async def opened(self, form: Form) -> Any:
+        """A client that runs scripts in a form."""
+
+    async def run(self, form: Form, script: Script, arguments: Sequence[int | bytes | str]) -> Any:
+        """The reply of a script; the server may have to be told what it is."""
+        client = await self.opened(form)
+        try:
+            reply = client.evalsha(script.sha, *arguments)
+            return await reply if form else reply
+        except exceptions.NoScriptError:
+            reply = client.eval(script.text, *arguments)
+            return await reply if form else reply
+
+    def remedies(self, error: BaseException) -> Sequence[str]:
+        """What helps against a failure, if that is known."""
+        if isinstance(error, exceptions.MovedError):
+            return (
+                "the server is one node of a Redis Cluster, and another node has the key",
+                "give RedisStore a client of the cluster, such as redis.asyncio.RedisCluster",
+                "give `langchain-quota quotas` the URL of that node",
+            )
+        if isinstance(error, exceptions.MaxConnectionsError):
+            return (
+                "all connections of the client are in use",
+                "give it more, by max_connections=…",
+            )
+        if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+            return ("check that Redis runs there and that the URL is right",)
+        return ()
+
+
+class _Given(Clients):
     """The user's own client, which the user closes; it has one of the two forms."""
 
     def __init__(self, client: SyncClient | AsyncClient) -> None:
@@ -72,27 +111,24 @@ class _Given:
         self.secrets = _secrets(client.get_connection_kwargs())
         self.forms = ("async",) if isinstance(client, AsyncClient) else ("sync",)
         self._client: Any = client
-        if isinstance(client, redis.asyncio.RedisCluster):
-            self._client = _Cluster(client)
-        elif isinstance(client, redis.asyncio.Redis):
+        if isinstance(client, redis.asyncio.Redis):
             self._client = _Together(client, client.connection_pool.max_connections)
+        self._asking: asyncio.Task[object] | None = None
 
-    async def opened(self, form: Form) -> Any:
-        asked, wrong, right = "sync", "a client of redis.asyncio", "redis"
-        if form:
-            asked, wrong, right = "async", "a sync client of redis", "redis.asyncio"
-        if asked not in self.forms:
-            raise TypeError(
-                f"{wrong} serves no {asked} calls ({self.name}): give RedisStore a URL, or a "
-                f"client of {right}"
-            )
-        return self._client
-
-    def close(self) -> None:
-        pass
-
-    async def aclose(self) -> None:
-        pass
+    async def opened(self, _: Form) -> Any:
+        # Without the nodes, redis-py sends first requests of a cluster to any node, and closes
+        # connections that others use when these nodes answer that they do not have the key. The
+        # client forgets the nodes when it is closed. Callers do not wait for connections: while a
+        # node does not answer, its callers would keep the callers of other nodes waiting.
+        client = self._client
+        if isinstance(client, redis.asyncio.RedisCluster) and client.get_default_node() is None:
+            loop, asking = asyncio.get_running_loop(), self._asking
+            if asking is None or asking.done() or asking.get_loop() is not loop:
+                # A caller who is cancelled, or whose time is over, does not end this task.
+                asking = self._asking = loop.create_task(client.initialize())
+                asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.shield(asking)
+        return client
 
 
 class _Together:
@@ -181,38 +217,8 @@ class _Pipeline:
                 waiting.set_result(answers.get(waiting, failure))
 
 
-class _Cluster:
-    """A client of a cluster that knows the nodes before it sends a request."""
-
-    # Without, redis-py sends first requests to any node, and closes connections that others use
-    # when these nodes answer that they do not have the key. Callers do not wait for connections:
-    # while a node does not answer, its callers would keep the callers of other nodes waiting.
-
-    def __init__(self, client: redis.asyncio.RedisCluster) -> None:
-        self._client = client
-        self._asking: asyncio.Task[object] | None = None
-
-    async def eval(self, *arguments: Any) -> object:
-        """Run a script."""
-        return await self._client.eval(*arguments)
-
-    async def evalsha(self, *arguments: Any) -> object:
-        """Run a script that the servers know."""
-        # The client forgets the nodes when it is closed.
-        if self._client.get_default_node() is None:
-            loop, asking = asyncio.get_running_loop(), self._asking
-            if asking is None or asking.done() or asking.get_loop() is not loop:
-                # A caller who is cancelled, or whose time is over, does not end this task.
-                asking = self._asking = loop.create_task(self._client.initialize())
-                asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-            await asyncio.shield(asking)
-        return await self._client.evalsha(*arguments)
-
-
-class _Own:
+class _Own(Clients):
     """Clients that are made of a URL."""
-
-    forms = ("sync", "async")
 
     def __init__(self, url: str, timeout: float) -> None:
         if not _is_url(url):
@@ -223,28 +229,12 @@ class _Own:
             )
         self._url = url
         self._timeout = timeout
-        # Otherwise every connection reads the version of redis from a file, on the event loop.
-        known = hasattr(redis, "DriverInfo")
-        self._options = {"driver_info": redis.DriverInfo()} if known else {}
-        pool = redis.BlockingConnectionPool.from_url(
-            url, max_connections=_CONNECTIONS, protocol=_PROTOCOL
-        )
+        pool = self._pool(redis.BlockingConnectionPool, Retry, _CONNECTIONS, timeout)
         pool.timeout = timeout
-        pool.connection_kwargs |= self._options | {
-            "socket_timeout": timeout,
-            "socket_connect_timeout": timeout,
-            "retry": Retry(NoBackoff(), 0),
-        }
         self._sync = redis.Redis.from_pool(pool)
-        self._loops = server.PerLoop(self._of_loop, self._end)
-        options = pool.connection_kwargs
-        self.secrets = (url, *_secrets(options))
-        scheme = url.partition(":")[0]
-        if "path" in options:
-            self.name = f"{scheme}://{options['path']}"
-        else:
-            address = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
-            self.name = f"{scheme}://{address}/{options.get('db', 0)}"
+        self._loops = PerLoop(self._of_loop, self._end)
+        self.secrets = (url, *_secrets(pool.connection_kwargs))
+        self.name = re.sub("//.*@", "//", url.partition("?")[0])
 
     async def opened(self, form: Form) -> Any:
         return await self._loops.get() if form else self._sync
@@ -258,39 +248,23 @@ class _Own:
 
     def _of_loop(self) -> _Together:
         """The client of an event loop."""
-        pool = redis.asyncio.ConnectionPool.from_url(
-            self._url, max_connections=2**31, protocol=_PROTOCOL
-        )
         # The store has its own timeout: the client's would ignore that the event loop was blocked.
-        pool.connection_kwargs |= self._options | {
-            "socket_timeout": None,
-            "socket_connect_timeout": None,
-            "retry": AsyncRetry(NoBackoff(), 0),
-        }
+        pool = self._pool(redis.asyncio.ConnectionPool, AsyncRetry, 2**31, None)
         return _Together(redis.asyncio.Redis.from_pool(pool), _CONNECTIONS)
+
+    def _pool(self, kind: Any, retry: Any, most: int, seconds: float | None) -> Any:
+        pool = kind.from_url(self._url, max_connections=most, protocol=_PROTOCOL)
+        pool.connection_kwargs |= _DRIVER | {
+            "socket_timeout": seconds,
+            "socket_connect_timeout": seconds,
+            "retry": retry(NoBackoff(), 0),
+        }
+        return pool
 
     async def _end(self, together: _Together) -> None:
         # A server that is gone does not answer when TLS is closed.
         async with asyncio.timeout(self._timeout):
             await together.client.aclose()
-
-
-Clients = _Given | _Own
-
-
-def remedies(error: BaseException) -> Sequence[str]:
-    """What helps against a failure, if that is known."""
-    if isinstance(error, exceptions.MovedError):
-        return (
-            "the server is one node of a Redis Cluster, and another node has the key",
-            "give RedisStore a client of the cluster, such as redis.asyncio.RedisCluster",
-            "give `langchain-quota quotas` the URL of that node",
-        )
-    if isinstance(error, exceptions.MaxConnectionsError):
-        return ("all connections of the client are in use", "give it more, by max_connections=…")
-    if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
-        return ("check that Redis runs there and that the URL is right",)
-    return ()
 
 
 def _is_url(url: str) -> bool:

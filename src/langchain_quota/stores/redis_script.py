@@ -22,15 +22,15 @@ class Script(NamedTuple):
         return cls(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-def _script(name: str) -> Script:
-    folder = files("langchain_quota.stores")
-    parts = [(folder / each).read_text("utf-8") for each in ("common.lua", name)]
-    times = f"local REMEMBERED, COMPENSATED, GRACE = {REMEMBERED}, {COMPENSATED}, {GRACE}"
-    return Script.of("\n".join([times, *parts]))
+def _text(name: str) -> str:
+    return (files("langchain_quota.stores") / f"{name}.lua").read_text("utf-8")
 
 
-SCRIPTS = {name: _script(f"{name}.lua") for name in ("acquire", "operations")}
-
+_TIMES = f"local REMEMBERED, COMPENSATED, GRACE = {REMEMBERED}, {COMPENSATED}, {GRACE}"
+SCRIPTS = {
+    name: Script.of("\n".join([_TIMES, _text("common"), _text(name)]))
+    for name in ("acquire", "operations")
+}
 
 _compact = json.JSONEncoder(check_circular=False, separators=(",", ":")).encode
 

@@ -11,12 +11,13 @@ from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.concurrency import now
 from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.grants import Grant
-from langchain_quota.stores.memory import _REFUSED, MemoryStore, _Acquired, _Count, _Given
+from langchain_quota.stores.memory import REFUSED, Acquired, Count, Given, MemoryStore
 
 Name = tuple[str, str]
 """A kind of what is kept, and the name under which it is kept."""
 
 COUNT, GRANTS, RESULT, ATTEMPT = "count", "grants", "result", "attempt"
+COMPENSATED, SETTLED = "compensated", "settled"
 
 
 class Rows(MemoryStore):
@@ -32,12 +33,12 @@ class Rows(MemoryStore):
             GRANTS: self._grants,
             RESULT: self._results,
             ATTEMPT: self._attempts,
-            "compensated": self._compensated,
-            "settled": self._settled,
+            COMPENSATED: self._compensated,
+            SETTLED: self._settled,
         }
         self._read = read
         # An attempt and its result are one object, as where they were made: their texts are equal.
-        self._made: dict[str, _Acquired] = {}
+        self._made: dict[str, Acquired] = {}
         for (kind, name), text in read.items():
             expires, kept = json.loads(text)
             self._tables[kind].all[name] = self._value(kind, name, kept, text), expires
@@ -59,7 +60,7 @@ class Rows(MemoryStore):
         """What is changed where the request's compensations undo attempts that are among these."""
         found: set[Name] = set()
         for each in request.compensations:
-            made, _ = self._attempts.all.get(each.attempt_id or "", (_REFUSED, 0))
+            made, _ = self._attempts.all.get(each.attempt_id or "", (REFUSED, 0))
             found.update(names_of_keys(key for key, *_ in made.charged))
             found.update({(RESULT, made.name)} if made.name else ())
         return found
@@ -68,7 +69,7 @@ class Rows(MemoryStore):
         """Each row that is not as it was read, and when it expires; `None` for one that is gone."""
         for kind, table in self._tables.items():
             for name, (value, expires) in table.all.items():
-                kept = None if value is _REFUSED else value
+                kept = None if value is REFUSED else value
                 text = json.dumps([expires, kept], default=_plain)
                 if text != self._read.get((kind, name)):
                     yield (kind, name), text, expires
@@ -78,11 +79,11 @@ class Rows(MemoryStore):
 
     def _value(self, kind: str, name: str, kept: Any, text: str) -> Any:
         if kind == COUNT:
-            return _Count(**kept)
+            return Count(**kept)
         if kind == GRANTS:
-            return [_Given(_grant(name, each["grant"]), each["is_new"]) for each in kept]
-        if kind in (RESULT, "attempt"):
-            return _REFUSED if kept is None else self._made.setdefault(text, _acquired(**kept))
+            return [Given(_grant(name, each["grant"]), each["is_new"]) for each in kept]
+        if kind in (RESULT, ATTEMPT):
+            return REFUSED if kept is None else self._made.setdefault(text, _acquired(**kept))
         return kept
 
 
@@ -92,16 +93,16 @@ def names_of(request: AcquireRequest) -> set[Name]:
     found |= {(RESULT, request.idempotency_key), (ATTEMPT, request.attempt_id)}
     for each in request.compensations:
         found |= {
-            ("settled" if each.settles else "compensated", each.id),
+            (SETTLED if each.settles else COMPENSATED, each.id),
             (RESULT, each.idempotency_key),
             (ATTEMPT, each.attempt_id or ""),
         }
-    return {name for name in found if name[1] or name[0] in (COUNT, "grants")}
+    return {name for name in found if name[1] or name[0] in (COUNT, GRANTS)}
 
 
 def names_of_keys(keys: Iterable[str]) -> set[Name]:
     """A count and its grants for each key."""
-    return {(kind, key) for key in keys for kind in (COUNT, "grants")}
+    return {(kind, key) for key in keys for kind in (COUNT, GRANTS)}
 
 
 def _plain(value: Any) -> Any:
@@ -111,9 +112,9 @@ def _plain(value: Any) -> Any:
     return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
-def _acquired(name: str, result: Any, charged: list[Any]) -> _Acquired:
+def _acquired(name: str, result: Any, charged: list[Any]) -> Acquired:
     lists = {each: tuple(result[each]) for each in ("refused", "admitted")}
-    return _Acquired(name, AcquireResult(**{**result, **lists}), charged)
+    return Acquired(name, AcquireResult(**{**result, **lists}), charged)
 
 
 def _grant(key: str, kept: Mapping[str, Any]) -> Grant:

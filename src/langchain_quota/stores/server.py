@@ -1,13 +1,11 @@
 """Stores in a server: which keys an operation has, how long it may take, what a failure says."""
 
 import asyncio
-import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import islice
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,9 +22,6 @@ from langchain_quota.stores.rate_limiter import RateLimiting
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
 
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What is raised where an answer has an unexpected form."""
-
 _AT_ONCE = 500
 """How many keys a listing asks for at once."""
 
@@ -38,9 +33,38 @@ _REASON = 300
 
 T = TypeVar("T")
 
+_Kinds = tuple[type[BaseException], ...]
+
+
+class Server:
+    """The way to a server: a user's own client of it, or clients that are made."""
+
+    name: str
+    forms: Sequence[str] = ("sync", "async")
+    secrets: Sequence[str] = ()
+    serving: tuple[str, str]
+    """What a store is given to serve the sync form, and the async form."""
+    unreadable: _Kinds = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+    """What is raised where an answer has an unexpected form."""
+    timeouts: _Kinds
+    failed: _Kinds
+    """All that is raised when the server fails."""
+
+    def remedies(self, _: BaseException) -> Sequence[str]:
+        """What helps against a failure, if that is known."""
+        return ()
+
+    def close(self) -> None:
+        """Close the connections of the sync form; those of a user's own client stay open."""
+
+    async def aclose(self) -> None:
+        """Close those of the running event loop."""
+
 
 class ServerStore(Granting, RateLimiting):
     """A store in a server; a subclass knows how an operation is made there."""
+
+    _server: Server
 
     def __init__(
         self, prefix: str | Callable[[Any, Any], str], timeout: float, idle_ttl: timedelta
@@ -54,6 +78,26 @@ class ServerStore(Granting, RateLimiting):
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout must be above 0, not {timeout!r}")
         self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._server.name}, prefix={self.prefix!r})"
+
+    @property
+    def forms(self) -> Sequence[str]:
+        """The forms that it serves: `"sync"`, `"async"`; a client of your own has one of them."""
+        return self._server.forms
+
+    def close(self) -> None:
+        """Close the connections of the sync form; a client or pool of your own stays open."""
+        self._server.close()
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop, and those of the sync form.
+
+        `asyncio.run` closes them by itself when it ends its event loop.
+        """
+        self._server.close()
+        await self._server.aclose()
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
@@ -135,9 +179,6 @@ class ServerStore(Granting, RateLimiting):
         check_keys(keys)
         await self._each(form, "reset", keys)
 
-    def _now(self) -> float:
-        return time.time()
-
     async def _grant(self, form: Form, asked: Grant) -> tuple[Grant | None, bool]:
         kept: list[tuple[Grant | None, bool]] = await self._each(form, "grant", [asked.key], asked)
         return kept[0] if kept else (None, False)
@@ -177,34 +218,39 @@ class ServerStore(Granting, RateLimiting):
             found.setdefault(prefix_of(key), []).append(key)
         return {**found}
 
-    def _failure(  # noqa: PLR0913 - keyword-only
-        self,
-        error: BaseException,
-        blocked: float,
-        *,
-        timed_out: bool,
-        unreadable: bool,
-        remedies: Sequence[str],
-        secrets: Sequence[str],
-    ) -> QuotaStoreError:
+    async def _in_time(self, form: Form, work: Callable[[], Awaitable[T]]) -> T:
+        """Do some work with the server, in time; if that fails, it is a QuotaStoreError."""
+        server, asked = self._server, "async" if form else "sync"
+        if asked not in server.forms:
+            raise TypeError(
+                f"{server.name} serves no {asked} calls: give {type(self).__name__} "
+                f"{server.serving[bool(form)]}"
+            )
+        patience = Patience(self._timeout)
+        try:
+            return await (patience.spent_on(work) if form else work())
+        except server.failed as error:
+            raise self._failure(error, patience.blocked) from error
+
+    def _failure(self, error: BaseException, blocked: float) -> QuotaStoreError:
         """What is raised when something fails, and the event loop was blocked for some seconds."""
-        _scrub(error, secrets)
-        failure = QuotaStoreError
+        server = self._server
+        _scrub(error, server.secrets)
+        timed_out = isinstance(error, server.timeouts)
         first = str(error).partition("\n")[0]
         reason = f"{type(error).__name__}: {first}"[:_REASON]
-        if unreadable:
+        if isinstance(error, server.unreadable):
             reason = f"an unreadable reply, {reason}"
         if timed_out:
             reason = f"no answer within {self._timeout} s"
         if timed_out and blocked > self._timeout / 2:
-            failure = EventLoopBlockedError
-            reason = (
-                f"{reason}, and the event loop was blocked for {blocked:.1f} s "
-                "meanwhile: move what blocks it to a thread"
+            return EventLoopBlockedError(
+                f"{self!r}: {reason}, and the event loop was blocked for {blocked:.1f} s "
+                "meanwhile: move what blocks it to a thread",
+                timed_out=True,
             )
-        else:
-            reason = ": ".join([reason.rstrip(".: "), *remedies])
-        return failure(f"{self!r}: {reason}", timed_out=timed_out)
+        reason = ": ".join([reason.rstrip(".: "), *server.remedies(error)])
+        return QuotaStoreError(f"{self!r}: {reason}", timed_out=timed_out)
 
 
 class PerLoop(Generic[T]):
@@ -253,20 +299,15 @@ class Patience:
         self._left = _TICKS
         self.blocked = 0.0
 
-    async def __aenter__(self) -> None:
+    async def spent_on(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do some work; `TimeoutError` when the time is over."""
         self._loop = asyncio.get_running_loop()
-        self._timeout = asyncio.timeout(None)
-        await self._timeout.__aenter__()
-        self._next()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        await self._timeout.__aexit__(kind, error, where)
+        async with asyncio.timeout(None) as self._timeout:
+            self._next()
+            try:
+                return await work()
+            finally:
+                self._timer.cancel()
 
     def _next(self) -> None:
         self._due = self._loop.time() + self._tick

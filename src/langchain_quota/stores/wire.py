@@ -5,7 +5,8 @@ stands for none.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -13,16 +14,16 @@ from urllib.parse import quote, unquote
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Threshold
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.stores import QuotaUsage, window_end
+from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import check_fits, idle_time, metadata
 from langchain_quota.stores.grants import Grant, in_utc
-from langchain_quota.stores.keys import spacing_of, unit_in
+from langchain_quota.stores.keys import spacing_of, unit_in, window_end
 
 MAX_COUNT = 2**53 - 1
 """The largest count, start and amount: scripts compute in floating point."""
 
-Place = Callable[[str, str], int | str]
-"""How a script finds what is kept of a kind under a name: in Redis by a number in `KEYS`."""
+Place = Callable[[str, str], int]
+"""How a script finds what is kept of a kind under a name: by a number in `KEYS`."""
 
 T = TypeVar("T")
 Asked = dict[str, Any]
@@ -31,21 +32,28 @@ Ask = Callable[[Place], Asked]
 _NONE = -1
 _ODD = -2
 
+_NUMBERS = "(?:[0-9]+(?: [0-9]+)*)?"
+_CALL = r"[01](?: [^\s,]+ [^\s,]+)*"
+_RESULT = re.compile(
+    rf"acquired ([01]) ([01])\n({_NUMBERS})\n((?:{_CALL}(?:,{_CALL})*)?)"
+    rf"(?:\n({_NUMBERS}))?(?:\n({_NUMBERS}))?"
+)
+"""The text of an answer, as acquire.lua says it."""
+
 
 def acquire(request: AcquireRequest, idle: int, place: Place) -> Asked:
     """What is asked to admit a batch."""
     beside, hold = metadata(request), ""
-    counters: list[tuple[int | str, ...]] = []
+    counters: list[tuple[int, ...]] = []
     for each in request.counters.values():
         if each.key is None:
-            counters.append((0, 0, _NONE, 0, _exact(each.used), _NONE, _NONE, False))
+            counters.append((0, 0, _NONE, 0, False, _exact(each.used), _NONE, _NONE))
             continue
         kept, lease = beside[each.key], _NONE
         if each.lease is not None:
             lease, hold = _exact(each.lease), _hold(request.idempotency_key)
         start, limit = _exact(each.used * unit_in(each.key)), _clamped(kept.limit)
-        count = _count(each.key, idle, place, _clamped(kept.ends))
-        counters.append((*count, start, limit, lease, bool(spacing_of(each.key))))
+        counters.append((*_count(each.key, idle, place, kept.ends), start, limit, lease))
     units = {name: unit_in(each.key) for name, each in request.counters.items()}
     number = {name: number for number, name in enumerate(request.counters, 1)}
     limits: dict[str, int] = {}
@@ -77,18 +85,19 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> Asked:
     }
 
 
-def operation(op: str, keys: Iterable[str], more: Asked, idle: int, place: Place) -> Asked:
+def operation(op: str, keys: Iterable[str], more: Sequence[Any], idle: int, place: Place) -> Asked:
     """What is asked of counts, other than to admit a batch."""
-    counts = [(*_count(key, idle, place), bool(spacing_of(key))) for key in dict.fromkeys(keys)]
-    return {"op": op, "counts": counts, **more}
-
-
-def of_grant(grant: Grant) -> Asked:
-    """What is asked to keep a grant."""
-    given_at = grant.given_at.timestamp()
-    kept = {"id": grant.id, "at": given_at, "reason": grant.reason, "by": grant.by}
-    amount, ends = _exact(grant.amount), _exact(grant.ends or 0)
-    return {"name": short(grant.id), "amount": amount, "ends": ends, "details": json.dumps(kept)}
+    counts = [_count(key, idle, place, window_end(key)) for key in dict.fromkeys(keys)]
+    asked: Asked = {"op": op, "counts": counts}
+    if op == "revoke":
+        asked["name"] = _short(more[0])
+    if op == "grant":
+        grant: Grant = more[0]
+        given_at = grant.given_at.timestamp()
+        kept = {"id": grant.id, "at": given_at, "reason": grant.reason, "by": grant.by}
+        asked |= {"name": _short(grant.id), "details": json.dumps(kept)}
+        asked |= {"amount": _exact(grant.amount), "ends": _exact(grant.ends or 0)}
+    return asked
 
 
 def _compensation(compensation: Compensation, idle: int, place: Place) -> Asked:
@@ -99,11 +108,10 @@ def _compensation(compensation: Compensation, idle: int, place: Place) -> Asked:
         "result": _marker("result", compensation.idempotency_key, place),
         "amounts": [
             (
-                *_count(key, idle, place),
+                *_count(key, idle, place, window_end(key)),
                 _exact(starts.get(key, 0) * unit_in(key)),
                 _exact(amount * unit_in(key)),
                 _clamped(limits.get(key)),
-                bool(spacing_of(key)),
             )
             for key, amount in compensation.amounts.items()
         ],
@@ -111,27 +119,19 @@ def _compensation(compensation: Compensation, idle: int, place: Place) -> Asked:
     return {**asked, "hold": _hold(settles)} if settles else asked
 
 
-def _count(
-    key: str, idle: int, place: Place, ends: int | None = None
-) -> tuple[int | str, int | str, int, int]:
-    """What a script is told of a count; where it ends, if not where its text says."""
-    window_ends, seconds = _times(key, idle)
-    ends = window_ends if ends is None else ends
-    return place("count", key), place("grants", key), ends, seconds
+def _count(key: str, idle: int, place: Place, ends: int | None) -> tuple[int, ...]:
+    """What a script is told of a count."""
+    places = place("count", key), place("grants", key)
+    return (*places, _clamped(ends), idle_time(key, idle), bool(spacing_of(key)))
 
 
-@lru_cache(maxsize=4096)
-def _times(key: str, idle: int) -> tuple[int, int]:
-    return _clamped(window_end(key)), idle_time(key, idle)
-
-
-def _marker(kind: str, name: str | None, place: Place) -> int | str:
+def _marker(kind: str, name: str | None, place: Place) -> int:
     """Where something is remembered by a name of any length."""
     return place(kind, _digest(name)) if name else 0
 
 
 def _hold(request: str) -> str:
-    return f"held:{short(request)}"
+    return f"held:{_short(request)}"
 
 
 def result(request: AcquireRequest, reply: object) -> AcquireResult:
@@ -139,29 +139,29 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
     text = _text(reply)
     if text == "refused":
         raise QuotaStoreError("the attempt was compensated before it arrived")
-    head, counts, calls, *grants = text.split("\n")
-    word, is_replayed, is_stopped = head.split(" ")
-    used = _counts(counts)
+    known = _RESULT.fullmatch(text)
+    if known is None:
+        raise ValueError("it is no result")
+    replayed, stopped, counts, said, granted, newly = known.groups("")
+    used, calls = _counts(counts), said.split(",") if said else []
+    if replayed == "1":
+        check_fits(len(used), len(calls), request)
+    if len(calls) != len(request.hits):
+        raise ValueError("it is the result of another request")
     admitted, refused = [], []
-    for call in calls.split(",") if calls else ():
+    for call in calls:
         runs, *names = call.split(" ")
         texts = [unquote(name, errors="surrogatepass") for name in names]
-        admitted.append(_flag(runs))
+        admitted.append(runs == "1")
         refused.append(dict(zip(texts[::2], texts[1::2], strict=True)))
-    replayed = _flag(is_replayed)
-    if replayed:
-        check_fits(len(used), len(admitted), request)
-    if word != "acquired" or len(admitted) != len(request.hits):
-        raise ValueError("it is no result of this request")
-    granted, newly = [*grants, *[""] * (2 - len(grants))]
     found = dict(zip(request.counters, used, strict=True))
     spacing = {name: spacing_of(each.key) for name, each in request.counters.items()}
     return AcquireResult(
         {name: -(-amount // (spacing[name] or 1)) for name, amount in found.items()},
         tuple(refused),
         tuple(admitted),
-        stopped=_flag(is_stopped),
-        replayed=replayed,
+        stopped=stopped == "1",
+        replayed=replayed == "1",
         granted=_amounts(request.counters, granted),
         newly_granted=_amounts(request.counters, newly),
         empty_in={name: amount for name, amount in found.items() if spacing[name]},
@@ -183,7 +183,7 @@ def uses(keys: Iterable[str], reply: object) -> list[tuple[str, QuotaUsage | Non
 
 
 def grants(keys: Iterable[str], reply: object) -> list[tuple[Grant, bool]]:
-    """The grants of keys, and whether each is new."""
+    """The grants of keys, and whether each is new; none after a reset."""
     names, found = [*dict.fromkeys(keys)], []
     for index, amount, ends, text, is_new in zip(*[iter(_of(list, reply))] * 5, strict=True):
         known = json.loads(_text(text))
@@ -196,15 +196,8 @@ def grants(keys: Iterable[str], reply: object) -> list[tuple[Grant, bool]]:
             known["reason"],
             known["by"],
         )
-        found.append((grant, _flag(is_new)))
+        found.append((grant, is_new == 1))
     return found
-
-
-def nothing(_: Iterable[str], reply: object) -> list[object]:
-    """The answer where there is none."""
-    if reply != []:
-        raise ValueError("it is not empty")
-    return []
 
 
 def _of(kind: type[T], value: object) -> T:
@@ -218,8 +211,6 @@ def _text(word: object) -> str:
 
 
 def _counts(text: str) -> list[int]:
-    if not text.replace(" ", "0").isdecimal() and text:
-        raise ValueError("there is something else than counts in it")
     return [*map(int, text.split(" "))] if text else []
 
 
@@ -229,18 +220,12 @@ def _amounts(counters: Mapping[str, object], text: str) -> dict[str, int]:
     return {name: amount for name, amount in named if amount}
 
 
-def _flag(number: object) -> bool:
-    if number not in (0, 1, "0", "1"):
-        raise ValueError(f"{number!r:.20} stands where 0 or 1 should")
-    return number in (1, "1")
-
-
 def _digest(name: str) -> str:
     """A name for one that may be long, with any characters."""
     return sha256(name.encode(errors="surrogatepass")).hexdigest()
 
 
-def short(name: str) -> str:
+def _short(name: str) -> str:
     """The same for what is kept in a count: a hash is compact while no field has 64 characters."""
     return _digest(name)[:32]
 

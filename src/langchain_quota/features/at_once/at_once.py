@@ -220,15 +220,11 @@ class _Turn:
         """The status of a cap at the call: how many run, with this call, and how many may."""
         limit = self.limits[name]
         running = self._running.get(stored_as(limit), 0)
+        no_counts = (0, 0, None, 0, 0, None)  # of the thread, and of the run
         return LimitStatus(
-            limit=name,
-            exit_behavior="continue",
-            thread_before=0,
-            thread_used=0,
-            thread_limit=None,
-            run_before=0,
-            run_used=0,
-            run_limit=None,
+            name,
+            "continue",
+            *no_counts,
             reason=("store" if self.unchecked else "exhausted") if refused else None,
             scope=AT_ONCE if refused and not self.unchecked else None,
             enforced=limit.enforce,
