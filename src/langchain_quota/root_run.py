@@ -11,14 +11,13 @@ of the tool's config.
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from collections.abc import Mapping
+from contextvars import ContextVar
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, cast
 from uuid import uuid4
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.callbacks import BaseCallbackHandler
@@ -26,7 +25,7 @@ from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
 from langchain_quota.admission import AcquireRequest, Counter, Hits
-from langchain_quota.concurrency import Form, fork_safe_lock
+from langchain_quota.concurrency import Form
 from langchain_quota.decision import ROOT_RUN
 from langchain_quota.middleware.context import (
     CallContext,
@@ -43,9 +42,6 @@ _METADATA = "__langchain_quota_root_run"
 DECISION = "llm"
 """The type by which callbacks tell a decision model of LangChain 1.5 from other chains."""
 
-Lost = Literal["inside", "thread"]
-"""Why a run may belong to another root run: it began inside one, or in a thread without context."""
-
 
 class RootRun(BaseCallbackHandler):
     """A root run, as everything that it starts finds it."""
@@ -58,11 +54,12 @@ class RootRun(BaseCallbackHandler):
     key = ""
     thread_id: object = None
     resumes = False
+    # Whose calls a store counts together.
     subject: str | None = None
     used: Mapping[str, int] = MappingProxyType({})
-    tools = 0
     joined: "RootRun | None" = None
-    lost: Lost | None = None
+    # Whether it began inside another run, which it cannot find.
+    is_lost = False
 
     @property
     def ignore_chain(self) -> bool:
@@ -91,8 +88,7 @@ class RootRun(BaseCallbackHandler):
             inputs is None and self.thread_id is not None
         )
         has_parent = getattr(around.get("callbacks"), "parent_run_id", None) is not None
-        if "langgraph_node" in nested or (has_parent and root_run() is None):
-            self.lost = "inside"
+        self.is_lost = "langgraph_node" in nested or (has_parent and root_run() is None)
 
     def learn_used(self, counts: Mapping[str, int]) -> None:
         """Learn what a store has counted; the highest count, since answers may arrive late."""
@@ -108,39 +104,19 @@ class RootRun(BaseCallbackHandler):
             found["root_used"] = {**self.used}
         return found
 
-    def count_as(self, subject: str) -> None:
-        """Settle whose calls a store counts together."""
-        with _lock:
-            if self.lost == "thread" and not any(each.tools for each in _counted):
-                self.lost = None
-            _counted.add(self)
-        self.subject = subject
-
-
-_counted: WeakSet[RootRun] = WeakSet()
-"""The root runs with quotas, until they are collected."""
 
 _named: WeakValueDictionary[str, RootRun] = WeakValueDictionary()
 """The root runs that the metadata of a tool's config name, by key, until they are collected."""
 
-_lock = fork_safe_lock()
-
 
 @cache
-def log_lost(cause: Lost) -> None:
+def log_lost() -> None:
     """Log once that a run begins a root run of its own: no error, since it may be meant so."""
-    if cause == "inside":
-        logger.warning(
-            "a run with a quota per 'root_run' has a budget of its own, though it began inside "
-            "another run, which it cannot find. Pass on that run's context, or the callbacks of "
-            "its config. Make middlewares when the program starts: the other run may have begun "
-            "before the first one with such a quota"
-        )
-        return
     logger.warning(
-        "a run with a quota per 'root_run' began in a thread without LangChain's context, while a "
-        "tool of another such run was running: if that tool started it, pass it the context, as "
-        "in executor.submit(contextvars.copy_context().run, function)"
+        "a run with a quota per 'root_run' has a budget of its own, though it began inside another "
+        "run, which it cannot find. Pass on that run's context, or the callbacks of its config. "
+        "Make middlewares when the program starts: the other run may have begun before the first "
+        "one with such a quota"
     )
 
 
@@ -153,12 +129,7 @@ class _NewRootRun:
     kind = RootRun
 
     def get(self) -> RootRun | None:
-        found = root_run()
-        if found is None and _watching.is_set():
-            found = self.kind()
-            if not copy_context() and threading.current_thread() is not threading.main_thread():
-                found.lost = "thread"
-        return found
+        return root_run() or (self.kind() if _watching.is_set() else None)
 
 
 _watching = threading.Event()
@@ -185,24 +156,12 @@ def root_run() -> RootRun | None:
     return found and (found.joined or found)
 
 
-@contextmanager
-def in_tool(request: ToolCallRequest) -> Iterator[None]:
-    """Count a running tool, and name its root run in its config, which it may pass on."""
-    root = root_run()
-    if root is None:
-        yield
-        return
-    config = getattr(request.runtime, "config", None)
-    with _lock:
-        root.tools += 1
+def name_in_tool(request: ToolCallRequest) -> None:
+    """Name the root run in the config of a running tool, which it may pass on."""
+    root, config = root_run(), getattr(request.runtime, "config", None)
+    if root is not None and config is not None:
         _named[root.key] = root
-    if config is not None:
         config["metadata"] = {**(config.get("metadata") or {}), _METADATA: root.key}
-    try:
-        yield
-    finally:
-        with _lock:
-            root.tools -= 1
 
 
 class Notes:

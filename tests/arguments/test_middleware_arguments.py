@@ -92,7 +92,6 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     [
         (ToolCallLimit("search", run_limit=1), "[ToolCallLimit(…)]"),
         (Quota(5), "[ToolCallLimit(quotas=[Quota(…)])]"),
-        (GraphQuota([SEARCH]), "[…]"),
     ],
 )
 def test_what_is_no_middleware(given: Any, instead: str) -> None:

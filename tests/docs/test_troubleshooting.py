@@ -15,7 +15,14 @@ from langgraph.prebuilt import create_react_agent
 from langgraph.warnings import LangGraphDeprecatedSinceV10
 
 import langchain_quota
-from langchain_quota import MemoryStore, ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota import (
+    GraphQuota,
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    QuotaMiddleware,
+    ToolCallLimit,
+)
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import recording
 from tests.telemetry import Signals
@@ -72,6 +79,7 @@ OF_LIBRARIES: dict[str, Callable[[Signals], object]] = {
     "'QuotaMiddleware' object is not iterable": lambda signals: alone(
         ScriptedChatModel(script=[]), middleware=quota(signals, SEARCH)
     ),
+    "'method' object is not iterable": lambda _: agent(GraphQuota([SEARCH])),
     "create_react_agent() got unexpected keyword arguments: {'middleware': …": older_agent,
     "Expected a Runnable, callable or dict": lambda signals: node("quota", quota(signals, SEARCH)),
     "Checkpointer requires one or more of the following 'configurable' keys: …": (

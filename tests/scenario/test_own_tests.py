@@ -223,11 +223,9 @@ def test_a_refusal_is_short() -> None:
 
 def test_no_history_at_all() -> None:
     """What is no list of LangChain messages is a TypeError with the remedy."""
-    bad: list[tuple[Any, str]] = [
-        ({"messages": []}, r"must be a list of messages, not {'messages': \[\]}\. Give its \"mess"),
-        ("hi", "must be a list of messages, not 'hi'"),
-        ([HI, ("ai", "hi")], r"messages\[1\] must be a LangChain message, not \('ai', .*\. conv"),
-    ]
-    for given, text in bad:
-        with pytest.raises(TypeError, match=text):
+    bad: Any = {"messages": []}, "hi", [HI, ("ai", "hi")]
+    for given in bad:
+        with pytest.raises(
+            TypeError, match=r'messages must be .*, not .*: give result\["messages"\]'
+        ):
             assert_valid_history(given)

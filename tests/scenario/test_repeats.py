@@ -100,7 +100,7 @@ READ, SEARCH = ("read_file", {"path": "a"}), ("search", {"query": "rome"})
 EDITS = each("edit_file", old=NUMBERS)
 ONE_SEARCH: list[Step] = [
     *([("search", {"query": "rome", "limit": 5})], [("search", {"limit": 5, "query": "rome"})]),
-    *([("search", {"limit": 5.0, "query": "rome"})], [("search", {"query": "rome", "limit": 5})]),
+    *([("search", {"limit": 5, "query": "rome"})], [("search", {"query": "rome", "limit": 5})]),
 ]
 
 
@@ -116,7 +116,7 @@ async def test_loops() -> None:
     nothing = {"search": echoing("-")}
     # A tool that does not exist is tried with ever new arguments.
     await check(nothing, each("hex", value=NUMBERS), 4)
-    # One search, its arguments in another order and with other numbers; many in one message.
+    # One search, its arguments in another order; many in one message.
     await check(nothing, ONE_SEARCH, 4)
     await check(nothing, [[SEARCH] * 5], 4)
     # A loop after long good work.
@@ -174,14 +174,10 @@ LONG = "x y " * 100_000
 
 
 async def test_what_is_the_same_call() -> None:
-    """The order of keys does not matter, nor how a number is written; strings are exact."""
+    """The order of keys does not matter; all else is compared exactly, however long it is."""
     same: list[tuple[Args, Args]] = [
         ({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}),
-        ({"a": 1}, {"a": 1.0}),
-        ({"a": [1, 2.0]}, {"a": [1.0, 2]}),
-        # Of long texts and lists a part is compared.
-        ({"a": f"{LONG}1{LONG}"}, {"a": f"{LONG}2{LONG}"}),
-        ({"a": [*range(50_000), 1, *range(50_000)]}, {"a": [*range(50_000), 2, *range(50_000)]}),
+        ({"a": LONG}, {"a": LONG}),
     ]
     different: list[tuple[Args, Args]] = [
         *(({"a": 1}, {"a": other}) for other in (1.5, "1", True, None, [1])),
@@ -189,7 +185,8 @@ async def test_what_is_the_same_call() -> None:
         *(({"a": other}, {}) for other in (None, float("nan"), 10**400, "\ud800")),
         ({"a": [1, 2]}, {"a": [2, 1]}),
         *(({"a": LONG}, {"a": other}) for other in (f"1{LONG}", f"{LONG}1", f"1{LONG[1:]}")),
-        ({"a": LONG, "b": 1}, {"a": LONG, "b": 2}),
+        ({"a": f"{LONG}1{LONG}"}, {"a": f"{LONG}2{LONG}"}),
+        ({"a": [*range(50_000), 1, *range(50_000)]}, {"a": [*range(50_000), 2, *range(50_000)]}),
     ]
     assert [await is_same_call(*pair) for pair in same] == [True] * len(same)
     assert [await is_same_call(*pair) for pair in different] == [False] * len(different)

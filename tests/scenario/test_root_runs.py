@@ -5,7 +5,6 @@ that wait for a human, and runs whose root run cannot be known.
 """
 
 import asyncio
-import gc
 import subprocess
 import sys
 from collections import Counter
@@ -29,7 +28,7 @@ from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.scene import Kind, Scene
 from tests.stores import FickleStore
 from tests.telemetry import Signals, needs_inline
-from tests.trees import ASKED, LOST, Tree, ask, config, human, in_one_tool, inside, one_by_one
+from tests.trees import ASKED, Tree, ask, config, human, in_one_tool, inside, one_by_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 
@@ -183,53 +182,31 @@ async def test_resumed_inside_another_run(signals: Signals) -> None:
     assert len(tree.ran) == 1
 
 
-def test_a_server_of_threads(signals: Signals) -> None:
-    """Runs of a server whose threads have no context are not counted as lost: each is a root."""
-    gc.collect()  # runs of other tests that wait for a human
-    tree = Tree(signals.telemetry)
-    agent = tree.agent(9)
-
-    for _ in range(2):
-        without_context(agent.invoke, ASKED)
-
-    assert len(tree.ran) == 2 * 5
-    assert signals.value(LOST, component="root_run", error_type="thread") is None
-
-
 LATE = """
-from concurrent.futures import ThreadPoolExecutor
-
 from langchain.agents import create_agent
 from langchain_core.tools import StructuredTool
 from prometheus_client import REGISTRY
 
 from langchain_quota.testing import ScriptedChatModel
 
-executor = ThreadPoolExecutor()
 trees = []
 
 
 def late() -> str:
-    "Make an agent with limits, and ask it: here, and in a thread without context."
+    "Make an agent with limits, and ask it."
     from langchain_quota import Telemetry
     from tests.trees import ASKED, Tree
 
     trees[:] = trees or [Tree(Telemetry())]
-    asks = StructuredTool.from_function(
-        lambda: str(executor.submit(trees[0].agent(9, name="child").invoke, ASKED).result()),
-        name="ask",
-        description="Ask.",
-    )
-    trees[0].agent(9, asks, name="late").invoke(ASKED)
+    trees[0].agent(9, name="late").invoke(ASKED)
     return "done"
 
 
 model = ScriptedChatModel(script=[["late"], ["late"], "done"])
 agent = create_agent(model, [StructuredTool.from_function(late)])
 agent.invoke({"messages": [("user", "Go!")]})
-labels = ({"component": "root_run", "error_type": each} for each in ("inside", "thread"))
-lost = [REGISTRY.get_sample_value("langchain_quota_errors_total", each) for each in labels]
-print(len(trees[0].ran), *lost)
+labels = {"component": "root_run", "error_type": "inside"}
+print(len(trees[0].ran), REGISTRY.get_sample_value("langchain_quota_errors_total", labels))
 """
 
 
@@ -237,13 +214,11 @@ print(len(trees[0].ran), *lost)
 def test_what_cannot_be_known() -> None:
     """A run that has lost its root run has a budget of its own: it is counted, and logged once.
 
-    It began in a thread with neither context nor config, or inside a run that began before the
-    first quota was made.
+    It began inside a run that began before the first quota was made.
     """
     done = subprocess.run(
         [sys.executable, "-c", LATE], check=True, capture_output=True, text=True, timeout=120
     )
 
-    assert done.stdout.split() == ["20", "2.0", "2.0"]
+    assert done.stdout.split() == ["10", "2.0"]
     assert done.stderr.count("Make middlewares when the program starts") == 1
-    assert done.stderr.count("copy_context().run") == 1

@@ -211,7 +211,7 @@ def test_bad_arguments(signals: Signals) -> None:
     bad_later: list[tuple[dict[str, Any], str]] = [
         ({"subagents": [opaque]}, "'compiled' is compiled without limits"),
         ({"subagents": [REMOTE]}, r"'remote' runs on another server.*leave_out=\['remote'"),
-        ({"middleware": [searches(signals)]}, "middleware has QuotaMiddleware, .* put all limits"),
+        ({"middleware": [searches(signals)]}, "middleware has a QuotaMiddleware .* put all limits"),
     ]
     for made, given, options, message in bad:
         with pytest.raises((TypeError, ValueError), match=message):
@@ -219,7 +219,7 @@ def test_bad_arguments(signals: Signals) -> None:
     for options, message in bad_later:
         with pytest.raises((TypeError, ValueError), match=message):
             with_limits(create, quota)(model=ScriptedChatModel(script=[]), **options)
-    with pytest.raises(ValueError, match=r"leave_out names 'remot'.* one of 'general-p.*'remote'"):
+    with pytest.raises(ValueError, match=r"leave_out=\['remot'\] .* some of .'general-p.*'remote'"):
         with_limits(create, quota, leave_out=["remot"])(subagents=[REMOTE])
 
 

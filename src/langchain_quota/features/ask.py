@@ -5,7 +5,6 @@ interfaces show: one action, whose arguments say how much more each limit would 
 """
 
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from typing import Any, NamedTuple
 
 from langgraph.errors import GraphInterrupt
@@ -32,7 +31,7 @@ from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, Granting
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.logs import agent_name, fields_of, logger
-from langchain_quota.units import as_dollars, in_base_unit
+from langchain_quota.units import Unit, as_dollars, in_base_unit
 
 ACTION = "raise_limits"
 """The name of the action that a person approves or rejects."""
@@ -75,7 +74,6 @@ class Questions(Feature):
         return made
 
     _first: str
-    """The first limit that asks."""
 
     def begin(self, state: Any, own: Own) -> None:
         """Check that a run can wait for the answer of a person; it has no grants of its own yet."""
@@ -182,8 +180,7 @@ class _Offer(NamedTuple):
     amount: int
 
 
-_Needs = dict[tuple[str, Scope], int]
-"""How much more calls need, by limit and scope."""
+_Needs = dict[tuple[str, Scope], int]  # how much more calls need, by limit and scope
 
 
 def _offers(batch: Batch, result: AcquireResult) -> list[_Offer]:
@@ -215,9 +212,8 @@ def _offered(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Offer]
             (row.most or 0) - result.granted.get(row.counter, 0) - in_state.get(row.counter, 0)
             for row in rows
         )
-        grant = getattr(limit, "grant", None)
-        if grant is not None:
-            own = whole_amount(limit.unit, "grant", grant)
+        if limit.grant is not None:
+            own = whole_amount(limit.unit, "grant", limit.grant)
         offered = max(own, *(needs[limit.name, row.scope] for row in rows))
         for row in rows:
             key = None if batch.sent is None else batch.sent.counters[row.counter].key
@@ -268,12 +264,7 @@ def _payload(
     """The question as a `HITLRequest`, after an answer with a problem, if there was one."""
     offered = _amounts(offers)
     units = {each.limit.name: each.limit.unit for each in offers}
-    args = {
-        name: as_dollars(amount).replace("$", "").replace(",", "")
-        if units[name] == "microdollars"
-        else in_base_unit(amount, units[name])
-        for name, amount in offered.items()
-    }
+    args = {name: _given(amount, units[name]) for name, amount in offered.items()}
     _, breaches = batch.decided(result)
     asked = [each for each in breaches if each.limit.limit.name in offered]
     text = problem + messages.question(asked, offered, units)
@@ -307,8 +298,7 @@ def _amount(value: object, offers: Sequence[_Offer]) -> int:
     """The amount that a person gives to each limit of the question."""
     unit, *others = sorted({each.limit.unit for each in offers})
     if others:
-        names = ", ".join(map(repr, _amounts(offers)))
-        raise ValueError(f'limits {names} do not count the same: approve without an "amount"')
+        raise ValueError('the limits do not count the same: approve without an "amount"')
     try:
         amount = whole_amount(unit, '"amount"', value)
     except TypeError as error:
@@ -320,19 +310,23 @@ def _amount(value: object, offers: Sequence[_Offer]) -> int:
 
 def _grant(batch: Batch, granted: _Offer) -> dict[str, Any]:
     """The arguments of `store.grant`, which are the same each time the run is resumed."""
-    answer, known, amount = batch.answer, batch.context.run_thread_id, granted.amount
+    answer, known = batch.answer, batch.context.run_thread_id
     assert answer is not None  # noqa: S101 - for the type checker: it is granted
     thread = "" if known is None else str(known)
     reason = answer.message or f"a person was asked in thread {thread!r}"
-    unit = granted.limit.unit
     return {
-        "amount": Decimal(amount).scaleb(-6)
-        if unit == "microdollars"
-        else in_base_unit(amount, unit),
+        "amount": _given(granted.amount, granted.limit.unit),
         "id": f"{batch.question}/{granted.counter}"[:MAX_TEXT],
         "by": answer.by[:MAX_TEXT],
         "reason": reason[:MAX_TEXT],
     }
+
+
+def _given(amount: int, unit: Unit) -> float | str:
+    """An amount as people and stores are given it: dollars exactly, as text."""
+    if unit == "microdollars":
+        return as_dollars(amount).replace("$", "").replace(",", "")
+    return in_base_unit(amount, unit)
 
 
 def _granted(state: Mapping[str, Any]) -> Mapping[str, int]:

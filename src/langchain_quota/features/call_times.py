@@ -26,7 +26,7 @@ class CallTimes(Feature):
     @classmethod
     def of(cls, limiter: Any) -> "CallTimes | None":
         """The feature, if a limit has a `call_limit`."""
-        return cls(limiter) if cls.needs(limiter.limits) else None
+        return cls(limiter) if _by_time(limiter.limits) else None
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:

@@ -17,8 +17,8 @@ from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.root_run import (
     Notes,
-    in_tool,
     log_lost,
+    name_in_tool,
     root_run,
     thread_of,
     watch_root_runs,
@@ -66,8 +66,7 @@ class RootRuns(Feature):
             if run.subject is None:
                 # It resumes.
                 run.learn_used(known.get("root_used") or {})
-                run.lost = None
-                run.count_as(kept)
+                run.subject = kept
             return kept
         if run.subject is not None:
             return run.subject
@@ -75,13 +74,12 @@ class RootRuns(Feature):
         if name is None and thread_of(run, caller) is not None:
             # The store did not answer: it is asked again.
             return run.key
-        run.count_as(name or run.key)
-        lost, run.lost = run.lost, None
-        if lost is not None:
+        run.subject = name or run.key
+        if run.is_lost:
             # Another root run may have a budget for these calls.
-            self._recorder.count_error("root_run", lost)
-            log_lost(lost)
-        return name or run.key
+            self._recorder.count_error("root_run", "inside")
+            log_lost()
+        return run.subject
 
     def checks(self, batch: Batch) -> None:
         """Know what the root run has used."""
@@ -119,5 +117,5 @@ class RootRuns(Feature):
         call: ToolHandler,
     ) -> ToolAnswer:
         """Name the root run to what the tool starts."""
-        with in_tool(request):
-            return await call(request)
+        name_in_tool(request)
+        return await call(request)

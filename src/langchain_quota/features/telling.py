@@ -25,10 +25,7 @@ LAST_CALL = (
     "Give your final answer now."
 )
 _OF_ONE_PROVIDER = {
-    "computer_call_output",
-    "custom_tool_call_output",
-    "non_standard",
-    "tool_result",
+    *("computer_call_output", "custom_tool_call_output", "non_standard", "tool_result")
 }
 """Forms of a tool's answer, or parts of one, to which no text can be added."""
 
@@ -36,12 +33,7 @@ _DOWNGRADED = "The budget is nearly used up: a cheaper model answers from now on
 
 NO_TOOLS = "No tool may be called now: every tool call will be refused."
 
-
-_SPENT = {
-    TOTAL_TOKENS: "tokens",
-    INPUT_TOKENS: "input tokens",
-    OUTPUT_TOKENS: "output tokens",
-}
+_SPENT = {TOTAL_TOKENS: "tokens", INPUT_TOKENS: "input tokens", OUTPUT_TOKENS: "output tokens"}
 """The names of budgets of tokens in a note."""
 
 
@@ -70,7 +62,9 @@ class Telling(Feature):
         """The request as the model gets it: with what is left, and the tools that it may call."""
         state: Any = request.state
         if ledger(state).get("final"):
-            return _last_call(request)
+            # The last admitted call has no tools, except for the structured response.
+            offered, _ = _offer(request, [])
+            return offered.override(messages=_with_note(offered.messages, LAST_CALL))
         if not (self._tells or self._hides):
             return request
         limits = await self._limiter._limits_now(  # noqa: SLF001 - the kernel's
@@ -90,10 +84,10 @@ class Telling(Feature):
             counts.setdefault(check.counter, 0)
             if check.key in kept:
                 counts[check.counter] = max(0, kept[check.key].used)
-        notes: list[str | None] = (
-            [_DOWNGRADED] if self._tells and ledger(state).get("downgraded") else []
-        )
-        notes += [_remaining(limits, counts, near=self._recorder.near)] if self._tells else []
+        notes: list[str | None] = []
+        if self._tells:
+            downgraded = _DOWNGRADED if ledger(state).get("downgraded") else None
+            notes = [downgraded, _remaining(limits, counts, near=self._recorder.near)]
         if self._hides:
             request, note = _without_exhausted(request, limits, counts)
             notes.append(note)
@@ -118,8 +112,8 @@ def _remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float
     parts = []
     for limit, checks in ((each.limit, each.checks) for each in limits.limits):
         # The count of a smooth quota comes and goes with each call.
-        limited = [each for each in checks if each.most is not None and not each.spacing]
-        numbers = [(counts[each.counter], each.most or 0) for each in limited]
+        limited = ((counts[each.counter], each.most) for each in checks if not each.spacing)
+        numbers = [(count, most) for count, most in limited if most is not None]
         if not limit.enforce or not numbers:
             continue
         share = near if limit.near is None else limit.near
@@ -152,8 +146,7 @@ def _subject(limit: Limit) -> str:
         return _SPENT[limit.counter]
     if limit.tools:
         return ", ".join(limit.tools)
-    excluded = getattr(limit, "exclude", ())
-    return f"all tools but {', '.join(excluded)}" if excluded else "all tools"
+    return f"all tools but {', '.join(limit.exclude)}" if limit.exclude else "all tools"
 
 
 def _with_note(messages: Sequence[AnyMessage], note: str) -> list[AnyMessage]:
@@ -197,15 +190,7 @@ def _without_exhausted(
         return not any(each.enforce and getattr(each, "wait", None) is None for each in named)
 
     kept = [tool for tool in request.tools if isinstance(tool, dict) or is_left(tool.name)]
-    if len(kept) == len(request.tools):
-        return request, None
-    return _offer(request, kept)
-
-
-def _last_call(request: ModelRequest[Any]) -> ModelRequest[Any]:
-    """The request of the last admitted call: without tools, except for the structured response."""
-    offered, _ = _offer(request, [])
-    return offered.override(messages=_with_note(offered.messages, LAST_CALL))
+    return (request, None) if len(kept) == len(request.tools) else _offer(request, kept)
 
 
 def _offer(request: ModelRequest[Any], tools: list[Any]) -> tuple[ModelRequest[Any], str | None]:
@@ -238,9 +223,8 @@ def _has_structured_tool(request: ModelRequest[Any]) -> bool:
     return not any(getattr(request.model, name, None) for name in ("model_name", "model"))
 
 
-def _chosen(tool_choice: Any) -> str | None:
+def _chosen(tool_choice: Any) -> Any:
     """The tool that a choice names: as a plain name, or in OpenAI's or Anthropic's form."""
     if isinstance(tool_choice, dict):
-        name = (tool_choice.get("function") or tool_choice).get("name")
-        return str(name)
-    return tool_choice if isinstance(tool_choice, str) else None
+        return (tool_choice.get("function") or tool_choice).get("name")
+    return tool_choice

@@ -108,8 +108,7 @@ class OfThreads(Limiter[Any, ContextT, ResponseT]):
         Other limits of this thread on the same count are raised, too: at once, even during a run.
 
         Args:
-            config: Names the thread: `{"configurable": {"thread_id": …}}`. If the store's
-                prefix is a function, also `"quota_prefix"`: the prefix of the thread.
+            config: As in `reset`.
             amount: How much more, above 0, in the limit's unit: calls, tokens or dollars.
             limit: The name of the limit; may be left out if one limit alone has a `thread_limit`.
             until: When the grant ends, with a time zone; by default as in `MemoryStore.grant`.
@@ -142,7 +141,7 @@ class OfThreads(Limiter[Any, ContextT, ResponseT]):
         return await store.agrant(key, amount, until=until, reason=reason, by=by, id=id)
 
     def _granting(self, name: str | None, config: RunnableConfig) -> tuple[Granting, str]:
-        store: object = None if self._store is None else self._store.store
+        store: object = self._store and self._store.store
         if self._store is None or not isinstance(store, Granting):
             raise TypeError(
                 f"{type(self).__name__} needs a store that gives grants, not {store!r}: pass "
@@ -177,11 +176,11 @@ def _windows(limit: Limit) -> list[timedelta | CalendarWindow | None]:
 
 def _unused(limit: Limit) -> LimitStatus:
     """The status of a thread's limit when it has used nothing."""
-    most = None if callable(limit.thread_limit) else limit.thread_limit
-    thread = ResolvedLimit.of(limit, thread=most, run=None)
+    thread = None if callable(limit.thread_limit) else limit.thread_limit
+    unused = ResolvedLimit.of(limit, thread=thread, run=None)
     quotas = (
         Check(each.name, "", whole_amount(limit.unit, "limit", each.limit), per=THREAD)
         for each in limit.quotas
         if each.per == THREAD and not each.smooth and not callable(each.limit)
     )
-    return status(thread._replace(checks=(*thread.checks, *quotas)), Counter(), 0)
+    return status(unused._replace(checks=(*unused.checks, *quotas)), Counter(), 0)

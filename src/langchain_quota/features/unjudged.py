@@ -25,12 +25,6 @@ from langchain_quota.telemetry.recorder import Recorder
 MOST_CALLS = 10_000
 """A root run with more calls is not looked at: something is kept of each until the run ends."""
 
-_JUDGE_IT = (
-    "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "
-    "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).model(…)). Others of "
-    "this kind are only counted, in langchain_quota_unjudged_calls_total"
-)
-
 _Where = tuple[str, str | None, Kind]
 """The namespace of a graph, the name of its agent, and the kind of the call."""
 
@@ -39,7 +33,6 @@ class CountingRootRun(RootRun):
     """A root run that sees each model and tool that starts."""
 
     # Threads that run tools in parallel change it, each by single operations.
-
     ignore_llm = ignore_chat_model = ignore_agent = ignore_chain = False
 
     def __init__(self) -> None:
@@ -83,14 +76,11 @@ class CountingRootRun(RootRun):
         for (graph, agent, _name), (models, tools) in self._judged.items():
             judged[graph, agent, "model"] += models
             judged[graph, agent, "tool"] += tools
-        unjudged = Counter[tuple[str | None, Kind]]()
         for (graph, agent, kind), count in Counter(self.seen).items():
             # Before 1.2, LangGraph does not give the hooks of a node that is an agent its name.
-            known = judged[graph, agent, kind] or judged[graph, None, kind]
-            unjudged[agent, kind] += max(0, count - known)
-        for (agent, kind), count in unjudged.items():
-            if count:
-                self.recorder.count(names.UNJUDGED_CALLS, agent, kind, amount=count)
+            unjudged = count - (judged[graph, agent, kind] or judged[graph, None, kind])
+            if unjudged > 0:
+                self.recorder.count(names.UNJUDGED_CALLS, agent, kind, amount=unjudged)
                 # It causes no `QuotaWarning`: LangChain would swallow one that is an error.
                 self.recorder.log_first(_log, agent_name(agent), kind)
 
@@ -156,5 +146,10 @@ def _graph_of(checkpoint_ns: str) -> str:
 
 def _log(agent: str, kind: str) -> None:
     logger.warning(
-        "no limit judged a %s call of agent %r, and its run has limits: %s", kind, agent, _JUDGE_IT
+        "no limit judged a %s call of agent %r, and its run has limits: %s",
+        kind,
+        agent,
+        "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "
+        "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).model(…)). Others of "
+        "this kind are only counted, in langchain_quota_unjudged_calls_total",
     )

@@ -23,11 +23,10 @@ class RepeatLimit(LimitOptions):
     """How often a run may make the same tool call without getting a new answer.
 
     `run_limit` equal calls are admitted, and the next one is refused: its answer says to the model
-    that it repeats itself. Calls are equal if they have the same tool and the same arguments. At
-    most 20,000 characters are compared: of a text of more than half of that the beginning, the end
-    and the length, of a long list or mapping the beginning and the length.
+    that it repeats itself. Calls are equal if they have the same tool and the same arguments.
 
-    An answer is new if the call has not had it before in this run. A new answer sets the counts of
+    An answer is new if the call has not had it before in this run: of a text of more than 20,000
+    characters the beginning, the end and the length are compared. A new answer sets the counts of
     all calls back to one. So polling is not refused while the answer changes, and tests that run
     after every change are not refused. But calls that alternate without new answers are refused.
 

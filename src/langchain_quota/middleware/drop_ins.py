@@ -15,7 +15,7 @@ from langgraph.runtime import Runtime
 from langgraph.types import Command
 
 from langchain_quota.admission import AcquireResult
-from langchain_quota.arguments import check_choice
+from langchain_quota.arguments import check_choice, check_type
 from langchain_quota.concurrency import now
 from langchain_quota.decide import status
 from langchain_quota.decision import Call, Decision
@@ -49,9 +49,8 @@ OnPending = Literal["skip", "raise"]
 class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]):
     """Limits how many tool calls an agent's thread and run may make, and makes each visible.
 
-    A drop-in for LangChain's middleware of the same name: the same arguments, state keys,
-    messages and exceptions; `limit_name`, `message`, `alert`, `on_pending` and
-    `telemetry` are ours.
+    A drop-in for LangChain's middleware of the same name: the same arguments, state keys, messages
+    and exceptions; `limit_name`, `message`, `alert`, `on_pending` and `telemetry` are ours.
 
     Args:
         tool_name: The tool that is limited; `None` limits all tools together.
@@ -79,18 +78,8 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
             of bounds. The message names the argument and the value.
 
     Examples:
-        >>> from langchain.agents import create_agent
         >>> from langchain_quota import ToolCallLimitMiddleware
-        >>> from langchain_quota.testing import ScriptedChatModel
-        >>> def search(query: str = "") -> str:
-        ...     "Search the web."
-        ...     return "nothing found"
-        >>> model = ScriptedChatModel(script=[["search", "search"], "That is all I found."])
-        >>> limiter = ToolCallLimitMiddleware(tool_name="search", run_limit=1)
-        >>> agent = create_agent(model, [search], middleware=[limiter])
-        >>> result = agent.invoke({"messages": [("user", "Find it!")]})
-        >>> sorted(message.content for message in result["messages"] if message.type == "tool")
-        ["Tool call limit exceeded. Do not call 'search' again.", 'nothing found']
+        >>> limiter = ToolCallLimitMiddleware(tool_name="search", thread_limit=20, run_limit=3)
     """
 
     state_schema: type[ToolCallLimitState[Any]] = ToolCallLimitState
@@ -112,8 +101,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
     ) -> None:
         check_choice("on_pending", on_pending, ("skip", "raise"))
         check_choice("exit_behavior", exit_behavior, ("continue", "error", "end"))
-        if tool_name is not None and not isinstance(tool_name, str):
-            raise TypeError(f"tool_name must be a string or None, not {tool_name!r}")
+        check_type("tool_name", tool_name, str | None, "a string or None")
         _check_given(thread_limit, run_limit)
         limit = ToolCallLimit(
             tool_name,
@@ -181,18 +169,15 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     is not counted, a call retried within one step counts once.
 
     Args:
-        thread_limit: Most calls over the life of a thread, a whole number from 0; `None` for no
-            limit. It needs a checkpointer, which keeps the count.
+        thread_limit: As in `ToolCallLimitMiddleware`.
         run_limit: Most calls in one run (one invocation), or `None`.
         exit_behavior: What a call over the limit does: `"end"` ends the run with a message,
             `"error"` raises `ModelCallLimitExceededError`.
-        limit_name: The limit's name in metrics and spans, 1 to 64 printable characters; by
-            default `model`. Give names to put two model limits on one agent.
+        limit_name: As in `ToolCallLimitMiddleware`; by default `model`.
         message: The final message instead of the default text: a text, or a function from the
             `Decision` to a text.
-        alert: Whether a refusal is worth an alert; `False` for a limit that is meant to be hit.
-        telemetry: Where decisions are made visible; by default shared by the process, on
-            Prometheus' global registry and OpenTelemetry's global tracer provider.
+        alert: As in `ToolCallLimitMiddleware`.
+        telemetry: The same.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -200,17 +185,8 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
             argument and the value.
 
     Examples:
-        >>> from langchain.agents import create_agent
         >>> from langchain_quota import ModelCallLimitMiddleware
-        >>> from langchain_quota.testing import ScriptedChatModel
-        >>> def search(query: str = "") -> str:
-        ...     "Search the web."
-        ...     return "nothing found"
-        >>> model = ScriptedChatModel(script=lambda messages: ["search"])
-        >>> limiter = ModelCallLimitMiddleware(run_limit=3)
-        >>> agent = create_agent(model, [search], middleware=[limiter])
-        >>> agent.invoke({"messages": [("user", "Find it!")]})["messages"][-1].content
-        'Model call limits exceeded: run limit (3/3)'
+        >>> limiter = ModelCallLimitMiddleware(run_limit=10)
     """
 
     state_schema: type[ModelCallLimitState[Any]] = ModelCallLimitState
@@ -275,32 +251,27 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ExtendedModelResponse[ResponseT]:
-        """Count the call in the model's own step, so that no jump can skip it."""
+        """`wrap_model_call`, without blocking the event loop."""
         self._learn_tools(request)
         return self._counted(request, await handler(request))
 
     def after_model(
-        self,
-        state: ModelCallLimitState[ResponseT],
-        runtime: Runtime[ContextT],
+        self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
         """Count the call, unless it was counted in the model's step."""
         return self._count_uncounted(state, runtime)
 
     async def aafter_model(
-        self,
-        state: ModelCallLimitState[ResponseT],
-        runtime: Runtime[ContextT],
+        self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """Count the call, unless it was counted in the model's step."""
+        """`after_model`, without blocking the event loop."""
         return self._count_uncounted(state, runtime)
 
     def _judge_next(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
         update = now(self._judge_model("", state, runtime)) or {}
         if "jump_to" not in update and _is_counted(state):
-            update[LEDGER] = merge_ledgers(
-                update.get(LEDGER, {}), Ledger(counts={"model_counted": False})
-            )
+            begins = Ledger(counts={"model_counted": False})
+            update[LEDGER] = merge_ledgers(update.get(LEDGER, {}), begins)
         return update or None
 
     def _conclude_model(self, batch: Batch, result: AcquireResult) -> Conclusion:
@@ -309,8 +280,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     def _counted(
         self, request: ModelRequest[ContextT], response: ModelResponse[ResponseT]
     ) -> ExtendedModelResponse[ResponseT]:
-        name = newest_name(response.result)
-        update = self._count(request.state, request.runtime, name)
+        update = self._count(request.state, request.runtime, newest_name(response.result))
         return ExtendedModelResponse(model_response=response, command=Command(update=update))
 
     def _count_uncounted(

@@ -78,8 +78,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     feature_kinds: ClassVar[Sequence[type[Feature]]] = ()
     """The features that it may have, in the order in which they are called."""
-    takes_store: ClassVar[bool] = False
-    """Whether it can be given a store."""
     _every_call: ClassVar[bool] = True
     # Whether tool calls that no limit matches are visible, too.
 

@@ -57,7 +57,7 @@ def _ids(message_id: str, index: int) -> Iterator[str]:
 
 def _identified_block(block: Any, given: list[ToolCall]) -> Any:
     """A block of content with the id of its call; the call is removed from `given`."""
-    key = _ID_OF_BLOCK.get(str(block.get("type"))) if isinstance(block, dict) else None
+    key = _ID_OF_BLOCK.get(_type(block))
     if key is None or block.get(key):
         return block
     for index, call in enumerate(given):
@@ -83,52 +83,20 @@ def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
     messages: Sequence[AnyMessage] = state.get("messages") or ()
     answers = []
     for message in reversed(messages):
-        if isinstance(message, AIMessage):
-            break
         if isinstance(message, ToolMessage):
             answers.append(message)
+        if isinstance(message, AIMessage):
+            break
     else:
         return None
     if not message.tool_calls:
         return None
     answered = {each.tool_call_id for each in answers}
-    structured = state.get("structured_response") is not None and any(
-        each.status != "error" for each in answers
-    )
+    has_response = state.get("structured_response") is not None
+    structured = has_response and any(each.status != "error" for each in answers)
     named = identified(message, answered)
     calls = _unanswered(named, answered, state)
     return PendingCalls(named, calls, structured, replaces=named is not message)
-
-
-@dataclass(frozen=True, slots=True)
-class DanglingCalls:
-    """The calls of one AIMessage that were left without an answer."""
-
-    message: AIMessage
-    calls: tuple[ToolCall, ...]
-    start: int
-    end: int
-
-
-def dangling_calls(state: Mapping[str, Any]) -> list[DanglingCalls]:
-    """The calls that runs before this one left without an answer, in order."""
-    messages: Sequence[AnyMessage] = state.get("messages") or ()
-    found = []
-    answered: set[str] = set()
-    for index in range(len(messages) - 1, -1, -1):
-        message = messages[index]
-        if isinstance(message, ToolMessage):
-            answered.add(message.tool_call_id)
-        elif isinstance(message, AIMessage):
-            named = identified(message, answered)
-            unanswered = _unanswered(named, answered, state) if named.tool_calls else ()
-            if unanswered:
-                end = index + 1
-                while end < len(messages) and isinstance(messages[end], ToolMessage):
-                    end += 1
-                found.append(DanglingCalls(named, unanswered, index, end))
-            answered = set()
-    return found[::-1]
 
 
 def unfinished_calls(
@@ -155,22 +123,35 @@ def unfinished_calls(
 
 
 def repaired(state: Mapping[str, Any], *, is_shared: bool) -> list[AnyMessage] | None:
-    """The messages with an answer for each dangling call, after the message that made it."""
-    messages: Sequence[AnyMessage] = state.get("messages") or ()
-    dangling = dangling_calls(state)
-    if not dangling:
-        return None
-    history = list(messages)
-    for each in reversed(dangling):
-        if is_shared and each.end < len(messages):
-            history[each.start] = _without(each.message, each.calls, ABANDONED)
+    """The messages with an answer for each call that earlier runs left without one, in its place.
+
+    `None` if there is none. In a history that a graph shares, calls further up are taken out.
+    """
+    history: list[AnyMessage] = [*(state.get("messages") or ())]
+    answered: set[str] = set()
+    found = False
+    for index in reversed(range(len(history))):
+        message = history[index]
+        if isinstance(message, ToolMessage):
+            answered.add(message.tool_call_id)
+        if not isinstance(message, AIMessage):
             continue
-        names = {str(call["id"]): call["name"] for call in each.calls}
-        history[each.end : each.end] = [
-            answer(call_id, name, ABANDONED) for call_id, name in names.items()
-        ]
-        history[each.start] = each.message
-    return history
+        named = identified(message, answered)
+        calls = _unanswered(named, answered, state)
+        answered = set()
+        if not calls:
+            continue
+        found = True
+        end = index + 1
+        while end < len(history) and isinstance(history[end], ToolMessage):
+            end += 1
+        if is_shared and end < len(history):
+            history[index] = _without(named, calls, ABANDONED)
+            continue
+        history[index] = named
+        names = {str(call["id"]): call["name"] for call in calls}
+        history[end:end] = [answer(call_id, name, ABANDONED) for call_id, name in names.items()]
+    return history if found else None
 
 
 def _without(message: AIMessage, calls: Sequence[ToolCall], text: str) -> AIMessage:
@@ -178,12 +159,11 @@ def _without(message: AIMessage, calls: Sequence[ToolCall], text: str) -> AIMess
     removed = {call["id"] for call in calls}
     kept = [call for call in message.tool_calls if call["id"] not in removed]
     content: Any = message.content
-    if isinstance(content, list):
-        content = _without_blocks(content, removed)
     gone = _CALLS
     if not kept and not str(message.text).strip():
-        content = text
-        gone = _CALLS | _REASONING
+        content, gone = text, _CALLS | _REASONING
+    elif isinstance(content, list):
+        content = _without_blocks(content, removed)
     others = {key: value for key, value in message.additional_kwargs.items() if key not in gone}
     return message.model_copy(
         update={"tool_calls": kept, "content": content, "additional_kwargs": others}
@@ -195,24 +175,19 @@ def _without_blocks(content: Sequence[Any], removed: Collection[Any]) -> list[An
     kept: list[Any] = []
     led_to_removed = False
     for block in reversed(content):
-        if _call_id(block) in removed:
+        key = _ID_OF_BLOCK.get(_type(block))
+        if key and block.get(key) in removed:
             led_to_removed = True
             continue
-        leads_nowhere = led_to_removed and (not kept or _is_reasoning(kept[-1]))
-        if not (leads_nowhere and _is_reasoning(block)):
+        leads_nowhere = led_to_removed and (not kept or _type(kept[-1]) in _REASONING)
+        if not (leads_nowhere and _type(block) in _REASONING):
             kept.append(block)
             led_to_removed = False
     return kept[::-1]
 
 
-def _is_reasoning(block: Any) -> bool:
-    return isinstance(block, dict) and block.get("type") in _REASONING
-
-
-def _call_id(block: Any) -> Any:
-    """The id of the tool call in a block of content."""
-    key = _ID_OF_BLOCK.get(str(block.get("type"))) if isinstance(block, dict) else None
-    return block.get(key) if key else None
+def _type(block: Any) -> str:
+    return str(block.get("type")) if isinstance(block, dict) else ""
 
 
 def answer(call_id: str, tool: str | None, content: str) -> ToolMessage:
@@ -267,12 +242,10 @@ def _unanswered(
     message: AIMessage, answered: set[str], state: Mapping[str, Any]
 ) -> tuple[ToolCall, ...]:
     edited: Mapping[str, Any] = state.get("hitl_edited_tool_calls") or {}
+    waiting = (call for call in message.tool_calls if call["id"] not in answered)
     return tuple(
-        _as_edited(call, edited[str(call["id"])]) if str(call["id"]) in edited else call
-        for call in message.tool_calls
-        if call["id"] not in answered
+        {**call, "name": action["name"], "args": action["args"]}
+        if (action := edited.get(str(call["id"])))
+        else call
+        for call in waiting
     )
-
-
-def _as_edited(call: ToolCall, action: Mapping[str, Any]) -> ToolCall:
-    return {**call, "name": action["name"], "args": action["args"]}

@@ -24,7 +24,7 @@ from langchain_quota.features.at_once.at_once import AtOnce
 from langchain_quota.features.budgets.budgets import Budgets
 from langchain_quota.features.call_times import CallTimes
 from langchain_quota.features.deep_agents.checks import DeepAgents
-from langchain_quota.features.repeats.repeats import Repeats
+from langchain_quota.features.repeats import Repeats
 from langchain_quota.features.root_runs import RootRuns
 from langchain_quota.features.telling import Telling
 from langchain_quota.features.threads import OfThreads
@@ -73,14 +73,13 @@ class QuotaMiddleware(
 
     Args:
         limits: The limits, at least one, each under a name of its own.
-        tell_model: Whether each model request says what is left, once a limit is near. The note is
-            at the end of the request's newest message, and never in the history. A provider's
-            prompt cache stays valid for everything before it.
+        tell_model: Whether each model request says what is left, once a limit is near: at the end
+            of its newest message, and never in the history.
         hide_exhausted: Whether tools with nothing left are no longer offered to the model, unless
             a person is asked for more. When one disappears, a provider's prompt cache is not read.
         on_decision: One function or several, sync or async, called with every `Decision` before
-            the agent goes on. An exception in one is counted and logged, and the agent goes on.
-            Async functions need the agent's async methods.
+            the agent goes on. An exception in one is counted and logged. Async functions need the
+            agent's async methods.
         store: Counts quotas and threads where runs, workers and tenants share them: a
             `MemoryStore` in one process, a `RedisStore` or `PostgresStore` in many. `thread_limit`
             is then exact for concurrent runs of a thread, and needs a thread id but no
@@ -91,15 +90,12 @@ class QuotaMiddleware(
         prices: What tokens cost; needs a `CostLimit`. A table of `Price` by model, or a function
             from the `ModelUsage` of one model run to a `Decimal` of dollars. By default, and for
             models that are not in the table: the prices of the package genai-prices, without
-            network. The function is also asked before the first call of a model, when there are no
-            tokens and only the `request_model` is known.
+            network. The function is also asked before the first call of a model, without tokens.
         unknown_price: What happens to a call of a model without a price. `"error"` raises
-            `UnknownPriceError` before the first call, also if a middleware or a fallback chooses
-            another model. If the price of a call fails afterwards, the call is charged what was
-            held for it, or a millionth of a dollar, and the model's next call raises the error.
-            Models that only `charge_all_models` charges are not refused. `"allow"` makes the call,
-            and needs a `CostLimit`. The call costs nothing, unless the answer names a model that
-            has a price, as Azure's answers do.
+            `UnknownPriceError` before the first call, whoever chooses the model. If the price of a
+            call fails afterwards, the call is charged its reserve, or a millionth of a dollar, and
+            the model's next call raises the error. `"allow"` makes the call, and needs a
+            `CostLimit`: it costs nothing, unless the answer names a model that has a price.
         charge_all_models: Whether budgets (`TokenLimit`, `CostLimit`) are also charged for the
             model calls that the agent's tools, sub-agents and other middlewares make; needs a
             budget. Only the agent's own calls are refused.
@@ -108,19 +104,11 @@ class QuotaMiddleware(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: There is no limit, two have one name, or the `reserve`
-            of one would refuse every call. Or a limit has quotas and there is no store,
-            `on_store_error` or `unknown_price` is unknown, `charge_all_models` has no budget to
-            charge, or there are prices and no `CostLimit`.
+        ValueError: There is no limit, two have one name, or the `reserve` of one would refuse every
+            call. Or an option is unknown, or needs a limit or a store that is not there.
 
     Examples:
-        >>> from langchain.agents import create_agent
         >>> from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
-        >>> from langchain_quota.testing import ScriptedChatModel
-        >>> def search(query: str = "") -> str:
-        ...     "Search the web."
-        ...     return "nothing found"
-        >>> model = ScriptedChatModel(script=[["search", "search"], "That is all I found."])
         >>> quota = QuotaMiddleware(
         ...     [
         ...         ModelCallLimit(run_limit=10),
@@ -128,10 +116,6 @@ class QuotaMiddleware(
         ...         ToolCallLimit(run_limit=50, exclude=("write_todos",)),
         ...     ]
         ... )
-        >>> agent = create_agent(model, [search], middleware=[quota])
-        >>> result = agent.invoke({"messages": [("user", "Find it!")]})
-        >>> sorted(message.content for message in result["messages"] if message.type == "tool")
-        ["Tool call limit exceeded. Do not call 'search' again.", 'nothing found']
     """
 
     state_schema: type[QuotaState[Any]] = QuotaState
@@ -150,7 +134,6 @@ class QuotaMiddleware(
         Waiting,
         CallTimes,
     )
-    takes_store = True
 
     why_nobody_is_asked: ClassVar[str] = ""
     """What a middleware needs in place of itself, if no limit of it can ask."""
@@ -182,8 +165,8 @@ class QuotaMiddleware(
         check_together(limits)
         check_choice("on_store_error", on_store_error, ("deny", "allow"))
         check_store(store, limits)
-        for argument, value in (("tell_model", tell_model), ("hide_exhausted", hide_exhausted)):
-            check_switch(argument, value)
+        check_switch("tell_model", tell_model)
+        check_switch("hide_exhausted", hide_exhausted)
         super().__init__(
             tuple(limits),
             telemetry=telemetry,
@@ -225,7 +208,9 @@ class QuotaMiddleware(
     async def _before_model(
         self, form: Form, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
-        if _has_ended(state):
+        newest = (state.get("messages") or (None,))[-1]
+        if newest is not None and newest.id is not None and newest.id == ledger(state).get("ended"):
+            # The graph goes on nevertheless: LangChain waits for a structured response.
             return {"jump_to": "end"}
         return await self._judge_model(form, state, runtime)
 
@@ -233,14 +218,10 @@ class QuotaMiddleware(
     def after_model(
         self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """Judge the tool calls that the model just made.
+        """Judge the tool calls that the model just made; other errors are those of `before_model`.
 
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
-            RuntimeError: A limit's function or an observer is async, or a refused call was made.
-            TypeError: What a limit or a quota computes or reads from the context has the wrong
-                type, or the store does not serve sync calls.
-            ValueError: It is out of bounds or missing.
         """
         return now(self._after_model("", state, runtime))
 
@@ -270,7 +251,7 @@ class QuotaMiddleware(
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ModelResponse[ResponseT]:
-        """Add what is left to the request, offer only usable tools, and charge what is used."""
+        """`wrap_model_call`, without blocking the event loop."""
         return await self._wrap_model_call("a", request, handler)
 
     async def _wrap_model_call(
@@ -339,13 +320,6 @@ class WrittenResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
     def model_response(self) -> ModelResponse[Any]:  # type: ignore[override]  # as it is now
         """The answer alone."""
         return ModelResponse(self.result, self.structured_response)
-
-
-def _has_ended(state: Mapping[str, Any]) -> bool:
-    """Whether the newest message is that of a refused call, so the run has ended."""
-    # The graph may go on nevertheless: LangChain does so if it waits for a structured response.
-    newest = (state.get("messages") or (None,))[-1]
-    return newest is not None and newest.id is not None and newest.id == ledger(state).get("ended")
 
 
 _OPTIONAL = ("before_model", "after_model", "wrap_tool_call")

@@ -1,7 +1,7 @@
 """Tokens that nobody reports: bounded before a model run, and estimated after it."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,42 +65,18 @@ def estimated_usage(
 def max_usage(request: ModelRequest[Any]) -> ModelUsage:
     """The most tokens that a model call can use, as far as this is known before the call.
 
-    The input has two parts: the tokens that the provider has reported for the call of the newest
-    answer, and one token for each byte in UTF-8 of all newer messages. No tokenizer makes more
-    tokens than bytes. Without a report, or with an impossible one, the bytes of the whole request
-    are counted. The output is the longest answer: `max_tokens` of the request's settings or of the
-    model, else that of the model's profile, else 16,384 tokens.
-
-    A call can use more if the system prompt or the tools have grown since the newest answer, if a
-    medium takes more than 50,000 tokens, or if the model has neither `max_tokens` nor a profile. It
-    can also use more if the newest report is of another call: of another agent, of a shorter
-    history, or made up by a client that sends the history. A retry or a fallback is a call of its
-    own.
+    The input: the tokens that the provider has reported for the call of the newest answer, and one
+    token for each byte in UTF-8 of all newer messages; no tokenizer makes more. Without a report,
+    or with an impossible one, the bytes of the whole request. The output is the longest answer:
+    `max_tokens` of the request's settings or of the model, else that of the model's profile, else
+    16,384 tokens. docs/budgets.md says when a call can use more.
 
     Args:
         request: The request, as `wrap_model_call` has it.
 
     Examples:
-        As `reserve` of a limit:
-
         >>> from langchain_quota import TokenLimit, max_usage
         >>> limit = TokenLimit(run_limit=100_000, reserve=max_usage)
-
-        The newest answer's call has used 900 tokens. The new message has 4 bytes, and the next
-        answer has 500 tokens at most:
-
-        >>> from langchain.agents.middleware.types import ModelRequest
-        >>> from langchain_core.messages import AIMessage, HumanMessage
-        >>> from langchain_quota.testing import ScriptedChatModel
-        >>> used = {"input_tokens": 800, "output_tokens": 100, "total_tokens": 900}
-        >>> request = ModelRequest(
-        ...     model=ScriptedChatModel(script=[]),
-        ...     messages=[AIMessage("Hello.", usage_metadata=used), HumanMessage("Why?")],
-        ...     model_settings={"max_tokens": 500},
-        ... )
-        >>> bound = max_usage(request)
-        >>> (bound.input_tokens, bound.output_tokens)
-        (924, 500)
     """
     asked = asked_of(request.model, request.model_settings)
     settings = _settings(request.model, request.model_settings)
@@ -113,7 +89,11 @@ def max_usage(request: ModelRequest[Any]) -> ModelUsage:
     given = reported
     if not reported:
         sent = [*([request.system_message] if request.system_message else []), *request.messages]
-        tools = [*map(_as_sent, request.tools), *_schemas(request.response_format)]
+        tools = [t if isinstance(t, dict) else convert_to_openai_tool(t) for t in request.tools]
+        form: Any = request.response_format
+        if form is not None:
+            specs = ToolStrategy(getattr(form, "schema", form)).schema_specs
+            tools += [spec.json_schema for spec in specs]
         given = _MOST_FOR_TOOLS if tools else 0
     size, media = _size(sent, tools)
     given += size + sum(max(MOST_PER_MEDIUM, each) for each in media)
@@ -154,23 +134,22 @@ def _size(messages: Iterable[BaseMessage], tools: object = None) -> tuple[int, l
     for message in messages:
         # Of an answer that is streamed: its calls may be unfinished.
         is_part = isinstance(message, AIMessageChunk)
-        has_calls = False
         content = message.content
-        for block in [content] if isinstance(content, str) else content:
-            kind = block.get("type") if isinstance(block, Mapping) else None
-            has_calls = has_calls or kind in _CALLS
+        blocks = [content] if isinstance(content, str) else content
+        kinds = {block.get("type") for block in blocks if isinstance(block, Mapping)}
+        for block in blocks:
             if isinstance(block, str):
                 texts.append(block)
-            elif kind in _MEDIA:
+            elif block.get("type") in _MEDIA:
                 media.append(len(as_json(block)))
-            elif is_part or kind in _TEXTS:
+            elif is_part or block.get("type") in _TEXTS:
                 texts.append(next((str(block[key]) for key in _SAID if block.get(key)), ""))
             else:
                 texts.append(as_json(block))
         if isinstance(message, AIMessageChunk):
             parts = message.tool_call_chunks
             texts += [each.get("args") or each.get("name") or "" for each in parts]
-        elif not has_calls:
+        elif kinds.isdisjoint(_CALLS):
             texts += map(as_json, getattr(message, "tool_calls", None) or ())
     return sum(len(each.encode("utf-8", "surrogatepass")) for each in texts), media
 
@@ -184,7 +163,7 @@ def _newest_report(
     messages: Sequence[AnyMessage], provider: str
 ) -> tuple[int, Sequence[AnyMessage]]:
     """The tokens of the newest call that this provider has reported, and all newer messages."""
-    for index in range(len(messages) - 1, -1, -1):
+    for index in reversed(range(len(messages))):
         message = messages[index]
         if not isinstance(message, AIMessage) or not message.usage_metadata:
             continue
@@ -195,19 +174,8 @@ def _newest_report(
             # Whether a call may have used so few tokens for the messages up to there.
             if total >= max(index + 1, _size(messages[: index + 1])[0] / _MOST_BYTES):
                 return total, messages[index + 1 :]
-        return 0, messages
+        break
     return 0, messages
-
-
-def _as_sent(tool: Any) -> Mapping[str, Any]:
-    return tool if isinstance(tool, dict) else convert_to_openai_tool(tool)
-
-
-def _schemas(response_format: Any) -> Iterator[Mapping[str, Any]]:
-    """The schemas of a structured response."""
-    if response_format is not None:
-        for spec in ToolStrategy(getattr(response_format, "schema", response_format)).schema_specs:
-            yield spec.json_schema
 
 
 def _settings(model: BaseChatModel, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -251,6 +219,7 @@ _CUT_OFF = (
     *("ReadError", "WriteError", "CloseError", "IncompleteRead", "IncompleteReadError"),
     *("ChunkedEncodingError", "PayloadError", "ResponseStreamingError"),
     *("JSONDecodeError", "ResponseValidationError", "FinishReasonError"),
+    *("CancelledError", "GeneratorExit", "KeyboardInterrupt"),
 )
 """The ends of the names of errors after which a provider may have served the request."""
 
@@ -261,9 +230,6 @@ _NOT_CONNECTED = {
 }
 """Errors before anything is sent."""
 
-_STOPPED = {"CancelledError", "GeneratorExit", "KeyboardInterrupt"}
-"""The exceptions that end a run whose caller no longer waits."""
-
 
 def is_paid(error: BaseException) -> bool:
     """Whether the provider may have served a request that has failed."""
@@ -271,22 +237,17 @@ def is_paid(error: BaseException) -> bool:
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
-    names = set[str]().union(*map(_names, chain))
+    names = {kind.__name__ for each in chain for kind in type(each).__mro__}
     if any(map(_refuses, chain)) or names & _NOT_CONNECTED:
         return False
-    return bool(names & _STOPPED) or any(name.endswith(_CUT_OFF) for name in names)
+    return any(name.endswith(_CUT_OFF) for name in names)
 
 
 def _refuses(error: BaseException) -> bool:
     """Whether an error has the status of a provider's refusal."""
-    response, names = getattr(error, "response", None), _names(error)
-    found = [getattr(error, "status_code", None), getattr(response, "status_code", None)]
+    names = {kind.__name__ for kind in type(error).__mro__}
+    found = [getattr(each, "status_code", None) for each in (error, getattr(error, "response", 0))]
     # Google's client gives the status 504 to a call for which it no longer waits.
     if names & _HAS_STATUS_AS_CODE and "DeadlineExceeded" not in names:
         found.append(getattr(error, "code", None))
     return any(isinstance(status, int) and status in _REFUSED for status in found)
-
-
-def _names(error: BaseException) -> set[str]:
-    """The names of an error's class and of its base classes."""
-    return {kind.__name__ for kind in type(error).__mro__}

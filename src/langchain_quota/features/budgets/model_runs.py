@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache
+from threading import Event
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from uuid import UUID
 from weakref import WeakValueDictionary
@@ -160,13 +162,9 @@ class ModelRuns(BaseCallbackHandler):
     def __init__(self) -> None:
         # Those that somebody keeps.
         self._started: WeakValueDictionary[UUID, ModelRun] = WeakValueDictionary()
-        self._places: dict[UUID | None, _Place] = {}
+        self.places: dict[UUID | None, _Place] = {}
         self._graphs: dict[UUID | None, GraphRun] = {}
         self._ended: deque[UUID] = deque()
-
-    def graph_of(self, run_id: UUID | None) -> GraphRun | None:
-        """The run of the graph in which a run is; `None` if it is not known."""
-        return next(iter(self._places.get(run_id, _Place()).graphs), None)
 
     def on_chat_model_start(self, *given: Any, **more: Any) -> None:
         """Keep what was asked."""
@@ -189,8 +187,7 @@ class ModelRuns(BaseCallbackHandler):
         """Note what has been used."""
         started = self._started.pop(run_id, None)
         if started is not None:
-            answers = response.generations[0] if response.generations else []
-            answer = answers[0] if answers else None
+            answer: Any = next((each for few in response.generations[:1] for each in few[:1]), None)
             message = getattr(answer, "message", None) or AIMessage(answer.text if answer else "")
             started.end(started.used(response, [message]), succeeded=True)
         self._forget_oldest(run_id)
@@ -288,62 +285,55 @@ class ModelRuns(BaseCallbackHandler):
             # Its callbacks may not have been passed on.
             runs, running = _running()
             parent_run_id = running if runs is self else None
-        around = self._places.get(parent_run_id, _Place())
+        around = self.places.get(parent_run_id, _Place())
         task = (metadata or {}).get("langgraph_checkpoint_ns") or around.task
         graphs = around.graphs
-        if task != around.task and parent_run_id in self._places:
+        if task != around.task and parent_run_id in self.places:
             # It is a node of the graph that has started it.
             graphs = (self._graphs.setdefault(parent_run_id, GraphRun()), *graphs)
-        place = self._places[run_id] = _Place(task, graphs, _calls.get() or around.calls)
+        place = self.places[run_id] = _Place(task, graphs, _calls.get() or around.calls)
         return place
 
     def _forget_oldest(self, run_id: UUID) -> None:
         """Forget the run that ended first, if too many have ended."""
         self._ended.append(run_id)
         if len(self._ended) > MAX_ENDED:
-            self._places.pop(self._ended.popleft(), None)
+            self.places.pop(self._ended.popleft(), None)
 
 
 _calls: ContextVar[tuple[OwnCall, ...]] = ContextVar("langchain_quota_model_calls", default=())
 """The model calls of agents that the running code is in, the outermost first."""
 
 
-class _Handler:
-    """Gives LangChain a handler for each run that has inherited none, as a context variable."""
-
-    for_all = False
-
-    def get(self) -> ModelRuns | None:
-        return (_running()[0] or ModelRuns()) if self.for_all or _calls.get() else None
-
-
-class _InnermostCall:
-    """Gives LangChain the innermost call of an agent that the running code is in."""
-
-    def get(self) -> OwnCall | None:
-        return next(reversed(_calls.get()), None)
+_for_all = Event()
 
 
 @cache
-def _handler() -> _Handler:
-    """Have LangChain look for handlers, from the first budget on."""
-    found = _Handler()
-    variable = cast("ContextVar[Any]", found)
-    register_configure_hook(variable, inheritable=True, handle_class=ModelRuns)
-    # Behind it: handlers behind the one that refuses a model are told nothing.
-    register_configure_hook(cast("ContextVar[Any]", _InnermostCall()), inheritable=True)
-    return found
+def _register() -> None:
+    """Have LangChain look for handlers where it looks for context variables."""
+
+    def of_root_run() -> ModelRuns | None:
+        watched = _for_all.is_set() or _calls.get()
+        return (_running()[0] or ModelRuns()) if watched else None
+
+    def of_call() -> OwnCall | None:
+        return next(reversed(_calls.get()), None)
+
+    # Behind the first one: handlers behind the one that refuses a model are told nothing.
+    for find, kind in ((of_root_run, ModelRuns), (of_call, None)):
+        register_configure_hook(cast("Any", SimpleNamespace(get=find)), True, kind)
 
 
 def watch_all_models() -> None:
     """Watch every root run of the process that begins from now on."""
-    _handler().for_all = True
+    _register()
+    _for_all.set()
 
 
 @contextmanager
 def own_call(admit: Callable[[ModelUsage], None], graph: GraphRun | None) -> Iterator[OwnCall]:
     """Collect the model runs that the block starts, also those in sub-agents, tools and threads."""
-    _handler()
+    _register()
     call = OwnCall(admit, graph)
     token = _calls.set((*_calls.get(), call))
     try:
@@ -358,7 +348,8 @@ def own_call(admit: Callable[[ModelUsage], None], graph: GraphRun | None) -> Ite
 def running_graph() -> GraphRun | None:
     """The run of the graph that the running node belongs to; `None` if it is not known."""
     runs, node = _running()
-    return None if runs is None else runs.graph_of(node)
+    place = None if runs is None else runs.places.get(node)
+    return next(iter(place.graphs), None) if place else None
 
 
 def _running() -> tuple[ModelRuns | None, UUID | None]:

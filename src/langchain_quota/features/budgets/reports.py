@@ -9,14 +9,8 @@ from langchain_core.outputs import LLMResult
 
 from langchain_quota.limits.model_usage import ModelUsage
 
-_TIERS = ("priority", "flex")
-"""OpenAI's service tiers that langchain-openai writes in front of the names of details."""
-
-_NAMES = {
-    name: (name, *(f"{tier}_{name}" for tier in _TIERS))
-    for name in ("cache_read", "cache_creation", "audio", "reasoning")
-}
-"""The names of details."""
+_TIERS = ("", "priority_", "flex_")
+"""What langchain-openai writes in front of the names of details: OpenAI's service tiers."""
 
 _MOST = 10**9
 """More tokens are no report, but nonsense."""
@@ -44,8 +38,10 @@ def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
     message = getattr(answer, "message", None)
     answered = {**(result.llm_output or {}), **getattr(message, "response_metadata", {})}
     usage: Mapping[str, Any] | None = getattr(message, "usage_metadata", None)
-    if message is None:
-        usage = _of_completion(answered.get("token_usage"))
+    if message is None and (own := answered.get("token_usage")) is not None:
+        # Of a completion model; in a batch only the first run has it, for all.
+        whole = {"input": "prompt", "output": "completion", "total": "total"}
+        usage = {f"{ours}_tokens": own.get(f"{theirs}_tokens") for ours, theirs in whole.items()}
     about = _about(answered, asked)
     model = about["response_model"] or asked.request_model
     about["provider_tools"] = _provider_tools(message, answered.get("grounding_metadata"), model)
@@ -60,17 +56,6 @@ def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
     return ModelUsage(
         request_model=asked.request_model, **about, **tokens, cached=cached, estimated=estimated
     )
-
-
-def _of_completion(usage: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The usage of a completion model's run; in a batch only the first run has it, for all."""
-    if usage is None:
-        return None
-    return {
-        "input_tokens": usage.get("prompt_tokens"),
-        "output_tokens": usage.get("completion_tokens"),
-        "total_tokens": usage.get("total_tokens"),
-    }
 
 
 def _about(answered: Mapping[str, Any], asked: ModelUsage) -> dict[str, Any]:
@@ -134,9 +119,7 @@ def counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _detail(details: Mapping[str, Any], name: str) -> int:
     """A detail, also if its name begins with a service tier; 0 without a number of tokens."""
-    if not details:
-        return 0
-    found = (details.get(each) for each in _NAMES.get(name, (name,)))
+    found = (details.get(tier + name) for tier in _TIERS) if details else ()
     return next((each for each in found if each and _is_count(each)), 0)
 
 

@@ -22,10 +22,8 @@ from langchain_quota.middleware.feature import Feature
 from langchain_quota.state import LEDGER
 from langchain_quota.telemetry.labels import UNNAMED
 
-_DEEPAGENTS = "deepagents.middleware.subagents"
-"""Where the tool `task` of deepagents is defined."""
 _INTERPRETER = "langchain_quickjs"
-_SUB_AGENTS = "task"
+_TASK = "task"
 """The function by which code starts sub-agents, and the tool that it calls."""
 
 
@@ -37,41 +35,34 @@ class DeepAgents(Feature):
         """The feature, which every middleware needs."""
         return cls(limiter)
 
-    def __init__(self, limiter: Any) -> None:
-        super().__init__(limiter)
-        # The functions that start sub-agents and that have been checked already.
-        self._checked: WeakSet[FunctionType] = WeakSet()
-
-    def checked(self, agent: object) -> None:
-        """Note that all sub-agents of an agent have limits, or are left out on purpose."""
-        nodes = (node.bound for graph in _graphs_of(agent) for node in graph.nodes.values())
-        for node in nodes:
-            if isinstance(node, ToolNode):
-                self._checked.update(_starters(node.tools_by_name.values()))
-
     def learn(self, agent: str | None, tools: Sequence[Any]) -> None:
         """Refuse to run an agent whose code can call a limited tool; warn of the rest once."""
-        made_at = self._limiter._made_at  # noqa: SLF001 - the kernel gives it
         for start in _starters(tools):
-            if start in self._checked:
+            if start in _checked:
                 continue
-            self._checked.add(start)
+            _checked.add(start)
             unlimited = ", ".join(map(repr, _unlimited_sub_agents(start)))
             if unlimited:
-                made_at.warn(
+                self._limiter._made_at.warn(  # noqa: SLF001 - the kernel gives it
                     f"the sub-agents that the tool 'task' of agent {agent or UNNAMED!r} starts "
                     f"have no limits of langchain-quota: {unlimited}. Give them their parent's "
                     "limits: with_limits(create_deep_agent, quota)(…)"
                 )
-        if _INTERPRETER not in sys.modules:
-            return
-        for limit in sorted(self._limiter.limits, key=lambda each: not each.enforce):
-            unseen = _unseen_calls(limit, tools)
-            if unseen and limit.enforce:
-                raise RuntimeError(unseen)
-            if unseen:
-                made_at.warn(unseen)
-                return
+        if _INTERPRETER in sys.modules:
+            for limit in self._limiter.limits:
+                if limit.enforce:
+                    _check_interpreters(limit, tools)
+
+
+_checked: WeakSet[FunctionType] = WeakSet()
+"""The functions that start sub-agents and that have been checked."""
+
+
+def trust_sub_agents(agent: object) -> None:
+    """Note that all sub-agents of an agent have limits, or are left out on purpose."""
+    for node in (node.bound for graph in _graphs_of(agent) for node in graph.nodes.values()):
+        if isinstance(node, ToolNode):
+            _checked.update(_starters(node.tools_by_name.values()))
 
 
 def has_limits(runnable: object) -> bool:
@@ -95,68 +86,54 @@ def _starters(tools: Iterable[Any]) -> list[FunctionType]:
     return [
         function
         for function in functions
-        if isinstance(function, FunctionType) and function.__module__ == _DEEPAGENTS
+        if isinstance(function, FunctionType)
+        and function.__module__ == "deepagents.middleware.subagents"
     ]
 
 
 def _unlimited_sub_agents(start: FunctionType) -> list[str]:
     """The names of the sub-agents without limits that a function starts, as far as is known."""
-    # Only certain cases: a sub-agent that LangChain has not made is never named.
     agents = inspect.getclosurevars(start).nonlocals.get("subagent_graphs")
     if not isinstance(agents, Mapping):
         return []
-    return [name for name, agent in agents.items() if _is_agent(agent) and not has_limits(agent)]
+    # Only certain cases: a sub-agent that `create_agent` has not made is never named.
+    made = {name: each for name, each in agents.items() if isinstance(each, Pregel)}
+    return [
+        name
+        for name, graph in made.items()
+        if "ls_integration" in ((graph.config or {}).get("metadata") or {})
+        and not has_limits(graph)
+    ]
 
 
-def _is_agent(graph: Any) -> bool:
-    """Whether `create_agent` has made it, so that its middlewares have nodes of their own."""
-    if not isinstance(graph, Pregel):
-        return False
-    metadata = (graph.config or {}).get("metadata") or {}
-    return "model" in graph.nodes and "ls_integration" in metadata
-
-
-def _unseen_calls(limit: Limit, tools: Sequence[Any]) -> str:
-    """Says that a code interpreter would go past a limit, and what to do; empty if it does not."""
+def _check_interpreters(limit: Limit, tools: Sequence[Any]) -> None:
+    """Raise an exception if a code interpreter would go past a limit."""
     for interpreter in tools:
-        called = _called(interpreter, tools)
-        unseen = [name for name in called if limit.matches(Call("tool", name))]
-        if not unseen:
-            continue
-        names = [name for name in unseen if name != _SUB_AGENTS]
-        remedies = [f"take {', '.join(map(repr, names))} out of its ptc=[…]"] if names else []
-        if len(names) < len(unseen):
-            remedies.append("give it subagents=False")
-        excluding = ""
-        if not limit.tools:
-            excluding = f". Or leave them out of the limit: exclude={tuple(unseen)!r}"
-        return (
-            f"limit {limit.name!r} does not see what code calls: CodeInterpreterMiddleware calls "
-            f"{', '.join(map(repr, unseen))} inside its tool {interpreter.name!r}. So "
-            f"{' and '.join(remedies)}{excluding}"
-        )
-    return ""
+        unseen = [
+            name
+            for name in _called(interpreter, tools)
+            if name != interpreter.name and limit.matches(Call("tool", name))
+        ]
+        if unseen:
+            raise RuntimeError(
+                f"limit {limit.name!r} does not see what code calls: CodeInterpreterMiddleware "
+                f"calls {', '.join(map(repr, unseen))} inside its tool {interpreter.name!r}. Take "
+                "tools out of its ptc=[…], and give it subagents=False for 'task'; or leave them "
+                "out of a limit of all tools: exclude=(…)"
+            )
 
 
 def _called(interpreter: object, tools: Sequence[Any]) -> list[str]:
     """The names of the tools that the code of an interpreter's tool can call."""
-    if not isinstance(interpreter, StructuredTool):
-        return []
-    function = interpreter.func or interpreter.coroutine
+    function = isinstance(interpreter, StructuredTool) and (
+        interpreter.func or interpreter.coroutine
+    )
     if not (inspect.isfunction(function) and function.__module__.startswith(f"{_INTERPRETER}.")):
         return []
-    others = [
-        each for each in tools if isinstance(each, BaseTool) and each.name != interpreter.name
-    ]
     settings = vars(inspect.getclosurevars(function).nonlocals.get("middleware", object))
+    offered = [each.name for each in tools if isinstance(each, BaseTool)]
     if not {"_ptc", "_subagents"} <= settings.keys():
         # It is another version of the package: its code may call any tool.
-        return [each.name for each in others]
+        return offered
     names = [getattr(each, "name", each) for each in settings["_ptc"] or ()]
-    # As the interpreter finds the tool that starts sub-agents.
-    starts = {"description", "subagent_type"}
-    if settings["_subagents"] and any(
-        each.name == _SUB_AGENTS and starts <= each.args.keys() for each in others
-    ):
-        names.append(_SUB_AGENTS)
-    return [name for name in names if name != interpreter.name]
+    return [*names, _TASK] if settings["_subagents"] and _TASK in offered else names

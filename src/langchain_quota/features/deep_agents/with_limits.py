@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 from langchain.agents.middleware.types import AgentMiddleware
 
 from langchain_quota.arguments import shown
-from langchain_quota.features.deep_agents.checks import DeepAgents, has_limits
+from langchain_quota.features.deep_agents.checks import has_limits, trust_sub_agents
 from langchain_quota.middleware.quota import QuotaMiddleware
 
 Arguments = ParamSpec("Arguments")
@@ -59,12 +59,10 @@ def with_limits(
 
     Examples:
         >>> from langchain_quota import MemoryStore, QuotaMiddleware, ToolCallLimit, with_limits
-        >>> from langchain_quota.testing import ScriptedChatModel
-        >>> def make_agent() -> object:
+        >>> quota = QuotaMiddleware([ToolCallLimit(run_limit=50)], store=MemoryStore())
+        >>> def make_agent(model: str) -> object:
         ...     from deepagents import create_deep_agent
-        ...     limits = [ToolCallLimit("read_file", thread_limit=50)]
-        ...     quota = QuotaMiddleware(limits, store=MemoryStore())
-        ...     return with_limits(create_deep_agent, quota)(ScriptedChatModel(script=["Hello."]))
+        ...     return with_limits(create_deep_agent, quota)(model)
     """
     if not (callable(create) and isinstance(quota, QuotaMiddleware)):
         raise TypeError(
@@ -91,15 +89,22 @@ def with_limits(
         middleware = list(given.get("middleware") or ())
         specs = list(given.get("subagents") or ())
         names = {spec["name"] for spec in specs}
-        _check(middleware, {_GENERAL_PURPOSE, *names}, quota, leave_out)
+        if any(isinstance(each, QuotaMiddleware) and each is not quota for each in middleware):
+            raise ValueError(
+                "middleware has a QuotaMiddleware which is not the quota of with_limits: put all "
+                "limits into one QuotaMiddleware, and give it to with_limits"
+            )
+        known = {_GENERAL_PURPOSE, *names}
+        if not known.issuperset(leave_out):
+            raise ValueError(
+                f"leave_out={[*leave_out]!r} names no sub-agent: name some of {sorted(known)!r}"
+            )
         if _GENERAL_PURPOSE not in {*leave_out, *names}:
             specs.insert(0, _general_purpose({**given, "middleware": middleware}))
         specs = [spec if spec["name"] in leave_out else _limited(spec, quota) for spec in specs]
         limited = {"middleware": _with_quota(middleware, quota), "subagents": specs}
         agent: Agent = made(*args, **{**kwargs, **limited})
-        for each in quota._features:  # noqa: SLF001 - of this package
-            if isinstance(each, DeepAgents):
-                each.checked(agent)
+        trust_sub_agents(agent)
         return agent
 
     return create_with_limits
@@ -149,24 +154,3 @@ def _with_quota(
     # can jump.
     inline = "model" in quota._judging_nodes()  # noqa: SLF001 - of this package
     return [quota, *present] if inline else [*present, quota]
-
-
-def _check(
-    middleware: Sequence[AgentMiddleware[Any, Any, Any]],
-    names: Collection[str],
-    quota: QuotaMiddleware[Any, Any],
-    leave_out: Collection[str],
-) -> None:
-    """Check that the main agent has no other quota, and that what is left out is there."""
-    for each in middleware:
-        if isinstance(each, QuotaMiddleware) and each is not quota:
-            raise ValueError(
-                f"middleware has {each.name}, which is not the quota of with_limits: put all "
-                "limits into one QuotaMiddleware, and give it to with_limits"
-            )
-    for name in leave_out:
-        if name not in names:
-            raise ValueError(
-                f"leave_out names {name!r}, and no sub-agent has that name: name one of "
-                f"{', '.join(map(repr, sorted(names)))}"
-            )

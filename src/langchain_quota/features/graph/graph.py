@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, ClassVar, TypeVar, Unpack, cast
+from typing import Any, ClassVar, Unpack
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from langgraph.prebuilt import ToolNode
 
 from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import Form, ask, forms, in_sync, now
-from langchain_quota.features.graph.step import Step, make_model_call
+from langchain_quota.features.graph.inline import Step, make_model_call
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.context import call_context, digest, is_answered, running_runtime
 from langchain_quota.middleware.history import answer_of_refused, pending_calls, repaired
@@ -36,27 +36,10 @@ from langchain_quota.stores.memory import MemoryStore
 Tools = Sequence[BaseTool | Callable[..., Any] | dict[str, Any]]
 Refused = Mapping[Any, str | None]  # what answers a call that does not run, by the call's id
 
-_Made = TypeVar("_Made")
 _calling: ContextVar[Any] = ContextVar("_calling")  # what becomes of a call in a node of tools
 _MARK = "langchain_quota"  # in a message's `response_metadata`: which of its calls are refused
 _TAKEN = "\0"  # in place of an answer: a task has taken the call, another one makes a further call
 _MOST_RUNS = 10_000  # that are remembered; of one that is forgotten the store keeps the counts
-
-
-class _Method(partial[Any]):
-    """A method that LangChain takes for a list of tools if its object is in `middleware=`."""
-
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError(
-            "GraphQuota is no middleware: write middleware=[QuotaMiddleware([…])] for an agent of "
-            "create_agent"
-        )
-
-
-def _not_of_agents(method: _Made) -> _Made:
-    """Say so where LangChain reads the method as a list."""
-    of: Any = property(lambda limits: _Method(cast("Any", method), limits), doc=method.__doc__)
-    return cast("_Made", of)
 
 
 class GraphQuota:
@@ -123,7 +106,6 @@ class GraphQuota:
             )
         return _LimitedModel(limits=self._limits, inner=inner, offered=_as_tools(tools))
 
-    @_not_of_agents
     def tools(self, tools: Tools, **options: Any) -> ToolNode:
         """A node of tools: it answers the calls that a limit refuses, and runs the others.
 

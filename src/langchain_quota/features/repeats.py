@@ -1,7 +1,11 @@
 """Repeat limits: their counts depend on the call, and on the answers of earlier calls."""
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from hashlib import blake2b
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +15,6 @@ from langchain_core.messages import AIMessage, AnyMessage, ToolMessage
 from typing_extensions import TypedDict
 
 from langchain_quota.decision import RUN, THREAD, Outcome
-from langchain_quota.features.repeats.digests import answer_digest, key_digest, tool_digest
 from langchain_quota.limits.repeats import MOST_KEPT, RepeatLimit
 from langchain_quota.messages import NOT_RUN
 from langchain_quota.middleware.calls import Batch, Conclusion
@@ -20,6 +23,28 @@ from langchain_quota.rule import Asked, Check, ResolvedLimit, run_counter, threa
 from langchain_quota.state import Own, own_of
 
 _NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
+
+_VOLATILE = re.compile(
+    r"""
+    \b(?=[0-9a-f])(?:
+        \d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?  # a moment
+        | \d{1,2}:\d\d:\d\d(?:[.,]\d+)?                    # a time of day
+        | \d+(?:\.\d+)?[ ]?(?:ms|µs)\b                      # a duration
+        | \d+\.\d+[ ]?s(?:ec(?:onds)?)?\b
+        | [0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b      # a UUID
+        | 0x[0-9a-f]+\b                                     # an address
+        | \d{10,}(?:\.\d+)?\b                              # a moment in seconds, an id
+    )
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""The parts of an answer that may change without saying anything new."""
+
+MOST_COMPARED = 20_000
+"""How much of an answer is compared, in characters."""
+
+_LEAST_ID = 6
+"""A shorter id of a call, such as `"1"`, is part of many texts that do not name it."""
 
 
 class Record(TypedDict):
@@ -67,10 +92,10 @@ class Repeats(Feature):
         for limit in self._limits:
             made = _made(records.get(limit.name, _NOTHING), state.get("messages") or ())
             calls, failures = repeated(made)
-            limited = [each for each in made if each.is_limited]
-            counts = [max(calls[each.key], failures.get(each.tool, 0)) for each in limited]
-            most = max(counts, default=0)
-            found |= {thread_counter(limit): most, run_counter(limit): most}
+            counts = (
+                max(calls[each.key], failures.get(each.tool, 0)) for each in made if each.is_limited
+            )
+            found[thread_counter(limit)] = found[run_counter(limit)] = max(counts, default=0)
         return found
 
     def checks(self, batch: Batch) -> None:
@@ -109,17 +134,12 @@ def _asked(
 ) -> Iterator[ResolvedLimit]:
     """The limits on a call, with what repeat limits count of it."""
     for each in asked.limits:
-        check = None
-        if each.limit.name in known:
-            check = known[each.limit.name].check(index, used)
-            if check is None:
-                continue
-        # A thread has no count of its own.
-        yield (
-            each
-            if check is None
-            else each._replace(checks=(check._replace(scope=THREAD, most=None), check))
-        )
+        judged = known.get(each.limit.name)
+        if judged is None:
+            yield each
+        elif (check := judged.check(index, used)) is not None:
+            # A thread has no count of its own.
+            yield each._replace(checks=(check._replace(scope=THREAD, most=None), check))
 
 
 class _Judged:
@@ -143,8 +163,8 @@ class _Judged:
         self._digests: list[tuple[str, str] | None] = []
         for call, judged in zip(pending.calls, batch.calls, strict=True):
             matches = limit.matches(judged)
-            key, tool = key_digest(limit, call, matches=matches), call["name"]
-            found = None if key is None else (tool_digest(tool, matches=matches), key)
+            key, tool = _key_digest(limit, call, matches=matches), call["name"]
+            found = None if key is None else (_tool_digest(tool, matches=matches), key)
             self._digests.append(found)
 
     def check(self, index: int, used: dict[str, int]) -> Check | None:
@@ -231,7 +251,7 @@ def _made(record: Record, messages: Sequence[AnyMessage]) -> list[Made]:
             if NOT_RUN in answer.response_metadata:
                 continue
             failed = answer.status == "error"
-            gave = answer_digest(answer.content, call_id, args.get(call_id), failed=failed)
+            gave = _answer_digest(answer.content, call_id, args.get(call_id), failed=failed)
         made.append(Made(record["step"], tool, key, gave))
     return made
 
@@ -272,3 +292,64 @@ def repeated(made: Iterable[Made]) -> tuple[Mapping[str, int], Mapping[str, int]
         if gave.startswith("!"):
             by_tool[tool] = max(failures[what] + 1, by_tool.get(tool, 0))
     return {key: calls[key] + 1 for key in known}, by_tool
+
+
+# How calls and answers are compared: equal ones have equal digests.
+
+
+def _tool_digest(name: str, *, matches: bool) -> str:
+    """A digest of a tool; begins with `-` if the limit never refuses its calls."""
+    return ("" if matches else "-") + _digest(name, size=4)
+
+
+def _key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) -> str | None:
+    """A digest that equal calls share; `None` for a call that is ignored."""
+    if not matches and not limit.tools:
+        return None
+    # The function does not get calls that are never refused.
+    if limit.key is None or not matches:
+        return _digest(_text([call["name"], call["args"]]))
+    try:
+        # A function that changes its argument must not change the call.
+        key = limit.key(deepcopy(dict(call)))
+    except Exception as error:
+        error.add_note(f"raised by the key of limit {limit.name!r} for tool {call['name']!r}")
+        raise
+    return None if key is None else _digest(_text(key))
+
+
+def _answer_digest(content: object, call_id: str, args: object, *, failed: bool) -> str:
+    """A digest of what an answer says."""
+    text = content if isinstance(content, str) else _text(content)
+    if len(text) > MOST_COMPARED:
+        half, length = MOST_COMPARED // 2, "" if failed else len(text)
+        text = f"{text[:half]}\0{text[-half:]}{length}"
+    if len(call_id) >= _LEAST_ID:
+        text = text.replace(call_id, "")
+    if failed:
+        text = _without_arguments(text)
+    # What the arguments name must not be ignored as a moment or an id.
+    named = {found[0] for found in _VOLATILE.finditer(_text(args)[:MOST_COMPARED])}
+    # Of a moment that the arguments name, the answer may repeat the date alone.
+    named |= {each[:10] for each in named}
+    text = _VOLATILE.sub(lambda found: found[0] if found[0] in named else "", text)
+    return ("!" if failed else "+") + _digest(text)
+
+
+def _without_arguments(error: str) -> str:
+    """An error without the call's arguments, which LangGraph's messages repeat."""
+    before, begins, rest = error.partition(" with kwargs {")
+    _, ends, after = rest.partition("} with error:")
+    return before + after if begins and ends else error
+
+
+def _text(value: object) -> str:
+    """A value as a text: equal values have equal texts."""
+    try:
+        return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):  # its keys cannot be sorted, or it contains itself
+        return repr(value)
+
+
+def _digest(text: str, size: int = 8) -> str:
+    return blake2b(text.encode(errors="backslashreplace"), digest_size=size).hexdigest()

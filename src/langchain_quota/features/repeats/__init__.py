@@ -1,1 +1,0 @@
-"""The feature behind `RepeatLimit`: calls that repeat earlier ones are refused."""
