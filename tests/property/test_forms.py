@@ -78,12 +78,14 @@ def play(plan: Plan, kind: Kind, form: Form) -> dict[str, Any]:
     """Play a plan, and give all that one can see of it."""
     signals, batches, numbers = telling(), list[Batch | None](), count()
     raised: list[str] = []
+    # Calls without an id, where a middleware does not limit their tool, are LangChain's.
+    leaves = kind == "drop-in" or not any("tool" in each.kinds for each in plan.limits)
 
     def answer(_: Sequence[BaseMessage]) -> Turn:
         batch = batches.pop(0) if batches else []
         if batch is None:
             return ProviderError("overloaded")
-        return _numbered(batch, next(numbers), kind) if batch else "done"
+        return _numbered(batch, next(numbers), leaves=leaves) if batch else "done"
 
     store: Any = FickleStore(MemoryStore(clock=Clock())) if plan.stored else None
     options = {**plan.options, **({"store": store} if store else {})}
@@ -116,14 +118,13 @@ def play(plan: Plan, kind: Kind, form: Form) -> dict[str, Any]:
     }
 
 
-def _numbered(batch: Batch, number: int, kind: str) -> AIMessage:
+def _numbered(batch: Batch, number: int, *, leaves: bool) -> AIMessage:
     """An answer under an id of its own, from which follow those of its calls that have none."""
     calls = []
     for index, each in enumerate(batch):
         call = ToolCall(name=str(each), args={}, id=None) if isinstance(each, str) else each
         assert isinstance(call, dict)
-        # A drop-in leaves calls without an id to LangChain, where it does not limit their tool.
-        given = isinstance(each, str) or (kind == "drop-in" and not call["id"])
+        given = isinstance(each, str) or (leaves and not call["id"])
         call_id = f"{number}-{index}" if given else call["id"]
         calls.append(ToolCall(name=call["name"], args={}, id=call_id, type="tool_call"))
     return AIMessage("", id=f"answer-{number}", tool_calls=calls)
