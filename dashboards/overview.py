@@ -71,7 +71,7 @@ def _alerts() -> TablePanel:
             show.text("Limit", "limit", 130),
             show.text("Quota", "scope", 80),
             show.text("About", "about", 250),
-            show.when("Since", about(since), 130),
+            show.when("Since", about(since), 145),
             show.text("Job", "job", 110),
         ],
         sort_by=about(severity),
@@ -199,7 +199,7 @@ def _threads() -> TablePanel:
             show.text("Thread", "thread_id", 170, links=ask.LINKS),
             show.text("Limit", "limit", 115),
             show.count("Refused", most, 80),
-            show.when("Last refusal", f"{latest} * 1000", 130),
+            show.when("Last refusal", f"{latest} * 1000", 145),
             show.text("Agent", "agent", 100),
             show.Column("job", "job", {"custom.hidden": True}),
         ],
@@ -274,7 +274,7 @@ def _nearest() -> TablePanel:
             show.gauge("Used", nearest, 160),
             show.count("Refused", ask.refusals(ask.AGENT, ask.LIMIT), 90),
             show.when(
-                "Last call", f"{ask.last_time('decision', ask.AGENT, ask.LIMIT)} * 1000", 140
+                "Last call", f"{ask.last_time('decision', ask.AGENT, ask.LIMIT)} * 1000", 145
             ),
             show.text("Job", "job", 130),
         ],
@@ -286,13 +286,18 @@ def _nearest() -> TablePanel:
 def _limits() -> TablePanel:
     allowed = ask.select(ask.ALLOWED, ask.AGENT, ask.LIMIT)
     by = "job, agent, limit, scope"
+    unit = f"* on ({by}) group_left (unit) ({allowed} ^ 0)"
+
+    def counted(decisions: str, *only: str, by: str = "job, agent, limit") -> str:
+        return ask.grown(ask.DECISIONS, ask.RANGE, *only, f'decision=~"{decisions}"', by=by)
+
+    def refused(decisions: str) -> str:
+        return counted(decisions, ask.AGENT, ask.LIMIT, by=by)
 
     def share(decision: str) -> str:
-        part, whole = (
-            ask.grown(ask.DECISIONS, ask.RANGE, ask.AGENT, ask.LIMIT, only, by=by)
-            for only in (f'decision="{decision}"', 'decision=~"allowed|blocked|would_block"')
-        )
-        return f"{part} / ({whole} > 0) * on ({by}) group_left (unit) ({allowed} ^ 0)"
+        # An allowed call has no scope.
+        judged = counted("allowed|blocked|would_block")
+        return f"{refused(decision)} / on (job, agent, limit) group_left () ({judged} > 0) {unit}"
 
     near = ask.select("job_agent_limit:langchain_quota_limit_near_ratio:max", ask.AGENT, ask.LIMIT)
     return show.table(
@@ -305,7 +310,7 @@ def _limits() -> TablePanel:
             show.text("Agent", "agent", 150),
             show.text("Limit", "limit", 150),
             show.text("Scope", "scope", 100),
-            show.count("Allowed", allowed, 110),
+            show.Column("Allowed", allowed, {"decimals": None, "custom.width": 110}),
             show.text("Unit", "unit", 80),
             show.share_of(
                 "Near from", f"({allowed} ^ 0) * on (job, agent, limit) group_left () {near}"
@@ -314,7 +319,8 @@ def _limits() -> TablePanel:
             show.share_of("Would refuse", share("would_block")),
             show.text("Job", "job", 110),
         ],
-        sort_by=share("would_block"),
+        # Every row needs a number: Grafana does not sort others.
+        sort_by=f"{refused('blocked|would_block')} {unit} or 0 * {allowed}",
         no_value="No limit has a number.",
     )
 

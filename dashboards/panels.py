@@ -10,6 +10,7 @@ from grafana_foundation_sdk.builders.common import (
     StackingConfig,
     TableFooterOptions,
     VizLegendOptions,
+    VizTextDisplayOptions,
     VizTooltipOptions,
 )
 from grafana_foundation_sdk.builders.dashboard import (
@@ -134,6 +135,7 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
 ) -> StatPanel:
     """Numbers of now, each with the line that led to it."""
     stacked = common.VizOrientation.HORIZONTAL  # each number is as wide as the panel
+    narrow = place.height > place.width
     panel = (
         _framed(StatPanel(), place, title, description)
         .unit(unit)
@@ -146,9 +148,11 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
         .text_mode(common.BigValueTextMode.VALUE_AND_NAME)
         .wide_layout(wide_layout=False)
         .show_percent_change(show_percent_change=False)
-        .orientation(stacked if place.height > place.width else common.VizOrientation.AUTO)
+        .orientation(stacked if narrow else common.VizOrientation.AUTO)
         .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
     )
+    if narrow:  # Grafana would make the names of three numbers too small to read
+        panel.text(VizTextDisplayOptions().title_size(13))
     _ask(panel, queries)
     return panel
 
@@ -224,7 +228,8 @@ def table(  # noqa: PLR0913 - the same
     values of `sort_by`, falling: a column's query, or one whose values are not shown.
     """
     shown = [column.source for column in columns if "{" in column.source]
-    every = [*shown, *([] if sort_by in shown else [sort_by])]
+    # First, because Grafana leaves rows without its value where they are: below, then.
+    every = [*dict.fromkeys([sort_by, *shown])]
     value = {expr: f"Value #{ref_id}" for ref_id, expr in zip(ascii_uppercase, every, strict=False)}
     panel = (
         _empty_table(place, title, description).unit(settings.COUNT).decimals(0).no_value(no_value)

@@ -18,6 +18,7 @@ def build() -> Dashboard:
     threads = one("thread", "Thread", f"label_values({known}, thread_id)").regex(ask.NO_BACKTICK)
     refused = ask.refusals(ask.AGENT, ask.THREAD)
     spent = "max(sum by (limit) ({}))"
+    most_used = f"topk({settings.TOP}, {_RATIO})"
     return show.new_dashboard(
         settings.THREAD_UID,
         settings.THREAD_TITLE,
@@ -102,13 +103,13 @@ def build() -> Dashboard:
             [
                 show.text("Limit", "limit", 220),
                 show.text("Agent", "agent", 180),
-                show.gauge("Used", _RATIO, 200),
+                show.gauge("Used", most_used, 200),
                 show.count("Refused", refused, 110),
                 show.when("Last refusal", _last("refusal"), 160),
                 show.when("Last call", _last("decision"), 160),
                 show.when("Resets", _last("reset"), 160),
             ],
-            sort_by=_last("decision"),
+            sort_by=most_used,
             no_value="The thread has no series any more.",
         ),
         show.row(

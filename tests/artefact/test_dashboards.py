@@ -366,8 +366,8 @@ def test_every_query_returns_data(seen: Seen) -> None:
     Where a panel shows exemplars, there are some.
     """
     empty = {
-        *(f"{OVERVIEW} {panel}" for panel in ("46 A", "46 B", "49 A", "52 D", "52 E")),
-        "langchain-quota-budgets 46 A",
+        *(f"{OVERVIEW} {panel}" for panel in ("46 A", "46 B", "49 B", "52 D", "52 E")),
+        "langchain-quota-budgets 46 B",
     }
 
     def found() -> bool:
@@ -404,6 +404,30 @@ def test_what_tools_cost(seen: Seen) -> None:
     assert total(interpolate(cost.expr, of)) == total(models, tools)
     only = cost.expr.replace("_quota_spent", "_quota_none")
     assert total(interpolate(only, of)) == total(tools)
+
+
+def test_which_share_a_limit_refuses(seen: Seen) -> None:
+    """*Refused* is the share of all calls that the limit judged, the allowed ones included."""
+    counted = (
+        "sum by (decision) (sum_over_time(job_agent_limit_scope_decision:"
+        'langchain_quota_limit_decisions:increase15s{agent="finder",limit="tool:search"}[1h]))'
+    )
+    asked = interpolate(query(f"{OVERVIEW} 51 D").expr, {**ANYTHING, "agent": "finder"})
+
+    def found() -> bool:
+        calls = {
+            each["metric"]["decision"]: float(each["value"][1])
+            for each in seen.prometheus.result("query", query=counted)
+        }
+        shares = {
+            each["metric"]["scope"]: float(each["value"][1])
+            for each in seen.prometheus.result("query", query=asked)
+            if each["metric"]["limit"] == "tool:search"
+        }
+        share = calls["blocked"] / (calls["allowed"] + calls["blocked"])
+        return 0 < share < 1 and round(sum(shares.values()) - share, 9) == 0
+
+    eventually(found)
 
 
 def test_every_variable_offers_values(seen: Seen) -> None:
