@@ -12,6 +12,7 @@ from langchain_quota import MemoryStore, Quota, QuotaWarning, TokenLimit, ToolCa
 from langchain_quota.limits import Limit
 from tests.clock import Clock
 from tests.scene import Scene
+from tests.stores import FickleStore
 from tests.telemetry import Signals, paid, telling
 
 USED = "langchain_quota_thread_used"
@@ -233,6 +234,17 @@ async def test_what_a_thread_has_spent_begins_at_0(signals: Signals) -> None:
 
     await Scene(signals, script, [TokenLimit(thread_limit=900)]).play()
     assert seen == [{("unnamed", "tokens", "thread-1"): 0}]
+
+
+async def test_a_budget_in_an_outage(clock: Clock) -> None:
+    """While the store is lost, what was known of a customer's budget is shown, and not 0."""
+    signals, store = telling(subject_label={"tenant": str}), FickleStore(MemoryStore(clock=clock))
+    limit = TokenLimit(run_limit=900, quotas=[Quota(1000, per="tenant")])
+    options: Any = {"store": store, "on_store_error": "allow", "context": {"tenant": "acme"}}
+    scene = Scene(signals, [paid(300), paid(20)], [limit], **options)
+    for store.down in (False, True):
+        await scene.play()
+        assert [*signals.samples("langchain_quota_subject_used_tokens").values()] == [300]
 
 
 async def test_the_idle_are_forgotten(clock: Clock) -> None:

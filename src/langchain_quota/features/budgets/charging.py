@@ -202,12 +202,29 @@ class Charging:
         elif form is None:
             # The next hook shows it.
             return written
+        self._tell(step, answer, before, total, is_call=hold is not None)
+        return written
+
+    def _tell(
+        self,
+        step: Step,
+        answer: AcquireResult | None,
+        before: Mapping[str, int],
+        total: Mapping[str, int],
+        *,
+        is_call: bool,
+    ) -> None:
+        """Make visible what limits are charged."""
+        _, limits, call = step
         counts: Mapping[str, int] = {}
         if answer is not None:
             counts = answer.used
             _mirror_root_run(limits, counts)
             self._recorder.record_granted(call.agent, limits.newly_raised(answer.newly_granted))
             limits = limits.raised(answer.granted)
+        elif self._store is not None:
+            # What is used of quotas is not known.
+            limits = limits.without_store("allow")
         for each in limits.budgets:
             amount = total.get(each.limit.counter, 0)
             known = {check.counter: before.get(check.counter, 0) for check in each.checks}
@@ -216,8 +233,7 @@ class Charging:
                 if after is not None:
                     known[check.counter] = max(0, after - amount)
             shown = status(each, known, 1, spent=amount)
-            self._recorder.record_charge(call, shown, is_call=hold is not None)
-        return written
+            self._recorder.record_charge(call, shown, is_call=is_call)
 
     async def settle(self, form: Form | None, sent: AcquireRequest | None) -> AcquireResult | None:
         """Have the store make corrections; its answer by key, or `None` without one."""
