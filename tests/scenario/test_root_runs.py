@@ -113,6 +113,24 @@ def test_a_thread_with_the_config_in_a_graph(kind: Kind, signals: Signals) -> No
     assert len(tree.ran) == 5
 
 
+def test_what_such_a_thread_has_used(signals: Signals) -> None:
+    """The root run knows it, also where a full store has dropped the count for another run."""
+    tree = Tree(signals.telemetry, store=MemoryStore(max_keys=1))
+    other = ask(tree.agent(9))
+
+    def call(runtime: ToolRuntime) -> str:
+        answer = str(without_context(other.run, {}, config=runtime.config))
+        without_context(tree.agent(1).invoke, ASKED)
+        return answer
+
+    tools = [tree.search(), StructuredTool.from_function(call, description="Ask.")]
+    script = [["call"], ["search"], "done"]
+    scene = Scene(signals, script, [SEARCHES], store=tree.store, tools=tools)
+    scene.agent.invoke(ASKED, config())
+
+    assert len(tree.ran) == 5 + 1  # that of the other run
+
+
 @needs_inline
 async def test_an_interrupt_in_a_node_that_handles_errors(signals: Signals) -> None:
     """A tool that asks a human interrupts the run, though its node turns errors into answers."""
