@@ -196,7 +196,7 @@ _RUN: dict[str, Any] = {
         "run": "r",
         "turn": "t",
         "begun_by": {"hooks": None},
-        "owed": {},
+        "store": None,
         "own": {},
     },
 }

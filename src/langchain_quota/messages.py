@@ -29,7 +29,7 @@ ABANDONED = "This tool call was not completed: the run that made it was stopped.
 NOT_RUN = "quota_not_run"
 """The mark on the answer of a call that was let through and then did not run.
 
-The mark is not sent to models. It says whether a store has back what it had charged for the call.
+The mark is not sent to models.
 """
 
 _EXCEEDED = "Tool call limit exceeded."

@@ -78,7 +78,7 @@ class RootRun(BaseCallbackHandler):
         given, around = metadata or {}, running_config()
         # Up to LangGraph 1.1, an agent's own metadata replace those around it.
         nested = {**(around.get("metadata") or {}), **given}
-        known = _named.get(nested.get(_METADATA, ""))
+        known = _named.get(str(nested.get(_METADATA)))
         if known is not None:
             self.joined, self.key = known, known.key
             return

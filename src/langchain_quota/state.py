@@ -91,8 +91,8 @@ class Ledger(TypedDict, total=False):
     """The limit that has this step's model call go to another model; else empty."""
     ended: str | None
     """The id of the message with which a limit ended this run."""
-    owed: dict[str, Amounts]
-    """What a store charged and is to take back with the next request, by the refund's name."""
+    store: str | None
+    """Names the agent's store among those of a process; `None` if its limits have none."""
     own: Own
     """What each feature alone reads and writes, by its name."""
 

@@ -1,6 +1,7 @@
 """At a limit that asks a person: they grant more, or end the run; what is granted is kept once."""
 
 import asyncio
+import sys
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
@@ -225,6 +226,8 @@ async def test_unusable_answers(signals: Signals, given: Any, problem: str) -> N
 
 INBOX = {"action": "raise_limits", "args": {"tool:search": 1}}
 BY = {"langgraph_auth_user_id": "auth"}
+SERVED = {**BY, "served": True}
+"""As LangGraph's server gives it, which has checked the user."""
 
 
 @pytest.mark.parametrize(
@@ -232,16 +235,19 @@ BY = {"langgraph_auth_user_id": "auth"}
     [
         (answer("approve", by="bo"), {}, Answer("approve", {"tool:search": 1}, "bo")),
         ({**APPROVE, "by": "bo"}, {}, Answer("approve", {"tool:search": 1}, "bo")),
-        (answer("approve", by="bo"), BY, Answer("approve", {"tool:search": 1}, "auth")),
+        (answer("approve", by="bo"), BY, Answer("approve", {"tool:search": 1}, "bo")),
+        (answer("approve", by="bo"), SERVED, Answer("approve", {"tool:search": 1}, "auth")),
         (amount(None), {}, Answer("approve", {"tool:search": 1})),
         (answer("approve", args=INBOX), {}, Answer("approve", {"tool:search": 1})),
         (answer("reject", args="Not today."), {}, Answer("reject", message="Not today.")),
     ],
 )
 async def test_how_answers_are_read(
-    signals: Signals, resumed: Any, user: dict[str, str], read: Answer
+    signals: Signals, monkeypatch: Any, resumed: Any, user: dict[str, Any], read: Answer
 ) -> None:
-    """LangGraph's authentication says who answers, or the answer; Agent Inbox has other names."""
+    """LangGraph's server says who answers, no other config; Agent Inbox has other names."""
+    if "served" in user:
+        monkeypatch.setitem(sys.modules, "langgraph_api", sys)
     scene = Asking(signals, [["search"] * 2, "done"], SEARCH)
     await scene.play()
     config: Any = {"configurable": {"thread_id": "thread-1", **user}}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from langchain.agents.middleware import AgentMiddleware
+from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
 
 from langchain_quota import (
@@ -18,6 +19,7 @@ from langchain_quota import (
     Decision,
     MemoryStore,
     Quota,
+    QuotaMiddleware,
     RepeatLimit,
     ToolCallLimit,
     usage,
@@ -222,6 +224,50 @@ async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> Non
     assert "limit" in texts(await scene.play())[-1]
     assert usage(scene.agent.get_state(CONFIG)).tools == {"browser": 2}
     assert browser.ran == 2
+
+
+async def test_who_waits_in_vain_without_a_store_stays_charged(signals: Signals) -> None:
+    """Where the state alone counts a call, nothing is taken back because of its answer."""
+    browser = Browser()
+    limits = [
+        ConcurrencyLimit("browser", at_once=1, wait=0),
+        ToolCallLimit("browser", thread_limit=3),
+    ]
+    scene = Scene(signals, asking("browser", "browser"), limits, tools=[browser.tool])
+    for _ in range(2):
+        await scene.play()
+    assert browser.ran == 2
+    assert usage(scene.agent.get_state(CONFIG)).tools == {"browser": 3}
+    assert scene.metric("tool:browser", "refunded") == 0
+
+
+class Beside(QuotaMiddleware[Any, Any]):
+    """A middleware without the store of another one."""
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+async def test_what_waits_in_vain_is_given_back_in_each_thread(
+    *, is_beside: bool, signals: Signals
+) -> None:
+    """The answers of a cache have the same ids in two threads: each call is given back once."""
+    store, browser = MemoryStore(), Browser()
+    calls = [ToolCall(name="browser", args={}, id=each, type="tool_call") for each in "ab"]
+    cached = AIMessage("", id="cached", tool_calls=calls)
+    cap = ConcurrencyLimit("browser", at_once=1, wait=0)
+    scene = Scene(
+        signals,
+        lambda messages: "done" if messages[-1].type == "tool" else cached,
+        [
+            ToolCallLimit("browser", quotas=[Quota(9, per="global")]),
+            Beside([cap], telemetry=signals.telemetry) if is_beside else cap,
+        ],
+        tools=[browser.tool],
+        store=store,
+    )
+    for thread in ("one", "two"):
+        await scene.play(thread_id=thread)
+    assert browser.ran == 2
+    assert counts(store) == {"browser:global:": 2}
 
 
 async def test_a_limit_on_trial_lets_nobody_wait(signals: Signals) -> None:

@@ -5,6 +5,7 @@ from itertools import permutations
 from typing import Any
 
 import pytest
+from langchain_core.messages import AIMessage, ToolCall
 
 from langchain_quota import (
     Decision,
@@ -190,6 +191,18 @@ async def test_giving_up(refusals: int, kind: Kind, signals: Signals) -> None:
         )
         assert scene.metric("tool:search", "blocked", "thread") == refusals * turn
         scene.check()
+
+
+async def test_calls_under_one_id_are_one_refusal(signals: Signals) -> None:
+    """Two calls under one id are refused once, and answered once: patience ends no earlier."""
+    twins = [ToolCall(name="search", args={}, id="twin", type="tool_call")] * 2
+    script = [AIMessage("", tool_calls=twins), ["search"], ["search"], "never"]
+    limit = ToolCallLimit("search", run_limit=0, give_up_after=3)
+    scene = Scene(signals, script, [limit])
+    await scene.play()
+    assert len(scene.model.calls) == 3
+    assert scene.state()["langchain_quota"]["refusals"] == {"QuotaMiddleware": {"tool:search": 3}}
+    scene.check()
 
 
 async def test_limits_lose_patience_alone(signals: Signals) -> None:

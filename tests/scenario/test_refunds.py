@@ -4,9 +4,10 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import HumanInTheLoopMiddleware
+from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware
 
-from langchain_quota import Quota, ToolCallLimit, ToolCallLimitExceededError
+from langchain_quota import Quota, QuotaMiddleware, ToolCallLimit, ToolCallLimitExceededError
+from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from tests.scene import ANN, Kind, Middleware, Order, Scene, asking, in_order, orders, tool_limiter
 from tests.stores import FickleStore, counts, quota
@@ -38,7 +39,7 @@ def review(*kinds: str) -> dict[str, Any]:
 async def test_beside_a_drop_in(
     order: Order, exit_behavior: Any, kind: Kind, signals: Signals
 ) -> None:
-    """What a drop-in beside it refuses is taken back, by the next hook that asks the store."""
+    """What a drop-in beside it refuses is taken back at once; after an error it stays charged."""
     store = MemoryStore()
     drop_in: Middleware = tool_limiter(
         signals, "search", run_limit=1, exit_behavior=exit_behavior, limit_name="drop-in"
@@ -49,30 +50,113 @@ async def test_beside_a_drop_in(
     scene = Scene(signals, script, items, kind=kind, store=store, context=ANN)
     with suppress(ToolCallLimitExceededError):
         await scene.play()
+    charged = {SEARCHES: scene.ran.count("search"), CALCS: scene.ran.count("calc")}
+    assert charged[SEARCHES] == (1 if exit_behavior == "continue" else 0)
+    # The last of the list judges first; the inline one judges before all others.
+    if exit_behavior == "error" and (kind == "inline" or order == (1, 0)):
+        charged = {SEARCHES: 2, CALCS: 1}
+    assert counts(store) == {key: used for key, used in charged.items() if used}
     scene.model.script = asking("calc")
     await scene.play()
-    ran = {SEARCHES: scene.ran.count("search"), CALCS: scene.ran.count("calc")}
-    assert ran[SEARCHES] == (1 if exit_behavior == "continue" else 0)
-    assert counts(store) == {key: used for key, used in ran.items() if used}
-    assert scene.state()["langchain_quota"].get("pending_refunds", {}) == {}
-    scene.check()
+    assert counts(store)[CALCS] == charged[CALCS] + 1
+    if SEARCHES not in counts(store) or exit_behavior != "error":
+        scene.check()
 
 
-async def test_a_store_that_is_down_when_it_is_owed(signals: Signals) -> None:
-    """A refund waits in the thread until the store is back."""
-    store = FickleStore(MemoryStore())
+class Unrefunding(FickleStore):
+    """A store that answers requests about calls, and no other ones."""
+
+    def acquire(self, request: Any) -> Any:
+        self.down = not request.hits
+        return super().acquire(request)
+
+
+async def test_a_store_that_is_down_at_the_refund(signals: Signals) -> None:
+    """A refund that fails is made with a next request of the process, once."""
+    store = Unrefunding(MemoryStore())
     drop_in: Middleware = tool_limiter(signals, "search", run_limit=1, limit_name="drop-in")
     scene = scene_of(signals, TWICE, drop_in, quota(signals, per_user("search"), store=store))
-    for down in (False, True, False):
-        store.down = down
+    for turn in (1, 2):
         await scene.play()
-    # The refund of the second search of this turn is pending now.
-    assert counts(store) == {SEARCHES: 3}
+        # The refund of the first turn is made with the request of the second one.
+        assert counts(store) == {SEARCHES: turn + 1}
     scene.model.script = asking("search")
     await scene.play()
     assert scene.ran == ["search"] * 3
     assert counts(store) == {SEARCHES: 3}
     scene.check()
+
+
+class Second(QuotaMiddleware[Any, Any]):
+    """A second middleware of an agent, told apart by its class."""
+
+
+class Outage(AgentMiddleware[Any, Any, Any]):
+    """The store goes down once, between those who judge a message."""
+
+    def __init__(self, store: FickleStore) -> None:
+        super().__init__()
+        self.stores = [store]
+
+    def after_model(self, state: Any, runtime: Any) -> None:
+        while self.stores:
+            self.stores.pop().down = True
+
+
+@pytest.mark.parametrize("outage", ["deny", "allow"])
+async def test_a_store_that_goes_down_between_two(outage: Any, signals: Signals) -> None:
+    """Two middlewares with one store charge a call once, also if only the first one reaches it."""
+    store = FickleStore(MemoryStore())
+    options: Any = {"store": store, "on_store_error": outage}
+    first, limit = quota(signals, per_user("search"), **options), per_user("search", 5)
+    second = Second([limit], telemetry=signals.telemetry, **options)
+    scene = scene_of(signals, TWICE, second, Outage(store), first)
+    await scene.play()
+    assert scene.ran == (["search"] * 2 if outage == "allow" else [])
+    store.down = False
+    scene.model.script = asking("search")
+    await scene.play()
+    assert counts(store) == {SEARCHES: len(scene.ran)}
+
+
+async def test_two_stores_in_one_agent(signals: Signals) -> None:
+    """A second store in one agent is refused at the first run: a charge names none of both."""
+    limits = [per_user("search", 3)]
+    first, other = quota(signals, *limits, store=MemoryStore()), MemoryStore()
+    second = Second(limits, store=other, telemetry=signals.telemetry)
+    for items in ([first, second], [second, first]):
+        scene = scene_of(signals, TWICE, *items)
+        with pytest.raises(RuntimeError, match="of this agent have two stores: give them the same"):
+            await scene.play()
+        assert scene.ran == []
+    # The same store twice, beside a middleware without one, is as good as one middleware.
+    third, drop_in = (
+        quota(signals, per_user("search"), store=other),
+        tool_limiter(signals, run_limit=9),
+    )
+    for items in ([second, drop_in, third], [third, drop_in, second]):
+        other.reset([SEARCHES])
+        scene = scene_of(signals, TWICE, *items)
+        for _ in range(3):
+            await scene.play()
+        assert scene.ran == ["search"] * 3
+        assert counts(other) == {SEARCHES: 3}
+
+
+async def test_a_resume_in_another_process(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drop-in that goes on where the other's store is not found leaves a refused call charged."""
+    store, people = MemoryStore(), HumanInTheLoopMiddleware[Any, Any]({"search": True})
+    drop_in = tool_limiter(signals, "search", run_limit=1)
+    scene = scene_of(
+        signals, TWICE, drop_in, people, quota(signals, per_user("search"), store=store)
+    )
+    await scene.play()
+    monkeypatch.setattr(StoreClient, "by_name", {})
+    await scene.resume(review("approve", "approve"))
+    assert scene.ran == ["search"]
+    assert counts(store) == {SEARCHES: 2}
 
 
 @pytest.mark.parametrize("kind", ["reject", "respond", "edit"])

@@ -158,8 +158,12 @@ async def test_an_abandoned_review(
     scene.check_requests()
 
 
-async def test_several_open_batches(signals: Signals) -> None:
-    """Open calls of several runs before ours was installed: each is answered in its place."""
+@pytest.mark.parametrize("answered", [[], [ToolMessage("found", tool_call_id="a", name="search")]])
+async def test_several_open_batches(answered: list[Any], signals: Signals) -> None:
+    """Open calls of several runs before ours was installed: each is answered in its place.
+
+    A later answer under the same id is not one to an earlier call.
+    """
     scene = Scene(signals, ["done"], [tool_limiter(signals, thread_limit=2)])
     history: list[Any] = [
         ("user", "one"),
@@ -167,6 +171,7 @@ async def test_several_open_batches(signals: Signals) -> None:
         ToolMessage("found", tool_call_id="b", name="calc"),
         ("user", "two"),
         AIMessage("", tool_calls=[call("search", "a")]),
+        *answered,
     ]
     scene.agent.update_state(CONFIG, {"messages": history}, as_node="model")
 

@@ -4,6 +4,7 @@ The run is interrupted with the payload of LangChain's `HumanInTheLoopMiddleware
 interfaces show: one action, whose arguments say how much more each limit would grant.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -281,8 +282,11 @@ def _read(resumed: object, offers: Sequence[_Offer]) -> Answer:
             pass
         case _:
             raise ValueError(f"it must be {_ANSWERS}, not {resumed!r}")
-    user = (running_config().get("configurable") or {}).get("langgraph_auth_user_id")
-    # A user that the server has checked wins over a name that the answer claims.
+    # LangGraph's server has checked its user, who wins over a name that the answer claims. Anywhere
+    # else the caller may have written it.
+    configurable = running_config().get("configurable") or {}
+    on_server = "langgraph_api" in sys.modules
+    user = configurable.get("langgraph_auth_user_id") if on_server else None
     by = user or said.get("by") or others.get("by") or ""
     # Agent Inbox sends what a person says as "args".
     inbox = said.get("args")

@@ -11,7 +11,6 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 from langchain.agents.middleware.types import ModelRequest
 
@@ -27,7 +26,7 @@ from langchain_quota.decide import Breach, breaches, decide
 from langchain_quota.decision import RUN, THREAD, Answer, Call, Decision, Exit, Refund
 from langchain_quota.limits.options import MODEL
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
-from langchain_quota.middleware.history import PendingCalls, newest_name, not_run, pending_calls
+from langchain_quota.middleware.history import PendingCalls, newest_name, pending_calls
 from langchain_quota.rule import Asked, OnStoreError, ResolvedLimits, hits_of
 from langchain_quota.state import (
     Amounts,
@@ -56,30 +55,17 @@ class ToolCounts:
     thread: dict[str, int]
     run: dict[str, int]
     calls: dict[str, Charge]
-    owed: dict[str, Amounts]
+    # What the agent's store is to take back now, by the call's id.
+    refunds: dict[str, Amounts] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: Mapping[str, Any], known: Ledger, message: str | None) -> "ToolCounts":
         """The counts in a state, with what is charged to the calls of a message."""
+        # No message says that a call did not run: a caller can write it, too.
         batch = known.get("batch")
-        counts = cls(thread_tools(state), run_tools(state), {}, dict(known.get("owed") or {}))
-        if batch is None:
-            return counts
-        calls = batch["calls"]
-        if batch["message"] == message:
-            # Only these charges change.
-            counts.calls = deepcopy(calls)
-            return counts
-        # Calls that were let through and then did not run are uncounted.
-        counts.calls = dict(calls)
-        for call_id, returned in not_run(state.get("messages") or (), batch["message"]).items():
-            owed = owed_for(batch["message"], call_id, counts.calls.get(call_id))
-            counts.take_back(call_id)
-            if not returned:
-                counts.owed |= owed
-        if message is not None:
-            counts.calls = {}
-        return counts
+        is_of_message = batch is not None and message in (None, batch["message"])
+        calls = deepcopy(batch["calls"]) if batch is not None and is_of_message else {}
+        return cls(thread_tools(state), run_tools(state), calls)
 
     def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
         """The thread's and the run's count of a counter, without the charges of these calls."""
@@ -106,15 +92,11 @@ class ToolCounts:
         charge = self.calls.pop(call_id, None)
         if charge is None:
             return []
+        if charge["keys"]:
+            self.refunds[call_id] = charge["keys"]
         for counter, amount in charge["counters"].items():
             self._add(counter, -amount)
         return taken(charge)
-
-    def refund_later(self, call_id: str) -> None:
-        """Have a store take back, with the next request, what it charged for a call."""
-        keys = self.calls[call_id]["keys"] if call_id in self.calls else {}
-        if keys:
-            self.owed[uuid4().hex] = keys
 
     def forget_keys(self, call_id: str, keys: Collection[str]) -> Amounts:
         """Forget, and return, what a store charged for a call under keys: it charges it anew."""
@@ -135,11 +117,12 @@ def taken(charge: Charge) -> list[tuple[str, int, int]]:
     return made + [(name, 0, cost) for name, cost in costs.items()]
 
 
-def owed_for(message: str, call_id: str, charge: Charge | None) -> dict[str, Amounts]:
-    """What a store charged for a call, by the name of the refund, which it makes once."""
-    if charge is None or not charge["keys"]:
-        return {}
-    return {f"{message or uuid4().hex}/{call_id}": charge["keys"]}
+def refunding(step: str, refunds: Mapping[str, Amounts]) -> tuple[Compensation, ...]:
+    """Return the corrections that take calls back from a store, each once in a step."""
+    return tuple(
+        Compensation(f"{step}/{call_id}", {key: -amount for key, amount in amounts.items()})
+        for call_id, amounts in refunds.items()
+    )
 
 
 class Conclusion(NamedTuple):
@@ -171,8 +154,6 @@ class Batch:
     started: int = field(default_factory=time.time_ns)
     hits: Sequence[Hits] = field(init=False)
     index_of: Sequence[int] = field(init=False)
-    # What a store takes back, by the refund's name.
-    refunds: Mapping[str, Amounts] = field(default_factory=dict)
     # Of a request that is never made again, in place of the task's name.
     name: str = ""
     sent: AcquireRequest | None = None
@@ -191,7 +172,7 @@ class Batch:
     pending: PendingCalls | None = None
     every_call: Sequence[Call] = ()
     counts: ToolCounts | None = None
-    renewed: Mapping[str, Amounts] = field(default_factory=dict)
+    renewed: Sequence[Compensation] = ()
 
     def __post_init__(self) -> None:
         self.given = self.limits
@@ -251,10 +232,7 @@ class Batch:
             counters=counters,
             hits=tuple(self.hits),
             stops=self.stops,
-            compensations=tuple(
-                Compensation(refund, {key: -amount for key, amount in amounts.items()})
-                for refund, amounts in {**self.refunds, **self.renewed}.items()
-            ),
+            compensations=tuple(self.renewed),
         )
         return self.sent
 
@@ -335,7 +313,6 @@ def model_batch(
         runtime=runtime,
         remake=lambda other: model_batch(state, runtime, other, task=task),
         stops=limits.stops,
-        refunds=known.get("owed") or {},
     )
 
 
@@ -387,13 +364,13 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
             for name, n in limits.stops.items()
             if limits.by_name[name].unit == "calls"
         }
-    renewed: dict[str, Amounts] = {}
+    renewed: Sequence[Compensation] = ()
     if counts.calls:
         # What a store charged for these calls before. The names are the same if the request is made
         # again, so that no refund is made twice.
-        step = context.step(task or middleware)
         keys = {each: counts.forget_keys(each, limits.keys()) for each in sorted(matched)}
-        renewed = {f"{step}/{each}": amounts for each, amounts in keys.items() if amounts}
+        step = context.step(task or middleware)
+        renewed = refunding(step, {each: amounts for each, amounts in keys.items() if amounts})
     return Batch(
         state=state,
         known=known,
@@ -408,7 +385,6 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
             state, runtime, other, middleware=middleware, every_call=every_call, task=task
         ),
         stops=stops,
-        refunds=dict(counts.owed),
         message=waiting.message.id or "",
         middleware=middleware,
         pending=waiting,

@@ -37,8 +37,6 @@ def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True
     if error is not None:
         return Conclusion(decisions, error=error)
     written = Ledger()
-    if batch.answered and batch.refunds:
-        written["owed"] = {}
     if decisions[0].outcome is Outcome.BLOCKED:
         message = _final_message(batch, breaches, batch.context.own_name)
         written["ended"] = message.id
@@ -103,7 +101,6 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> Conclusion:
     """What follows for the tool calls of a message."""
     if batch.known.get("final"):
         return _finalized(batch)
-    counts: Any = batch.counts
     pending: Any = batch.pending
     if not (batch.limits.limits or batch.known.get("batch")):
         # Without limits nothing is counted. Calls without an id still get one.
@@ -121,10 +118,6 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> Conclusion:
         ]
         if ends == "error":
             return Conclusion(decisions, error=_tool_error(breaches))
-    if batch.answered:
-        counts.owed.clear()
-    else:
-        counts.owed |= batch.renewed
     refunds = _charge(batch, decisions)
     if batch.sent is not None:
         _mirror(batch, result)
@@ -180,7 +173,6 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
     for decision in decisions:
         call, call_id = decision.call, str(decision.call.id)
         if decision.outcome in _NOT_RUN:
-            counts.refund_later(call_id)
             refunds += refunds_of(call, counts.take_back(call_id))
             continue
         # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
@@ -258,8 +250,6 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
             own = refusals.get(batch.middleware, {})
             own = {**own, limit.name: own.get(limit.name, 0) + breach.refusals}
             written["refusals"] = {**refusals, batch.middleware: own}
-    if counts.owed != (known.get("owed") or {}):
-        written["owed"] = counts.owed
     return {THREAD_TOOLS: counts.thread, LEDGER: written}
 
 

@@ -16,7 +16,7 @@ from langgraph.types import Command
 
 from langchain_quota.admission import AcquireResult
 from langchain_quota.arguments import check_choice, check_type
-from langchain_quota.concurrency import now
+from langchain_quota.concurrency import Form, now
 from langchain_quota.decide import status
 from langchain_quota.decision import Call, Decision
 from langchain_quota.features.advice import Forgetful
@@ -129,18 +129,18 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
             ToolCallLimitExceededError: A call is over the limit and `exit_behavior` is `"error"`.
             NotImplementedError: Calls of other tools are pending and `on_pending` is `"raise"`.
         """
-        return self._judge(state, runtime)
+        return now(self._judge("", state, runtime))
 
     @hook_config(can_jump_to=["end"])
     async def aafter_model(
         self, state: ToolCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
         """`after_model`, without blocking the event loop."""
-        return self._judge(state, runtime)
+        return await self._judge("a", state, runtime)
 
-    def _judge(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
+    async def _judge(self, form: Form, state: Mapping[str, Any], runtime: Any) -> Update | None:
         self._learn_answer(state, saved=True)
-        return now(self._judge_tools("", state, runtime))
+        return await self._judge_tools(form, state, runtime)
 
     def _conclude_tools(self, batch: Batch, result: AcquireResult) -> Conclusion:
         conclusion = conclude_tools(batch, result)

@@ -26,6 +26,7 @@ from langchain_quota.middleware.calls import (
     ToolCounts,
     Update,
     model_batch,
+    refunding,
     tool_batch,
 )
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools, refunds_of
@@ -37,6 +38,7 @@ from langchain_quota.state import (
     LEDGER,
     NEW_RUN,
     THREAD_TOOLS,
+    Amounts,
     Ledger,
     ledger,
     merge_ledgers,
@@ -175,7 +177,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             "run": before.get("run") or context.run(),
             "turn": known.get("turn") if begun else _turn(history),
             "begun_by": self._also_begun(before.get("begun_by", {})),
-            "owed": counts.owed,
+            "store": self._only_store(before.get("store")),
             "own": {},
         }
         batch = known.get("batch")
@@ -188,7 +190,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
     def _taken_back(self, state: Mapping[str, Any], context: CallContext) -> ToolCounts:
         """The counts without what the last run was charged for calls that these limits stopped."""
         # They did so if a limit raised, or if a review stopped the calls before it: then no call of
-        # the message has started.
+        # the message has started. What a store was charged stays: a caller who begins at an old
+        # checkpoint would have it taken back for calls that ran behind that checkpoint.
         known = ledger(state)
         counts, batch = ToolCounts.of(state, known, None), known.get("batch")
         found = unfinished_calls(state, batch["message"]) if batch else None
@@ -204,8 +207,10 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             return counts
         refunds: list[Refund] = []
         for call in calls:
+            charge = counts.calls.get(str(call["id"]))
+            if charge is None or charge["keys"]:
+                continue
             made = Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
-            counts.refund_later(str(call["id"]))
             refunds += refunds_of(made, counts.take_back(str(call["id"])))
         self._recorder.record_refunds(refunds)
         return counts
@@ -220,6 +225,30 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             f"{self.name} and another middleware of this agent both count its model calls: put "
             "all model limits into one QuotaMiddleware"
         )
+
+    def _only_store(self, known: str | None) -> str | None:
+        """Name the agent's store; raise if this middleware has another one than an earlier one."""
+        # The charges in the ledger do not say which store has them.
+        client = StoreClient.by_name.get(known or "")
+        if self._store is None or (client is not None and client.store is self._store.store):
+            return known
+        if client is None:
+            return self._store.name
+        raise RuntimeError(
+            f"{self.name} and another middleware of this agent have two stores: give them the same "
+            "object, or hold another agent or graph to the limits of the second store"
+        )
+
+    async def give_back(
+        self, form: Form, known: Ledger, step: str, refunds: Mapping[str, Amounts]
+    ) -> None:
+        """Give back now what the agent's store was charged for calls that do not run."""
+        # Another middleware may have charged them. Its store is only found in the process in which
+        # the run began.
+        client = self._store or StoreClient.by_name.get(known.get("store") or "")
+        if client is not None:
+            sent = AcquireRequest("", "", compensations=refunding(step, refunds))
+            await client.settle(form, sent)
 
     def _learn_tools(self, request: ModelRequest[Any]) -> None:
         """Learn which tools there really are, before the model invents others."""
@@ -303,6 +332,9 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
                 batch, result = await refused(form, batch, result)
         batch.counted = result.used
         conclusion = conclude(batch, result)
+        if batch.counts and batch.counts.refunds and not conclusion.error:
+            step = batch.context.step(f"{batch.task}.refused")
+            await self.give_back(form, batch.known, step, batch.counts.refunds)
         for change in self._hooks["concluded"]:
             conclusion = change(batch, conclusion)
         update = await self._tell(form, batch, conclusion)

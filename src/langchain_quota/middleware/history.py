@@ -195,29 +195,12 @@ def answer(call_id: str, tool: str | None, content: str) -> ToolMessage:
     return ToolMessage(content=content, tool_call_id=call_id, name=tool, status="error")
 
 
-def answer_of_refused(
-    call_id: str, tool: str | None, content: str, *, returned: bool = True
-) -> ToolMessage:
+def answer_of_refused(call_id: str, tool: str | None, content: str) -> ToolMessage:
     """The answer of a call that a limit refuses, perhaps after another limit let it through."""
-    # `not_run` finds it.
     message = answer(call_id, tool, content)
-    # Not sent to the model.
-    message.response_metadata[NOT_RUN] = returned
+    # Not sent to the model. A `RepeatLimit` reads it; no count is taken back because of it.
+    message.response_metadata[NOT_RUN] = True
     return message
-
-
-def not_run(messages: Sequence[AnyMessage], message_id: str) -> dict[str, bool]:
-    """The calls of an AIMessage that were let through and then did not run."""
-    found: dict[str, bool] = {}
-    for message in reversed(messages):
-        if message.id == message_id:
-            break
-        if isinstance(message, AIMessage):
-            # Calls of a later message can have the same ids.
-            found.clear()
-        if isinstance(message, ToolMessage) and NOT_RUN in message.response_metadata:
-            found[message.tool_call_id] = message.response_metadata[NOT_RUN]
-    return found
 
 
 def since(messages: Sequence[AnyMessage], turn: str | int | None) -> Sequence[AnyMessage] | None:

@@ -194,6 +194,6 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
         if wide and callable(getattr(store, "prefix", None)):
             raise ValueError(
                 f"limit {limit.name!r} has {wide[0]}, which counts calls of all prefixes, but the "
-                "store's prefix is a function, such as of the tenant: put the limit into a second "
-                "middleware, of a subclass of QuotaMiddleware, whose store has a string as prefix"
+                "store's prefix is a function, such as of the tenant: hold another agent to the "
+                "limit, such as a sub-agent, whose store has a string as prefix"
             )

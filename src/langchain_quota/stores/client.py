@@ -9,7 +9,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Self
+from typing import ClassVar, Self
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
 from langchain_quota.concurrency import Form, ask, fork_safe_lock, now
@@ -26,8 +28,13 @@ from langchain_quota.telemetry.recorder import Recorder
 class StoreClient:
     """Asks a store, and says so when it cannot be asked."""
 
+    by_name: ClassVar[WeakValueDictionary[str, "StoreClient"]] = WeakValueDictionary()
+    """The clients of this process: one middleware gives back what another one has charged."""
+
     def __init__(self, store: QuotaStore, recorder: Recorder) -> None:
         self.store = store
+        self.name = uuid4().hex
+        self.by_name[self.name] = self
         self.prefix: object = getattr(store, "prefix", None)
         self.forms: Collection[str] = getattr(store, "forms", ("sync", "async"))
         self._recorder = recorder
@@ -100,7 +107,8 @@ class StoreClient:
             request.idempotency_key,
             {each.key: each.used for each in request.counters.values() if each.key is not None},
         )
-        self._make_later([compensation])
+        # What the request was to take back is taken back, too.
+        self._make_later([compensation, *request.compensations])
 
     def _make_later(self, compensations: Sequence[Compensation]) -> None:
         if self._corrections.add(compensations):

@@ -13,13 +13,12 @@ from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import ToolMessage
 
 from langchain_quota import messages
-from langchain_quota.admission import AcquireRequest, Compensation
 from langchain_quota.concurrency import Form, ask, now, runs_in_thread
 from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, QuotaStatus
 from langchain_quota.features.at_once.places import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.concurrency import ConcurrencyLimit
-from langchain_quota.middleware.calls import owed_for, taken
+from langchain_quota.middleware.calls import taken
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
@@ -96,23 +95,17 @@ class AtOnce(Feature):
         if turn.tried:
             return answer(call_id, turn.call.tool, text)
         await self._refund(form, turn, call_id)
-        return answer_of_refused(call_id, turn.call.tool, text, returned=turn.batch is not None)
+        return answer_of_refused(call_id, turn.call.tool, text)
 
     async def _refund(self, form: Form, turn: "_Turn", call_id: str) -> None:
-        """Give back what the call was charged: it does not run."""
-        # The state's counts are corrected when the next calls are judged: the answer says so. The
-        # store's counts are corrected now, if the tool's state names them: other runs use them.
-        charge = None if turn.batch is None else turn.batch["calls"].get(call_id)
-        if turn.batch is None or charge is None:
-            return
-        self._recorder.record_refunds(refunds_of(turn.call, taken(charge)))
-        owed = owed_for(turn.batch["message"], call_id, charge)
-        if self._store is not None and owed:
-            made = tuple(
-                Compensation(refund, {key: -amount for key, amount in amounts.items()})
-                for refund, amounts in owed.items()
-            )
-            await self._store.settle(form, AcquireRequest("", "", compensations=made))
+        """Give back what a store was charged for the call: it does not run."""
+        # The state learns it with the store's next answer. What the state alone counts stays.
+        batch = turn.known.get("batch")
+        charge = None if batch is None else batch["calls"].get(call_id)
+        if charge is not None and charge["keys"]:
+            self._recorder.record_refunds(refunds_of(turn.call, taken(charge)))
+            refunds = {call_id: charge["keys"]}
+            await self._limiter.give_back(form, turn.known, turn.context.step("waited"), refunds)
 
 
 class _Turn:
@@ -122,11 +115,11 @@ class _Turn:
         made, state = request.tool_call, request.state
         state = state if isinstance(state, Mapping) else {}
         name = newest_name(state.get("messages") or ())
-        context = call_context(running_runtime(), model_name=name)
+        self.context = context = call_context(running_runtime(), model_name=name)
         self.call = Call("tool", made["name"], made["id"], 1, context.agent, context.thread_id)
         self.limits = limits
-        # What the calls of its message were charged; `None` if the tool's state has none.
-        self.batch = ledger(state).get("batch")
+        # Empty if the tool's state has none.
+        self.known = ledger(state)
         # The same each time the call is tried, as a middleware around this one may do.
         self._runtime = request.runtime
         self.tried = _tried.get(id(self._runtime)) is self._runtime

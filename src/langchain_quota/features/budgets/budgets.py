@@ -369,7 +369,7 @@ class Budgets(Feature):
         task = f"{self._limiter.name}.held"
         batch = model_batch(request.state, request.runtime, step.limits, task=task)
         # Named anew: another attempt of the same task may hold something, too.
-        batch.name, batch.refunds = token_hex(16), {}
+        batch.name = token_hex(16)
         batch.used |= self._late.counts(batch.state)
         batch.limits = ResolvedLimits(holding)
         batch.stops = batch.limits.stops

@@ -95,6 +95,7 @@ def marked(state: Mapping[str, Any], run: str) -> dict[str, int]:
         if isinstance(message, AIMessage):
             break
         match getattr(message, "response_metadata", {}).get(WORKED):
-            case [str(of), str(name), int(worked)] if of and of == run:
+            # A caller can write it, too.
+            case [str(of), str(name), int(worked)] if of and of == run and worked >= 0:
                 found[name] = worked
     return found
