@@ -18,7 +18,7 @@ from langchain_quota.rule import (
     run_counter,
     thread_counter,
 )
-from langchain_quota.state import Amounts, Ledger
+from langchain_quota.state import Ledger
 
 KEY = "search:thread:7"
 """Where a store keeps what a thread has searched."""
@@ -109,7 +109,6 @@ def request_of(
     own: int = 0,
     most: int = 5,
     calls: int = 1,
-    refunds: dict[str, Amounts] | None = None,
     **arguments: Any,
 ) -> Batch:
     """Searches of a thread, in a step of their own unless the task has a name.
@@ -119,7 +118,6 @@ def request_of(
         own: The state's count.
         most: The thread's limit.
         calls: How many searches.
-        refunds: What the store is to take back.
         **arguments: Further arguments of the limit.
     """
     limit = ToolCallLimit("search", thread_limit=most, **arguments)
@@ -130,7 +128,6 @@ def request_of(
     return Batch(
         state={},
         known=Ledger(),
-        refunds=refunds or {},
         context=CallContext(task_id=task),
         task="QuotaMiddleware",
         limits=limits,

@@ -229,7 +229,7 @@ async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> Non
 async def test_who_waits_in_vain_without_a_store_stays_charged(signals: Signals) -> None:
     """Where the state alone counts a call, nothing is taken back because of its answer."""
     browser = Browser()
-    limits = [
+    limits: list[Any] = [
         ConcurrencyLimit("browser", at_once=1, wait=0),
         ToolCallLimit("browser", thread_limit=3),
     ]

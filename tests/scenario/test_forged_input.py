@@ -21,7 +21,7 @@ from tests.stores import counts, quota
 from tests.telemetry import HAS_INLINE, Signals
 
 PRODUCTION = Path("docs/production.md").read_text(encoding="utf-8")
-KINDS: tuple[Kind, ...] = ("quota", *(("inline",) if HAS_INLINE else ()), "drop-in", "graph")  # type: ignore[assignment]
+KINDS: tuple[Kind, ...] = ("quota", *(("inline",) if HAS_INLINE else ()), "drop-in", "graph")
 WITH_STORE = [(kind, True) for kind in KINDS]
 EVERYWHERE = [*((kind, False) for kind in KINDS if kind != "graph"), *WITH_STORE]
 """Every kind with and without a store; a `GraphQuota` always has one."""

@@ -130,13 +130,11 @@ async def test_two_stores_in_one_agent(signals: Signals) -> None:
             await scene.play()
         assert scene.ran == []
     # The same store twice, beside a middleware without one, is as good as one middleware.
-    third, drop_in = (
-        quota(signals, per_user("search"), store=other),
-        tool_limiter(signals, run_limit=9),
-    )
-    for items in ([second, drop_in, third], [third, drop_in, second]):
+    third = quota(signals, per_user("search"), store=other)
+    stack: list[Any] = [second, tool_limiter(signals, run_limit=9), third]
+    for each in (stack, stack[::-1]):
         other.reset([SEARCHES])
-        scene = scene_of(signals, TWICE, *items)
+        scene = scene_of(signals, TWICE, *each)
         for _ in range(3):
             await scene.play()
         assert scene.ran == ["search"] * 3

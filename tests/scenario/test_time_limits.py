@@ -105,7 +105,10 @@ async def test_a_person_is_no_work(who: str, signals: Signals, clock: Clock) -> 
 async def test_time_that_is_taken_back(signals: Signals, clock: Clock) -> None:
     """A message cannot say that a tool has worked for less than no time."""
     search = recording("search", [], passing(clock, 3))
-    items = [TimeLimit(run_limit="8m"), HumanInTheLoopMiddleware[Any, Any]({"search": True})]
+    items: list[Any] = [
+        TimeLimit(run_limit="8m"),
+        HumanInTheLoopMiddleware[Any, Any]({"search": True}),
+    ]
     script = model(clock, ["search"], ["search"], "done")
     scene = Scene(signals, script, items, tools=[search])
     await scene.play()
