@@ -131,7 +131,10 @@ def build_agents(
         [
             ModelCallLimit(run_limit=15, quotas=[Quota(3000, per="agent", window=minutes)]),
             ToolCallLimit(
-                "report", near=0.95, quotas=[Quota(THREAD_LIMIT, window=hour)], alert=False
+                "report",
+                near=0.95,
+                quotas=[Quota(THREAD_LIMIT, per="thread", window=hour)],
+                alert=False,
             ),
             ToolCallLimit("browse", run_limit=4, name=MEANT_TO_BE_HIT, alert=False),
             ToolCallLimit("lookup", run_limit=3),

@@ -53,9 +53,10 @@ def test_no_option_takes_anything(make: Make) -> None:
 NUMBERS = ("thread_limit", "run_limit")
 RUN, TOOLS = {"run_limit": 5}, {"tool_name": "search"}
 ASKS, LAST = {**RUN, "exit_behavior": "ask"}, {**RUN, "exit_behavior": "finalize"}
-USERS = {"quotas": [Quota(3, per="user_id")]}
+OF_USER, OF_THREAD = Quota(3, per="user_id"), Quota(5, per="thread")
+USERS = {"quotas": [OF_USER]}
 NO_NAMES = ("", "__all__", "__all__-calc", "a,b", ",")
-QUOTAS = "quotas must be a sequence of Quota, such as [Quota(5)], not"
+QUOTAS = 'quotas must be a sequence of Quota, such as [Quota(5, per="user_id")], not'
 GIVES_UP = "give_up_after=3 needs exit_behavior='continue' and enforce=True"
 WAIT = "wait must be from 0 to 1000000000 seconds, not"
 NO_TIME = "wait must be a time, such as"
@@ -84,20 +85,20 @@ OF_BOTH: Rows = [
         (ValueError, f"name must have 1 to 64 printable characters, not {x!r}", {"name": x})
         for x in ("n" * 65, "two\nlines", "\ud800", "\x00")
     ),
-    *((TypeError, QUOTAS, {**RUN, "quotas": x}) for x in (Quota(5), "quota", None, {Quota(5)})),
+    *((TypeError, QUOTAS, {**RUN, "quotas": x}) for x in (OF_USER, "quota", None, {OF_USER})),
     (TypeError, "quotas must be a sequence of Quota", {**RUN, "quotas": [5]}),
     (
         ValueError,
         "2 thresholds of a limit have the scope 'team': give quotas names",
         {"quotas": [Quota(5, per="team"), Quota(9, per="team")]},
     ),
-    (ValueError, "2 thresholds of a limit have", {"quotas": [Quota(5)], "thread_limit": 9}),
+    (ValueError, "2 thresholds of a limit have", {"quotas": [OF_THREAD], "thread_limit": 9}),
     (ValueError, "grant=2 needs exit_behavior='ask'", {**RUN, "grant": 2}),
     (ValueError, "grant must be above 0, not 0", {**ASKS, "grant": 0}),
     (ValueError, "grant must be 0 or more, not -1", {**ASKS, "grant": -1}),
     *((TypeError, f"grant {WHOLE} {x}", {**ASKS, "grant": x}) for x in (2.0, True)),
     (ValueError, "Invalid exit_behavior: 'stop'. Choose", {**RUN, "exit_behavior": "stop"}),
-    (ValueError, "wait=5 needs a quota with a window: Quota(60, window=", {**RUN, "wait": 5}),
+    (ValueError, "wait=5 needs a quota with a window: Quota(60, per=", {**RUN, "wait": 5}),
     (ValueError, "wait=5 needs a quota with a window", {**USERS, "wait": 5}),
     *((ValueError, f"{WAIT} {x}", {**DAILY, "wait": x}) for x in (-1, math.inf, math.nan)),
     (TypeError, NO_TIME, {**DAILY, "wait": True}),
@@ -182,7 +183,7 @@ OF_DOLLARS: Rows = [
 OF_TOKENS: Rows = [
     *((TypeError, f"{x} must be a whole number", {**LAST, **KEEP, x: "5"}) for x in AMOUNTS),
     (TypeError, "limit of quota 'global' must be a whole number", IN_DOLLARS),
-    (ValueError, "limit of quota 'thread' must be 0 or more, not -1", {"quotas": [Quota(-1)]}),
+    (ValueError, "limit of quota 'x' must be 0 or more, not -1", {"quotas": [Quota(-1, per="x")]}),
     (ValueError, "Invalid tokens: 'cached'", {**RUN, "tokens": "cached"}),
 ]
 # A price may be finer than what is counted, and is exact.
@@ -221,7 +222,7 @@ OF_TIME: Rows = [
 OF_QUOTAS: Rows = [
     (TypeError, "limit must be an amount or a function, not None", {"limit": None}),
     *(
-        (TypeError, f"per must be a string or a function, not {each!r}", {"per": each})
+        (TypeError, f"it gives the same value), not {each!r}", {"per": each})
         for each in (5, None, ["user_id"], b"user_id")
     ),
     *((TypeError, f"or None, not {each}", {"window": each}) for each in (60, True)),
@@ -299,7 +300,7 @@ OF_QUOTAS: Rows = [
         (TimeLimit, OF_TIME, {"run_limit": "5m"}),
         (Price, OF_PRICES, {"input": "0.00000012", "output": "10"}),
         (RepeatLimit, OF_REPEATS, {"run_limit": 3}),
-        (Quota, OF_QUOTAS, {"limit": 5}),
+        (Quota, OF_QUOTAS, {"limit": 5, "per": "team"}),
     ],
 )
 def test_an_option_that_will_not_do(make: Make, rows: Rows, given: dict[str, Any]) -> None:
@@ -307,6 +308,15 @@ def test_an_option_that_will_not_do(make: Make, rows: Rows, given: dict[str, Any
     for error, said, options in rows:
         with pytest.raises(error, match=re.escape(said)):
             print(make(**{**given, **options}))  # noqa: T201 - shown if it is made
+
+
+def test_a_quota_says_whose_calls_count_together() -> None:
+    """Without `per` the error has all choices, and what each means: none is the default."""
+    without: Any = Quota
+    with pytest.raises(TypeError, match="per must be one of") as caught:
+        without(60, window="1m", smooth=True)
+    for choice in ("thread", "root_run", "agent", "global", "user_id"):
+        assert re.search(rf'"{choice}" \(.+?\)', str(caught.value))
 
 
 def test_a_tool_in_place_of_its_name() -> None:
@@ -335,19 +345,20 @@ def test_what_is_taken() -> None:
     assert ConcurrencyLimit(at_once=1, wait="2m").seconds == 120
     assert ModelCallLimit(thread_limit=3, run_limit=5).run_limit == 5  # as LangChain's
     assert ToolCallLimit(run_limit=5, exit_behavior="ask", grant=9).grant == 9
-    daily = Quota(5, window="1d")
-    assert daily == Quota(5, window=DAY)
-    assert [Quota(5, window=x).lasts for x in ("30s", "10m", "1h", "2w")] == [
+    of_ann = partial(Quota, 5, per="user_id")
+    daily = of_ann(window="1d")
+    assert daily == of_ann(window=DAY)
+    assert [of_ann(window=x).lasts for x in ("30s", "10m", "1h", "2w")] == [
         timedelta(seconds=30),
         timedelta(minutes=10),
         timedelta(hours=1),
         timedelta(weeks=2),
     ]
-    assert Quota(5, window="day") == Quota(5, window="day", tz="UTC", starts="00:00") != daily
-    assert Quota(5, window="week") == Quota(5, window="week", starts="monday 00:00")
-    assert Quota(5, window="month", starts="15") == Quota(5, window="month", starts=15)
+    assert of_ann(window="day") == of_ann(window="day", tz="UTC", starts="00:00") != daily
+    assert of_ann(window="week") == of_ann(window="week", starts="monday 00:00")
+    assert of_ann(window="month", starts="15") == of_ann(window="month", starts=15)
     assert CostLimit(**IN_DOLLARS).quotas == (*IN_DOLLARS["quotas"],)
-    quota = Quota(0)
+    quota = Quota(0, per="thread")
     assert (quota.limit, quota.per, quota.window, quota.name) == (0, "thread", None, "thread")
     assert Quota(5, per=number, name="tenant", window=timedelta(seconds=1)).name == "tenant"
 
@@ -392,7 +403,7 @@ FUNCTIONS = [
     (partial(ToolCallLimit, run_limit=1), "message", "decision"),
     (partial(TokenLimit, run_limit=1), "reserve", "request"),
     (partial(RepeatLimit, 3), "key", "call"),
-    (Quota, "limit", "state, runtime"),
+    (partial(Quota, per="thread"), "limit", "state, runtime"),
     (partial(Quota, 3, name="team"), "per", "state, runtime"),
     (Telemetry, "thread_label", "thread_id"),
     (_middleware, "on_decision", "decision"),

@@ -28,7 +28,7 @@ from tests.telemetry import Signals, needs_inline
 
 SEARCH = ToolCallLimit("search", run_limit=3)
 TOKENS = TokenLimit(run_limit=9)
-SHARED = ToolCallLimit("calc", quotas=[Quota(5)])
+SHARED = ToolCallLimit("calc", quotas=[Quota(5, per="thread")])
 URL = "redis://:secret@127.0.0.1/0"
 ASKS = ToolCallLimit(run_limit=1, exit_behavior="ask", name="asks")
 PRICE = {"gpt-9": Price(input=1, output=2)}
@@ -91,7 +91,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ("given", "instead"),
     [
         (ToolCallLimit("search", run_limit=1), "[ToolCallLimit(…)]"),
-        (Quota(5), "[ToolCallLimit(quotas=[Quota(…)])]"),
+        (Quota(5, per="thread"), "[ToolCallLimit(quotas=[Quota(…)])]"),
     ],
 )
 def test_what_is_no_middleware(given: Any, instead: str) -> None:

@@ -78,7 +78,7 @@ def test_windows_follow_one_another(name: str, cycle: Cycle, now: int) -> None:
     window, day, hour, minute = cycle
     of = {"hour": "", "day": "", "week": f"{DAYS[day % 7]} ", "month": f"{day + 1} "}[window]
     starts = None if window == "hour" else f"{of}{hour:02}:{minute:02}"
-    quota = Quota(1, window=window, tz=name, starts=starts)
+    quota = Quota(1, per="tenant", window=window, tz=name, starts=starts)
     keys = [CountKey.at("search", "tenant", "acme", quota.lasts, now)]
     for _ in range(2):
         keys.append(CountKey.at("search", "tenant", "acme", quota.lasts, keys[-1].ends or 0))

@@ -62,7 +62,9 @@ async def test_what_a_store_counts(signals: Signals) -> None:
     store = MemoryStore()
     limits: list[Limit] = [
         ToolCallLimit("search", thread_limit=9, quotas=[Quota(8, per="user_id")]),
-        ToolCallLimit("search", quotas=[Quota(7, per="user_id"), Quota(6)], name="again"),
+        ToolCallLimit(
+            "search", quotas=[Quota(7, per="user_id"), Quota(6, per="thread")], name="again"
+        ),
         ToolCallLimit("calc", quotas=[Quota(9, per="global")]),
     ]
     options: Any = {"store": store, "context": ANN, "on_decision": seen.append}

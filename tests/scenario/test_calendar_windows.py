@@ -87,7 +87,7 @@ async def test_many_zones(signals: Signals) -> None:
     """A run reads no zone from the disk: its limits have done so."""
     zones = [each for each in sorted(available_timezones()) if each.startswith("Africa/")]
     quotas = [
-        Quota(9, window="day", tz=each, name=f"of_{index:c}")
+        Quota(9, per="thread", window="day", tz=each, name=f"of_{index:c}")
         for index, each in enumerate(zones[:20], start=ord("a"))
     ]
     scene = scene_of(signals, MemoryStore(), *quotas)
@@ -102,8 +102,8 @@ def test_a_system_without_zones() -> None:
     program = (
         "import zoneinfo; zoneinfo.reset_tzpath([])\n"
         "from langchain_quota import Quota\n"
-        "Quota(5, window='day')\n"
-        "Quota(5, window='day', tz='Europe/Berlin')\n"
+        "Quota(5, per='global', window='day')\n"
+        "Quota(5, per='global', window='day', tz='Europe/Berlin')\n"
     )
     done = run_python(without("tzdata") + program)
     assert done.stderr.splitlines()[-1] == (

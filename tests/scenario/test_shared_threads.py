@@ -65,7 +65,7 @@ async def test_reset(form: Form, signals: Signals) -> None:
     store = MemoryStore(clock=Clock())
     limits: list[Limit] = [
         ToolCallLimit("search", thread_limit=2, run_limit=2, quotas=[Quota(5, per="user_id")]),
-        ToolCallLimit("calc", quotas=[Quota(1, window=DAY)]),
+        ToolCallLimit("calc", quotas=[Quota(1, per="thread", window=DAY)]),
         ModelCallLimit(thread_limit=9),
     ]
     scene = Scene(signals, asking("search", "search", "calc"), limits, store=store, form=form)

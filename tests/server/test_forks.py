@@ -48,7 +48,9 @@ class Judges:
 
     def __init__(self) -> None:
         seen: list[Any] = []
-        shared = ToolCallLimit("search", thread_limit=10**6, quotas=[Quota(10**6, name="all")])
+        shared = ToolCallLimit(
+            "search", thread_limit=10**6, quotas=[Quota(10**6, per="thread", name="all")]
+        )
         # An observer makes it remember whom it has warned.
         options: Any = {"store": MemoryStore(), "on_decision": seen.append}
         drop_in = ToolCallLimitMiddleware[Any, Any](thread_limit=2)

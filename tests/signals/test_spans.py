@@ -215,7 +215,7 @@ async def test_quotas_are_told_by_scope(signals: Signals) -> None:
     quotas = [
         Quota(1, per="user_id", window=DAY),
         Quota(9, per="global"),
-        Quota(5, window=timedelta(hours=1)),
+        Quota(5, per="thread", window=timedelta(hours=1)),
     ]
     limit = ToolCallLimit("search", quotas=quotas)
     context = {"user_id": "ada@example.org"}

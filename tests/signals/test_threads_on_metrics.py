@@ -22,7 +22,7 @@ TIMES = "langchain_quota_thread_timestamp_seconds"
 SUBJECT_USED = "langchain_quota_subject_used"
 SUBJECT_BLOCKED = "langchain_quota_subject_blocked_total"
 HOUR = timedelta(hours=1)
-PER_THREAD = ToolCallLimit("search", quotas=[Quota(10, window=HOUR, name="hourly")])
+PER_THREAD = ToolCallLimit("search", quotas=[Quota(10, per="thread", window=HOUR, name="hourly")])
 PER_USER = ToolCallLimit("search", quotas=[Quota(10, per="user_id", window=HOUR)])
 
 
@@ -134,7 +134,7 @@ async def test_the_order(shown: int, clock: Clock) -> None:
 @pytest.mark.parametrize("window", [HOUR, "hour"], ids=str)
 async def test_the_highest_share_is_shown(window: Any, signals: Signals, clock: Clock) -> None:
     """Of a thread limit and quotas per thread; a window's end is shown, and behind it a 0."""
-    quotas = [Quota(5, window=window, name="hourly")]
+    quotas = [Quota(5, per="thread", window=window, name="hourly")]
     limit = ToolCallLimit("search", thread_limit=10, quotas=quotas)
     agent = Searcher(signals, limit, store=MemoryStore(clock=clock))
     await agent.search("t1", 4)

@@ -135,9 +135,9 @@ quotas = [
     Quota(models, per="global", window=timedelta(hours=1)),
     Quota(5, per=tenant, name="tenant"),
     Quota(5, per=looked_up, name="account"),
-    Quota(20, window="7d"),
+    Quota(20, per="thread", window="7d"),
     Quota(500, per="user_id", window="month", tz="Europe/Berlin", starts=15),
-    Quota(5, window="week", starts="monday 09:00"),
+    Quota(5, per="thread", window="week", starts="monday 09:00"),
 ]
 ToolCallLimit("email", quotas=quotas)
 ModelCallLimit(quotas=tuple(quotas))
@@ -224,9 +224,10 @@ ToolCallLimit("search", run_limit=3, exit_behavior="finalize")  # type: ignore[a
 ToolCallLimit("search", run_limit=2.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", run_limit=lambda state: 3)  # type: ignore[arg-type,misc]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", quotas=5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-Quota(None)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Quota(None, per="thread")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Quota(5)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 Quota(5, "user_id")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-Quota(5, window="day", tz=1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Quota(5, per="thread", window="day", tz=1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Quota(5, per="user_id", window=3600)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 one.run_limit = 4  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 create_agent(model, middleware=[QuotaMiddleware[Caller](limits)], context_schema=CallerDict)  # type: ignore[misc]  # pyright: ignore[reportCallIssue,reportArgumentType]

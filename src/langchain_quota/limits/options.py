@@ -190,7 +190,9 @@ class CallLimit(LimitOptions, Generic[Amount]):
         self._set(quotas=tuple(self.quotas))
         given = f"wait={self.wait!r}"
         if self.wait is not None and not any(each.lasts for each in self.quotas):
-            raise ValueError(f'{given} needs a quota with a window: Quota(60, window="1m")')
+            raise ValueError(
+                f'{given} needs a quota with a window: Quota(60, per="global", window="1m")'
+            )
         if self.wait is not None and self.exit_behavior == "finalize":
             raise ValueError(
                 f"{given} cannot be used with exit_behavior='finalize': no call is the last one"
@@ -269,7 +271,8 @@ def _check_message(argument: str, value: object) -> None:
 def _check_quotas(unit: Unit, quotas: object) -> None:
     if not isinstance(quotas, Sequence) or not all(isinstance(each, Quota) for each in quotas):
         raise TypeError(
-            f"quotas must be a sequence of Quota, such as [Quota(5)], not {shown(quotas)}"
+            'quotas must be a sequence of Quota, such as [Quota(5, per="user_id")], not '
+            f"{shown(quotas)}"
         )
     for quota in quotas:
         if quota.smooth and unit != "calls":

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_quota.arguments import (
     NoHook,
@@ -19,6 +19,12 @@ from langchain_quota.units import Dollars, Time
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
 _RESERVED = (RUN, STORE, AT_ONCE, "none")
+_CHOICES = (
+    'one of "thread" (counts the calls of a conversation), "root_run" (of an outermost run, with '
+    'its sub-agents), "agent" (of all agents with its name), "global" (of all), another name, such '
+    'as "user_id" (of all with the same value in runtime.context), or a function of state and '
+    "runtime (of all for which it gives the same value)"
+)
 _SCOPE_NAME = re.compile(r"[a-z_]{1,32}")
 
 
@@ -53,10 +59,10 @@ class Quota:
             `"monday"` or `"monday 09:00"`; of a month the day, `15` or `"15 09:00"`. In a month
             without this day it is the last one. By default a day starts at midnight, a week on
             Monday, a month on the 1st.
-        smooth: Whether calls are spread evenly over the window: `Quota(60, window="1m",
-            smooth=True)` admits a call each second. It counts calls, not tokens or dollars, and
-            its window is none of the calendar. Such quotas share a count only if their limits are
-            equal, too.
+        smooth: Whether calls are spread evenly over the window: `Quota(60, per="global",
+            window="1m", smooth=True)` admits a call each second. It counts calls, not tokens or
+            dollars, and its window is none of the calendar. Such quotas share a count only if their
+            limits are equal, too.
         burst: With `smooth`: how many calls may come at once after a pause, from 1 (the default)
             and at most `limit`. Messages and metrics show it as the quota's number.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
@@ -76,7 +82,10 @@ class Quota:
 
     limit: "Dollars | Time | Callable[[Any, Any], object]"
     _: KW_ONLY
-    per: "str | Callable[[Any, Any], object]" = THREAD
+    if TYPE_CHECKING:
+        per: str | Callable[[Any, Any], object]
+    else:
+        per: "str | Callable[[Any, Any], object]" = None  # the error says what to choose
     window: timedelta | str | None = field(default=None, compare=False)
     tz: str | None = field(default=None, compare=False)
     starts: str | int | None = field(default=None, compare=False)
@@ -92,7 +101,7 @@ class Quota:
         if self.limit is None:
             raise TypeError("limit must be an amount or a function, not None")
         check_function("limit", self.limit, "state", "runtime")
-        check_type("per", self.per, str | Callable, "a string or a function")
+        check_type("per", self.per, str | Callable, _CHOICES)
         check_function("per", self.per, "state", "runtime")
         object.__setattr__(self, "lasts", checked(self.window, self.tz, self.starts))
         if self.window is not None and self.per == ROOT_RUN:

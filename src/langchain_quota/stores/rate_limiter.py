@@ -53,7 +53,7 @@ class RateLimiting:
         if not name:
             raise ValueError("name must not be empty")
         check_count("limit", limit, least=1, what="a whole number")
-        quota = Quota(limit, window=window, smooth=True, burst=burst)
+        quota = Quota(limit, per="global", window=window, smooth=True, burst=burst)
         if callable(getattr(self, "prefix", None)):
             raise ValueError(  # noqa: TRY004 - it is no wrong type
                 "the prefix of this store is a function: make a store whose prefix is a string"
