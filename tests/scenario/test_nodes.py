@@ -1,25 +1,30 @@
 """The graph nodes of a `QuotaMiddleware`: it has only those that its limits need."""
 
 import copy
+import re
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
 import pytest
+from langchain.agents.middleware import hook_config
 
 from langchain_quota import (
     ConcurrencyLimit,
+    InlineQuotaMiddleware,
     ModelCallLimit,
+    ModelCallLimitMiddleware,
     Quota,
     QuotaMiddleware,
     RepeatLimit,
     TokenLimit,
     ToolCallLimit,
+    ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.stores.memory import MemoryStore
-from tests.scene import Scene
-from tests.telemetry import Signals
+from tests.scene import Form, Scene, both_forms
+from tests.telemetry import Signals, needs_inline
 
 SEARCH = ToolCallLimit("search", run_limit=9)
 MODEL = ModelCallLimit(run_limit=9)
@@ -96,3 +101,70 @@ def test_the_signature_is_worked_out_once() -> None:
         found = signature(each.awrap_model_call)
         assert [*found.parameters] == ["request", "handler"]
         assert signature(each.awrap_model_call) is found
+
+
+HOOKS = ("before_model", "abefore_model", "after_model", "aafter_model")
+MARK = hook_config(can_jump_to=["end"])
+
+
+def override(cls: Any, *hooks: str, mark: Any = MARK) -> Any:
+    """A subclass whose hooks call those of its base, and have a mark."""
+
+    def calling(hook: str) -> Any:
+        def called(self: Any, state: Any, runtime: Any) -> Any:
+            return getattr(cls, hook)(self, state, runtime)
+
+        async def acalled(self: Any, state: Any, runtime: Any) -> Any:
+            return await getattr(cls, hook)(self, state, runtime)
+
+        return mark(acalled if hook.startswith("aa") or hook == "abefore_model" else called)
+
+    return type("Own", (cls,), {hook: calling(hook) for hook in hooks})
+
+
+@pytest.mark.parametrize(
+    ("cls", "hook"),
+    [
+        *((QuotaMiddleware, hook) for hook in HOOKS),
+        *((ModelCallLimitMiddleware, hook) for hook in HOOKS[:2]),
+        *((ToolCallLimitMiddleware, hook) for hook in HOOKS[2:]),
+    ],
+)
+def test_a_hook_that_cannot_end_a_run(cls: Any, hook: str) -> None:
+    """An override from which LangChain would drop the jump fails when the class is made."""
+    line = '@hook_config(can_jump_to=["end"])'
+    said = rf"Own\.{hook} could not end a run.* write {re.escape(line)} above it"
+    for mark in (lambda function: function, hook_config(can_jump_to=["model"])):
+        for base in (cls, override(cls, hook)):
+            with pytest.raises(TypeError, match=said):
+                override(base, hook, mark=mark)
+    mixin = type("Mixin", (), {hook: print})
+    with pytest.raises(TypeError, match=said):
+        type("Own", (mixin, cls), {})
+
+
+@both_forms
+@pytest.mark.parametrize(
+    "cls",
+    [
+        override(QuotaMiddleware, *HOOKS),
+        # Its hooks are no nodes, and end nothing.
+        pytest.param(
+            override(InlineQuotaMiddleware, *HOOKS, mark=lambda hook: hook), marks=needs_inline
+        ),
+    ],
+)
+async def test_a_subclass_holds(cls: Any, form: Form, signals: Signals) -> None:
+    """A subclass that overrides all hooks ends a run as its base does."""
+    limits = [ToolCallLimit("search", run_limit=2, exit_behavior="end"), MODEL]
+    quota = cls(limits, telemetry=signals.telemetry)
+    scene = Scene(signals, [["search"]] * 4 + ["done"], [quota], form=form)
+    await scene.play()
+    assert scene.ran == ["search"] * 2
+    scene.check()
+
+
+def test_hooks_that_end_nothing(signals: Signals) -> None:
+    """Where a drop-in's hook never jumps, an override needs no mark."""
+    cls = override(ModelCallLimitMiddleware, "after_model", mark=lambda hook: hook)
+    assert "Own.after_model" in Scene(signals, [], [cls(run_limit=1)]).agent.nodes

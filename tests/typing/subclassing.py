@@ -68,6 +68,7 @@ class ShopQuota(QuotaMiddleware[Caller, Any]):
 class Loose(QuotaMiddleware):
     """Without types."""
 
+    @hook_config(can_jump_to=["end"])
     def after_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
         return super().after_model(state, runtime)
 
@@ -121,6 +122,7 @@ assert_type(shop.name, str)
 
 # Not these.
 class WrongHook(QuotaMiddleware[Caller]):
+    @hook_config(can_jump_to=["end"])
     def before_model(self, state: QuotaState[Any]) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         """Takes no runtime."""
 

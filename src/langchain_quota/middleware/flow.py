@@ -83,6 +83,23 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
     _every_call: ClassVar[bool] = True
     # Whether tool calls that no limit matches are visible, too.
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Check that LangChain lets the hooks that a subclass overrides end the run.
+
+        Raises:
+            TypeError: A hook lacks `@hook_config(can_jump_to=["end"])`.
+        """
+        super().__init_subclass__(**options)
+        for hook in ("before_model", "abefore_model", "after_model", "aafter_model"):
+            defined = [base for base in cls.__mro__ if hook in vars(base)]
+            ours = next(base for base in defined if is_own(base) or base is AgentMiddleware)
+            if _may_end(vars(ours)[hook]) and not _may_end(vars(defined[0])[hook]):
+                raise TypeError(
+                    f"{cls.__name__}.{hook} could not end a run, and calls over the limit would "
+                    'run: write @hook_config(can_jump_to=["end"]) above it, and from '
+                    "langchain.agents.middleware import hook_config"
+                )
+
     def __init__(  # noqa: PLR0913 - keyword-only, with defaults
         self,
         limits: tuple[Limit, ...],
@@ -403,6 +420,16 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if self._observers.present:
             await ask(form, self._observers, "notify", conclusion.decisions, told)
         return update
+
+
+def is_own(cls: type) -> bool:
+    """Whether a class is one of this package."""
+    return cls.__module__.startswith(f"{__name__.partition('.')[0]}.")
+
+
+def _may_end(hook: object) -> bool:
+    """Whether LangChain follows a hook's jump to the end."""
+    return "end" in getattr(hook, "__can_jump_to__", ())
 
 
 def own_methods(features: Sequence[Feature]) -> Mapping[str, list[Callable[..., Any]]]:

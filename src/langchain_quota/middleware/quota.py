@@ -34,7 +34,7 @@ from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Feature, Handler, ToolAnswer, ToolHandler
-from langchain_quota.middleware.flow import ContextT, Limiter
+from langchain_quota.middleware.flow import ContextT, Limiter, is_own
 from langchain_quota.rule import OnStoreError
 from langchain_quota.state import QuotaState, ledger
 from langchain_quota.stores import QuotaStore, check_store
@@ -142,7 +142,7 @@ class QuotaMiddleware(
         """Make an object of a class that has only the hooks which the limits need."""
         # LangChain makes a node for each hook that the class overrides, and a wrapper around each
         # tool call. A subclass of the user's own keeps all hooks.
-        if cls.__module__.startswith(f"{__name__.partition('.')[0]}."):
+        if is_own(cls):
             own: Any = cls
             made: Self = super().__new__(_with_hooks(own, _unneeded(cls.feature_kinds, limits)))
             return made
