@@ -15,7 +15,7 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.forked import run_python
 from tests.scene import ANN, Scene, Weather, recording
 from tests.telemetry import Signals
-from tests.tokens import MONEY, ProviderError, answer, either, spent
+from tests.tokens import MONEY, RETRY, ProviderError, answer, either, spent
 
 METRIC = "langchain_quota_downgraded_calls_total"
 DOLLARS_SPENT = "langchain_quota_spent_dollars_total"
@@ -127,7 +127,8 @@ class Chooses(AgentMiddleware):
         self.chosen = chosen
 
     async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-        return await handler(request.override(model=self.chosen))
+        chosen = self.chosen() if callable(self.chosen) else self.chosen
+        return await handler(request.override(model=chosen))
 
 
 @pytest.mark.parametrize(("order", "made"), [(1, (2, 0)), (-1, (1, 1))])
@@ -138,6 +139,26 @@ async def test_a_choice_per_request(order: int, made: Any, signals: Signals) -> 
     items: list[Any] = [limit, Chooses(chosen)]
     await Scene(signals, model("dear"), items[::order]).play()
     assert (len(chosen.calls), len(cheap.calls)) == made
+
+
+async def test_a_model_made_for_each_attempt(signals: Signals) -> None:
+    """A retry with a model made anew is no fallback: it goes to the other model, too."""
+    failures, dear = [ProviderError()], list[ScriptedChatModel]()
+
+    def fail_once(_: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return answer(12)
+
+    def choose() -> ScriptedChatModel:
+        dear.append(model("dear", answer(11, "search")))
+        return dear[-1]
+
+    cheap = model("cheap")
+    cheap.script = fail_once
+    limit = TokenLimit(run_limit=100, downgrade_to=cheap, downgrade_at=0.1)
+    await Scene(signals, model("any"), [RETRY, Chooses(choose), limit]).play()
+    assert [len(each.calls) for each in (*dear, cheap)] == [1, 0, 0, 2]
 
 
 @pytest.mark.parametrize("order", [1, -1])

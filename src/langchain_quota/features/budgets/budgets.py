@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolCallRequest
+from langchain_core.load import dumps
 from langchain_core.messages import AIMessage
 
 from langchain_quota import messages
@@ -140,7 +141,7 @@ class Budgets(Feature):
             for each in limits
             if getattr(each, "downgrade_to", None) is not None
         }
-        # The first model of each of the newest steps, by its `id`.
+        # The settings of the first model of each of the newest steps, as a hash.
         self._first: OrderedDict[str, int] = OrderedDict()
         # By the id of the final message: what is raised, once, behind the model's step.
         self._errors: dict[str, Exception] = {}
@@ -237,13 +238,14 @@ class Budgets(Feature):
         if other is None:
             return request
         task = model_context(request.state, request.runtime).task(self._limiter.name)
-        first = id(request.model)
+        # Another middleware may make an equal model for each request.
+        first = settings = hash(dumps(request.model))
         if task is not None:
             first = self._first.setdefault(task, first)
             if len(self._first) > MAX_LATE:
                 self._first.popitem(last=False)
         # A later attempt of the step with another model is a fallback, which stays.
-        return request.override(model=other) if first == id(request.model) else request
+        return request.override(model=other) if first == settings else request
 
     async def around_model(
         self, form: Form, request: ModelRequest[Any], call: Handler, written: Update
