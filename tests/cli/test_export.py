@@ -8,6 +8,7 @@ import yaml
 
 from langchain_quota.cli import main
 from langchain_quota.monitoring import exports
+from langchain_quota.telemetry.names import METRICS
 
 GRAFANA, RUNBOOKS = "https://example.org/grafana", "https://example.org/runbooks"
 ALERTS = ["--selector", 'job="x"', "--grafana-url", GRAFANA, "--runbooks", RUNBOOKS]
@@ -121,6 +122,20 @@ def test_wrong_arguments(what: str, tmp_path: Path, capsys: pytest.CaptureFixtur
             reason = capsys.readouterr().err.partition("error: ")[2]
             assert option in reason or f"{what!r}" in reason, (value, reason)
     assert not directory.exists()
+
+
+def test_no_selector_names_a_label_of_our_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A matcher of a label that a metric has would empty the rules: each is refused."""
+    labels = {"le", *(label for spec in METRICS for label in spec.labels)}
+    for label in sorted(labels):
+        with pytest.raises(SystemExit):
+            main(["export", "prometheus", "--to", str(tmp_path), "--selector", f'{label}="x"'])
+        assert f"such as job, not '{label}'" in capsys.readouterr().err
+    for free in ("answer", "cause", "droppable"):
+        options = ("--to", str(tmp_path), "--force", "--selector", f'{free}="x"')
+        assert main(["export", "prometheus", *options]) == 0
 
 
 def test_good_values(tmp_path: Path) -> None:

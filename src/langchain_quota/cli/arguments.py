@@ -1,11 +1,11 @@
 """The arguments of all commands, read without the packages that the commands need."""
 
-import os
 import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from getpass import getuser
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,9 +22,9 @@ VIEWS = ("threads", "quotas", "limits")
 
 _OWN_LABELS = frozenset(
     {
-        *("agent", "limit", "scope", "decision", "kind", "tool", "state", "thread_id"),
-        *("subject", "counts", "component", "error_type", "droppable", "operation", "outcome"),
-        *("le", "action", "version", "model", "usage", "answer", "cause"),
+        *("action", "agent", "alert", "component", "counts", "decision", "error_type", "event"),
+        *("kind", "le", "level", "limit", "model", "operation", "outcome", "price", "scope"),
+        *("shown", "state", "subject", "thread_id", "tool", "unit", "usage", "version"),
     }
 )
 """The labels of the package's own metrics. Not every metric has all, so no selector names one."""
@@ -123,7 +123,7 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     add("--for", dest="for_time", type=_duration, metavar="TIME", help=text)
     add("--reason", required=True, help="why, for the list and the log")
     text = "who grants it (default: the system's user)"
-    add("--by", default=os.environ.get("USER", ""), metavar="NAME", help=text)
+    add("--by", default=_user(), metavar="NAME", help=text)
     add("--id", help="the grant's id: a second grant with the same key and id adds nothing")
     revoke = actions.add_parser("revoke", parents=[one], help="end a grant now")
     revoke.add_argument("--id", required=True, help="the grant's id, as quotas grants prints it")
@@ -138,6 +138,13 @@ def _add_top(top: ArgumentParser) -> None:
     text = "seconds between two updates (default: %(default)g)"
     add("--interval", type=_number(float, 0.1, 3600), default=2.0, metavar="SECONDS", help=text)
     add("--view", choices=VIEWS, help="show only this view (default: all)")
+
+
+def _user() -> str:
+    """The system's name of the user; empty if there is none."""
+    with suppress(ImportError, KeyError, OSError):
+        return getuser()
+    return ""
 
 
 def _number(kind: type[int | float], least: float, most: float) -> Callable[[str], float]:
