@@ -190,7 +190,7 @@ class Traffic:
         user = f"user-{index % USERS}"
         if index % GRANTS == 0:
             until = datetime.now(UTC) + timedelta(minutes=1)
-            await store.agrant(f"search:user_id:{user}", 1, until=until)
+            await store.agrant(f"search:user_id:{user}", 1, window=None, until=until)
         thread = f"thread-{index}"
         config: Any = {"configurable": {"thread_id": thread}}
         context = {"user_id": user, "most": index % 7}

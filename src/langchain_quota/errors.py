@@ -110,10 +110,10 @@ class QuotaStoreError(Exception):
         >>> from langchain_quota import MemoryStore
         >>> from langchain_quota.errors import QuotaStoreError
         >>> try:
-        ...     MemoryStore(max_keys=2).reset(["ada", "bob", "eve"])
+        ...     MemoryStore(max_keys=1).reset(["search:user_id:ada", "search:user_id:bob"])
         ... except QuotaStoreError as error:
         ...     print(f"{error}, timed out: {error.timed_out}")
-        the store is full: it keeps 2 counts at most, timed out: False
+        the store is full: it keeps 1 counts at most, timed out: False
     """
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:

@@ -140,6 +140,9 @@ GRANTS: list[tuple[dict[str, Any], str]] = [
 @STORES
 def test_a_grant_that_cannot_be_given(store: Any) -> None:
     """What cannot be given, or kept, is refused, and named, before a server is asked."""
+    for ask in (store.reset, lambda keys: store.revoke(keys[0], "4711")):
+        with pytest.raises(ValueError, match=r"key must be the key of a count, .* not 'email:ada'"):
+            ask(["email:ada"])
     for options, said in GRANTS:
         with pytest.raises((TypeError, ValueError), match=re.escape(said)):
             store.grant(**{"key": KEY, "amount": 1, **options})

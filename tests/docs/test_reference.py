@@ -231,7 +231,7 @@ class Seen:
         for grant in store.grants():
             store.revoke(grant.key, grant.id)
             with suppress(QuotaStoreError):
-                Broken().grant(grant.key, 1)
+                Broken().grant(grant.key, 1, window=None)
             with suppress(QuotaStoreError):
                 Broken().revoke(grant.key, grant.id)
 

@@ -1,11 +1,19 @@
 """More than limits say: what is granted to a thread or a user is judged, shown and counted."""
 
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import pytest
 
-from langchain_quota import Decision, MemoryStore, ModelCallLimit, ToolCallLimit
+from langchain_quota import (
+    CostLimit,
+    Decision,
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    ToolCallLimit,
+)
 from tests.scene import ANN, CONFIG, Form, Scene, both_forms
 from tests.telemetry import Signals
 
@@ -83,6 +91,38 @@ async def test_no_such_limit(signals: Signals, options: Any, message: str) -> No
     scene = Granting(signals, SEARCH, again, ModelCallLimit(run_limit=9))
     with pytest.raises(ValueError, match=message):
         await scene.grant(1, **options)
+
+
+@both_forms
+async def test_a_key_that_can_hold_no_count(signals: Signals, form: Form) -> None:
+    """A limit's name, and a key without its window, are refused with what to write instead."""
+    store = MemoryStore()
+    monthly = Quota(1, per="user_id", window="month")
+    given: Any = {"store": store, "context": ANN, "form": form}
+    priced: Any = {"prices": lambda _: Decimal(1), **given}
+    scene = Scene(signals, lambda _: "done", [CostLimit(quotas=[monthly])], tools=(), **priced)
+
+    async def grant(key: str, **options: Any) -> Any:
+        if form == "sync":
+            return store.grant(key, 1, **options)
+        return await store.agrant(key, 1, **options)
+
+    await scene.play()
+    key = "model.microdollars:user_id:ann"
+    for name in ("cost", "microdollars"):
+        with pytest.raises(ValueError, match=f"under '{name}:user_id:ann': write '{key}'$"):
+            await grant(f"{name}:user_id:ann", window=None)
+    with pytest.raises(ValueError, match=f"under '{key}': give the quota's window, window="):
+        await grant(key)
+    assert store.grants() == []
+    await grant(key, window=monthly.lasts)
+    await scene.play()
+    assert scene.last_text() == "done"
+    # In advance; and a tool may have the name of a limit.
+    await grant("search:user_id:ann", window=None)
+    tool = ToolCallLimit("cost", quotas=[Quota(1, per="user_id")])
+    await Scene(signals, [["cost"], "done"], [tool], tools=["cost"], **given).play()
+    await grant("cost:user_id:ann")
 
 
 async def test_no_store_that_gives_grants(signals: Signals) -> None:

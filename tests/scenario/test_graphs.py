@@ -702,7 +702,7 @@ async def test_a_question_beside_that_of_a_tool(fits: Any, form: Any, signals: S
 
     await worker().play()
     if fits:
-        store.grant("pay:global:", 1)
+        store.grant("pay:global:", 1, window=None)
     await answered(worker(), APPROVE)
     for _ in range(2):
         assert APPROVE not in heard

@@ -160,9 +160,9 @@ gives = st.builds(
     st.sampled_from([None, -1, 0, 5, 60, 4000, 90_000]),
     st.sampled_from("gh"),
 )
-revokes = st.builds(Revoke, st.sampled_from(KEYS), st.sampled_from("gh"))
+revokes = st.builds(Revoke, st.sampled_from(KEYS[1:]), st.sampled_from("gh"))
 
-resets = st.lists(st.sampled_from(KEYS), min_size=1, max_size=2)
+resets = st.lists(st.sampled_from(KEYS[1:]), min_size=1, max_size=2)
 waits = st.sampled_from([1, 5, 6, 61]) | st.sampled_from(
     [IDLE, 2400, GRACE, REMEMBERED, 86_400, COMPENSATED]
 )
@@ -441,7 +441,7 @@ def given_by(store: Granting, asked: Give, now: float) -> tuple[int, int | None]
     """What is granted, and until when; `None` if that time is over."""
     until = None if asked.seconds is None else in_utc(now + asked.seconds)
     try:
-        grant = store.grant(asked.key, asked.amount, until=until, id=asked.id)
+        grant = store.grant(asked.key, asked.amount, window=None, until=until, id=asked.id)
     except ValueError:
         return None
     return grant.amount, grant.ends

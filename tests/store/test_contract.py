@@ -290,7 +290,7 @@ class TestCounts:
         ada, other, bob = KEY, OTHER, str(CountKey("search", "user_id", "bob"))
         for key in (ada, other, bob):
             store.acquire(calls(key, 1))
-        store.reset([odd])
+        store.acquire(compensating(Compensation("odd", {odd: 1})))
         patterns = {
             "*": [other, odd, ada, bob],
             "*:ada": [other, ada],
@@ -353,7 +353,7 @@ async def test_async_forms(store: Store) -> None:
     assert used(store, OTHER) == [0]
     assert await store.apeek([]) == ()
     await store.areset([])
-    given = await store.agrant(KEY, 3, id="4711")
+    given = await store.agrant(KEY, 3, window=None, id="4711")
     assert store.grants() == [given]
     assert await store.arevoke(KEY, "4711") is not None
     assert store.revoke(KEY, "4711") is None
@@ -416,8 +416,8 @@ class TestGrants:
     def test_given_once_and_logged(self, store: Store, caplog: pytest.LogCaptureFixture) -> None:
         """Asked for again by its id it is the first one; what is given and ended is logged once."""
         with caplog.at_level("INFO", "langchain_quota"):
-            grant = store.grant(KEY, 3, reason="ticket 4711", by="bo", id="4711")
-            assert store.grant(KEY, 9, id="4711") == grant
+            grant = store.grant(KEY, 3, window=None, reason="ticket 4711", by="bo", id="4711")
+            assert store.grant(KEY, 9, window=None, id="4711") == grant
             assert (granted(store), store.grants("search:*")) == (3, [grant])
             store.revoke(KEY, "4711")
             store.revoke(KEY, "4711")
@@ -439,19 +439,19 @@ class TestGrants:
 
     def test_a_revoked_grant_is_over_for_good(self, store: Store) -> None:
         """What was used of it stays used; the same id gives nothing any more."""
-        store.grant(KEY, 3, id="4711")
+        store.grant(KEY, 3, window=None, id="4711")
         assert let_through(store) == 5
         assert store.revoke(KEY, "4711") is not None
         assert store.revoke(KEY, "another") is None
-        store.grant(KEY, 3, id="4711")
+        store.grant(KEY, 3, window=None, id="4711")
         assert (store.grants(), granted(store), used(store, KEY)) == ([], 0, [5])
         assert let_through(store, limit=5) == 0
 
     def test_grants_end(self, make: Stores, store: Store) -> None:
         """One ends at its time, others go on."""
         make.wait(0)
-        store.grant(KEY, 3, until=datetime.now(UTC) + timedelta(minutes=2))
-        kept = store.grant(KEY, 5)
+        store.grant(KEY, 3, window=None, until=datetime.now(UTC) + timedelta(minutes=2))
+        kept = store.grant(KEY, 5, window=None)
         assert granted(store) == 8
         make.wait(180)
         assert (store.grants(), granted(store), let_through(store)) == ([kept], 5, 7)
@@ -462,36 +462,36 @@ class TestGrants:
         assert store.grant(str(DAY), 3, until=late).until == DAY.resets_at
         # An end between two seconds is the one before, so that no grant ends late.
         between = late.replace(microsecond=900_000)
-        assert store.grant(KEY, 3, until=between).until == late
+        assert store.grant(KEY, 3, window=None, until=between).until == late
         over = CountKey.at("search", "user_id", "ada", timedelta(days=1), 1e9)
         with pytest.raises(ValueError, match="that time is over"):
             store.grant(str(over), 3)
         with pytest.raises(ValueError, match="that time is over"):
-            store.grant(KEY, 3, until=datetime.fromtimestamp(1e9, UTC))
+            store.grant(KEY, 3, window=None, until=datetime.fromtimestamp(1e9, UTC))
 
     def test_a_grant_may_last_for_ever(self, store: Store) -> None:
         """An end, or a window, that no time can be given for is the last one that can be."""
         last = datetime.max.replace(tzinfo=UTC)
-        assert store.grant(KEY, 3, until=last).until == last
+        assert store.grant(KEY, 3, window=None, until=last).until == last
         assert store.grant(f"{KEY}:86400:{10**10}", 3).until == last
         assert [each.until for each in store.grants()] == [last, last]
         assert granted(store) == 3
 
     def test_a_grant_begins_no_count(self, store: Store) -> None:
         """A count that a caller brings back begins where the caller's is, grant or not."""
-        store.grant(KEY, 3)
+        store.grant(KEY, 3, window=None)
         assert store.peek([KEY]) == (QuotaUsage(KEY, 0, None, None, 3),)
         result = store.acquire(batch({KEY: 1}, limits={KEY: 5}, used={KEY: 4}))
         assert (result.used, result.granted) == ({KEY: 4}, {KEY: 3})
 
     def test_each_grant_is_new_to_one_answer(self, store: Store) -> None:
         """Only the first call that is judged by a grant is answered that it is new, for metrics."""
-        store.grant(KEY, 3)
+        store.grant(KEY, 3, window=None)
         request = batch({KEY: 1}, limits={KEY: 2})
         assert store.acquire(request).newly_granted == {KEY: 3}
         replayed = store.acquire(request)
         assert (replayed.granted, replayed.newly_granted) == ({KEY: 3}, {})
-        store.grant(KEY, 4)
+        store.grant(KEY, 4, window=None)
         result = store.acquire(batch({KEY: 1}, limits={KEY: 0}))
         assert (result.granted, result.newly_granted) == ({KEY: 7}, {KEY: 4})
 

@@ -17,6 +17,7 @@ from tests.calls import calls_made
 from tests.server.stores import compensating, used
 from tests.stores import Clock
 
+A, C, D = (f"{each}:global:" for each in "acd")
 HOUR = 3600
 DAY = 24 * HOUR
 WEEK = 7 * DAY
@@ -54,21 +55,21 @@ def test_a_full_store_refuses_new_keys() -> None:
     """A store full of live counts forgets none, whoever comes; what has run always fits."""
     clock = Clock(0)
     store = MemoryStore(max_keys=2, clock=clock)
-    store.acquire(asked("a"))
+    store.acquire(asked(A))
     store.acquire(asked("b", ends=100))
     with pytest.raises(QuotaStoreError, match="the store is full: it keeps 2 counts at most"):
-        store.acquire(asked("c"))
+        store.acquire(asked(C))
     with pytest.raises(QuotaStoreError):
-        store.reset(["a", "c"])
+        store.reset([A, C])
     with pytest.raises(QuotaStoreError):
         store.acquire(asked("thread", mirrored=True))
-    assert store.acquire(asked("c", limit=0)).admitted == (False,)
-    assert used(store, "a", "b", "c") == [1, 1, None]
-    store.acquire(compensating(Compensation("outage", {"d": 1})))
-    assert used(store, "a", "b", "d") == [1, 1, 1]
+    assert store.acquire(asked(C, limit=0)).admitted == (False,)
+    assert used(store, A, "b", C) == [1, 1, None]
+    store.acquire(compensating(Compensation("outage", {D: 1})))
+    assert used(store, A, "b", D) == [1, 1, 1]
     clock.now = 100 + HOUR
-    store.reset(["d"])
-    assert used(store, "a", "b", "d") == [1, None, 0]
+    store.reset([D])
+    assert used(store, A, "b", D) == [1, None, 0]
 
 
 def test_a_full_store_drops_what_its_caller_brings_back() -> None:
@@ -150,9 +151,9 @@ def test_holds_and_grants_of_others_are_not_looked_at() -> None:
     def work(others: int) -> list[int]:
         clock = Clock()
         store = MemoryStore(clock=clock)
-        store.grant("search:user_id:ann", 1, until=in_utc(clock.now + HOUR), id="over")
+        store.grant("search:user_id:ann", 1, window=None, until=in_utc(clock.now + HOUR), id="over")
         for number in range(others):
-            store.grant(f"search:user_id:{number}", 1)
+            store.grant(f"search:user_id:{number}", 1, window=None)
             store.acquire(asked("tokens", name=str(number), lease=WEEK * 2, limit=10**6))
         settled = compensating(Compensation("s", {"tokens": 2}, settles="0"))
         made = [
@@ -160,7 +161,9 @@ def test_holds_and_grants_of_others_are_not_looked_at() -> None:
             calls_made(lambda: store.acquire(asked("tokens", name="x", lease=60, limit=10**6))),
         ]
         clock.now += HOUR + WEEK
-        made.append(calls_made(lambda: store.grant("search:user_id:ann", 2, id="over")))
+        made.append(
+            calls_made(lambda: store.grant("search:user_id:ann", 2, window=None, id="over"))
+        )
         return [*made, calls_made(lambda: store.revoke("search:user_id:ann", "over"))]
 
     few, many = work(10), work(1_000)

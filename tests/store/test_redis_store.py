@@ -67,6 +67,9 @@ def client(redis_server: RedisServer) -> Iterator[Any]:
         yield client
 
 
+SEARCH = "search:global:"
+
+
 def name_of(store: RedisStore, key: str = "search") -> str:
     """Where Redis keeps a count."""
     return f"{{{store.prefix}}}:count:{key}"
@@ -77,16 +80,16 @@ class TestWhatIsNoCount:
 
     def test_admits_nothing(self, store: RedisStore, client: Any) -> None:
         """It is no count from which calls could be admitted: QuotaStoreError, nothing written."""
-        name = name_of(store)
+        name = name_of(store, SEARCH)
         for value in ("nan", "inf", "-1", "1e3", "abc", "", "9" * 400):
             client.hset(name, "used", value)
-            with pytest.raises(QuotaStoreError, match=r"no count is .*:count:search"):
-                store.acquire(calls("search", 1, limit=5))
-            with pytest.raises(QuotaStoreError, match="no count is kept under 'search'"):
-                store.peek(["other", "search"])
+            with pytest.raises(QuotaStoreError, match=r"no count is .*:count:search:global:"):
+                store.acquire(calls(SEARCH, 1, limit=5))
+            with pytest.raises(QuotaStoreError, match="no count is kept under 'search:global:'"):
+                store.peek(["other", SEARCH])
             assert client.hgetall(name) == {b"used": value.encode()}
-            store.reset(["search"])
-            assert store.acquire(calls("search", 1, limit=5)).used == {"search": 0}
+            store.reset([SEARCH])
+            assert store.acquire(calls(SEARCH, 1, limit=5)).used == {SEARCH: 0}
             client.delete(name)
 
     def test_usages_leave_it_out(self, store: RedisStore, client: Any) -> None:
@@ -227,7 +230,7 @@ class TestKeys:
         store.acquire(lost)
         undo = Compensation("s", {"late": 1}, lost.attempt_id)
         store.acquire(calls("email", 1, compensations=[undo]))
-        store.reset(["other"])
+        store.reset(["other:global:"])
         store.grant("search:user_id:ada", 3, window=timedelta(hours=1))
         names = [*client.scan_iter(match=f"*{store.prefix}*")]
         assert len(names) == 9
@@ -248,7 +251,7 @@ class TestKeys:
             store.acquire(lost)
             undo = Compensation("s", {"late": 1}, lost.attempt_id)
             store.acquire(calls("other", 1, compensations=[undo]))
-            store.reset(["search"])
+            store.reset(["search:global:"])
             store.peek(["search", "email"])
             client.echo("end")
             given: list[str] = []
@@ -334,17 +337,17 @@ class TestSecrets:
         """The prefix's keys and the script's commands are enough, as is the server's own clock."""
         with closing(RedisStore(self._url(locked), timeout=LONG)) as store:
             for acquire in (in_thread, in_loop):
-                lost = calls("search", 1)
+                lost = calls(SEARCH, 1)
                 assert not acquire(store, lost).replayed
                 undo = Compensation(lost.attempt_id, attempt_id=lost.attempt_id)
                 acquire(store, compensating(undo))
-            over, running = (batch({"search": 2}, leases={"search": lease}) for lease in (1, 60))
+            over, running = (batch({SEARCH: 2}, leases={SEARCH: lease}) for lease in (1, 60))
             store.acquire(over)
             store.acquire(running)
-            eventually(lambda: used(store, "search") == [2])
-            store.acquire(compensating(settlement(running, {"search": 1})))
-            assert used(store, "search") == [1]
-            store.reset(["search"])
+            eventually(lambda: used(store, SEARCH) == [2])
+            store.acquire(compensating(settlement(running, {SEARCH: 1})))
+            assert used(store, SEARCH) == [1]
+            store.reset([SEARCH])
             assert [use.used for use in store.usages()] == [0]
 
     def test_in_no_error(
@@ -430,12 +433,12 @@ class TestOddReplies:
         """Each operation fails with a QuotaStoreError of bounded length, and the next one works."""
         with proxy(redis_server.port) as way, opened(redis_server, way.url) as store:
             operations: list[Callable[[], Awaitable[object]]] = [
-                lambda: asyncio.to_thread(store.acquire, calls("search", 1)),
-                lambda: asyncio.to_thread(store.peek, ["search"]),
-                lambda: asyncio.to_thread(store.reset, ["search"]),
-                lambda: store.aacquire(calls("search", 1)),
-                lambda: store.apeek(["search"]),
-                lambda: store.areset(["search"]),
+                lambda: asyncio.to_thread(store.acquire, calls(SEARCH, 1)),
+                lambda: asyncio.to_thread(store.peek, [SEARCH]),
+                lambda: asyncio.to_thread(store.reset, [SEARCH]),
+                lambda: store.aacquire(calls(SEARCH, 1)),
+                lambda: store.apeek([SEARCH]),
+                lambda: store.areset([SEARCH]),
                 lambda: asyncio.to_thread(store.usages),
             ]
             for operation in operations:
@@ -446,7 +449,7 @@ class TestOddReplies:
                 assert not failed.value.timed_out
                 assert len(str(failed.value)) < 1000
                 way.heal()
-            assert used(store, "search") == [0]
+            assert used(store, SEARCH) == [0]
             await store.aclose()
 
     def test_what_the_script_cannot_have_said(self, redis_server: RedisServer) -> None:
@@ -468,7 +471,7 @@ class TestOddReplies:
                     print(store.peek(["a"]))  # noqa: T201 - the same
             way.fail(replaced(b"*1\r\n:1\r\n"))
             with pytest.raises(QuotaStoreError, match="an unreadable reply"):
-                store.reset(["a"])
+                store.reset(["a:global:"])
 
 
 def test_a_lost_answer_to_a_grant(redis_server: RedisServer) -> None:
@@ -479,7 +482,7 @@ def test_a_lost_answer_to_a_grant(redis_server: RedisServer) -> None:
         assert store.revoke(key, "4711") is None
         way.fail(connection_reset)
         with pytest.raises(QuotaStoreError):
-            store.grant(key, 3, id="4711")
+            store.grant(key, 3, window=None, id="4711")
         way.heal()
-        assert store.grant(key, 3, id="4711").amount == 3
+        assert store.grant(key, 3, window=None, id="4711").amount == 3
         assert [each.amount for each in store.grants()] == [3]

@@ -5,8 +5,9 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from typing import Any
 from uuid import uuid4
 
@@ -16,11 +17,11 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.options import UNITS
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.grants import Grant, in_utc, unit_of
-from langchain_quota.stores.keys import CountKey, dimension_of, spacing_of, window_end
+from langchain_quota.stores.keys import CountKey, dimension_of, parsed, spacing_of, window_end
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.stores.server import PREFIX
-from langchain_quota.units import PER_BASE_UNIT, shown
+from langchain_quota.units import PER_BASE_UNIT, UNIT_LABELS, shown
 
 Store = RedisStore | PostgresStore
 _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
@@ -48,14 +49,24 @@ def run(arguments: Namespace) -> int:
 
 
 def _show(store: Store, arguments: Namespace) -> int:
-    found = _found(store, arguments.key)
+    _print(_found(store, arguments.key))
+    return 0
+
+
+def _print(found: Sequence[QuotaUsage]) -> None:
     headings = ("counted", "per", "subject", "used", "of", "until")
     lines = table(headings, [*map(_row, found)], right={"used", "of"}) if found else ["no counts"]
     for line in lines:
         say(line)
-    if arguments.action == "show" or not found:
-        return 0
-    if not arguments.yes:
+
+
+def _reset(store: Store, arguments: Namespace) -> int:
+    found = _found(store, arguments.key)
+    for pattern in arguments.key:
+        if not any(fnmatchcase(use.key, pattern) for use in found):
+            raise CommandError(f"no count matches --key {pattern!r}: see quotas show")
+    _print(found)
+    if found and not arguments.yes:
         if not sys.stdin.isatty():
             raise CommandError("reset asks first, and there is no terminal: pass --yes")
         try:
@@ -82,17 +93,16 @@ def _found(store: Store, patterns: Sequence[str]) -> list[QuotaUsage]:
             for use in store.usages(pattern)
             # A key without a counter holds the number of a thread's newest root run.
             if not use.key.startswith(":")
+            # Other programs may keep keys of other forms.
+            and parsed(use.key)
             and (asked or dimension_of(use.key) not in (RUN, ROOT_RUN))
         }
     return [uses[key] for key in sorted(uses)]
 
 
 def _row(use: QuotaUsage) -> tuple[str, ...]:
-    try:
-        key = CountKey.parse(use.key)
-        names = (printable(key.counter), printable(key.dimension), repr(key.subject))
-    except ValueError:  # another program's key
-        names = (printable(use.key), "-", "-")
+    key = CountKey.parse(use.key)
+    names = (printable(key.counter), printable(key.dimension), repr(key.subject))
     unit = UNITS.get(names[0], "calls")
     limit = "-" if use.limit is None else shown(use.limit + use.granted, unit)
     until = "it drains" if spacing_of(use.key) else _when(use.expires_at, use.key)
@@ -104,12 +114,13 @@ def _grant(store: Store, arguments: Namespace) -> int:
     if _base(key) == key:
         key = _key_now(store, key)
     text, unit = arguments.amount, unit_of(key)
-    if unit not in PER_BASE_UNIT and not text.isdecimal():
-        raise CommandError(f"amount must be a whole number of {unit}, not {text!r}")
+    if not text.isascii() or (unit not in PER_BASE_UNIT and not text.isdecimal()):
+        number = "a number" if unit in PER_BASE_UNIT else "a whole number"
+        raise CommandError(f"amount must be {number} of {UNIT_LABELS[unit]}, not {text!r}")
     amount = text if unit in PER_BASE_UNIT else int(text)
     until = arguments.for_time and datetime.now(UTC) + arguments.for_time
     name = uuid4().hex if arguments.id is None else arguments.id
-    of: Any = {"reason": arguments.reason, "by": arguments.by, "id": name}
+    of: Any = {"reason": arguments.reason, "by": arguments.by, "id": name, "window": None}
     try:
         given = store.grant(key, amount, until=until, **of)
     except QuotaStoreError as error:
@@ -150,7 +161,7 @@ def _grants(store: Store, arguments: Namespace) -> int:
     return 0
 
 
-_ACTIONS = {"show": _show, "reset": _show, "grant": _grant, "revoke": _revoke, "grants": _grants}
+_ACTIONS = {"show": _show, "reset": _reset, "grant": _grant, "revoke": _revoke, "grants": _grants}
 
 
 def _key_now(store: Store, text: str) -> str:
@@ -195,7 +206,5 @@ def _when(seconds: float | None, key: str) -> str:
         return "reset"
     moment = in_utc(seconds)
     utc = f"{moment:%Y-%m-%d %H:%M:%S} UTC"
-    with suppress(ValueError):  # another program's key
-        local = moment.astimezone((CountKey.parse(key).resets_at or moment).tzinfo)
-        return f"{local.isoformat(' ', 'seconds')} ({utc})" if local.utcoffset() else utc
-    return utc
+    local = moment.astimezone((CountKey.parse(key).resets_at or moment).tzinfo)
+    return f"{local.isoformat(' ', 'seconds')} ({utc})" if local.utcoffset() else utc

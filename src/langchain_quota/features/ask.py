@@ -320,6 +320,7 @@ def _grant(batch: Batch, granted: _Offer) -> dict[str, Any]:
     reason = answer.message or f"a person was asked in thread {thread!r}"
     return {
         "amount": _given(granted.amount, granted.limit.unit),
+        "window": None,
         "id": f"{batch.question}/{granted.counter}"[:MAX_TEXT],
         "by": answer.by[:MAX_TEXT],
         "reason": reason[:MAX_TEXT],

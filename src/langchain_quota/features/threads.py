@@ -123,7 +123,7 @@ class OfThreads(Limiter[Any, ContextT, ResponseT]):
             QuotaStoreError: The store could not be asked.
         """
         store, key = self._granting(limit, config)
-        return store.grant(key, amount, until=until, reason=reason, by=by, id=id)
+        return store.grant(key, amount, window=None, until=until, reason=reason, by=by, id=id)
 
     async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -138,7 +138,9 @@ class OfThreads(Limiter[Any, ContextT, ResponseT]):
     ) -> Grant:
         """`grant`, without blocking the event loop."""
         store, key = self._granting(limit, config)
-        return await store.agrant(key, amount, until=until, reason=reason, by=by, id=id)
+        return await store.agrant(
+            key, amount, window=None, until=until, reason=reason, by=by, id=id
+        )
 
     def _granting(self, name: str | None, config: RunnableConfig) -> tuple[Granting, str]:
         store: object = self._store and self._store.store

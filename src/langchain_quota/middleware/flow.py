@@ -84,16 +84,15 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
     # Whether tool calls that no limit matches are visible, too.
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Check that LangChain lets the hooks that a subclass overrides end the run.
-
-        Raises:
-            TypeError: A hook lacks `@hook_config(can_jump_to=["end"])`.
-        """
+        """Raise a `TypeError` if LangChain would ignore that an override ends the run."""
         super().__init_subclass__(**options)
         for hook in ("before_model", "abefore_model", "after_model", "aafter_model"):
             defined = [base for base in cls.__mro__ if hook in vars(base)]
             ours = next(base for base in defined if is_own(base) or base is AgentMiddleware)
-            if _may_end(vars(ours)[hook]) and not _may_end(vars(defined[0])[hook]):
+            of_ours, overriding = (
+                getattr(vars(base)[hook], "__can_jump_to__", ()) for base in (ours, defined[0])
+            )
+            if "end" in of_ours and "end" not in overriding:
                 raise TypeError(
                     f"{cls.__name__}.{hook} could not end a run, and calls over the limit would "
                     'run: write @hook_config(can_jump_to=["end"]) above it, and from '
@@ -425,11 +424,6 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 def is_own(cls: type) -> bool:
     """Whether a class is one of this package."""
     return cls.__module__.startswith(f"{__name__.partition('.')[0]}.")
-
-
-def _may_end(hook: object) -> bool:
-    """Whether LangChain follows a hook's jump to the end."""
-    return "end" in getattr(hook, "__can_jump_to__", ())
 
 
 def own_methods(features: Sequence[Feature]) -> Mapping[str, list[Callable[..., Any]]]:

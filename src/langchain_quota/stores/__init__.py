@@ -163,7 +163,10 @@ class QuotaStore(Protocol):
         are forgotten: a compensation that settles one adds its amounts, and gives nothing back.
 
         Args:
-            keys: The keys, as `QuotaUsage` and `Counter` have them.
+            keys: The keys, as `QuotaUsage` has them.
+
+        Raises:
+            ValueError: A key is not that of a count.
         """
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:

@@ -10,7 +10,7 @@ from langchain_quota.arguments import check_type
 from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import ROOT_RUN_IDLE, RUN_IDLE
-from langchain_quota.stores.keys import dimension_of
+from langchain_quota.stores.keys import CountKey, dimension_of
 
 _IDLE_AT_MOST = {RUN: RUN_IDLE, ROOT_RUN: ROOT_RUN_IDLE}
 
@@ -87,14 +87,16 @@ def check_request(request: object) -> None:
         raise TypeError(f"request must be an AcquireRequest, not {request!r}")
 
 
-def check_keys(keys: object) -> None:
-    """Check that a store is given several keys."""
+def check_keys(keys: object, *, of_counts: bool = False) -> None:
+    """Check that a store is given several keys, and that counts can have them."""
     if (
         isinstance(keys, str)
         or not isinstance(keys, Sequence)
         or not all(isinstance(key, str) for key in keys)
     ):
         raise TypeError(f"keys must be a sequence of strings, not {keys!r}")
+    for key in keys if of_counts else ():
+        CountKey.parse(key)
 
 
 def idle_seconds(idle_ttl: timedelta) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 from uuid import uuid4
 
 from langchain_quota.arguments import check_type
-from langchain_quota.concurrency import Form
+from langchain_quota.concurrency import Form, ask
 from langchain_quota.concurrency import now as at_once
-from langchain_quota.limits.options import UNITS, whole_amount
+from langchain_quota.limits.options import MODEL, UNITS, whole_amount
 from langchain_quota.limits.windows import CalendarWindow, checked
 from langchain_quota.stores.common import idle_time
 from langchain_quota.stores.keys import CountKey, parsed, spacing_of, window_end
@@ -24,6 +24,9 @@ MAX_TEXT = 1000
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST = datetime.max.replace(tzinfo=UTC)
+
+_NAMES = {"cost": "microdollars", "time": "milliseconds", "tokens": "total_tokens"}
+"""What limits of the model count, by their names in metrics."""
 
 MAX_AMOUNT = 10**15
 """The most that one grant gives: Redis adds in Lua, exactly up to 2 ** 53."""
@@ -48,7 +51,7 @@ class Grant:
     Examples:
         >>> from langchain_quota import MemoryStore
         >>> store = MemoryStore()
-        >>> grant = store.grant("email:user_id:ada", 50, reason="ticket 4711", id="4711")
+        >>> grant = store.grant("email:user_id:ada", 50, window=None, id="4711")
         >>> store.grant("email:user_id:ada", 50, id="4711") == grant
         True
         >>> [each.amount for each in store.grants("email:*")]
@@ -86,7 +89,7 @@ class Granting(ABC):
         key: str,
         amount: Dollars | Time,
         *,
-        window: timedelta | str | CalendarWindow | None = None,
+        window: timedelta | str | CalendarWindow | None = "",
         until: datetime | None = None,
         reason: str = "",
         by: str = "",
@@ -102,7 +105,8 @@ class Granting(ABC):
             key: The count's key, as `QuotaUsage` has it.
             amount: How much more, above 0, as the key counts: calls, tokens, dollars or a time.
             window: The quota's window, such as `quota.lasts`, if `key` is given without it: then
-                the present window is meant.
+                the present window is meant. `None`: the quota has none. By default, a key without
+                a window must have a count already.
             until: When the grant ends, with a time zone; stores count whole seconds, and round
                 down. `None`: at the end of the window. If the
                 count has no window: after the time for which the store keeps a count without
@@ -116,18 +120,18 @@ class Granting(ABC):
             QuotaStoreError: The store failed. The grant may be given nevertheless: with an `id`
                 of your own you can ask again, and nothing is given twice.
             TypeError: An argument has the wrong type.
-            ValueError: An argument is out of bounds, the key is not that of a count, or the grant
-                would have ended already.
+            ValueError: An argument is out of bounds, no count can have the key, or the grant would
+                have ended already.
         """
         asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
-        return at_once(self._give("", asked))
+        return at_once(self._give("", asked, is_begun=window == ""))
 
     async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
         key: str,
         amount: Dollars | Time,
         *,
-        window: timedelta | str | CalendarWindow | None = None,
+        window: timedelta | str | CalendarWindow | None = "",
         until: datetime | None = None,
         reason: str = "",
         by: str = "",
@@ -135,7 +139,7 @@ class Granting(ABC):
     ) -> Grant:
         """`grant`, without blocking the event loop."""
         asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
-        return await self._give("a", asked)
+        return await self._give("a", asked, is_begun=window == "")
 
     def revoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
         """End a grant now. What was used with it stays counted.
@@ -150,6 +154,7 @@ class Granting(ABC):
         Raises:
             QuotaStoreError: The store failed. The grant may be ended nevertheless.
             TypeError: An argument has the wrong type.
+            ValueError: The key is not that of a count.
         """
         return at_once(self._end("", key, id))
 
@@ -203,13 +208,8 @@ class Granting(ABC):
 
     def _counted(self, text: str, window: timedelta | str | CalendarWindow | None) -> str:
         """The key of a count; if a window is given, of the present one."""
-        key = parsed(text)
-        if key is None:
-            raise ValueError(
-                "key must be the key of a count, such as 'email:user_id:ada', as store.usages() "
-                f"has it, not {text!r}"
-            )
-        if window is None:
+        key = CountKey.parse(text)
+        if window in (None, ""):
             return text
         if key.window is not None:
             raise ValueError(f"key has a window, so window must be None: {text!r}")
@@ -228,7 +228,17 @@ class Granting(ABC):
     async def _revoke(self, form: Form, key: str, name: str) -> Grant | None:
         """The grant that is ended; `None` if there is none."""
 
-    async def _give(self, form: Form, asked: Grant) -> Grant:
+    async def _give(self, form: Form, asked: Grant, *, is_begun: bool) -> Grant:
+        key = CountKey.parse(asked.key)
+        counter = f"{MODEL}.{_NAMES.get(key.counter, key.counter)}"
+        # A tool may have such a name, too.
+        if counter in UNITS or (is_begun and key.window is None):
+            [use] = await ask(form, self, "peek", [asked.key])
+            if use is None:
+                remedy = "give the quota's window, window=quota.lasts, or window=None for none"
+                if counter in UNITS:
+                    remedy = f"write {str(replace(key, counter=counter))!r}"
+                raise ValueError(f"nothing is counted under {asked.key!r}: {remedy}")
         kept, is_new = await self._grant(form, asked)
         if kept is None:
             when = "" if asked.until is None else f" after {asked.until.isoformat()}"
@@ -239,6 +249,7 @@ class Granting(ABC):
 
     async def _end(self, form: Form, key: str, name: str) -> Grant | None:
         _check_texts(key=key, id=name)
+        CountKey.parse(key)
         ended = await self._revoke(form, key, name)
         if ended is not None:
             _log("revoked", ended)

@@ -92,15 +92,19 @@ class CountKey:
     def parse(cls, text: str) -> "CountKey":
         """The key of a text; a value that was shortened stays so."""
         match = _TEXT.fullmatch(text)
+        no_key = (
+            "key must be the key of a count, such as 'email:user_id:ada', as store.usages() has "
+            f"it, not {text!r}"
+        )
         if match is None:
-            raise ValueError(f"not the key of a count: {text!r}")
+            raise ValueError(no_key)
         *values, window, index, offset, limit = match.groups()
         try:
             prefix, counter, dimension, subject = (
                 unquote(each or "", errors="surrogatepass") for each in values
             )
         except UnicodeDecodeError as error:
-            raise ValueError(f"not the key of a count: {text!r}") from error
+            raise ValueError(no_key) from error
         if window is None:
             return cls(counter, dimension, subject, prefix=prefix)
         numbers = (None if each is None else int(each) for each in (index, offset, limit))

@@ -117,7 +117,7 @@ class MemoryStore(Granting, RateLimiting):
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
-        check_keys(keys)
+        check_keys(keys, of_counts=True)
         with self._lock:
             now = self.clock()
             self._make_room(keys, now)

@@ -176,7 +176,7 @@ class ServerStore(Granting, RateLimiting):
         return tuple(map(found.get, keys))
 
     async def _reset(self, form: Form, keys: Sequence[str]) -> None:
-        check_keys(keys)
+        check_keys(keys, of_counts=True)
         await self._each(form, "reset", keys)
 
     async def _grant(self, form: Form, asked: Grant) -> tuple[Grant | None, bool]:
