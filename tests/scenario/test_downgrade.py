@@ -14,6 +14,7 @@ from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 from tests.forked import run_python
 from tests.scene import ANN, Scene, Weather, recording
+from tests.stores import Clock
 from tests.telemetry import Signals
 from tests.tokens import MONEY, RETRY, ProviderError, answer, either, spent
 
@@ -79,6 +80,24 @@ async def test_in_a_graph(signals: Signals) -> None:
     assert found == [Weather(degrees=10), Weather(degrees=20)]
     assert [each.tools for each in cheap.calls] == [("Weather",), ("search",)]
     assert signals.value(DOLLARS_SPENT, model="cheap", **OF) == 0.10
+
+
+async def test_when_there_is_room_again(signals: Signals) -> None:
+    """One scope that is near is enough; when none is any more, the first model comes back."""
+    clock = Clock()
+    quotas = [Quota(100, per="user_id", window="1h")]
+    cheap = model("cheap", answer(5, "search"))
+    dear = model("dear", answer(90, "search"), answer(6))
+
+    def wait() -> None:
+        if cheap.calls:
+            clock.now += 3600
+
+    limit = TokenLimit(run_limit=10_000, thread_limit=10_000, quotas=quotas, downgrade_to=cheap)
+    given: Any = {"store": MemoryStore(clock=clock), "context": ANN}
+    tools = [recording("search", [], wait)]
+    await Scene(signals, dear, [limit], tools=tools, **given).play()
+    assert (len(dear.calls), len(cheap.calls)) == (2, 1)
 
 
 @either

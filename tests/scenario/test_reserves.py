@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from langchain.agents.middleware.types import ModelRequest
 
-from langchain_quota import CostLimit, MemoryStore, Price, Quota, TokenLimit, max_usage
+from langchain_quota import CostLimit, Decision, MemoryStore, Price, Quota, TokenLimit, max_usage
 from langchain_quota.decision import Outcome
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
@@ -137,6 +137,23 @@ async def test_a_cancelled_call_is_charged_what_was_held(
     await cancel_at(began, scene.play("x" * 300))
 
     assert counts(store) == {GLOBAL: reserve or 100}
+
+
+async def test_a_call_that_cannot_be_made_holds_nothing(signals: Signals) -> None:
+    """Who is cancelled between the reserve and the call, while an observer works, has used none."""
+    store, began = memory(), asyncio.Event()
+
+    async def observe(_: Decision) -> None:
+        assert counts(store) == {GLOBAL: 500}
+        began.set()
+        await asyncio.Event().wait()
+
+    limit = TokenLimit(quotas=[OF_ALL], reserve=500)
+    scene = Scene(signals, [answer(60)], [limit], store=store, on_decision=observe)
+    await cancel_at(began, scene.play())
+
+    assert counts(store) == {}
+    assert len(scene.model.calls) == 0
 
 
 async def test_what_a_dead_process_held_is_given_back(signals: Signals) -> None:

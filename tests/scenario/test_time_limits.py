@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from langchain_quota import ConcurrencyLimit, MemoryStore, Quota, TimeLimit, Too
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.clock import Clock
+from tests.forked import run_python
 from tests.scene import CONFIG, Form, Kind, Scene, both_forms, cancel_at, delegate, recording
 from tests.telemetry import Signals, needs_inline
 from tests.tokens import spent
@@ -315,6 +317,41 @@ async def test_a_call_that_takes_too_long(
         assert outcomes(signals) == {"left_running": 1}
     may_end.set()
     assert await asyncio.to_thread(ended.wait, 60)
+
+
+@both_forms
+async def test_context_variables_of_a_limited_call(form: Form, signals: Signals) -> None:
+    """A tool in a thread of its own sees the context variables of the caller."""
+    tenant, seen = ContextVar("tenant", default=""), list[str]()
+    search = recording("search", [], lambda: seen.append(tenant.get()))
+    limits = [TimeLimit(call_limit="1h")]
+    scene = Scene(signals, [["search"], "done"], limits, form=form, tools=[search])
+    tenant.set("acme")
+    await scene.play()
+    assert seen == ["acme"]
+
+
+ENDLESS = """
+import threading
+from langchain.agents import create_agent
+from langchain_quota import QuotaMiddleware, TimeLimit
+from langchain_quota.testing import ScriptedChatModel
+
+def search() -> None:
+    "Search."
+    threading.Event().wait()
+
+limits = QuotaMiddleware([TimeLimit(call_limit=0.05)])
+agent = create_agent(ScriptedChatModel(script=[["search"], "done"]), [search], middleware=[limits])
+print(agent.invoke({"messages": [("user", "hi")]})["messages"][-1].text)
+"""
+
+
+def test_a_tool_that_never_ends() -> None:
+    """The process ends nevertheless: the thread in which a sync run has left it does not count."""
+    done = run_python(ENDLESS)
+    assert (done.stdout, done.stderr) == ("done\n", "")
+    assert done.returncode == 0
 
 
 @both_forms

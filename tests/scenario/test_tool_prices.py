@@ -144,6 +144,24 @@ async def test_charged_is_what_ran(signals: Signals, shared: dict[str, Any]) -> 
     assert "'search' costs $0.30, more than what is left" in str(scene.state()["messages"])
 
 
+@pytest.mark.parametrize("exit_behavior", ["end", "error", "finalize"])
+async def test_a_tool_that_is_too_dear(signals: Signals, exit_behavior: Any) -> None:
+    """It leaves what is kept for the last answer, and the run goes on without it."""
+    truth, last = Truth(), exit_behavior == "finalize"
+    limit = CostLimit(
+        run_limit="0.62" if last else "0.45",
+        tool_prices=PRICES,
+        exit_behavior=exit_behavior,
+        keep="0.20" if last else None,
+    )
+    script = [answer(11, *made("search", 1, 2)), answer(12, *made("fail", 1)), answer(13)]
+    given: Any = {"tools": truth.tools(), "prices": by_model}
+    scene = Scene(signals, script, [limit, RETRY], **given)
+    await scene.play()
+    assert set(truth.due) == {"search1", "fail1"}
+    assert len(scene.model.calls) == 3
+
+
 @pytest.mark.parametrize("why", ["a person", "a drop-in"])
 async def test_a_call_that_does_not_run_is_given_back(
     signals: Signals, shared: dict[str, Any], why: str
