@@ -98,7 +98,7 @@ OF_BOTH: Rows = [
     (ValueError, "grant must be 0 or more, not -1", {**ASKS, "grant": -1}),
     *((TypeError, f"grant {WHOLE} {x}", {**ASKS, "grant": x}) for x in (2.0, True)),
     (ValueError, "Invalid exit_behavior: 'stop'. Choose", {**RUN, "exit_behavior": "stop"}),
-    (ValueError, "wait=5 needs a quota with a window: Quota(60, per=", {**RUN, "wait": 5}),
+    (ValueError, "wait=5 needs a quota with a window: Quota(…, window=", {**RUN, "wait": 5}),
     (ValueError, "wait=5 needs a quota with a window", {**USERS, "wait": 5}),
     *((ValueError, f"{WAIT} {x}", {**DAILY, "wait": x}) for x in (-1, math.inf, math.nan)),
     (TypeError, NO_TIME, {**DAILY, "wait": True}),

@@ -190,9 +190,7 @@ class CallLimit(LimitOptions, Generic[Amount]):
         self._set(quotas=tuple(self.quotas))
         given = f"wait={self.wait!r}"
         if self.wait is not None and not any(each.lasts for each in self.quotas):
-            raise ValueError(
-                f'{given} needs a quota with a window: Quota(60, per="global", window="1m")'
-            )
+            raise ValueError(f'{given} needs a quota with a window: Quota(…, window="1m")')
         if self.wait is not None and self.exit_behavior == "finalize":
             raise ValueError(
                 f"{given} cannot be used with exit_behavior='finalize': no call is the last one"

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 else:
     from langgraph.typing import ContextT
 
+_JUMPS = "__can_jump_to__"  # what `hook_config` sets
 ModelMode = Literal["admitted", "returned"]
 
 
@@ -89,10 +90,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         for hook in ("before_model", "abefore_model", "after_model", "aafter_model"):
             defined = [base for base in cls.__mro__ if hook in vars(base)]
             ours = next(base for base in defined if is_own(base) or base is AgentMiddleware)
-            of_ours, overriding = (
-                getattr(vars(base)[hook], "__can_jump_to__", ()) for base in (ours, defined[0])
-            )
-            if "end" in of_ours and "end" not in overriding:
+            used, own = (getattr(vars(each)[hook], _JUMPS, ()) for each in (defined[0], ours))
+            if "end" in own and "end" not in used:
                 raise TypeError(
                     f"{cls.__name__}.{hook} could not end a run, and calls over the limit would "
                     'run: write @hook_config(can_jump_to=["end"]) above it, and from '
@@ -423,7 +422,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
 
 def is_own(cls: type) -> bool:
     """Whether a class is one of this package."""
-    return cls.__module__.startswith(f"{__name__.partition('.')[0]}.")
+    return cls.__module__.startswith("langchain_quota.")
 
 
 def own_methods(features: Sequence[Feature]) -> Mapping[str, list[Callable[..., Any]]]:

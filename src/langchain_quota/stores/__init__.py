@@ -163,10 +163,7 @@ class QuotaStore(Protocol):
         are forgotten: a compensation that settles one adds its amounts, and gives nothing back.
 
         Args:
-            keys: The keys, as `QuotaUsage` has them.
-
-        Raises:
-            ValueError: A key is not that of a count.
+            keys: The keys of counts, as `QuotaUsage` has them. Another is a `ValueError`.
         """
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
