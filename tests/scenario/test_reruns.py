@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Annotated, Any
 
 import pytest
+from langchain.agents.middleware import hook_config
 from langchain_core.messages import ToolCall
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import InjectedToolCallId, StructuredTool
@@ -37,11 +38,13 @@ class Crashing(QuotaMiddleware[Any, Any]):
 
     crashes: Counter[str]
 
+    @hook_config(can_jump_to=["end"])
     async def aafter_model(self, state: Any, runtime: Any) -> Any:
         update = await super().aafter_model(state, runtime)
         self._crash("after_model")
         return update
 
+    @hook_config(can_jump_to=["end"])
     async def abefore_model(self, state: Any, runtime: Any) -> Any:
         update = await super().abefore_model(state, runtime)
         self._crash("before_model")
