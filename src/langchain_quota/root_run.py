@@ -9,13 +9,12 @@ variable, which is set around each tool and node; or, in a thread without contex
 of the tool's config.
 """
 
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import cache
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -120,36 +119,43 @@ def log_lost() -> None:
     )
 
 
-class _NewRootRun:
-    """Gives LangChain a handler for a run that has inherited none."""
+class HandlerVar:
+    """A handler as LangChain finds it in a `ContextVar`, which nobody can make a subclass of."""
 
-    # LangChain asks in the context of whoever starts the run. So a run that was started without the
+    def __init__(self, name: str, find: Callable[[], Any]) -> None:
+        self.name, self._find, own = name, find, ContextVar[Any](name, default=None)
+        self._get, self.set, self.reset = own.get, own.set, own.reset
+
+    def get(self, default: Any = None) -> Any:
+        """Return the handler that was set, the one that is there, or the default."""
+        return self._get() or self._find() or default
+
+
+_kinds: list[type[RootRun]] = []
+"""The kind of new handlers; empty as long as no limit needs them."""
+
+
+@cache
+def register_root_runs() -> None:
+    """Have LangChain ask for a handler for every run that has inherited none."""
+    # It asks in the context of whoever starts the run. So a run that was started without the
     # handlers around it gets that of its root run.
-
-    kind = RootRun
-
-    def get(self) -> RootRun | None:
-        return root_run() or (self.kind() if _watching.is_set() else None)
-
-
-_watching = threading.Event()
-
-# Before the handler of budgets: what stands behind the one that refuses a model is told nothing.
-register_configure_hook(
-    cast("ContextVar[Any]", _NewRootRun()), inheritable=True, handle_class=RootRun
-)
+    var: Any = HandlerVar(
+        "langchain_quota_root_run", lambda: root_run() or (_kinds and _kinds[0]())
+    )
+    register_configure_hook(var, inheritable=True, handle_class=RootRun)
 
 
 def watch_root_runs(kind: type[RootRun] | None = None) -> None:
     """Give every root run that begins from now on a handler of its own."""
-    if kind is not None:
-        _NewRootRun.kind = kind
-    _watching.set()
+    register_root_runs()
+    if kind or not _kinds:
+        _kinds[:] = [kind or RootRun]
 
 
 def root_run() -> RootRun | None:
     """The root run that the running node belongs to; `None` outside of a graph."""
-    if not _watching.is_set():
+    if not _kinds:
         return None
     handlers = getattr(running_config().get("callbacks"), "inheritable_handlers", ())
     found = next((each for each in handlers if isinstance(each, RootRun)), None)

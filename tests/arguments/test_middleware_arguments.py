@@ -145,6 +145,26 @@ def test_drop_ins_have_langchains_arguments(made: Any, signals: Signals) -> None
             made(run_limit=1, telemetry=value)
 
 
+class Calling(QuotaMiddleware[Any, Any]):
+    """Says which middleware is called."""
+
+    called: list[Any] = []  # noqa: RUF012 - of the test
+
+    async def awrap_model_call(self, request: Any, handler: Any) -> Any:
+        self.called.append(self)
+        return await super().awrap_model_call(request, handler)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+async def test_a_copy_calls_itself(copied: Any, signals: Signals) -> None:
+    """Neither kind of copy calls the hooks of its original."""
+    original = Calling([SEARCH], telemetry=signals.telemetry)
+    Calling.called = []
+    made = copied(original)
+    await Scene(signals, ["done"], [made]).play()
+    assert Calling.called == [made]
+
+
 async def test_a_copy_asks_the_same_store(signals: Signals) -> None:
     """A copied middleware charges what the original does, and counts in the same telemetry."""
     limit, store = ToolCallLimit("search", quotas=[Quota(1, per="global")]), MemoryStore()

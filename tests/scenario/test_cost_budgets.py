@@ -9,7 +9,7 @@ from langchain.agents.middleware import ModelFallbackMiddleware
 from langchain_core.language_models import FakeListLLM
 from langchain_core.language_models.base import LangSmithParams
 
-from langchain_quota import CostLimit, Price
+from langchain_quota import CostLimit, Price, QuotaMiddleware
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
@@ -228,6 +228,27 @@ async def test_a_model_whose_price_fails_is_called_once(
     works.append(True)
     await scene.play()
     assert spent(scene, MONEY)[1] == 2 * DOLLAR
+
+
+async def test_models_whose_price_failed_are_forgotten(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest few are remembered: callers may invent names of models without end."""
+    monkeypatch.setattr("langchain_quota.features.budgets.prices.MOST_KNOWN", 3)
+
+    def prices(used: ModelUsage) -> Decimal:
+        return Decimal("NaN" if used.total_tokens else 0)
+
+    held = QuotaMiddleware([CostLimit(run_limit=100)], prices=prices, telemetry=signals.telemetry)
+    scenes = [
+        Scene(signals, ScriptedChatModel(script=lambda _: answer(5), model=f"model-{each}"), [held])
+        for each in range(5)
+    ]
+    for scene in scenes:
+        await scene.play()
+    await scenes[0].play()
+    with pytest.raises(UnknownPriceError):
+        await scenes[4].play()
 
 
 @pytest.mark.parametrize("price", [None, Decimal("NaN")])

@@ -1,6 +1,7 @@
 """Graphs without create_agent, held to limits by a limited model and limited tools."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -52,6 +53,7 @@ HELLO: Any = {"messages": [("user", "hi")]}
 TWO_OF_THREE = ToolCallLimit("search", run_limit=2, thread_limit=3)
 ENDED = "Model call limits exceeded: run limit (2/2)"
 MARK = "langchain_quota"
+SAID = "What was said in this test alone."
 
 
 def thrice(messages: list[AnyMessage]) -> Any:
@@ -747,3 +749,25 @@ def test_a_question_needs_a_checkpointer_and_limited_tools(signals: Signals) -> 
     with pytest.raises(RuntimeError, match=r"limits\.tools"):
         agent.invoke(HELLO, CONFIG)
     assert ran == []
+
+
+async def test_what_has_been_said_is_not_kept(signals: Signals) -> None:
+    """A graph's limits keep nothing of the history of a run that has ended, repaired or not."""
+    limits = GraphQuota([ModelCallLimit(run_limit=5)], telemetry=signals.telemetry)
+    model = limits.model(ScriptedChatModel(script=lambda _: "done", keep_calls=0))
+
+    async def node(state: Any) -> dict[str, Any]:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("model", node)
+    graph.add_edge(START, "model")
+    app = graph.compile()
+    call = {"name": "search", "args": {}, "id": "1"}
+    for _ in range(20):
+        given = [HumanMessage(SAID), AIMessage("", tool_calls=[call]), HumanMessage("go on")]
+        asked: Any = {"messages": given}
+        await app.ainvoke(asked)
+    gc.collect()
+    # The event loop may keep the newest context.
+    assert sum(type(e) is HumanMessage and e.content == SAID for e in gc.get_objects()) < 10

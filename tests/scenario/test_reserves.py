@@ -1,13 +1,24 @@
 """What a store holds of budgets while a call is made, and what it is charged afterwards."""
 
 import asyncio
+import gc
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from langchain.agents.middleware.types import ModelRequest
+from langchain.agents.middleware.types import AgentMiddleware, ModelRequest
+from langchain_core.messages import AIMessage
 
-from langchain_quota import CostLimit, Decision, MemoryStore, Price, Quota, TokenLimit, max_usage
+from langchain_quota import (
+    CostLimit,
+    Decision,
+    MemoryStore,
+    ModelCallLimitExceededError,
+    Price,
+    Quota,
+    TokenLimit,
+    max_usage,
+)
 from langchain_quota.decision import Outcome
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
@@ -300,3 +311,26 @@ async def test_the_most_that_a_call_can_cost_is_held(
 
     assert seen == [{f"{MONEY}:global:": least * 100 + 2 * 16_384}]
     assert counts(store) == {f"{MONEY}:global:": 10 * 59 + 1}
+
+
+async def test_refusals_that_nobody_raises_are_forgotten(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another middleware answers in place of refused calls, the newest few are kept."""
+    monkeypatch.setattr("langchain_quota.features.budgets.budgets.MAX_LATE", 3)
+
+    class Answering(AgentMiddleware[Any, Any]):
+        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
+            for _ in range(4):
+                await handler(request)
+            return AIMessage("mine")
+
+    limit = TokenLimit(run_limit=50, reserve=50, exit_behavior="error")
+    script = lambda _: answer(50)  # noqa: E731
+    scene = Scene(signals, script, [Answering(), limit], thread_id=None, checkpointer=None)
+    for _ in range(4):
+        with pytest.raises(ModelCallLimitExceededError):
+            await scene.play()
+    gc.collect()
+    kept = [each for each in gc.get_objects() if type(each) is ModelCallLimitExceededError]
+    assert len(kept) <= 3

@@ -25,6 +25,7 @@ from langgraph.types import Command, Send
 from langchain_quota import GraphQuota, MemoryStore, Quota, ToolCallLimit
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests.forked import run_python
 from tests.scene import Kind, Scene
 from tests.stores import FickleStore
 from tests.telemetry import Signals, needs_inline
@@ -240,3 +241,38 @@ def test_what_cannot_be_known() -> None:
 
     assert done.stdout.split() == ["10", "2.0"]
     assert done.stderr.count("Make middlewares when the program starts") == 1
+
+
+ASKED_BY_LANGCHAIN = """
+from langchain_core.callbacks import CallbackManager
+from langchain_core.tracers.context import _configure_hooks
+from tests.tokens import answer
+from tests.scene import Scene
+from tests.telemetry import telling
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit
+
+def ours():
+    return [each[0] for each in _configure_hooks if each[0].name.startswith("langchain_quota")]
+
+signals = telling()
+Scene(signals, ["done"], [ModelCallLimit(run_limit=1)], form="sync")
+CallbackManager.configure()
+print(len(ours()))
+for limit in (ModelCallLimit(quotas=[Quota(9, per="root_run")]), TokenLimit(run_limit=99)):
+    scene = Scene(signals, [answer(1)], [limit], store=MemoryStore(), form="sync")
+    scene.agent.invoke({"messages": [("user", "hi")]}, scene.config)
+    print(len(ours()))
+for each in ours():
+    default, found = object(), each.get()
+    assert (each.get(default) is default) == (found is None)
+    token = each.set(default)
+    assert each.get() is each.get(None) is default
+    each.reset(token)
+    assert (each.get() is None) == (found is None)
+"""
+
+
+def test_what_langchain_takes_for_context_variables() -> None:
+    """They are there once a limit needs them, and can do all that a `ContextVar` can."""
+    done = run_python(ASKED_BY_LANGCHAIN)
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "1", "3"]), done.stderr

@@ -198,6 +198,40 @@ def test_the_files_of_workers(tmp_path: Path) -> None:
     assert corrupt.read_text() == "nonsense"
 
 
+LINKED = """
+import asyncio, os, sys, time
+from pathlib import Path
+from prometheus_client import REGISTRY
+from langchain_quota import ToolCallLimit
+from tests.scene import Scene, asking
+from tests.telemetry import telling
+limit = ToolCallLimit("search", thread_limit=9)
+scene = Scene(telling(registry=REGISTRY), asking("search"), [limit], form="sync")
+asyncio.run(scene.play())
+directory, ends = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]), time.monotonic() + 60
+while not (files := [*directory.glob("langchain_quota.*.json")]) and time.monotonic() < ends:
+    time.sleep(0.01)
+files[0].with_suffix(".new").symlink_to(sys.argv[1])
+asyncio.run(scene.play())
+"""
+
+
+@pytest.mark.rest
+def test_a_link_in_place_of_a_file(tmp_path: Path) -> None:
+    """A worker whose directory others may write to writes into no file that they link to."""
+    directory, theirs = tmp_path / "shared", tmp_path / "theirs"
+    directory.mkdir()
+    theirs.write_text("precious")
+    env = os.environ | {VARIABLE: str(directory)}
+    done = run_python(LINKED, str(theirs), env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert theirs.read_text() == "precious"
+    (file,) = directory.glob("langchain_quota.*")
+    assert (file.suffix, file.is_symlink(), stat.S_IMODE(file.stat().st_mode)) == (
+        *(".json", False, 0o600),
+    )
+
+
 EMPTY_FILE = """
 import sys
 from pathlib import Path

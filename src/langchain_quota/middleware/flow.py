@@ -62,6 +62,8 @@ else:
 _JUMPS = "__can_jump_to__"  # what `hook_config` sets
 ModelMode = Literal["admitted", "returned"]
 
+_STAND_INS = ("awrap_model_call", "awrap_tool_call")
+
 
 class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
     """A middleware that holds agents to limits.
@@ -129,8 +131,7 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             clock=None if store is None else clock_of(store),
         )
         if not tracing_is_enabled():
-            for hook in ("awrap_model_call", "awrap_tool_call"):
-                vars(self)[hook] = untraced(self, hook)
+            vars(self).update({hook: untraced(self, hook) for hook in _STAND_INS})
         # Only one agent's tools are kept, so that those of agents that are gone can be freed.
         self._newest: tuple[str | None, list[Any]] = (None, [])
         made = [kind.of(self) for kind in self.feature_kinds]
@@ -140,6 +141,11 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
     def __getstate__(self) -> dict[str, object]:
         """What a copy has: not the tools, which may hold what cannot be copied."""
         return {**vars(self), "_newest": (None, [])}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Take over what the original has, except its own stand-ins."""
+        stand_ins = {hook: untraced(self, hook) for hook in _STAND_INS if hook in state}
+        vars(self).update(state, **stand_ins)
 
     @cached_property
     def name(self) -> str:

@@ -92,8 +92,10 @@ def write(path: Path, snapshot: Snapshot, lines: Iterable[str]) -> None:
     """Write the whole file in place of the one before, so that nobody reads half of it."""
     unfinished = path.with_suffix(".new")
     try:
-        # Only the owner may read it: it has the ids of threads.
-        number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        # Only the owner may read it: it has the ids of threads. What others put there is removed:
+        # it may be a link.
+        unfinished.unlink(missing_ok=True)
+        number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(number, "w", encoding="ascii") as file:  # noqa: PTH123 - no path
             file.write("\n".join((json.dumps(snapshot[:-1]), *lines)))
         unfinished.replace(path)

@@ -144,7 +144,7 @@ class Budgets(Feature):
         # The settings of the first model of each of the newest steps, as a hash.
         self._first: OrderedDict[str, int] = OrderedDict()
         # By the id of the final message: what is raised, once, behind the model's step.
-        self._errors: dict[str, Exception] = {}
+        self._errors: OrderedDict[str, Exception] = OrderedDict()
         # What is limited: time, and what model runs use.
         self._counts_time = _of_time(limits)
         self._counts_use = any(each.unit in ("tokens", "microdollars") for each in limits)
@@ -396,6 +396,8 @@ class Budgets(Feature):
             written = Ledger(ended=message.id, own={self.name: kept})
             update = {"messages": [message], LEDGER: written}
             self._errors[str(message.id)] = error
+            if len(self._errors) > MAX_LATE:
+                self._errors.popitem(last=False)
         if admitted:
             # It was let through and counted before.
             known = Counts(run_model=max(0, batch.used[OF_RUN] - 1))

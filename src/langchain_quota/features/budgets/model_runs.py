@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache
 from threading import Event
-from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from uuid import UUID
 from weakref import WeakValueDictionary
@@ -27,7 +26,7 @@ from langchain_quota.features.budgets.estimates import as_json, asked_in, estima
 from langchain_quota.features.budgets.reports import reported_usage
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.middleware.context import running_config
-from langchain_quota.root_run import DECISION
+from langchain_quota.root_run import DECISION, HandlerVar, register_root_runs
 
 MAX_ENDED = 10_000
 """The most ended runs that a root run keeps: what they have started may go on."""
@@ -319,9 +318,11 @@ def _register() -> None:
     def of_call() -> OwnCall | None:
         return next(reversed(_calls.get()), None)
 
-    # Behind the first one: handlers behind the one that refuses a model are told nothing.
+    # The last one refuses models: handlers behind it are told nothing.
+    register_root_runs()
     for find, kind in ((of_root_run, ModelRuns), (of_call, None)):
-        register_configure_hook(cast("Any", SimpleNamespace(get=find)), True, kind)
+        var: Any = HandlerVar(f"langchain_quota_{find.__name__}", find)
+        register_configure_hook(var, True, kind)
 
 
 def watch_all_models() -> None:

@@ -172,6 +172,8 @@ class Pricing:
         if self._allow_unknown:
             return 0, "unknown"
         self._failed[usage.request_model] = usage
+        if len(self._failed) > MOST_KNOWN:
+            self._failed.pop(next(iter(self._failed)), None)
         return max(held, self._least), "unknown"
 
     def _name_unpaid(self, usage: ModelUsage, agent: str | None, prices: Prices) -> None:

@@ -261,6 +261,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
         if name not in self._runs:
             begun = self._begin_run(form, {"messages": given}, running_runtime())
             begun[LEDGER]["run"] = name
+            begun.pop("messages", None)  # each call has its own history
             self._runs.setdefault(name, _Run(self._roots[root], begun))
         while len(self._runs) > _MOST_RUNS:
             self._runs.popitem(last=False)
