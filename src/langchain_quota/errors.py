@@ -7,6 +7,9 @@ from langchain.agents.middleware import model_call_limit, tool_call_limit
 
 from langchain_quota.decision import Decision
 
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What is raised where a server's reply has an unexpected form; elsewhere it is a bug."""
+
 
 class _CopiedError(Exception):
     """An exception that is copied and pickled with its text and its attributes."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ from langchain_quota import (
     usage,
 )
 from langchain_quota.decision import Outcome
+from tests.clock import Clock
 from tests.scene import CONFIG, Form, Kind, Scene, asking, both_forms, texts
-from tests.stores import counts
+from tests.stores import FickleStore, counts
 from tests.telemetry import Signals, needs_inline
 
 CAP = 3
@@ -406,3 +408,50 @@ def test_a_forked_child_begins_anew(signals: Signals) -> None:
     tool = StructuredTool.from_function(browser, name="browser", description="See.")
     assert texts(agent_of(signals, tool).invoke(ASKED)) == ["full"]
     assert children == [0]
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["taken by another", "free"])
+async def test_a_lost_place_is_told(
+    taken: bool,  # noqa: FBT001 - pytest's argument
+    signals: Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A worker that stood still for longer than its lease says so when it goes on, once."""
+    places = "langchain_quota.features.at_once.places"
+    monkeypatch.setattr(f"{places}.RENEWAL", 0.01)
+    clock, browser = Clock(), Browser(ends=False)
+    store = FickleStore(MemoryStore(clock=clock))
+    limit = ConcurrencyLimit("browser", at_once=1)
+    scene = Scene(signals, asking("browser"), [limit], store=store, tools=[browser.tool])
+    labels = {"component": "store", "error_type": "LostLeaseError"}
+
+    def told() -> float:
+        return signals.value("langchain_quota_errors_total", **labels) or 0
+
+    async def until(done: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not done():  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.01)
+
+    playing = asyncio.create_task(scene.play())
+    await until(lambda: len(store.asked) > 2)
+    assert told() == 0
+    # In one turn of the event loop: nothing is renewed meanwhile.
+    if taken:
+        clock.now += 62
+        other = store.asked[-1]
+        other = replace(other, idempotency_key="other", attempt_id="other", compensations=())
+        assert store.kept.acquire(other).admitted == (True,)
+    else:
+        monkeypatch.setattr(f"{places}.SLOT_LEASE", 0.0)
+    await until(told)
+    before = len(store.asked)
+    monkeypatch.setattr(f"{places}.SLOT_LEASE", 60)
+    await until(lambda: len(store.asked) > before + 2)
+    browser.may_end.set()
+    await playing
+    assert told() == 1 or not taken
+    lines = [each.getMessage() for each in caplog.records if "lost its place" in each.getMessage()]
+    assert len(lines) == 1
+    assert "'browser'" in lines[0]

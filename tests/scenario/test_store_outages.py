@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -247,19 +248,71 @@ class BrokenStore(MemoryStore):
 
 
 @outages
-@pytest.mark.parametrize("error", [KeyError, TimeoutError, TypeError, None])
+@pytest.mark.parametrize("error", [ConnectionError, TimeoutError, None])
 async def test_a_store_with_a_bug(
     outage: Any, error: type[Exception] | None, signals: Signals
 ) -> None:
-    """Whatever a store raises, it has not answered: the agent goes on, and the kind is counted."""
+    """Whatever fails in a store, it has not answered: the agent goes on, the kind is counted."""
     store = BrokenStore()
     store.error = error
     scene = scene_of(signals, asking("search"), per_user(), store=store, outage=outage)
-    if error is TypeError:
-        with pytest.raises(TypeError, match="no use"):
+    await scene.play()
+    assert scene.ran == ["search"] * (outage == "allow")
+    assert failures(signals, error.__name__ if error else "QuotaStoreError") == 1
+
+
+@pytest.mark.parametrize("error", [KeyError, TypeError, AttributeError])
+async def test_a_bug_is_no_outage(
+    error: type[Exception], signals: Signals, monkeypatch: pytest.MonkeyPatch, nobody: RedisStore
+) -> None:
+    """A bug in the code of a store ends the run: as an outage it would switch the quota off."""
+
+    def buggy(*_: object) -> None:
+        raise error("no use")
+
+    broken = BrokenStore()
+    broken.error = error
+    monkeypatch.setattr("langchain_quota.stores.redis.ScriptCall.arguments", buggy)
+    for store in (broken, nobody):
+        scene = scene_of(signals, asking("search"), per_user(), store=store, outage="allow")
+        with pytest.raises(error, match="no use"):
             await scene.play()
-    else:
-        await scene.play()
-    failed = 0 if error is TypeError else 1
-    assert scene.ran == ["search"] * (failed if outage == "allow" else 0)
-    assert (failures(signals, error.__name__ if error else "QuotaStoreError") or 0) == failed
+        assert (scene.ran, failures(signals), scene.fallbacks("allow") or 0) == ([], None, 0)
+
+
+async def test_what_waits_costs_other_requests_nothing(signals: Signals) -> None:
+    """A request looks at the corrections of its own keys, however many others wait."""
+
+    async def steps(waiting: int) -> int:
+        store = FickleStore(MemoryStore())
+        limit = per_user(limit=999)
+        scene = scene_of(signals, asking("search"), limit, store=store, outage="allow")
+        store.down, found = True, 0
+        for number in range(waiting):
+            await scene.play(context={"user_id": f"user-{number}"}, thread_id=number)
+
+        def count(frame: Any, event: str, _: object) -> None:
+            nonlocal found
+            found += event == "call" and frame.f_code.co_filename.endswith("corrections.py")
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            await scene.play(context={"user_id": "ada"}, thread_id="one more")
+        finally:
+            sys.setprofile(before)
+        return found
+
+    assert await steps(10) == await steps(60)
+
+
+async def test_the_advice_stands_in_the_log(
+    signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A long text of a client does not push out of the log what helps against the failure."""
+    # The line of one that is reachable by nobody: its name, and what the client says, are long.
+    store = RedisStore(f"unix:///{'a-long-directory/' * 9}redis.sock", prefix="p" * 64)
+    await scene_of(signals, asking("search"), per_user(), store=store).play()
+    (line,) = (each.getMessage() for each in caplog.records if "failed" in each.getMessage())
+    assert "check that Redis runs there and that the URL is right)" in line
+    assert "a-long-directory/redis.sock" in line

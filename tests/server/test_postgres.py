@@ -2,10 +2,12 @@
 
 import asyncio
 import re
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
+from urllib.parse import quote
 
 import psycopg
 import pytest
@@ -81,8 +83,14 @@ class TestTable:
         beside.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON langchain_quota TO quota")
         url = re.sub("//.*@", "//quota:quota@", postgres_url)
         with closing(PostgresStore(url, prefix=str(store.prefix), timeout=LONG)) as least:
-            with pytest.raises(QuotaStoreError, match="permission denied for schema public"):
+            with pytest.raises(QuotaStoreError, match=r"//quota@.*CREATE on the schema"):
                 least.setup()
+            beside.execute("REVOKE UPDATE ON langchain_quota FROM quota")
+            with pytest.raises(
+                QuotaStoreError, match=r"//quota@.*denied.*needs SELECT, INSERT, UP"
+            ):
+                least.reset(["search:user_id:ada"])
+            beside.execute("GRANT UPDATE ON langchain_quota TO quota")
             lost = calls("search:user_id:ada", 1)
             with time_of(Clock(5e9)):  # old rows are deleted
                 least.acquire(lost)
@@ -120,15 +128,36 @@ class TestTable:
             assert used(store, "search") == [6]
 
     def test_what_is_no_count_admits_nothing(self, store: PostgresStore, beside: Any) -> None:
-        """Whatever others have written there, it is an error, and stays as it is."""
-        store.acquire(calls("search", 1))
-        for value in ("", "null", "[1]", '[9e9, {"used": 1, "more": 2}]', "x'; DROP TABLE a --"):
-            change = "UPDATE langchain_quota SET value = %s WHERE prefix = %s AND kind = 'count'"
-            beside.execute(change, [value, store.prefix])
-            with pytest.raises(QuotaStoreError, match="an unreadable reply"):
-                store.acquire(calls("search", 1))
-            with pytest.raises(QuotaStoreError, match="an unreadable reply"):
-                store.peek(["search"])
+        """As in Redis: it is an error, and stays as it is; it is not listed; a reset ends it."""
+        held = '{"used": 1, "limit": 5, "ends": null, "holds": {"a": [NaN, 9]}, "next_end": 9}'
+        kept = ('"used": 1, "more": 2', '"used": NaN', '"used": -5', '"used": 1.5', '"used": true')
+        odd = [f"[9e9, {{{each}}}]" for each in kept]
+        odd += ["", "null", "[1]", "x'; DROP TABLE a --", '[NaN, {"used": 1}]', f"[9e9, {held}]"]
+        found = (
+            "SELECT value FROM langchain_quota WHERE prefix = %s AND kind = 'count' AND name = %s"
+        )
+        change = found.replace(
+            "SELECT value FROM langchain_quota", "UPDATE langchain_quota SET value = %s"
+        )
+        of_search = [store.prefix, '"search"']
+        for value in odd:
+            store.acquire(calls("email", 1))
+            store.acquire(calls("search", 1))
+            beside.execute(change, [value, *of_search])
+            with pytest.raises(QuotaStoreError, match="no count is kept under 'search'"):
+                store.acquire(calls("search", 1, limit=5))
+            with pytest.raises(QuotaStoreError, match="no count is kept under 'search'"):
+                store.peek(["email", "search"])
+            assert [use.key for use in store.usages()] == ["email"]
+            assert beside.execute(found, of_search).fetchall() == [(value,)]
+            store.reset(["search"])
+            assert store.acquire(calls("search", 1, limit=5)).used == {"search": 0}
+
+    def test_all_counts_are_listed(self, store: PostgresStore) -> None:
+        """A listing goes on behind the first five hundred."""
+        for some in range(3):
+            store.acquire(batch({f"search:user_id:{some}-{each}": 1 for each in range(400)}))
+        assert len({use.key for use in store.usages()}) == 1200
 
 
 class TestConnections:
@@ -239,6 +268,7 @@ class TestConnections:
             f"postgresql://worker:{SECRET}@db.example/quotas",
             f"host=db.example password={SECRET} port=x",
             f"nonsense {SECRET}",
+            f"user= password={SECRET} host=127.0.0.1 port=1",
             "postgresql://worker:s3cr3t@127.0.0.1:1/quotas",
         ],
     )
@@ -247,6 +277,23 @@ class TestConnections:
         with pytest.raises((ValueError, QuotaStoreError)) as failed:
             PostgresStore(source).acquire(calls("search", 1))
         assert "s3cr3t" not in f"{failed.value!r} {failed.value.__cause__!r}"
+
+    def test_what_a_server_quotes(self, postgres_url: str, beside: Any) -> None:
+        """A server that says the password in an error does not bring it into ours."""
+        body = f"BEGIN RAISE EXCEPTION 'not for {SECRET}'; END"
+        beside.execute("CREATE ROLE quoted LOGIN PASSWORD 's3cr3t/p@ss'")
+        beside.execute("CREATE SCHEMA quoted AUTHORIZATION quoted")
+        beside.execute("ALTER ROLE quoted SET search_path = quoted")
+        url = re.sub("//.*@", f"//quoted:{quote(SECRET, safe='')}@", postgres_url)
+        with closing(PostgresStore(url, timeout=LONG)) as store:
+            store.setup()
+            made = "CREATE FUNCTION quoted.refuse() RETURNS trigger LANGUAGE plpgsql AS $$%s$$"
+            beside.execute(made % body)
+            on = "CREATE TRIGGER refuse BEFORE INSERT ON quoted.langchain_quota"
+            beside.execute(f"{on} EXECUTE FUNCTION quoted.refuse()")
+            with pytest.raises(QuotaStoreError, match=r"not for \*\*\*") as failed:
+                store.acquire(calls("search", 1))
+        assert SECRET not in "".join(traceback.format_exception(failed.value))
 
     def test_source_of_another_type(self) -> None:
         """It is an error that says what is taken."""

@@ -197,6 +197,16 @@ class TestCompensations:
         assert store.acquire(again).replayed
         assert used(store, KEY) == [2]
 
+    def test_an_undone_request_is_not_remembered(self, store: Store) -> None:
+        """What was undone is no answer to the next attempt of its request, which is charged."""
+        lost = calls(KEY, 2)
+        store.acquire(lost)
+        undo = Compensation(lost.attempt_id, attempt_id=lost.attempt_id)
+        again = calls(KEY, 2, key=lost.idempotency_key, compensations=[undo])
+        result = store.acquire(again)
+        assert (result.replayed, result.used, used(store, KEY)) == (False, {KEY: 0}, [2])
+        assert store.acquire(again).replayed
+
     def test_take_back_what_there_is(self, store: Store) -> None:
         """More than there is cannot be taken back, and a refund makes no key."""
         store.acquire(calls(KEY, 1))

@@ -17,15 +17,18 @@ import pytest
 import redis
 import redis.asyncio
 
+from langchain_quota import Quota, ToolCallLimit
 from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.redis import RedisStore
 from tests.certificates import Certificate
+from tests.scene import Scene, asking
 from tests.server.prometheus import eventually
 from tests.server.proxy import proxy, replaced
 from tests.server.proxy import reset as connection_reset
 from tests.server.redis import RedisServer, free_port, running_redis, time_from
 from tests.server.stores import batch, calls, compensating, settlement, used
+from tests.telemetry import Signals
 
 LONG = 30.0
 """The timeout of a store that is not to run into it, in seconds."""
@@ -107,6 +110,26 @@ class TestWhatIsNoCount:
             client.execute_command("ACL", "SETUSER", "default", "-hmget")
             with pytest.raises(QuotaStoreError, match="can't run this command"):
                 store.usages()
+
+
+class TestEviction:
+    """A server that may forget counts."""
+
+    async def test_is_warned_about_once(
+        self, own_redis: RedisServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Each store says once that the server evicts keys; a user who may not know it does not."""
+        with own_redis.client() as client:
+            client.config_set("maxmemory-policy", "allkeys-lru")
+            for rights, lines in (("+info", 1), ("-info", 1)):
+                client.execute_command("ACL", "SETUSER", "default", rights)
+                with opened(own_redis) as store:
+                    for acquire in (in_thread, in_thread, RedisStore.acquire):
+                        acquire(store, calls("search", 1))
+                    await asyncio.gather(*(store.aacquire(calls("search", 1)) for _ in range(20)))
+                    await store.aclose()
+                said = [each.getMessage() for each in caplog.records]
+                assert sum("maxmemory-policy allkeys-lru" in each for each in said) == lines
 
 
 class TestConnections:
@@ -258,7 +281,7 @@ class TestKeys:
             touched = 0
             for heard in monitor.listen():
                 words = heard["command"].split(" ")
-                if heard["client_type"] == "lua" and words[0] != "TIME":
+                if heard["client_type"] == "lua" and words[0] not in ("TIME", "INFO"):
                     touched += 1
                     assert words[1] in given
                 elif words[0] == "EVALSHA":
@@ -349,6 +372,29 @@ class TestSecrets:
             assert used(store, SEARCH) == [1]
             store.reset([SEARCH])
             assert [use.used for use in store.usages()] == [0]
+
+    def test_a_short_one(self, redis_server: RedisServer) -> None:
+        """A password of one letter is not taken out of all words, but where it stands alone."""
+        with proxy(redis_server.port) as way:
+            way.fail(replaced(b"-ERR unknown command, with args 'n' no\r\n"))
+            store = RedisStore(f"redis://:n@127.0.0.1:{way.port}/0", timeout=LONG)
+            with closing(store), pytest.raises(QuotaStoreError, match=r"args '\*\*\*' no"):
+                store.acquire(calls("search", 1))
+
+    def test_what_helps(self, own_redis: RedisServer) -> None:
+        """Without a password, or with too few rights, the error says what is missing."""
+
+        def fails(url: str, match: str) -> None:
+            with opened(own_redis, url) as store, pytest.raises(QuotaStoreError, match=match):
+                store.acquire(calls("search", 1))
+
+        with own_redis.client() as client:
+            client.execute_command("ACL", "SETUSER", "worker", "on", f">{SECRET}", "~*", "+@all")
+            for lacking in ("-evalsha", "-hset"):
+                client.execute_command("ACL", "SETUSER", "worker", "+evalsha", lacking)
+                fails(self._url(own_redis), r"needs .*\+evalsha .*\+hset")
+            client.execute_command("ACL", "SETUSER", "default", "resetpass", f">{SECRET}")
+            fails(own_redis.url, r"required: check user and password: redis://user:")
 
     def test_in_no_error(
         self, locked: RedisServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -451,6 +497,21 @@ class TestOddReplies:
                 way.heal()
             assert used(store, SEARCH) == [0]
             await store.aclose()
+
+    async def test_is_logged_with_its_traceback(
+        self, redis_server: RedisServer, signals: Signals, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The line of an outage with an unreadable reply shows where the reply was read."""
+        limit = ToolCallLimit("search", quotas=[Quota(1, per="global")])
+        with proxy(redis_server.port) as way, opened(redis_server, way.url) as store:
+            scene = Scene(signals, asking("search"), [limit], store=store)
+            await scene.play()
+            way.fail(replaced(b"$7\r\nnothing\r\n"))
+            await scene.play()
+            await store.aclose()
+        (record,) = (each for each in caplog.records if "unreadable" in each.getMessage())
+        assert record.exc_info is not None
+        assert "in result" in "".join(traceback.format_exception(record.exc_info[1]))
 
     def test_what_the_script_cannot_have_said(self, redis_server: RedisServer) -> None:
         """A text that is nearly a result is none, nor are numbers that are nearly counts."""

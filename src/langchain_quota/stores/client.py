@@ -25,6 +25,10 @@ from langchain_quota.telemetry import logs, names
 from langchain_quota.telemetry.recorder import Recorder
 
 
+class LostLeaseError(QuotaStoreError):
+    """A store has not held a call's place all the time."""
+
+
 class StoreClient:
     """Asks a store, and says so when it cannot be asked."""
 
@@ -110,6 +114,12 @@ class StoreClient:
         # What the request was to take back is taken back, too.
         self._make_later([compensation, *request.compensations])
 
+    def lose(self, count: str) -> None:
+        """Record that a lease was over before its call."""
+        why = "its worker stood still, or the store did not answer: others may run in its place"
+        error = LostLeaseError(f"a running call of {count!r} lost its place, for {why}")
+        self._recorder.record_error("store", error)
+
     def _make_later(self, compensations: Sequence[Compensation]) -> None:
         if self._corrections.add(compensations):
             error = QuotaStoreError(f"more than {MAX_PENDING} corrections wait for the store")
@@ -151,8 +161,8 @@ class StoreClient:
         try:
             with self._timing(operation):
                 yield
-        except TypeError:
-            raise
+        except (TypeError, AttributeError, LookupError, NameError):
+            raise  # a bug, which an outage would hide
         except Exception as error:  # noqa: BLE001 - whatever a store raises, it has not answered
             with self._lock:
                 first, self._down = not self._down, True

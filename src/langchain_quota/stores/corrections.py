@@ -5,10 +5,11 @@ The next requests take them along. When there are none, a task of the event loop
 
 import asyncio
 import atexit
+from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -36,6 +37,9 @@ class Corrections:
         self._send_all = send_all
         self._lock = fork_safe_lock()
         self._waiting: dict[str, Compensation] = {}
+        # Their ids in the order of arrival, by what a request looks for.
+        self._index: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+        self._numbers = count()
         self._travelling: set[str] = set()
         self._tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = (
             WeakKeyDictionary()
@@ -47,15 +51,19 @@ class Corrections:
     def prefixes(self) -> list[str]:
         """The prefixes of the keys that corrections are of."""
         with self._lock:
-            return [*dict.fromkeys(map(_prefix, self._waiting.values()))]
+            return [text for kind, text in self._index if kind == "prefix"]
 
     def add(self, corrections: Sequence[Compensation]) -> int:
         """Keep corrections; how many old ones were dropped for them."""
         with self._lock:
-            self._waiting |= {each.id: each for each in corrections}
+            for each in corrections:
+                self._remove(each.id)
+                self._waiting[each.id] = each
+                for word in _words(each):
+                    self._index[word][each.id] = next(self._numbers)
             dropped = [*islice(self._waiting, max(0, len(self) - MAX_PENDING))]
-            for each in dropped:
-                del self._waiting[each]
+            for name in dropped:
+                self._remove(name)
         if self._waiting:
             self._send_later()
         return len(dropped)
@@ -79,7 +87,7 @@ class Corrections:
                 for each in taken:
                     self._travelling.discard(each.id)
                     if made:
-                        self._waiting.pop(each.id, None)
+                        self._remove(each.id)
 
     def _next(
         self, prefix: str, keys: Collection[str], name: str
@@ -89,20 +97,33 @@ class Corrections:
         # right start. Others of the prefix are carried by one request at a time: else every caller
         # would send the same ones to a store that has just come back. The node of another prefix
         # may be down.
-        first: list[Compensation] = []
-        others: list[Compensation] = []
-        for each in self._waiting.values():
-            if name and each.idempotency_key == name:
-                # The calls that an earlier attempt let through did not run.
-                first.append(replace(each, amounts={}))
-            elif any(key in keys for key in each.starts):
-                first.append(each)
-            elif len(others) < COMPENSATED_AT_ONCE and _prefix(each) == prefix:
-                others.append(each)
-        self._waiting |= {each.id: each for each in first}
-        others = [] if self._travelling else others[: max(0, COMPENSATED_AT_ONCE - len(first))]
-        self._travelling |= {each.id for each in others}
-        return (*first[:COMPENSATED_AT_ONCE], *others), len(first) <= COMPENSATED_AT_ONCE
+        most = COMPENSATED_AT_ONCE
+        for each in self._found(("name", name)):
+            # The calls that an earlier attempt let through did not run.
+            known = self._waiting[each]
+            self._waiting[each] = replace(known, amounts=dict.fromkeys(known.amounts, 0))
+        first = self._found(("name", name), *(("key", key) for key in keys), most=most + 1)
+        others: list[str] = []
+        if len(first) < most and not self._travelling:
+            of_prefix = self._found(("prefix", prefix), most=2 * most)
+            others = [each for each in of_prefix if each not in first][: most - len(first)]
+        self._travelling.update(others)
+        sent = tuple(self._waiting[each] for each in (*first[:most], *others))
+        return sent, len(first) <= most
+
+    def _found(self, *words: tuple[str, str], most: int | None = None) -> list[str]:
+        """The ids of the oldest under some words."""
+        found: dict[str, int] = {}
+        for word in words:
+            found.update(islice(self._index.get(word, {}).items(), most))
+        return sorted(found, key=found.__getitem__)[:most]
+
+    def _remove(self, name: str) -> None:
+        correction = self._waiting.pop(name, None)
+        for word in _words(correction) if correction else ():
+            self._index[word].pop(name, None)
+            if not self._index[word]:
+                del self._index[word]
 
     def _send_later(self) -> None:
         """Have them sent without a request, at the latest when the loop or the process ends."""
@@ -134,8 +155,10 @@ class Corrections:
             now(self._send_all(""))
 
 
-def _prefix(correction: Compensation) -> str:
-    return prefix_of(next(iter([*correction.amounts, *correction.starts]), ""))
+def _words(correction: Compensation) -> list[tuple[str, str]]:
+    prefix = prefix_of(next(iter([*correction.amounts, *correction.starts]), ""))
+    named = [("name", each) for each in (correction.idempotency_key,) if each]
+    return [("prefix", prefix), *named, *(("key", key) for key in correction.starts)]
 
 
 _at_exit: WeakSet[Corrections] = WeakSet()

@@ -126,7 +126,7 @@ class PostgresStore(ServerStore):
 
         >>> from langchain_quota import PostgresStore
         >>> PostgresStore("postgresql://worker:secret@db.example/quotas", prefix="prod")
-        PostgresStore(postgresql://db.example:5432/quotas, prefix='prod')
+        PostgresStore(postgresql://worker@db.example:5432/quotas, prefix='prod')
     """
 
     def __init__(
@@ -186,11 +186,13 @@ class PostgresStore(ServerStore):
         async def page(connection: "Connection") -> list[tuple[str, str]]:
             texts = (self._connections.quoted(connection, each) for each in (prefix, kind, head))
             statement = _LIST.format(*texts, last=last, most=_PAGE)
-            return _table(await self._connections.send(connection, statement))
+            results = await self._connections.send(connection, statement)
+            with self._reading():
+                return [(each, str(json.loads(name))) for each, name in _table(results)]
 
         while last:
             found = now(self._within("", page))
-            yield from (str(json.loads(name)) for _, name in found)
+            yield from (name for _, name in found)
             last = found[-1][0] if len(found) == _PAGE else ""
 
     async def _set_up(self, connection: "Connection") -> None:
@@ -223,10 +225,12 @@ class PostgresStore(ServerStore):
             clock=CLOCK,
             ids=",".join(by_id),
         )
-        found = _table(await self._connections.send(connection, statements))
-        read = {by_id[each.replace("-", "")]: value for each, value in found if each}
-        (time,) = (float(value) for each, value in found if not each)
-        return Rows(self._idle, time, read)
+        results = await self._connections.send(connection, statements)
+        with self._reading():
+            found = _table(results)
+            read = {by_id[each.replace("-", "")]: value for each, value in found if each}
+            (time,) = (float(value) for each, value in found if not each)
+            return Rows(self._idle, time, read)
 
     async def _written(
         self, connection: "Connection", prefix: str, rows: Rows, do: Callable[[], T]

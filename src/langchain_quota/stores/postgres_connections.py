@@ -120,7 +120,7 @@ class Connections(Server, ABC):
         "a connection string, or an AsyncConnectionPool",
     )
     timeouts = (TimeoutError, errors.QueryCanceled, errors.ConnectionTimeout, PoolTimeout)
-    failed = (psycopg.Error, OSError, *Server.unreadable)
+    failed = (psycopg.Error, OSError, UnicodeError)  # the last for a host that is no name
 
     ended = errors.IdleInTransactionSessionTimeout
     """The server has ended a transaction in which nothing came for too long."""
@@ -155,6 +155,9 @@ class Connections(Server, ABC):
         """What helps against a failure, if that is known."""
         if isinstance(error, errors.UndefinedTable):
             return ("make the store's table once, with its method setup() or asetup()",)
+        if isinstance(error, errors.InsufficientPrivilege):
+            rights = "SELECT, INSERT, UPDATE and DELETE on the table langchain_quota"
+            return (f"its user needs {rights}, and for setup() CREATE on the schema",)
         lost = isinstance(error, psycopg.OperationalError | OSError)
         if lost and not isinstance(error, PoolTimeout):
             return ("check that PostgreSQL runs there and that the connection string is right",)
@@ -228,15 +231,19 @@ class _Own(Connections):
             parts = conninfo_to_dict(source)
         except psycopg.Error:
             parts = {"port": "unknown"}  # the error is not shown: it may quote the password
-        host, port, database = (str(parts.get(each) or "") for each in ("host", "port", "dbname"))
-        # What is special in a password that is not percent-encoded makes it a part of these.
-        if not re.fullmatch("[0-9,]*", port) or "@" in host + database:
+        host, port, database, user = (
+            str(parts.get(each) or "") for each in ("host", "port", "dbname", "user")
+        )
+        # What is special in a password that is not percent-encoded makes it a part of these, and
+        # so does an empty value: "user= password=…".
+        if not re.fullmatch("[0-9,]*", port) or re.search("[@=]", host + database + user):
             raise ValueError(
                 "source must be postgresql://[user:password@]host:port/database, or another "
                 "connection string of PostgreSQL; percent-encode what is special in user and "
                 "password of a URL"
             )
-        self.name = f"postgresql://{host or 'localhost'}:{port or 5432}/{database}"
+        by = f"{user}@" if (user := user or os.environ.get("PGUSER", "")) else ""
+        self.name = f"postgresql://{by}{host or 'localhost'}:{port or 5432}/{database}"
         password = str(parts.get("password") or "")
         self.secrets = (source, password, quote(password, safe="")) if password else (source,)
         super().__init__(timeout)

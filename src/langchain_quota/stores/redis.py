@@ -102,10 +102,14 @@ class RedisStore(ServerStore):
         call = ScriptCall(script, prefix, ask)
 
         async def work() -> T:
-            reply = await self._clients.run(form, call.script, call.arguments())
-            while call.again(reply):
-                reply = await self._clients.run(form, call.script, call.arguments())
-            return read(reply)
+            while True:
+                arguments = call.arguments()
+                with self._reading():
+                    reply = await self._clients.run(form, call.script, arguments)
+                    if not call.again(reply):
+                        answer = read(reply)
+                        await self._clients.warn_of_eviction(form)
+                        return answer
 
         return await self._in_time(form, work)
 
@@ -114,7 +118,8 @@ class RedisStore(ServerStore):
         names = client.scan_iter(pattern_of(prefix, kind, pattern), count=_SCANNED)
 
         async def some() -> list[bytes | str]:
-            return [*islice(names, _SCANNED)]
+            with self._reading():
+                return [*islice(names, _SCANNED)]
 
         while found := now(self._in_time("", some)):
             yield from (key for name in found if (key := key_of(prefix, kind, name)) is not None)

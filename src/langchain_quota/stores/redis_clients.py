@@ -5,6 +5,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -22,6 +23,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from langchain_quota.concurrency import Form
+from langchain_quota.stores.grants import logger
 from langchain_quota.stores.redis_script import Script
 from langchain_quota.stores.server import PerLoop, Server
 
@@ -69,7 +71,8 @@ class Clients(Server, ABC):
     serving = ("a URL, or a client of redis", "a URL, or a client of redis.asyncio")
     unreadable = (exceptions.InvalidResponse, *Server.unreadable)
     timeouts = (exceptions.TimeoutError, TimeoutError)
-    failed = (exceptions.RedisError, exceptions.RedisClusterException, OSError, *unreadable)
+    failed = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
+    _has_warned = False
 
     @abstractmethod
     async def opened(self, form: Form) -> Any:
@@ -85,6 +88,18 @@ class Clients(Server, ABC):
             reply = client.eval(script.text, *arguments)
             return await reply if form else reply
 
+    async def warn_of_eviction(self, form: Form) -> None:
+        """Warn once of a server that may evict counts, if its user may ask it."""
+        if self._has_warned:
+            return
+        self._has_warned, client = True, await self.opened(form)
+        with suppress(*self.failed):
+            reply = client.eval("return redis.call('INFO', 'memory')", 0)
+            policy = re.search("maxmemory_policy:([a-z-]+)", str(await reply if form else reply))
+            if policy and policy[1] != "noeviction":
+                said = "Redis may evict counts, and quotas begin anew: set it to noeviction"
+                logger.warning("%s has maxmemory-policy %s: %s", self.name, policy[1], said)
+
     def remedies(self, error: BaseException) -> Sequence[str]:
         """What helps against a failure, if that is known."""
         if isinstance(error, exceptions.MovedError):
@@ -98,6 +113,11 @@ class Clients(Server, ABC):
                 "all connections of the client are in use",
                 "give it more, by max_connections=…",
             )
+        if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
+            return ("check user and password: redis://user:password@host:port/number",)
+        if isinstance(error, exceptions.NoPermissionError) or "user executing" in str(error):
+            rights = "eval +evalsha +time +get +set +del +exists +hget +hgetall +hset +hmget +hdel"
+            return (f"its user needs ~{{prefix}}:* +{rights} +expireat, and to list counts +scan",)
         if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
             return ("check that Redis runs there and that the URL is right",)
         return ()

@@ -1,14 +1,17 @@
 """What a store in a database keeps, as rows of text: a `MemoryStore` says what becomes of them."""
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime, timedelta
+from itertools import chain
 from typing import Any
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.concurrency import now
+from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.grants import Grant
 from langchain_quota.stores.memory import REFUSED, Acquired, Count, Given, MemoryStore
@@ -18,6 +21,7 @@ Name = tuple[str, str]
 
 COUNT, GRANTS, RESULT, ATTEMPT = "count", "grants", "result", "attempt"
 COMPENSATED, SETTLED = "compensated", "settled"
+_CONSTANTS = {"Infinity": math.inf}  # and no NaN, which no limit refuses
 
 
 class Rows(MemoryStore):
@@ -36,17 +40,32 @@ class Rows(MemoryStore):
             COMPENSATED: self._compensated,
             SETTLED: self._settled,
         }
-        self._read = read
+        self._read = dict(read)
+        # The counts that are none, whatever others have written there.
+        self._odd: list[str] = []
         # An attempt and its result are one object, as where they were made: their texts are equal.
         self._made: dict[str, Acquired] = {}
         for (kind, name), text in read.items():
-            expires, kept = json.loads(text)
-            self._tables[kind].all[name] = self._value(kind, name, kept, text), expires
+            try:
+                expires, kept = json.loads(text, parse_constant=_CONSTANTS.__getitem__)
+                self._tables[kind].all[name] = self._value(kind, name, kept, text), +expires
+            except (TypeError, ValueError, LookupError):
+                if kind != COUNT:
+                    raise
+                self._odd.append(name)
+                del self._read[kind, name]
+
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        """As `MemoryStore.acquire`, if all counts that it needs can be read."""
+        if self._odd:
+            raise QuotaStoreError(f"no count is kept under {self._odd[0]!r}")
+        return super().acquire(request)
 
     def operate(self, op: str, keys: Sequence[str], *more: Any) -> list[Any]:
         """What an operation answers; see `ServerStore`."""
         if op == "peek":
-            return [(key, use) for key, use in zip(keys, self.peek(keys), strict=True) if use]
+            uses = {**dict(zip(keys, self.peek(keys), strict=True)), **dict.fromkeys(self._odd)}
+            return [(key, use) for key, use in uses.items() if use or key in self._odd]
         if op == "grant":
             return [now(self._grant("", *more))]
         if op == "revoke":
@@ -79,7 +98,7 @@ class Rows(MemoryStore):
 
     def _value(self, kind: str, name: str, kept: Any, text: str) -> Any:
         if kind == COUNT:
-            return Count(**kept)
+            return _count(**kept)
         if kind == GRANTS:
             return [Given(_grant(name, each["grant"]), each["is_new"]) for each in kept]
         if kind in (RESULT, ATTEMPT):
@@ -105,6 +124,15 @@ def names_of_keys(keys: Iterable[str]) -> set[Name]:
     return {(kind, key) for key in keys for kind in (COUNT, GRANTS)}
 
 
+def _count(**kept: Any) -> Count:
+    """The count of a row, which others can write, too; `ValueError` if it is none."""
+    count = Count(**kept)
+    whole = [count.used, count.limit or 0, count.ends or 0, *chain(*(count.holds or {}).values())]
+    if {*map(type, whole)} != {int} or min(count.used, count.next_end) < 0:
+        raise ValueError("it is no count")
+    return count
+
+
 def _plain(value: Any) -> Any:
     """What JSON has in place of a dataclass, or a time."""
     if isinstance(value, datetime):
@@ -114,7 +142,8 @@ def _plain(value: Any) -> Any:
 
 def _acquired(name: str, result: Any, charged: list[Any]) -> Acquired:
     lists = {each: tuple(result[each]) for each in ("refused", "admitted")}
-    return Acquired(name, AcquireResult(**{**result, **lists}), charged)
+    charges = [(str(key), int(amount), bool(is_held)) for key, amount, is_held in charged]
+    return Acquired(name, AcquireResult(**{**result, **lists}), charges)
 
 
 def _grant(key: str, kept: Mapping[str, Any]) -> Grant:

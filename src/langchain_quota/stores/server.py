@@ -1,18 +1,21 @@
 """Stores in a server: which keys an operation has, how long it may take, what a failure says."""
 
 import asyncio
+import re
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import islice
+from textwrap import shorten
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.arguments import check_type
 from langchain_quota.concurrency import Form, now
-from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
+from langchain_quota.errors import UNREADABLE, EventLoopBlockedError, QuotaStoreError
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import check_keys, check_request, idle_seconds, keys_of
 from langchain_quota.stores.grants import Grant, Granting
@@ -28,8 +31,8 @@ _AT_ONCE = 500
 _TICKS = 16
 """The number of ticks of a timeout. Connecting takes about as many turns of the event loop."""
 
-_REASON = 300
-"""How much of a client's error text is shown: it may quote a whole reply."""
+_REASON, _SHORT = 300, 4
+"""How much of a client's error is shown, which may quote a reply; how long a secret is at least."""
 
 T = TypeVar("T")
 
@@ -44,11 +47,10 @@ class Server:
     secrets: Sequence[str] = ()
     serving: tuple[str, str]
     """What a store is given to serve the sync form, and the async form."""
-    unreadable: _Kinds = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-    """What is raised where an answer has an unexpected form."""
+    unreadable: _Kinds = UNREADABLE
     timeouts: _Kinds
     failed: _Kinds
-    """All that is raised when the server fails."""
+    """All that clients raise when the server fails."""
 
     def remedies(self, _: BaseException) -> Sequence[str]:
         """What helps against a failure, if that is known."""
@@ -232,13 +234,21 @@ class ServerStore(Granting, RateLimiting):
         except server.failed as error:
             raise self._failure(error, patience.blocked) from error
 
-    def _failure(self, error: BaseException, blocked: float) -> QuotaStoreError:
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raise a `QuotaStoreError` if the block cannot read the server's reply."""
+        try:
+            yield
+        except self._server.unreadable as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: BaseException, blocked: float = 0) -> QuotaStoreError:
         """What is raised when something fails, and the event loop was blocked for some seconds."""
         server = self._server
         _scrub(error, server.secrets)
         timed_out = isinstance(error, server.timeouts)
-        first = str(error).partition("\n")[0]
-        reason = f"{type(error).__name__}: {first}"[:_REASON]
+        first = str(error).partition("\n")[0][: 2 * _REASON]
+        reason = shorten(f"{type(error).__name__}: {first}", _REASON, placeholder="…")
         if isinstance(error, server.unreadable):
             reason = f"an unreadable reply, {reason}"
         if timed_out:
@@ -339,5 +349,7 @@ def _scrubbed(value: object, secrets: Sequence[str]) -> object:
         value = value.decode(errors="replace")
     if isinstance(value, str):
         for secret in secrets:
-            value = value.replace(secret, "***")
+            # A short one may be a part of every other word.
+            before, behind = (r"(?<!\w)", r"(?!\w)") if len(secret) < _SHORT else ("", "")
+            value = re.sub(f"{before}{re.escape(secret)}{behind}", "***", value)
     return value

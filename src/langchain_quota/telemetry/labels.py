@@ -14,7 +14,7 @@ from langchain_quota.concurrency import fork_safe_lock
 _MIN_KEY_BYTES = 16
 
 MAX_LENGTH = 64
-MAX_DESCRIPTION = 256
+MAX_DESCRIPTION = 1000
 """The longest text of an exception, in characters."""
 _KEPT = 40
 _LOOKED_AT = 256
@@ -54,12 +54,12 @@ limit_label = lru_cache(maxsize=1024)(label)
 
 def described(error: BaseException) -> str:
     """The exception's text, bounded and printable: it may have names that a model invented."""
-    return _printable(str(error), MAX_DESCRIPTION)
+    return _printable(str(error), MAX_DESCRIPTION, MAX_DESCRIPTION)
 
 
-def _printable(text: str, most: int) -> str:
+def _printable(text: str, most: int, looked_at: int = _LOOKED_AT) -> str:
     """The first printable characters of a text's beginning."""
-    return "".join(islice((char for char in text[:_LOOKED_AT] if char.isprintable()), most))
+    return "".join(islice((char for char in text[:looked_at] if char.isprintable()), most))
 
 
 def own_label(make: Label, value: object, argument: str) -> str:

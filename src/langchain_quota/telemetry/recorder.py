@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from langchain_quota.arguments import UserLine
 from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, Refund, Scope
-from langchain_quota.errors import QuotaStoreError, QuotaWarning, UnknownPriceError
+from langchain_quota.errors import UNREADABLE, QuotaStoreError, QuotaWarning, UnknownPriceError
 from langchain_quota.limits import Limit
 from langchain_quota.telemetry import logs, names, preforked
 from langchain_quota.telemetry.events import Granted, Judged, Spent, Who
@@ -158,9 +158,10 @@ class Instruments:
         """Count a failure of a component; log it if `log` is true, by default once per kind."""
         error_type = label(type(error).__name__)
         # A label function hides ids, so its exception must not show them in the log. An outage is
-        # no fault in code: its error says all in one line.
+        # no fault in code: its error says all in one line. An unreadable reply may be one.
         hides = component in {"thread_label", "subject_label"}
-        shown = None if hides or isinstance(error, QuotaStoreError) else error
+        is_code = not isinstance(error, QuotaStoreError) or isinstance(error.__cause__, UNREADABLE)
+        shown = error if is_code and not hides else None
         # If counting or logging fails, there is no place left to report it.
         with suppress(Exception):
             self.metrics.count(names.ERRORS, 1, component, error_type)

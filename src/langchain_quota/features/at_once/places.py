@@ -6,6 +6,7 @@ died.
 """
 
 import asyncio
+import math
 import random
 import sys
 import time
@@ -61,6 +62,8 @@ class Lease:
         self._keeper: asyncio.Task[None] | Thread | None = None
         self._renews = False
         self.waits = False
+        # When the store was asked for what it holds; infinite if it holds nothing.
+        self._held_at = math.inf
 
     async def take(self, form: Form, until: float) -> AcquireResult | None:
         """Wait for a place; the store's newest answer, `None` if it does not answer."""
@@ -95,6 +98,7 @@ class Lease:
     async def end(self, form: Form) -> None:
         """Note that the call has ended, and give its place back."""
         self._over.set()
+        self._look_back(time.monotonic())
         keeper, is_dropped = self._keeper, isinstance(sys.exception(), GeneratorExit)
         if isinstance(keeper, Thread):
             if not form:
@@ -136,14 +140,23 @@ class Lease:
 
     async def _ask(self, form: Form) -> AcquireResult | None:
         """Hold the place, if there is one; `None` if the store does not answer."""
+        now = time.monotonic()
         name, before = uuid4().hex, self._return().compensations
         self._open = (*self._open, name)
         request = AcquireRequest(name, name, self._counters, self._hits, compensations=before)
         result: AcquireResult | None = await self._store.acquire(form, request, undo=False)
         if result is not None:
             # What was held before is given back.
-            self._open = (name,) if all(result.admitted) else ()
+            is_held = all(result.admitted)
+            self._open = (name,) if is_held else ()
+            self._look_back(now, is_lost=not is_held)
+            self._held_at = now if is_held else math.inf
         return result
+
+    def _look_back(self, now: float, *, is_lost: bool = False) -> None:
+        """Say so if the store has not held the place all the time: others may have taken it."""
+        if now - self._held_at >= (0 if is_lost else SLOT_LEASE):
+            self._store.lose(next(iter(self._counters)))
 
     def _return(self) -> AcquireRequest:
         """What gives back all that may be held, also if a request arrives later."""
