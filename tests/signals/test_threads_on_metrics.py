@@ -1,5 +1,6 @@
 """What a scrape shows of threads, users and other subjects, in which order, and for how long."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -7,8 +8,17 @@ from typing import Any
 
 import pytest
 from langchain_core.messages import BaseMessage
+from langchain_core.tools import StructuredTool
 
-from langchain_quota import MemoryStore, Quota, QuotaWarning, TokenLimit, ToolCallLimit, hmac_label
+from langchain_quota import (
+    ConcurrencyLimit,
+    MemoryStore,
+    Quota,
+    QuotaWarning,
+    TokenLimit,
+    ToolCallLimit,
+    hmac_label,
+)
 from langchain_quota.limits import Limit
 from tests.clock import Clock
 from tests.scene import Scene
@@ -245,6 +255,71 @@ async def test_a_budget_in_an_outage(clock: Clock) -> None:
     for store.down in (False, True):
         await scene.play()
         assert [*signals.samples("langchain_quota_subject_used_tokens").values()] == [300]
+
+
+@pytest.mark.parametrize("given", [{"thread_limit": 9}, {"run_limit": 9}, {}], ids=str)
+async def test_a_thread_in_an_outage(given: Any, signals: Signals, clock: Clock) -> None:
+    """While the store is lost, what was known of a thread is shown, and not 0."""
+    store = FickleStore(MemoryStore(clock=clock))
+    quotas = [Quota(10, per="thread", window=HOUR, name="hourly")]
+    for outage in ("allow", "deny"):
+        options: Any = {"store": store, "on_store_error": outage}
+        agent = Searcher(signals, ToolCallLimit("search", quotas=quotas, **given), **options)
+        store.down = False
+        await agent.search(outage, 4)
+        store.down = True
+        await agent.search(outage, 1)
+        # With "allow", the state counts what runs in the thread.
+        ran = 5 if "thread_limit" in given and outage == "allow" else 4
+        assert of_limit(signals, USED)[outage] == ran
+
+
+async def test_a_refund(signals: Signals) -> None:
+    """What a thread is given back, for a call that did not run, is shown as not used."""
+    limits: list[Limit] = [ToolCallLimit("search", thread_limit=9)]
+    limits.append(ConcurrencyLimit("search", at_once=1, wait=0))
+    busy, gone = asyncio.Event(), asyncio.Event()
+
+    async def search() -> str:
+        """Search."""
+        busy.set()
+        await gone.wait()
+        return "found"
+
+    tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
+    agent = Searcher(signals, *limits, tools=[tool])
+    running = asyncio.create_task(agent.search("t1", 1))
+    await busy.wait()
+    await agent.search("t2", 2)
+    assert of_limit(signals, USED) == {"t1": 1, "t2": 0}
+    gone.set()
+    await running
+
+
+async def test_the_idle_come_back_anew(clock: Clock) -> None:
+    """A thread that comes back behind its time to live has no refusals, also without a scrape."""
+    signals = telling(thread_ttl=HOUR)
+    agent = Searcher(signals, ToolCallLimit("search", thread_limit=10))
+    await agent.search("idle", 11)
+    clock.now += 3601
+    await agent.search("busy", 1)
+    await agent.search("idle", 0)
+    assert of_limit(signals, BLOCKED) == {}
+    await agent.search("idle", 1)
+    assert of_limit(signals, BLOCKED) == {"idle": 1}
+
+
+async def test_no_more_are_remembered_than_fit(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of too many threads, those without a call for longest are forgotten."""
+    monkeypatch.setattr("langchain_quota.telemetry.usage.MAX_TRACKED", 3)
+    agent = Searcher(signals, ToolCallLimit("search", thread_limit=10))
+    for thread in ("t1", "t2", "t3", "t1", "t4", "t5"):
+        await agent.search(thread, 1)
+    # A scrape and a decision both forget.
+    await agent.search("t5", 1)
+    assert {*of_limit(signals, USED)} == {"t1", "t4", "t5"}
 
 
 async def test_the_idle_are_forgotten(clock: Clock) -> None:
