@@ -97,8 +97,11 @@ class Clients(Server, ABC):
             reply = client.eval("return redis.call('INFO', 'memory')", 0)
             policy = re.search("maxmemory_policy:([a-z-]+)", str(await reply if form else reply))
             if policy and policy[1] != "noeviction":
-                said = "Redis may evict counts, and quotas begin anew: set it to noeviction"
-                logger.warning("%s has maxmemory-policy %s: %s", self.name, policy[1], said)
+                logger.warning(
+                    "%s has maxmemory-policy %s: Redis may evict counts, and quotas begin anew: "
+                    "set it to noeviction",
+                    *(self.name, policy[1]),
+                )
 
     def remedies(self, error: BaseException) -> Sequence[str]:
         """What helps against a failure, if that is known."""
