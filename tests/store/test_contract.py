@@ -559,6 +559,22 @@ class TestSmooth:
         make.wait(3610)
         assert used(store, key) == [None]
 
+    def test_a_clock_that_goes_back(self, make: Stores) -> None:
+        """It closes a count for no longer than before, drains on, and never reopens it early."""
+        store, key = make(), str(SMOOTH)
+        make.wait(0)
+        assert store.acquire(calls(key, 3, limit=3)).admitted == (True,) * 3
+        make.wait(-3600)
+        assert used(store, key) == [3]
+        refused = store.acquire(calls(key, 1, limit=3))
+        assert (refused.admitted, refused.empty_in) == ((False,), {key: 3_000_000})
+        make.wait(1)
+        assert store.acquire(calls(key, 2, limit=3)).admitted == (True, False)
+        make.wait(-5)
+        store.acquire(compensating(Compensation("refund", {key: -1})))
+        make.wait(3)
+        assert store.acquire(calls(key, 4, limit=3)).admitted == (True, True, True, False)
+
     def test_takes_no_grants(self, store: Store) -> None:
         """A grant would end at no time: it is refused, with what to do instead."""
         with pytest.raises(ValueError, match="takes no grants: raise its limit or its burst"):

@@ -19,10 +19,14 @@
 
 -- The count; nil if none is kept.
 local function get(key, drains)
-  local kept = redis.call('HMGET', key, 'used', 'next_end')
-  local used, next_end = whole(kept[1]), whole(kept[2])
+  local kept = redis.call('HMGET', key, 'used', 'next_end', 'at')
+  local used, next_end, at = whole(kept[1]), whole(kept[2]), whole(kept[3])
   if kept[1] and not (used and used >= 0) then error('no count is kept under ' .. key) end
   if used and next_end and next_end <= now then used = used_without(key, used, now, true) end
+  if used and at and at > micros() then
+    used = math.max(0, used - at + micros())
+    redis.call('HSET', key, 'used', digits(used), 'at', digits(micros()))
+  end
   return used and drains and math.max(0, used - micros()) or used
 end
 

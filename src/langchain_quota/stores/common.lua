@@ -6,7 +6,8 @@
 --          seconds. All amounts and maximums of one that drains are microseconds
 -- Kept are
 --   a count     a hash: used, limit, ends. One that drains falls by one each microsecond: kept as used
---               is when it is 0, since the Unix epoch. What is used includes what is held: a field
+--               is when it is 0, since the Unix epoch; at is the server's time of its last change, so
+--               that a clock which goes back takes the count with it. What is used includes what is held: a field
 --               "held:..." for each request has the amount and the end of its lease. No lease ends
 --               before the field next_end. Anything else is an error: others can write there, too.
 --   grants      of a count, under a key of their own: a packed list of {name, amount, end, new,
@@ -67,6 +68,7 @@ end
 local function put(key, used, ends, idle, drains, ...)
   if drains then
     idle = math.ceil(used / 1000000) + GRACE
+    redis.call('HSET', key, 'at', digits(micros()))
     used = used + micros()
   end
   redis.call('HSET', key, 'used', digits(used), 'ends', digits(ends), ...)

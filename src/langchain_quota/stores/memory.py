@@ -242,14 +242,14 @@ class MemoryStore(Granting, RateLimiting):
                 grants[name] = self._granted(counter.key, now)
         granted = {name: more for name, given in grants.items() if (more := _amount(given))}
         result = admit(request.hits, used, request.stops, granted)
+        if empty_in:
+            result = replace(result, empty_in=empty_in)
         self._charge(request, result, now)
         newly = {name: [each for each in given if each.is_new] for name, given in grants.items()}
         for each in chain.from_iterable(newly.values()):
             each.is_new = False
         new = {name: _amount(given) for name, given in newly.items() if given}
-        if not (new or empty_in):
-            return result
-        return replace(result, newly_granted=new, empty_in=empty_in)
+        return replace(result, newly_granted=new) if new else result
 
     def _charge(self, request: AcquireRequest, result: AcquireResult, now: float) -> None:
         charges = [
@@ -285,6 +285,7 @@ class MemoryStore(Granting, RateLimiting):
         expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
         if spacing_of(key):
             count.used, expires = used + _micros(now), now + used / 10**6 + GRACE
+            count.changed_at = _micros(now)
         # Never earlier than before.
         _, least = self._counts.all.get(key, (None, expires))
         self._counts.put(key, count, max(expires, least))
@@ -351,6 +352,8 @@ class Count:
     """What is held, and until when, by the request that holds it."""
     next_end: float = math.inf
     """No lease of the holds ends before this time."""
+    changed_at: int = 0
+    """If it drains, when it was last changed: a clock that goes back takes the count with it."""
 
     def at(self, key: str | None, now: float) -> int:
         """What is used now; microseconds if it drains."""
@@ -391,6 +394,9 @@ class _Counts(Kept[Count]):
         count = super().get(name, now)
         if count is not None and count.next_end <= now:
             count.end_leases(now)
+        if count is not None and 0 < _micros(now) < count.changed_at:
+            count.used = max(0, count.used - count.changed_at + _micros(now))
+            count.changed_at = _micros(now)
         return count
 
     def remove(self, name: str) -> None:

@@ -12,7 +12,7 @@ local answer, operations = {}, {}
 -- Nothing is written: a server that is full, and takes no writes, shows its counts.
 local function use(key, grants, drains)
   local more = granted(grants_of(grants))
-  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends', 'next_end')
+  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends', 'next_end', 'at')
   if kept.err and not string.find(kept.err, 'WRONGTYPE', 1, true) then error(kept.err) end
   local used, limit, ends, next_end = whole(kept[1]), whole(kept[2]), whole(kept[3]), whole(kept[4])
   if not (kept[1] or kept[2] or kept[3]) and redis.call('EXISTS', key) == 0 then
@@ -22,7 +22,7 @@ local function use(key, grants, drains)
     return -2, -1, -1, 0
   end
   if next_end and next_end <= now then used = used_without(key, used, now) end
-  if drains then used = math.max(0, used - micros()) end
+  if drains then used = math.max(0, used - math.max(micros(), whole(kept[5]) or 0)) end
   return used, limit or -1, ends or -1, more
 end
 
