@@ -1,21 +1,27 @@
 """Calls that wait in line in this process, whatever they wait for.
 
-Threads and event loops share a semaphore for each count. Its lock is held for a few operations,
-however many calls wait, and never during a wait. Who comes first is served first.
+Threads and event loops share a semaphore for each count of calls that run, and queues for what is
+kept in a store. Locks are held for a few operations, however many calls wait, and never during a
+wait. Who comes first is served first.
 """
 
 import asyncio
+import math
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from threading import TIMEOUT_MAX, Event, Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
 from langchain_quota.concurrency import Form, fork_safe_lock
+
+LOOKS_AGAIN = 1.0
+"""After how many seconds the first call of a queue looks for room again, which may come early."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,20 +52,12 @@ class Semaphore:
 
     async def take(self, form: Form, most: int | None, seconds: float) -> Slot:
         """Wait until fewer than `most` run (`None`: only count); not `taken` if the time is up."""
-        woken: Any = asyncio.Event() if form else Event()
-        wake: Callable[[], object] = woken.set
-        if form:
-            wake = partial(asyncio.get_running_loop().call_soon_threadsafe, wake)
-        slot = Slot(self, most, wake)
+        waiter = Waiter(form)
+        slot = Slot(self, most, waiter.wake)
         try:
             self.change(slot, sure=True)
             if slot.waits and seconds > 0:
-                if form:
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(seconds):
-                            await woken.wait()
-                else:
-                    woken.wait(min(seconds, TIMEOUT_MAX))
+                await waiter.sleep(seconds)
         except BaseException:
             # Cancelled, perhaps just when it got its slot.
             slot.give_back()
@@ -114,9 +112,85 @@ class Semaphore:
         return granted
 
 
+_arrivals = count()
+
+
+class Waiter:
+    """A call that came, and that any thread can wake; the queue in which it stands, if it waits."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._woken: Any = asyncio.Event() if form else Event()
+        self.wake: Callable[[], object] = self._woken.set
+        if form:
+            self.wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.wake)
+        self.number, self.queue = next(_arrivals), ""
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait until it is woken, for so many seconds at most."""
+        if self._form:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._woken.wait()
+        else:
+            self._woken.wait(min(seconds, TIMEOUT_MAX))
+        self._woken.clear()
+
+
+class Queues:
+    """The calls that wait in this process for counts of one store, each in one queue at a time."""
+
+    def __init__(self) -> None:
+        self._lock = fork_safe_lock()
+        self._queues: dict[str, dict[int, Waiter]] = {}
+
+    def is_next(self, waiter: Waiter, names: Iterable[str]) -> bool:
+        """Return whether no earlier call stands in these queues; otherwise, join the first one."""
+        with self._lock:
+            firsts = ((each, min(self._queues.get(each, ()), default=math.inf)) for each in names)
+            busy = next((name for name, first in firsts if first < waiter.number), None)
+            left = self._moved(waiter, busy) if busy else None
+        self._wake(left)
+        return busy is None
+
+    def move(self, waiter: Waiter, name: str = "") -> None:
+        """Move a call to another queue, or to none."""
+        with self._lock:
+            left = self._moved(waiter, name)
+        self._wake(left)
+
+    def _moved(self, waiter: Waiter, name: str) -> Waiter | None:
+        """Move a call, with the lock held, and return who is first now in the queue it leaves."""
+        left, waiter.queue = waiter.queue, name
+        queue = self._queues.get(left, {})
+        queue.pop(waiter.number, None)
+        if not queue:
+            self._queues.pop(left, None)
+        if name:
+            self._queues.setdefault(name, {})[waiter.number] = waiter
+        return queue.get(min(queue, default=-1))
+
+    def _wake(self, first: Waiter | None) -> None:
+        if first is not None:
+            try:
+                first.wake()
+            except RuntimeError:
+                # Its event loop is closed, so the call no longer waits.
+                self.move(first)
+
+
 _making = fork_safe_lock()
 _semaphores: WeakValueDictionary[tuple[int, int, str], Semaphore] = WeakValueDictionary()
 """Those that calls are in. A forked child has its own: it runs no calls of its parent."""
+
+_queues: WeakValueDictionary[tuple[int, int], Queues] = WeakValueDictionary()
+
+
+def queues_of(store: object) -> Queues:
+    """Return the queues of this process for a store."""
+    key = os.getpid(), id(store)
+    with _making:
+        return _queues.setdefault(key, Queues())
 
 
 def semaphore_of(store: object, count: str) -> Semaphore:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolCall, ToolMessage
-from langchain_core.tools import ToolException, tool
+from langchain_core.tools import StructuredTool, ToolException, tool
 
 from langchain_quota import (
     ConcurrencyLimit,
@@ -17,12 +17,13 @@ from langchain_quota import (
     RepeatLimit,
     ToolCallLimit,
 )
-from langchain_quota.decision import Call
+from langchain_quota.decision import Call, Decision
 from langchain_quota.testing import ScriptedChatModel, assert_valid_history
 from tests.scene import Scene, asking
 from tests.stores import DAY, FickleStore
 from tests.telemetry import Signals
 
+WAITS = "langchain_quota_wait_seconds_count"
 PRICES = {"gpt": Price(input="0.5", output="0.5", cache_read="0.1")}
 
 
@@ -98,6 +99,27 @@ async def test_the_lowest_of_two_caps_holds(caps: tuple[int, int], signals: Sign
     await scene.play()
     assert scene.answers() == [("search", "success")] * 4
     assert (most, order) == (1, "abcd")
+
+
+@pytest.mark.parametrize("waits", [(0, 3600), (3600, 0)])
+async def test_the_shorter_of_two_waits_holds(waits: tuple[int, int], signals: Signals) -> None:
+    """A call that one of its caps keeps no longer is refused, while the other would wait on."""
+    refused = asyncio.Event()
+
+    async def run() -> str:
+        await refused.wait()
+        return "found"
+
+    slow = StructuredTool.from_function(coroutine=run, name="search", description="Search.")
+    limits = [ConcurrencyLimit("search", at_once=1, wait=n, name=f"for-{n}") for n in waits]
+
+    def learn(decision: Decision) -> None:
+        if decision.outcome == "blocked":
+            refused.set()
+
+    script: Any = asking("search", "search")
+    await Scene(signals, script, limits, tools=[slow], on_decision=learn).play()
+    assert signals.value(WAITS, decision="blocked", agent="unnamed", limit="for-0") == 1
 
 
 async def test_a_store_that_forgot_all_hears_of_an_outage_in_order(signals: Signals) -> None:

@@ -370,6 +370,20 @@ async def test_what_is_not_ended(form: Form, signals: Signals) -> None:
     assert outcomes(signals) == {"on_trial": 1}
 
 
+@pytest.mark.parametrize("order", [1, -1])
+async def test_the_shortest_of_two_call_limits(order: int, signals: Signals) -> None:
+    """It ends the call, wherever it stands."""
+
+    async def run() -> None:
+        await asyncio.Event().wait()
+
+    tool = StructuredTool.from_function(coroutine=run, name="search", description="Search.")
+    limits = [LONG, TimeLimit(call_limit="1h", name="patient")][::order]
+    scene = Scene(signals, [["search"], "done"], limits, tools=[tool])
+    await scene.play()
+    assert outcomes(signals) == {"cancelled": 1}
+
+
 async def test_a_run_that_is_cancelled_in_a_limited_call(signals: Signals) -> None:
     """A run that is cancelled from outside ends; its call gets no answer."""
     started = asyncio.Event()

@@ -2,19 +2,22 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import pytest
+from langgraph.checkpoint.memory import InMemorySaver
+from typing_extensions import TypedDict
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, ToolCallLimit
 from langchain_quota.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.testing import captured_decisions
-from tests.scene import Form, Kind, Scene, asking, both_forms, texts
-from tests.stores import DAY, Clock, FickleStore
+from tests.scene import Form, Kind, Scene, asking, both_forms, recording, texts
+from tests.stores import DAY, NOON, Clock, FickleStore
 from tests.telemetry import Signals, attributes, needs_inline, paid
 
 PATIENCE = 60
@@ -31,11 +34,13 @@ class Noting(MemoryStore):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.admitted: list[tuple[float, int]] = []
+        self.asked = 0
         self.refused = threading.Semaphore(0)
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         result = super().acquire(request)
         if any(":global:" in str(each.key) for each in request.counters.values()):
+            self.asked += 1
             if result.stopped or not all(result.admitted):
                 self.refused.release()
             else:
@@ -55,6 +60,19 @@ class Passing(Clock):
     async def wait(self, form: str, seconds: float) -> None:
         await until(self.may.is_set) if form else self.may.wait(PATIENCE)
         self.now += seconds
+
+
+class Stepped(Clock):
+    """A clock that a test moves, and on which calls wait."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        patch.setattr("langchain_quota.features.waiting.wait_for", self.wait)
+
+    async def wait(self, form: str, seconds: float) -> None:
+        target = self.now + seconds
+        while self.now < target:
+            await asyncio.sleep(0.001) if form else time.sleep(0.001)  # noqa: ASYNC251 - in the sync form
 
 
 def waits(number: int, signals: Signals) -> bool:
@@ -101,7 +119,8 @@ async def test_who_comes_first_is_served_first(
     clock = Passing(monkeypatch)
     clock.may.clear()
     store = Noting(clock=clock)
-    limited: Any = {"quotas": [HOURLY], "wait": DAY, "name": "tool:search"}
+    slow = Quota(1, per="global", window="5s", smooth=True)
+    limited: Any = {"quotas": [slow], "wait": DAY, "name": "tool:search"}
     tool, model = ToolCallLimit("search", **limited), ModelCallLimit(**limited)
     limit, script = (tool, asking("search")) if kind == "tool" else (model, lambda _: "done")
     agent = Scene(signals, script, [limit], form=form, store=store).agent
@@ -178,6 +197,9 @@ async def test_whose_turn_does_not_come(form: Form, signals: Signals) -> None:
     with pytest.raises(ModelCallLimitExceededError, match="resets at"):
         await last.play()
     assert signals.value(GAUGE, agent="unnamed", limit="model") == 1
+    store.reset([each.key for each in store.usages()])
+    await asyncio.to_thread(waits.join, PATIENCE)
+    assert first.last_text() == "done"
 
 
 async def test_a_cancelled_call_makes_room(signals: Signals) -> None:
@@ -206,6 +228,163 @@ async def test_a_cancelled_call_makes_room(signals: Signals) -> None:
     assert float(str(dict(event.attributes or {})["seconds"])) > 0
 
 
+class Who(TypedDict):
+    """Whose calls are counted."""
+
+    user: str
+
+
+async def test_who_waits_keeps_no_other_user_waiting(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 users do not wait behind one whose own quota has no room; hers keeps its order."""
+    clock = Passing(monkeypatch)
+    clock.may.clear()
+    store = Noting(clock=clock)
+    shared = Quota(100, per="global", window="1s", smooth=True, burst=30)
+    own = Quota(1, per="user", window="8s", smooth=True)
+    limit = ToolCallLimit("search", quotas=[shared, own], wait=DAY)
+    options: Any = {"store": store, "context_schema": Who}
+    agent = Scene(signals, asking("search"), [limit], **options).agent
+
+    def run(user: str, thread: object) -> asyncio.Task[Any]:
+        given: Any = {"messages": [("user", user)]}, {"configurable": {"thread_id": str(thread)}}
+        return asyncio.create_task(agent.ainvoke(*given, context={"user": user}))
+
+    with captured_decisions() as decisions:
+        hers = []
+        for who in range(4):
+            WHO.set(who)
+            hers.append(run("ada", who))
+            await until(lambda: store.admitted)
+            await until(partial(waits, who, signals))
+        WHO.set(9)
+        async with asyncio.timeout(PATIENCE):
+            await asyncio.gather(*(run(str(each), each) for each in range(10, 30)))
+        assert waits(3, signals)
+        assert {each.waited for each in decisions} == {0.0}
+        hers[2].cancel()
+        await asyncio.wait(hers[2:3])
+        clock.may.set()
+        await asyncio.gather(hers[1], hers[3])
+    assert [who for _, who in store.admitted if who != 9] == [0, 1, 3]
+    assert signals.value(WAITS, decision="cancelled", **SEARCH) == 1
+
+
+@pytest.mark.parametrize("early", ["grant", "reset"])
+async def test_room_that_comes_early(
+    early: str, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a second it is noticed: by the first of those who wait, and nobody else asks."""
+    store, pauses = Noting(clock=Clock()), list[float]()
+    limit = ToolCallLimit("search", quotas=[Quota(3, per="global", window="1h")], wait=DAY)
+    scene = Scene(signals, asking("search"), [limit], store=store)
+    for _ in range(3):
+        await scene.play()
+    key = store.usages("search:global:*")[0].key
+
+    async def wait(_: str, seconds: float) -> None:
+        pauses.append(seconds)
+        await asyncio.sleep(0)
+        if waits(3, signals):
+            store.grant(key, 3) if early == "grant" else store.reset([key])
+
+    monkeypatch.setattr("langchain_quota.features.waiting.wait_for", wait)
+    scenes = [
+        Scene(signals, asking("search"), [limit], store=store, thread_id=str(each))
+        for each in range(3)
+    ]
+    await asyncio.gather(*(each.play() for each in scenes))
+    assert max(pauses) <= 1
+    assert store.asked == 3 + 3 + len(pauses)
+
+
+@both_forms
+@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline), "graph"])
+async def test_the_calls_of_a_message_start_one_after_the_other(
+    form: Form, kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are admitted together, and the tools' own clock shows the even rate and the burst."""
+    clock, started = Stepped(monkeypatch), list[float]()
+    store = Noting(clock=clock)
+    quota = Quota(60, per="global", window="1m", smooth=True, burst=2)
+    limit = ToolCallLimit("search", quotas=[quota], wait=5)
+    search = recording("search", [], lambda: started.append(clock.now - NOON))
+    script: Any = asking(*["search"] * 4, "calc")
+    options: Any = {"kind": kind, "form": form, "store": store, "tools": [search, "calc"]}
+    scene = Scene(signals, script, [limit], **options)
+    expected = [0, 0, 1, 2, 3, 4, 5, 6]
+
+    async def twice() -> None:
+        await scene.play()
+        await scene.play()
+
+    plays = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(twice())))
+    for moment in range(7):
+        known = sum(each <= moment for each in expected)
+        await until(lambda: len(started) >= known)  # noqa: B023 - it is awaited
+        clock.now += 1
+    await plays
+    assert started == expected
+    assert scene.ran == ["calc"] * 2
+    assert len(store.admitted) == 2
+
+
+@pytest.mark.parametrize("exits", ["continue", "end", "error"])
+async def test_a_call_of_a_message_that_cannot_start_in_time(
+    exits: Any, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit's exit follows at once; if it ends the run, nothing runs or is charged."""
+    clock = Passing(monkeypatch)
+    store = MemoryStore(clock=clock)
+    quota = Quota(60, per="global", window="1m", smooth=True)
+    limit = ToolCallLimit("search", quotas=[quota], wait=2.5, exit_behavior=exits)
+    scene = Scene(signals, asking("search"), [limit], store=store)
+    await scene.play()
+    options: Any = {"store": store, "thread_id": "2"}
+    scene = Scene(signals, asking(*["search"] * 3, "calc"), [limit], **options)
+    if exits == "error":
+        with pytest.raises(ToolCallLimitExceededError):
+            await scene.play()
+    else:
+        await scene.play()
+    used = [each.used for each in store.usages("search:global:*")]
+    if exits == "continue":
+        assert sorted(scene.ran) == ["calc", "search", "search"]
+    else:
+        assert (scene.ran, used, clock.now) == ([], [1], NOON)
+
+
+@pytest.mark.parametrize("again", ["here", "in another process"])
+async def test_a_call_that_is_cancelled_before_its_start(
+    again: str, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refunded; if the run is resumed, wherever, it is charged again, once."""
+    clock = Passing(monkeypatch)
+    clock.may.clear()
+    store = MemoryStore(clock=clock)
+    smooth = Quota(60, per="global", window="1m", smooth=True)
+    daily = Quota(9, per="global", window="1d", name="daily")
+    limit = ToolCallLimit("search", quotas=[smooth, daily], wait=5)
+    options: Any = {"store": store, "checkpointer": InMemorySaver()}
+    first, other = (Scene(signals, asking(*["search"] * 3), [limit], **options) for _ in "ab")
+
+    def used() -> list[int]:
+        return [each.used for each in store.usages("search:global::86400:*")]
+
+    task = asyncio.create_task(first.play())
+    await until(lambda: waits(2, signals) and first.ran)
+    assert (first.ran, used()) == (["search"], [3])
+    task.cancel()
+    await asyncio.wait([task])
+    assert used() == [1]
+    clock.may.set()
+    scene = first if again == "here" else other
+    await scene.go_on()
+    assert len(first.ran + other.ran) >= 3
+    assert used() == [3]
+
+
 async def test_the_calls_of_a_message_wait_together(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,9 +399,6 @@ async def test_the_calls_of_a_message_wait_together(
     assert scene.ran.count("search") == 4
     waited = [each.waited > 0 for each in decisions if each.call.kind == "tool"]
     assert waited == [False] * 3 + [True] * 3
-    three = Scene(signals, asking(*["search"] * 3), [limit], store=MemoryStore(clock=Clock()))
-    await three.play()
-    assert len(three.ran) == 2
 
 
 async def test_nothing_to_wait_for(signals: Signals) -> None:
@@ -232,11 +408,6 @@ async def test_nothing_to_wait_for(signals: Signals) -> None:
     scene = Scene(signals, asking("search", "search"), [of_run], store=MemoryStore())
     await scene.play()
     assert scene.ran == ["search"]
-    trial = ToolCallLimit("search", quotas=[HOURLY], wait=PATIENCE, enforce=False)
-    scene = Scene(signals, asking("search"), [trial], store=MemoryStore())
-    for _ in range(2):
-        await scene.play()
-    assert len(scene.ran) == 2
     for action, ran in (("deny", 0), ("allow", 1)):
         store = FickleStore(MemoryStore())
         store.down = True
@@ -246,6 +417,32 @@ async def test_nothing_to_wait_for(signals: Signals) -> None:
         await scene.play()
         assert scene.ran.count("search") == ran
         assert scene.ran.count("calc") == 1
+
+
+async def test_who_does_not_wait(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on trial; a call that another limit refuses; a call that is too late for one wait."""
+    limited: Any = {"quotas": [HOURLY], "wait": DAY}
+    cases: Any = [
+        (3, [ToolCallLimit("search", enforce=False, **limited)]),
+        (1, [ToolCallLimit("search", **limited), ToolCallLimit(thread_limit=2)]),
+        (
+            1,
+            [
+                ToolCallLimit("search", **limited),
+                ToolCallLimit("calc", thread_limit=1, exit_behavior="end"),
+            ],
+        ),
+        (1, [ToolCallLimit("search", **limited), ToolCallLimit(quotas=[HOURLY], wait=1)]),
+        (1, [ToolCallLimit(quotas=[HOURLY], wait=1), ToolCallLimit("search", **limited)]),
+    ]
+    for most, limits in cases:
+        clock = Passing(monkeypatch)
+        script = asking("search", "calc")
+        scene = Scene(signals, script, limits, store=MemoryStore(clock=clock))
+        for _ in range(3):
+            await scene.play()
+        assert scene.ran.count("search") <= most
+        assert clock.now == NOON
 
 
 async def test_a_person_is_asked_after_the_wait(signals: Signals) -> None:

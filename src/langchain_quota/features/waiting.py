@@ -1,28 +1,44 @@
-"""Calls that wait for room in the windows of quotas, in the order in which they come."""
+"""Calls that wait for room in the windows of quotas, in the order in which they come.
+
+A call stands in one queue: that of the quota which has room last, so it keeps nobody waiting who
+has room there. The tool calls of a message are admitted together, as soon as the first one can
+start; the others of a smooth quota get start times, and sleep until then in the hook around tools.
+"""
 
 import math
 import time
 from collections import Counter as Counts
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from secrets import token_hex
+from typing import Any, NamedTuple
 
-from langchain_quota.admission import AcquireResult
-from langchain_quota.concurrency import Form, wait_for
-from langchain_quota.decision import Scope
+from langchain.agents.middleware.types import ToolCallRequest
+
+from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Hits
+from langchain_quota.concurrency import Form, fork_safe_lock, wait_for
+from langchain_quota.decision import Call, Scope
 from langchain_quota.limits import Limit
 from langchain_quota.limits.options import counts_calls
-from langchain_quota.middleware.calls import Batch, Conclusion
-from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.calls import Batch, Conclusion, taken
+from langchain_quota.middleware.conclude import refunds_of
+from langchain_quota.middleware.context import running_agent
+from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import clock_of
 from langchain_quota.rule import Asked, Check, ResolvedLimit, ResolvedLimits
-from langchain_quota.semaphores import Slot, semaphore_of
+from langchain_quota.semaphores import LOOKS_AGAIN, Queues, Waiter, queues_of
+from langchain_quota.state import ledger, own_of
+from langchain_quota.stores.expiring import Kept
 from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.keys import lacking
 
 _SHORTEST = 0.001
 """How long a call pauses at least between two questions to the store, in seconds."""
+
+_MICROSECOND = 1e-6
+_MOST_KEPT = 10_000
+"""For how many messages and calls this process remembers when they started."""
 
 
 class Waiting(Feature):
@@ -36,10 +52,22 @@ class Waiting(Feature):
         smooth = any(quota.smooth for each in limiter.limits for quota in each.quotas)
         return cls(limiter) if smooth or _waiting(limiter.limits) else None
 
+    @classmethod
+    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+        """The hook around tools, if calls of a message can start one after the other."""
+        waits = _waiting(limits)
+        smooth = (each for each in limits if any(quota.smooth for quota in each.quotas))
+        return ("wrap_tool_call",) if any(each.name in waits for each in smooth) else ()
+
     def __init__(self, limiter: Any) -> None:
         super().__init__(limiter)
         self._seconds = _waiting(limiter.limits)
         self._clock = clock_of(limiter._store.store)  # noqa: SLF001 - quotas need a store
+        # When the first call of a message started, and the time when that was last looked up.
+        self._begun: Kept[tuple[float, float]] = Kept(_MOST_KEPT)
+        self._cancelled: Kept[bool] = Kept(_MOST_KEPT)
+        self._id = token_hex(8)
+        self._lock = fork_safe_lock()
 
     def answered(self, batch: Batch, result: AcquireResult) -> None:
         """Note when the next call fits into smooth quotas."""
@@ -66,24 +94,30 @@ class Waiting(Feature):
 
     async def judged(self, form: Form, batch: Batch) -> tuple[Batch, AcquireResult]:
         """Judge a batch when there is room for it, or when it may wait no longer."""
-        lines = self._lines(batch)
-        if not lines:
+        waits = [
+            (limit, scope, _queue_of(check))
+            for (limit, scope), check in _checks(batch).items()
+            if limit in self._seconds and check.key and _has_window(check)
+        ]
+        if not waits:
             return await super().judged(form, batch)
         began = time.monotonic()
-        until = began + min(self._seconds[limit] for limit, _ in lines.values())
-        wait = _Wait(until, *next(iter(lines.values())))
+        until = began + min(self._seconds[limit] for limit, *_ in waits)
+        queues = queues_of(self._store and self._store.store)
+        of = {queue: (limit, scope) for limit, scope, queue in waits}
+        wait = _Wait(until, queues, of, Waiter(form), *waits[0][:2])
         decision = "cancelled"
         try:
-            batch, result = await self._judged(form, batch, lines, wait)
+            batch, result = await self._judged(form, batch, wait)
+            self._note_starts(batch, result)
             refused = {name for each in result.refused for name in each}
             decision = "blocked" if wait.limit in refused else "allowed"
             return batch, result
         finally:
-            for slot in wait.slots:
-                slot.give_back()
+            queues.move(wait.waiter)
             waited = batch.own["waited"] = time.monotonic() - began if wait.has_waited else 0.0
-            of = batch.context.agent, wait.limit, decision, waited, wait.scope
-            self._recorder.record_wait(*of)
+            done = batch.context.agent, wait.limit, decision, waited, wait.scope
+            self._recorder.record_wait(*done)
 
     def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
         """Say in the decisions how long the calls have waited."""
@@ -93,41 +127,44 @@ class Waiting(Feature):
         decisions = [each._replace(waited=waited) for each in conclusion.decisions]
         return conclusion._replace(decisions=decisions)
 
-    async def _judged(
-        self, form: Form, batch: Batch, lines: "_Lines", wait: "_Wait"
-    ) -> tuple[Batch, AcquireResult]:
-        in_time = await self._queue(form, batch.context.agent, lines, wait)
-        if wait.has_waited:
-            batch = await self._again(form, batch)
+    async def _judged(self, form: Form, batch: Batch, wait: "_Wait") -> tuple[Batch, AcquireResult]:
+        in_time, agent = True, batch.context.agent
         while in_time:
+            in_time = await self._comes_next(agent, wait)
+            if wait.has_waited:
+                batch = await self._again(form, batch)
             # A stopped batch charges nothing.
             stops = batch.own[self.name] = batch.stops
-            batch.stops = {**stops, **dict.fromkeys(self._seconds, 1)}
-            batch, result = await super().judged(form, batch)
-            if not (result.stopped and batch.answered):
-                return batch, result
-            wait.limit, wait.scope, seconds = self._room(batch, result, stops, wait)
-            in_time = time.monotonic() + seconds <= wait.until
             if in_time:
-                wait.has_waited = True
-                with self._recorder.waiting(batch.context.agent, wait.limit):
-                    await wait_for(form, seconds)
-            batch = await self._again(form, batch)
+                batch.stops = {**stops, **dict.fromkeys(self._seconds, 1)}
+            later = self._let_start_later(batch, wait.until)
+            batch, result = await super().judged(form, batch)
+            if not (in_time and result.stopped and batch.answered):
+                return batch, result
+            lack = self._lack(batch, result, stops, later)
+            in_time = time.monotonic() + max(lack.pause, lack.last) <= wait.until
+            if in_time:
+                wait.limit, wait.scope, wait.has_waited = lack.limit, lack.scope, True
+                wait.queues.move(wait.waiter, lack.queue)
+                with self._recorder.waiting(agent, wait.limit):
+                    await wait_for(form, min(lack.pause, LOOKS_AGAIN))
+        batch = await self._again(form, batch)
+        self._let_start_later(batch, wait.until)
         return await super().judged(form, batch)
 
-    async def _queue(self, form: Form, agent: str | None, lines: "_Lines", wait: "_Wait") -> bool:
-        """Wait behind the calls that came before; whether its turn comes in time."""
-        # Every call takes its places in this order, so no two calls wait for each other.
-        for line, (limit, scope) in sorted(lines.items()):
-            semaphore = semaphore_of(self._store and self._store.store, line)
-            with self._recorder.waiting(agent, limit):
-                slot = await semaphore.take(form, 1, wait.until - time.monotonic())
-            wait.slots.append(slot)
-            if slot.waits:
-                wait.limit, wait.scope, wait.has_waited = limit, scope, True
-            if not slot.taken:
+    async def _comes_next(self, agent: str | None, wait: "_Wait") -> bool:
+        """Wait behind earlier calls that lack room; return whether the turn comes in time."""
+        seconds = 0.0
+        while True:
+            with self._recorder.waiting(agent, wait.limit):
+                if seconds > 0:
+                    await wait.waiter.sleep(seconds)
+                if wait.queues.is_next(wait.waiter, sorted(wait.of)):
+                    return True
+            (wait.limit, wait.scope), wait.has_waited = wait.of[wait.waiter.queue], True
+            seconds = wait.until - time.monotonic()
+            if seconds <= 0:
                 return False
-        return True
 
     async def _again(self, form: Form, batch: Batch) -> Batch:
         """The same calls at this moment."""
@@ -139,19 +176,37 @@ class Waiting(Feature):
             checks(again)
         return again
 
-    def _lines(self, batch: Batch) -> "_Lines":
-        """The lines in which calls wait, and for which quota; one for the windows of a count."""
-        return {
-            # Without the number of a fixed window.
-            check.key if check.spacing else check.key.rpartition(":")[0]: (name, check.scope)
-            for (name, _), check in _checks(batch).items()
-            if name in self._seconds and check.key and _has_window(check)
+    def _let_start_later(self, batch: Batch, until: float) -> Mapping[str, int]:
+        """Let all but the first call of smooth quotas start later; return by how many calls."""
+        # In a graph whose node of tools is not ours, nothing keeps a call from starting.
+        if batch.pending is None or not getattr(self._limiter, "has_tools", True):
+            return {}
+        microseconds = max(0, int((until - time.monotonic()) * 10**6))
+        later = {
+            check.counter: microseconds // check.spacing
+            for (limit, _), check in _checks(batch).items()
+            if limit in self._seconds
+            and check.spacing
+            # Calls that share an id are one call.
+            and all(amounts.get(check.counter, 0) <= 1 for amounts, _ in batch.hits)
         }
+        seen, hits = set[str](), []
+        for amounts, over in batch.hits:
+            raised = [
+                each._replace(most=each.most + later.get(each.counter, 0))
+                if each.counter in seen and each.limit in self._seconds
+                else each
+                for each in over
+            ]
+            seen.update(amounts)
+            hits.append(Hits(amounts, tuple(raised)))
+        batch.hits = hits
+        return later
 
-    def _room(
-        self, batch: Batch, result: AcquireResult, stops: Any, wait: "_Wait"
-    ) -> tuple[str, Scope, float]:
-        """Which quota lacks room, and for how many seconds: for ever if waiting does not help."""
+    def _lack(
+        self, batch: Batch, result: AcquireResult, stops: Any, later: Mapping[str, int]
+    ) -> "_Lack":
+        """The quota that has room last: never, if waiting does not help."""
         checks = _checks(batch)
         others, wanted = Counts[str](), Counts[str]()
         over = []
@@ -166,36 +221,123 @@ class Waiting(Feature):
             if not lasting:
                 wanted.update(hits.amounts)
                 over += [each for each in hits.thresholds if each.limit in self._seconds]
-        never = wait.limit, wait.scope, math.inf
         if any(others[name] >= after for name, after in stops.items()):
-            return never
+            return _Lack()
         found = []
         for each in over:
             check, room = checks[each.limit, each.scope], each.most - wanted[each.counter]
             if result.used[each.counter] <= room:
                 continue
-            seconds = math.inf
-            if room >= 0 and check.resets_at is not None:
+            pause = last = math.inf
+            if each.counter in later:
+                spacing, level = check.spacing, result.empty_in[each.counter]
+                last, pause = (lacking(level, n, spacing) for n in (room, each.most - 1))
+                # Start times are whole calls later.
+                pause = pause if pause > 0 else last % (spacing / 10**6)
+            elif room >= 0 and check.resets_at is not None:
                 # The time is that of one call.
                 more = (wanted[each.counter] - check.hit) * check.spacing / 10**6
-                seconds = check.resets_at.timestamp() - self._clock() + more
-            found.append((each.limit, each.scope, max(_SHORTEST, seconds)))
-        return max(found, key=itemgetter(2), default=never)
+                pause = last = check.resets_at.timestamp() - self._clock() + more
+            lack = _Lack(max(_SHORTEST, pause), last, each.limit, each.scope, _queue_of(check))
+            found.append(lack)
+        longest = max(found, key=attrgetter("pause"), default=_Lack())
+        return longest._replace(last=max((each.last for each in found), default=math.inf))
 
+    def _note_starts(self, batch: Batch, result: AcquireResult) -> None:
+        """Write down after how many seconds tool calls start, if they cannot all start now."""
+        if batch.pending is None or batch.sent is None or not batch.answered or result.stopped:
+            return
+        levels, starts = dict(result.empty_in), dict[str, tuple[float, str, Scope]]()
+        for call, asked, index in zip(batch.calls, batch.asked, batch.index_of, strict=True):
+            smooth = [
+                (each.limit.name, check)
+                for each in asked.limits
+                for check in each.checks
+                if check.spacing and each.limit.name in self._seconds and result.admitted[index]
+            ]
+            for limit, check in smooth:
+                seconds = lacking(levels[check.counter], (check.most or 0) - 1, check.spacing)
+                start = max(0.0, seconds), limit, check.scope
+                starts[str(call.id)] = max(start, starts.get(str(call.id), start))
+            for counter, spacing in {check.counter: check.spacing for _, check in smooth}.items():
+                levels[counter] += spacing
+        if any(seconds for seconds, *_ in starts.values()):
+            noted = {"message": batch.message, "name": batch.sent.attempt_id, "by": self._id}
+            batch.keep(self.name, {**noted, "starts": starts})
 
-_Lines = dict[str, tuple[str, Scope]]
-"""Lines, and for which limit and scope calls wait there."""
+    async def around_tool(
+        self, form: Form, request: ToolCallRequest, call: ToolHandler
+    ) -> ToolAnswer:
+        """Make a tool call when its start time has come. Refund it if it is cancelled before."""
+        state, call_id = request.state, str(request.tool_call["id"])
+        state = state if isinstance(state, Mapping) else {}
+        own, judged = own_of(state, self.name), ledger(state).get("batch")
+        charge = judged and judged["calls"].get(call_id)
+        start = own.get("starts", {}).get(call_id)
+        if not (judged and charge and start and own["message"] == judged["message"]):
+            return await call(request)
+        name, (after, limit, scope) = f"{own['name']}/{call_id}", start
+        refund = Compensation(name, {key: -amount for key, amount in charge["keys"].items()})
+        is_resumed = own["by"] != self._id or self._cancelled.get(name, 0) is not None
+        began, agent, decision = time.monotonic(), running_agent(), "cancelled"
+        try:
+            while seconds := self._seconds_to_start(own["name"], after):
+                with self._recorder.waiting(agent, limit):
+                    await wait_for(form, seconds)
+            decision = "allowed"
+        except BaseException:
+            if not is_resumed:
+                self._cancelled.put(name, True, began)
+                self._settle_soon(refund)
+                of = Call("tool", request.tool_call["name"], call_id, 1, agent)
+                self._recorder.record_refunds(refunds_of(of, taken(charge)))
+            raise
+        finally:
+            waited = time.monotonic() - began
+            self._recorder.record_wait(agent, limit, decision, waited, scope)
+        if is_resumed:
+            # It may have been refunded. Each correction is made once, so it is charged once.
+            self._settle_soon(refund, Compensation(f"{name}/again", charge["keys"]))
+        return await call(request)
+
+    def _settle_soon(self, *compensations: Compensation) -> None:
+        if self._store is not None:
+            self._store.settle_soon(AcquireRequest("", "", compensations=compensations))
+
+    def _seconds_to_start(self, message: str, after: float) -> float:
+        """Return in how many seconds a call starts; 0 if it starts now, and later ones after it."""
+        with self._lock:
+            now = self._clock()
+            # The clock may have gone back. And a call that starts late delays those after it.
+            first, seen = self._begun.get(message, 0) or (now, now)
+            first -= max(0.0, seen - now)
+            seconds = first + after - now
+            is_over = seconds < _MICROSECOND
+            self._begun.put(message, (now - after if is_over else first, now), now)
+            return 0.0 if is_over else seconds
 
 
 @dataclass(slots=True)
 class _Wait:
-    """Until when a batch may wait, for which quota it does, and its places in the lines."""
+    """Until when a batch may wait, in which queues, and for which quota it does."""
 
     until: float
+    queues: Queues
+    of: Mapping[str, tuple[str, Scope]]
+    waiter: Waiter
     limit: str
     scope: Scope
     has_waited: bool = False
-    slots: list[Slot] = field(default_factory=list)
+
+
+class _Lack(NamedTuple):
+    """The quota that has room last: after what pause, when the last call starts, and its queue."""
+
+    pause: float = math.inf
+    last: float = math.inf
+    limit: str = ""
+    scope: Scope = ""
+    queue: str = ""
 
 
 def _waiting(limits: Sequence[Limit]) -> dict[str, float]:
@@ -215,3 +357,9 @@ def _checks(batch: Batch) -> dict[tuple[str, Scope], Check]:
 
 def _has_window(check: Check) -> bool:
     return bool(check.spacing) or check.resets_at is not None
+
+
+def _queue_of(check: Check) -> str:
+    """The queue of a count: the same in all its windows."""
+    key = check.key or ""
+    return key if check.spacing else key.rpartition(":")[0]

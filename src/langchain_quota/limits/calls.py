@@ -46,9 +46,10 @@ class ToolCallLimit(CallLimit[int]):
             need a `QuotaMiddleware` with a `store`. A call runs only if all of them admit it.
             With quotas, neither `thread_limit` nor `run_limit` is needed.
         wait: How long a call waits for room in a quota with a window: seconds from 0, text such as
-            `"30s"`, or a `timedelta`; `None` to refuse it at once. Calls of a process are admitted
-            in the order in which they come, and those of one message together. A call that would
-            have to wait longer is treated as `exit_behavior` says, as is every call with
+            `"30s"`, or a `timedelta`; `None` to refuse it at once. A call waits only behind those
+            of its process that came before and lack room in the same quota. The calls of a message
+            are admitted together; under a smooth quota they start one after the other. A call that
+            would have to wait longer is treated as `exit_behavior` says, as is every call with
             `enforce=False`. It cannot be used with `"finalize"`.
 
     Raises:

@@ -124,14 +124,14 @@ class QuotaMiddleware(
         RootRuns,
         Questions,
         Repeats,
-        # A call that waits for its turn does not work: the time begins in here.
+        # A call that waits for its start or its turn does not work: the time begins in here.
+        Waiting,
         AtOnce,
         Budgets,
         Telling,
         DeepAgents,
         OfferedTools,
         Unjudged,
-        Waiting,
         CallTimes,
     )
 

@@ -10,7 +10,7 @@ from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
 from langchain_quota.arguments import check_count, check_name
 from langchain_quota.concurrency import Form, ask, now, wait_for
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.semaphores import semaphore_of
+from langchain_quota.semaphores import LOOKS_AGAIN, semaphore_of
 from langchain_quota.stores.keys import CountKey, lacking, spacing_of
 
 _SCOPE = "rate_limiter"
@@ -84,7 +84,7 @@ class _StoreRateLimiter(BaseRateLimiter):
                 lacks = await self._lacks(form)
                 if lacks <= 0 or not blocking:
                     return lacks <= 0
-                await wait_for(form, lacks)
+                await wait_for(form, min(lacks, LOOKS_AGAIN))
             return False
         finally:
             slot.give_back()
