@@ -86,12 +86,12 @@ def reporting(api: Make, given: int, made: int, *, tier: str = "", **more: Any) 
 
 @dataclass(frozen=True)
 class Report:
-    """A report of a provider, and its price in microdollars: of a stream that says less another."""
+    """A report of a provider, and its price in nanodollars: of a stream that says less another."""
 
     api: Make
     given: int
     made: int
-    microdollars: int
+    nanodollars: int
     streamed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -116,18 +116,20 @@ SERVED, SERVED_FLEX, NOT_SERVED = (
 )
 BOTH_TIMES = {"read": 900, "for_5m": 500, "for_1h": 1_500}
 REPORTS = {
-    # 183 of $2.50 a million, 1,024 of $1.25, 31 of $10: 2,047.5
-    "chat, cached": Report(chat, 1_207, 31, 2_048, details={"cached": 1_024}),
+    # 183 of $2.50 a million, 1,024 of $1.25, 31 of $10: $0.0020475
+    "chat, cached": Report(chat, 1_207, 31, 2_047_500, details={"cached": 1_024}),
     # 800 of $2.50, 1,200 of $0.25, 300 of $20
-    "chat, priority": Report(chat, 2_000, 300, 8_300, None, PRIORITY, SERVED),
+    "chat, priority": Report(chat, 2_000, 300, 8_300_000, None, PRIORITY, SERVED),
     # 800 of $0.625, 1,200 of $0.0625, 300 of $5
-    "chat, flex": Report(chat, 2_000, 300, 2_075, None, FLEX, SERVED_FLEX),
+    "chat, flex": Report(chat, 2_000, 300, 2_075_000, None, FLEX, SERVED_FLEX),
     # 800 of $1.25, 1,200 of $0.125, 300 of $10
-    "chat, priority not served": Report(chat, 2_000, 300, 4_150, None, PRIORITY, NOT_SERVED),
-    "responses, cached": Report(responses, 2_000, 300, 4_150, None, GPT_5, CACHED),
-    "responses, priority": Report(responses, 2_000, 300, 8_300, None, GPT_5, SERVED),
+    "chat, priority not served": Report(chat, 2_000, 300, 4_150_000, None, PRIORITY, NOT_SERVED),
+    "responses, cached": Report(responses, 2_000, 300, 4_150_000, None, GPT_5, CACHED),
+    "responses, priority": Report(responses, 2_000, 300, 8_300_000, None, GPT_5, SERVED),
     # 25 of $5, 900 of $0.50, 80 of $25, 2,000 of $6.25
-    "messages, written": Report(messages, 25, 80, 15_075, details={"read": 900, "written": 2_000}),
+    "messages, written": Report(
+        messages, 25, 80, 15_075_000, details={"read": 900, "written": 2_000}
+    ),
     # 25 of $5, 900 of $0.50, 80 of $25, 500 of $6.25, 1,500 of $10
-    "messages, both times": Report(messages, 25, 80, 20_700, 15_075, details=BOTH_TIMES),
+    "messages, both times": Report(messages, 25, 80, 20_700_000, 15_075_000, details=BOTH_TIMES),
 }

@@ -12,7 +12,7 @@ from tests.scene import Scene
 from tests.telemetry import Signals, needs_inline
 
 TOTAL = "model.total_tokens"
-MONEY = "model.microdollars"
+MONEY = "model.nanodollars"
 GLOBAL = f"{TOTAL}:global:"
 THREAD = f"{TOTAL}:thread:thread-1"
 

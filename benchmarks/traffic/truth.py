@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, Self
 from langchain_core.messages import AIMessage
 
 from langchain_quota.decision import RUN, STORE, THREAD, Decision, LimitStatus
-from langchain_quota.limits.options import MICRODOLLARS, TOTAL_TOKENS
+from langchain_quota.limits.options import NANODOLLARS, TOTAL_TOKENS
 from langchain_quota.state import ThreadUsage
 from langchain_quota.telemetry.labels import NONE
 from langchain_quota.units import Level, Unit, level
 
 Row = Mapping[str, Any]
 
-COUNTERS: Mapping[Unit, str] = {"tokens": TOTAL_TOKENS, "microdollars": MICRODOLLARS}
+COUNTERS: Mapping[Unit, str] = {"tokens": TOTAL_TOKENS, "nanodollars": NANODOLLARS}
 """What counts the amounts that budgets of the traffic have."""
 
 

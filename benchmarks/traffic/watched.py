@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.traffic.running import Traffic
 from langchain_quota.decision import STORE
 from langchain_quota.monitoring import exports
-from langchain_quota.units import MICRODOLLARS, Level
+from langchain_quota.units import NANODOLLARS, Level
 from tests.server.alertmanager import (
     Webhook,
     alerting_prometheus,
@@ -135,12 +135,12 @@ class Watch:
                 self.totals("langchain_quota_spent_tokens_total", "agent"),
             ),
             (
-                "millionths of a dollar",
-                truth.spent("microdollars", "agent"),
+                "billionths of a dollar",
+                truth.spent("nanodollars", "agent"),
                 self.totals(
                     'langchain_quota_spent_dollars_total{limit="cost"}',
                     "agent",
-                    parts=MICRODOLLARS,
+                    parts=NANODOLLARS,
                 ),
             ),
         ):

@@ -142,7 +142,7 @@ class LimitStatus(NamedTuple):
         run_limit: The run's limit; `None` for none.
         quotas: The same for each of the limit's quotas.
         shared: Whether a store keeps one of the counts.
-        unit: What is counted: `"calls"`, `"tokens"`, `"microdollars"` or `"milliseconds"`.
+        unit: What is counted: `"calls"`, `"tokens"`, `"nanodollars"` or `"milliseconds"`.
         needs: How much of a budget the call may need, if the budget refuses it; else 0.
 
     Examples:
@@ -175,8 +175,8 @@ class LimitStatus(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """What the call is charged of a limit of dollars, in microdollars; else 0."""
-        return self.run_used - self.run_before if self.unit == "microdollars" else 0
+        """What the call is charged of a limit of dollars, in nanodollars; else 0."""
+        return self.run_used - self.run_before if self.unit == "nanodollars" else 0
 
     @property
     def refused(self) -> bool:
@@ -373,4 +373,4 @@ class Refund(NamedTuple):
 
     call: Call
     limit: str
-    microdollars: int = 0
+    nanodollars: int = 0

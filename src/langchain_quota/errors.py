@@ -59,7 +59,7 @@ class ModelCallLimitExceededError(_RefusedError, model_call_limit.ModelCallLimit
     """A model call limit or a budget with `exit_behavior="error"` refused a model call.
 
     A subclass of LangChain's exception of the same name, with its arguments and its text, or that
-    of `message`. The unit of the counts is that of the limit: calls, tokens, microdollars or
+    of `message`. The unit of the counts is that of the limit: calls, tokens, nanodollars or
     milliseconds.
 
     Attributes:

@@ -35,7 +35,7 @@ The mark is not sent to models.
 _EXCEEDED = "Tool call limit exceeded."
 _BUDGETS: Mapping[Unit, str] = {
     "tokens": "Token",
-    "microdollars": "Cost",
+    "nanodollars": "Cost",
     "milliseconds": "Time",
 }
 
@@ -128,7 +128,7 @@ def _refusal(limit: Limit, decision: Decision, status: LimitStatus) -> str:
             f"call{'' if most == 1 else 's'} of {_tools(limit) or 'tools'} may run at the same "
             "time. Try again later, or go on without it."
         )
-    if limit.unit == "microdollars" or isinstance(limit, RepeatLimit):
+    if limit.unit == "nanodollars" or isinstance(limit, RepeatLimit):
         reason, remedy = _why(limit, decision)
         return f"This call was not run: {reason}. {remedy}"
     if limit.tools:

@@ -16,7 +16,7 @@ from langgraph.types import StateSnapshot
 from typing_extensions import TypedDict
 
 from langchain_quota.arguments import shown
-from langchain_quota.limits.options import MICRODOLLARS
+from langchain_quota.limits.options import NANODOLLARS
 
 LEDGER = "langchain_quota"
 """The state key of our own part of the ledger."""
@@ -44,7 +44,7 @@ class Charge(TypedDict):
     keys: Amounts
     """What a store charged."""
     costs: NotRequired[Amounts]
-    """What a paid call costs, in microdollars, by limit."""
+    """What a paid call costs, in nanodollars, by limit."""
 
 
 class ToolBatch(TypedDict):
@@ -236,14 +236,14 @@ def spent(
     known = {**own_of(state, "budgets"), **kept}
     of_thread, of_run = dict(known.get("thread_spent") or {}), dict(known.get("run_spent") or {})
     for used, tools in ((of_thread, thread_tools(state)), (of_run, run_tools(state))):
-        if MICRODOLLARS in tools:
-            used[MICRODOLLARS] = used.get(MICRODOLLARS, 0) + tools[MICRODOLLARS]
+        if NANODOLLARS in tools:
+            used[NANODOLLARS] = used.get(NANODOLLARS, 0) + tools[NANODOLLARS]
     return of_thread, of_run
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadUsage:
-    """What a thread has used: calls, tokens, microdollars and milliseconds.
+    """What a thread has used: calls, tokens, nanodollars and milliseconds.
 
     Attributes:
         tools: Tool calls of the thread, by what is counted: a tool's name, several joined by
@@ -253,7 +253,7 @@ class ThreadUsage:
         run_model: Model calls of its newest run.
         spent: What the calls of the thread have used of its budgets, by
             `"model.total_tokens"`, `"model.input_tokens"`, `"model.output_tokens"` and
-            `"model.microdollars"`, and its time by `"model.milliseconds"`.
+            `"model.nanodollars"`, and its time by `"model.milliseconds"`.
         run_spent: What those of its newest run have used, under the same names.
 
     Examples:
@@ -311,7 +311,7 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
 
 
 def _calls(counts: Mapping[str, int]) -> Mapping[str, int]:
-    calls = {each: count for each, count in counts.items() if each != MICRODOLLARS}
+    calls = {each: count for each, count in counts.items() if each != NANODOLLARS}
     return MappingProxyType({each.removeprefix(","): count for each, count in calls.items()})
 
 

@@ -1,6 +1,5 @@
 """Amounts: their units, money, times, and how much of a limit they are."""
 
-import math
 import re
 from datetime import timedelta
 from decimal import Decimal, DecimalException
@@ -10,8 +9,8 @@ from functools import lru_cache
 from math import ceil
 from typing import Any, Literal
 
-Unit = Literal["calls", "tokens", "microdollars", "milliseconds"]
-"""What a limit counts, always in whole numbers: money in millionths of a US dollar."""
+Unit = Literal["calls", "tokens", "nanodollars", "milliseconds"]
+"""What a limit counts, always in whole numbers: money in billionths of a US dollar."""
 
 Time = timedelta | str | float
 """A time: a `timedelta`, text such as `"30s"`, or a number of seconds."""
@@ -19,15 +18,18 @@ Time = timedelta | str | float
 Dollars = Decimal | str | float
 """An amount of US dollars, exactly as it is written: a float, too, as Python prints it."""
 
-MICRODOLLARS = 10**6
-"""How many microdollars make a dollar."""
+NANODOLLARS = 10**9
+"""How many nanodollars make a dollar."""
 
-_MOST = 10**9
-"""The most dollars or seconds of a limit: Redis adds in Lua, exactly up to 2 ** 53 microdollars."""
+MAX_DOLLARS = 9 * 10**6
+"""The most dollars of a limit or a price: Redis adds in Lua, exactly up to 2**53 nanodollars."""
+
+_MAX_SECONDS = 10**9
+"""The most seconds of a limit."""
 
 
 def checked_dollars(argument: str, value: object) -> Decimal:
-    """An amount of dollars, exactly as it is written; from 0 to a billion."""
+    """An amount of dollars, exactly as it is written; from 0 to nine million."""
     if isinstance(value, bool) or not isinstance(value, Decimal | str | int | float):
         raise TypeError(f"{argument} must be dollars, such as 0.50, not {value!r}")
     try:
@@ -37,29 +39,29 @@ def checked_dollars(argument: str, value: object) -> Decimal:
         raise ValueError(
             f'{argument} must be dollars in digits, such as "0.50", not {value!r}'
         ) from None
-    if not dollars.is_finite() or not 0 <= dollars <= _MOST:
-        raise ValueError(f"{argument} must be from 0 to {_MOST} dollars, not {value!r}")
+    if not dollars.is_finite() or not 0 <= dollars <= MAX_DOLLARS:
+        raise ValueError(f"{argument} must be from 0 to {MAX_DOLLARS:,} dollars, not {value!r}")
     return dollars
 
 
-def checked_microdollars(argument: str, value: object) -> int:
-    """The microdollars of an amount of dollars."""
+def checked_nanodollars(argument: str, value: object) -> int:
+    """The nanodollars of an amount of dollars."""
     # The application's decimal context may round decimals; fractions are never rounded.
-    amount = Fraction(checked_dollars(argument, value)) * MICRODOLLARS
+    amount = Fraction(checked_dollars(argument, value)) * NANODOLLARS
     if amount.denominator != 1:
-        raise ValueError(f"{argument} must have at most six decimal places, not {value!r}")
+        raise ValueError(f"{argument} must have at most nine decimal places, not {value!r}")
     return int(amount)
 
 
-def microdollars(dollars: Decimal) -> int:
-    """The microdollars of a price, rounded up to a whole one."""
-    return ceil(Fraction(dollars) * MICRODOLLARS)
+def nanodollars(dollars: Decimal) -> int:
+    """The nanodollars of a price, rounded up to a whole one."""
+    return ceil(Fraction(dollars) * NANODOLLARS)
 
 
 def as_dollars(amount: int) -> str:
-    """An amount of microdollars as people read it: `"$0.50"`, with up to six decimal places."""
-    whole, rest = divmod(abs(amount), MICRODOLLARS)
-    places = f"{rest:06d}".rstrip("0").ljust(2, "0")
+    """An amount of nanodollars as people read it: `"$0.50"`, with up to nine decimal places."""
+    whole, rest = divmod(abs(amount), NANODOLLARS)
+    places = f"{rest:09d}".rstrip("0").ljust(2, "0")
     return f"{'-' if amount < 0 else ''}${whole:,}.{places}"
 
 
@@ -82,8 +84,8 @@ def checked_milliseconds(argument: str, value: object) -> int:
         raise TypeError(f'{argument} must be a time, such as "5m", or seconds, not {value!r}')
     seconds = time.total_seconds() if isinstance(time, timedelta) else time
     # No comparison is true of what is not a number.
-    if not 0 <= seconds <= _MOST:
-        raise ValueError(f"{argument} must be from 0 to {_MOST} seconds, not {value!r}")
+    if not 0 <= seconds <= _MAX_SECONDS:
+        raise ValueError(f"{argument} must be from 0 to {_MAX_SECONDS} seconds, not {value!r}")
     return round(seconds * 1000)
 
 
@@ -98,12 +100,12 @@ def as_time(amount: int) -> str:
 UNIT_LABELS: dict[Unit, str] = {
     "calls": "calls",
     "tokens": "tokens",
-    "microdollars": "dollars",
+    "nanodollars": "dollars",
     "milliseconds": "seconds",
 }
 """The names of units where amounts are shown."""
 
-PER_BASE_UNIT: dict[Unit, int] = {"microdollars": MICRODOLLARS, "milliseconds": 1000}
+PER_BASE_UNIT: dict[Unit, int] = {"nanodollars": NANODOLLARS, "milliseconds": 1000}
 """How many of a unit make one of those that are shown; 1 of the others."""
 
 
@@ -118,7 +120,7 @@ def shown(amount: int | None, unit: Unit) -> str:
         return str(amount)
     if unit == "milliseconds":
         return as_time(amount)
-    return as_dollars(amount) if unit == "microdollars" else f"{amount:,} tokens"
+    return as_dollars(amount) if unit == "nanodollars" else f"{amount:,} tokens"
 
 
 class Level(StrEnum):
@@ -141,8 +143,8 @@ class Level(StrEnum):
 @lru_cache(maxsize=1024)
 def near_threshold(limit: int, near: float) -> int:
     """The smallest count that is near the limit; `near` is a share from 0 to 1."""
-    # Rounded to nine digits first, so that 0.55 of 100 is 55 and not the 56 of binary fractions.
-    return math.ceil(round(near * limit, 9))
+    # The share is rounded, so that 0.55 of 100 is 55 and not the 56 of binary fractions.
+    return ceil(limit * Fraction(near).limit_denominator(10**9))
 
 
 def level(used: int, limit: int, near: float) -> Level:

@@ -32,7 +32,12 @@ ROWS: dict[str, tuple[Callable[[], object], str | None]] = {
         lambda: ModelCallLimit(run_limit=1, exit_behavior="ask", grant=0),
         "grant must be above 0",
     ),
-    "a tenth of a microdollar": (lambda: CostLimit(run_limit="0.0000001"), "six decimal places"),
+    "nine million dollars": (lambda: CostLimit(run_limit=9_000_000, thread_limit=9e6), None),
+    "a nanodollar more": (
+        lambda: CostLimit(run_limit="9000000.000000001"),
+        r"^run_limit must be from 0 to 9,000,000 dollars, not '9000000.000000001'$",
+    ),
+    "a tenth of a nanodollar": (lambda: CostLimit(run_limit="0.0000000001"), "nine decimal places"),
 }
 
 

@@ -172,12 +172,20 @@ OF_DOLLARS: Rows = [
     (TypeError, "run_limit must be dollars, such as 0.50, not True", {"run_limit": True}),
     *((ValueError, "in digits", {"run_limit": each}) for each in ("$5", "")),
     *(
-        (ValueError, "from 0 to 1000000000 dollars", {"run_limit": each})
-        for each in ("-1", -0.5, Decimal("NaN"), math.nan, math.inf, "Infinity", 10**9 + 1)
+        (ValueError, "from 0 to 9,000,000 dollars", {"run_limit": each})
+        for each in (
+            "-1",
+            -0.5,
+            Decimal("NaN"),
+            math.nan,
+            math.inf,
+            "Infinity",
+            "9000000.000000001",
+        )
     ),
     *(
-        (ValueError, "at most six decimal places", {"run_limit": each})
-        for each in ("0.0000001", 1e-7, 0.1 + 0.2, "1." + "0" * 60 + "1")
+        (ValueError, "at most nine decimal places", {"run_limit": each})
+        for each in ("0.0000000001", 1e-10, 0.1 + 0.2, "1." + "0" * 60 + "1")
     ),
 ]
 OF_TOKENS: Rows = [
@@ -188,7 +196,7 @@ OF_TOKENS: Rows = [
 ]
 # A price may be finer than what is counted, and is exact.
 OF_PRICES: Rows = [
-    (ValueError, "cache_read must be from 0 to 1000000000 dollars", {"cache_read": math.nan}),
+    (ValueError, "cache_read must be from 0 to 9,000,000 dollars", {"cache_read": math.nan}),
     (ValueError, "output must be from 0 to", {"input": None, "output": "-1"}),
     (ValueError, "reasoning must be dollars in digits", {"reasoning": "a lot"}),
 ]

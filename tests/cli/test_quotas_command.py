@@ -103,7 +103,7 @@ async def test_budgets_have_units(
         TokenLimit(quotas=[Quota(50_000, per="user_id")]),
         CostLimit(quotas=[Quota(4, per="tenant")], exit_behavior="error"),
     ]
-    given: Any = {"store": store, "prices": lambda _: Decimal("4.250001")}
+    given: Any = {"store": store, "prices": lambda _: Decimal("4.250000001")}
     who = {"tenant": "acme", "user_id": "ada"}
     scene = Scene(signals, [paid(1_200), paid(1_200)], budgets, context=who, **given)
     await scene.play()
@@ -112,7 +112,7 @@ async def test_budgets_have_units(
     assert run("reset", "--key", "model.*", "--yes") == 0
     assert capsys.readouterr().out.splitlines() == [
         "counted             per      subject          used             of  until",
-        "model.microdollars  tenant   'acme'      $4.250001          $4.00  reset",
+        "model.nanodollars   tenant   'acme'   $4.250000001          $4.00  reset",
         "model.total_tokens  user_id  'ada'    1,200 tokens  50,000 tokens  reset",
         "2 reset to 0",
     ]
@@ -383,7 +383,7 @@ def test_bad_grants(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         (("a:b:c:d", "5"), "key must be the key of a count"),
         ((ADA, "0"), "amount must be above 0"),
         *(((ADA, each), "amount must be a whole number") for each in ("five", "\u0663")),
-        (("model.microdollars:user_id:a:60:1", "\u0663"), "amount must be a number of dollars"),
+        (("model.nanodollars:user_id:a:60:1", "\u0663"), "amount must be a number of dollars"),
         ((ADA, "5", "--id", ""), "id must not be empty"),
     ):
         assert run("grant", "--key", *arguments, "--reason", "more") == 2

@@ -277,7 +277,7 @@ def test_amounts() -> None:
     assert {value: compact(value, "tokens") for value in tokens} == tokens
     dollars = {0: "$0.00", 0.5: "$0.50", 0.0042: "$0.0042", 0.000042: "$0.000042"}
     dollars |= {1234.5: "$1,234.50", 2_500_000: "$2,500,000.00"}
-    assert {value: compact(value, "microdollars") for value in dollars} == dollars
+    assert {value: compact(value, "nanodollars") for value in dollars} == dollars
     shares = {None: "-", 0: "0%", 0.001: "1%", 0.999: "99%", 1: "100%", 1.5: "150%", 1e9: "999%"}
     assert {value: percent(value) for value in shares} == shares
     times = {None: "", -5: "0s", 0.4: "0s", 59: "59s", 60: "1m", 7_300: "2h", 1e9: "11574d"}

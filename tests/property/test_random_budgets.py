@@ -18,14 +18,14 @@ from tests.telemetry import HAS_INLINE, telling
 from tests.tokens import answer
 
 PER_TOKEN = 7
-"""What a token costs, in microdollars."""
+"""What a token costs, in nanodollars."""
 
 What = Literal["total", "input", "output", "money"]
 NAMES: dict[What, str] = {
     "total": "model.total_tokens",
     "input": "model.input_tokens",
     "output": "model.output_tokens",
-    "money": "model.microdollars",
+    "money": "model.nanodollars",
 }
 WAYS: list[tuple[Kind, Form]] = [("quota", "sync"), ("quota", "async")]
 WAYS += [("graph", "async"), ("inline", "sync"), ("inline", "async")] if HAS_INLINE else []
@@ -64,7 +64,7 @@ class Budget:
         """The limit."""
 
         def amount(tokens: int) -> Any:
-            return Decimal(tokens * PER_TOKEN) / 10**6 if self.what == "money" else tokens
+            return Decimal(tokens * PER_TOKEN) / 10**9 if self.what == "money" else tokens
 
         options: dict[str, Any] = {
             f"{scope}_limit": (lambda *_, most=most: amount(most))
@@ -202,7 +202,7 @@ def _shown(what: What, left: int, most: int) -> str:
         return f"{subject}: {left} of {most} left"
 
     def dollars(amount: int) -> str:
-        whole, _, rest = f"{Decimal(amount) / 10**6:.6f}".partition(".")
+        whole, _, rest = f"{Decimal(amount) / 10**9:.9f}".partition(".")
         return f"${whole}.{rest[:2]}{rest[2:].rstrip('0')}"
 
     return f"money: {dollars(left)} of {dollars(most)} left"
@@ -237,7 +237,7 @@ async def test_random_agents(
     kind, form = way
     options: dict[str, Any] = {"kind": kind, "form": form, "store": store, "tell_model": True}
     if any(each.what == "money" for each in drawn):
-        options["prices"] = lambda used: Decimal(used.total_tokens * PER_TOKEN) / 10**6
+        options["prices"] = lambda used: Decimal(used.total_tokens * PER_TOKEN) / 10**9
     limits = [each.made() for each in drawn]
     scene = Scene(signals, lambda _: played.pop(0), limits, **options)
 

@@ -137,6 +137,6 @@ def test_without_the_list_a_table_works_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "genai_prices.data_snapshot", None)
     prices = resolve_prices({"mine": Price(input=1, output=1)})
     usage = ModelUsage(request_model="mine", input_tokens=5, total_tokens=5)
-    assert cost(usage, prices) == 5
+    assert cost(usage, prices) == 5_000
     with pytest.raises(ModuleNotFoundError, match=r'pip install "langchain-quota\[cost\]"'):
         resolve_prices(None)

@@ -169,7 +169,7 @@ async def test_dollars(signals: Signals, store: Any) -> None:
     await scene.play()
     assert scene.offers(cost="0.25")
     assert "allow $0.25 more for 'cost'" in scene.question()[1]
-    for wrong in (True, "$1", 0.0000001, 10**9 + 1):
+    for wrong in (True, "$1", 0.0000000001, 9_000_000.1):
         await scene.resume(amount(wrong))
         assert "The answer could not be used: " in scene.question()[1]
     await scene.resume(amount("0.30"))
@@ -203,7 +203,7 @@ async def test_how_long_it_lasts(signals: Signals) -> None:
         (amount(1.5), '"amount" must be a whole number or None, not 1.5'),
         (amount(True), "not True"),
         (amount("2"), "not '2': write 2"),
-        (amount(10**15 + 1), '"amount" must be at most 1000000000000000, not'),
+        (amount(9 * 10**15 + 1), '"amount" must be at most 9000000000000000, not'),
     ],
     ids=str,
 )

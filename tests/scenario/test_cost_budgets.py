@@ -9,15 +9,16 @@ from langchain.agents.middleware import ModelFallbackMiddleware
 from langchain_core.language_models import FakeListLLM
 from langchain_core.language_models.base import LangSmithParams
 
-from langchain_quota import CostLimit, Price, QuotaMiddleware
+from langchain_quota import CostLimit, MemoryStore, Price, Quota, QuotaMiddleware
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Form, Scene, both_forms
+from tests.stores import counts
 from tests.telemetry import Signals
 from tests.tokens import MONEY, During, ProviderError, answer, spent
 
-DOLLAR = 10**6
+DOLLAR = 10**9
 """In the unit of the counts."""
 
 
@@ -30,9 +31,9 @@ def known_models(used: ModelUsage) -> Decimal | None:
     return a_dollar_a_token(used) if used.request_model == "known" else None
 
 
-async def test_money_is_counted_in_millionths(signals: Signals) -> None:
+async def test_money_is_counted_in_billionths(signals: Signals) -> None:
     """What a call costs is charged by the prices given, rounded up once, and shown in dollars."""
-    prices = {60: Decimal("0.0000001"), 40: Decimal("0.5")}
+    prices = {60: Decimal("0.0000000001"), 40: Decimal("0.5")}
     scene = Scene(
         signals,
         [answer(60, "search"), answer(40, "search")],
@@ -42,8 +43,28 @@ async def test_money_is_counted_in_millionths(signals: Signals) -> None:
 
     await scene.play()
 
-    assert spent(scene, MONEY) == (500_001, 500_001)
-    assert scene.last_text() == "Cost limits exceeded: run limit ($0.500001/$0.50)"
+    assert spent(scene, MONEY) == (500_000_001, 500_000_001)
+    assert scene.last_text() == "Cost limits exceeded: run limit ($0.500000001/$0.50)"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "price", "nanodollars"),
+    [(12, "0.10", 1_200), (24, "0.05", 1_200), (300, 0.0375, 11_250), (1, "0.001", 1)],
+)
+async def test_small_calls_of_a_cheap_model(
+    signals: Signals, tokens: int, price: Any, nanodollars: int
+) -> None:
+    """Many small calls cost exactly their tokens times the price, in the state and in a store."""
+    prices: Any = {"mine": Price(input=price, output=price)}
+    model = ScriptedChatModel(model="mine", script=lambda _: answer(tokens))
+    store = MemoryStore()
+    for quotas in ([], [Quota(5, per="global")]):
+        limit = CostLimit(thread_limit=5, quotas=quotas)
+        scene = Scene(signals, model, [limit], prices=prices, store=store if quotas else None)
+        for _ in range(20):
+            await scene.play()
+        assert spent(scene, MONEY) == (20 * nanodollars, nanodollars)
+    assert counts(store)[f"{MONEY}:global:"] == 20 * nanodollars
 
 
 DETAILS = {
@@ -59,22 +80,22 @@ NONSENSE = {"input_token_details": {"cache_read": -5, "audio": "100", "cache_cre
 
 
 @pytest.mark.parametrize(
-    ("price", "details", "microdollars"),
+    ("price", "details", "dollars"),
     [
-        ({}, DETAILS, 2_000),
-        ({"cache_read": 0.1}, DETAILS, 1_910),
-        ({"cache_creation": "2"}, DETAILS, 2_300),
-        ({"cache_creation_1h": "4"}, DETAILS, 2_600),
-        ({"output_audio": Decimal(21)}, DETAILS, 3_000),
-        ({"reasoning": "0"}, DETAILS, 1_900),
-        ({"input_audio": 11}, {"input_token_details": {"priority_audio": 50}}, 2_500),
-        ({"cache_read": "9", "input_audio": "9"}, NONSENSE, 2_000),
-        ({"input": "1.000001"}, {}, 2_001),
-        ({"cache_creation": "2"}, {"input_token_details": {"cache_creation": 300}}, 2_300),
+        ({}, DETAILS, 0.002),
+        ({"cache_read": 0.1}, DETAILS, 0.00191),
+        ({"cache_creation": "2"}, DETAILS, 0.0023),
+        ({"cache_creation_1h": "4"}, DETAILS, 0.0026),
+        ({"output_audio": Decimal(21)}, DETAILS, 0.003),
+        ({"reasoning": "0"}, DETAILS, 0.0019),
+        ({"input_audio": 11}, {"input_token_details": {"priority_audio": 50}}, 0.0025),
+        ({"cache_read": "9", "input_audio": "9"}, NONSENSE, 0.002),
+        ({"input": "1.0000000001"}, {}, 0.002000001),
+        ({"cache_creation": "2"}, {"input_token_details": {"cache_creation": 300}}, 0.0023),
     ],
 )
 async def test_parts_have_prices_of_their_own(
-    signals: Signals, price: Mapping[str, Any], details: Mapping[str, Any], microdollars: int
+    signals: Signals, price: Mapping[str, Any], details: Mapping[str, Any], dollars: float
 ) -> None:
     """A part without a price has that of the whole; one with a price is paid once, exactly."""
     report = answer(2_000, input_tokens=1_000, output_tokens=1_000, **details)
@@ -90,7 +111,7 @@ async def test_parts_have_prices_of_their_own(
     total = signals.value(
         "langchain_quota_spent_dollars_total", agent="unnamed", limit="cost", model="mine"
     )
-    assert total == microdollars / DOLLAR
+    assert total == dollars
 
 
 class OwnModel(ScriptedChatModel):
@@ -114,7 +135,7 @@ async def test_an_own_chat_model_gets_the_price_of_the_list(signals: Signals) ->
     assert unnamed.calls == ()
 
     own = {"gpt-4o": Price(input="1", output="2")}
-    for prices, cost in ((None, 2_510), (own, 1_002)):
+    for prices, cost in ((None, 2_510_000), (own, 1_002_000)):
         named = OwnModel(provider="openai", script=[answer(1_001)])
         scene = Scene(signals, named, [CostLimit(run_limit=1)], prices=prices)
         await scene.play()

@@ -19,7 +19,7 @@ from tests.stores import Clock, FickleStore, counts, quota
 from tests.telemetry import Signals
 
 TOKENS = "model.total_tokens:global:"
-MONEY = "model.microdollars:global:"
+MONEY = "model.nanodollars:global:"
 ASKED: Any = {"messages": [("user", "Hi!")]}
 
 
@@ -44,10 +44,10 @@ class Budget:
         self.quota = quota(
             signals,
             TokenLimit(quotas=[Quota(10_000, per="global")], reserve=500),
-            CostLimit(quotas=[Quota(1, per="global")], reserve="0.0005"),
+            CostLimit(quotas=[Quota(1, per="global")], reserve="0.0000005"),
             store=FickleStore(self.store),
             clock=self.clock,
-            prices=lambda used: Decimal(used.total_tokens) / 10**6,
+            prices=lambda used: Decimal(used.total_tokens) / 10**9,
         )
         self.agent = Scene(signals, model, [self.quota], checkpointer=None).agent
 

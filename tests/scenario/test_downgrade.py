@@ -47,7 +47,7 @@ async def test_from_a_share_on(kind: Any, options: Any, signals: Signals) -> Non
     scene = Scene(signals, dear, [limit], **given)
     await scene.play()
     assert (len(dear.calls), len(cheap.calls)) == (2, 2)
-    assert spent(scene, MONEY)[0] == 900_000
+    assert spent(scene, MONEY)[0] == 900_000_000
     # It has the tools, and is told.
     assert cheap.calls[0].tools == ("search", "calc")
     assert "a cheaper model answers" in cheap.calls[0].messages[-1].text
@@ -115,7 +115,7 @@ async def test_structured_answers(kind: Any, strategy: Any, said: Any, signals: 
     scene = Scene(signals, model("dear", answer(11, "search")), [limit], **given)
     await scene.play()
     assert scene.state()["structured_response"] == Weather(degrees=20)
-    assert spent(scene, MONEY) == (450_000, 450_000)
+    assert spent(scene, MONEY) == (450_000_000, 450_000_000)
 
 
 @pytest.mark.parametrize("kind", ["quota", "graph"])

@@ -108,8 +108,8 @@ async def test_a_key_that_can_hold_no_count(signals: Signals, form: Form) -> Non
         return await store.agrant(key, 1, **options)
 
     await scene.play()
-    key = "model.microdollars:user_id:ann"
-    for name in ("cost", "microdollars"):
+    key = "model.nanodollars:user_id:ann"
+    for name in ("cost", "nanodollars"):
         with pytest.raises(ValueError, match=f"under '{name}:user_id:ann': write '{key}'$"):
             await grant(f"{name}:user_id:ann", window=None)
     with pytest.raises(ValueError, match=f"under '{key}': give the quota's window, window="):

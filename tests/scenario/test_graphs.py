@@ -471,12 +471,12 @@ async def test_a_reserve_is_never_exceeded(signals: Signals, shape: str) -> None
 @shapes
 async def test_money(signals: Signals, shape: str) -> None:
     """Costs are charged by the prices given; a call without one is an error, before it."""
-    prices = {60: Decimal("0.0000001"), 40: Decimal("0.5")}
+    prices = {60: Decimal("0.0000000001"), 40: Decimal("0.5")}
     script = [answer(60, "search"), answer(40, "search")]
     given: Any = {"prices": lambda used: prices.get(used.total_tokens, Decimal(0))}
     scene = looped(shape, signals, script, [CostLimit(run_limit="0.50")], **given)
     await scene.play()
-    assert scene.last_text() == "Cost limits exceeded: run limit ($0.500001/$0.50)"
+    assert scene.last_text() == "Cost limits exceeded: run limit ($0.500000001/$0.50)"
 
     given = {"prices": lambda _: None}
     scene = looped(shape, signals, [answer(9)], [CostLimit(run_limit=1)], **given)

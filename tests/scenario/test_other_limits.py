@@ -24,22 +24,22 @@ from tests.stores import DAY, FickleStore
 from tests.telemetry import Signals
 
 WAITS = "langchain_quota_wait_seconds_count"
-PRICES = {"gpt": Price(input="0.5", output="0.5", cache_read="0.1")}
+PRICES = {"gpt": Price(input="0.0005", output="0.0005", cache_read="0.0001")}
 
 
 @pytest.mark.parametrize(
     ("tokens", "details", "spent"),
     [(1, {}, 1), (3, {}, 2), (4, {}, 2), (100, {"cache_read": 100}, 10)],
-    ids=["half a microdollar", "one and a half", "two", "from the cache"],
+    ids=["half a nanodollar", "one and a half", "two", "from the cache"],
 )
 async def test_money_is_rounded_up(tokens: int, details: Any, spent: int, signals: Signals) -> None:
-    """A part of a microdollar is charged as a whole one; cached tokens have their own price."""
+    """A part of a nanodollar is charged as a whole one; cached tokens have their own price."""
     used: Any = {"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens}
     used["input_token_details"] = details
     model = ScriptedChatModel(script=[AIMessage("done", usage_metadata=used)], model="gpt")
     scene = Scene(signals, model, [CostLimit(run_limit="2.5")], prices=PRICES)
     await scene.play()
-    assert scene.usage().spent["model.microdollars"] == spent
+    assert scene.usage().spent["model.nanodollars"] == spent
     shown = {"agent": "unnamed", "limit": "cost", "scope": "run", "unit": "dollars"}
     assert signals.value("langchain_quota_limit", **shown) == 2.5
 

@@ -309,8 +309,8 @@ async def test_the_most_that_a_call_can_cost_is_held(
     prices = {"mine": Price(**{"input": 10, "output": 1, "reasoning": 2, **price})}
     await Scene(signals, model, [limit, during], store=store, prices=prices).play()
 
-    assert seen == [{f"{MONEY}:global:": least * 100 + 2 * 16_384}]
-    assert counts(store) == {f"{MONEY}:global:": 10 * 59 + 1}
+    assert seen == [{f"{MONEY}:global:": (least * 100 + 2 * 16_384) * 1000}]
+    assert counts(store) == {f"{MONEY}:global:": (10 * 59 + 1) * 1000}
 
 
 async def test_refusals_that_nobody_raises_are_forgotten(

@@ -21,7 +21,7 @@ from tests.telemetry import Signals
 from tests.tokens import MONEY, answer, spent
 
 SPENT = "langchain_quota_tool_spent_dollars_total"
-CENT = 10_000
+CENT = 10**7
 RETRY = ToolRetryMiddleware(max_retries=2, initial_delay=0, jitter=False, on_failure="continue")
 
 
@@ -242,13 +242,13 @@ SOURCES = {
     ("of", "price", "named"),
     [
         # A million tokens cost $2.50, and a thousand searches $10.
-        (("openai", "gpt-4o", OF_OPENAI), 2_500 + 3 * 10_000, ["code_interpreter"]),
+        (("openai", "gpt-4o", OF_OPENAI), 2_500_000 + 3 * CENT, ["code_interpreter"]),
         # $0.30, and $35 for a thousand calls that search; then $0.50, and $14 for the searches.
         *(
             (("google_genai", model, OF_GEMINI, SOURCES), price, ["code_execution", "google_maps"])
             for model, price in (
-                ("gemini-2.5-flash", 300 + 35_000),
-                ("gemini-3-flash-preview", 500 + 2 * 14_000),
+                ("gemini-2.5-flash", 300_000 + 35_000_000),
+                ("gemini-3-flash-preview", 500_000 + 2 * 14_000_000),
             )
         ),
     ],
@@ -275,7 +275,7 @@ async def test_a_providers_own_tools(
     ("prices", "error", "said"),
     [
         ({"search": -1}, ValueError, r"tool_prices\['search'\] must be from 0"),
-        ({"search": "0.0000001"}, ValueError, "at most six decimal places"),
+        ({"search": "0.0000000001"}, ValueError, "at most nine decimal places"),
         ({"": 1}, ValueError, "tool_prices must be the name of a tool, not ''"),
         (["search"], TypeError, "tool_prices must be a table of prices by tool"),
         ({"search": lambda: 1}, TypeError, r"tool_prices\['search'\]"),

@@ -63,19 +63,19 @@ def due(api: Make, *several: tuple[int, int]) -> Mapping[str, int]:
     """What so many tokens are charged."""
     given, made = (sum(each) for each in zip(*several, strict=True))
     a_given, a_made = DOLLARS[api]
-    return charges(given, made, int(given * a_given + made * a_made))
+    return charges(given, made, int((given * a_given + made * a_made) * 1000))
 
 
-def charges(given: int, made: int, microdollars: int) -> Mapping[str, int]:
+def charges(given: int, made: int, nanodollars: int) -> Mapping[str, int]:
     tokens = {"total": given + made, "input": given, "output": made}
-    return {f"model.{name}_tokens": each for name, each in tokens.items()} | {MONEY: microdollars}
+    return {f"model.{name}_tokens": each for name, each in tokens.items()} | {MONEY: nanodollars}
 
 
 @pytest.mark.parametrize("name", REPORTS)
 async def test_what_is_charged_is_what_was_reported(
     server: Provider, signals: Signals, name: str
 ) -> None:
-    """A thread is charged what the provider reports, by its tier and its cache, to the millionth.
+    """A thread is charged what the provider reports, by its tier and its cache, to the billionth.
 
     Where a stream does not say how long Anthropic keeps what it caches, the cheaper time counts.
     """
@@ -85,8 +85,8 @@ async def test_what_is_charged_is_what_was_reported(
         model = report.api(server.url, streaming=streamed, **report.options)
         scene = scene_of(signals, model, form=form)
         await scene.play()
-        microdollars = (report.streamed if streamed else None) or report.microdollars
-        assert scene.usage().spent == charges(report.input, report.made, microdollars)
+        nanodollars = (report.streamed if streamed else None) or report.nanodollars
+        assert scene.usage().spent == charges(report.input, report.made, nanodollars)
     assert [bool(each.get("stream")) for each in server.requests] == [False, True] * 2
 
 
@@ -108,7 +108,7 @@ async def test_what_is_cached_for_an_hour_is_known_from_the_request(
     scene = scene_of(signals, messages(server.url, streaming=True), Keeps())
     await scene.play()
 
-    assert spent(scene, MONEY)[0] == 22_125  # 25 of $5, 2,000 of $10, 80 of $25
+    assert spent(scene, MONEY)[0] == 22_125_000  # 25 of $5, 2,000 of $10, 80 of $25
 
 
 async def test_a_model_that_reports_nothing_is_warned_of_once(

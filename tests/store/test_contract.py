@@ -114,6 +114,26 @@ class TestAcquire:
         assert (result.stopped, result.replayed) == (False, False)
         assert used(store, KEY) == [2]
 
+    def test_money_near_its_bound(self, store: Store) -> None:
+        """Counts, holds, limits and grants of nine million dollars are exact to the billionth."""
+        key, most = str(CountKey("model.nanodollars", "tenant", "acme")), 9 * 10**15
+        held = batch({key: most - 3}, limits={key: most}, leases={key: LONG})
+        assert store.acquire(held).admitted == (True,)
+        store.acquire(compensating(settlement(held, {key: most - 4})))
+        twos = batch(*[{key: 2}] * 3, limits={key: most})
+        for _ in range(2):  # the second answer is remembered
+            result = store.acquire(twos)
+            assert (result.used, result.admitted) == ({key: most - 4}, (True, True, False))
+        more = store.grant(key, "7199.254740991")
+        assert store.grants() == [more]
+        assert more.amount + most == 2**53 - 1
+        rest = batch({key: more.amount}, {key: 1}, limits={key: most})
+        assert store.acquire(rest).admitted == (True, False)
+        [usage] = store.peek([key])
+        assert usage is not None
+        assert (usage.used, usage.limit, usage.granted) == (2**53 - 1, most, more.amount)
+        assert store.grant(key, 9_000_000).amount == most
+
     @pytest.mark.parametrize("trial_first", [True, False])
     def test_a_limit_on_trial_lifts_no_refusal(self, store: Store, trial_first: bool) -> None:  # noqa: FBT001
         """What an enforced limit refuses stays refused, wherever a limit on trial stands."""

@@ -82,7 +82,7 @@ for granting in (memory, shared):
     grant = granting.grant("search:thread:7", 5, until=datetime.now(UTC), reason="more", by="bo")
     assert_type(grant, Grant)
     assert_type(grant.until, datetime | None)
-    assert_type(granting.grant("model.microdollars:tenant:acme", "2.50", id="4711").amount, int)
+    assert_type(granting.grant("model.nanodollars:tenant:acme", "2.50", id="4711").amount, int)
     assert_type(granting.revoke("search:thread:7", grant.id), Grant | None)
     assert_type(granting.grants("search:*"), list[Grant])
 

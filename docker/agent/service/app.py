@@ -19,7 +19,7 @@ from service.bodies import BoundedBodies
 from service.runs import BusyError, Run, Runs, Token, ToolCalls, ToolResult, observe
 from service.settings import Settings
 from service.shapes import (
-    MICRODOLLARS,
+    NANODOLLARS,
     Answer,
     Counts,
     Failed,
@@ -186,7 +186,7 @@ def _counts(model: int, tools: Mapping[str, int], spent: Mapping[str, int]) -> C
         model=model,
         tools=dict(tools),
         tokens=spent.get(TOKENS, 0),
-        dollars=spent.get(CostLimit.counter, 0) / MICRODOLLARS,
+        dollars=spent.get(CostLimit.counter, 0) / NANODOLLARS,
     )
 
 

@@ -20,8 +20,8 @@ STORE_RETRY_SECONDS = 5
 REPLACEMENT = "\ufffd"
 """Replaces bytes that are no text. It is refused in ids: two ids could become one."""
 
-MICRODOLLARS = 1_000_000
-"""Limits count money in whole millionths of a dollar."""
+NANODOLLARS = 1_000_000_000
+"""Limits count money in whole billionths of a dollar."""
 
 Unit = Literal["calls", "tokens", "dollars", "seconds"]
 Amount = int | float
@@ -181,7 +181,7 @@ def refusal(decision: Decision) -> Refusal:
     )
 
 
-def unit_of(counted: Literal["calls", "tokens", "microdollars", "milliseconds"]) -> Unit:
+def unit_of(counted: Literal["calls", "tokens", "nanodollars", "milliseconds"]) -> Unit:
     """The unit in which the API shows what a limit counts.
 
     Args:
@@ -189,7 +189,7 @@ def unit_of(counted: Literal["calls", "tokens", "microdollars", "milliseconds"])
     """
     if counted == "milliseconds":
         return "seconds"
-    return "dollars" if counted == "microdollars" else counted
+    return "dollars" if counted == "nanodollars" else counted
 
 
 def amount(count: int | None, unit: Unit) -> Amount | None:
@@ -201,11 +201,11 @@ def amount(count: int | None, unit: Unit) -> Amount | None:
     """
     if count is not None and unit == "seconds":
         return count / 1000
-    return count / MICRODOLLARS if count is not None and unit == "dollars" else count
+    return count / NANODOLLARS if count is not None and unit == "dollars" else count
 
 
 def _worded(shown: Amount | None, unit: Unit) -> str:
-    return f"{shown:.6f}".rstrip("0").rstrip(".") if unit == "dollars" else str(shown)
+    return f"{shown:.9f}".rstrip("0").rstrip(".") if unit == "dollars" else str(shown)
 
 
 def ends_run(decision: Decision) -> bool:

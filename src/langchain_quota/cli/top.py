@@ -19,7 +19,7 @@ from langchain_quota.cli.arguments import VIEWS
 from langchain_quota.cli.metrics import Figures, Limit, Scrape, Source, Use, ask, figures, sources
 from langchain_quota.cli.printing import complain, printable, say
 from langchain_quota.decision import Outcome
-from langchain_quota.units import MICRODOLLARS, Level, Unit, as_dollars, as_time
+from langchain_quota.units import NANODOLLARS, Level, Unit, as_dollars, as_time
 
 SOME_FAILED, ALL_FAILED = 1, 2
 """The exit codes if addresses did not answer, where each is asked once."""
@@ -226,10 +226,10 @@ def compact(value: float | None, unit: Unit = "calls") -> str:
     """An amount in few characters: `"1,200"`, `"1.25M tok"`, `"$0.50"`."""
     if value is None:
         return "-"
-    if unit == "microdollars":
+    if unit == "nanodollars":
         # From a dime on, whole cents are exact enough.
         places = 2 if value >= 0.1 else 6  # noqa: PLR2004 - explained
-        return as_dollars(round(round(value, places) * MICRODOLLARS))
+        return as_dollars(round(round(value, places) * NANODOLLARS))
     if unit == "milliseconds":
         return as_time(round(value) * 1000)
     text = f"{value:,.0f}"

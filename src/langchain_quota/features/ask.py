@@ -32,7 +32,7 @@ from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, Granting
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.logs import agent_name, fields_of, logger
-from langchain_quota.units import Unit, as_dollars, in_base_unit
+from langchain_quota.units import Unit, as_dollars, in_base_unit, shown
 
 ACTION = "raise_limits"
 """The name of the action that a person approves or rejects."""
@@ -308,7 +308,7 @@ def _amount(value: object, offers: Sequence[_Offer]) -> int:
     except TypeError as error:
         raise ValueError(str(error)) from None
     if amount > MAX_AMOUNT:
-        raise ValueError(f'"amount" must be at most {MAX_AMOUNT}, not {value!r}')
+        raise ValueError(f'"amount" must be at most {shown(MAX_AMOUNT, unit)}, not {value!r}')
     return amount
 
 
@@ -329,7 +329,7 @@ def _grant(batch: Batch, granted: _Offer) -> dict[str, Any]:
 
 def _given(amount: int, unit: Unit) -> float | str:
     """An amount as people and stores are given it: dollars exactly, as text."""
-    if unit == "microdollars":
+    if unit == "nanodollars":
         return as_dollars(amount).replace("$", "").replace(",", "")
     return in_base_unit(amount, unit)
 

@@ -125,7 +125,7 @@ def _remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float
         is_near = is_near or nears
         count, most = min(numbers, key=lambda number: number[1] - number[0])
         left = max(0, most - count)
-        if limit.unit == "microdollars":
+        if limit.unit == "nanodollars":
             part = f"money: {as_dollars(left)} of {as_dollars(most)} left"
         elif limit.unit == "milliseconds":
             part = f"time: {as_time(left)} of {as_time(most)} left"

@@ -16,14 +16,14 @@ from langchain_quota.arguments import (
 from langchain_quota.limits.model_usage import ModelUsage, TokenKind
 from langchain_quota.limits.options import (
     INPUT_TOKENS,
-    MICRODOLLARS,
+    NANODOLLARS,
     OUTPUT_TOKENS,
     TOTAL_TOKENS,
     Amount,
     ModelLimit,
     whole_amount,
 )
-from langchain_quota.units import Dollars, Unit, checked_dollars, checked_microdollars
+from langchain_quota.units import Dollars, Unit, checked_dollars, checked_nanodollars
 
 Prices = Callable[[ModelUsage], Decimal | None]
 """What one model run costs, in dollars; `None` where that is not known."""
@@ -166,16 +166,16 @@ class TokenLimit(Budget[int]):
 class CostLimit(Budget[Dollars]):
     """How much the model calls of a thread and of a run may cost, in US dollars.
 
-    Amounts of money are numbers, strings or `Decimal`, with at most six decimal places. They are
-    counted exactly as written, floats too. See `TokenLimit` for when a call is refused, and
-    `prices` of `QuotaMiddleware` for what tokens cost.
+    Amounts of money are numbers, strings or `Decimal`, up to nine million dollars, with at most
+    nine decimal places. They are counted exactly as written, floats too. See `TokenLimit` for when
+    a call is refused, and `prices` of `QuotaMiddleware` for what tokens cost.
 
     `TokenLimit` says what the other arguments mean, here in dollars. If `reserve` is a function
     that gives a `ModelUsage`, the highest price of this usage is held.
 
     Args:
         tool_prices: What a call of a tool costs, by the tool's name: dollars, or a sync function of
-            LangChain's `ToolCall` that gives dollars, at most a billion. A call is charged once
+            LangChain's `ToolCall` that gives dollars, at most nine million. A call is charged once
             when it is let through, and gets it back if it does not run. One whose price is more
             than what is left, or any when nothing is left, is refused. The model is told, and the
             run goes on, whatever `exit_behavior` is.
@@ -191,9 +191,9 @@ class CostLimit(Budget[Dollars]):
         0.5
     """
 
-    unit: ClassVar[Unit] = "microdollars"
+    unit: ClassVar[Unit] = "nanodollars"
     """What is counted."""
-    counter: ClassVar[str] = MICRODOLLARS
+    counter: ClassVar[str] = NANODOLLARS
     """The key under which money is counted: limits with one counter share its count."""
 
     tool_prices: Mapping[str, Dollars | Callable[[Any], Dollars]] = field(
@@ -208,7 +208,7 @@ class CostLimit(Budget[Dollars]):
             if callable(price):
                 check_sync_function(argument, price, "call")
             else:
-                checked_microdollars(argument, price)
+                checked_nanodollars(argument, price)
         self._set(tool_prices=dict(self.tool_prices))
         self._check_options("cost")
         self._check_budget()

@@ -27,8 +27,8 @@ from langchain_quota.units import (
     UNIT_LABELS,
     Time,
     Unit,
-    checked_microdollars,
     checked_milliseconds,
+    checked_nanodollars,
 )
 
 MODEL = "model"
@@ -36,7 +36,7 @@ MODEL = "model"
 TOTAL_TOKENS = f"{MODEL}.total_tokens"
 INPUT_TOKENS = f"{MODEL}.input_tokens"
 OUTPUT_TOKENS = f"{MODEL}.output_tokens"
-MICRODOLLARS = f"{MODEL}.microdollars"
+NANODOLLARS = f"{MODEL}.nanodollars"
 MILLISECONDS = f"{MODEL}.milliseconds"
 
 UNITS = MappingProxyType[str, Unit](
@@ -45,7 +45,7 @@ UNITS = MappingProxyType[str, Unit](
         TOTAL_TOKENS: "tokens",
         INPUT_TOKENS: "tokens",
         OUTPUT_TOKENS: "tokens",
-        MICRODOLLARS: "microdollars",
+        NANODOLLARS: "nanodollars",
         MILLISECONDS: "milliseconds",
     }
 )
@@ -160,7 +160,7 @@ class LimitOptions:
             self._set(tool_name=tools)
         counter = ",".join(tools) or ALL_TOOLS + without
         # A tool may be named as what paid calls cost, which the state has among its tools.
-        counter = f",{counter}" if counter == MICRODOLLARS else counter
+        counter = f",{counter}" if counter == NANODOLLARS else counter
         self._set(tools=tools, exclude=excluded, counter=counter)
 
     def _set(self, **values: object) -> None:
@@ -231,9 +231,9 @@ def counts_calls(limit: Any) -> bool:
 
 
 def whole_amount(unit: Unit, argument: str, value: Any) -> int:
-    """An amount as it is counted, once it is checked: dollars become microdollars."""
-    if unit == "microdollars":
-        return checked_microdollars(argument, value)
+    """An amount as it is counted, once it is checked: dollars become nanodollars."""
+    if unit == "nanodollars":
+        return checked_nanodollars(argument, value)
     if unit == "milliseconds":
         return checked_milliseconds(argument, value)
     check_count(argument, value)

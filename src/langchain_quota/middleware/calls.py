@@ -88,7 +88,7 @@ class ToolCounts:
         self._add(counter, counters[counter] - before)
 
     def take_back(self, call_id: str) -> list[tuple[str, int, int]]:
-        """Take all charges of a call back; each limit's name, its calls, and its microdollars."""
+        """Take all charges of a call back; each limit's name, its calls, and its nanodollars."""
         charge = self.calls.pop(call_id, None)
         if charge is None:
             return []
@@ -109,7 +109,7 @@ class ToolCounts:
 
 
 def taken(charge: Charge) -> list[tuple[str, int, int]]:
-    """What is taken back with a charge: each limit's name, its calls, and its microdollars."""
+    """What is taken back with a charge: each limit's name, its calls, and its nanodollars."""
     costs = dict(charge.get("costs", {}))
     calls = [one for by_limit in charge["limits"].values() for one in by_limit.items()]
     made = [(name, amount, costs.pop(name, 0)) for name, amount in calls]

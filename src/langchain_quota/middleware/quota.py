@@ -93,7 +93,7 @@ class QuotaMiddleware(
             network. The function is also asked before the first call of a model, without tokens.
         unknown_price: What happens to a call of a model without a price. `"error"` raises
             `UnknownPriceError` before the first call, whoever chooses the model. If the price of a
-            call fails afterwards, the call is charged its reserve, or a millionth of a dollar, and
+            call fails afterwards, the call is charged its reserve, or a billionth of a dollar, and
             the model's next call raises the error. `"allow"` makes the call, and needs a
             `CostLimit`: it costs nothing, unless the answer names a model that has a price.
         charge_all_models: Whether budgets (`TokenLimit`, `CostLimit`) are also charged for the

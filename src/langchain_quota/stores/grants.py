@@ -17,7 +17,16 @@ from langchain_quota.limits.options import MODEL, UNITS, whole_amount
 from langchain_quota.limits.windows import CalendarWindow, checked
 from langchain_quota.stores.common import idle_time
 from langchain_quota.stores.keys import CountKey, parsed, spacing_of, window_end
-from langchain_quota.units import UNIT_LABELS, Dollars, Time, Unit, in_base_unit, shown
+from langchain_quota.units import (
+    MAX_DOLLARS,
+    NANODOLLARS,
+    UNIT_LABELS,
+    Dollars,
+    Time,
+    Unit,
+    in_base_unit,
+    shown,
+)
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""
@@ -25,11 +34,11 @@ MAX_TEXT = 1000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST = datetime.max.replace(tzinfo=UTC)
 
-_NAMES = {"cost": "microdollars", "time": "milliseconds", "tokens": "total_tokens"}
+_NAMES = {"cost": "nanodollars", "time": "milliseconds", "tokens": "total_tokens"}
 """What limits of the model count, by their names in metrics."""
 
-MAX_AMOUNT = 10**15
-"""The most that one grant gives: Redis adds in Lua, exactly up to 2 ** 53."""
+MAX_AMOUNT = MAX_DOLLARS * NANODOLLARS
+"""The most that one grant gives: Redis adds in Lua, exactly up to 2**53."""
 
 logger = logging.getLogger("langchain_quota")
 
@@ -40,7 +49,7 @@ class Grant:
 
     Attributes:
         key: The count's key.
-        amount: How much more: calls, tokens, microdollars or milliseconds, as the key
+        amount: How much more: calls, tokens, nanodollars or milliseconds, as the key
             counts them.
         id: The grant's name. A second grant with the same key and id adds nothing.
         given_at: When it was given, in UTC.
@@ -198,9 +207,11 @@ class Granting(ABC):
         check_type("until", until, datetime | None, "a datetime or None")
         if until is not None and until.tzinfo is None:
             raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
-        given = whole_amount(unit_of(counted), "amount", amount)
+        unit = unit_of(counted)
+        given = whole_amount(unit, "amount", amount)
         if not 0 < given <= MAX_AMOUNT:
-            raise ValueError(f"amount must be above 0, and at most {MAX_AMOUNT}, not {amount!r}")
+            most = shown(MAX_AMOUNT, unit)
+            raise ValueError(f"amount must be above 0, and at most {most}, not {amount!r}")
         asked = Grant(counted, given, str(name), in_utc(now), until, str(reason), str(by))
         ends = [each for each in (asked.ends, window_end(counted)) if each is not None]
         last = math.ceil(now) + idle_time(counted, self._idle)

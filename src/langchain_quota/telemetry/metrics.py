@@ -156,8 +156,8 @@ class Metrics:
         agent, limit, end = who.agent, limit_label(refund.limit), "refunded"
         if refund.call.amount:
             self.count(names.LIMIT_DECISIONS, refund.call.amount, agent, limit, NONE, end)
-        if refund.microdollars:
-            dollars = in_base_unit(refund.microdollars, "microdollars")
+        if refund.nanodollars:
+            dollars = in_base_unit(refund.nanodollars, "nanodollars")
             self.count(names.TOOL_SPENT, dollars, agent, limit, tool, end)
 
     def spend(self, who: Who, spent: Sequence[Spent], model: str, price: str, usage: str) -> None:

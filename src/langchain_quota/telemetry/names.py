@@ -53,7 +53,7 @@ def _amounts(name: str, labels: str, text: str, **more: Any) -> ByUnit:
     return {
         "calls": _made(name, labels, f"{text}, in calls.", **more),
         "tokens": _made(f"{stem}_tokens{end}", labels, f"{text}, in tokens.", **more),
-        "microdollars": _made(f"{stem}_dollars{end}", labels, f"{text}, in US dollars.", **more),
+        "nanodollars": _made(f"{stem}_dollars{end}", labels, f"{text}, in US dollars.", **more),
         "milliseconds": _made(f"{stem}_seconds{end}", labels, f"{text}, in seconds.", **more),
     }
 

@@ -457,7 +457,8 @@ def _rate(subject: Subject, now: float) -> tuple[tuple[int, float, float], list[
         reached = None
         if number is not None and use.near is not None:
             reached = level(number[0], number[1], use.near)
-            highest = max(highest, number[0] / number[1])
+            # It fails here if a limit is too large for a metric, not where samples are rendered.
+            highest = max(highest, number[0] / float(number[1]))
         refused = max(refused, use.refused or 0.0)
         counts.append((limit, use, number, reached))
     found = {each[3] for each in counts}

@@ -99,13 +99,13 @@ class Budgets(Feature):
         prices, unknown = options["prices"], options["unknown_price"]
         check_choice("unknown_price", unknown, ("error", "allow"))
         check_switch("charge_all_models", options["charge_all_models"])
-        if "microdollars" not in units and (prices is not None or unknown == "allow"):
+        if "nanodollars" not in units and (prices is not None or unknown == "allow"):
             check_prices(prices)
             in_vain = "unknown_price='allow'" if prices is None else "prices="
             raise ValueError(
                 f"{in_vain} needs a limit of costs: add a CostLimit to the limits, or leave it out"
             )
-        if options["charge_all_models"] and not units & {"tokens", "microdollars"}:
+        if options["charge_all_models"] and not units & {"tokens", "nanodollars"}:
             raise ValueError(
                 "charge_all_models=True needs a budget to charge: add a TokenLimit or a CostLimit "
                 "to the limits"
@@ -147,7 +147,7 @@ class Budgets(Feature):
         self._errors: OrderedDict[str, Exception] = OrderedDict()
         # What is limited: time, and what model runs use.
         self._counts_time = _of_time(limits)
-        self._counts_use = any(each.unit in ("tokens", "microdollars") for each in limits)
+        self._counts_use = any(each.unit in ("tokens", "nanodollars") for each in limits)
         self._stopwatch = Stopwatch()
         self._charges_all: bool = options["charge_all_models"]
         if self._charges_all:

@@ -17,7 +17,7 @@ from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.reports import charged_tokens
 from langchain_quota.features.budgets.work import Work, marked, pass_on
-from langchain_quota.limits.options import BUDGETS, MICRODOLLARS, MILLISECONDS
+from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS
 from langchain_quota.root_run import root_run
 from langchain_quota.rule import ResolvedLimits
 from langchain_quota.state import Amounts, ledger, own_of, spent
@@ -272,7 +272,7 @@ class Charging:
         for counter in self._counters:
             if counter == MILLISECONDS:
                 amount = 0
-            elif counter == MICRODOLLARS:
+            elif counter == NANODOLLARS:
                 amount, price = self._pricing.cost(usage, agent, held.get(counter, 0))
             else:
                 amount = charged_tokens(usage, counter)

@@ -17,11 +17,11 @@ from langchain_quota.features.budgets.reports import charged_tokens
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, Price, Prices
 from langchain_quota.limits.model_usage import ModelUsage
-from langchain_quota.limits.options import MICRODOLLARS, whole_amount
+from langchain_quota.limits.options import NANODOLLARS, whole_amount
 from langchain_quota.telemetry import logs
 from langchain_quota.telemetry.labels import label
 from langchain_quota.telemetry.recorder import Recorder
-from langchain_quota.units import Dollars, checked_dollars, microdollars
+from langchain_quota.units import Dollars, checked_dollars, nanodollars
 
 _PER = Decimal(10**6)
 """A price is for so many tokens."""
@@ -85,17 +85,17 @@ def priced(usage: ModelUsage, prices: Prices) -> Decimal:
 
 
 def cost(usage: ModelUsage, prices: Prices) -> int:
-    """What a model run costs, in microdollars, rounded up once.
+    """What a model run costs, in nanodollars, rounded up once.
 
     A run that has used nothing, and an answer from LangChain's response cache, cost nothing.
     """
     if usage.cached or not usage.total_tokens:
         return 0
-    return microdollars(priced(usage, prices))
+    return nanodollars(priced(usage, prices))
 
 
 def highest_cost(usage: ModelUsage, prices: Prices) -> int:
-    """The most that so many tokens can cost, in microdollars."""
+    """The most that so many tokens can cost, in nanodollars."""
     # Before the call it is not known which tokens the provider will read from its cache, write to
     # it, or use for reasoning. For one model of the list, reading costs more than `input`.
     read = replace(usage, cache_read_tokens=usage.input_tokens)
@@ -158,7 +158,7 @@ class Pricing:
         self._failed.pop(asked.request_model, None)
 
     def cost(self, usage: ModelUsage, agent: str | None, held: int) -> tuple[int, str]:
-        """What a model run costs, in microdollars, and whether its price is known."""
+        """What a model run costs, in nanodollars, and whether its price is known."""
         # It is paid already: nothing is raised.
         if self._prices is None:
             return 0, "none"
@@ -185,13 +185,13 @@ class Pricing:
                 self._recorder.log_first(logs.unpaid_tool, agent, label(tool))
 
     def of_tool(self, limit: Limit, call: ToolCall) -> int:
-        """What a call of a tool costs by a limit, in microdollars, rounded up."""
+        """What a call of a tool costs by a limit, in nanodollars, rounded up."""
         price = limit.tool_prices[call["name"]] if isinstance(limit, CostLimit) else 0
         if not callable(price):
-            return microdollars(checked_dollars("tool_prices", price))
+            return nanodollars(checked_dollars("tool_prices", price))
         argument = f"tool_prices[{call['name']!r}] of limit {limit.name!r}"
         try:
-            return microdollars(checked_dollars(f"what {argument} gives", price(call)))
+            return nanodollars(checked_dollars(f"what {argument} gives", price(call)))
         except Exception as error:
             error.add_note(f"raised by the function for {argument}")
             self._recorder.record_error("prices", error)
@@ -201,7 +201,7 @@ class Pricing:
         """The bound of a call, in the unit of a limit."""
         if not isinstance(bound, ModelUsage):
             return whole_amount(limit.unit, f"reserve of limit {limit.name!r}", bound)
-        if limit.counter != MICRODOLLARS:
+        if limit.counter != NANODOLLARS:
             return charged_tokens(bound, limit.counter)
         try:
             return 0 if self._prices is None else highest_cost(bound, self._prices)
