@@ -212,8 +212,11 @@ async def test_a_cancelled_call_makes_room(signals: Signals) -> None:
         for each in range(4)
     ]
     await scenes[0].play()
-    runs = [asyncio.create_task(each.play()) for each in scenes[1:]]
-    await until(partial(waits, 3, signals))
+    runs: list[asyncio.Task[Any]] = []
+    for number, scene in enumerate(scenes[1:], 1):
+        # Tasks do not arrive in the order in which they are made.
+        runs.append(asyncio.create_task(scene.play()))
+        await until(partial(waits, number, signals))
     clock.now += 3600
     runs[0].cancel()
     runs[2].cancel()
