@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
 
@@ -255,7 +256,38 @@ async def test_what_waits_for_its_turn_does_not_work(signals: Signals, clock: Cl
     assert spent(scene, TIME)[1] == 8 * MINUTE
 
 
-LONG = TimeLimit(call_limit=0.05)
+CALL_LIMIT = 0.05
+LONG = TimeLimit(call_limit=CALL_LIMIT)
+
+
+class ToolStarts:
+    """Ends a call's time when its tool has started: threads start late on a busy machine."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._started = threading.Semaphore(0)
+        self._timers: list[tuple[asyncio.AbstractEventLoop, asyncio.Timeout]] = []
+        timeout, result = asyncio.timeout, Future.result
+
+        def timer(seconds: float | None) -> asyncio.Timeout:
+            if seconds != CALL_LIMIT:
+                return timeout(seconds)
+            self._timers.append((asyncio.get_running_loop(), timeout(None)))
+            return self._timers[-1][1]
+
+        def wait(future: Future[Any], seconds: float | None = None) -> Any:
+            if seconds != CALL_LIMIT:
+                return result(future, seconds)
+            while not (future.done() or self._started.acquire(timeout=0.001)):
+                pass
+            return result(future, 0)
+
+        patch.setattr("asyncio.timeout", timer)
+        patch.setattr(Future, "result", wait)
+
+    def __call__(self) -> None:
+        self._started.release()
+        for loop, timer in self._timers[-1:]:
+            loop.call_soon_threadsafe(timer.reschedule, 0)
 
 
 def outcomes(signals: Signals) -> dict[str, float]:
@@ -272,18 +304,21 @@ def outcomes(signals: Signals) -> dict[str, float]:
     ],
 )
 async def test_a_call_that_takes_too_long(
-    form: Form, runs: str, kind: Kind, signals: Signals
+    form: Form, runs: str, kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error answers it, and the run goes on; an async tool is cancelled, a sync one runs on."""
     ended, may_end = threading.Event(), threading.Event()
+    starts = ToolStarts(monkeypatch)
 
     async def run_async() -> None:
+        starts()
         try:
             await asyncio.sleep(60)
         finally:
             ended.set()
 
     def run() -> None:
+        starts()
         may_end.wait(60)
         ended.set()
 
