@@ -287,7 +287,7 @@ async def test_a_refund(signals: Signals) -> None:
         return "found"
 
     tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
-    agent = Searcher(signals, *limits, tools=[tool])
+    agent = Searcher(signals, *limits, tools=[tool], store=MemoryStore())
     running = asyncio.create_task(agent.search("t1", 1))
     await busy.wait()
     await agent.search("t2", 2)
