@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from langchain.agents.middleware.human_in_the_loop import HITLRequest
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 from pydantic import TypeAdapter
 
@@ -290,22 +291,35 @@ SHARED = ToolCallLimit(
 
 
 async def test_granted_to_a_user(signals: Signals) -> None:
-    """The grant is the store's, with who gave it and why, and ends with the window."""
-    store, script = MemoryStore(), [["search"] * 2, "done", "done", "done"]
+    """The grant is the store's, with who gave it and why; however often it is given, it is one."""
+    store, script = MemoryStore(), [["search"] * 2, *["done"] * 9]
     options: dict[str, Any] = {"store": store, "context": ANN, "context_schema": dict}
     scene = Asking(signals, script, SHARED, **options)
     await scene.play()
     asked = scene.agent.get_state(CONFIG).config
     given: Any = Command(resume=answer("approve", by="bo", message="ticket 4711"))
     await asyncio.gather(*(scene.agent.ainvoke(given, asked, context=ANN) for _ in "12"))
-    await scene.agent.ainvoke(given, asked, context=ANN)
+    for kind in ("approve", "reject", "approve"):
+        await scene.agent.ainvoke(Command(resume=answer(kind)), asked, context=ANN)
     [grant] = store.grants()
     assert (grant.amount, grant.by, grant.reason) == (5, "bo", "ticket 4711")
     assert grant.key.startswith(KEY)
     assert grant.until is not None
-    assert sum(each.used for each in store.usages(f"{KEY}*")) == 2
+    assert len(scene.ran) == sum(each.used for each in store.usages(f"{KEY}*")) == 6
     assert scene.count("granted_total", limit="tool:search", scope="user_id", unit="calls") == 5
-    assert scene.count("questions_total", limit="tool:search", event="approve") == 1
+
+
+async def test_answered_again_in_another_process(signals: Signals) -> None:
+    """One approval, given again to other processes: each run is charged, and the limit holds."""
+    store, saver, ran = MemoryStore(), InMemorySaver(), list[str]()
+    options: dict[str, Any] = {"store": store, "checkpointer": saver, "ran": ran, "context": ANN}
+    scene = Asking(signals, [["search"] * 2], SHARED, **options)
+    await scene.play()
+    asked = scene.agent.get_state(CONFIG).config
+    for kind in ("approve", "reject", "approve", "approve"):
+        scene = Asking(signals, ["done"] * 3, SHARED, **options)
+        await scene.agent.ainvoke(Command(resume=answer(kind)), asked, context=ANN)
+    assert len(ran) == sum(each.used for each in store.usages(f"{KEY}*")) == 6
 
 
 class FailingStore(MemoryStore):

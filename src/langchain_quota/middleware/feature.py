@@ -63,6 +63,10 @@ class Feature:
         """Whose calls a store counts together in a root run."""
         raise NotImplementedError
 
+    async def attempt(self, form: Form, runtime: Any) -> Any:
+        """Change the runtime in which calls are checked."""
+        return runtime
+
     def limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
         """Change the limits of this moment."""
         return limits
@@ -103,6 +107,10 @@ class Feature:
     async def shape(self, form: Form, request: ModelRequest[Any]) -> ModelRequest[Any]:
         """Change what the model gets."""
         return request
+
+    async def rerun(self, form: Form, request: ModelRequest[Any]) -> Update | None:
+        """Check a model call that runs again; return what ends the run, if it is refused."""
+        return None
 
     async def around_model(
         self, form: Form, request: ModelRequest[Any], call: Handler, written: Update

@@ -302,6 +302,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         limits = await self._limits_now(form, "model", state, runtime)
         for known in self._hooks["known"]:
             await known(form, state, runtime, limits)
+        for attempt in self._hooks["attempt"]:
+            runtime = await attempt(form, runtime)
         batch = model_batch(state, runtime, limits, task=self.name)
         return await self._concluded(form, batch, self._conclude_model)
 
@@ -312,6 +314,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if "tool" not in self._kinds and not ledger(state).get("final"):
             return None
         limits = await self._limits_now(form, "tool", state, runtime)
+        for attempt in self._hooks["attempt"]:
+            runtime = await attempt(form, runtime)
         batch = tool_batch(
             state, runtime, limits, middleware=self.name, every_call=self._every_call, task=task
         )

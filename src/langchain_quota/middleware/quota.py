@@ -25,6 +25,7 @@ from langchain_quota.features.budgets.budgets import Budgets
 from langchain_quota.features.call_times import CallTimes
 from langchain_quota.features.deep_agents.checks import DeepAgents
 from langchain_quota.features.repeats import Repeats
+from langchain_quota.features.reruns import Reruns
 from langchain_quota.features.root_runs import RootRuns
 from langchain_quota.features.telling import Telling
 from langchain_quota.features.threads import OfThreads
@@ -122,6 +123,7 @@ class QuotaMiddleware(
     feature_kinds: ClassVar[Sequence[type[Feature]]] = (
         Forgetful,
         RootRuns,
+        Reruns,
         Questions,
         Repeats,
         # A call that waits for its start or its turn does not work: the time begins in here.
@@ -144,7 +146,11 @@ class QuotaMiddleware(
         # tool call. A subclass of the user's own keeps all hooks.
         if is_own(cls):
             own: Any = cls
-            made: Self = super().__new__(_with_hooks(own, _unneeded(cls.feature_kinds, limits)))
+            unneeded = _unneeded(cls.feature_kinds, limits)
+            if __.get("store") is not None and "after_model" not in unneeded:
+                # A tool call may run again that was charged in the store.
+                unneeded = tuple(each for each in unneeded if each != "wrap_tool_call")
+            made: Self = super().__new__(_with_hooks(own, unneeded))
             return made
         return super().__new__(cls)
 
@@ -259,6 +265,10 @@ class QuotaMiddleware(
     ) -> ModelResponse[ResponseT]:
         self._learn_tools(request)
         written: Update = {}
+        for rerun in self._hooks["rerun"]:
+            refused = await rerun(form, request)
+            if refused is not None:
+                return WrittenResponse(None, refused)
         response = await self._call_model(form, request, handler, written)
         if response is None or written:
             return WrittenResponse(response, written)

@@ -1,0 +1,139 @@
+"""Calls that run again because a run goes on at an old checkpoint: a store charges them again.
+
+A check writes its name to the state, and the first step that makes a call of the check claims it,
+in this process. A step that a run goes on with asks the checkpointer whether it was finished.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from langchain.agents.middleware.types import ModelRequest, ToolCallRequest
+from langchain_core.messages import AIMessage, ToolMessage
+from langgraph.checkpoint.base import WRITES_IDX_MAP
+
+from langchain_quota.concurrency import Form, ask
+from langchain_quota.middleware.calls import Batch, Conclusion, Update
+from langchain_quota.middleware.context import digest, running_config, running_runtime
+from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
+from langchain_quota.rule import ResolvedLimits
+from langchain_quota.state import LEDGER, Ledger, ledger, merge_ledgers, own_of
+
+_RERUN = "reruns"  # in the state with which a call is checked that runs again
+
+
+class Reruns(Feature):
+    """Checks calls that run again where they run."""
+
+    name = "reruns"
+
+    @classmethod
+    def of(cls, limiter: Any) -> "Reruns | None":
+        """The feature, if a store keeps counts."""
+        return None if limiter._store is None else cls(limiter)  # noqa: SLF001 - the kernel's
+
+    def __init__(self, limiter: Any) -> None:
+        super().__init__(limiter)
+        # By check: the task that made it. By check and call: the step that made the call first.
+        self._claims: Callable[[Hashable], dict[str, str]] = lru_cache(20_000)(lambda _: {})
+
+    async def attempt(self, form: Form, runtime: Any) -> Any:
+        """Name the running task anew if it was finished before, and its calls cannot be claimed."""
+        info: Any = getattr(runtime, "execution_info", None)
+        apart = "model" not in self._limiter._judging_nodes()  # noqa: SLF001 - the kernel's
+        if info is None or (apart and self._claims(info.task_id)):
+            return runtime
+        attempt, _ = await _earlier(form, info)
+        task = f"{info.task_id}/{attempt}"
+        return runtime.override(execution_info=replace(info, task_id=task)) if attempt else runtime
+
+    def limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
+        """Leave out what the state counts: for a call that runs again, it has come back."""
+        if _RERUN not in state:
+            return limits
+        return ResolvedLimits(e if e.shared else e.with_checks(most=None) for e in limits.limits)
+
+    def checks(self, batch: Batch) -> None:
+        """Have a call that runs again refused where it runs: nobody is asked, and no run ends."""
+        if _RERUN in batch.state:
+            batch.stops = {}
+
+    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+        """Name the check in the state."""
+        if batch.sent is not None and batch.context.task_id is not None:
+            check = digest(batch.sent.idempotency_key)[:16]
+            for each in (check, batch.context.task_id):
+                self._claims(each).setdefault("by", batch.context.task_id)
+            batch.keep(self.name, {batch.calls[0].kind: check})
+        return conclusion
+
+    async def rerun(self, form: Form, request: ModelRequest[Any]) -> Update | None:
+        """Check a model call that runs again; what ends the run, or `None` if the call may run."""
+        runtime = await self._runs_again(form, "model", request.state)
+        state = {**request.state, _RERUN: True}
+        update = runtime and await self._limiter._judge_model(form, state, runtime)  # noqa: SLF001
+        return update if update and update.pop("jump_to", None) else None
+
+    async def around_tool(
+        self, form: Form, request: ToolCallRequest, call: ToolHandler
+    ) -> ToolAnswer:
+        """Check a tool call that runs again."""
+        made, state = request.tool_call, request.state
+        runtime = await self._runs_again(form, "tool", state, made["id"])
+        if runtime is not None:
+            asked = AIMessage("", id=runtime.execution_info.task_id, tool_calls=[made])
+            known = merge_ledgers(ledger(state), Ledger(final=""))
+            alone = {"messages": [asked], "structured_response": None, LEDGER: known, _RERUN: True}
+            update = await self._limiter._judge_tools(  # noqa: SLF001 - the kernel's
+                form, {**state, **alone}, runtime, task=f"{self._limiter.name}/{made['id']}"
+            )
+            for each in (update or {}).get("messages", ()):
+                if isinstance(each, ToolMessage):
+                    return each
+        return await call(request)
+
+    async def _runs_again(self, form: Form, kind: str, state: Any, call: Any = None) -> Any:
+        """Return the runtime in which a call is checked that runs again; `None` if it needs no check."""
+        info = getattr(running_runtime(), "execution_info", None)
+        if info is None or not isinstance(state, Mapping):
+            return None
+        check = own_of(state, self.name).get(kind, "")
+        attempt, again = await _earlier(form, info)
+        checked_by = self._claims(check).get("by", "")
+        if checked_by.partition("/")[0] == info.task_id and checked_by.endswith(attempt):
+            return None
+        # Two calls under one id are two tasks of one step.
+        step = f"{info.checkpoint_id}/{attempt}"
+        again |= check != "" and self._claims((check, call)).setdefault("by", step) != step
+        return running_runtime(f"again/{attempt}") if again else None
+
+
+async def _earlier(form: Form, info: Any) -> tuple[str, bool]:
+    """Return a name for this attempt if its task was finished before, and whether its step was."""
+    config = running_config()
+    known = config.get("configurable") or {}
+    saver, around = known.get("__pregel_checkpointer"), info.checkpoint_ns.rpartition("|")[0]
+    # LangGraph says so in the first step of a run that goes on at a checkpoint, and only there.
+    if not known.get("__pregel_resuming") or not hasattr(saver, "get_tuple"):
+        return "", False
+    # The step runs at a copy of the checkpoint that a caller names. The copy may not be saved yet.
+    found, is_copy, ids = None, False, [info.checkpoint_id, config["metadata"].get("checkpoint_id")]
+    while found is None and ids:
+        at = {
+            "checkpoint_ns": around,
+            "thread_id": known.get("thread_id"),
+            "checkpoint_id": ids.pop(0),
+        }
+        found = at["checkpoint_id"] and await ask(form, saver, "get_tuple", {"configurable": at})
+        is_copy = not ids
+    while found:
+        writes = found.pending_writes or ()
+        done = {task for task, channel, _ in writes if channel not in WRITES_IDX_MAP}
+        if done if is_copy else info.task_id.partition("/")[0] in done:
+            return "" if is_copy else str(info.node_first_attempt_time), True
+        if found.metadata.get("source") not in {"fork", "update"}:
+            return "", False
+        is_copy, of = True, found.parent_config
+        found = of and await ask(form, saver, "get_tuple", of)
+    return "", True

@@ -1,0 +1,138 @@
+"""Runs that go on at an old checkpoint: with a store, whatever runs again is charged again."""
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import Command, interrupt
+
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
+from tests.scene import ANN, CONFIG, Kind, Scene, asking, check_history, recording
+from tests.stores import counts
+from tests.telemetry import Signals, needs_inline
+
+SEARCHES, MODEL_CALLS = "search:user_id:ann", "model:user_id:ann"
+
+HOW: dict[str, Any] = {
+    "replayed": None,
+    "resumed": Command(resume="yes"),
+    "updated": Command(update={"messages": []}),
+    "led to tools": Command(goto="tools"),
+}
+"""What a caller sends with the id of a checkpoint."""
+
+processes = pytest.mark.parametrize("same", [True, False], ids=["one process", "several"])
+kinds = pytest.mark.parametrize(
+    "kind", ["quota", pytest.param("inline", marks=needs_inline), "graph"]
+)
+
+
+class Workers:
+    """Processes that share a checkpointer and a store, and what they ran."""
+
+    def __init__(
+        self, signals: Signals, kind: Kind = "quota", most: int = 99, **options: Any
+    ) -> None:
+        self.ran: list[str] = []
+        self.models = 0
+        self._script, self._all = asking("search", "search"), (signals, kind, options)
+        self.saver, self.store = InMemorySaver(), MemoryStore()
+        quotas = [Quota(most, per="user_id")]
+        self._limits: list[Any] = [
+            ToolCallLimit("search", quotas=quotas),
+            ModelCallLimit(quotas=quotas),
+        ]
+        self.scene = self.start()
+
+    def _answer(self, messages: Any) -> Any:
+        self.models += 1
+        return self._script(messages)
+
+    def start(self) -> Scene:
+        """A new process."""
+        signals, kind, options = self._all
+        shared = {"store": self.store, "checkpointer": self.saver, **options}
+        return Scene(
+            signals, self._answer, self._limits, kind=kind, ran=self.ran, context=ANN, **shared
+        )
+
+    async def go_on(self, given: Any, config: Any, *, same: bool = True) -> None:
+        """Go on at a checkpoint, in this process or in another one."""
+        self.scene = self.scene if same else self.start()
+        await self.scene.agent.ainvoke(given, config, context=ANN)
+
+    def counted(self) -> tuple[int, int]:
+        """What the store counts, of model and tool calls."""
+        found = counts(self.store)
+        return found[MODEL_CALLS], found.get(SEARCHES, 0)
+
+
+@processes
+@kinds
+@pytest.mark.parametrize("how", HOW)
+async def test_what_runs_again(*, same: bool, kind: Kind, how: str, signals: Signals) -> None:
+    """From whichever checkpoint of a run, and however often: what ran is what is counted."""
+    workers = Workers(signals, kind)
+    await workers.scene.play()
+    history = [each async for each in workers.scene.agent.aget_state_history(CONFIG)]
+    for at in [each for each in history if each.next and each.metadata["step"] > 0] * 2:
+        # A graph that is led to tools where there are none to call fails.
+        with suppress(ValueError):
+            await workers.go_on(HOW[how], at.config, same=same)
+        models, tools = workers.counted()
+        assert tools == len(workers.ran), at.next
+        assert models - workers.models in ({0} if how != "led to tools" else range(9)), at.next
+    assert len(workers.ran) > 4
+
+
+@processes
+@pytest.mark.parametrize("how", ["replayed", "resumed"])
+async def test_a_limit_holds(*, same: bool, how: str, signals: Signals) -> None:
+    """What a quota has no room for does not run again, neither tools nor the model."""
+    workers = Workers(signals, most=3)
+    await workers.scene.play()
+    history = [each async for each in workers.scene.agent.aget_state_history(CONFIG)]
+    for at in [each for each in history if each.next in {("tools", "tools"), ("model",)}] * 3:
+        await workers.go_on(HOW[how], at.config, same=same)
+        check_history(workers.scene.state()["messages"])
+    assert (workers.models, len(workers.ran)) == (3, 3)
+    assert workers.scene.calls("blocked", "search") > 0
+
+
+@processes
+@pytest.mark.parametrize("cut", ["failed", "interrupted", "stopped"])
+@pytest.mark.parametrize("named", [True, False], ids=["its checkpoint", "the newest"])
+async def test_a_step_that_is_cut_off(
+    *, same: bool, cut: str, named: bool, signals: Signals
+) -> None:
+    """What never came to its end is charged once, also where a caller names its checkpoint."""
+    failing = [cut == "failed"]
+
+    def body() -> None:
+        if failing.pop() if failing else False:
+            raise ConnectionError
+        if cut == "interrupted":
+            interrupt("Sure?")
+
+    ran: list[str] = []
+    tools = [recording("search", ran, body)]
+    stops: Any = {"interrupt_before": ["tools"]} if cut == "stopped" else {}
+    workers = Workers(signals, tools=tools, **stops)
+    workers._script = asking("search")
+    with suppress(ConnectionError):
+        await workers.scene.play()
+    given: Any = Command(resume="yes") if cut == "interrupted" else None
+    at = workers.scene.agent.get_state(CONFIG).config if named and cut != "failed" else CONFIG
+    await workers.go_on(given, at, same=same)
+    assert (ran, workers.counted()) == (["search"], (2, 1))
+
+
+async def test_a_copy_that_is_not_saved(signals: Signals) -> None:
+    """Another process charges again also where the copy of the checkpoint is saved at the end."""
+    workers = Workers(signals)
+    await workers.scene.play()
+    history = [each async for each in workers.scene.agent.aget_state_history(CONFIG)]
+    (at,) = [each.config for each in history if each.next == ("tools", "tools")]
+    await workers.start().agent.ainvoke(None, at, context=ANN, durability="exit")
+    assert (workers.counted(), len(workers.ran)) == ((3, 4), 4)
