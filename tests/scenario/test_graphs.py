@@ -771,3 +771,34 @@ async def test_what_has_been_said_is_not_kept(signals: Signals) -> None:
     gc.collect()
     # The event loop may keep the newest context.
     assert sum(type(e) is HumanMessage and e.content == SAID for e in gc.get_objects()) < 10
+
+
+@pytest.mark.parametrize("judged", ["model", "tools"])
+async def test_a_task_of_tools_that_runs_again(judged: str, signals: Signals) -> None:
+    """A node of tools that waits for a person runs again as a whole, and is charged once."""
+    ran: list[str] = []
+    tools = [recording("search", ran), recording("pause", ran, lambda: interrupt("Sure?"))]
+    limits = [ToolCallLimit("search", run_limit=9), ToolCallLimit("pause", run_limit=9)]
+    limits += [ToolCallLimit("calc", run_limit=9, exit_behavior="ask")] * (judged == "tools")
+    scene = Scene(signals, asking("search", "pause"), limits, kind="graph", tools=tools, ran=ran)
+    await scene.play()
+    await scene.resume("yes")
+    assert sorted(ran) == ["pause", "search", "search"]
+    store = scene.quota.store
+    assert (run_counts(store, "search"), run_counts(store, "pause")) == ([1], [1])
+    assert scene.calls("allowed", "search") == 1
+
+
+async def test_the_oldest_run_is_forgotten(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more runs than are remembered, those that began first are forgotten, with no harm."""
+    monkeypatch.setattr("langchain_quota.features.graph.graph._MOST_RUNS", 1)
+    limit = ToolCallLimit("search", run_limit=1, thread_limit=2)
+    given: Any = {"kind": "graph", "store": MemoryStore()}
+    scene = Scene(signals, asking("search", "search"), [limit], **given)
+    for thread in ("one", "two", "one", "two"):
+        result = await scene.play(thread_id=thread)
+        assert result["messages"][-1].text == "done"
+    assert scene.ran == ["search"] * 4
+    assert run_counts(scene.quota.store, "search") == [1] * 4

@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 from langchain.agents.middleware import AgentMiddleware
 
-from langchain_quota import MemoryStore, ModelCallLimit, TokenLimit, ToolCallLimit
+from langchain_quota import (
+    InlineQuotaMiddleware,
+    MemoryStore,
+    ModelCallLimit,
+    TokenLimit,
+    ToolCallLimit,
+)
 from langchain_quota.limits import Limit
 from tests.scene import Kind, Scene, asking
 from tests.telemetry import Signals, needs_inline, paid
@@ -93,3 +99,17 @@ async def test_streamed_updates(signals: Signals) -> None:
     assert [each.type for each in ended["messages"]] == ["ai", "tool"]
     assert refused["thread_tool_call_count"] == {"search": 1}
     scene.check()
+
+
+async def test_two_of_them(signals: Signals) -> None:
+    """Two in one agent fail at the first model call, with what to do."""
+
+    class Another(InlineQuotaMiddleware[Any, Any]):
+        """The second one, under a name of its own."""
+
+    limits = [ToolCallLimit("search", run_limit=1)]
+    both = [each(limits, telemetry=signals.telemetry) for each in (InlineQuotaMiddleware, Another)]
+    scene = Scene(signals, asking("search"), both)
+    with pytest.raises(RuntimeError, match="put all limits into one InlineQuotaMiddleware"):
+        await scene.play()
+    assert (len(scene.model.calls), scene.ran) == (0, [])

@@ -3,6 +3,7 @@
 The agents and what the server is told about them are in `tests/assets/langgraph_server`.
 """
 
+import json
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ from tests.server.redis import RedisServer, free_port
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "tests" / "assets" / "langgraph_server"
+PAGE = ROOT / "docs" / "production.md"
 VENV = ".venv-langgraph"
 """An environment of its own: the server needs older packages than the tests."""
 
@@ -61,6 +63,11 @@ class User:
         response = httpx.post(self.url + path, trust_env=False, **given)
         assert response.is_success, response.text
         return response.json()
+
+    def status(self, path: str, body: dict[str, Any]) -> int:
+        """How the server answers what one asks it to do."""
+        given: Any = {"headers": self._headers, "timeout": DEADLINE, "json": body}
+        return httpx.post(self.url + path, trust_env=False, **given).status_code
 
     def thread(self) -> str:
         """A new thread."""
@@ -112,6 +119,9 @@ def server(
         missing("LangGraph's own server is not found: make langgraph-server")
     directory = tmp_path_factory.mktemp("langgraph")
     shutil.copytree(ASSETS, directory / "app")
+    (rules,) = re.findall(r"```python\n(# auth\.py.*?)```", PAGE.read_text(), re.DOTALL)
+    with (directory / "app" / "auth.py").open("a") as code:
+        code.write(rules.replace("auth = Auth()\n", ""))
     environment = {
         **{name: os.environ[name] for name in _KEPT if name in os.environ},
         **_SETTINGS,
@@ -225,6 +235,51 @@ def test_other_ways_to_a_thread(user: User) -> None:
     oldest = user.post(f"/threads/{thread}/history", {"limit": 100})[-1]["checkpoint"]
     user.run("by_thread", "search", thread, checkpoint_id=oldest["checkpoint_id"])
     assert user.searches(thread) == 1
+
+
+TRUSTED_ONLY: dict[str, Any] = {
+    "update": {"command": {"update": {"messages": []}}},
+    "goto": {"command": {"goto": "tools"}},
+    "checkpoint_id": {"checkpoint_id": "of", "input": None},
+    "checkpoint": {"checkpoint": {"checkpoint_id": "of"}, "input": None},
+    "config": {"config": {"configurable": {"checkpoint_id": "of"}}, "input": None},
+}
+"""What the page's rules refuse, by parameter; `of` stands for the id of the oldest checkpoint."""
+
+
+@pytest.mark.parametrize("route", ["runs", "runs/wait", "runs/stream"])
+@pytest.mark.parametrize("sent", TRUSTED_ONLY)
+def test_what_only_trusted_callers_may_send(server: User, sent: str, route: str) -> None:
+    """The page's rules refuse what moves a thread, and take input and answers from everybody."""
+    guest = User(server.url, f"guest-{uuid4().hex}")
+    thread = guest.thread()
+    guest.run("by_thread", "search", thread)
+    oldest = guest.post(f"/threads/{thread}/history", {"limit": 100})[-1]["checkpoint"]
+    body = json.dumps({**question("by_thread", "search"), **TRUSTED_ONLY[sent]})
+    body = body.replace('"of"', f'"{oldest["checkpoint_id"]}"')
+    assert guest.status(f"/threads/{thread}/{route}", json.loads(body)) == 403
+    values: Any = {"values": {"thread_tool_call_count": {}}}
+    assert guest.status(f"/threads/{thread}/state", values) == 403
+    assert guest.searches(thread) == 1
+    guest.run("asking", "search search", thread := guest.thread())
+    answer: Any = {"resume": {"decisions": [{"type": "approve"}]}}
+    messages = guest.run("asking", "", thread, input=None, command=answer)["messages"]
+    assert [each["content"] for each in messages if each["type"] == "tool"] == ["found"] * 2
+
+
+@pytest.mark.parametrize("how", ["replayed", "answered"])
+def test_what_runs_again_on_a_server(how: str, user: User) -> None:
+    """Runs that go on at an old checkpoint, with the server's checkpointer, are charged again."""
+    thread = user.thread()
+    user.run("by_user", "search", thread)
+    history = user.post(f"/threads/{thread}/history", {"limit": 100})
+    (at,) = [each["checkpoint"]["checkpoint_id"] for each in history if each["next"] == ["tools"]]
+    command: Any = {"command": {"resume": "yes"}} if how == "answered" else {}
+    answers = [
+        user.answers("by_user", "", thread, input=None, checkpoint_id=at, **command)
+        for _ in range(4)
+    ]
+    assert answers == [["found"]] * 2 + [[REFUSED]] * 2
 
 
 def test_users_have_quotas(server: User, user: User) -> None:

@@ -17,7 +17,6 @@ from langchain_quota.concurrency import Form, ask
 from langchain_quota.middleware.calls import Batch, Conclusion, Update
 from langchain_quota.middleware.context import digest, running_config, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
-from langchain_quota.rule import ResolvedLimits
 from langchain_quota.state import LEDGER, Ledger, ledger, merge_ledgers, own_of
 
 _RERUN = "reruns"  # in the state with which a call is checked that runs again
@@ -47,12 +46,6 @@ class Reruns(Feature):
         attempt, _ = await _earlier(form, info)
         task = f"{info.task_id}/{attempt}"
         return runtime.override(execution_info=replace(info, task_id=task)) if attempt else runtime
-
-    def limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
-        """Leave out what the state counts: for a call that runs again, it has come back."""
-        if _RERUN not in state:
-            return limits
-        return ResolvedLimits(e if e.shared else e.with_checks(most=None) for e in limits.limits)
 
     def checks(self, batch: Batch) -> None:
         """Have a call that runs again refused where it runs: nobody is asked, and no run ends."""
@@ -94,7 +87,7 @@ class Reruns(Feature):
         return await call(request)
 
     async def _runs_again(self, form: Form, kind: str, state: Any, call: Any = None) -> Any:
-        """Return the runtime in which a call is checked that runs again; `None` if it needs no check."""
+        """Return the runtime in which a call is checked that runs again, or else `None`."""
         info = getattr(running_runtime(), "execution_info", None)
         if info is None or not isinstance(state, Mapping):
             return None

@@ -133,9 +133,8 @@ class _Run:
     def learn(self, update: Any) -> bool:
         """Take in what is written to the state; whether it ends the run."""
         new = {key: each for key, each in update.items() if key not in {"messages", "jump_to"}}
-        # A graph that comes again may be a second edge.
         known = merge_ledgers(self.state[LEDGER], new.get(LEDGER) or Ledger())
-        self.state.update(new, langchain_quota={**known, "ended": None})
+        self.state.update(new, langchain_quota=known)
         return "jump_to" in update
 
 
