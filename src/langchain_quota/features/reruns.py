@@ -106,19 +106,17 @@ async def _earlier(form: Form, info: Any) -> tuple[str, bool]:
     """Return a name for this attempt if its task was finished before, and whether its step was."""
     config = running_config()
     known = config.get("configurable") or {}
-    saver, around = known.get("__pregel_checkpointer"), info.checkpoint_ns.rpartition("|")[0]
+    saver, graphs = known.get("__pregel_checkpointer"), known.get("checkpoint_map") or {}
     # LangGraph says so in the first step of a run that goes on at a checkpoint, and only there.
     if not known.get("__pregel_resuming") or not hasattr(saver, "get_tuple"):
         return "", False
     # The step runs at a copy of the checkpoint that a caller names. The copy may not be saved yet.
     found, is_copy, ids = None, False, [info.checkpoint_id, config["metadata"].get("checkpoint_id")]
+    around = next((each for each in graphs if graphs[each] == info.checkpoint_id), "")
+    at = {"thread_id": known.get("thread_id"), "checkpoint_ns": around}
     while found is None and ids:
-        at = {
-            "checkpoint_ns": around,
-            "thread_id": known.get("thread_id"),
-            "checkpoint_id": ids.pop(0),
-        }
-        found = at["checkpoint_id"] and await ask(form, saver, "get_tuple", {"configurable": at})
+        of: Any = {"configurable": {**at, "checkpoint_id": ids.pop(0)}}
+        found = await ask(form, saver, "get_tuple", of)
         is_copy = not ids
     while found:
         writes = found.pending_writes or ()

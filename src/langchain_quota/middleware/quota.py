@@ -148,7 +148,6 @@ class QuotaMiddleware(
             own: Any = cls
             unneeded = _unneeded(cls.feature_kinds, limits)
             if __.get("store") is not None and "after_model" not in unneeded:
-                # A tool call may run again that was charged in the store.
                 unneeded = tuple(each for each in unneeded if each != "wrap_tool_call")
             made: Self = super().__new__(_with_hooks(own, unneeded))
             return made
@@ -266,8 +265,7 @@ class QuotaMiddleware(
         self._learn_tools(request)
         written: Update = {}
         for rerun in self._hooks["rerun"]:
-            refused = await rerun(form, request)
-            if refused is not None:
+            if (refused := await rerun(form, request)) is not None:
                 return WrittenResponse(None, refused)
         response = await self._call_model(form, request, handler, written)
         if response is None or written:
