@@ -28,9 +28,6 @@ EVERYWHERE = [*((kind, False) for kind in KINDS if kind != "graph"), *WITH_STORE
 ASKING = [("quota", False), ("quota", True), ("graph", True)]
 """Those that can ask a person."""
 
-REPLAYS_ARE_HELD = False
-"""Whether what runs again from an old checkpoint is judged again: then no row may fail."""
-
 
 class Caller:
     """Sends what she likes to an agent that is held to two searches, or two model calls."""
@@ -297,8 +294,6 @@ async def test_no_more_calls_run(row: Row, signals: Signals) -> None:
         if caller.store is not None and row.of == "tool":
             charged[kind, shared] = counts(caller.store)["search:user_id:ann"]
     freed = {each for each, number in ran.items() if number != row.runs}
-    if row in REPLAYED and not REPLAYS_ARE_HELD:
-        pytest.xfail(f"calls run again: {ran}")
     assert freed == {*row.freed}, ran
     assert row.trusted in PRODUCTION
     if row in HELD:
