@@ -131,8 +131,13 @@ def refused_spans() -> str:
         f"span.{attribute}"
         for attribute in (
             *(tracing.DECISION, tracing.LIMIT, tracing.SCOPE, tracing.AGENT_NAME),
-            *(tracing.TOOL_NAME, tracing.UNIT, tracing.THREAD_USED, tracing.THREAD_LIMIT),
-            *(tracing.RUN_USED, tracing.RUN_LIMIT, tracing.EXIT_BEHAVIOR),
+            *(tracing.TOOL_NAME, tracing.UNIT),
+            *(
+                attribute.format(scope=scope)
+                for scope in ("thread", "run")
+                for attribute in (tracing.USED, tracing.LIMIT_OF)
+            ),
+            tracing.EXIT_BEHAVIOR,
         )
     )
     decided = f'span.{tracing.DECISION} =~ "blocked|skipped|would_block"'

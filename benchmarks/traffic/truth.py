@@ -256,12 +256,16 @@ def _limit(status: LimitStatus, thread: object) -> Row:
         }
         for quota in status.quotas
     ]
-    own = {THREAD: (thread, status.thread_count, status.thread_limit)}
-    own[RUN] = (None, status.run_used, status.run_limit)
     uses += [
-        {"scope": scope, "subject": subject, "used": used, "cap": cap, "resets": None}
-        for scope, (subject, used, cap) in own.items()
-        if cap is not None
+        {
+            "scope": count.scope,
+            "subject": thread if count.scope == THREAD else None,
+            "used": count.before if status.deferred and count.scope == THREAD else count.used,
+            "cap": count.limit,
+            "resets": None,
+        }
+        for count in status.counts
+        if count.limit is not None and not count.per
     ]
     return {
         "limit": status.limit,

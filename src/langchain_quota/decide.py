@@ -13,7 +13,6 @@ from langchain_quota.decision import (
     Exit,
     LimitStatus,
     Outcome,
-    QuotaStatus,
     Reason,
     Scope,
 )
@@ -31,8 +30,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
     spent: int | None = None,
 ) -> LimitStatus:
     """The status of a limit at one call."""
-    limit, (of_thread, of_run, *of_quotas) = resolved.limit, resolved.checks
-    thread, run = counts[of_thread.counter], counts[of_run.counter]
+    limit, of_run = resolved.limit, resolved.checks[1]
     is_budget, runs = limit.unit != "calls", amount > 0
     if is_budget:
         # What a call uses is known when it has returned.
@@ -46,12 +44,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
     return LimitStatus(
         limit=limit.name,
         exit_behavior=exit_behavior,
-        thread_before=thread,
-        thread_used=thread + amount,
-        thread_limit=of_thread.most,
-        run_before=run,
-        run_used=run + amount,
-        run_limit=of_run.most,
+        counts=tuple([each.status(counts[each.counter], amount) for each in resolved.checks]),
         reason=reason,
         scope=None if reason == "store" else refused_at,
         charged=charging and runs and reason is None,
@@ -60,21 +53,6 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         near=limit.near,
         alert=limit.alert,
         computed=tuple([each.scope for each in resolved.checks if each.computed]),
-        quotas=tuple(
-            QuotaStatus(
-                each.scope,
-                each.subject,
-                counts[each.counter],
-                counts[each.counter] + amount,
-                each.most or 0,
-                each.resets_at,
-                each.per,
-                smooth=bool(each.spacing),
-            )
-            for each in of_quotas
-        )
-        if of_quotas
-        else (),
         shared=resolved.shared,
         unit=limit.unit,
         needs=of_run.needs if is_budget and reason == "exhausted" else 0,

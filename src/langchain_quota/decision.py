@@ -82,51 +82,61 @@ class Call(NamedTuple):
     thread_id: object = None
 
 
-class QuotaStatus(NamedTuple):
-    """A quota at one call: its count before the call and after it.
+class CountStatus(NamedTuple):
+    """One count of a limit at one call, in the limit's unit.
 
     Attributes:
-        scope: The quota's name.
-        subject: Whose calls are counted; empty for all.
-        before: The count before the call, in the limit's unit.
+        scope: `"thread"`, `"run"`, or the quota's name.
+        before: The count before the call.
         used: The count after the call.
-        limit: The quota's number.
-        resets_at: When its window ends, in its zone; `None` if it lasts until it is reset. If it
-            is smooth: when the next call fits.
-        per: What the quota counts by: `"thread"`, `"agent"`, `"global"`, or a name in
-            `runtime.context`. If `per` is a function, the quota's name.
-        smooth: Whether its count falls evenly; then `limit` is the quota's burst.
+        limit: Its number; `None` for none. Of a smooth quota its burst.
+        subject: Whose calls a quota counts; empty for all.
+        resets_at: When a quota's window ends, in its zone; `None` if it lasts until it is reset.
+            If it is smooth: when the next call fits.
+        per: What a quota counts by: `"thread"`, `"agent"`, `"global"`, or a name in
+            `runtime.context`. If `per` is a function, the quota's name. Empty if it is no quota.
+        smooth: Whether the count falls evenly.
 
     Examples:
-        >>> from langchain_quota.decision import QuotaStatus
-        >>> use = QuotaStatus("user_id", "ada", before=4, used=5, limit=5)
-        >>> use.limit - use.used
-        0
+        >>> from langchain_quota.decision import CountStatus
+        >>> CountStatus("user_id", before=4, used=5, limit=5, subject="ada").share
+        1.0
     """
 
     scope: Scope
-    subject: str
     before: int
     used: int
-    limit: int
+    limit: int | None
+    subject: str = ""
     resets_at: datetime | None = None
     per: str = ""
     smooth: bool = False
+
+    @property
+    def share(self) -> float:
+        """The used share, from 0; a limit of 0 counts as fully used."""
+        return self.used / self.limit if self.limit else float(self.limit is not None)
+
+    def crossed(self, near: float) -> Level | None:
+        """The level that the count has newly reached with this call; `None` if it has not."""
+        if self.limit is None or self.smooth:  # the count of a smooth quota comes and goes
+            return None
+        if self.before < self.limit <= self.used:
+            return Level.EXHAUSTED
+        return Level.NEAR if self.before < near_threshold(self.limit, near) <= self.used else None
 
 
 class LimitStatus(NamedTuple):
     """One limit at one call: its counts before the call and after it.
 
-    All counts and numbers are in `unit`. A scope is `"thread"`, `"run"`, or a quota's name.
-
     Attributes:
         limit: The limit's name.
         exit_behavior: What a refusal by it does.
+        counts: Its counts: the thread's, the run's, and those of its quotas.
         reason: Why it refuses the call: a threshold is `"exhausted"`, the tool is `"failing"` in
             the same way again and again, or the shared `"store"` could not be asked; `None` if it
             admits the call.
-        scope: The threshold that is exhausted; `None` for none. If there are several, the thread's
-            comes before the run's, and the run's before those of quotas.
+        scope: The count that is exhausted; `None` for none. If there are several, the first.
         charged: Whether the call is charged to this limit by this decision.
         deferred: Whether the call runs now and is counted when it has returned, as every call is
             in budgets of tokens and money.
@@ -134,32 +144,21 @@ class LimitStatus(NamedTuple):
         near: The limit's own near share; `None` for that of the telemetry.
         alert: Whether its refusals are worth an alert.
         computed: The scopes whose limit was computed for this call, or raised by a grant.
-        thread_before: The thread's count before the call.
-        thread_used: The thread's count after the call.
-        thread_limit: The thread's limit; `None` for none.
-        run_before: The run's count before the call.
-        run_used: The run's count after the call.
-        run_limit: The run's limit; `None` for none.
-        quotas: The same for each of the limit's quotas.
         shared: Whether a store keeps one of the counts.
         unit: What is counted: `"calls"`, `"tokens"`, `"nanodollars"` or `"milliseconds"`.
         needs: How much of a budget the call may need, if the budget refuses it; else 0.
 
     Examples:
-        >>> from langchain_quota.decision import LimitStatus
-        >>> third = LimitStatus("tool:search", "continue", 11, 12, 20, 2, 3, 3)
-        >>> third.scopes, third.threshold("thread"), third.used("thread"), third.share
-        (('thread', 'run'), 20, 12, 1.0)
+        >>> from langchain_quota.decision import CountStatus, LimitStatus
+        >>> counts = CountStatus("thread", 11, 12, 20), CountStatus("run", 2, 3, 3)
+        >>> third = LimitStatus("tool:search", "continue", counts)
+        >>> third.scopes, third.count_of("thread").limit, third.share
+        (('thread', 'run'), 20, 1.0)
     """
 
     limit: str
     exit_behavior: Exit
-    thread_before: int
-    thread_used: int
-    thread_limit: int | None
-    run_before: int
-    run_used: int
-    run_limit: int | None
+    counts: tuple[CountStatus, ...]
     reason: Reason | None = None
     scope: Scope | None = None
     charged: bool = False
@@ -168,7 +167,6 @@ class LimitStatus(NamedTuple):
     near: float | None = None
     alert: bool = True
     computed: tuple[Scope, ...] = ()
-    quotas: tuple[QuotaStatus, ...] = ()
     shared: bool = False
     unit: Unit = "calls"
     needs: int = 0
@@ -176,7 +174,10 @@ class LimitStatus(NamedTuple):
     @property
     def cost(self) -> int:
         """What the call is charged of a limit of dollars, in nanodollars; else 0."""
-        return self.run_used - self.run_before if self.unit == "nanodollars" else 0
+        if self.unit != "nanodollars":
+            return 0
+        run = self.count_of(RUN)
+        return run.used - run.before if run else 0
 
     @property
     def refused(self) -> bool:
@@ -191,98 +192,46 @@ class LimitStatus(NamedTuple):
         """
         return STORE if self.reason == "store" else self.scope
 
-    def threshold(self, scope: Scope) -> int | None:
-        """The limit of a scope; `None` for none."""
-        return self._counts(scope)[2]
+    def count_of(self, scope: Scope | None) -> CountStatus | None:
+        """Return the count of a scope, a quota's before the thread's own; `None` without one."""
+        return next((count for count in reversed(self.counts) if count.scope == scope), None)
 
-    def used(self, scope: Scope) -> int:
-        """The count of a scope after the call; 0 for a scope that the limit does not have."""
-        return self._counts(scope)[1]
-
-    def before(self, scope: Scope) -> int:
-        """The count of a scope before the call; 0 for a scope that the limit does not have."""
-        return self._counts(scope)[0]
-
-    def quota(self, scope: Scope | None) -> QuotaStatus | None:
-        """The quota of a scope; `None` without one."""
-        return next((each for each in self.quotas if each.scope == scope), None)
-
-    def _counts(self, scope: Scope) -> tuple[int, int, int | None]:
-        """A scope's count before the call, its count after it, and its limit."""
-        if scope == RUN:
-            return self.run_before, self.run_used, self.run_limit
-        quota = self.quota(scope)
-        if quota is not None:
-            return quota.before, quota.used, quota.limit
-        if scope == THREAD:
-            return self.thread_before, self.thread_used, self.thread_limit
-        return 0, 0, None
+    @property
+    def quotas(self) -> tuple[CountStatus, ...]:
+        """The counts of quotas."""
+        return tuple(each for each in self.counts if each.per)
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
         """The scopes that have a limit: thread, run, and the quotas."""
-        numbers = ((THREAD, self.thread_limit), (RUN, self.run_limit))
-        limited = [scope for scope, limit in numbers if limit is not None]
-        return (*limited, *(quota.scope for quota in self.quotas))
+        return tuple(each.scope for each in self.counts if each.limit is not None)
 
     @property
     def share(self) -> float:
         """The largest used share of a limit, from 0; a limit of 0 counts as fully used."""
-        shares = (
-            self.used(scope) / limit if (limit := self.threshold(scope)) else 1.0
-            for scope in self.scopes
-        )
-        return max(shares, default=0.0)
+        return max((each.share for each in self.counts), default=0.0)
 
     @property
     def resets_at(self) -> datetime | None:
         """When the windows of all exhausted quotas have ended; `None` if one has no end."""
-        first = self.quota(self.scope)
-        if first is None:
+        first = self.count_of(self.scope)
+        if first is None or not first.per:
             return None
-        exhausted = [each for each in self.quotas if each is first or each.before >= each.limit]
-        ends = [each.resets_at for each in exhausted if each.resets_at is not None]
-        return max(ends) if len(ends) == len(exhausted) else None
+        over = [each for each in self.quotas if each is first or each.before >= (each.limit or 0)]
+        ends = [each.resets_at for each in over if each.resets_at is not None]
+        return max(ends) if len(ends) == len(over) else None
 
-    @property
-    def thread_count(self) -> int:
-        """The thread's count as it is kept after the decision."""
-        return self.thread_before if self.deferred else self.thread_used
-
-    def crossed(self, scope: Scope, near: float) -> Level | None:
-        """The level that the count has newly reached with this call; `None` if it has not.
+    def threshold_events(self, near: float) -> list[tuple[Scope, Level]]:
+        """The scopes whose count has reached a new level with this call.
 
         Args:
-            scope: The scope.
             near: The share, above 0 and at most 1, from which a limit without a share of its own
                 is near.
         """
-        return dict(self.threshold_events(near)).get(scope)
-
-    def threshold_events(self, near: float) -> list[tuple[Scope, Level]]:
-        """The scopes whose count has reached a new level with this call; `near` as in `crossed`."""
         if not (self.charged and self.enforced):
             return []
         near = near if self.near is None else self.near
-        found = []
-        numbers: list[tuple[Scope, int, int, int | None]] = [
-            (THREAD, self.thread_before, self.thread_used, self.thread_limit),
-            (RUN, self.run_before, self.run_used, self.run_limit),
-            # The count of a smooth quota comes and goes with each call.
-            *(
-                (each.scope, each.before, each.used, each.limit)
-                for each in self.quotas
-                if not each.smooth
-            ),
-        ]
-        for scope, before, used, limit in numbers:
-            if limit is None:
-                continue
-            if before < limit <= used:
-                found.append((scope, Level.EXHAUSTED))
-            elif before < near_threshold(limit, near) <= used:
-                found.append((scope, Level.NEAR))
-        return found
+        return [(each.scope, level) for each in self.counts if (level := each.crossed(near))]
 
 
 @dataclass(frozen=True, slots=True)

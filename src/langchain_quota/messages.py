@@ -121,8 +121,8 @@ def _refusal(limit: Limit, decision: Decision, status: LimitStatus) -> str:
         return _own(limit.message, decision)
     if status.reason == "store":
         return _unchecked(limit)
-    if status.quota(AT_ONCE) is not None:
-        most = status.threshold(AT_ONCE)
+    if (count := status.count_of(AT_ONCE)) is not None:
+        most = count.limit
         return (
             f"This call was not run: other calls were running, and at most {most} "
             f"call{'' if most == 1 else 's'} of {_tools(limit) or 'tools'} may run at the same "

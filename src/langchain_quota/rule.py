@@ -5,7 +5,16 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 from langchain_quota.admission import Hits, Threshold
-from langchain_quota.decision import RUN, STORE, THREAD, Call, Kind, Reason, Scope
+from langchain_quota.decision import (
+    RUN,
+    STORE,
+    THREAD,
+    Call,
+    CountStatus,
+    Kind,
+    Reason,
+    Scope,
+)
 from langchain_quota.limits import Limit
 from langchain_quota.limits.options import UNITS, LimitOptions, whole_amount
 from langchain_quota.units import Unit
@@ -39,6 +48,11 @@ class Check(NamedTuple):
     def needs(self) -> int:
         """How much must be left."""
         return max(1, self.hit)
+
+    def status(self, before: int, amount: int) -> CountStatus:
+        """The count at a call that adds an amount."""
+        used, of = before + amount, (self.subject, self.resets_at, self.per)
+        return CountStatus(self.scope, before, used, self.most, *of, smooth=bool(self.spacing))
 
     def raised(self, granted: Mapping[str, int]) -> "Check":
         """The check, raised by what is granted, by a store's key or the name of a count."""

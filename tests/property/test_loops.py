@@ -171,7 +171,7 @@ async def played(plan: Plan, shape: str) -> dict[str, Any]:
             # A graph has no state that counts a thread where no limit does.
             (
                 (each.call.kind, each.call.tool, each.call.id, each.outcome),
-                [(one.limit, one.run_before, one.run_used, one.scope) for one in each.limits],
+                [(one.limit, one.count_of("run"), one.scope) for one in each.limits],
             )
             for each in decisions
         ],

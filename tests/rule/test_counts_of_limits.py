@@ -71,6 +71,7 @@ async def test_what_a_store_counts(signals: Signals) -> None:
     await Scene(signals, [["search", "search"], "done"], limits, **options).play()
     assert counts(store) == {"search:thread:thread-1": 2, "search:user_id:ann": 2}
     one, again = [each for each in seen if each.call.tool == "search"][-1].limits
-    assert (one.thread_used, one.used("user_id"), again.used("thread")) == (2, 2, 2)
+    counts_of = [one.count_of("thread"), one.count_of("user_id"), again.count_of("thread")]
+    assert [count and count.used for count in counts_of] == [2, 2, 2]
     assert {each.scope: each.limit for each in again.quotas} == {"user_id": 7, "thread": 6}
     assert (one.shared, again.shared) == (True, True)

@@ -20,13 +20,15 @@ from langchain_quota import (
     QuotaWarning,
     ToolCallLimitExceededError,
 )
-from langchain_quota.decision import Call, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.decision import Call, CountStatus, LimitStatus, Outcome
 from langchain_quota.errors import QuotaStoreError, UnknownPriceError
 
-QUOTA = QuotaStatus("user_id", "ada", 5, 5, 5, datetime(2026, 1, 2, tzinfo=UTC))
-STANDING = LimitStatus(
-    "search", "error", 4, 4, None, 4, 4, 3, reason="exhausted", scope="user_id", quotas=(QUOTA,)
+COUNTS = (
+    CountStatus("thread", 4, 4, None),
+    CountStatus("run", 4, 4, 3),
+    CountStatus("user_id", 5, 5, 5, "ada", datetime(2026, 1, 2, tzinfo=UTC), per="user_id"),
 )
+STANDING = LimitStatus("search", "error", COUNTS, reason="exhausted", scope="user_id")
 DECISION = Decision(
     Call("tool", "search", id="call_1", agent="boss", thread_id=7), Outcome.BLOCKED, (STANDING,)
 )

@@ -10,36 +10,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from langchain_quota import Decision
-from langchain_quota.decision import Call, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.decision import Call, CountStatus, LimitStatus, Outcome
 from langchain_quota.units import Level
 
-OPEN = LimitStatus("open", "continue", 0, 0, None, 0, 0, None)
+THREAD, RUN = CountStatus("thread", 0, 0, None), CountStatus("run", 0, 0, None)
+OPEN = LimitStatus("open", "continue", (THREAD, RUN))
 """A status without thresholds."""
 MINUTE = datetime(2026, 1, 1, 12, 1, tzinfo=UTC)
 DAY = datetime(2026, 1, 2, tzinfo=UTC)
 
 
 def of_run(before: int, used: int, limit: int | None, **options: Any) -> LimitStatus:
-    given = {"run_before": before, "run_used": used, "run_limit": limit, "charged": True}
-    return OPEN._replace(**{**given, **options})
+    counts = THREAD, CountStatus("run", before, used, limit)
+    return OPEN._replace(**{"counts": counts, "charged": True, **options})
 
 
-def refusing(scope: str, *quotas: QuotaStatus, **options: Any) -> LimitStatus:
+def refusing(scope: str, *quotas: CountStatus, **options: Any) -> LimitStatus:
     """A status of a limit that refuses because of a scope."""
-    given = {"reason": "exhausted", "scope": scope, "quotas": quotas, **options}
+    counts = (*OPEN.counts, *quotas)
+    given = {"reason": "exhausted", "scope": scope, "counts": counts, **options}
     return OPEN._replace(**given)
 
 
 def use(
     scope: str, before: int, used: int, limit: int, resets_at: datetime | None = None
-) -> QuotaStatus:
-    return QuotaStatus(scope, "ann", before, used, limit, resets_at)
+) -> CountStatus:
+    return CountStatus(scope, before, used, limit, "ann", resets_at, per=scope)
 
 
-BOTH = LimitStatus("x", "end", 1, 2, 3, 4, 5, 6)
+BOTH = CountStatus("thread", 1, 2, 3), CountStatus("run", 4, 5, 6)
 ROWS = {"thread": (1, 2, 3), "run": (4, 5, 6)}
 QUOTAS = (use("user_id", 1, 2, 5), use("global", 3, 4, 9))
-OF_THREAD = OPEN._replace(thread_used=31, quotas=(use("thread", 1, 2, 5),))
+OF_THREAD = OPEN._replace(counts=(THREAD._replace(used=31), RUN, use("thread", 1, 2, 5)))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ OF_THREAD = OPEN._replace(thread_used=31, quotas=(use("thread", 1, 2, 5),))
         (OPEN, {}),
         (of_run(0, 0, 0), {"run": (0, 0, 0)}),
         (
-            BOTH._replace(quotas=QUOTAS),
+            OPEN._replace(counts=BOTH + QUOTAS),
             {**ROWS, "user_id": (1, 2, 5), "global": (3, 4, 9)},
         ),
         # Where no thread limit stands beside it, the thread's threshold is the quota's.
@@ -59,11 +61,11 @@ def test_counts_by_scope(status: LimitStatus, rows: dict[str, Any]) -> None:
     """Thread, run and quotas, in this order, have their own numbers; no other scope has any."""
     assert status.scopes == tuple(rows)
     for scope in status.scopes:
-        found = status.before(scope), status.used(scope), status.threshold(scope)
-        assert found == rows[scope]
-    for scope in ("tenant", "store", "none"):
-        assert (status.before(scope), status.used(scope), status.threshold(scope)) == (0, 0, None)
-        assert status.quota(scope) is status.quota(None) is None
+        count = status.count_of(scope)
+        assert count is not None
+        assert (count.before, count.used, count.limit) == rows[scope]
+    for other in ("tenant", "store", "none", None):
+        assert status.count_of(other) is None
 
 
 @pytest.mark.parametrize(
@@ -86,15 +88,15 @@ def test_crossed(
     before: int, used: int, limit: int | None, options: Any, level: Level | None
 ) -> None:
     """A level is reached once, by a call that is charged to a limit that is enforced."""
-    thread = {"thread_before": before, "thread_used": used, "thread_limit": limit}
-    status = of_run(before, used, limit, **options)
-    of_thread = of_run(0, 0, None, **thread, **options)
-    assert (status.crossed("run", 0.8), status.crossed("thread", 0.8)) == (level, None)
-    assert of_thread.crossed("thread", 0.8) is level
+    events = [] if level is None else [level]
+    counts = [CountStatus(scope, before, used, limit) for scope in ("thread", "run")]
     if limit:
-        quotas = (use("user_id", before, used, limit), use("other", 0, 1, 100))
-        status = of_run(0, 0, None, quotas=quotas, **options)
-        assert (status.crossed("user_id", 0.8), status.crossed("other", 0.8)) == (level, None)
+        counts.append(use("user_id", before, used, limit))
+    for count in counts:
+        status = OPEN._replace(counts=(*OPEN.counts, count), **{"charged": True, **options})
+        assert status.threshold_events(0.8) == [(count.scope, each) for each in events]
+    smooth = use("user_id", before, used, limit or 1)._replace(smooth=True)
+    assert OPEN._replace(counts=(smooth,), charged=True).threshold_events(0.8) == []
 
 
 @given(st.integers(1, 9 * 10**15), st.integers(1, 1000))
@@ -103,15 +105,8 @@ def test_near_is_the_smallest_count_of_that_share(limit: int, thousandths: int) 
     count = ceil(Fraction(thousandths, 1000) * limit)
     near = thousandths / 1000
     reached = Level.EXHAUSTED if count == limit else Level.NEAR
-    assert of_run(count - 1, count, limit).crossed("run", near) is reached
-    assert of_run(count - 2, count - 1, limit).crossed("run", near) is None
-
-
-def test_a_deferred_call_is_not_kept_yet() -> None:
-    """The thread's count that is kept is that before a call which is counted when it returned."""
-    status = OPEN._replace(thread_before=3, thread_used=4)
-    assert status.thread_count == 4
-    assert status._replace(deferred=True).thread_count == 3
+    assert of_run(count - 1, count, limit).threshold_events(near) == [("run", reached)]
+    assert of_run(count - 2, count - 1, limit).threshold_events(near) == []
 
 
 def test_which_limit_leads() -> None:
@@ -140,10 +135,10 @@ BY_MINUTE, FOR_GOOD = use("minute", 1, 1, 1, MINUTE), use("global", 9, 9, 9)
     ("status", "resets_at"),
     [
         (refusing("daily", USED_UP, use("global", 1, 1, 9, MINUTE)), DAY),
-        (of_run(0, 0, None, quotas=(use("daily", 4, 5, 5, DAY),)), None),
+        (OPEN._replace(counts=(use("daily", 4, 5, 5, DAY),), charged=True), None),
         (refusing("global", FOR_GOOD), None),
         (refusing("thread", USED_UP), None),
-        (OPEN._replace(reason="store", quotas=(USED_UP,)), None),
+        (OPEN._replace(reason="store", counts=(USED_UP,)), None),
         (refusing("minute", BY_MINUTE, USED_UP), DAY),
         (refusing("minute", BY_MINUTE, use("daily", 4, 4, 5, DAY)), MINUTE),
         (refusing("minute", BY_MINUTE, FOR_GOOD), None),

@@ -215,8 +215,9 @@ async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> Non
     assert [BUSY in each for each in texts(result)] == [False, True, False]
     (refusal,) = [each for each in seen if each.outcome is Outcome.BLOCKED]
     (status,) = refusal.refused_by
-    found = status.refusal_scope, status.used("at_once"), status.threshold("at_once")
-    assert found == ("at_once", 2, 1)
+    count = status.count_of(status.refusal_scope)
+    assert count is not None
+    assert (count.scope, count.used, count.limit) == ("at_once", 2, 1)
     assert scene.metric("at_once:browser", "blocked", "at_once") == 1
     assert scene.metric("tool:browser", "refunded") == 1
     waits = "langchain_quota_wait_seconds_count"

@@ -124,7 +124,8 @@ async def test_two_named_limits_on_one_tool(signals: Signals) -> None:
 def described(decision: Decision) -> str:
     """A message of the user's own, from the decision."""
     status = decision.refused_by[0]
-    return f"{status.limit}: not more than {status.run_limit} in a {status.scope}"
+    count = status.count_of(status.scope)
+    return f"{status.limit}: not more than {count and count.limit} in a {status.scope}"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ async def test_a_thread_is_granted_more(signals: Signals, form: Form) -> None:
         grant = await scene.grant(amount, reason="ticket 4711", by="bo", id="4711")
         assert (grant.amount, grant.reason, grant.by) == (2, "ticket 4711", "bo")
     assert await scene.run() == ["allowed", "allowed"]
-    assert [each.limits[0].thread_limit for each in scene.decisions if each.limits] == [3, 3]
+    assert [each.limits[0].counts[0].limit for each in scene.decisions if each.limits] == [3, 3]
     assert await scene.run() == ["blocked", "blocked"]
     assert scene.value("thread_limit", thread_id="thread-1") == 3
     assert scene.value("granted_total", scope="thread", unit="calls") == 2

@@ -14,7 +14,7 @@ from langchain_quota import (
     QuotaWarning,
     ToolCallLimitExceededError,
 )
-from langchain_quota.decision import Answer, Call, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.decision import Answer, Call, CountStatus, LimitStatus, Outcome
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.units import Level
 
@@ -38,10 +38,10 @@ def read(decision: Decision, answer: Answer, warning: QuotaWarning) -> UserWarni
         assert_type(leading, LimitStatus)
         assert_type((leading.limit, leading.scope), tuple[str, str | None])
         assert_type((leading.refused, leading.share), tuple[bool, float])
-        assert_type((leading.thread_used, leading.thread_limit), tuple[int, int | None])
-        assert_type(leading.run_limit, int | None)
-        assert_type(leading.crossed("run", 0.8), Level | None)
-        assert_type(leading.quotas[0], QuotaStatus)
+        assert_type(leading.count_of("run"), CountStatus | None)
+        assert_type(leading.counts[0].limit, int | None)
+        assert_type(leading.counts[0].crossed(0.8), Level | None)
+        assert_type(leading.quotas[0], CountStatus)
         assert_type(leading.quotas[0].resets_at, datetime | None)
         assert_type(leading.quotas[0].used, int)
     return warning

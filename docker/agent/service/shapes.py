@@ -160,8 +160,9 @@ def refusal(decision: Decision) -> Refusal:
     scope = str(shown.refusal_scope)
     unknown = scope == STORE
     unit = unit_of(shown.unit)
-    used = None if unknown else amount(shown.used(scope), unit)
-    limit = None if unknown else amount(shown.threshold(scope), unit)
+    count = None if unknown else shown.count_of(scope)
+    used = count and amount(count.used, unit)
+    limit = count and amount(count.limit or 0, unit)
     resets_at = None if unknown else decision.resets_at
     if unknown:
         message = f"the limit {shown.limit!r} could not be checked"

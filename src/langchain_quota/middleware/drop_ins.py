@@ -300,8 +300,9 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         charged = status(limit, model_counts(state), call.amount)
         # Two limiters count one call in one task.
         self._recorder.record_charge(call, charged, task_id=context.task(self.name))
-        written = Ledger(counts={"run_model": charged.run_used, "model_counted": True})
-        return {THREAD_MODEL: charged.thread_used, LEDGER: written}
+        thread, run, *_ = charged.counts
+        written = Ledger(counts={"run_model": run.used, "model_counted": True})
+        return {THREAD_MODEL: thread.used, LEDGER: written}
 
 
 def _is_counted(state: Mapping[str, Any]) -> bool:

@@ -100,12 +100,11 @@ def _log(
     if not logger.isEnabledFor(severity):
         return
     # If the store could not be asked, there is no count.
-    used = None if scope == STORE else status.used(scope)
-    threshold, unit = status.threshold(scope), status.unit
+    count, unit = status.count_of(scope), status.unit
+    used, threshold = (count.used, count.limit) if count else (None, None)
     # In the user's words: an argument of the limit, or a quota.
-    what = scope if scope == AT_ONCE else f"quota {scope!r}"
-    if status.quota(scope) is None:
-        what = f"{scope}_limit"
+    what = f"quota {scope!r}" if count and count.per else f"{scope}_limit"
+    what = scope if scope == AT_ONCE else what
     amounts = f"{shown(used, unit)} of {shown(threshold, unit)} ({what})"
     if status.needs and used is not None and threshold is not None and used < threshold:
         amounts += f", the call may need {shown(status.needs, unit)}"

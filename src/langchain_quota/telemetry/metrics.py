@@ -195,15 +195,11 @@ class Metrics:
 
     def _meet(self, agent: str, status: LimitStatus) -> Counter:
         """Where charges of a limit are counted; its first call and new settings make its series."""
+        computed = status.computed
         configured: _Configured = (
             *(status.near, status.alert, status.enforced, status.unit),
-            *(status.thread_limit, status.run_limit),
+            *[None if each.scope in computed else each.limit for each in status.counts],
         )
-        if status.computed or status.quotas:
-            configured = configured[:4] + tuple(
-                (scope, None if scope in status.computed else status.threshold(scope))
-                for scope in status.scopes
-            )
         known = self._limits.get((agent, status.limit))
         if known is None or known[0] != configured:
             charged = self._charges[agent, limit_label(status.limit), NONE, Outcome.ALLOWED]
@@ -213,12 +209,12 @@ class Metrics:
 
     def _begin(self, agent: str, limit: str, status: LimitStatus) -> None:
         """Make the series of a limit, and show its settings."""
-        for scope in status.scopes:
-            _ = self._refusals[agent, limit, scope, Outcome.BLOCKED]
-            _ = self._counters[names.CROSSINGS.name][agent, limit, scope, Level.NEAR]
-            if scope not in status.computed:
-                most = in_base_unit(status.threshold(scope) or 0, status.unit)
-                labels = agent, limit, scope, UNIT_LABELS[status.unit]
+        for count in (each for each in status.counts if each.limit is not None):
+            _ = self._refusals[agent, limit, count.scope, Outcome.BLOCKED]
+            _ = self._counters[names.CROSSINGS.name][agent, limit, count.scope, Level.NEAR]
+            if count.scope not in status.computed:
+                labels = agent, limit, count.scope, UNIT_LABELS[status.unit]
+                most = in_base_unit(count.limit or 0, status.unit)
                 self._gauges[names.LIMIT.name].labels(*labels).set(most)
         _ = self._counters[names.RUNS_ENDED.name][agent, limit]
         if status.enforced and status.exit_behavior == "ask":

@@ -9,7 +9,7 @@ from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
 
 from langchain_quota import __version__
-from langchain_quota.decision import STORE, Answer, Decision, LimitStatus, Outcome
+from langchain_quota.decision import STORE, THREAD, Answer, Decision, LimitStatus, Outcome
 from langchain_quota.telemetry.events import Exemplar, Judged
 from langchain_quota.telemetry.labels import NONE, described, label, limit_label
 from langchain_quota.units import UNIT_LABELS, in_base_unit
@@ -33,12 +33,8 @@ EXIT_BEHAVIOR = "langchain_quota.exit_behavior"
 ANSWER = "langchain_quota.answer"
 ANSWERED_BY = "langchain_quota.answered_by"
 GRANTED = "langchain_quota.granted"
-THREAD_USED = "langchain_quota.thread.used"
-THREAD_LIMIT = "langchain_quota.thread.limit"
-RUN_USED = "langchain_quota.run.used"
-RUN_LIMIT = "langchain_quota.run.limit"
-QUOTA_USED = "langchain_quota.{scope}.used"
-QUOTA_LIMIT = "langchain_quota.{scope}.limit"
+USED = "langchain_quota.{scope}.used"
+LIMIT_OF = "langchain_quota.{scope}.limit"
 UNIT = "langchain_quota.unit"
 RESETS_AT = "langchain_quota.resets_at"
 DOWNGRADED_BY = "langchain_quota.downgraded_by"
@@ -154,19 +150,13 @@ def _add_limit(attributes: Attributes, status: LimitStatus) -> None:
     attributes[EXIT_BEHAVIOR] = status.exit_behavior
     if unit != "calls":
         attributes[UNIT] = UNIT_LABELS[unit]
-    amounts = {
-        # Without the store, what other runs have used is not known.
-        THREAD_USED: None if scope == STORE else status.thread_used,
-        THREAD_LIMIT: status.thread_limit,
-        RUN_USED: status.run_used,
-        RUN_LIMIT: status.run_limit,
-    }
-    for quota in status.quotas:
-        amounts[QUOTA_USED.format(scope=quota.scope)] = quota.used
-        amounts[QUOTA_LIMIT.format(scope=quota.scope)] = quota.limit
-    for name, amount in amounts.items():
-        if amount is not None:
-            attributes[name] = amount if unit == "calls" else in_base_unit(amount, unit)
+    for count in status.counts:
+        # Without the store, what other runs of the thread have used is not known.
+        used = None if scope == STORE and count.scope == THREAD else count.used
+        for name, amount in ((USED, used), (LIMIT_OF, count.limit)):
+            if amount is not None:
+                shown = amount if unit == "calls" else in_base_unit(amount, unit)
+                attributes[name.format(scope=count.scope)] = shown
 
 
 def _add_answer(attributes: Attributes, answer: Answer, status: LimitStatus | None) -> None:

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import ROOT_RUN, STORE, THREAD, LimitStatus, QuotaStatus, Refund
+from langchain_quota.decision import ROOT_RUN, RUN, STORE, THREAD, CountStatus, LimitStatus, Refund
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry import names, workers
 from langchain_quota.telemetry.events import Judged, Spent, Who
@@ -283,15 +283,13 @@ class UsageTable(Collector):
         """Set what a thread has used of a limit, after a decision."""
         # The call ran in an outage: no quota has an answer, and the state has no count. With a run
         # limit alone, a store has no count of the thread.
-        is_silent = status.shared and not status.quotas and status.thread_limit is None
-        is_unknown = is_silent and (status.run_limit is None or len(use.numbers) > 1)
+        limited = [each for each in status.counts if each.limit is not None]
+        is_silent = status.shared and all(each.scope == RUN for each in limited)
+        is_unknown = is_silent and (not limited or len(use.numbers) > 1)
         if status.reason != STORE and not is_unknown:
             use.decided = now
-            count = status.thread_before if status.deferred else status.thread_used
-            use.numbers = ((count, status.thread_limit or 0, None),)
-            if status.quotas:
-                quotas = [q for q in status.quotas if q.per == THREAD and not q.smooth]
-                use.numbers += tuple(_number(status, each) for each in quotas)
+            own = (each for each in status.counts if THREAD in (each.scope, each.per))
+            use.numbers = tuple(_number(status, each) for each in own if not each.smooth)
         _refuse(use, status, now)
         use.near = self._near_of(status)
 
@@ -303,7 +301,7 @@ class UsageTable(Collector):
 
     def _quotas(
         self, agent: str, status: LimitStatus
-    ) -> Iterator[tuple[Key, str | None, LimitStatus, QuotaStatus]]:
+    ) -> Iterator[tuple[Key, str | None, LimitStatus, CountStatus]]:
         """The quotas of others than threads and root runs, with their keys and labels."""
         for quota in status.quotas:
             # Root runs come without end, and nobody looks for one by its name.
@@ -424,10 +422,10 @@ def _refuse(use: Use, status: LimitStatus, now: float) -> None:
         use.refused = now
 
 
-def _number(status: LimitStatus, quota: QuotaStatus) -> Number:
+def _number(status: LimitStatus, quota: CountStatus) -> Number:
     """What is used of a quota."""
     ends = None if quota.resets_at is None else quota.resets_at.timestamp()
-    return quota.before if status.deferred else quota.used, quota.limit, ends
+    return quota.before if status.deferred else quota.used, quota.limit or 0, ends
 
 
 def _digest(subject: str) -> str:

@@ -14,7 +14,7 @@ from langchain_core.messages import ToolMessage
 
 from langchain_quota import messages
 from langchain_quota.concurrency import Form, ask, now, runs_in_thread
-from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, QuotaStatus
+from langchain_quota.decision import AT_ONCE, Call, CountStatus, Decision, LimitStatus, Outcome
 from langchain_quota.features.at_once.places import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.concurrency import ConcurrencyLimit
@@ -213,16 +213,14 @@ class _Turn:
         """The status of a cap at the call: how many run, with this call, and how many may."""
         limit = self.limits[name]
         running = self._running.get(stored_as(limit), 0)
-        no_counts = (0, 0, None, 0, 0, None)  # of the thread, and of the run
         return LimitStatus(
             name,
             "continue",
-            *no_counts,
+            (CountStatus(AT_ONCE, running, running + 1, limit.at_once, per=AT_ONCE),),
             reason=("store" if self.unchecked else "exhausted") if refused else None,
             scope=AT_ONCE if refused and not self.unchecked else None,
             enforced=limit.enforce,
             alert=limit.alert,
-            quotas=(QuotaStatus(AT_ONCE, "", running, running + 1, limit.at_once, per=AT_ONCE),),
         )
 
     def runs(self, form: Form, request: ToolCallRequest) -> ToolCallRequest:
