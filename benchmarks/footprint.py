@@ -12,8 +12,8 @@ from benchmarks.report import Result, Table, number
 from benchmarks.scenes import UNREACHED
 from benchmarks.sizes import Size
 from langchain_quota import MemoryStore, Telemetry, ToolCallLimit
-from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
-from langchain_quota.decision import Call
+from langchain_quota.core.admission import AcquireRequest, Counter, Hits, Threshold
+from langchain_quota.limits.call import Call
 from langchain_quota.middleware.context import fixed
 from langchain_quota.telemetry import recorder_of
 

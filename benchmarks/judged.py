@@ -4,21 +4,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from langchain_quota.admission import AcquireResult
-from langchain_quota.decide import Breach
-from langchain_quota.decision import Call, Decision
-from langchain_quota.limits import Limit
-from langchain_quota.limits.calls import ToolCallLimit
-from langchain_quota.middleware.calls import Batch
-from langchain_quota.middleware.context import CallContext, fixed
-from langchain_quota.rule import (
+from langchain_quota.core.admission import AcquireResult
+from langchain_quota.core.checks import (
     OnStoreError,
     ResolvedLimit,
     ResolvedLimits,
     run_counter,
     thread_counter,
 )
-from langchain_quota.state import Ledger
+from langchain_quota.core.decide import Breach
+from langchain_quota.core.decision import Decision
+from langchain_quota.limits import Limit
+from langchain_quota.limits.call import Call
+from langchain_quota.limits.calls import ToolCallLimit
+from langchain_quota.middleware.calls import Batch
+from langchain_quota.middleware.context import CallContext, fixed
+from langchain_quota.middleware.state import Ledger
 
 KEY = "search:thread:7"
 """Where a store keeps what a thread has searched."""

@@ -13,7 +13,7 @@ from benchmarks.optional import required
 from benchmarks.report import NOTHING, Result, Table, number
 from benchmarks.scenes import UNREACHED
 from benchmarks.sizes import Size
-from langchain_quota.admission import AcquireRequest
+from langchain_quota.core.admission import AcquireRequest
 
 TITLE = "Requests per second in PostgreSQL"
 CALLERS = (1, 64)

@@ -14,7 +14,7 @@ from benchmarks.optional import required
 from benchmarks.report import NOTHING, Ratio, Result, Table, divided, number
 from benchmarks.scenes import UNREACHED
 from benchmarks.sizes import Size
-from langchain_quota.admission import AcquireRequest, Compensation
+from langchain_quota.core.admission import AcquireRequest, Compensation
 
 TITLE = "Acquiring in Redis"
 LIMITS = (1, 8)

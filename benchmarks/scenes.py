@@ -39,7 +39,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.flow import untraced
-from langchain_quota.state import (
+from langchain_quota.middleware.state import (
     LEDGER,
     NEW_RUN,
     RUN_MODEL,

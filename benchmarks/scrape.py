@@ -14,7 +14,7 @@ from benchmarks.judged import Used, judge
 from benchmarks.report import Ratio, Result, Table, divided, number
 from benchmarks.sizes import Size
 from langchain_quota import Telemetry, ToolCallLimit, metrics_app
-from langchain_quota.decision import Call
+from langchain_quota.limits.call import Call
 from langchain_quota.middleware.context import fixed
 from langchain_quota.telemetry import recorder_of
 

@@ -19,13 +19,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from benchmarks import scenes
 from benchmarks.judged import Used, judge, request_of
 from langchain_quota import MemoryStore, Telemetry
-from langchain_quota.admission import AcquireRequest, admit
-from langchain_quota.concurrency import now
-from langchain_quota.decide import decide
-from langchain_quota.decision import Call, Decision
+from langchain_quota.core.admission import AcquireRequest, admit
+from langchain_quota.core.checks import ResolvedLimit, ResolvedLimits, hits_of
+from langchain_quota.core.decide import decide
+from langchain_quota.core.decision import Decision
+from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.context import fixed
-from langchain_quota.rule import ResolvedLimit, ResolvedLimits, hits_of
+from langchain_quota.runtime.sync_async import now
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.names import DECISION_BUCKETS

@@ -32,9 +32,9 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
     usage,
 )
-from langchain_quota.decision import Call
 from langchain_quota.limits import Limit
-from langchain_quota.state import ThreadUsage
+from langchain_quota.limits.call import Call
+from langchain_quota.middleware.state import ThreadUsage
 from langchain_quota.testing import ScriptedChatModel, Turn, assert_valid_history
 from tests.telemetry import Signals
 

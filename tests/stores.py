@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from langchain_quota import QuotaMiddleware
-from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.stores import QuotaUsage

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, Self
 
 from langchain_core.messages import AIMessage
 
-from langchain_quota.decision import RUN, STORE, THREAD, Decision, LimitStatus
+from langchain_quota.core.decision import Decision, LimitStatus
+from langchain_quota.limits.call import RUN, STORE, THREAD
 from langchain_quota.limits.options import NANODOLLARS, TOTAL_TOKENS
-from langchain_quota.state import ThreadUsage
+from langchain_quota.middleware.state import ThreadUsage
+from langchain_quota.runtime.units import Level, Unit, level
 from langchain_quota.telemetry.labels import NONE
-from langchain_quota.units import Level, Unit, level
 
 Row = Mapping[str, Any]
 

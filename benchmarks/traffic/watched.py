@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.traffic.running import Traffic
-from langchain_quota.decision import STORE
+from langchain_quota.limits.call import STORE
 from langchain_quota.monitoring import exports
-from langchain_quota.units import NANODOLLARS, Level
+from langchain_quota.runtime.units import NANODOLLARS, Level
 from tests.server.alertmanager import (
     Webhook,
     alerting_prometheus,

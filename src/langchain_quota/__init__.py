@@ -7,14 +7,21 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     # All public names of the package: others are public where they live.
-    from langchain_quota.decision import Decision as Decision
+    from langchain_quota.agents.drop_ins import (
+        ModelCallLimitMiddleware as ModelCallLimitMiddleware,
+    )
+    from langchain_quota.agents.drop_ins import (
+        ToolCallLimitMiddleware as ToolCallLimitMiddleware,
+    )
+    from langchain_quota.agents.graph import GraphQuota as GraphQuota
+    from langchain_quota.agents.inline import InlineQuotaMiddleware as InlineQuotaMiddleware
+    from langchain_quota.agents.quota import QuotaMiddleware as QuotaMiddleware
+    from langchain_quota.agents.with_limits import with_limits as with_limits
+    from langchain_quota.core.decision import Decision as Decision
     from langchain_quota.errors import ModelCallLimitExceededError as ModelCallLimitExceededError
     from langchain_quota.errors import QuotaWarning as QuotaWarning
     from langchain_quota.errors import ToolCallLimitExceededError as ToolCallLimitExceededError
     from langchain_quota.features.budgets.estimates import max_usage as max_usage
-    from langchain_quota.features.deep_agents.with_limits import with_limits as with_limits
-    from langchain_quota.features.graph.graph import GraphQuota as GraphQuota
-    from langchain_quota.features.graph.inline import InlineQuotaMiddleware as InlineQuotaMiddleware
     from langchain_quota.limits.budgets import CostLimit as CostLimit
     from langchain_quota.limits.budgets import Price as Price
     from langchain_quota.limits.budgets import TokenLimit as TokenLimit
@@ -24,16 +31,9 @@ if TYPE_CHECKING:
     from langchain_quota.limits.quotas import Quota as Quota
     from langchain_quota.limits.repeats import RepeatLimit as RepeatLimit
     from langchain_quota.limits.time import TimeLimit as TimeLimit
-    from langchain_quota.middleware.drop_ins import (
-        ModelCallLimitMiddleware as ModelCallLimitMiddleware,
-    )
-    from langchain_quota.middleware.drop_ins import (
-        ToolCallLimitMiddleware as ToolCallLimitMiddleware,
-    )
-    from langchain_quota.middleware.quota import QuotaMiddleware as QuotaMiddleware
-    from langchain_quota.state import ModelCallLimitState as ModelCallLimitState
-    from langchain_quota.state import ToolCallLimitState as ToolCallLimitState
-    from langchain_quota.state import usage as usage
+    from langchain_quota.middleware.state import ModelCallLimitState as ModelCallLimitState
+    from langchain_quota.middleware.state import ToolCallLimitState as ToolCallLimitState
+    from langchain_quota.middleware.state import usage as usage
     from langchain_quota.stores.memory import MemoryStore as MemoryStore
     from langchain_quota.stores.postgres import PostgresStore as PostgresStore
     from langchain_quota.stores.redis import RedisStore as RedisStore
@@ -47,21 +47,21 @@ else:
     # Importing LangChain takes a second, and the command line does not need it. So a name is
     # imported when it is first used. The imports above are for type checkers and editors.
     _HOMES = {
-        "decision": ("Decision",),
+        "core.decision": ("Decision",),
         "errors": ("ModelCallLimitExceededError", "QuotaWarning", "ToolCallLimitExceededError"),
         "features.budgets.estimates": ("max_usage",),
-        "features.deep_agents.with_limits": ("with_limits",),
-        "features.graph.graph": ("GraphQuota",),
-        "features.graph.inline": ("InlineQuotaMiddleware",),
+        "agents.with_limits": ("with_limits",),
+        "agents.graph": ("GraphQuota",),
+        "agents.inline": ("InlineQuotaMiddleware",),
         "limits.budgets": ("CostLimit", "Price", "TokenLimit"),
         "limits.calls": ("ModelCallLimit", "ToolCallLimit"),
         "limits.concurrency": ("ConcurrencyLimit",),
         "limits.quotas": ("Quota",),
         "limits.repeats": ("RepeatLimit",),
         "limits.time": ("TimeLimit",),
-        "middleware.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
-        "middleware.quota": ("QuotaMiddleware",),
-        "state": ("ModelCallLimitState", "ToolCallLimitState", "usage"),
+        "agents.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
+        "agents.quota": ("QuotaMiddleware",),
+        "middleware.state": ("ModelCallLimitState", "ToolCallLimitState", "usage"),
         "stores.memory": ("MemoryStore",),
         "stores.postgres": ("PostgresStore",),
         "stores.redis": ("RedisStore",),

@@ -1,11 +1,12 @@
 """The exceptions and warnings. An `except` written for LangChain's limiters catches ours."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain.agents.middleware import model_call_limit, tool_call_limit
 
-from langchain_quota.decision import Decision
+if TYPE_CHECKING:
+    from langchain_quota.core.decision import Decision
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """What is raised where a server's reply has an unexpected form; elsewhere it is a bug."""
@@ -25,7 +26,7 @@ class _RefusedError(_CopiedError):
         self,
         *counts: Any,
         message: str | None = None,
-        decision: Decision | None = None,
+        decision: "Decision | None" = None,
         **named: Any,
     ) -> None:
         super().__init__(*counts, **named)

@@ -24,9 +24,9 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 from pydantic import PrivateAttr, field_validator
 
-from langchain_quota.arguments import check_count
-from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import Decision
+from langchain_quota.core.decision import Decision
+from langchain_quota.runtime.arguments import check_count
+from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.telemetry import capturing
 
 __all__ = [

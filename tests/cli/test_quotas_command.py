@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from langchain_quota import CostLimit, ModelCallLimitExceededError, Quota, TokenLimit
-from langchain_quota.admission import Compensation
 from langchain_quota.cli import main
+from langchain_quota.core.admission import Compensation
 from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.postgres import PostgresStore

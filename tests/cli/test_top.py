@@ -19,7 +19,7 @@ from langchain_quota.cli import main, metrics
 from langchain_quota.cli.arguments import TOKEN_VARIABLE, VIEWS
 from langchain_quota.cli.metrics import Figures, Limit, Use
 from langchain_quota.cli.top import compact, lasting, percent, screen
-from langchain_quota.units import Level
+from langchain_quota.runtime.units import Level
 from tests.certificates import Certificate
 
 TOKEN = "a-token-for-tests"  # noqa: S105 - opens nothing

@@ -36,7 +36,7 @@ def test_imports_go_down() -> None:
 
 def test_no_feature_imports_another() -> None:
     """A feature is known to itself, to the middlewares that may have it, and where it is public."""
-    known = {"__init__.py", "middleware/quota.py", "middleware/drop_ins.py"}
+    known = {"__init__.py", "agents/quota.py", "agents/drop_ins.py"}
     others = {
         (name, each[1])
         for path in PACKAGE.rglob("*.py")

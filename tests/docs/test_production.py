@@ -11,7 +11,7 @@ import yaml
 from starlette.testclient import TestClient
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
-from langchain_quota.decision import Outcome
+from langchain_quota.core.decision import Outcome
 from langchain_quota.telemetry.names import METRICS
 from tests.scene import Scene
 from tests.server.programs import required_program

@@ -22,8 +22,9 @@ from langgraph.errors import GraphRecursionError
 from langgraph.types import Command
 
 from langchain_quota import Decision, ToolCallLimitExceededError
-from langchain_quota.decision import Call, Outcome
+from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import Call
 from langchain_quota.testing import captured_decisions
 from tests import drawn
 from tests.drawn import Batch, TurnPlan, World

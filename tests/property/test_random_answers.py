@@ -34,8 +34,8 @@ from langchain_quota import (
     ToolCallLimit,
     usage,
 )
-from langchain_quota.decision import Call
 from langchain_quota.limits import Limit, check_together
+from langchain_quota.limits.call import Call
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.testing import Turn
 from tests.examples import examples

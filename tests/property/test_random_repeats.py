@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from langchain_core.tools import BaseTool, StructuredTool, ToolException
 
 from langchain_quota import RepeatLimit
-from langchain_quota.decision import Outcome
+from langchain_quota.core.decision import Outcome
 from langchain_quota.testing import captured_decisions
 from tests.examples import examples
 from tests.scene import Scene

@@ -11,8 +11,9 @@ from langchain_quota import (
     Quota,
     ToolCallLimit,
 )
-from langchain_quota.decision import Call, Decision
+from langchain_quota.core.decision import Decision
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import Call
 from tests.scene import ANN, Scene
 from tests.stores import counts
 from tests.telemetry import Signals

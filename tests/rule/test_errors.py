@@ -20,8 +20,9 @@ from langchain_quota import (
     QuotaWarning,
     ToolCallLimitExceededError,
 )
-from langchain_quota.decision import Call, CountStatus, LimitStatus, Outcome
+from langchain_quota.core.decision import CountStatus, LimitStatus, Outcome
 from langchain_quota.errors import QuotaStoreError, UnknownPriceError
+from langchain_quota.limits.call import Call
 
 COUNTS = (
     CountStatus("thread", 4, 4, None),

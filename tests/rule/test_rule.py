@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold, admit
+from langchain_quota.core.admission import AcquireRequest, Counter, Hits, Threshold, admit
 from tests.examples import examples
 
 

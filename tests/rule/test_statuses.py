@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from langchain_quota import Decision
-from langchain_quota.decision import Call, CountStatus, LimitStatus, Outcome
-from langchain_quota.units import Level
+from langchain_quota.core.decision import CountStatus, LimitStatus, Outcome
+from langchain_quota.limits.call import Call
+from langchain_quota.runtime.units import Level
 
 THREAD, RUN = CountStatus("thread", 0, 0, None), CountStatus("run", 0, 0, None)
 OPEN = LimitStatus("open", "continue", (THREAD, RUN))

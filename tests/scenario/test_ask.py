@@ -22,7 +22,7 @@ from langchain_quota import (
     ToolCallLimit,
     usage,
 )
-from langchain_quota.decision import Answer
+from langchain_quota.core.decision import Answer
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.model_usage import ModelUsage

@@ -25,7 +25,7 @@ from langchain_quota import (
     ToolCallLimit,
     usage,
 )
-from langchain_quota.decision import Outcome
+from langchain_quota.core.decision import Outcome
 from tests.clock import Clock
 from tests.scene import CONFIG, Form, Kind, Scene, asking, both_forms, texts
 from tests.stores import FickleStore, counts
@@ -419,7 +419,7 @@ async def test_a_lost_place_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A worker that stood still for longer than its lease says so when it goes on, once."""
-    places = "langchain_quota.features.at_once.places"
+    places = "langchain_quota.features.concurrency.slot_leases"
     monkeypatch.setattr(f"{places}.RENEWAL", 0.01)
     clock, browser = Clock(), Browser(ends=False)
     store = FickleStore(MemoryStore(clock=clock))

@@ -11,7 +11,7 @@ from langchain_core.messages import ToolMessage
 from opentelemetry.trace import StatusCode
 
 from langchain_quota import Decision, ModelCallLimitExceededError
-from langchain_quota.messages import SKIPPED
+from langchain_quota.core.messages import SKIPPED
 from tests.scene import CONFIG, Scene, model_limiter, tool_limiter
 from tests.telemetry import Signals
 

@@ -7,9 +7,9 @@ from langchain.agents.structured_output import AutoStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, ToolCall
 
 from langchain_quota import ModelCallLimit, ModelCallLimitExceededError, ToolCallLimit
-from langchain_quota.decision import Outcome
+from langchain_quota.core.decision import Outcome
+from langchain_quota.core.messages import FINALIZED
 from langchain_quota.limits import Limit
-from langchain_quota.messages import FINALIZED
 from langchain_quota.testing import captured_decisions
 from tests.scene import VALID, Kind, Scene, Weather
 from tests.telemetry import Signals, needs_inline

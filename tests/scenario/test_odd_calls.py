@@ -9,7 +9,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph.message import add_messages
 
 from langchain_quota import ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
-from langchain_quota.messages import ABANDONED, FINALIZED
+from langchain_quota.core.messages import ABANDONED, FINALIZED
 from tests.scene import Kind, Scene, check_history, texts, tool_limiter
 from tests.telemetry import Signals, needs_inline
 

@@ -17,7 +17,8 @@ from langchain_quota import (
     RepeatLimit,
     ToolCallLimit,
 )
-from langchain_quota.decision import Call, Decision
+from langchain_quota.core.decision import Decision
+from langchain_quota.limits.call import Call
 from langchain_quota.testing import ScriptedChatModel, assert_valid_history
 from tests.scene import Scene, asking
 from tests.stores import DAY, FickleStore

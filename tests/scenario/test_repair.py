@@ -12,7 +12,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import interrupt
 
 from langchain_quota import ToolCallLimitExceededError
-from langchain_quota.messages import ABANDONED
+from langchain_quota.core.messages import ABANDONED
 from tests.scene import (
     CONFIG,
     Middleware,

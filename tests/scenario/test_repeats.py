@@ -19,7 +19,7 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
-from langchain_quota.decision import Outcome
+from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.calls import calls_made

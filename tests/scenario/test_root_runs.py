@@ -23,7 +23,7 @@ from langgraph.prebuilt import create_react_agent
 from langgraph.types import Command, Send
 
 from langchain_quota import GraphQuota, MemoryStore, Quota, ToolCallLimit
-from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.forked import run_python
 from tests.scene import Kind, Scene

@@ -8,9 +8,9 @@ from uuid import UUID
 import pytest
 
 from langchain_quota import ModelCallLimit, Quota, ToolCallLimit
-from langchain_quota.decision import Outcome
+from langchain_quota.core.decision import Outcome
+from langchain_quota.core.messages import SKIPPED
 from langchain_quota.limits import Limit
-from langchain_quota.messages import SKIPPED
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions
 from tests.scene import ANN, BOB, Form, Scene, asking, texts

@@ -17,9 +17,9 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
-from langchain_quota.decision import Outcome
+from langchain_quota.core.decision import Outcome
+from langchain_quota.core.messages import SKIPPED
 from langchain_quota.limits import Limit
-from langchain_quota.messages import SKIPPED
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import captured_decisions

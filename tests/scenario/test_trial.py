@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from langchain_quota import ModelCallLimit, ToolCallLimit
-from langchain_quota.decision import Outcome
+from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests.scene import Order, Scene, in_order, orders, texts

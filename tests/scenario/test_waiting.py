@@ -13,7 +13,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from typing_extensions import TypedDict
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, ToolCallLimit
-from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.testing import captured_decisions
 from tests.scene import Form, Kind, Scene, asking, both_forms, recording, texts

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from langchain_quota.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
 from langchain_quota.stores import QuotaStore
 
 _numbers = itertools.count()

@@ -9,7 +9,7 @@ import pytest
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
 from langchain_quota import Quota, RedisStore, ToolCallLimit
-from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.grants import Grant
 from tests.scene import ANN, Scene, asking, texts

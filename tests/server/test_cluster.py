@@ -16,7 +16,7 @@ import redis.asyncio
 from redis.crc import key_slot
 
 from langchain_quota import ModelCallLimit, Quota, RedisStore, ToolCallLimit
-from langchain_quota.admission import Compensation
+from langchain_quota.core.admission import Compensation
 from langchain_quota.errors import QuotaStoreError
 from tests.scene import Scene, asking, recording, texts
 from tests.server.prometheus import eventually

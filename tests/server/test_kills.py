@@ -29,10 +29,10 @@ from langchain_quota import (
     QuotaMiddleware,
     RedisStore,
     ToolCallLimit,
-    messages,
     usage,
 )
-from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.core import messages
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.testing import ScriptedChatModel, Turn

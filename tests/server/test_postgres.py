@@ -15,7 +15,7 @@ from psycopg.rows import dict_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from langchain_quota import Quota, ToolCallLimit
-from langchain_quota.admission import Compensation
+from langchain_quota.core.admission import Compensation
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.postgres import PostgresStore
 from tests.forked import run_python

@@ -17,7 +17,7 @@ from uuid import uuid4
 import pytest
 
 from langchain_quota import Quota, TokenLimit
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.postgres import PostgresStore

@@ -11,8 +11,8 @@ import redis
 import redis.asyncio
 
 from langchain_quota import RedisStore
-from langchain_quota.admission import Compensation
 from langchain_quota.cli import main
+from langchain_quota.core.admission import Compensation
 from langchain_quota.errors import QuotaStoreError
 from tests.server.redis import RedisServer
 from tests.server.stores import batch, calls, compensating

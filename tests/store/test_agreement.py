@@ -14,7 +14,7 @@ import redis
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from langchain_quota.admission import (
+from langchain_quota.core.admission import (
     AcquireRequest,
     AcquireResult,
     Compensation,

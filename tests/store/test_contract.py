@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from langchain_core.rate_limiters import BaseRateLimiter
 
-from langchain_quota.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.keys import CountKey

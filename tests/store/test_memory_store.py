@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.memory import MemoryStore

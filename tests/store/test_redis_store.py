@@ -18,7 +18,7 @@ import redis
 import redis.asyncio
 
 from langchain_quota import Quota, ToolCallLimit
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.redis import RedisStore
 from tests.certificates import Certificate

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from langchain_quota.admission import AcquireResult
+from langchain_quota.core.admission import AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.redis import RedisStore
 from tests.server.redis import Detour, RedisServer, detour

@@ -14,9 +14,10 @@ from langchain_quota import (
     QuotaWarning,
     ToolCallLimitExceededError,
 )
-from langchain_quota.decision import Answer, Call, CountStatus, LimitStatus, Outcome
+from langchain_quota.core.decision import Answer, CountStatus, LimitStatus, Outcome
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.units import Level
+from langchain_quota.limits.call import Call
+from langchain_quota.runtime.units import Level
 
 
 def read(decision: Decision, answer: Answer, warning: QuotaWarning) -> UserWarning:

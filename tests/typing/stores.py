@@ -17,7 +17,7 @@ from langchain_quota import (
     QuotaMiddleware,
     RedisStore,
 )
-from langchain_quota.admission import AcquireRequest, AcquireResult, admit
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, admit
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.grants import Grant

@@ -17,7 +17,7 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
     ToolCallLimitState,
 )
-from langchain_quota.state import QuotaState
+from langchain_quota.middleware.state import QuotaState
 from langchain_quota.testing import ScriptedChatModel
 
 

@@ -10,7 +10,7 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_quota import Decision, ModelCallLimit, QuotaMiddleware, usage
-from langchain_quota.state import ThreadUsage
+from langchain_quota.middleware.state import ThreadUsage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 
 

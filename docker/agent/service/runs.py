@@ -10,7 +10,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Too
 from langchain_core.runnables import RunnableConfig
 
 from langchain_quota import Decision, ModelCallLimitExceededError, ToolCallLimitExceededError
-from langchain_quota.decision import Outcome
+from langchain_quota.core.decision import Outcome
 from service.agent import Caller
 from service.shapes import Answer, Failed, Problem, Question, Refused, Shape, ends_run, refusal
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from langchain_quota import Decision
-from langchain_quota.decision import LimitStatus
+from langchain_quota.core.decision import LimitStatus
 
 MAX_ID = 128
 MAX_TEXT = 8_000

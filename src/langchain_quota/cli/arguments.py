@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from langchain_quota import __version__
 from langchain_quota.monitoring.exports import GRAFANA_URL
-from langchain_quota.units import duration
+from langchain_quota.runtime.units import duration
 
 TOKEN_VARIABLE = "LANGCHAIN_QUOTA_METRICS_TOKEN"  # noqa: S105 - its name, not a token
 DEFAULT = "http://127.0.0.1:9464/metrics"

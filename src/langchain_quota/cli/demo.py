@@ -44,12 +44,13 @@ from langchain_quota import (
 from langchain_quota.cli import INTERRUPTED
 from langchain_quota.cli.printing import CommandError, one_line, say
 from langchain_quota.cli.top import STYLES, compact, gauge
-from langchain_quota.decision import THREAD, Outcome
+from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import THREAD
+from langchain_quota.runtime.units import level
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry import names
 from langchain_quota.testing import ScriptedChatModel
-from langchain_quota.units import level
 
 AGENT = "support"
 NEAR = 0.8

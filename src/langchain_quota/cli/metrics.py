@@ -17,9 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from langchain_quota.cli.arguments import TOKEN_VARIABLE
 from langchain_quota.cli.printing import CommandError, one_line
-from langchain_quota.decision import THREAD, Outcome
+from langchain_quota.core.decision import Outcome
+from langchain_quota.limits.call import THREAD
+from langchain_quota.runtime.units import PER_BASE_UNIT, Level, Unit, level
 from langchain_quota.telemetry import names
-from langchain_quota.units import PER_BASE_UNIT, Level, Unit, level
 
 Series = tuple[str, ...]
 """A series: the metric's name, and the values of the metric's own labels, in their order."""

@@ -12,16 +12,16 @@ from typing import Any
 from uuid import uuid4
 
 from langchain_quota.cli.printing import CommandError, one_line, printable, say, table
-from langchain_quota.decision import ROOT_RUN, RUN
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.limits.options import UNITS
+from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, shown
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.grants import Grant, in_utc, unit_of
 from langchain_quota.stores.keys import CountKey, dimension_of, parsed, spacing_of, window_end
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.stores.server import PREFIX
-from langchain_quota.units import PER_BASE_UNIT, UNIT_LABELS, shown
 
 Store = RedisStore | PostgresStore
 _PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)

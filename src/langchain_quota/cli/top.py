@@ -18,8 +18,8 @@ from rich.text import Text
 from langchain_quota.cli.arguments import VIEWS
 from langchain_quota.cli.metrics import Figures, Limit, Scrape, Source, Use, ask, figures, sources
 from langchain_quota.cli.printing import complain, printable, say
-from langchain_quota.decision import Outcome
-from langchain_quota.units import NANODOLLARS, Level, Unit, as_dollars, as_time
+from langchain_quota.core.decision import Outcome
+from langchain_quota.runtime.units import NANODOLLARS, Level, Unit, as_dollars, as_time
 
 SOME_FAILED, ALL_FAILED = 1, 2
 """The exit codes if addresses did not answer, where each is asked once."""

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 from langgraph.errors import GraphInterrupt
 from langgraph.types import interrupt
 
-from langchain_quota import messages
-from langchain_quota.admission import AcquireResult, Hits, admit
-from langchain_quota.concurrency import Form, ask
-from langchain_quota.decision import STORE, THREAD, Answer, Scope
+from langchain_quota.core import messages
+from langchain_quota.core.admission import AcquireResult, Hits, admit
+from langchain_quota.core.checks import ResolvedLimits
+from langchain_quota.core.decision import Answer
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import STORE, THREAD, Scope
 from langchain_quota.limits.options import whole_amount
 from langchain_quota.middleware.calls import Batch
 from langchain_quota.middleware.context import (
@@ -26,13 +27,13 @@ from langchain_quota.middleware.context import (
     running_runtime,
 )
 from langchain_quota.middleware.feature import Feature
-from langchain_quota.rule import ResolvedLimits
-from langchain_quota.state import Own, own_of
+from langchain_quota.middleware.state import Own, own_of
+from langchain_quota.runtime.sync_async import Form, ask
+from langchain_quota.runtime.units import Unit, as_dollars, in_base_unit, shown
 from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, Granting
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.logs import agent_name, fields_of, logger
-from langchain_quota.units import Unit, as_dollars, in_base_unit, shown
 
 ACTION = "raise_limits"
 """The name of the action that a person approves or rejects."""

@@ -14,13 +14,14 @@ from langchain_core.messages import AIMessage, AnyMessage, ToolMessage
 # That of `typing` has no JSON Schema before Python 3.12.
 from typing_extensions import TypedDict
 
-from langchain_quota.decision import RUN, THREAD, Outcome
+from langchain_quota.core.checks import Asked, Check, ResolvedLimit, run_counter, thread_counter
+from langchain_quota.core.decision import Outcome
+from langchain_quota.core.messages import NOT_RUN
+from langchain_quota.limits.call import RUN, THREAD
 from langchain_quota.limits.repeats import MOST_KEPT, RepeatLimit
-from langchain_quota.messages import NOT_RUN
 from langchain_quota.middleware.calls import Batch, Conclusion
 from langchain_quota.middleware.feature import Feature
-from langchain_quota.rule import Asked, Check, ResolvedLimit, run_counter, thread_counter
-from langchain_quota.state import Own, own_of
+from langchain_quota.middleware.state import Own, own_of
 
 _NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
 

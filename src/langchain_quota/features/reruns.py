@@ -13,11 +13,11 @@ from langchain.agents.middleware.types import ModelRequest, ToolCallRequest
 from langchain_core.messages import AIMessage, ToolMessage
 from langgraph.checkpoint.base import WRITES_IDX_MAP
 
-from langchain_quota.concurrency import Form, ask
 from langchain_quota.middleware.calls import Batch, Conclusion, Update
 from langchain_quota.middleware.context import digest, running_config, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
-from langchain_quota.state import LEDGER, Ledger, ledger, merge_ledgers, own_of
+from langchain_quota.middleware.state import LEDGER, Ledger, ledger, merge_ledgers, own_of
+from langchain_quota.runtime.sync_async import Form, ask
 
 _RERUN = "reruns"  # in the state with which a call is checked that runs again
 

@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota.admission import AcquireResult
-from langchain_quota.concurrency import Form
-from langchain_quota.decision import ROOT_RUN
+from langchain_quota.core.admission import AcquireResult
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import ROOT_RUN
 from langchain_quota.middleware.calls import Batch, Conclusion
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
-from langchain_quota.root_run import (
+from langchain_quota.middleware.root_run import (
     Notes,
     log_lost,
     name_in_tool,
@@ -23,7 +22,8 @@ from langchain_quota.root_run import (
     thread_of,
     watch_root_runs,
 )
-from langchain_quota.state import Own, own_of
+from langchain_quota.middleware.state import Own, own_of
+from langchain_quota.runtime.sync_async import Form
 from langchain_quota.stores.client import StoreClient
 
 

@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Hits
-from langchain_quota.concurrency import Form, fork_safe_lock, wait_for
-from langchain_quota.decision import Call, Scope
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation, Hits
+from langchain_quota.core.checks import Asked, Check, ResolvedLimit, ResolvedLimits
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import Call, Scope
 from langchain_quota.limits.options import counts_calls
 from langchain_quota.middleware.calls import Batch, Conclusion, taken
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import clock_of
-from langchain_quota.rule import Asked, Check, ResolvedLimit, ResolvedLimits
-from langchain_quota.semaphores import LOOKS_AGAIN, Queues, Waiter, queues_of
-from langchain_quota.state import ledger, own_of
-from langchain_quota.stores.expiring import Kept
+from langchain_quota.middleware.state import ledger, own_of
+from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Queues, Waiter, queues_of
+from langchain_quota.runtime.sync_async import Form, fork_safe_lock, wait_for
+from langchain_quota.stores.expiring_dict import Kept
 from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.keys import lacking
 

@@ -5,14 +5,6 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from typing import Any, ClassVar, Literal, get_args
 
-from langchain_quota.arguments import (
-    check_choice,
-    check_share,
-    check_sync_function,
-    check_type,
-    checked_tools,
-    shown,
-)
 from langchain_quota.limits.model_usage import ModelUsage, TokenKind
 from langchain_quota.limits.options import (
     INPUT_TOKENS,
@@ -23,7 +15,15 @@ from langchain_quota.limits.options import (
     ModelLimit,
     whole_amount,
 )
-from langchain_quota.units import Dollars, Unit, checked_dollars, checked_nanodollars
+from langchain_quota.runtime.arguments import (
+    check_choice,
+    check_share,
+    check_sync_function,
+    check_type,
+    checked_tools,
+    shown,
+)
+from langchain_quota.runtime.units import Dollars, Unit, checked_dollars, checked_nanodollars
 
 Prices = Callable[[ModelUsage], Decimal | None]
 """What one model run costs, in dollars; `None` where that is not known."""

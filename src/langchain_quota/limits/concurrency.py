@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from langchain_quota.arguments import check_count
-from langchain_quota.decision import Decision
 from langchain_quota.limits.options import LimitOptions
-from langchain_quota.units import Time, checked_milliseconds
+from langchain_quota.runtime.arguments import check_count
+from langchain_quota.runtime.units import Time, checked_milliseconds
+
+if TYPE_CHECKING:
+    from langchain_quota.core.decision import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class ConcurrencyLimit(LimitOptions):
     at_once: int
     wait: Time = 30
     exclude: Sequence[str] = ()
-    message: str | Callable[[Decision], str] | None = None
+    message: str | Callable[["Decision"], str] | None = None
     name: str = ""
     enforce: bool = True
     alert: bool = True

@@ -5,9 +5,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, get_args
 
-from langchain_quota.arguments import (
+from langchain_quota.limits.call import THREAD, Call, Exit, Kind
+from langchain_quota.limits.quotas import Quota
+from langchain_quota.runtime.arguments import (
     ALL_TOOLS,
     NoHook,
     check_choice,
@@ -21,9 +23,7 @@ from langchain_quota.arguments import (
     checked_tools,
     shown,
 )
-from langchain_quota.decision import THREAD, Call, Decision, Exit, Kind
-from langchain_quota.limits.quotas import Quota
-from langchain_quota.units import (
+from langchain_quota.runtime.units import (
     UNIT_LABELS,
     Time,
     Unit,
@@ -49,6 +49,9 @@ UNITS = MappingProxyType[str, Unit](
         MILLISECONDS: "milliseconds",
     }
 )
+
+if TYPE_CHECKING:
+    from langchain_quota.core.decision import Decision
 """What the counters of the model count; those of tools count calls."""
 
 BUDGETS = tuple(counter for counter, unit in UNITS.items() if unit != "calls")
@@ -177,7 +180,7 @@ class CallLimit(LimitOptions, Generic[Amount]):
     run_limit: Most[Amount] = None
     exit_behavior: Exit
     grant: Amount | None = None
-    message: str | Callable[[Decision], str] | None = None
+    message: str | Callable[["Decision"], str] | None = None
     name: str = ""
     near: float | None = None
     enforce: bool = True

@@ -6,16 +6,16 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from langchain_quota.arguments import (
+from langchain_quota.limits.call import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
+from langchain_quota.limits.windows import CalendarWindow, checked
+from langchain_quota.runtime.arguments import (
     NoHook,
     check_count,
     check_function,
     check_switch,
     check_type,
 )
-from langchain_quota.decision import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
-from langchain_quota.limits.windows import CalendarWindow, checked
-from langchain_quota.units import Dollars, Time
+from langchain_quota.runtime.units import Dollars, Time
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
 _RESERVED = (RUN, STORE, AT_ONCE, "none")

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from langchain_quota.arguments import (
+from langchain_quota.limits.calls import ExitBehavior
+from langchain_quota.limits.options import LimitOptions
+from langchain_quota.runtime.arguments import (
     check_count,
     check_sync_function,
     check_type,
     checked_tools,
 )
-from langchain_quota.decision import Decision
-from langchain_quota.limits.calls import ExitBehavior
-from langchain_quota.limits.options import LimitOptions
+
+if TYPE_CHECKING:
+    from langchain_quota.core.decision import Decision
 
 MOST_KEPT = 100
 """How many of a run's newest calls a limit remembers: about 5 kB of a checkpoint."""
@@ -79,7 +81,7 @@ class RepeatLimit(LimitOptions):
     key: Callable[[Any], object] | None = None
     tools: Sequence[str] = ()
     exclude: Sequence[str] = ()
-    message: str | Callable[[Decision], str] | None = None
+    message: str | Callable[["Decision"], str] | None = None
     name: str = ""
     near: float | None = None
     enforce: bool = True

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from langchain_quota.limits.budgets import Budget
 from langchain_quota.limits.options import MILLISECONDS, check_amount, counts_calls
-from langchain_quota.units import Time, Unit, checked_milliseconds
+from langchain_quota.runtime.units import Time, Unit, checked_milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from functools import cache, lru_cache
 from typing import Any, cast
 from zoneinfo import ZoneInfo
 
-from langchain_quota.arguments import check_type
-from langchain_quota.units import duration
+from langchain_quota.runtime.arguments import check_type
+from langchain_quota.runtime.units import duration
 
 _WEEK = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 CALENDAR = {"hour": (), "day": ("",), "week": _WEEK, "month": tuple(map(str, range(1, 32)))}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from langchain.agents.middleware.types import ModelRequest
 
-from langchain_quota.admission import (
+from langchain_quota.core.admission import (
     AcquireRequest,
     AcquireResult,
     Compensation,
@@ -22,13 +22,14 @@ from langchain_quota.admission import (
     Hits,
     admit,
 )
-from langchain_quota.decide import Breach, breaches, decide
-from langchain_quota.decision import RUN, THREAD, Answer, Call, Decision, Exit, Refund
+from langchain_quota.core.checks import Asked, OnStoreError, ResolvedLimits, hits_of
+from langchain_quota.core.decide import Breach, breaches, decide
+from langchain_quota.core.decision import Answer, Decision, Refund
+from langchain_quota.limits.call import RUN, THREAD, Call, Exit
 from langchain_quota.limits.options import MODEL
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
 from langchain_quota.middleware.history import PendingCalls, newest_name, pending_calls
-from langchain_quota.rule import Asked, OnStoreError, ResolvedLimits, hits_of
-from langchain_quota.state import (
+from langchain_quota.middleware.state import (
     Amounts,
     Charge,
     Ledger,

@@ -8,15 +8,16 @@ from uuid import uuid4
 
 from langchain_core.messages import AIMessage, AnyMessage
 
-from langchain_quota import messages
-from langchain_quota.admission import AcquireResult, admit
-from langchain_quota.decide import Breach
-from langchain_quota.decision import Call, Decision, Exit, Outcome, Refund
+from langchain_quota.core import messages
+from langchain_quota.core.admission import AcquireResult, admit
+from langchain_quota.core.checks import Asked
+from langchain_quota.core.decide import Breach
+from langchain_quota.core.decision import Decision, Outcome, Refund
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.limits.call import Call, Exit
 from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Batch, Conclusion, Update
 from langchain_quota.middleware.history import answer_of_refused
-from langchain_quota.rule import Asked
-from langchain_quota.state import (
+from langchain_quota.middleware.state import (
     LEDGER,
     THREAD_MODEL,
     THREAD_TOOLS,

@@ -12,13 +12,19 @@ from langgraph.errors import GraphInterrupt
 from langgraph.runtime import get_runtime
 from langgraph.types import interrupt
 
-from langchain_quota.concurrency import Form
-from langchain_quota.decision import ROOT_RUN, RUN, THREAD, Kind
+from langchain_quota.core.checks import (
+    Check,
+    ResolvedLimit,
+    ResolvedLimits,
+    stored_as,
+    thread_counter,
+)
 from langchain_quota.limits import Limit, is_dynamic
+from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Kind
 from langchain_quota.limits.options import counts_calls, whole_amount
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.rule import Check, ResolvedLimit, ResolvedLimits, stored_as, thread_counter
-from langchain_quota.state import ledger
+from langchain_quota.middleware.state import ledger
+from langchain_quota.runtime.sync_async import Form
 from langchain_quota.stores.keys import CountKey, prefix_now, spacing_of
 from langchain_quota.telemetry.recorder import Recorder
 

@@ -7,13 +7,13 @@ from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolC
 from langchain_core.messages import ToolMessage
 from langgraph.types import Command
 
-from langchain_quota.admission import AcquireResult
-from langchain_quota.concurrency import Form
+from langchain_quota.core.admission import AcquireResult
+from langchain_quota.core.checks import ResolvedLimits
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import Batch, Conclusion, Update
 from langchain_quota.middleware.context import CallContext
-from langchain_quota.rule import ResolvedLimits
-from langchain_quota.state import Own
+from langchain_quota.middleware.state import Own
+from langchain_quota.runtime.sync_async import Form
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.recorder import Recorder
 

@@ -15,11 +15,11 @@ from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.runtime import Runtime
 from langsmith.utils import tracing_is_enabled
 
-from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.arguments import UserLine
-from langchain_quota.concurrency import Form, ask
-from langchain_quota.decision import Call, Kind, Refund
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
+from langchain_quota.core.checks import OnStoreError, ResolvedLimits
+from langchain_quota.core.decision import Refund
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import Call, Kind
 from langchain_quota.middleware.calls import (
     Batch,
     Conclusion,
@@ -33,8 +33,7 @@ from langchain_quota.middleware.conclude import conclude_model, conclude_tools, 
 from langchain_quota.middleware.context import CallContext, LimitsNow, call_context, running_agent
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.history import repaired, since, unfinished_calls
-from langchain_quota.rule import OnStoreError, ResolvedLimits
-from langchain_quota.state import (
+from langchain_quota.middleware.state import (
     LEDGER,
     NEW_RUN,
     THREAD_TOOLS,
@@ -44,6 +43,8 @@ from langchain_quota.state import (
     merge_ledgers,
     thread_tools,
 )
+from langchain_quota.runtime.arguments import UserLine
+from langchain_quota.runtime.sync_async import Form, ask
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import Telemetry, names, recorder_of

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall, ToolMessage
 
-from langchain_quota.messages import ABANDONED, NOT_RUN
+from langchain_quota.core.messages import ABANDONED, NOT_RUN
 
 _ID_OF_BLOCK = {"tool_use": "id", "tool_call": "id", "function_call": "call_id"}
 """The key that has the tool call's id in a block of a message's content, by the block's type."""

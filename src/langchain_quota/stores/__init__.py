@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from langchain_quota.admission import AcquireRequest, AcquireResult
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits import Limit
 from langchain_quota.limits.concurrency import ConcurrencyLimit
 
@@ -105,7 +105,7 @@ class QuotaStore(Protocol):
     Examples:
         >>> from langchain_quota import MemoryStore
         >>> from langchain_quota.stores import QuotaStore
-        >>> from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
+        >>> from langchain_quota.core.admission import AcquireRequest, Counter, Hits, Threshold
         >>> store: QuotaStore = MemoryStore()
         >>> searches = Counter("search:user_id:ada")
         >>> call = Hits({"searches": 1}, (Threshold("one", "user_id", "searches", 1),))

@@ -13,9 +13,9 @@ from typing import ClassVar, Self
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation
-from langchain_quota.concurrency import Form, ask, fork_safe_lock, now
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.runtime.sync_async import Form, ask, fork_safe_lock, now
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.corrections import MAX_PENDING, Corrections

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.arguments import check_type
-from langchain_quota.decision import ROOT_RUN, RUN
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits.call import ROOT_RUN, RUN
+from langchain_quota.runtime.arguments import check_type
 from langchain_quota.stores import ROOT_RUN_IDLE, RUN_IDLE
 from langchain_quota.stores.keys import CountKey, dimension_of
 

@@ -13,8 +13,8 @@ from itertools import count, islice
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from langchain_quota.admission import Compensation
-from langchain_quota.concurrency import Form, fork_safe_lock, now
+from langchain_quota.core.admission import Compensation
+from langchain_quota.runtime.sync_async import Form, fork_safe_lock, now
 from langchain_quota.stores.keys import prefix_of
 
 MAX_PENDING = 10_000

@@ -10,14 +10,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
-from langchain_quota.arguments import check_type
-from langchain_quota.concurrency import Form, ask
-from langchain_quota.concurrency import now as at_once
 from langchain_quota.limits.options import MODEL, UNITS, whole_amount
 from langchain_quota.limits.windows import CalendarWindow, checked
-from langchain_quota.stores.common import idle_time
-from langchain_quota.stores.keys import CountKey, parsed, spacing_of, window_end
-from langchain_quota.units import (
+from langchain_quota.runtime.arguments import check_type
+from langchain_quota.runtime.sync_async import Form, ask
+from langchain_quota.runtime.sync_async import now as at_once
+from langchain_quota.runtime.units import (
     MAX_DOLLARS,
     NANODOLLARS,
     UNIT_LABELS,
@@ -27,6 +25,8 @@ from langchain_quota.units import (
     in_base_unit,
     shown,
 )
+from langchain_quota.stores.common import idle_time
+from langchain_quota.stores.keys import CountKey, parsed, spacing_of, window_end
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""

@@ -10,8 +10,8 @@ from hashlib import sha256
 from typing import Any
 from urllib.parse import quote, unquote
 
-from langchain_quota.arguments import check_type
 from langchain_quota.limits.windows import CalendarWindow, around
+from langchain_quota.runtime.arguments import check_type
 
 MAX_LENGTH = 64
 """The longest value that a key has unchanged, in characters after encoding."""

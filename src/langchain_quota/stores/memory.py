@@ -9,10 +9,10 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, admit
-from langchain_quota.arguments import check_count
-from langchain_quota.concurrency import Form, fork_safe_lock
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation, admit
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.runtime.arguments import check_count
+from langchain_quota.runtime.sync_async import Form, fork_safe_lock
 from langchain_quota.stores import (
     COMPENSATED,
     GRACE,
@@ -29,7 +29,7 @@ from langchain_quota.stores.common import (
     metadata,
     replay,
 )
-from langchain_quota.stores.expiring import Kept
+from langchain_quota.stores.expiring_dict import Kept
 from langchain_quota.stores.grants import Grant, Granting, in_utc
 from langchain_quota.stores.keys import spacing_of, unit_in, window_end
 from langchain_quota.stores.rate_limiter import RateLimiting

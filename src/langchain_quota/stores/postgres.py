@@ -10,9 +10,9 @@ from hashlib import sha256
 from math import ceil
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.concurrency import Form, now
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.runtime.sync_async import Form, now
 from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.common import metadata
 from langchain_quota.stores.rows import GRANTS, Name, Rows, names_of, names_of_keys

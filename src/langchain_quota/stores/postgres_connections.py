@@ -24,7 +24,7 @@ except ImportError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.concurrency import Form
+from langchain_quota.runtime.sync_async import Form
 from langchain_quota.stores.server import PerLoop, Server
 
 _CONNECTIONS = 10

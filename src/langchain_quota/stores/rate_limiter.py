@@ -6,11 +6,11 @@ from uuid import uuid4
 
 from langchain_core.rate_limiters import BaseRateLimiter
 
-from langchain_quota.admission import AcquireRequest, Counter, Hits, Threshold
-from langchain_quota.arguments import check_count, check_name
-from langchain_quota.concurrency import Form, ask, now, wait_for
+from langchain_quota.core.admission import AcquireRequest, Counter, Hits, Threshold
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.semaphores import LOOKS_AGAIN, semaphore_of
+from langchain_quota.runtime.arguments import check_count, check_name
+from langchain_quota.runtime.semaphores import LOOKS_AGAIN, semaphore_of
+from langchain_quota.runtime.sync_async import Form, ask, now, wait_for
 from langchain_quota.stores.keys import CountKey, lacking, spacing_of
 
 _SCOPE = "rate_limiter"

@@ -7,8 +7,8 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.concurrency import Form, now
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
+from langchain_quota.runtime.sync_async import Form, now
 from langchain_quota.stores import IDLE_TTL, wire
 from langchain_quota.stores.redis_script import ScriptCall, key_of, pattern_of
 from langchain_quota.stores.server import PREFIX, ServerStore

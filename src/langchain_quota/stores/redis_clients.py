@@ -22,7 +22,7 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.concurrency import Form
+from langchain_quota.runtime.sync_async import Form
 from langchain_quota.stores.grants import logger
 from langchain_quota.stores.redis_script import Script
 from langchain_quota.stores.server import PerLoop, Server

@@ -9,9 +9,9 @@ from datetime import datetime, timedelta
 from itertools import chain
 from typing import Any
 
-from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.concurrency import now
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.runtime.sync_async import now
 from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.grants import Grant
 from langchain_quota.stores.memory import REFUSED, Acquired, Count, Given, MemoryStore

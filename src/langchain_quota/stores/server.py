@@ -12,10 +12,10 @@ from textwrap import shorten
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from langchain_quota.admission import AcquireRequest, AcquireResult
-from langchain_quota.arguments import check_type
-from langchain_quota.concurrency import Form, now
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import UNREADABLE, EventLoopBlockedError, QuotaStoreError
+from langchain_quota.runtime.arguments import check_type
+from langchain_quota.runtime.sync_async import Form, now
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import check_keys, check_request, idle_seconds, keys_of
 from langchain_quota.stores.grants import Grant, Granting

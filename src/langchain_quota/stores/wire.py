@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Threshold
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation, Threshold
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import check_fits, idle_time, metadata

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from opentelemetry.trace import TracerProvider
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from langchain_quota.arguments import (
+from langchain_quota.runtime.arguments import (
     UserLine,
     check_choice,
     check_count,

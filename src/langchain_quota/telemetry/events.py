@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from langchain_quota.decision import Decision, LimitStatus, Scope
-from langchain_quota.units import Level, Unit
+from langchain_quota.core.decision import Decision, LimitStatus
+from langchain_quota.limits.call import Scope
+from langchain_quota.runtime.units import Level, Unit
 
 Exemplar = dict[str, str] | None
 

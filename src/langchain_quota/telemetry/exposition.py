@@ -20,8 +20,8 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from langchain_quota.arguments import check_type
-from langchain_quota.concurrency import in_sync, now
+from langchain_quota.runtime.arguments import check_type
+from langchain_quota.runtime.sync_async import in_sync, now
 from langchain_quota.telemetry.recorder import usage_of
 from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import multiprocess_directory, unusable

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 
-from langchain_quota.concurrency import fork_safe_lock
+from langchain_quota.runtime.sync_async import fork_safe_lock
 
 _MIN_KEY_BYTES = 16
 

@@ -4,11 +4,12 @@ import logging
 from datetime import UTC
 from typing import Any
 
-from langchain_quota.decision import AT_ONCE, STORE, LimitStatus, Scope
+from langchain_quota.core.decision import LimitStatus
+from langchain_quota.limits.call import AT_ONCE, STORE, Scope
+from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit, shown
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.events import Judged
 from langchain_quota.telemetry.labels import UNNAMED, limit_label
-from langchain_quota.units import UNIT_LABELS, Level, in_base_unit, shown
 
 logger = logging.getLogger("langchain_quota")
 

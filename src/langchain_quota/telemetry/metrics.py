@@ -7,13 +7,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.samples import Sample
 
 from langchain_quota import __version__
-from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import Decision, LimitStatus, Outcome, Refund, Scope
+from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
+from langchain_quota.limits.call import Scope
+from langchain_quota.runtime.sync_async import fork_safe_lock
+from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.events import Granted, Judged, Spent, Who
 from langchain_quota.telemetry.labels import NONE, limit_label
 from langchain_quota.telemetry.names import MetricSpec
-from langchain_quota.units import UNIT_LABELS, Level, in_base_unit
 
 _Configured = tuple[object, ...]
 """The settings that a limit's series depend on; not the subjects of quotas."""

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from langchain_quota.units import Unit
+from langchain_quota.runtime.units import Unit
 
 STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 DECISION_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)

@@ -4,9 +4,9 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
-from langchain_quota.arguments import check_function, is_async
-from langchain_quota.concurrency import Form, forms
-from langchain_quota.decision import Decision
+from langchain_quota.core.decision import Decision
+from langchain_quota.runtime.arguments import check_function, is_async
+from langchain_quota.runtime.sync_async import Form, forms
 from langchain_quota.telemetry.recorder import Recorder, Told
 
 Observer = Callable[[Decision], Awaitable[None] | None]

@@ -19,11 +19,12 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
 
-from langchain_quota.arguments import UserLine
-from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import AT_ONCE, Call, Decision, LimitStatus, Outcome, Refund, Scope
+from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.errors import UNREADABLE, QuotaStoreError, QuotaWarning, UnknownPriceError
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import AT_ONCE, Call, Scope
+from langchain_quota.runtime.arguments import UserLine
+from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.telemetry import logs, names, preforked
 from langchain_quota.telemetry.events import Granted, Judged, Spent, Who
 from langchain_quota.telemetry.labels import (

@@ -9,10 +9,11 @@ from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
 
 from langchain_quota import __version__
-from langchain_quota.decision import STORE, THREAD, Answer, Decision, LimitStatus, Outcome
+from langchain_quota.core.decision import Answer, Decision, LimitStatus, Outcome
+from langchain_quota.limits.call import STORE, THREAD
+from langchain_quota.runtime.units import UNIT_LABELS, in_base_unit
 from langchain_quota.telemetry.events import Exemplar, Judged
 from langchain_quota.telemetry.labels import NONE, described, label, limit_label
-from langchain_quota.units import UNIT_LABELS, in_base_unit
 
 Spans = Literal["all", "refused", "off"]
 

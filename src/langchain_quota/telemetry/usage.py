@@ -22,14 +22,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from langchain_quota.concurrency import fork_safe_lock
-from langchain_quota.decision import ROOT_RUN, RUN, STORE, THREAD, CountStatus, LimitStatus, Refund
+from langchain_quota.core.decision import CountStatus, LimitStatus, Refund
+from langchain_quota.limits.call import ROOT_RUN, RUN, STORE, THREAD
+from langchain_quota.runtime.sync_async import fork_safe_lock
+from langchain_quota.runtime.units import Level, Unit, in_base_unit, level
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry import names, workers
 from langchain_quota.telemetry.events import Judged, Spent, Who
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.workers import Key, Number, Snapshot, Subject, Use
-from langchain_quota.units import Level, Unit, in_base_unit, level
 
 MAX_TRACKED = 100_000
 """The most threads and other subjects that are remembered; the longest idle go first."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from prometheus_client import values
 
+from langchain_quota.runtime.units import Unit
 from langchain_quota.stores import Occupancy
-from langchain_quota.units import Unit
 
 Key = tuple[str, str, str]
 """The agent's label, the scope, and the label of a thread or the hash of another subject."""

@@ -21,11 +21,9 @@ from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolC
 from langchain_core.load import dumps
 from langchain_core.messages import AIMessage
 
-from langchain_quota import messages
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, admit
-from langchain_quota.arguments import check_choice, check_switch
-from langchain_quota.concurrency import Form, now
-from langchain_quota.decision import STORE, Call
+from langchain_quota.core import messages
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation, admit
+from langchain_quota.core.checks import Asked, ResolvedLimits, run_counter
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.features.budgets.charging import (
     MAX_LATE,
@@ -41,6 +39,7 @@ from langchain_quota.features.budgets.model_runs import own_call, running_graph,
 from langchain_quota.features.budgets.prices import Pricing, check_prices
 from langchain_quota.features.budgets.work import Stopwatch, mark
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import STORE, Call
 from langchain_quota.limits.options import MILLISECONDS, counts_calls
 from langchain_quota.middleware.calls import (
     OF_RUN,
@@ -55,8 +54,7 @@ from langchain_quota.middleware.calls import (
 from langchain_quota.middleware.conclude import conclude_model
 from langchain_quota.middleware.context import CallContext, running_runtime
 from langchain_quota.middleware.feature import Feature, Handler, ToolAnswer, ToolHandler
-from langchain_quota.rule import Asked, ResolvedLimits, run_counter
-from langchain_quota.state import (
+from langchain_quota.middleware.state import (
     LEDGER,
     THREAD_MODEL,
     THREAD_TOOLS,
@@ -67,7 +65,9 @@ from langchain_quota.state import (
     merge_ledgers,
     own_of,
 )
-from langchain_quota.units import near_threshold
+from langchain_quota.runtime.arguments import check_choice, check_switch
+from langchain_quota.runtime.sync_async import Form, now
+from langchain_quota.runtime.units import near_threshold
 
 LEASE = 900
 """How long a store holds an amount for a model call, in seconds. Then it is given back, for example

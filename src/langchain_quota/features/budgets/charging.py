@@ -9,18 +9,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from langchain_quota.admission import AcquireRequest, AcquireResult, Compensation, Counter
-from langchain_quota.concurrency import Form, fork_safe_lock
-from langchain_quota.decide import status
-from langchain_quota.decision import ROOT_RUN, RUN, THREAD, Call
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation, Counter
+from langchain_quota.core.checks import ResolvedLimits
+from langchain_quota.core.decide import status
 from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.reports import charged_tokens
 from langchain_quota.features.budgets.work import Work, marked, pass_on
+from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Call
 from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS
-from langchain_quota.root_run import root_run
-from langchain_quota.rule import ResolvedLimits
-from langchain_quota.state import Amounts, ledger, own_of, spent
+from langchain_quota.middleware.root_run import root_run
+from langchain_quota.middleware.state import Amounts, ledger, own_of, spent
+from langchain_quota.runtime.sync_async import Form, fork_safe_lock
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.labels import NONE
 from langchain_quota.telemetry.recorder import Recorder

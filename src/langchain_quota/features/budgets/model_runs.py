@@ -26,7 +26,7 @@ from langchain_quota.features.budgets.estimates import as_json, asked_in, estima
 from langchain_quota.features.budgets.reports import reported_usage
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.middleware.context import running_config
-from langchain_quota.root_run import DECISION, HandlerVar, register_root_runs
+from langchain_quota.middleware.root_run import DECISION, HandlerVar, register_root_runs
 
 MAX_ENDED = 10_000
 """The most ended runs that a root run keeps: what they have started may go on."""

@@ -11,17 +11,17 @@ from typing import cast
 
 from langchain_core.messages import ToolCall
 
-from langchain_quota.arguments import check_sync_function
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.features.budgets.reports import charged_tokens
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, Price, Prices
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.limits.options import NANODOLLARS, whole_amount
+from langchain_quota.runtime.arguments import check_sync_function
+from langchain_quota.runtime.units import Dollars, checked_dollars, nanodollars
 from langchain_quota.telemetry import logs
 from langchain_quota.telemetry.labels import label
 from langchain_quota.telemetry.recorder import Recorder
-from langchain_quota.units import Dollars, checked_dollars, nanodollars
 
 _PER = Decimal(10**6)
 """A price is for so many tokens."""

@@ -10,8 +10,8 @@ from typing import Any
 from langchain_core.messages import AIMessage, ToolMessage
 from langgraph.types import Command
 
-from langchain_quota.concurrency import fork_safe_lock
 from langchain_quota.middleware.feature import ToolAnswer
+from langchain_quota.runtime.sync_async import fork_safe_lock
 
 WORKED = "quota_worked"
 """The mark on a tool's answer: its run, the name of its time, and how long it has worked.

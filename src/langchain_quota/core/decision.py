@@ -6,26 +6,14 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from langchain_quota.units import Level, Unit, near_threshold
-
-Kind = Literal["model", "tool"]
-
-Scope = str
-"""What a count is kept for: `"thread"`, `"run"`, or the name of a quota."""
-
-THREAD: Scope = "thread"
-RUN: Scope = "run"
-
-ROOT_RUN: Scope = "root_run"
-"""A run that no other run encloses, with everything that it starts."""
-
-STORE: Scope = "store"
-"""In place of a scope, if a limit refuses because the store could not be asked."""
-
-AT_ONCE: Scope = "at_once"
-"""The scope of calls that run at the same time. Their count includes the refused call."""
-
-Exit = Literal["continue", "error", "end", "finalize", "ask"]
+from langchain_quota.limits.call import (
+    RUN,
+    STORE,
+    Call,
+    Exit,
+    Scope,
+)
+from langchain_quota.runtime.units import Level, Unit, near_threshold
 
 Reason = Literal["exhausted", "failing", "store"]
 """Why a limit refuses a call: a threshold is exhausted, the tool keeps failing in the same way, or
@@ -38,7 +26,7 @@ class Outcome(StrEnum):
     The values are the label `decision` in metrics, and `langchain_quota.decision` in spans.
 
     Examples:
-        >>> from langchain_quota.decision import Outcome
+        >>> from langchain_quota.core.decision import Outcome
         >>> Outcome("blocked") is Outcome.BLOCKED
         True
     """
@@ -51,35 +39,6 @@ class Outcome(StrEnum):
     """No limit refuses the call, but its batch was stopped: it does not run."""
     WOULD_BLOCK = "would_block"
     """A limit with `enforce=False` would refuse the call: it runs."""
-
-
-class Call(NamedTuple):
-    """A call that is to be judged.
-
-    Attributes:
-        kind: `"model"` or `"tool"`.
-        tool: The tool's name as the model gave it; `None` for a model call.
-        id: The tool call's id; `None` for a model call.
-        amount: What the call costs, in calls; a whole number from 1.
-        agent: The name of the agent that makes the call, if it has one.
-        thread_id: The thread's id as the caller gave it. `None` if there is no thread. Also `None`
-            if the agent runs inside another one, and what it uses cannot be separated from what the
-            other uses.
-
-    Examples:
-        >>> from langchain_quota import ToolCallLimit
-        >>> from langchain_quota.decision import Call
-        >>> call = Call("tool", "search", id="call_1", agent="researcher", thread_id="7")
-        >>> ToolCallLimit("search", run_limit=3).matches(call)
-        True
-    """
-
-    kind: Kind
-    tool: str | None = None
-    id: str | None = None
-    amount: int = 1
-    agent: str | None = None
-    thread_id: object = None
 
 
 class CountStatus(NamedTuple):
@@ -98,7 +57,7 @@ class CountStatus(NamedTuple):
         smooth: Whether the count falls evenly.
 
     Examples:
-        >>> from langchain_quota.decision import CountStatus
+        >>> from langchain_quota.core.decision import CountStatus
         >>> CountStatus("user_id", before=4, used=5, limit=5, subject="ada").share
         1.0
     """
@@ -149,7 +108,7 @@ class LimitStatus(NamedTuple):
         needs: How much of a budget the call may need, if the budget refuses it; else 0.
 
     Examples:
-        >>> from langchain_quota.decision import CountStatus, LimitStatus
+        >>> from langchain_quota.core.decision import CountStatus, LimitStatus
         >>> counts = CountStatus("thread", 11, 12, 20), CountStatus("run", 2, 3, 3)
         >>> third = LimitStatus("tool:search", "continue", counts)
         >>> third.scopes, third.count_of("thread").limit, third.share
@@ -246,7 +205,7 @@ class Answer:
 
     Examples:
         >>> from langchain_quota import Decision
-        >>> from langchain_quota.decision import Answer
+        >>> from langchain_quota.core.decision import Answer
         >>> def audit(decision: Decision) -> None:
         ...     if decision.answer is not None:
         ...         print(decision.answer.by, decision.answer.type, decision.answer.granted)
@@ -273,7 +232,7 @@ class Decision(NamedTuple):
 
     Examples:
         >>> from langchain_quota import Decision, ModelCallLimit, QuotaMiddleware
-        >>> from langchain_quota.decision import Outcome
+        >>> from langchain_quota.core.decision import Outcome
         >>> def audit(decision: Decision) -> None:
         ...     if decision.outcome is Outcome.BLOCKED:
         ...         limits = [status.limit for status in decision.refused_by]

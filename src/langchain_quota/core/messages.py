@@ -7,12 +7,13 @@ applications match on them.
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
-from langchain_quota.decide import Breach
-from langchain_quota.decision import AT_ONCE, Decision, LimitStatus
+from langchain_quota.core.checks import Check
+from langchain_quota.core.decide import Breach
+from langchain_quota.core.decision import Decision, LimitStatus
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import AT_ONCE
 from langchain_quota.limits.repeats import RepeatLimit
-from langchain_quota.rule import Check
-from langchain_quota.units import PER_BASE_UNIT, Unit, as_dollars, as_time, shown
+from langchain_quota.runtime.units import PER_BASE_UNIT, Unit, as_dollars, as_time, shown
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from langchain_quota.decision import Scope
+from langchain_quota.limits.call import Scope
 
 
 class Threshold(NamedTuple):

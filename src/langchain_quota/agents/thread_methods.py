@@ -10,19 +10,20 @@ from langgraph.constants import END
 from langgraph.pregel import Pregel
 from langgraph.types import PregelTask
 
-from langchain_quota.concurrency import Form, ask, now
-from langchain_quota.decide import status
-from langchain_quota.decision import THREAD, LimitStatus
+from langchain_quota.core.checks import Check, ResolvedLimit, stored_as
+from langchain_quota.core.decide import status
+from langchain_quota.core.decision import LimitStatus
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import THREAD
 from langchain_quota.limits.options import whole_amount
 from langchain_quota.limits.windows import CalendarWindow
 from langchain_quota.middleware.flow import ContextT, Limiter, clock_of
-from langchain_quota.rule import Check, ResolvedLimit, stored_as
-from langchain_quota.state import LEDGER, UNUSED
+from langchain_quota.middleware.state import LEDGER, UNUSED
+from langchain_quota.runtime.sync_async import Form, ask, now
+from langchain_quota.runtime.units import Dollars
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import CountKey, prefix_in
-from langchain_quota.units import Dollars
 
 _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
 

@@ -15,8 +15,8 @@ from langgraph.types import StateSnapshot
 # That of `typing` has no JSON Schema before Python 3.12.
 from typing_extensions import TypedDict
 
-from langchain_quota.arguments import shown
 from langchain_quota.limits.options import NANODOLLARS
+from langchain_quota.runtime.arguments import shown
 
 LEDGER = "langchain_quota"
 """The state key of our own part of the ledger."""
@@ -172,7 +172,7 @@ class QuotaState(AgentState[ResponseT]):
         As the argument of a function that computes a limit:
 
         >>> from langchain_quota import ToolCallLimit
-        >>> from langchain_quota.state import QuotaState
+        >>> from langchain_quota.middleware.state import QuotaState
         >>> def searches(state: QuotaState, runtime) -> int:
         ...     return 3 if len(state["messages"]) < 50 else 1
         >>> limit = ToolCallLimit("search", run_limit=searches)
@@ -257,7 +257,7 @@ class ThreadUsage:
         run_spent: What those of its newest run have used, under the same names.
 
     Examples:
-        >>> from langchain_quota.state import ThreadUsage
+        >>> from langchain_quota.middleware.state import ThreadUsage
         >>> used = ThreadUsage(tools={"search": 5}, model=9, run_tools={"search": 1}, run_model=2)
         >>> used.tools.get("search", 0)
         5

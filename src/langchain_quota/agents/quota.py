@@ -16,28 +16,28 @@ from langchain.agents.middleware.types import (
 from langgraph.runtime import Runtime
 from langgraph.types import Command
 
-from langchain_quota.arguments import check_choice, check_switch
-from langchain_quota.concurrency import Form, in_sync, now
-from langchain_quota.features.advice import Forgetful, OfferedTools
+from langchain_quota.agents.thread_methods import OfThreads
+from langchain_quota.core.checks import OnStoreError
 from langchain_quota.features.ask import Questions
-from langchain_quota.features.at_once.at_once import AtOnce
 from langchain_quota.features.budgets.budgets import Budgets
-from langchain_quota.features.call_times import CallTimes
-from langchain_quota.features.deep_agents.checks import DeepAgents
+from langchain_quota.features.call_timeouts import CallTimes
+from langchain_quota.features.concurrency.slots import AtOnce
+from langchain_quota.features.deep_agents import DeepAgents
+from langchain_quota.features.model_notes import Telling
 from langchain_quota.features.repeats import Repeats
 from langchain_quota.features.reruns import Reruns
 from langchain_quota.features.root_runs import RootRuns
-from langchain_quota.features.telling import Telling
-from langchain_quota.features.threads import OfThreads
-from langchain_quota.features.unjudged import Unjudged
+from langchain_quota.features.setup_warnings import Forgetful, OfferedTools
+from langchain_quota.features.unchecked_calls import Unjudged
 from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Feature, Handler, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import ContextT, Limiter, is_own
-from langchain_quota.rule import OnStoreError
-from langchain_quota.state import QuotaState, ledger
+from langchain_quota.middleware.state import QuotaState, ledger
+from langchain_quota.runtime.arguments import check_choice, check_switch
+from langchain_quota.runtime.sync_async import Form, in_sync, now
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.telemetry import Telemetry
 from langchain_quota.telemetry.observers import Observer

@@ -9,14 +9,14 @@ from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResp
 from langchain.agents.middleware.types import ResponseT
 from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage, ToolMessage
 
-from langchain_quota.concurrency import Form
+from langchain_quota.agents.quota import QuotaMiddleware, WrittenResponse
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.middleware.calls import Update, with_state
 from langchain_quota.middleware.feature import Handler
 from langchain_quota.middleware.flow import ContextT
 from langchain_quota.middleware.history import identified
-from langchain_quota.middleware.quota import QuotaMiddleware, WrittenResponse
-from langchain_quota.state import ledger, merge_ledgers, run_model, thread_model
+from langchain_quota.middleware.state import ledger, merge_ledgers, run_model, thread_model
+from langchain_quota.runtime.sync_async import Form
 
 
 class Step(dict[str, Any]):

@@ -127,7 +127,7 @@ class Level(StrEnum):
     """How much of a limit is used.
 
     Examples:
-        >>> from langchain_quota.units import Level
+        >>> from langchain_quota.runtime.units import Level
         >>> [str(level) for level in Level]
         ['ok', 'near', 'exhausted']
     """

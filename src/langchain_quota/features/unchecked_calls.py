@@ -13,11 +13,11 @@ from uuid import UUID
 from langchain_core.messages import AIMessage
 from langgraph.errors import GraphInterrupt
 
-from langchain_quota.decision import Kind
+from langchain_quota.limits.call import Kind
 from langchain_quota.middleware.calls import Batch, Conclusion
 from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
-from langchain_quota.root_run import DECISION, RootRun, root_run, watch_root_runs
+from langchain_quota.middleware.root_run import DECISION, RootRun, root_run, watch_root_runs
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.logs import agent_name, logger
 from langchain_quota.telemetry.recorder import Recorder

@@ -12,20 +12,21 @@ from weakref import WeakValueDictionary
 from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import ToolMessage
 
-from langchain_quota import messages
-from langchain_quota.concurrency import Form, ask, now, runs_in_thread
-from langchain_quota.decision import AT_ONCE, Call, CountStatus, Decision, LimitStatus, Outcome
-from langchain_quota.features.at_once.places import Lease
+from langchain_quota.core import messages
+from langchain_quota.core.checks import OnStoreError, stored_as
+from langchain_quota.core.decision import CountStatus, Decision, LimitStatus, Outcome
+from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import AT_ONCE, Call
 from langchain_quota.limits.concurrency import ConcurrencyLimit
 from langchain_quota.middleware.calls import taken
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.history import answer, answer_of_refused, newest_name
-from langchain_quota.rule import OnStoreError, stored_as
-from langchain_quota.semaphores import Slot, semaphore_of
-from langchain_quota.state import ledger
+from langchain_quota.middleware.state import ledger
+from langchain_quota.runtime.semaphores import Slot, semaphore_of
+from langchain_quota.runtime.sync_async import Form, ask, now, runs_in_thread
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import names

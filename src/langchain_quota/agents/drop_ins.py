@@ -14,21 +14,20 @@ from langchain.agents.middleware.types import (
 from langgraph.runtime import Runtime
 from langgraph.types import Command
 
-from langchain_quota.admission import AcquireResult
-from langchain_quota.arguments import check_choice, check_type
-from langchain_quota.concurrency import Form, now
-from langchain_quota.decide import status
-from langchain_quota.decision import Call, Decision
-from langchain_quota.features.advice import Forgetful
-from langchain_quota.features.deep_agents.checks import DeepAgents
-from langchain_quota.features.unjudged import Unjudged
+from langchain_quota.core.admission import AcquireResult
+from langchain_quota.core.decide import status
+from langchain_quota.core.decision import Decision
+from langchain_quota.features.deep_agents import DeepAgents
+from langchain_quota.features.setup_warnings import Forgetful
+from langchain_quota.features.unchecked_calls import Unjudged
+from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.calls import Batch, Conclusion, Update, model_counts
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools
 from langchain_quota.middleware.context import call_context
 from langchain_quota.middleware.flow import ContextT, Limiter
 from langchain_quota.middleware.history import newest_name
-from langchain_quota.state import (
+from langchain_quota.middleware.state import (
     LEDGER,
     RUN_MODEL,
     RUN_TOOLS,
@@ -41,6 +40,8 @@ from langchain_quota.state import (
     merge_ledgers,
     run_model,
 )
+from langchain_quota.runtime.arguments import check_choice, check_type
+from langchain_quota.runtime.sync_async import Form, now
 from langchain_quota.telemetry import Telemetry
 
 OnPending = Literal["skip", "raise"]

@@ -10,13 +10,13 @@ from typing import Any
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota import messages
-from langchain_quota.concurrency import Form, now, runs_in_thread
+from langchain_quota.core import messages
 from langchain_quota.limits import Limit
 from langchain_quota.limits.time import TimeLimit
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.history import answer
+from langchain_quota.runtime.sync_async import Form, now, runs_in_thread
 from langchain_quota.telemetry import names
 
 

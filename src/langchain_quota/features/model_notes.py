@@ -7,18 +7,18 @@ from langchain.agents.middleware.types import ModelRequest
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 
-from langchain_quota.admission import admit
-from langchain_quota.concurrency import Form
-from langchain_quota.decision import Call
+from langchain_quota.core.admission import admit
+from langchain_quota.core.checks import ResolvedLimits, run_counter, thread_counter
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import Call
 from langchain_quota.limits.options import INPUT_TOKENS, OUTPUT_TOKENS, TOTAL_TOKENS
 from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.middleware.calls import model_counts
 from langchain_quota.middleware.feature import Feature
-from langchain_quota.rule import ResolvedLimits, run_counter, thread_counter
-from langchain_quota.state import ledger, run_tools, thread_tools
+from langchain_quota.middleware.state import ledger, run_tools, thread_tools
+from langchain_quota.runtime.sync_async import Form
+from langchain_quota.runtime.units import Level, as_dollars, as_time, level
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.units import Level, as_dollars, as_time, level
 
 LAST_CALL = (
     "This is the last model call of this budget: no tool can be called any more. "

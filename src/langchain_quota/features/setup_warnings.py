@@ -6,7 +6,7 @@ from typing import Any
 
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature
-from langchain_quota.state import Own
+from langchain_quota.middleware.state import Own
 from langchain_quota.telemetry.logs import agent_name, logger
 
 _ALIKE = 0.8

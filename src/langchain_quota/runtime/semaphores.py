@@ -18,7 +18,7 @@ from threading import TIMEOUT_MAX, Event, Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
-from langchain_quota.concurrency import Form, fork_safe_lock
+from langchain_quota.runtime.sync_async import Form, fork_safe_lock
 
 LOOKS_AGAIN = 1.0
 """After how many seconds the first call of a queue looks for room again, which may come early."""

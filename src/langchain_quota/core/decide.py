@@ -5,18 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from langchain_quota.admission import AcquireResult
-from langchain_quota.decision import (
-    STORE,
-    Call,
-    Decision,
-    Exit,
-    LimitStatus,
-    Outcome,
-    Reason,
-    Scope,
-)
-from langchain_quota.rule import Asked, Check, ResolvedLimit, ResolvedLimits
+from langchain_quota.core.admission import AcquireResult
+from langchain_quota.core.checks import Asked, Check, ResolvedLimit, ResolvedLimits
+from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Reason
+from langchain_quota.limits.call import STORE, Call, Exit, Scope
 
 
 def status(  # noqa: PLR0913 - keyword-only, with defaults

@@ -23,14 +23,14 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
-from langchain_quota.admission import AcquireRequest, Counter, Hits
-from langchain_quota.concurrency import Form
-from langchain_quota.decision import ROOT_RUN
+from langchain_quota.core.admission import AcquireRequest, Counter, Hits
+from langchain_quota.limits.call import ROOT_RUN
 from langchain_quota.middleware.context import (
     CallContext,
     running_config,
     running_runtime,
 )
+from langchain_quota.runtime.sync_async import Form
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey, prefix_now
 from langchain_quota.telemetry.logs import logger

@@ -16,10 +16,10 @@ from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel
 
-from langchain_quota.decision import Call
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import Call
 from langchain_quota.middleware.feature import Feature
-from langchain_quota.state import LEDGER
+from langchain_quota.middleware.state import LEDGER
 from langchain_quota.telemetry.labels import UNNAMED
 
 _INTERPRETER = "langchain_quickjs"

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from threading import Event, Thread
 from uuid import uuid4
 
-from langchain_quota.admission import (
+from langchain_quota.core.admission import (
     AcquireRequest,
     AcquireResult,
     Compensation,
@@ -22,10 +22,10 @@ from langchain_quota.admission import (
     Hits,
     Threshold,
 )
-from langchain_quota.concurrency import Form, now, wait_for
-from langchain_quota.decision import AT_ONCE
+from langchain_quota.core.checks import stored_as
+from langchain_quota.limits.call import AT_ONCE
 from langchain_quota.limits.concurrency import ConcurrencyLimit
-from langchain_quota.rule import stored_as
+from langchain_quota.runtime.sync_async import Form, now, wait_for
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
 

@@ -7,9 +7,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from langchain.agents.middleware.types import AgentMiddleware
 
-from langchain_quota.arguments import shown
-from langchain_quota.features.deep_agents.checks import has_limits, trust_sub_agents
-from langchain_quota.middleware.quota import QuotaMiddleware
+from langchain_quota.agents.quota import QuotaMiddleware
+from langchain_quota.features.deep_agents import has_limits, trust_sub_agents
+from langchain_quota.runtime.arguments import shown
 
 Arguments = ParamSpec("Arguments")
 Agent = TypeVar("Agent")

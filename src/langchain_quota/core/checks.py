@@ -4,20 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from langchain_quota.admission import Hits, Threshold
-from langchain_quota.decision import (
-    RUN,
-    STORE,
-    THREAD,
-    Call,
-    CountStatus,
-    Kind,
-    Reason,
-    Scope,
-)
+from langchain_quota.core.admission import Hits, Threshold
+from langchain_quota.core.decision import CountStatus, Reason
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import RUN, STORE, THREAD, Call, Kind, Scope
 from langchain_quota.limits.options import UNITS, LimitOptions, whole_amount
-from langchain_quota.units import Unit
+from langchain_quota.runtime.units import Unit
 
 OnStoreError = Literal["deny", "allow"]
 """What happens to calls that need a store which cannot be asked."""

@@ -21,15 +21,15 @@ from langchain_core.tools import tool as as_tool
 from langgraph.errors import GraphInterrupt
 from langgraph.prebuilt import ToolNode
 
-from langchain_quota.arguments import UserLine
-from langchain_quota.concurrency import Form, ask, forms, in_sync, now
-from langchain_quota.features.graph.inline import Step, make_model_call
+from langchain_quota.agents.inline import Step, make_model_call
+from langchain_quota.agents.quota import Options, QuotaMiddleware
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.context import call_context, digest, is_answered, running_runtime
 from langchain_quota.middleware.history import answer_of_refused, pending_calls, repaired
-from langchain_quota.middleware.quota import Options, QuotaMiddleware
-from langchain_quota.root_run import Notes, RootRun, root_run, watch_root_runs
-from langchain_quota.state import LEDGER, Ledger, merge_ledgers
+from langchain_quota.middleware.root_run import Notes, RootRun, root_run, watch_root_runs
+from langchain_quota.middleware.state import LEDGER, Ledger, merge_ledgers
+from langchain_quota.runtime.arguments import UserLine
+from langchain_quota.runtime.sync_async import Form, ask, forms, in_sync, now
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.stores.memory import MemoryStore
 

@@ -1,0 +1,1 @@
+"""What users attach to their agents and graphs."""

@@ -1,1 +1,0 @@
-"""Limits of deepagents and their sub-agents."""

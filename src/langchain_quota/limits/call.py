@@ -1,0 +1,51 @@
+"""What a limit sees of a call, the scopes that it counts by, and what a refusal by it does."""
+
+from typing import Literal, NamedTuple
+
+Kind = Literal["model", "tool"]
+
+Scope = str
+"""What a count is kept for: `"thread"`, `"run"`, or the name of a quota."""
+
+THREAD: Scope = "thread"
+RUN: Scope = "run"
+
+ROOT_RUN: Scope = "root_run"
+"""A run that no other run encloses, with everything that it starts."""
+
+STORE: Scope = "store"
+"""In place of a scope, if a limit refuses because the store could not be asked."""
+
+AT_ONCE: Scope = "at_once"
+"""The scope of calls that run at the same time. Their count includes the refused call."""
+
+Exit = Literal["continue", "error", "end", "finalize", "ask"]
+
+
+class Call(NamedTuple):
+    """A call that is to be judged.
+
+    Attributes:
+        kind: `"model"` or `"tool"`.
+        tool: The tool's name as the model gave it; `None` for a model call.
+        id: The tool call's id; `None` for a model call.
+        amount: What the call costs, in calls; a whole number from 1.
+        agent: The name of the agent that makes the call, if it has one.
+        thread_id: The thread's id as the caller gave it. `None` if there is no thread. Also `None`
+            if the agent runs inside another one, and what it uses cannot be separated from what the
+            other uses.
+
+    Examples:
+        >>> from langchain_quota import ToolCallLimit
+        >>> from langchain_quota.limits.call import Call
+        >>> call = Call("tool", "search", id="call_1", agent="researcher", thread_id="7")
+        >>> ToolCallLimit("search", run_limit=3).matches(call)
+        True
+    """
+
+    kind: Kind
+    tool: str | None = None
+    id: str | None = None
+    amount: int = 1
+    agent: str | None = None
+    thread_id: object = None

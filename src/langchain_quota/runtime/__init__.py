@@ -1,0 +1,1 @@
+"""What all layers use: sync and async variants, locks, arguments, units."""
