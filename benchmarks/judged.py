@@ -97,7 +97,7 @@ def judge(
         asked=[resolved.asked(call) for call in calls],
         used=counts,
         stops=resolved.stops if stops else {},
-        remake=_never,
+        rebuild=_never,
     )
     result = request.by_state()
     decisions, breaches = request.decided(result, charging=charging)
@@ -136,7 +136,7 @@ def request_of(
         asked=asked,
         used={**dict.fromkeys(asked[0].hits.amounts, 0), thread_counter(limit): own},
         stops=limits.stops,
-        remake=_never,
+        rebuild=_never,
     )
 
 

@@ -14,7 +14,7 @@ from benchmarks.optional import required
 from benchmarks.report import NOTHING, Ratio, Result, Table, divided, number
 from benchmarks.scenes import UNREACHED
 from benchmarks.sizes import Size
-from langchain_quota.core.admission import AcquireRequest, Compensation
+from langchain_quota.core.admission import AcquireRequest, Correction
 
 TITLE = "Acquiring in Redis"
 LIMITS = (1, 8)
@@ -198,7 +198,7 @@ async def _asked(url: str) -> AsyncIterator[dict[str, Ask]]:
     from redis.asyncio import Redis  # noqa: PLC0415 - needs redis
 
     from langchain_quota import RedisStore  # noqa: PLC0415 - needs redis
-    from tests.server.stores import batch, compensating, fresh  # noqa: PLC0415 - needs redis
+    from tests.server.stores import batch, correcting, fresh  # noqa: PLC0415 - needs redis
 
     store = RedisStore(url)
     client: Any = Redis.from_url(url)
@@ -231,8 +231,8 @@ async def _asked(url: str) -> AsyncIterator[dict[str, Ask]]:
 
     def settling() -> Awaitable[object]:
         name = held.pop()
-        used = Compensation(f"settled-{name}", {key: 110}, settles=name)
-        return store.aacquire(compensating(used))
+        used = Correction(f"settled-{name}", {key: 110}, settles=name)
+        return store.aacquire(correcting(used))
 
     yield {
         "PING": client.ping,

@@ -218,7 +218,7 @@ class Traffic:
         quota = QuotaMiddleware(
             [
                 ToolCallLimit("search", thread_limit=most, run_limit=3),
-                ConcurrencyLimit("search", at_once=4),
+                ConcurrencyLimit("search", max_concurrency=4),
                 ToolCallLimit(
                     "search",
                     quotas=[

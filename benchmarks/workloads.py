@@ -26,7 +26,7 @@ from langchain_quota.core.decision import Decision
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.context import fixed
-from langchain_quota.runtime.sync_async import now
+from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.names import DECISION_BUCKETS
@@ -193,7 +193,7 @@ def _asking(whom: str) -> Callable[[], object]:
         def hooked() -> None:
             # Each request has a name of its own.
             request.name = token_hex(16)
-            result = now(client.acquire("", request.to_store()))
+            result = run_sync(client.acquire("", request.to_store()))
             assert result is not None
             request.decided(result)
 

@@ -328,19 +328,19 @@ def _limits() -> TablePanel:
 def _health() -> TimeseriesPanel:
     errors = "job_component_error_type:langchain_quota_errors:increase15s"
     fallbacks = "job_instance_agent_action:langchain_quota_store_fallbacks:increase15s"
-    unjudged = "job_agent_kind:langchain_quota_unjudged_calls:increase15s"
+    unchecked = "job_agent_kind:langchain_quota_unchecked_calls:increase15s"
     near = 'scope="thread",state="near",shown="false"'
     counted = (
         (errors, "component", "failures of {{component}}"),
         (fallbacks, "action", "calls without the store: {{action}}"),
-        (unjudged, "kind", "calls that no limit judged: {{kind}}"),
+        (unchecked, "kind", "calls that no limit judged: {{kind}}"),
     )
     return show.bars(
         show.Place(52, 24, 8),
         "Health",
         "How many processes have metrics (line); and since the bar before, what failed, and how "
-        "many calls were decided without the shared store (deny: refused; allow: run) or judged by "
-        "no limit. Threads near a limit that have no series are in no table.",
+        "many calls were decided without the shared store (block: refused; allow: run) or "
+        "checked by no limit. Threads near a limit that have no series are in no table.",
         [
             show.Query(
                 f"count by (job) ({ask.select('langchain_quota_build_info')})",

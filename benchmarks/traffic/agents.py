@@ -140,7 +140,7 @@ def build_agents(
             ToolCallLimit("lookup", run_limit=3),
         ],
         store=store,
-        on_store_error="deny",
+        on_store_error="block",
         on_decision=on_decision,
         telemetry=telemetry,
     )

@@ -25,7 +25,7 @@ from langchain_core.runnables import Runnable
 from pydantic import PrivateAttr, field_validator
 
 from langchain_quota.core.decision import Decision
-from langchain_quota.runtime.arguments import check_count
+from langchain_quota.runtime.arguments import validate_count
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.telemetry import capturing
 
@@ -107,7 +107,7 @@ class ScriptedChatModel(BaseChatModel):
     @classmethod
     def _check_keep_calls(cls, value: object) -> object:
         if value is not None:
-            check_count("keep_calls", value)
+            validate_count("keep_calls", value)
         return value
 
     def model_post_init(self, context: Any, /) -> None:

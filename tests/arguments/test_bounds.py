@@ -27,7 +27,7 @@ ROWS: dict[str, tuple[Callable[[], object], str | None]] = {
         ),
         "2 limits are named 'tool:search'",
     ),
-    "a wait for ever": (lambda: ConcurrencyLimit(at_once=1, wait=math.inf), "wait must be"),
+    "a wait for ever": (lambda: ConcurrencyLimit(max_concurrency=1, wait=math.inf), "wait must be"),
     "a grant of nothing": (
         lambda: ModelCallLimit(run_limit=1, exit_behavior="ask", grant=0),
         "grant must be above 0",

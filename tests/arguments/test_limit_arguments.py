@@ -136,8 +136,11 @@ OF_TOOLS: Rows = [
     (ValueError, "Invalid exit_behavior: 'finalize'", LAST),
 ]
 OF_CAPS: Rows = [
-    (ValueError, "at_once must be 1 or more, not 0", {"at_once": 0}),
-    *((TypeError, f"at_once must be a whole number, not {x}", {"at_once": x}) for x in (2.0, None)),
+    (ValueError, "max_concurrency must be 1 or more, not 0", {"max_concurrency": 0}),
+    *(
+        (TypeError, f"max_concurrency must be a whole number, not {x}", {"max_concurrency": x})
+        for x in (2.0, None)
+    ),
     *((ValueError, WAIT, {"wait": x}) for x in (-1, -DAY, math.inf, 10**400, math.nan)),
     *((TypeError, NO_TIME, {"wait": x}) for x in (None, False)),
     (TypeError, "unexpected keyword argument 'exit_behavior'", {"exit_behavior": "end"}),
@@ -277,7 +280,7 @@ OF_QUOTAS: Rows = [
     (ValueError, "is a function: give the quota a name", {"per": number}),
     *(
         (ValueError, f"name must not be {value!r}: it has a meaning of its own", {given: value})
-        for value in ("run", "store", "none", "at_once")
+        for value in ("run", "store", "none", "concurrency")
         for given in ("name", "per")
     ),
     *(
@@ -302,7 +305,7 @@ OF_QUOTAS: Rows = [
         (ToolCallLimit, [(TypeError, "limit of quota 'global' must be", IN_DOLLARS)], {}),
         (ModelCallLimit, OF_BOTH + OF_MODELS, {}),
         (ToolCallLimit, OF_TOOLS, {"run_limit": 9}),
-        (ConcurrencyLimit, OF_CAPS, {"at_once": 2}),
+        (ConcurrencyLimit, OF_CAPS, {"max_concurrency": 2}),
         (TokenLimit, OF_BUDGETS + OF_TOKENS, {}),
         (CostLimit, OF_BUDGETS + OF_DOLLARS, {}),
         (TimeLimit, OF_TIME, {"run_limit": "5m"}),
@@ -347,16 +350,16 @@ def test_what_is_taken() -> None:
     limit = ToolCallLimit(named, run_limit=0, thread_limit=10**30, name="n" * 64, near=1)
     named.append("fetch")
     assert (limit.tool_name, limit.run_limit, limit.thread_limit) == (("calc", "search"), 0, 10**30)
-    assert ConcurrencyLimit(at_once=1).wait == 30
+    assert ConcurrencyLimit(max_concurrency=1).wait == 30
     assert ModelCallLimit(quotas=[SMOOTH], wait=timedelta(minutes=1)).seconds == 60
-    assert ConcurrencyLimit(at_once=1, wait=DAY).seconds == 86_400
-    assert ConcurrencyLimit(at_once=1, wait="2m").seconds == 120
+    assert ConcurrencyLimit(max_concurrency=1, wait=DAY).seconds == 86_400
+    assert ConcurrencyLimit(max_concurrency=1, wait="2m").seconds == 120
     assert ModelCallLimit(thread_limit=3, run_limit=5).run_limit == 5  # as LangChain's
     assert ToolCallLimit(run_limit=5, exit_behavior="ask", grant=9).grant == 9
     of_ann = partial(Quota, 5, per="user_id")
     daily = of_ann(window="1d")
     assert daily == of_ann(window=DAY)
-    assert [of_ann(window=x).lasts for x in ("30s", "10m", "1h", "2w")] == [
+    assert [of_ann(window=x).period for x in ("30s", "10m", "1h", "2w")] == [
         timedelta(seconds=30),
         timedelta(minutes=10),
         timedelta(hours=1),

@@ -278,7 +278,7 @@ class Searchers:
             )
             for store in self._stores
         ]
-        self._waiting = self._quota(ConcurrencyLimit("search", at_once=1))
+        self._waiting = self._quota(ConcurrencyLimit("search", max_concurrency=1))
         self._budgets = self._quota(
             TokenLimit(run_limit=10_000, quotas=quotas(*[10_000] * 3)),
             CostLimit(run_limit=1, quotas=quotas(1, 1, 1), tool_prices={"search": "0.01"}),
@@ -361,7 +361,7 @@ def seen(
 
 
 def test_every_query_returns_data(seen: Seen) -> None:
-    """Each query finds something; but no customer is refused, and nothing is hidden or unjudged.
+    """Each query finds something; but no customer is refused, and nothing is hidden or unchecked.
 
     Where a panel shows exemplars, there are some.
     """

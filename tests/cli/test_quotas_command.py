@@ -16,7 +16,7 @@ import pytest
 
 from langchain_quota import CostLimit, ModelCallLimitExceededError, Quota, TokenLimit
 from langchain_quota.cli import main
-from langchain_quota.core.admission import Compensation
+from langchain_quota.core.admission import Correction
 from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.postgres import PostgresStore
@@ -24,7 +24,7 @@ from langchain_quota.stores.redis import RedisStore
 from tests.scene import Scene
 from tests.server.proxy import proxy
 from tests.server.redis import RedisServer, free_port
-from tests.server.stores import batch, calls, compensating
+from tests.server.stores import batch, calls, correcting
 from tests.telemetry import Signals, paid
 
 ADA = str(CountKey("search", "user_id", "ada"))
@@ -43,7 +43,7 @@ def store(redis_server: RedisServer) -> Iterator[RedisStore]:
     with closing(RedisStore(redis_server.url, prefix=prefix, timeout=30)) as store:
         store.acquire(calls(ADA, 3, limit=5))
         store.acquire(calls(BOB, 12, limit=1000))
-        store.acquire(compensating(Compensation("late", {ALL: 1})))
+        store.acquire(correcting(Correction("late", {ALL: 1})))
         assert DAY.ends is not None
         store.acquire(batch({str(DAY): 2}, ends={str(DAY): DAY.ends}))
         yield store
@@ -359,7 +359,7 @@ def test_a_window_of_the_calendar(
 ) -> None:
     """The present one is granted more; its end is shown in its zone and in UTC."""
     base = str(CountKey("mail", "tenant", "acme"))
-    month: Any = Quota(5, per="tenant", window="month", tz="Asia/Kolkata", starts="15 09:00").lasts
+    month: Any = Quota(5, per="tenant", window="month", tz="Asia/Kolkata", starts="15 09:00").period
     key = CountKey.at("mail", "tenant", "acme", month, time.time())
     store.acquire(batch({str(key): 2}, ends={str(key): key.ends or 0}))
     assert run("grant", "--key", base, "5", "--reason", "more", "--id", "a") == 0

@@ -170,12 +170,12 @@ class Seen:
             thread = LIMITED if per == "thread" else THREAD
             scene = await self.play(searches, shared, thread_id=thread, **options)
         await scene.quota.areset(scene.agent, scene.config)
-        for action in ("deny", "allow"):
+        for action in ("block", "allow"):
             daily = ToolCallLimit(TOOL, quotas=[Quota(5, per="global")])
             await self.play(searches, daily, store=Broken(), on_store_error=action)
         # Some calls wait, some in vain.
         for wait in (0, 30):
-            await self.play(searches, ConcurrencyLimit(TOOL, at_once=1, wait=wait))
+            await self.play(searches, ConcurrencyLimit(TOOL, max_concurrency=1, wait=wait))
         await self.play([[TOOL], [TOOL], "done"], RepeatLimit(1))
 
     async def play_budgets(self) -> None:
@@ -271,7 +271,7 @@ def seen() -> Seen:
     signals = telling(**told)
     told["tracer_provider"] = signals.provider
     hiding = Telemetry(registry=CollectorRegistry(), thread_label=hmac_label("a" * 16), **told)
-    watching = Telemetry(registry=signals.registry, count_unjudged_calls=True, **told)
+    watching = Telemetry(registry=signals.registry, count_unchecked_calls=True, **told)
     found = Seen(signals, [])
     hidden, watched = (Seen(replace(signals, telemetry=each), []) for each in (hiding, watching))
 

@@ -79,15 +79,15 @@ def test_windows_follow_one_another(name: str, cycle: Cycle, now: int) -> None:
     of = {"hour": "", "day": "", "week": f"{DAYS[day % 7]} ", "month": f"{day + 1} "}[window]
     starts = None if window == "hour" else f"{of}{hour:02}:{minute:02}"
     quota = Quota(1, per="tenant", window=window, tz=name, starts=starts)
-    keys = [CountKey.at("search", "tenant", "acme", quota.lasts, now)]
+    keys = [CountKey.at("search", "tenant", "acme", quota.period, now)]
     for _ in range(2):
-        keys.append(CountKey.at("search", "tenant", "acme", quota.lasts, keys[-1].ends or 0))
+        keys.append(CountKey.at("search", "tenant", "acme", quota.period, keys[-1].ends or 0))
     ends = [each.ends or 0 for each in keys]
     began = [end - (each.window or 0) for each, end in zip(keys, ends, strict=True)]
     assert began[0] <= now < ends[0]
     assert began[1:] == ends[:-1]
     # Every moment of a window has the same key.
-    assert keys == [CountKey.at("search", "tenant", "acme", quota.lasts, end - 1) for end in ends]
+    assert keys == [CountKey.at("search", "tenant", "acme", quota.period, end - 1) for end in ends]
     starts_there = starts_of(ZoneInfo(name), cycle, began[0], ends[-1])
     assert sorted(each for each in starts_there if began[0] <= each <= ends[-1]) == [
         *began,

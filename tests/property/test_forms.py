@@ -69,7 +69,7 @@ def plans(draw: st.DrawFn, *, stacked: bool = False, failing: bool = True) -> Pl
     if not stacked:
         options |= {"tell_model": draw(st.booleans()), "hide_exhausted": draw(st.booleans())}
     if stored:
-        options["on_store_error"] = draw(st.sampled_from(["deny", "allow"]))
+        options["on_store_error"] = draw(st.sampled_from(["block", "allow"]))
     turns = draw(st.lists(turn, min_size=1, max_size=3 if stored else 2))
     return Plan(limits, turns, stored, options)
 

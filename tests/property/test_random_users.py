@@ -147,7 +147,7 @@ runs = st.builds(
 @given(
     limits=limit_lists(),
     drop_in=st.sampled_from(["none", "none", "first", "last"]),
-    outage=st.sampled_from(["deny", "allow"]),
+    outage=st.sampled_from(["block", "allow"]),
     hears=st.booleans(),
     planned=st.lists(runs, min_size=2, max_size=6),
     form=st.sampled_from(["sync", "async"]),
@@ -218,7 +218,7 @@ def test_shared_quotas(
 def thresholds(limit: Limit) -> Iterator[tuple[str, timedelta | CalendarWindow | None, Any]]:
     """What a limit counts by, in which window, and how much of it is admitted."""
     for quota in limit.quotas:
-        yield quota.dimension, quota.lasts, quota.limit
+        yield quota.dimension, quota.period, quota.limit
     for scope, number in (("thread", limit.thread_limit), ("run", limit.run_limit)):
         if number is not None:
             yield scope, None, number

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota.core.admission import AcquireRequest, Counter, Hits, Threshold, admit
+from langchain_quota.core.admission import AcquireRequest, CountRef, Hits, Threshold, admit
 from tests.examples import examples
 
 
@@ -27,7 +27,7 @@ def test_grants_raise_what_is_over_their_count() -> None:
 
 def test_the_amounts_that_a_store_keeps() -> None:
     """Amounts are given by key: two counts under one key add up; the caller's own are left out."""
-    counters = {"a": Counter("key"), "b": Counter("key"), "c": Counter("other"), "d": Counter()}
+    counters = {"a": CountRef("key"), "b": CountRef("key"), "c": CountRef("other"), "d": CountRef()}
     request = AcquireRequest("request", "attempt", counters)
     assert request.keyed({"a": 1, "b": 2, "c": 4, "d": 8}) == {"key": 3, "other": 4}
     assert request.keyed({}) == {}

@@ -339,7 +339,7 @@ class FailingStore(MemoryStore):
         return await super().agrant(key, *args, **options)
 
 
-@pytest.mark.parametrize(("outage", "ran"), [("deny", 0), ("allow", 1)])
+@pytest.mark.parametrize(("outage", "ran"), [("block", 0), ("allow", 1)])
 async def test_no_store_before_the_question(signals: Signals, outage: Any, ran: int) -> None:
     """Nobody is asked for what could not be granted: the calls are refused, or allowed."""
     store = FailingStore()

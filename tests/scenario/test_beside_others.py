@@ -30,7 +30,7 @@ from tests.telemetry import Signals
 TURN: list[Any] = [["search"] * 3, ["calc"], "done"]
 """A run that asks for more than the limits below admit."""
 
-AT_ONCE: dict[str, Any] = {"initial_delay": 0, "jitter": False}
+CONCURRENCY: dict[str, Any] = {"initial_delay": 0, "jitter": False}
 """Retries that do not wait."""
 
 FAILED = ConnectionError("not now")
@@ -69,13 +69,13 @@ CHOICE = [("ToolSelectionResponse", {"tools": ["calc"]})]
 CLEARED = ClearToolUsesEdit(trigger=1, keep=0, placeholder="cleared")
 TWICE = [*TURN, *TURN]
 OTHERS: dict[str, tuple[Callable[[list[str]], Middleware], list[Any]]] = {
-    "tool retries": (lambda _: ToolRetryMiddleware(max_retries=4, **AT_ONCE), TWICE),
+    "tool retries": (lambda _: ToolRetryMiddleware(max_retries=4, **CONCURRENCY), TWICE),
     "model retries": (
-        lambda _: ModelRetryMiddleware(max_retries=2, **AT_ONCE),
+        lambda _: ModelRetryMiddleware(max_retries=2, **CONCURRENCY),
         [FAILED, TURN[0], FAILED, FAILED, *TURN[1:], *TURN],
     ),
     "model retries that end in an answer": (
-        lambda _: ModelRetryMiddleware(max_retries=1, **AT_ONCE),
+        lambda _: ModelRetryMiddleware(max_retries=1, **CONCURRENCY),
         [*TURN[:2], FAILED, FAILED, *TURN],
     ),
     "model fallback": (
@@ -123,7 +123,7 @@ async def test_what_is_counted(make: Any, script: Sequence[Any], signals: Signal
 
 async def test_model_retry_that_raises(signals: Signals) -> None:
     """ModelRetryMiddleware that gives up by raising: the call is not counted."""
-    retry = ModelRetryMiddleware(max_retries=1, on_failure="error", **AT_ONCE)
+    retry = ModelRetryMiddleware(max_retries=1, on_failure="error", **CONCURRENCY)
     scene = Scene(signals, [["search"], FAILED, FAILED, "done"], [*limiters(signals), retry])
 
     with pytest.raises(ConnectionError):

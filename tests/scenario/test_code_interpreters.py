@@ -76,7 +76,11 @@ GO: Any = {"messages": [("user", "Go!")]}
     ("limit", "options", "text"),
     [
         (TWICE, {"ptc": [recording("search", [])]}, unseen("tool:search")),
-        (ConcurrencyLimit("search", at_once=2), {"ptc": ["search"]}, unseen("at_once:search")),
+        (
+            ConcurrencyLimit("search", max_concurrency=2),
+            {"ptc": ["search"]},
+            unseen("concurrency:search"),
+        ),
         (
             ToolCallLimit(run_limit=20),
             {"ptc": ["search", "read_file"]},

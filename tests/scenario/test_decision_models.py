@@ -63,9 +63,9 @@ def scene_of(signals: Signals, decider: Any, *limits: Any, **options: Any) -> Sc
     return Scene(signals, model, [*limits, router, auto], **options)
 
 
-async def test_the_count_of_unjudged_calls(signals: Signals) -> None:
+async def test_the_count_of_unchecked_calls(signals: Signals) -> None:
     """Each call of a decision model is counted as a model call that no limit judges."""
-    telemetry = Telemetry(registry=signals.registry, count_unjudged_calls=True)
+    telemetry = Telemetry(registry=signals.registry, count_unchecked_calls=True)
     signals = Signals(telemetry, signals.registry, signals.provider, signals.exporter)
     limits = [ModelCallLimit(run_limit=9), ToolCallLimit(run_limit=9)]
     scene = scene_of(signals, Decider(), *limits, name="boss")
@@ -73,7 +73,7 @@ async def test_the_count_of_unjudged_calls(signals: Signals) -> None:
     await scene.play()
 
     assert scene.ran == ["search"]
-    counted = "langchain_quota_unjudged_calls_total"
+    counted = "langchain_quota_unchecked_calls_total"
     assert signals.value(counted, agent="boss", kind="model") == 2
 
 

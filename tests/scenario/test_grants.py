@@ -115,7 +115,7 @@ async def test_a_key_that_can_hold_no_count(signals: Signals, form: Form) -> Non
     with pytest.raises(ValueError, match=f"under '{key}': give the quota's window, window="):
         await grant(key)
     assert store.grants() == []
-    await grant(key, window=monthly.lasts)
+    await grant(key, window=monthly.period)
     await scene.play()
     assert scene.last_text() == "done"
     # In advance; and a tool may have the name of a limit.

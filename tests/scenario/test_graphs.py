@@ -516,21 +516,21 @@ def test_arguments(signals: Signals) -> None:
     GraphQuota([TWO_OF_THREE], store=MemoryStore(), telemetry=signals.telemetry)
 
 
-async def test_a_model_without_limits_is_unjudged() -> None:
-    """Its calls are counted as unjudged, though the tools judge the calls that it makes."""
-    signals = telling(count_unjudged_calls=True)
+async def test_a_model_without_limits_is_unchecked() -> None:
+    """Its calls are counted as unchecked, though the tools judge the calls that it makes."""
+    signals = telling(count_unchecked_calls=True)
     quota = GraphQuota([ToolCallLimit(run_limit=5)], telemetry=signals.telemetry)
     model = ScriptedChatModel(script=[["search", "search"], "done"])
     graph: Any = create_react_agent(model, quota.tools([recording("search", [])]))
     await graph.ainvoke(HELLO)
-    assert signals.samples("langchain_quota_unjudged_calls_total") == {("unnamed", "model"): 2}
+    assert signals.samples("langchain_quota_unchecked_calls_total") == {("unnamed", "model"): 2}
 
     limited = create_react_agent(
         quota.model(ScriptedChatModel(script=[["search"], "done"])),
         quota.tools([recording("search", [])]),
     )
     await limited.ainvoke(HELLO)
-    assert signals.samples("langchain_quota_unjudged_calls_total") == {("unnamed", "model"): 2}
+    assert signals.samples("langchain_quota_unchecked_calls_total") == {("unnamed", "model"): 2}
 
 
 def teams(signals: Signals, limit: Limit, script: Any, **options: Any) -> tuple[Any, Any, Any]:
@@ -743,9 +743,9 @@ def test_a_question_needs_a_checkpointer_and_limited_tools(signals: Signals) -> 
     asked["messages"] = [forged("search")]
     with pytest.raises(RuntimeError, match="needs a checkpointer"):
         alone(quota, ran).invoke(asked)
-    unjudged = GraphQuota([ASKS], telemetry=signals.telemetry).model(model)
+    unchecked = GraphQuota([ASKS], telemetry=signals.telemetry).model(model)
     tools, saver = [recording("search", ran)], InMemorySaver()
-    agent: Any = create_react_agent(unjudged, tools, checkpointer=saver)
+    agent: Any = create_react_agent(unchecked, tools, checkpointer=saver)
     with pytest.raises(RuntimeError, match=r"limits\.tools"):
         agent.invoke(HELLO, CONFIG)
     assert ran == []

@@ -47,7 +47,7 @@ def nodes(signals: Signals, middleware: QuotaMiddleware[Any, Any]) -> list[str]:
     [
         ([SEARCH], QuotaMiddleware, AFTER),
         ([SEARCH, RepeatLimit(3)], QuotaMiddleware, AFTER),
-        ([ConcurrencyLimit("search", at_once=2)], QuotaMiddleware, AFTER),
+        ([ConcurrencyLimit("search", max_concurrency=2)], QuotaMiddleware, AFTER),
         ([ToolCallLimit("search", quotas=[Quota(9, per="global")])], QuotaMiddleware, AFTER),
         ([SEARCH, MODEL], QuotaMiddleware, BOTH),
         ([TokenLimit(run_limit=9)], QuotaMiddleware, BOTH),

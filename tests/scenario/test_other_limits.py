@@ -94,7 +94,7 @@ async def test_the_lowest_of_two_caps_holds(caps: tuple[int, int], signals: Sign
         running -= 1
         return "found"
 
-    limits = [ConcurrencyLimit("search", at_once=each, name=f"cap-{each}") for each in caps]
+    limits = [ConcurrencyLimit("search", max_concurrency=each, name=f"cap-{each}") for each in caps]
     script = asking(*(("search", {"text": each}) for each in "abcd"))
     scene = Scene(signals, script, limits, tools=[slow])
     await scene.play()
@@ -112,7 +112,7 @@ async def test_the_shorter_of_two_waits_holds(waits: tuple[int, int], signals: S
         return "found"
 
     slow = StructuredTool.from_function(coroutine=run, name="search", description="Search.")
-    limits = [ConcurrencyLimit("search", at_once=1, wait=n, name=f"for-{n}") for n in waits]
+    limits = [ConcurrencyLimit("search", max_concurrency=1, wait=n, name=f"for-{n}") for n in waits]
 
     def learn(decision: Decision) -> None:
         if decision.outcome == "blocked":

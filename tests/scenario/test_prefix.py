@@ -79,7 +79,7 @@ async def test_no_usable_prefix(tenant: object, error: type[Exception], signals:
     [
         ToolCallLimit("search", quotas=[Quota(9, per="global")]),
         ModelCallLimit(quotas=[Quota(9, per="agent")]),
-        ConcurrencyLimit("search", at_once=2),
+        ConcurrencyLimit("search", max_concurrency=2),
     ],
 )
 def test_a_limit_over_all_tenants(limit: Any) -> None:

@@ -103,7 +103,7 @@ class Outage(AgentMiddleware[Any, Any, Any]):
             self.stores.pop().down = True
 
 
-@pytest.mark.parametrize("outage", ["deny", "allow"])
+@pytest.mark.parametrize("outage", ["block", "allow"])
 async def test_a_store_that_goes_down_between_two(outage: Any, signals: Signals) -> None:
     """Two middlewares with one store charge a call once, also if only the first one reaches it."""
     store = FickleStore(MemoryStore())

@@ -114,7 +114,7 @@ async def test_cancelled_while_asking(
     check_history(scene.state()["messages"])
     # What was under way then comes too late.
     kept = counts(store)
-    with pytest.raises(QuotaStoreError, match="compensated before it arrived"):
+    with pytest.raises(QuotaStoreError, match="corrected before it arrived"):
         store.kept.acquire(store.asked[0])
     assert counts(store) == kept
 

@@ -56,7 +56,7 @@ async def test_threads_without_a_state_are_kept(signals: Signals) -> None:
     for thread in ("one", "two", "three"):
         await scene.play(thread_id=thread)
     assert scene.ran == ["search"] * 2
-    assert scene.fallbacks("deny") == 1
+    assert scene.fallbacks("block") == 1
 
 
 @both_forms

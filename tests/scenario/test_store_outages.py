@@ -31,7 +31,7 @@ SEARCHES = "search:user_id:ann"
 THREAD = "search:thread:thread-1"
 UNCHECKED = "Tool call limit could not be checked, so the call was not run. Try again later."
 
-outages = pytest.mark.parametrize("outage", ["deny", "allow"])
+outages = pytest.mark.parametrize("outage", ["block", "allow"])
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def per_user(kind: str = "tool", limit: int = 99, **options: Any) -> Limit:
 
 
 def scene_of(
-    signals: Signals, script: Any, *limits: Limit, outage: Any = "deny", **options: Any
+    signals: Signals, script: Any, *limits: Limit, outage: Any = "block", **options: Any
 ) -> Scene:
     return Scene(signals, script, limits, on_store_error=outage, context=ANN, **options)
 
@@ -99,7 +99,7 @@ async def test_denied_tool_calls(
     assert signals.samples("langchain_quota_thread_blocked_total") == {}
     assert scene.calls("blocked", "search") == 2
     assert scene.metric("tool:search", "allowed") == 0
-    assert (scene.fallbacks("deny"), scene.fallbacks("allow")) == (2, 0)
+    assert (scene.fallbacks("block"), scene.fallbacks("allow")) == (2, 0)
     assert (failures(signals), asked(signals, "error"), asked(signals, "ok")) == (1, 1, 0)
     assert "store of langchain-quota failed" in caplog.text
     assert "secret" not in caplog.text
@@ -121,7 +121,7 @@ async def test_denied_model_calls(exit_behavior: Any, nobody: RedisStore, signal
         assert scene.last_text() == says
     assert scene.model.calls == ()
     assert (scene.calls("blocked"), scene.metric("model", "blocked", "store")) == (1, 0)
-    assert scene.fallbacks("deny") == 1
+    assert scene.fallbacks("block") == 1
 
 
 async def test_allowed_calls(nobody: RedisStore, signals: Signals) -> None:
@@ -140,7 +140,7 @@ async def test_allowed_calls(nobody: RedisStore, signals: Signals) -> None:
     assert scene.metric("tool:search", "blocked", "thread") == 2
     assert scene.metric("tool:search", "blocked", "store") == 0
     assert scene.fallbacks("allow") == 4 + 4 + 4  # tool calls of both turns, and model calls
-    assert scene.fallbacks("deny") == 0
+    assert scene.fallbacks("block") == 0
     scene.check()
 
 
@@ -194,7 +194,7 @@ async def test_counts_after_an_outage(outage: Any, *, hears: bool, signals: Sign
         store.down = down
         await scene.play()
     searches, models = scene.ran.count("search"), len(scene.model.calls)
-    assert (searches, models) == ((3, 6) if outage == "deny" else (6, 12))
+    assert (searches, models) == ((3, 6) if outage == "block" else (6, 12))
     assert counts(store) == {SEARCHES: searches, THREAD: searches, "model:user_id:ann": models}
     scene.check()
 
@@ -214,7 +214,7 @@ async def test_many_runs_in_one_outage(signals: Signals, caplog: pytest.LogCaptu
     assert logged(caplog, "store of") == 2  # failed, and works again
     assert scene.ran == ["search"] * 49
     assert counts(store) == {SEARCHES: 49}
-    ids = [[each.id for each in one.compensations] for one in store.asked]
+    ids = [[each.id for each in one.corrections] for one in store.asked]
     assert ids == [*(lost[n : n + 5] for n in range(0, 40, 5)), []]
 
 
@@ -229,7 +229,7 @@ async def test_a_thread_that_ran_in_an_outage(signals: Signals) -> None:
     store.down = False
     store.asked.clear()
     await scene.play()
-    carried = [[each.starts[THREAD] for each in one.compensations] for one in store.asked]
+    carried = [[each.starts[THREAD] for each in one.corrections] for one in store.asked]
     assert carried == [[*range(5)], [*range(5, 10)], [10, 11]]
     assert [bool(each.hits) for each in store.asked] == [False, False, True]
     assert counts(store) == {THREAD: len(scene.ran)}

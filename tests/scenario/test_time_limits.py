@@ -247,7 +247,7 @@ async def test_the_last_answer(signals: Signals, clock: Clock) -> None:
 
 async def test_what_waits_for_its_turn_does_not_work(signals: Signals, clock: Clock) -> None:
     """A call that waits under a limit of calls at once counts when it runs."""
-    limits: list[Limit] = [ROOMY, ConcurrencyLimit("search", at_once=1)]
+    limits: list[Limit] = [ROOMY, ConcurrencyLimit("search", max_concurrency=1)]
     search = recording("search", [], passing(clock, 2))
     scene = Scene(signals, model(clock, ["search"] * 3, "done"), limits, tools=[search])
 
@@ -327,7 +327,7 @@ async def test_a_call_that_takes_too_long(
     limits: list[Any] = [
         LONG,
         ToolCallLimit("search", run_limit=9),
-        ConcurrencyLimit("search", at_once=1, wait=0),
+        ConcurrencyLimit("search", max_concurrency=1, wait=0),
     ]
     script = [["search"], ["search"], "done"]
     scene = Scene(signals, script, limits, kind=kind, form=form, tools=[tool])
@@ -402,7 +402,7 @@ async def test_what_is_not_ended(form: Form, signals: Signals) -> None:
 
     with pytest.raises(TimeoutError, match="its own"):
         await scene.play()
-    assert outcomes(signals) == {"on_trial": 1}
+    assert outcomes(signals) == {"dry_run": 1}
 
 
 @pytest.mark.parametrize("order", [1, -1])

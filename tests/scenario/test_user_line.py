@@ -27,7 +27,7 @@ async def test_of_a_middleware(make: Any, signals: Signals) -> None:
 
     It is shown once, and who filters warnings by module names their own.
     """
-    with warnings.catch_warnings(record=True) as at_once:
+    with warnings.catch_warnings(record=True) as concurrency:
         warnings.simplefilter("default")
         limits = make(signals.telemetry)
     model = ScriptedChatModel(script=["A short answer."] * 3)
@@ -43,8 +43,8 @@ async def test_of_a_middleware(make: Any, signals: Signals) -> None:
             await agent.ainvoke({"messages": [("user", "hi")]})
 
     # That of a graph without a store is known at once, and then there is no thread to count by.
-    assert len(at_once) == isinstance(limits, GraphQuota)
-    (warning,) = [*at_once, *caught][:1]
+    assert len(concurrency) == isinstance(limits, GraphQuota)
+    (warning,) = [*concurrency, *caught][:1]
     assert warning.category is QuotaWarning
     assert (warning.filename, warning.lineno) == (__file__, make.__code__.co_firstlineno)
 

@@ -411,7 +411,7 @@ async def test_nothing_to_wait_for(signals: Signals) -> None:
     scene = Scene(signals, asking("search", "search"), [of_run], store=MemoryStore())
     await scene.play()
     assert scene.ran == ["search"]
-    for action, ran in (("deny", 0), ("allow", 1)):
+    for action, ran in (("block", 0), ("allow", 1)):
         store = FickleStore(MemoryStore())
         store.down = True
         limit = ToolCallLimit("search", quotas=[HOURLY], wait=PATIENCE)

@@ -106,7 +106,7 @@ class Prompted(AgentMiddleware[Any, Any, Any]):
 @pytest.mark.parametrize("option", ["skills", "permissions", "middleware"])
 async def test_general_purpose_is_as_deepagents_makes_it(option: str, signals: Signals) -> None:
     """The models are sent what they are sent without limits: prompts, messages and tools."""
-    denied = {"operations": ["write"], "paths": ["/**"], "mode": "deny"}
+    denied = {"operations": ["write"], "paths": ["/**"], "mode": "block"}
     options: dict[str, list[Any]] = {
         "skills": ["/skills/"],
         "permissions": [deepagents.FilesystemPermission(**denied)],

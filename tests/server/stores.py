@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from langchain_quota.core.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Hits, Threshold
 from langchain_quota.stores import QuotaStore
 
 _numbers = itertools.count()
@@ -23,14 +23,14 @@ def batch(
     key: str | None = None,
     attempt: str | None = None,
     stops: Mapping[str, int] | None = None,
-    compensations: Sequence[Compensation] = (),
+    corrections: Sequence[Correction] = (),
     leases: Mapping[str, int] | None = None,
 ) -> AcquireRequest:
     """Calls that add amounts to keys, each of which is the name of its counter and scope, too."""
     used, ends, leases = used or {}, ends or {}, leases or {}
     over = {each: Threshold("limit", each, each, most) for each, most in (limits or {}).items()}
     counters = {
-        each: Counter(each, used.get(each, 0), ends.get(each), lease=leases.get(each))
+        each: CountRef(each, used.get(each, 0), ends.get(each), lease=leases.get(each))
         for added in amounts
         for each in added
     }
@@ -41,7 +41,7 @@ def batch(
         counters,
         tuple(hits),
         stops or {},
-        tuple(compensations),
+        tuple(corrections),
     )
 
 
@@ -50,14 +50,14 @@ def calls(counted: str, number: int, limit: int = 100, **options: Any) -> Acquir
     return batch(*[{counted: 1}] * number, limits={counted: limit}, **options)
 
 
-def settlement(request: AcquireRequest, amounts: Mapping[str, int], name: str = "") -> Compensation:
+def settlement(request: AcquireRequest, amounts: Mapping[str, int], name: str = "") -> Correction:
     """That amounts stand in place of what a request holds; a name is that of the settlement."""
-    return Compensation(name or fresh("settlement"), amounts, settles=request.idempotency_key)
+    return Correction(name or fresh("settlement"), amounts, settles=request.idempotency_key)
 
 
-def compensating(*compensations: Compensation) -> AcquireRequest:
-    """Compensations, and nothing else."""
-    return batch(compensations=compensations)
+def correcting(*corrections: Correction) -> AcquireRequest:
+    """Corrections, and nothing else."""
+    return batch(corrections=corrections)
 
 
 def used(store: QuotaStore, *keys: str) -> list[int | None]:

@@ -16,12 +16,12 @@ import redis.asyncio
 from redis.crc import key_slot
 
 from langchain_quota import ModelCallLimit, Quota, RedisStore, ToolCallLimit
-from langchain_quota.core.admission import Compensation
+from langchain_quota.core.admission import Correction
 from langchain_quota.errors import QuotaStoreError
 from tests.scene import Scene, asking, recording, texts
 from tests.server.prometheus import eventually
 from tests.server.redis import RedisServer, running_redis
-from tests.server.stores import batch, calls, compensating, used
+from tests.server.stores import batch, calls, correcting, used
 from tests.telemetry import telling
 
 NODES = 3
@@ -193,8 +193,8 @@ async def test_the_sync_form(client: Any) -> None:
     assert used(store, *keys) == [0] * len(TENANTS)
     lost = batch(dict.fromkeys((f"a/key-{number}" for number in range(20)), 1))
     store.acquire(lost)
-    undo = Compensation("lost", {"a/late": 1}, attempt_id=lost.attempt_id)
-    store.acquire(compensating(undo))
+    undo = Correction("lost", {"a/late": 1}, attempt_id=lost.attempt_id)
+    store.acquire(correcting(undo))
     assert used(store, "a/late", "a/key-0", "a/key-19") == [1, 0, 0]
 
 

@@ -42,7 +42,7 @@ from tests.server.redis import RedisServer
 from tests.telemetry import needs_inline, telling
 
 RUN_LIMIT, THREAD_LIMIT, MODEL_LIMIT = 5, 23, 6
-AT_ONCE = 2
+CONCURRENCY = 2
 """How many tools the model asks for at once."""
 DONE = "done"
 STEP = 0.003
@@ -130,7 +130,7 @@ def agent_of(order: Order, saver: AsyncSqliteSaver) -> Any:
             check_history(history)
         except AssertionError as error:
             order.write("invalid", error=str(error))
-        calls = [tool_call(name="act", args={}, id=uuid4().hex) for _ in range(AT_ONCE)]
+        calls = [tool_call(name="act", args={}, id=uuid4().hex) for _ in range(CONCURRENCY)]
         order.write("asked", run=run_of(history), calls=[each["id"] for each in calls])
         return calls
 

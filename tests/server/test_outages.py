@@ -189,7 +189,7 @@ class TestAgents:
         store, patient = opened(durable.url, "x", 0.5), opened(durable.url, "x")
         await agents_in_outages(durable, outage, store, patient, signals)
 
-    @pytest.mark.parametrize("on_store_error", ["deny", "allow"])
+    @pytest.mark.parametrize("on_store_error", ["block", "allow"])
     async def test_the_event_loop_is_not_blocked(
         self, on_store_error: Any, durable: RedisServer, opened: Open, signals: Signals
     ) -> None:
@@ -202,7 +202,7 @@ class TestAgents:
             if change != durable.resume:
                 with blockbuster_ctx():
                     await scene.play()
-        assert len(scene.ran) == (2 if on_store_error == "deny" else 4)
+        assert len(scene.ran) == (2 if on_store_error == "block" else 4)
         # A call that blocks would be a further error. The loop may be late by itself.
         assert sum(signals.samples("langchain_quota_errors_total").values()) == 2
         assert counts(opened(durable.url, str(store.prefix)))[SEARCHES] == len(scene.ran)

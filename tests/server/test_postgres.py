@@ -15,14 +15,14 @@ from psycopg.rows import dict_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from langchain_quota import Quota, ToolCallLimit
-from langchain_quota.core.admission import Compensation
+from langchain_quota.core.admission import Correction
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.postgres import PostgresStore
 from tests.forked import run_python
 from tests.scene import Scene, asking
 from tests.server.postgres import PostgresServer, running_pgbouncer, time_of
 from tests.server.prometheus import eventually
-from tests.server.stores import batch, calls, compensating, settlement, used
+from tests.server.stores import batch, calls, correcting, settlement, used
 from tests.server.test_outages import agents_in_outages
 from tests.stores import Clock
 from tests.telemetry import Signals
@@ -95,7 +95,7 @@ class TestTable:
             with time_of(Clock(5e9)):  # old rows are deleted
                 least.acquire(lost)
             least.grant("search:user_id:ada", 1)
-            least.acquire(compensating(Compensation("lost", attempt_id=lost.attempt_id)))
+            least.acquire(correcting(Correction("lost", attempt_id=lost.attempt_id)))
             assert [use.used for use in least.usages()] == [0]
 
     def test_a_prefix_for_each_tenant(
@@ -208,7 +208,7 @@ class TestConnections:
         with ConnectionPool(postgres_url, **given) as pool, opened(postgres_server, pool) as store:
             lost = calls("search", 2)
             assert store.acquire(lost).used == {"search": 0}
-            store.acquire(compensating(Compensation("lost", attempt_id=lost.attempt_id)))
+            store.acquire(correcting(Correction("lost", attempt_id=lost.attempt_id)))
             with ThreadPoolExecutor(20) as threads:
                 list(threads.map(lambda _: store.acquire(calls("search", 1)), range(40)))
             assert [use.used for use in store.usages()] == [40]
@@ -258,8 +258,8 @@ class TestConnections:
             with ThreadPoolExecutor(20) as threads:
                 again = [*threads.map(one.acquire, asked[:50])]
             assert [each.admitted for each in again] == [each.admitted for each in found[:50]]
-            undo = Compensation("lost", attempt_id=lost.attempt_id)
-            await one.aacquire(compensating(undo))
+            undo = Correction("lost", attempt_id=lost.attempt_id)
+            await one.aacquire(correcting(undo))
             assert used(one, "search", "email") == [100, 0]
 
     @pytest.mark.parametrize(
@@ -331,11 +331,11 @@ class TestLocks:
             for _ in range(6)
         ]
         await asyncio.gather(*map(store.aacquire, made))
-        undo = [Compensation(f"u{each.attempt_id}", attempt_id=each.attempt_id) for each in made]
+        undo = [Correction(f"u{each.attempt_id}", attempt_id=each.attempt_id) for each in made]
         both = zip(undo[:18], undo[18:], strict=True)
         await asyncio.gather(
-            *(store.aacquire(compensating(*pair)) for pair in both),
-            *(store.aacquire(compensating(settlement(each, {keys[0]: 0}))) for each in made),
+            *(store.aacquire(correcting(*pair)) for pair in both),
+            *(store.aacquire(correcting(settlement(each, {keys[0]: 0}))) for each in made),
         )
         assert used(store, *keys) == [0] * 6
 

@@ -17,7 +17,7 @@ from uuid import uuid4
 import pytest
 
 from langchain_quota import Quota, TokenLimit
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.postgres import PostgresStore
@@ -26,7 +26,7 @@ from tests.scene import Scene
 from tests.server.postgres import PostgresServer, time_of
 from tests.server.prometheus import eventually
 from tests.server.redis import RedisServer, time_from
-from tests.server.stores import batch, calls, compensating, used
+from tests.server.stores import batch, calls, correcting, used
 from tests.telemetry import Signals
 from tests.tokens import answer
 
@@ -147,8 +147,8 @@ def test_a_quota_and_grants(redis_server: RedisServer, store: RedisStore) -> Non
 
 def settled(*calls: tuple[str, int]) -> AcquireRequest:
     """That calls have used amounts."""
-    return compensating(
-        *(Compensation(f"of {name}", {"tokens": amount}, settles=name) for name, amount in calls)
+    return correcting(
+        *(Correction(f"of {name}", {"tokens": amount}, settles=name) for name, amount in calls)
     )
 
 

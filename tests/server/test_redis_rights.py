@@ -12,10 +12,10 @@ import redis.asyncio
 
 from langchain_quota import RedisStore
 from langchain_quota.cli import main
-from langchain_quota.core.admission import Compensation
+from langchain_quota.core.admission import Correction
 from langchain_quota.errors import QuotaStoreError
 from tests.server.redis import RedisServer
-from tests.server.stores import batch, calls, compensating
+from tests.server.stores import batch, calls, correcting
 from tests.server.test_cluster import nodes  # noqa: F401 - a fixture
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "customers.md").read_text().split())
@@ -32,7 +32,7 @@ def use_all_of_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(RedisStore(url, timeout=30)) as store:
         lost = calls("search", 1)
         store.acquire(lost)
-        store.acquire(compensating(Compensation(lost.attempt_id, attempt_id=lost.attempt_id)))
+        store.acquire(correcting(Correction(lost.attempt_id, attempt_id=lost.attempt_id)))
         store.peek(["search"])
         asyncio.run(store.aacquire(calls("search", 1)))
         # What is only held is given back by the reset.

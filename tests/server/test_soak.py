@@ -17,7 +17,7 @@ from tests.server.redis import RedisServer
 from tests.server.service import Service, question, running_service
 
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "150"))
-WARM_UP, AT_ONCE = 100, 4
+WARM_UP, CONCURRENCY = 100, 4
 THREADS, TURNS = 12, 4
 """So many threads are asked at a time, in so many turns; then others come."""
 
@@ -66,7 +66,7 @@ async def load(service: Service, numbers: Iterator[int]) -> Counter[int]:
         httpx.AsyncClient(base_url=service.url, timeout=DEADLINE, trust_env=False) as client,
         asyncio.TaskGroup() as group,
     ):
-        for _ in range(AT_ONCE):
+        for _ in range(CONCURRENCY):
             group.create_task(ask_some(client))
     return statuses
 

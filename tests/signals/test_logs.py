@@ -59,8 +59,8 @@ LINES: list[tuple[str, Limit, list[str]]] = [
     ("far away", ToolCallLimit("search", run_limit=99), []),
     (
         "at once",
-        ConcurrencyLimit("search", at_once=3, wait=0),
-        ["DEBUG limit 'at_once:search' refused: 4 of 3 (at_once)"],
+        ConcurrencyLimit("search", max_concurrency=3, wait=0),
+        ["DEBUG limit 'concurrency:search' refused: 4 of 3 (concurrency)"],
     ),
 ]
 

@@ -262,7 +262,7 @@ async def test_a_thread_in_an_outage(given: Any, signals: Signals, clock: Clock)
     """While the store is lost, what was known of a thread is shown, and not 0."""
     store = FickleStore(MemoryStore(clock=clock))
     quotas = [Quota(10, per="thread", window=HOUR, name="hourly")]
-    for outage in ("allow", "deny"):
+    for outage in ("allow", "block"):
         options: Any = {"store": store, "on_store_error": outage}
         agent = Searcher(signals, ToolCallLimit("search", quotas=quotas, **given), **options)
         store.down = False
@@ -277,7 +277,7 @@ async def test_a_thread_in_an_outage(given: Any, signals: Signals, clock: Clock)
 async def test_a_refund(signals: Signals) -> None:
     """What a thread is given back, for a call that did not run, is shown as not used."""
     limits: list[Limit] = [ToolCallLimit("search", thread_limit=9)]
-    limits.append(ConcurrencyLimit("search", at_once=1, wait=0))
+    limits.append(ConcurrencyLimit("search", max_concurrency=1, wait=0))
     busy, gone = asyncio.Event(), asyncio.Event()
 
     async def search() -> str:

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from langchain_quota.core.admission import (
     AcquireRequest,
     AcquireResult,
-    Compensation,
-    Counter,
+    Correction,
+    CountRef,
     Hits,
     Threshold,
     admit,
 )
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import (
-    COMPENSATED,
+    CORRECTED,
     GRACE,
     REMEMBERED,
     QuotaStore,
@@ -63,11 +63,11 @@ REQUESTS = ("", "i", "j", "k")
 
 
 @st.composite
-def counters(draw: st.DrawFn, *, named: bool) -> Counter:
+def counters(draw: st.DrawFn, *, named: bool) -> CountRef:
     """A counter; whose request has a name, it may have a lease."""
     key = draw(st.none() | st.sampled_from(KEYS))
     ends = None if key is None else window_end(key)
-    return Counter(
+    return CountRef(
         key,
         draw(st.integers(0, 3) | st.just(8 * 10**15)),
         None if ends is None else ends - draw(st.sampled_from([0, 0.5])),
@@ -76,8 +76,8 @@ def counters(draw: st.DrawFn, *, named: bool) -> Counter:
     )
 
 
-compensations = st.builds(
-    Compensation,
+corrections = st.builds(
+    Correction,
     id=st.sampled_from("stuvwxyz"),
     amounts=st.dictionaries(st.sampled_from(KEYS), st.sampled_from([-7, -1, 0, 2]), max_size=3),
     attempt_id=st.none() | st.sampled_from(ATTEMPTS),
@@ -113,7 +113,7 @@ def requests(draw: st.DrawFn) -> AcquireRequest:
         {name: draw(counters(named=bool(key))) for name in names},
         tuple(hits),
         draw(st.dictionaries(st.sampled_from(LIMITS), st.integers(1, 3), max_size=2)),
-        tuple(draw(st.lists(compensations, max_size=2))),
+        tuple(draw(st.lists(corrections, max_size=2))),
     )
 
 
@@ -122,7 +122,7 @@ def holding(draw: st.DrawFn) -> AcquireRequest:
     """A request that is always admitted, and holds something for a while."""
     lease = st.sampled_from([5, 5, 60, 10_000])
     counters = {
-        name: Counter(key, expires_at=window_end(key), lease=draw(lease))
+        name: CountRef(key, expires_at=window_end(key), lease=draw(lease))
         for name, key in zip("ab", draw(st.permutations(KEYS)), strict=False)
     }
     return AcquireRequest(
@@ -130,7 +130,7 @@ def holding(draw: st.DrawFn) -> AcquireRequest:
         draw(st.sampled_from(ATTEMPTS)),
         counters,
         (Hits({"a": draw(st.integers(1, 9)), "b": draw(st.integers(1, 9))}),),
-        compensations=tuple(draw(st.lists(compensations, max_size=1))),
+        corrections=tuple(draw(st.lists(corrections, max_size=1))),
     )
 
 
@@ -164,7 +164,7 @@ revokes = st.builds(Revoke, st.sampled_from(KEYS[1:]), st.sampled_from("gh"))
 
 resets = st.lists(st.sampled_from(KEYS[1:]), min_size=1, max_size=2)
 waits = st.sampled_from([1, 5, 6, 61]) | st.sampled_from(
-    [IDLE, 2400, GRACE, REMEMBERED, 86_400, COMPENSATED]
+    [IDLE, 2400, GRACE, REMEMBERED, 86_400, CORRECTED]
 )
 
 
@@ -179,12 +179,12 @@ def histories(draw: st.DrawFn) -> list[Step]:
         if draw(st.booleans()) and made:
             earlier = draw(st.sampled_from(made))
             undone = replace(
-                draw(compensations),
+                draw(corrections),
                 attempt_id=earlier.attempt_id,
                 idempotency_key=earlier.idempotency_key,
             )
             settled = replace(
-                draw(compensations),
+                draw(corrections),
                 attempt_id=None,
                 amounts={each.key: 1 for each in earlier.counters.values() if each.key},
                 settles=earlier.idempotency_key,
@@ -192,11 +192,11 @@ def histories(draw: st.DrawFn) -> list[Step]:
             again = (
                 earlier,
                 replace(earlier, counters=dict(draw(st.permutations([*earlier.counters.items()])))),
-                replace(earlier, attempt_id=asked.attempt_id, compensations=(undone,)),
+                replace(earlier, attempt_id=asked.attempt_id, corrections=(undone,)),
                 replace(asked, idempotency_key=earlier.idempotency_key),
-                replace(asked, compensations=(undone,)),
-                replace(asked, compensations=(settled,)),
-                replace(asked, compensations=(settled, undone)),
+                replace(asked, corrections=(undone,)),
+                replace(asked, corrections=(settled,)),
+                replace(asked, corrections=(settled, undone)),
             )
             asked = draw(st.sampled_from(again))
             if not asked.idempotency_key:
@@ -253,16 +253,16 @@ class Model:
     results: Known[AcquireResult] = field(default_factory=Known)
     made: Known[tuple[str, list[tuple[str, int, bool]]]] = field(default_factory=Known)
     refused: Known[bool] = field(default_factory=Known)
-    compensated: Known[bool] = field(default_factory=Known)
+    corrected: Known[bool] = field(default_factory=Known)
     settled: Known[bool] = field(default_factory=Known)
     grants: list[Granted] = field(default_factory=list)
 
     def wait(self, seconds: int) -> None:
         self.now += seconds
-        for known in (self.results, self.made, self.refused, self.compensated, self.settled):
+        for known in (self.results, self.made, self.refused, self.corrected, self.settled):
             known.forget(self.now)
         self.counts.forget(self.now)
-        self.grants = [each for each in self.grants if each.ends + COMPENSATED > self.now]
+        self.grants = [each for each in self.grants if each.ends + CORRECTED > self.now]
         self.holds = [each for each in self.holds if each.key in self.counts]
         for hold in [each for each in self.holds if each.ends <= self.now]:
             self.give_back(hold)
@@ -302,14 +302,14 @@ class Model:
             self.put(key, 0)
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
-        for compensation in request.compensations:
-            made = self.settled if compensation.settles else self.compensated
-            if compensation.id not in made:
-                kept = REMEMBERED if compensation.settles else COMPENSATED
-                made[compensation.id] = True, self.now + kept
-                self.compensate(compensation)
+        for correction in request.corrections:
+            made = self.settled if correction.settles else self.corrected
+            if correction.id not in made:
+                kept = REMEMBERED if correction.settles else CORRECTED
+                made[correction.id] = True, self.now + kept
+                self.correct(correction)
         if request.attempt_id in self.refused:
-            raise QuotaStoreError("compensated")
+            raise QuotaStoreError("corrected")
         known = self.results.of(request.idempotency_key)
         if known is None:
             return self.admit(request)
@@ -390,11 +390,11 @@ class Model:
         if not hold.amount:
             self.holds.remove(hold)
 
-    def compensate(self, compensation: Compensation) -> None:
-        if compensation.attempt_id:
-            self.refused[compensation.attempt_id] = True, self.now + REMEMBERED
-            if compensation.attempt_id in self.made:
-                (name, charged), _ = self.made.pop(compensation.attempt_id)
+    def correct(self, correction: Correction) -> None:
+        if correction.attempt_id:
+            self.refused[correction.attempt_id] = True, self.now + REMEMBERED
+            if correction.attempt_id in self.made:
+                (name, charged), _ = self.made.pop(correction.attempt_id)
                 self.results.pop(name, None)
                 for key, amount, leased in charged:
                     if leased:
@@ -402,11 +402,11 @@ class Model:
                             self.give_back(hold, amount)
                     else:
                         self.add(key, -amount)
-        if compensation.idempotency_key not in self.results:
-            for key, amount in compensation.amounts.items():
-                for hold in self.held(key, compensation.settles):
+        if correction.idempotency_key not in self.results:
+            for key, amount in correction.amounts.items():
+                for hold in self.held(key, correction.settles):
                     self.give_back(hold)
-                self.add(key, amount, compensation.starts.get(key, 0))
+                self.add(key, amount, correction.starts.get(key, 0))
 
     def add(self, key: str, amount: int, start: int = 0) -> None:
         used = self.counts.of(key)
@@ -450,17 +450,17 @@ def given_by(store: Granting, asked: Give, now: float) -> tuple[int, int | None]
 def _held_twice() -> list[Step]:
     """A request holds again when its answer is forgotten; then only that is undone."""
     key = KEYS[2]
-    held = Counter(key, expires_at=window_end(key), lease=10_000)
+    held = CountRef(key, expires_at=window_end(key), lease=10_000)
     first = AcquireRequest("i", "x", {"a": held}, (Hits({"a": 5}),))
-    undo = AcquireRequest("", "", compensations=(Compensation("s", attempt_id="y"),))
-    settle = AcquireRequest("", "", compensations=(Compensation("t", {key: 1}, settles="i"),))
+    undo = AcquireRequest("", "", corrections=(Correction("s", attempt_id="y"),))
+    settle = AcquireRequest("", "", corrections=(Correction("t", {key: 1}, settles="i"),))
     again = replace(first, attempt_id="y")
     return [first, REMEMBERED, again, undo, again, settle]
 
 
 def _held_longest() -> list[Step]:
     """Of two leases of one request under one key the longer one holds."""
-    counters = {name: Counter(KEYS[0], lease=lease) for name, lease in (("a", 60), ("b", 5))}
+    counters = {name: CountRef(KEYS[0], lease=lease) for name, lease in (("a", 60), ("b", 5))}
     return [AcquireRequest("i", "x", counters, (Hits({"a": 1, "b": 2}),)), 6, 55]
 
 
@@ -468,7 +468,7 @@ def _granted_again() -> list[Step]:
     """A week after its end the name of a grant is free, though another grant keeps the count."""
     key = KEYS[1]
     gone = Give(key, 1, 5, "g")
-    return [gone, Give(key, 2, 2 * COMPENSATED, "h"), COMPENSATED + 4, gone, 1, gone]
+    return [gone, Give(key, 2, 2 * CORRECTED, "h"), CORRECTED + 4, gone, 1, gone]
 
 
 @examples(400)

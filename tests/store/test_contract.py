@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from langchain_core.rate_limiters import BaseRateLimiter
 
-from langchain_quota.core.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Hits, Threshold
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.keys import CountKey
@@ -24,7 +24,7 @@ from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import ScriptedChatModel
 from tests.server.postgres import PostgresServer, time_of
 from tests.server.redis import RedisServer, let_pass, time_from
-from tests.server.stores import batch, calls, compensating, settlement, used
+from tests.server.stores import batch, calls, correcting, settlement, used
 from tests.stores import Clock
 
 KEY = str(CountKey("search", "user_id", "ada"))
@@ -100,7 +100,7 @@ class TestAcquire:
         trial = Threshold("trial", "user_id", "searches", 0, enforced=False)
         most = Threshold("most", "user_id", "searches", 2)
         own = Threshold("most", "run", "own", 8)
-        counters = {"own": Counter(used=4), "searches": Counter(KEY, used=1)}
+        counters = {"own": CountRef(used=4), "searches": CountRef(KEY, used=1)}
         hits = (
             Hits({"own": 1, "searches": 1}, (own, most)),
             Hits({"own": 5, "searches": 1}, (trial, own, most)),
@@ -119,7 +119,7 @@ class TestAcquire:
         key, most = str(CountKey("model.nanodollars", "tenant", "acme")), 9 * 10**15
         held = batch({key: most - 3}, limits={key: most}, leases={key: LONG})
         assert store.acquire(held).admitted == (True,)
-        store.acquire(compensating(settlement(held, {key: most - 4})))
+        store.acquire(correcting(settlement(held, {key: most - 4})))
         twos = batch(*[{key: 2}] * 3, limits={key: most})
         for _ in range(2):  # the second answer is remembered
             result = store.acquire(twos)
@@ -141,7 +141,7 @@ class TestAcquire:
         most = Threshold("most", "user_id", "searches", 0)
         thresholds = (trial, most) if trial_first else (most, trial)
         hits = (Hits({"searches": 1}, thresholds),)
-        result = store.acquire(AcquireRequest("", "", {"searches": Counter(KEY)}, hits))
+        result = store.acquire(AcquireRequest("", "", {"searches": CountRef(KEY)}, hits))
         assert result.refused == ({"trial": "user_id", "most": "user_id"},)
         assert result.admitted == (False,)
         assert used(store, KEY) == [None]
@@ -172,7 +172,7 @@ class TestAcquire:
         assert result.admitted == (True,) * 300 + (False,) * 2700
         assert used(store, *keys) == [2] * 300
         assert store.acquire(request).refused == result.refused
-        store.acquire(compensating(Compensation("all", attempt_id=request.attempt_id)))
+        store.acquire(correcting(Correction("all", attempt_id=request.attempt_id)))
         assert used(store, *keys) == [0] * 300
 
 
@@ -186,7 +186,10 @@ class TestReplay:
         store.reset([KEY])
         renamed = Threshold("new", "thread", "x", 0)
         again = AcquireRequest(
-            request.idempotency_key, "", {"x": Counter(OTHER, 7)}, (Hits({"x": 1}, (renamed,)),) * 3
+            request.idempotency_key,
+            "",
+            {"x": CountRef(OTHER, 7)},
+            (Hits({"x": 1}, (renamed,)),) * 3,
         )
         result = store.acquire(again)
         assert (result.used, result.replayed) == ({"x": 0}, True)
@@ -202,18 +205,18 @@ class TestReplay:
         assert used(store, KEY, OTHER) == [2, None]
 
 
-class TestCompensations:
-    """Corrections that travel with a request."""
+class TestCorrections:
+    """CorrectionQueue that travel with a request."""
 
     def test_are_made_first_and_once(self, store: Store) -> None:
         """What is taken back makes room for the batch, however often it is sent, once."""
         store.acquire(calls(KEY, 3, limit=3))
-        refund = Compensation("refund", {KEY: -1})
-        request = calls(KEY, 2, limit=3, compensations=[refund, refund])
+        refund = Correction("refund", {KEY: -1})
+        request = calls(KEY, 2, limit=3, corrections=[refund, refund])
         result = store.acquire(request)
         assert (result.used, result.admitted) == ({KEY: 2}, (True, False))
-        other = Compensation("other", {KEY: -1})
-        again = calls(KEY, 2, key=request.idempotency_key, compensations=[refund, other])
+        other = Correction("other", {KEY: -1})
+        again = calls(KEY, 2, key=request.idempotency_key, corrections=[refund, other])
         assert store.acquire(again).replayed
         assert used(store, KEY) == [2]
 
@@ -221,8 +224,8 @@ class TestCompensations:
         """What was undone is no answer to the next attempt of its request, which is charged."""
         lost = calls(KEY, 2)
         store.acquire(lost)
-        undo = Compensation(lost.attempt_id, attempt_id=lost.attempt_id)
-        again = calls(KEY, 2, key=lost.idempotency_key, compensations=[undo])
+        undo = Correction(lost.attempt_id, attempt_id=lost.attempt_id)
+        again = calls(KEY, 2, key=lost.idempotency_key, corrections=[undo])
         result = store.acquire(again)
         assert (result.replayed, result.used, used(store, KEY)) == (False, {KEY: 0}, [2])
         assert store.acquire(again).replayed
@@ -230,24 +233,24 @@ class TestCompensations:
     def test_take_back_what_there_is(self, store: Store) -> None:
         """More than there is cannot be taken back, and a refund makes no key."""
         store.acquire(calls(KEY, 1))
-        store.acquire(compensating(Compensation("refund", {KEY: -5, OTHER: -1})))
+        store.acquire(correcting(Correction("refund", {KEY: -5, OTHER: -1})))
         assert used(store, KEY, OTHER) == [0, None]
 
     def test_count_what_has_run(self, store: Store) -> None:
         """A positive amount makes a key, and begins where the caller says."""
-        late = Compensation("late", {KEY: 2, str(DAY): 1}, starts={KEY: 5})
-        store.acquire(compensating(late, Compensation("later", {KEY: 1}, starts={KEY: 9})))
+        late = Correction("late", {KEY: 2, str(DAY): 1}, starts={KEY: 5})
+        store.acquire(correcting(late, Correction("later", {KEY: 1}, starts={KEY: 9})))
         assert store.peek([KEY, str(DAY)]) == (
             QuotaUsage(KEY, 8, None, None),
             QuotaUsage(str(DAY), 1, None, DAY.ends),
         )
 
     def test_refuse_an_attempt_that_comes_later(self, store: Store) -> None:
-        """An attempt that was compensated charges nothing; what it compensates itself holds."""
-        late = calls(KEY, 1, compensations=[Compensation("other", {OTHER: 1})])
-        store.acquire(compensating(Compensation("late", attempt_id=late.attempt_id)))
+        """An attempt that was corrected charges nothing; what it compensates itself holds."""
+        late = calls(KEY, 1, corrections=[Correction("other", {OTHER: 1})])
+        store.acquire(correcting(Correction("late", attempt_id=late.attempt_id)))
         for _ in range(2):
-            with pytest.raises(QuotaStoreError, match="compensated before") as refused:
+            with pytest.raises(QuotaStoreError, match="corrected before") as refused:
                 store.acquire(late)
             assert not refused.value.timed_out
         assert used(store, KEY, OTHER) == [None, 1]
@@ -271,7 +274,7 @@ class TestLeases:
         over = batch({KEY: 87}, limits={KEY: 100}, used={KEY: 99})
         assert store.acquire(over).admitted == (True,)
         late = settlement(crashed, {KEY: 20, str(DAY): 1})
-        store.acquire(compensating(late, late, settlement(running, {KEY: 0})))
+        store.acquire(correcting(late, late, settlement(running, {KEY: 0})))
         assert used(store, KEY, str(DAY)) == [110, 1]
 
     def test_reset(self, store: Store) -> None:
@@ -281,7 +284,7 @@ class TestLeases:
         store.reset([KEY])
         assert used(store, KEY) == [0]
         store.acquire(batch({KEY: 5}))
-        store.acquire(compensating(settlement(before, {KEY: 20})))
+        store.acquire(correcting(settlement(before, {KEY: 20})))
         assert used(store, KEY) == [25]
 
     def test_needs_a_name(self, store: Store) -> None:
@@ -299,7 +302,7 @@ class TestCounts:
     def test_peek(self, store: Store) -> None:
         """A peek tells count, end of window and the latest charge's lowest limit, as asked."""
         assert DAY.ends is not None
-        counters = {"day": Counter(str(DAY), 0, float(DAY.ends)), "all": Counter(KEY)}
+        counters = {"day": CountRef(str(DAY), 0, float(DAY.ends)), "all": CountRef(KEY)}
         over = (
             Threshold("b", "user_id", "day", 7),
             Threshold("a", "user_id", "day", 5),
@@ -307,7 +310,7 @@ class TestCounts:
         )
         for limits in (over[:1], over):
             store.acquire(AcquireRequest("", "", counters, (Hits({"day": 1, "all": 1}, limits),)))
-        store.acquire(compensating(Compensation("late", {str(DAY): 2})))
+        store.acquire(correcting(Correction("late", {str(DAY): 2})))
         day = QuotaUsage(str(DAY), 4, 5, DAY.ends)
         for _ in range(2):
             found = store.peek([OTHER, str(DAY), KEY, str(DAY)])
@@ -320,7 +323,7 @@ class TestCounts:
         ada, other, bob = KEY, OTHER, str(CountKey("search", "user_id", "bob"))
         for key in (ada, other, bob):
             store.acquire(calls(key, 1))
-        store.acquire(compensating(Compensation("odd", {odd: 1})))
+        store.acquire(correcting(Correction("odd", {odd: 1})))
         patterns = {
             "*": [other, odd, ada, bob],
             "*:ada": [other, ada],
@@ -342,7 +345,7 @@ class TestCounts:
             make.wait(seconds)
             store.acquire(calls(KEY, 1))
         make.wait(99)
-        store.acquire(compensating(Compensation("refund", {KEY: -1})))
+        store.acquire(correcting(Correction("refund", {KEY: -1})))
         assert used(store, KEY) == [1]
         make.wait(1)
         assert used(store, KEY) == [None]
@@ -356,7 +359,7 @@ class TestCounts:
         runs = [str(CountKey("search", dimension, how)) for how in ("charged", "late", "reset")]
         others = [str(CountKey("search", "running", "a")), str(CountKey("run", "user_id", "b"))]
         store.acquire(batch({runs[0]: 1, **dict.fromkeys(others, 1)}))
-        store.acquire(compensating(Compensation("late", {runs[1]: 1})))
+        store.acquire(correcting(Correction("late", {runs[1]: 1})))
         store.reset(runs[2:])
         short.acquire(calls(runs[0], 1))
         make.wait(days * 86_400 - 1)
@@ -373,11 +376,11 @@ async def test_async_forms(store: Store) -> None:
     result = await store.aacquire(lost)
     assert (result.admitted, result.refused[2]) == ((True, True, False), {"limit": KEY})
     assert (await store.aacquire(lost)).replayed
-    undo = Compensation("lost", {OTHER: 1}, lost.attempt_id)
-    await store.aacquire(compensating(undo))
+    undo = Correction("lost", {OTHER: 1}, lost.attempt_id)
+    await store.aacquire(correcting(undo))
     assert await store.apeek([KEY, OTHER]) == store.peek([KEY, OTHER])
     assert used(store, KEY, OTHER) == [0, 1]
-    with pytest.raises(QuotaStoreError, match="compensated before"):
+    with pytest.raises(QuotaStoreError, match="corrected before"):
         await store.aacquire(lost)
     await store.areset([OTHER])
     assert used(store, OTHER) == [0]
@@ -395,11 +398,11 @@ def test_names_of_any_form(store: Store) -> None:
     """All names may be any text, of any length."""
     odd = "\ud800 ':{}*\n%é" * 500
     hits = Hits({odd: 1}, (Threshold(odd, odd, odd, 1),))
-    request = AcquireRequest(odd, odd, {odd: Counter(odd)}, (hits, hits), {odd: 2})
+    request = AcquireRequest(odd, odd, {odd: CountRef(odd)}, (hits, hits), {odd: 2})
     result = store.acquire(request)
     assert (result.used, result.refused) == ({odd: 0}, ({}, {odd: odd}))
     assert store.acquire(request).refused == result.refused
-    store.acquire(compensating(Compensation(odd, attempt_id=odd)))
+    store.acquire(correcting(Correction(odd, attempt_id=odd)))
     assert used(store, odd) == [0]
 
 
@@ -550,7 +553,7 @@ class TestSmooth:
             result = store.acquire(calls(key, number, limit=burst))
             kept = [each for each in result.admitted if each]
             assert len(kept) == min(number, tokens // apart)
-            assert result.empty_in == {key: burst * apart - tokens}
+            assert result.drained_in == {key: burst * apart - tokens}
             tokens -= len(kept) * apart
             assert used(store, key) == [-(-(burst * apart - tokens) // apart)]
             admitted += [now] * len(kept)
@@ -566,11 +569,11 @@ class TestSmooth:
         first = calls(key, 3, limit=3)
         assert store.acquire(first).admitted == (True,) * 3
         assert store.acquire(first).replayed
-        store.acquire(compensating(Compensation("refund", {key: -1})))
+        store.acquire(correcting(Correction("refund", {key: -1})))
         assert used(store, key) == [2]
-        store.acquire(compensating(Compensation("undo", attempt_id=first.attempt_id)))
+        store.acquire(correcting(Correction("undo", attempt_id=first.attempt_id)))
         assert used(store, key) == [0]
-        store.acquire(compensating(Compensation("late", {key: 5}, starts={key: 0})))
+        store.acquire(correcting(Correction("late", {key: 5}, starts={key: 0})))
         make.wait(1.5)
         assert used(store, key) == [4]
         assert [each.used for each in store.usages("search:*")] == [4]
@@ -587,11 +590,11 @@ class TestSmooth:
         make.wait(-3600)
         assert used(store, key) == [3]
         refused = store.acquire(calls(key, 1, limit=3))
-        assert (refused.admitted, refused.empty_in) == ((False,), {key: 3_000_000})
+        assert (refused.admitted, refused.drained_in) == ((False,), {key: 3_000_000})
         make.wait(1)
         assert store.acquire(calls(key, 2, limit=3)).admitted == (True, False)
         make.wait(-5)
-        store.acquire(compensating(Compensation("refund", {key: -1})))
+        store.acquire(correcting(Correction("refund", {key: -1})))
         make.wait(3)
         assert store.acquire(calls(key, 4, limit=3)).admitted == (True, True, True, False)
 

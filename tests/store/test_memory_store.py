@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota.core.admission import AcquireRequest, Compensation, Counter, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Hits, Threshold
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.memory import MemoryStore
 from tests.calls import calls_made
-from tests.server.stores import compensating, used
+from tests.server.stores import correcting, used
 from tests.stores import Clock
 
 A, C, D = (f"{each}:global:" for each in "acd")
@@ -42,13 +42,13 @@ def asked(
     name: str = "",
     ends: float | None = None,
     lease: int | None = None,
-    compensations: tuple[Compensation, ...] = (),
+    corrections: tuple[Correction, ...] = (),
 ) -> AcquireRequest:
     """One call that is charged to keys; a name is its idempotency key and its attempt."""
-    counters = {key: Counter(key, used, ends, mirrored, lease) for key in keys}
+    counters = {key: CountRef(key, used, ends, mirrored, lease) for key in keys}
     over = tuple(Threshold("limit", "thread", key, limit) for key in keys)
     hits = Hits(dict.fromkeys(keys, 1), over)
-    return AcquireRequest(name, name, counters, (hits,), compensations=compensations)
+    return AcquireRequest(name, name, counters, (hits,), corrections=corrections)
 
 
 def test_a_full_store_refuses_new_keys() -> None:
@@ -65,7 +65,7 @@ def test_a_full_store_refuses_new_keys() -> None:
         store.acquire(asked("thread", mirrored=True))
     assert store.acquire(asked(C, limit=0)).admitted == (False,)
     assert used(store, A, "b", C) == [1, 1, None]
-    store.acquire(compensating(Compensation("outage", {D: 1})))
+    store.acquire(correcting(Correction("outage", {D: 1})))
     assert used(store, A, "b", D) == [1, 1, 1]
     clock.now = 100 + HOUR
     store.reset([D])
@@ -102,8 +102,8 @@ def test_a_dropped_count_takes_its_holds_along() -> None:
     store.acquire(asked("a", used=3, mirrored=True, name="one", lease=60))
     store.acquire(asked("b", mirrored=True))
     assert used(store, "a", "b") == [None, 1]
-    settled = Compensation("s", {"a": 4}, starts={"a": 3}, settles="one")
-    store.acquire(compensating(settled))
+    settled = Correction("s", {"a": 4}, starts={"a": 3}, settles="one")
+    store.acquire(correcting(settled))
     assert used(store, "a") == [7]
 
 
@@ -155,7 +155,7 @@ def test_holds_and_grants_of_others_are_not_looked_at() -> None:
         for number in range(others):
             store.grant(f"search:user_id:{number}", 1, window=None)
             store.acquire(asked("tokens", name=str(number), lease=WEEK * 2, limit=10**6))
-        settled = compensating(Compensation("s", {"tokens": 2}, settles="0"))
+        settled = correcting(Correction("s", {"tokens": 2}, settles="0"))
         made = [
             calls_made(lambda: store.acquire(settled)),
             calls_made(lambda: store.acquire(asked("tokens", name="x", lease=60, limit=10**6))),
@@ -179,8 +179,8 @@ def test_memory_is_bounded() -> None:
         before = taken()
         for number in numbers:
             clock.now += 1
-            undo = Compensation(f"s{number}", attempt_id=f"lost{number}")
-            store.acquire(asked(f"user-{number}", name=f"name{number}", compensations=(undo,)))
+            undo = Correction(f"s{number}", attempt_id=f"lost{number}")
+            store.acquire(asked(f"user-{number}", name=f"name{number}", corrections=(undo,)))
             if number % 3 == 0:
                 store.acquire(asked("steady", limit=1000, ends=number + 5.5))
         return taken() - before

@@ -18,7 +18,7 @@ import redis
 import redis.asyncio
 
 from langchain_quota import Quota, ToolCallLimit
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.redis import RedisStore
 from tests.certificates import Certificate
@@ -27,7 +27,7 @@ from tests.server.prometheus import eventually
 from tests.server.proxy import proxy, replaced
 from tests.server.proxy import reset as connection_reset
 from tests.server.redis import RedisServer, free_port, running_redis, time_from
-from tests.server.stores import batch, calls, compensating, settlement, used
+from tests.server.stores import batch, calls, correcting, settlement, used
 from tests.telemetry import Signals
 
 LONG = 30.0
@@ -207,7 +207,7 @@ class TestClientsOfYourOwn:
         """A client serves its form, whatever it decodes or speaks, and stays open."""
         given: Any = {"decode_responses": decode, "protocol": protocol}
         lost = calls("search", 1)
-        undo = compensating(Compensation("lost", attempt_id=lost.attempt_id))
+        undo = correcting(Correction("lost", attempt_id=lost.attempt_id))
         with redis_server.client(**given) as client:
             store = RedisStore(client, prefix=redis_server.prefix())
             assert store.acquire(lost).used == {"search": 0}
@@ -251,14 +251,14 @@ class TestKeys:
         """Every key has the prefix as its hash tag, and an end."""
         lost = calls("search", 1)
         store.acquire(lost)
-        undo = Compensation("s", {"late": 1}, lost.attempt_id)
-        store.acquire(calls("email", 1, compensations=[undo]))
+        undo = Correction("s", {"late": 1}, lost.attempt_id)
+        store.acquire(calls("email", 1, corrections=[undo]))
         store.reset(["other:global:"])
         store.grant("search:user_id:ada", 3, window=timedelta(hours=1))
         names = [*client.scan_iter(match=f"*{store.prefix}*")]
         assert len(names) == 9
         assert all(name.startswith(f"{{{store.prefix}}}:".encode()) for name in names)
-        times = {b"count": 365 * DAY, b"compensated": 7 * DAY, b"attempt": 3600, b"result": 3600}
+        times = {b"count": 365 * DAY, b"corrected": 7 * DAY, b"attempt": 3600, b"result": 3600}
         for name in names:
             kind, left = name.split(b":")[1], client.ttl(name)
             if b"user_id" in name:
@@ -272,8 +272,8 @@ class TestKeys:
         with client.monitor() as monitor:
             lost = batch({"search": 1, "email": 1})
             store.acquire(lost)
-            undo = Compensation("s", {"late": 1}, lost.attempt_id)
-            store.acquire(calls("other", 1, compensations=[undo]))
+            undo = Correction("s", {"late": 1}, lost.attempt_id)
+            store.acquire(calls("other", 1, corrections=[undo]))
             store.reset(["search:global:"])
             store.peek(["search", "email"])
             client.echo("end")
@@ -305,8 +305,8 @@ class TestKeys:
         for larger in (
             batch({"email": 1}, used={"email": most + 1}),
             batch({"email": most + 1}),
-            compensating(Compensation("s", {"email": -most - 1})),
-            compensating(Compensation("s", {"email": 1}, starts={"email": most + 1})),
+            correcting(Correction("s", {"email": -most - 1})),
+            correcting(Correction("s", {"email": 1}, starts={"email": most + 1})),
         ):
             with pytest.raises(QuotaStoreError, match="9007199254740991"):
                 store.acquire(larger)
@@ -337,7 +337,7 @@ class TestKeys:
             assert store.acquire(calls("search", 1)).used == {"search": 7}
             fields = client.hkeys(name_of(store))
         assert sum(each.startswith(b"held:") for each in fields) == 1
-        store.acquire(compensating(settlement(running, {"search": 2})))
+        store.acquire(correcting(settlement(running, {"search": 2})))
         assert used(store, "search") == [3]
 
 
@@ -362,13 +362,13 @@ class TestSecrets:
             for acquire in (in_thread, in_loop):
                 lost = calls(SEARCH, 1)
                 assert not acquire(store, lost).replayed
-                undo = Compensation(lost.attempt_id, attempt_id=lost.attempt_id)
-                acquire(store, compensating(undo))
+                undo = Correction(lost.attempt_id, attempt_id=lost.attempt_id)
+                acquire(store, correcting(undo))
             over, running = (batch({SEARCH: 2}, leases={SEARCH: lease}) for lease in (1, 60))
             store.acquire(over)
             store.acquire(running)
             eventually(lambda: used(store, SEARCH) == [2])
-            store.acquire(compensating(settlement(running, {SEARCH: 1})))
+            store.acquire(correcting(settlement(running, {SEARCH: 1})))
             assert used(store, SEARCH) == [1]
             store.reset([SEARCH])
             assert [use.used for use in store.usages()] == [0]

@@ -61,7 +61,7 @@ limits: list[Limit] = [
     ToolCallLimit("search", run_limit=5, exit_behavior="ask", grant=10),
     ToolCallLimit(("read", "write"), run_limit=5, give_up_after=3, name="files"),
     ToolCallLimit(run_limit=50, exclude=("write_todos",), enforce=False),
-    ConcurrencyLimit("browser", at_once=2, wait=0.5),
+    ConcurrencyLimit("browser", max_concurrency=2, wait=0.5),
 ]
 quota = QuotaMiddleware(limits)
 assert_type(quota, QuotaMiddleware[Any, Any])
@@ -141,7 +141,7 @@ quotas = [
 ]
 ToolCallLimit("email", quotas=quotas)
 ModelCallLimit(quotas=tuple(quotas))
-assert_type(quotas[0].lasts, timedelta | CalendarWindow | None)
+assert_type(quotas[0].period, timedelta | CalendarWindow | None)
 assert_type(quotas[0].name, str)
 
 
@@ -179,7 +179,7 @@ def named(error: UnknownPriceError) -> tuple[str, str]:
 store = MemoryStore()
 QuotaMiddleware(limits, tell_model=True, hide_exhausted=True, telemetry=Telemetry())
 QuotaMiddleware(limits, store=store, on_store_error="allow")
-inline = InlineQuotaMiddleware(limits, tell_model=True, store=store, on_store_error="deny")
+inline = InlineQuotaMiddleware(limits, tell_model=True, store=store, on_store_error="block")
 assert_type(inline.name, str)
 
 # In an agent: alone, beside others, with a context of any kind, with a structured response.

@@ -77,7 +77,7 @@ def limits(settings: Settings) -> list[Limit]:
             thread_limit=settings.thread_search_limit,
             exit_behavior="continue",
         ),
-        ConcurrencyLimit("search", at_once=settings.searches_at_once),
+        ConcurrencyLimit("search", max_concurrency=settings.searches_at_once),
         RepeatLimit(3),
     ]
 

@@ -18,14 +18,14 @@ from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.decide import status
 from langchain_quota.core.decision import Decision
 from langchain_quota.features.deep_agents import DeepAgents
-from langchain_quota.features.setup_warnings import Forgetful
-from langchain_quota.features.unchecked_calls import Unjudged
+from langchain_quota.features.setup_warnings import UnsavedThreadLimits
+from langchain_quota.features.unchecked_calls import Unchecked
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
-from langchain_quota.middleware.calls import Batch, Conclusion, Update, model_counts
+from langchain_quota.middleware.calls import Batch, HookResult, Update, model_counts
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools
 from langchain_quota.middleware.context import call_context
-from langchain_quota.middleware.flow import ContextT, Limiter
+from langchain_quota.middleware.flow import ContextT, LimitMiddleware
 from langchain_quota.middleware.history import newest_name
 from langchain_quota.middleware.state import (
     LEDGER,
@@ -40,14 +40,16 @@ from langchain_quota.middleware.state import (
     merge_ledgers,
     run_model,
 )
-from langchain_quota.runtime.arguments import check_choice, check_type
-from langchain_quota.runtime.sync_async import Form, now
+from langchain_quota.runtime.arguments import validate_choice, validate_type
+from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.telemetry import Telemetry
 
 OnPending = Literal["skip", "raise"]
 
 
-class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]):
+class ToolCallLimitMiddleware(
+    LimitMiddleware[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]
+):
     """Limits how many tool calls an agent's thread and run may make, and makes each visible.
 
     A drop-in for LangChain's middleware of the same name: the same arguments, state keys, messages
@@ -84,7 +86,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
     """
 
     state_schema: type[ToolCallLimitState[Any]] = ToolCallLimitState
-    feature_kinds = (Forgetful, Unjudged)
+    feature_kinds = (UnsavedThreadLimits, Unchecked)
     _every_call = False
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
@@ -100,9 +102,9 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         on_pending: OnPending = "skip",
         telemetry: Telemetry | None = None,
     ) -> None:
-        check_choice("on_pending", on_pending, ("skip", "raise"))
-        check_choice("exit_behavior", exit_behavior, ("continue", "error", "end"))
-        check_type("tool_name", tool_name, str | None, "a string or None")
+        validate_choice("on_pending", on_pending, ("skip", "raise"))
+        validate_choice("exit_behavior", exit_behavior, ("continue", "error", "end"))
+        validate_type("tool_name", tool_name, str | None, "a string or None")
         _check_given(thread_limit, run_limit)
         limit = ToolCallLimit(
             tool_name,
@@ -130,7 +132,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
             ToolCallLimitExceededError: A call is over the limit and `exit_behavior` is `"error"`.
             NotImplementedError: Calls of other tools are pending and `on_pending` is `"raise"`.
         """
-        return now(self._judge("", state, runtime))
+        return run_sync(self._judge("", state, runtime))
 
     @hook_config(can_jump_to=["end"])
     async def aafter_model(
@@ -139,11 +141,11 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         """`after_model`, without blocking the event loop."""
         return await self._judge("a", state, runtime)
 
-    async def _judge(self, form: Form, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        self._learn_answer(state, saved=True)
-        return await self._judge_tools(form, state, runtime)
+    async def _judge(self, mode: Mode, state: Mapping[str, Any], runtime: Any) -> Update | None:
+        self.learn_answer(state, saved=True)
+        return await self.check_tool_calls(mode, state, runtime)
 
-    def _conclude_tools(self, batch: Batch, result: AcquireResult) -> Conclusion:
+    def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
         conclusion = conclude_tools(batch, result)
         decisions, update = conclusion.decisions, conclusion.update
         others = {str(each.call.tool) for each in decisions if not each.limits}
@@ -152,7 +154,7 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
                 f"Cannot end the run with other tool calls pending: {', '.join(sorted(others))}. "
                 "Use on_pending='skip', or exit_behavior 'continue' or 'error'"
             )
-            return Conclusion(decisions, error=error)
+            return HookResult(decisions, error=error)
         if update is not None and THREAD_TOOLS in update:
             # LangChain's count of the run has the refused calls, too.
             attempted = Counter(batch.state.get(RUN_TOOLS) or {})
@@ -161,7 +163,9 @@ class ToolCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respons
         return conclusion
 
 
-class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]):
+class ModelCallLimitMiddleware(
+    LimitMiddleware[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]
+):
     """Limits how many model calls an agent's thread and run may make, and makes each visible.
 
     A drop-in for LangChain's middleware of the same name: the same arguments, state keys,
@@ -191,7 +195,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     """
 
     state_schema: type[ModelCallLimitState[Any]] = ModelCallLimitState
-    feature_kinds = (Forgetful, DeepAgents, Unjudged)
+    feature_kinds = (UnsavedThreadLimits, DeepAgents, Unchecked)
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
         self,
@@ -205,7 +209,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         telemetry: Telemetry | None = None,
     ) -> None:
         _check_given(thread_limit, run_limit)
-        check_choice("exit_behavior", exit_behavior, ("end", "error"))
+        validate_choice("exit_behavior", exit_behavior, ("end", "error"))
         limit = ModelCallLimit(
             thread_limit=thread_limit,
             run_limit=run_limit,
@@ -244,7 +248,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
     ) -> ExtendedModelResponse[ResponseT]:
         """Count the call in the model's own step, so that no jump can skip it."""
-        self._learn_tools(request)
+        self.learn_tools(request)
         return self._counted(request, handler(request))
 
     async def awrap_model_call(
@@ -253,7 +257,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ExtendedModelResponse[ResponseT]:
         """`wrap_model_call`, without blocking the event loop."""
-        self._learn_tools(request)
+        self.learn_tools(request)
         return self._counted(request, await handler(request))
 
     def after_model(
@@ -269,13 +273,13 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         return self._count_uncounted(state, runtime)
 
     def _judge_next(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        update = now(self._judge_model("", state, runtime)) or {}
+        update = run_sync(self.check_model_call("", state, runtime)) or {}
         if "jump_to" not in update and _is_counted(state):
             begins = Ledger(counts={"model_counted": False})
             update[LEDGER] = merge_ledgers(update.get(LEDGER, {}), begins)
         return update or None
 
-    def _conclude_model(self, batch: Batch, result: AcquireResult) -> Conclusion:
+    def _conclude_model(self, batch: Batch, result: AcquireResult) -> HookResult:
         return conclude_model(batch, result, charging=False)
 
     def _counted(
@@ -287,7 +291,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
     def _count_uncounted(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update:
-        self._learn_answer(state, saved=True)
+        self.learn_answer(state, saved=True)
         if _is_counted(state):
             return {RUN_MODEL: run_model(state)}
         attempted = int(state.get("run_model_call_count") or 0) + 1
@@ -300,7 +304,7 @@ class ModelCallLimitMiddleware(Limiter[Any, ContextT, ResponseT], Generic[Respon
         (limit,) = self._now.fixed["model"].limits
         charged = status(limit, model_counts(state), call.amount)
         # Two limiters count one call in one task.
-        self._recorder.record_charge(call, charged, task_id=context.task(self.name))
+        self.recorder.record_charge(call, charged, task_id=context.task(self.name))
         thread, run, *_ = charged.counts
         written = Ledger(counts={"run_model": run.used, "model_counted": True})
         return {THREAD_MODEL: thread.used, LEDGER: written}

@@ -21,15 +21,15 @@ from langchain_core.tools import tool as as_tool
 from langgraph.errors import GraphInterrupt
 from langgraph.prebuilt import ToolNode
 
-from langchain_quota.agents.inline import Step, make_model_call
+from langchain_quota.agents.inline import InlineState, make_model_call
 from langchain_quota.agents.quota import Options, QuotaMiddleware
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.context import call_context, digest, is_answered, running_runtime
-from langchain_quota.middleware.history import answer_of_refused, pending_calls, repaired
-from langchain_quota.middleware.root_run import Notes, RootRun, root_run, watch_root_runs
+from langchain_quota.middleware.history import answer_of_blocked, pending_calls, repaired
+from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run, watch_root_runs
 from langchain_quota.middleware.state import LEDGER, Ledger, merge_ledgers
 from langchain_quota.runtime.arguments import UserLine
-from langchain_quota.runtime.sync_async import Form, ask, forms, in_sync, now
+from langchain_quota.runtime.sync_async import Mode, as_async, ask, run_sync, sync_and_async
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.stores.memory import MemoryStore
 
@@ -148,22 +148,22 @@ class _Limits(QuotaMiddleware[Any, Any]):
         self.agent, self._is_shared, self.has_tools = agent, shared, False
         asking = {each.kind for each in limits if each.exit_behavior == "ask"}
         self._asks, self._asks_at_tools = bool(asking), bool(asking - {"model"})
-        self._notes = Notes(self._store)
+        self._notes = StoreSequence(self.store)
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._roots: WeakKeyDictionary[RootRun, str] = WeakKeyDictionary()
 
-    async def ask(self, form: Form, given: list[Any], call: Any, **request: Any) -> Any:
+    async def ask(self, mode: Mode, given: list[Any], call: Any, **request: Any) -> Any:
         """The answer of a model, or of the limits in its place."""
         with _running_as(self.agent):
-            run = await self._run(form, given)
+            run = await self._run(mode, given)
             if run.ended is not None:
                 return run.ended.model_copy(update={"id": str(uuid4())})
             state: Any = {**run.state, "messages": given}
             request["messages"] = repaired(state, is_shared=False) or given
             # Each call is charged, also if a node calls its model twice or runs again.
             runtime = running_runtime(uuid4().hex)
-            step = Step(ModelRequest(state=state, runtime=runtime, **request))
-            await make_model_call(self, form, step, call)
+            step = InlineState(ModelRequest(state=state, runtime=runtime, **request))
+            await make_model_call(self, mode, step, call)
             run.learn(step.written)
             answer: AIMessage = step.made[-1]
             if not answer.tool_calls:
@@ -171,7 +171,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
             final, refused = None, dict[str, Any]()
             # A question behind the model's call would have the call made again.
             if not self._asks_at_tools:
-                final, refused = await self._judge(form, run, step, uuid4().hex)
+                final, refused = await self._judge(mode, run, step, uuid4().hex)
             if (refused or self._asks_at_tools) and not (final or self.has_tools):
                 raise RuntimeError(
                     "a limit refuses a tool call, and nothing answers it: give the graph "
@@ -182,70 +182,70 @@ class _Limits(QuotaMiddleware[Any, Any]):
             judged = _judged(answer, refused)
             run.judged |= judged
             if self._is_shared:
-                await self._notes.add(form, "judged", digest(run.root, repr(judged)))
+                await self._notes.add(mode, "judged", digest(run.root, repr(judged)))
             marked = {**answer.response_metadata, _MARK: {"refused": refused}}
             return answer.model_copy(update={"response_metadata": marked})
 
-    async def refused(self, form: Form, asked: list[Any], key: str) -> tuple[Any, Refused]:
+    async def refused(self, mode: Mode, asked: list[Any], key: str) -> tuple[Any, Refused]:
         """The state in which calls of tools run, and what answers those that do not."""
         known, calls = asked[0].state, [each.tool_call for each in asked]
         known = known.get(key) if isinstance(known, Mapping) else getattr(known, key, known)
         history = [each for each in known or () if not isinstance(each, dict)]
-        run = await self._run(form, history)
+        run = await self._run(mode, history)
         waiting = pending_calls({"messages": history})
         ids = {each["id"] for each in waiting.calls} if waiting else set[Any]()
         made_by = waiting.message if waiting and ids.issuperset(c["id"] for c in calls) else None
         names = [(made_by and made_by.id, each["id"], each["name"]) for each in calls]
         work = call_context(running_runtime(), model_name=None).step(repr(names))
         if work in run.taken:
-            await self._pass_over(form, work)
+            await self._pass_over(mode, work)
         else:
             if made_by is not None and names[0] not in run.judged:
-                await self._read_mark(form, run, made_by)
+                await self._read_mark(mode, run, made_by)
             refused: Refused = {each[1]: run.judged.get(each, _TAKEN) for each in names}
             run.judged |= dict.fromkeys(names, _TAKEN)
             if _TAKEN in refused.values():
                 judged = AIMessage("", id=work, tool_calls=calls)
                 given = {**run.state, "messages": [*history, judged]}
-                _, refused = await self._judge(form, run, given, work)
+                _, refused = await self._judge(mode, run, given, work)
             run.taken[work] = refused
         return {**run.state, "messages": history}, run.taken[work]
 
-    async def _read_mark(self, form: Form, run: _Run, message: AIMessage) -> None:
+    async def _read_mark(self, mode: Mode, run: _Run, message: AIMessage) -> None:
         """Learn from a message what another process has judged, if it really has."""
         mark = message.response_metadata.get(_MARK)
         if self._is_shared and isinstance(mark, dict) and isinstance(mark.get("refused"), dict):
             judged = _judged(message, mark["refused"])
-            if await self._notes.read(form, "judged", digest(run.root, repr(judged))) is not None:
+            if await self._notes.read(mode, "judged", digest(run.root, repr(judged))) is not None:
                 for name, text in judged.items():
                     run.judged.setdefault(name, text)
 
-    async def _judge(self, form: Form, run: _Run, state: Any, work: str) -> tuple[Any, Any]:
+    async def _judge(self, mode: Mode, run: _Run, state: Any, work: str) -> tuple[Any, Any]:
         """Judge the newest calls; the final text if that ends the run, and what answers calls."""
-        update = await self._judge_tools(form, state, running_runtime(work)) or {}
+        update = await self.check_tool_calls(mode, state, running_runtime(work)) or {}
         answers: list[Any] = update.get("messages") or []
         final = answers[-1] if run.learn(update) else None
         run.ended = final or run.ended
         return final, {each.tool_call_id: each.text for each in answers if each.type == "tool"}
 
-    async def _concluded(self, form: Form, batch: Any, conclude: Any) -> Any:
+    async def _check_and_record(self, mode: Mode, batch: Any, conclude: Any) -> Any:
         question = batch.message or (batch.question if self._asks else "")
         try:
-            update = await super()._concluded(form, batch, conclude)
+            update = await super()._check_and_record(mode, batch, conclude)
         except GraphInterrupt:
-            await self._notes.add(form, "asked", question)
+            await self._notes.add(mode, "asked", question)
             raise
         if batch.answer is None:
-            await self._pass_over(form, question)
+            await self._pass_over(mode, question)
         return update
 
-    async def _pass_over(self, form: Form, question: str) -> None:
+    async def _pass_over(self, mode: Mode, question: str) -> None:
         """Take an answer that is not needed any more: it must not be one to a tool's question."""
         resumes = self._asks and getattr(root_run(), "resumes", False)
-        if resumes and await self._notes.read(form, "asked", question) is not None:
+        if resumes and await self._notes.read(mode, "asked", question) is not None:
             is_answered()
 
-    async def _run(self, form: Form, given: list[Any]) -> _Run:
+    async def _run(self, mode: Mode, given: list[Any]) -> _Run:
         """What is remembered of the run that is going on: of this graph, in this root run."""
         root = root_run()
         if root is None:
@@ -255,10 +255,10 @@ class _Limits(QuotaMiddleware[Any, Any]):
             )
         caller = call_context(running_runtime(), model_name=None)
         if root not in self._roots:
-            self._roots[root] = await self._notes.numbered(form, root, caller) or root.key
+            self._roots[root] = await self._notes.numbered(mode, root, caller) or root.key
         name = digest(self._roots[root], *caller.graph)
         if name not in self._runs:
-            begun = self._begin_run(form, {"messages": given}, running_runtime())
+            begun = self._begin_run(mode, {"messages": given}, running_runtime())
             begun[LEDGER]["run"] = name
             begun.pop("messages", None)  # each call has its own history
             self._runs.setdefault(name, _Run(self._roots[root], begun))
@@ -274,38 +274,40 @@ class _LimitedTools(ToolNode):
         self._limits, self._key = limits, options.get("messages_key", "messages")
         super().__init__(
             [each for each in tools if not isinstance(each, dict)],
-            wrap_tool_call=lambda request, call: now(_calling.get()("", request, in_sync(call))),
+            wrap_tool_call=lambda request, call: run_sync(
+                _calling.get()("", request, as_async(call))
+            ),
             awrap_tool_call=lambda request, call: _calling.get()("a", request, call),
             **options,
         )
 
-    async def _answered(self, form: Form, /, input: Any, config: Any = None, **more: Any) -> Any:  # noqa: A002
+    async def _answered(self, mode: Mode, /, input: Any, config: Any = None, **more: Any) -> Any:  # noqa: A002
         asked: list[Any] = []
 
-        async def see(_: Form, request: Any, __: Any) -> ToolMessage:
+        async def see(_: Mode, request: Any, __: Any) -> ToolMessage:
             asked.append(request)
             return ToolMessage("", tool_call_id=request.tool_call["id"])
 
-        async def make(form: Form, request: Any, call: Any) -> Any:
+        async def make(mode: Mode, request: Any, call: Any) -> Any:
             call_id, name = request.tool_call["id"], request.tool_call["name"]
             text = refused.get(call_id)
             if text is not None:
-                return answer_of_refused(call_id, name, text)
+                return answer_of_blocked(call_id, name, text)
             given = request.override(state=state)
             inner = lambda each: call(each.override(state=request.state))  # noqa: E731
-            return await self._limits._wrap_tool_call(form, given, inner)  # noqa: SLF001
+            return await self._limits.call_tool(mode, given, inner)
 
         with _running_as(self._limits.agent, config) as named:
             # The node itself says which calls it is to make.
             _calling.set(see)
-            given = await ask(form, super(), "invoke", input, named, **more)
+            given = await ask(mode, super(), "invoke", input, named, **more)
             if asked:
-                state, refused = await self._limits.refused(form, asked, self._key)
+                state, refused = await self._limits.refused(mode, asked, self._key)
                 _calling.set(make)
-                given = await ask(form, super(), "invoke", input, named, **more)
+                given = await ask(mode, super(), "invoke", input, named, **more)
             return given
 
-    invoke, ainvoke = forms(_answered)
+    invoke, ainvoke = sync_and_async(_answered)
 
 
 class _LimitedModel(BaseChatModel):
@@ -337,7 +339,7 @@ class _LimitedModel(BaseChatModel):
         given: Any = {"structured": structured}
         return RunnableLambda(partial(self.invoke, **given), partial(self.ainvoke, **given))
 
-    async def _asked(self, form: Form, /, input: Any, config: Any = None, **more: Any) -> Any:  # noqa: A002
+    async def _asked(self, mode: Mode, /, input: Any, config: Any = None, **more: Any) -> Any:  # noqa: A002
         structured = more.pop("structured", None)
         found: list[Any] = []
 
@@ -347,17 +349,17 @@ class _LimitedModel(BaseChatModel):
                 bound = structured(request.model)
             elif request.tools:
                 bound = request.model.bind_tools(request.tools, **request.model_settings)
-            found.append(await ask(form, bound, "invoke", request.messages, config))
+            found.append(await ask(mode, bound, "invoke", request.messages, config))
             # A tool that only gives the answer its form is no call to judge.
             return ModelResponse([AIMessage("") if structured else found[0]])
 
         given: Any = {"model": self.inner, "tools": [] if structured else [*self.offered]}
         settings = {**self.settings, **{k: v for k, v in more.items() if v is not None}}
         messages = self._convert_input(input).to_messages()
-        answer = await self.limits.ask(form, messages, call, model_settings=settings, **given)
+        answer = await self.limits.ask(mode, messages, call, model_settings=settings, **given)
         return next(iter(found), None) if structured else answer
 
-    invoke, ainvoke = forms(_asked)
+    invoke, ainvoke = sync_and_async(_asked)
 
     def _generate(self, messages: Any, *_: Any, **options: Any) -> ChatResult:
         return ChatResult(generations=[ChatGeneration(message=self.invoke(messages, **options))])

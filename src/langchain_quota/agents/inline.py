@@ -16,10 +16,10 @@ from langchain_quota.middleware.feature import Handler
 from langchain_quota.middleware.flow import ContextT
 from langchain_quota.middleware.history import identified
 from langchain_quota.middleware.state import ledger, merge_ledgers, run_model, thread_model
-from langchain_quota.runtime.sync_async import Form
+from langchain_quota.runtime.sync_async import Mode
 
 
-class Step(dict[str, Any]):
+class InlineState(dict[str, Any]):
     """The state in one step of the model, with what the step has written."""
 
     def __init__(self, request: ModelRequest[Any]) -> None:
@@ -57,20 +57,20 @@ class Step(dict[str, Any]):
 
 
 async def make_model_call(
-    limits: QuotaMiddleware[Any, Any], form: Form, step: Step, handler: Handler
+    limits: QuotaMiddleware[Any, Any], mode: Mode, step: InlineState, handler: Handler
 ) -> None:
     """Judge a model call, and make it if it is let through."""
-    step.write(await limits._judge_model(form, step, step.request.runtime))  # noqa: SLF001 - ours
+    step.write(await limits.check_model_call(mode, step, step.request.runtime))
     if "jump_to" in step.written:
         return
-    limits._learn_tools(step.request)  # noqa: SLF001 - the same
+    limits.learn_tools(step.request)
     written = Update()
-    response = await limits._call_model(form, step.request, handler, written)  # noqa: SLF001 - the same
+    response = await limits.call_model(mode, step.request, handler, written)
     step.write(written)
     if response is not None:
         step.answer(response)
     # The graph may drop what this step writes.
-    limits._learn_answer(step, saved=False)  # noqa: SLF001 - the same
+    limits.learn_answer(step, saved=False)
 
 
 def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
@@ -111,32 +111,33 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     after_model = AgentMiddleware.after_model
     aafter_model = AgentMiddleware.aafter_model
 
-    async def _wrap_model_call(self, form: Form, request: Any, handler: Handler) -> WrittenResponse:
-        if isinstance(request.state, Step):
+    async def _wrap_model_call(self, mode: Mode, request: Any, handler: Handler) -> WrittenResponse:
+        if isinstance(request.state, InlineState):
             # Both would write the counts, and neither sees what the other one writes.
             raise RuntimeError(  # noqa: TRY004 - the agent is put together wrongly
                 f"{self.name} and another middleware of this agent both judge around the model "
                 "call: put all limits into one InlineQuotaMiddleware"
             )
-        step = Step(request)
+        step = InlineState(request)
         ended = ledger(step).get("ended")
         if ended and any(each.id == ended for each in step["messages"]):
             # Another middleware, or LangChain itself, leads it back, and could do so forever.
             text, counts = "a limit has ended this run", (thread_model(step), run_model(step))
             raise ModelCallLimitExceededError(*counts, None, None, message=text)
-        await make_model_call(self, form, step, handler)
+        await make_model_call(self, mode, step, handler)
         if "jump_to" not in step.written:
             # When the step runs again, the model may make other calls.
             task = f"{self.name}.tools.{step.made[-1].id}"
-            step.write(await self._judge_tools(form, step, request.runtime, task=task))
+            step.write(await self.check_tool_calls(mode, step, request.runtime, task=task))
         made = [*step.made, *map(RemoveMessage, step.overruled)]
         return WrittenResponse(ModelResponse(made, step["structured_response"]), step.written)
 
-    def _begin_run(self, form: Form, state: Mapping[str, Any], runtime: Any) -> Update:
+    def _begin_run(self, mode: Mode, state: Mapping[str, Any], runtime: Any) -> Update:
         # In older versions, a graph without `after_model` hooks cannot go from model to model.
         if tuple(map(int, version("langchain").split(".")[:2])) < (1, 4):
             raise RuntimeError(f"{self.name} needs langchain 1.4 or newer: use QuotaMiddleware")
-        return super()._begin_run(form, state, runtime)
+        return super()._begin_run(mode, state, runtime)
 
-    def _judging_nodes(self) -> tuple[str, ...]:
+    def checking_nodes(self) -> tuple[str, ...]:
+        """Return the graph nodes in which calls are checked."""
         return ("model",)

@@ -16,28 +16,28 @@ from langchain.agents.middleware.types import (
 from langgraph.runtime import Runtime
 from langgraph.types import Command
 
-from langchain_quota.agents.thread_methods import OfThreads
+from langchain_quota.agents.thread_methods import ThreadMethods
 from langchain_quota.core.checks import OnStoreError
 from langchain_quota.features.ask import Questions
 from langchain_quota.features.budgets.budgets import Budgets
 from langchain_quota.features.call_timeouts import CallTimes
-from langchain_quota.features.concurrency.slots import AtOnce
+from langchain_quota.features.concurrency.slots import ConcurrencySlots
 from langchain_quota.features.deep_agents import DeepAgents
-from langchain_quota.features.model_notes import Telling
+from langchain_quota.features.model_notes import ModelNotes
 from langchain_quota.features.repeats import Repeats
 from langchain_quota.features.reruns import Reruns
 from langchain_quota.features.root_runs import RootRuns
-from langchain_quota.features.setup_warnings import Forgetful, OfferedTools
-from langchain_quota.features.unchecked_calls import Unjudged
+from langchain_quota.features.setup_warnings import MisspelledTools, UnsavedThreadLimits
+from langchain_quota.features.unchecked_calls import Unchecked
 from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Feature, Handler, ToolAnswer, ToolHandler
-from langchain_quota.middleware.flow import ContextT, Limiter, is_own
+from langchain_quota.middleware.flow import ContextT, LimitMiddleware, is_own
 from langchain_quota.middleware.state import QuotaState, ledger
-from langchain_quota.runtime.arguments import check_choice, check_switch
-from langchain_quota.runtime.sync_async import Form, in_sync, now
+from langchain_quota.runtime.arguments import validate_choice, validate_switch
+from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.telemetry import Telemetry
 from langchain_quota.telemetry.observers import Observer
@@ -56,8 +56,8 @@ class Options(TypedDict, total=False):
 
 
 class QuotaMiddleware(
-    OfThreads[ContextT, ResponseT],
-    Limiter[Any, ContextT, ResponseT],
+    ThreadMethods[ContextT, ResponseT],
+    LimitMiddleware[Any, ContextT, ResponseT],
     Generic[ContextT, ResponseT],
 ):
     """Holds an agent to many limits at once, and makes every call visible.
@@ -85,7 +85,7 @@ class QuotaMiddleware(
             `MemoryStore` in one process, a `RedisStore` or `PostgresStore` in many. `thread_limit`
             is then exact for concurrent runs of a thread, and needs a thread id but no
             checkpointer. Without a store, threads are counted in the agent's state.
-        on_store_error: What happens to calls when the store cannot be asked. `"deny"` refuses
+        on_store_error: What happens to calls when the store cannot be asked. `"block"` refuses
             them, with the scope `"store"`; `"allow"` judges them by the state's counts, without
             quotas, and adds them to the store later. Every call asks the store again.
         prices: What tokens cost; needs a `CostLimit`. A table of `Price` by model, or a function
@@ -121,19 +121,19 @@ class QuotaMiddleware(
 
     state_schema: type[QuotaState[Any]] = QuotaState
     feature_kinds: ClassVar[Sequence[type[Feature]]] = (
-        Forgetful,
+        UnsavedThreadLimits,
         RootRuns,
         Reruns,
         Questions,
         Repeats,
         # A call that waits for its start or its turn does not work: the time begins in here.
         Waiting,
-        AtOnce,
+        ConcurrencySlots,
         Budgets,
-        Telling,
+        ModelNotes,
         DeepAgents,
-        OfferedTools,
-        Unjudged,
+        MisspelledTools,
+        Unchecked,
         CallTimes,
     )
 
@@ -161,17 +161,17 @@ class QuotaMiddleware(
         hide_exhausted: bool = False,
         on_decision: Observer | Sequence[Observer] = (),
         store: QuotaStore | None = None,
-        on_store_error: OnStoreError = "deny",
+        on_store_error: OnStoreError = "block",
         prices: Prices | Mapping[str, Price] | None = None,
         unknown_price: UnknownPrice = "error",
         charge_all_models: bool = False,
         telemetry: Telemetry | None = None,
     ) -> None:
         check_together(limits)
-        check_choice("on_store_error", on_store_error, ("deny", "allow"))
+        validate_choice("on_store_error", on_store_error, ("block", "allow"))
         check_store(store, limits)
-        check_switch("tell_model", tell_model)
-        check_switch("hide_exhausted", hide_exhausted)
+        validate_switch("tell_model", tell_model)
+        validate_switch("hide_exhausted", hide_exhausted)
         super().__init__(
             tuple(limits),
             telemetry=telemetry,
@@ -201,7 +201,7 @@ class QuotaMiddleware(
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
         """
-        return now(self._before_model("", state, runtime))
+        return run_sync(self._before_model("", state, runtime))
 
     @hook_config(can_jump_to=["end"])
     async def abefore_model(
@@ -211,13 +211,13 @@ class QuotaMiddleware(
         return await self._before_model("a", state, runtime)
 
     async def _before_model(
-        self, form: Form, state: Mapping[str, Any], runtime: Any
+        self, mode: Mode, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
         newest = (state.get("messages") or (None,))[-1]
         if newest is not None and newest.id is not None and newest.id == ledger(state).get("ended"):
             # The graph goes on nevertheless: LangChain waits for a structured response.
             return {"jump_to": "end"}
-        return await self._judge_model(form, state, runtime)
+        return await self.check_model_call(mode, state, runtime)
 
     @hook_config(can_jump_to=["end"])
     def after_model(
@@ -228,7 +228,7 @@ class QuotaMiddleware(
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
         """
-        return now(self._after_model("", state, runtime))
+        return run_sync(self._after_model("", state, runtime))
 
     @hook_config(can_jump_to=["end"])
     async def aafter_model(
@@ -238,10 +238,10 @@ class QuotaMiddleware(
         return await self._after_model("a", state, runtime)
 
     async def _after_model(
-        self, form: Form, state: Mapping[str, Any], runtime: Any
+        self, mode: Mode, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
-        self._learn_answer(state, saved=True)
-        return await self._judge_tools(form, state, runtime)
+        self.learn_answer(state, saved=True)
+        return await self.check_tool_calls(mode, state, runtime)
 
     def wrap_model_call(
         self,
@@ -249,7 +249,7 @@ class QuotaMiddleware(
         handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
     ) -> ModelResponse[ResponseT]:
         """Add what is left to the request, offer only usable tools, and charge what is used."""
-        return now(self._wrap_model_call("", request, in_sync(handler)))
+        return run_sync(self._wrap_model_call("", request, as_async(handler)))
 
     async def awrap_model_call(
         self,
@@ -260,52 +260,53 @@ class QuotaMiddleware(
         return await self._wrap_model_call("a", request, handler)
 
     async def _wrap_model_call(
-        self, form: Form, request: ModelRequest[Any], handler: Handler
+        self, mode: Mode, request: ModelRequest[Any], handler: Handler
     ) -> ModelResponse[ResponseT]:
-        self._learn_tools(request)
+        self.learn_tools(request)
         written: Update = {}
-        for rerun in self._hooks["rerun"]:
-            if (refused := await rerun(form, request)) is not None:
+        for rerun in self.hooks["rerun"]:
+            if (refused := await rerun(mode, request)) is not None:
                 return WrittenResponse(None, refused)
-        response = await self._call_model(form, request, handler, written)
+        response = await self.call_model(mode, request, handler, written)
         if response is None or written:
             return WrittenResponse(response, written)
-        if self._hooks["after_model"] and type(self).after_model is AgentMiddleware.after_model:
+        if self.hooks["after_model"] and type(self).after_model is AgentMiddleware.after_model:
             messages = [*request.state["messages"], *response.result]
-            self._learn_answer({**request.state, "messages": messages}, saved=False)
+            self.learn_answer({**request.state, "messages": messages}, saved=False)
         return response
 
-    async def _call_model(
-        self, form: Form, request: ModelRequest[Any], handler: Handler, written: Update
+    async def call_model(
+        self, mode: Mode, request: ModelRequest[Any], handler: Handler, written: Update
     ) -> ModelResponse[Any] | None:
         """Make a model call that was let through; `None` if it is refused now."""
-        if not self._hooks["around_model"]:
-            return await handler(await self._shape(form, request))
-        (around_model,) = self._hooks["around_model"]
-        response: ModelResponse[Any] | None = await around_model(form, request, handler, written)
+        if not self.hooks["around_model"]:
+            return await handler(await self.shape_request(mode, request))
+        (around_model,) = self.hooks["around_model"]
+        response: ModelResponse[Any] | None = await around_model(mode, request, handler, written)
         return response
 
-    async def _shape(self, form: Form, request: ModelRequest[Any]) -> ModelRequest[Any]:
+    async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
         """The request as the model gets it."""
-        for shape in self._hooks["shape"]:
-            request = await shape(form, request)
+        for shape in self.hooks["shape"]:
+            request = await shape(mode, request)
         return request
 
     def wrap_tool_call(
         self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], ToolAnswer]
     ) -> ToolAnswer:
         """Make a tool call when it may run, and as a part of its root run."""
-        return now(self._wrap_tool_call("", request, in_sync(handler)))
+        return run_sync(self.call_tool("", request, as_async(handler)))
 
     async def awrap_tool_call(self, request: ToolCallRequest, handler: ToolHandler) -> ToolAnswer:
         """`wrap_tool_call`, without blocking the event loop."""
-        return await self._wrap_tool_call("a", request, handler)
+        return await self.call_tool("a", request, handler)
 
-    async def _wrap_tool_call(
-        self, form: Form, request: ToolCallRequest, call: ToolHandler
+    async def call_tool(
+        self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
-        for around_tool in reversed(self._hooks["around_tool"]):
-            call = partial(around_tool, form, call=call)
+        """Make a tool call that is allowed, inside what the features do around it."""
+        for around_tool in reversed(self.hooks["around_tool"]):
+            call = partial(around_tool, mode, call=call)
         return await call(request)
 
     @property

@@ -10,7 +10,7 @@ from langgraph.constants import END
 from langgraph.pregel import Pregel
 from langgraph.types import PregelTask
 
-from langchain_quota.core.checks import Check, ResolvedLimit, stored_as
+from langchain_quota.core.checks import Check, ResolvedLimit, store_counter
 from langchain_quota.core.decide import status
 from langchain_quota.core.decision import LimitStatus
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
@@ -18,9 +18,9 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import THREAD
 from langchain_quota.limits.options import whole_amount
 from langchain_quota.limits.windows import CalendarWindow
-from langchain_quota.middleware.flow import ContextT, Limiter, clock_of
+from langchain_quota.middleware.flow import ContextT, LimitMiddleware, clock_of
 from langchain_quota.middleware.state import LEDGER, UNUSED
-from langchain_quota.runtime.sync_async import Form, ask, now
+from langchain_quota.runtime.sync_async import Mode, ask, run_sync
 from langchain_quota.runtime.units import Dollars
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import CountKey, prefix_in
@@ -28,7 +28,7 @@ from langchain_quota.stores.keys import CountKey, prefix_in
 _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
 
 
-class OfThreads(Limiter[Any, ContextT, ResponseT]):
+class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
     """A limiter whose threads can be reset, in its state and in the store, and granted more."""
 
     def reset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
@@ -45,13 +45,13 @@ class OfThreads(Limiter[Any, ContextT, ResponseT]):
             RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
             QuotaStoreError: The store could not be asked.
         """
-        now(self._reset("", agent, config))
+        run_sync(self._reset("", agent, config))
 
     async def areset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
         """`reset`, without blocking the event loop."""
         await self._reset("a", agent, config)
 
-    async def _reset(self, form: Form, agent: Any, config: RunnableConfig) -> None:
+    async def _reset(self, mode: Mode, agent: Any, config: RunnableConfig) -> None:
         if not isinstance(agent, Pregel):
             raise TypeError(
                 f"agent must be what create_agent made, not a {type(agent).__name__}: do this "
@@ -61,7 +61,7 @@ class OfThreads(Limiter[Any, ContextT, ResponseT]):
         if node is None:
             raise ValueError(f"the agent does not have the middleware {self.name}")
         thread_id = config.get("configurable", {}).get("thread_id")
-        snapshot = await ask(form, agent, "get_state", config)
+        snapshot = await ask(mode, agent, "get_state", config)
         if not snapshot.values:
             raise RuntimeError(f"thread {thread_id!r} has no state: it has not run yet")
         if not all(map(self._has_stopped, snapshot.tasks)):
@@ -69,28 +69,32 @@ class OfThreads(Limiter[Any, ContextT, ResponseT]):
                 f"thread {thread_id!r} waits in mid-run before {', '.join(snapshot.next)}: let "
                 "the run end, or begin a new one, and then do this"
             )
-        if self._store is not None:
-            prefix = prefix_in(config, self._store.prefix)
-            at = clock_of(self._store.store)()
+        if self.store is not None:
+            prefix = prefix_in(config, self.store.prefix)
+            at = clock_of(self.store.store)()
             keys = {
-                str(CountKey.at(stored_as(each), THREAD, str(thread_id), window, at, prefix=prefix))
+                str(
+                    CountKey.at(
+                        store_counter(each), THREAD, str(thread_id), window, at, prefix=prefix
+                    )
+                )
                 for each in self.limits
                 for window in _windows(each)
             }
-            await self._store.reset(form, sorted(keys))
+            await self.store.reset(mode, sorted(keys))
         own = {each.name: {**each.unused} for each in self.feature_kinds if each.unused}
         unused = {**UNUSED, LEDGER: {**UNUSED[LEDGER], "own": own}}
-        await ask(form, agent, "update_state", config, unused, as_node=node)
+        await ask(mode, agent, "update_state", config, unused, as_node=node)
         # The update has made nodes due that must not run.
-        await ask(form, agent, "update_state", config, None, as_node=END)
+        await ask(mode, agent, "update_state", config, None, as_node=END)
         name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
-        self._recorder.record_reset(name, thread_id, list(map(_unused, self.limits)))
+        self.recorder.record_reset(name, thread_id, list(map(_unused, self.limits)))
 
     def _has_stopped(self, task: PregelTask) -> bool:
         """Whether a task failed because a limit ended the run with an exception."""
         # A checkpoint keeps an exception's `repr`, which begins with the name of its class.
         error = task.error if isinstance(task.error, str) else repr(task.error)
-        judges = any(_is(task.name, each) for each in self._judging_nodes())
+        judges = any(_is(task.name, each) for each in self.checking_nodes())
         return judges and error.startswith(_LIMIT_ERRORS)
 
     def grant(  # noqa: PLR0913 - keyword-only, with defaults
@@ -144,8 +148,8 @@ class OfThreads(Limiter[Any, ContextT, ResponseT]):
         )
 
     def _granting(self, name: str | None, config: RunnableConfig) -> tuple[Granting, str]:
-        store: object = self._store and self._store.store
-        if self._store is None or not isinstance(store, Granting):
+        store: object = self.store and self.store.store
+        if self.store is None or not isinstance(store, Granting):
             raise TypeError(
                 f"{type(self).__name__} needs a store that gives grants, not {store!r}: pass "
                 "store=MemoryStore() or, for several processes, store=RedisStore()"
@@ -162,8 +166,8 @@ class OfThreads(Limiter[Any, ContextT, ResponseT]):
                 f"limit must name one with a thread_limit, not {name!r}: {names}. More of a quota "
                 "is given by the store: store.grant(key, …)"
             )
-        prefix = prefix_in(config, self._store.prefix)
-        return store, str(CountKey(stored_as(found[name]), THREAD, str(thread), prefix=prefix))
+        prefix = prefix_in(config, self.store.prefix)
+        return store, str(CountKey(store_counter(found[name]), THREAD, str(thread), prefix=prefix))
 
 
 def _is(node: str, hook: str) -> bool:
@@ -174,7 +178,7 @@ def _is(node: str, hook: str) -> bool:
 def _windows(limit: Limit) -> list[timedelta | CalendarWindow | None]:
     """The windows in which a store counts what a thread uses of a limit; `None` for no window."""
     in_all = [] if limit.thread_limit is None else [None]
-    return [*in_all, *(each.lasts for each in limit.quotas if each.per == THREAD)]
+    return [*in_all, *(each.period for each in limit.quotas if each.per == THREAD)]
 
 
 def _unused(limit: Limit) -> LimitStatus:

@@ -69,7 +69,7 @@ def with_limits(
             f"with_limits takes create_deep_agent and a QuotaMiddleware, not {shown(create)} and "
             f"{shown(quota)}: write with_limits(create_deep_agent, quota)(model, …)"
         )
-    if quota._store is None:  # noqa: SLF001 - of this package
+    if quota.store is None:
         raise ValueError(
             "quota has no store, so each agent would count for itself: give it one, "
             "QuotaMiddleware(limits, store=MemoryStore()) in one process, or a RedisStore in "
@@ -152,5 +152,5 @@ def _with_quota(
         return present
     # One that judges in the model's own node comes first; any other comes after those whose hooks
     # can jump.
-    inline = "model" in quota._judging_nodes()  # noqa: SLF001 - of this package
+    inline = "model" in quota.checking_nodes()
     return [quota, *present] if inline else [*present, quota]

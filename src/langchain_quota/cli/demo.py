@@ -200,9 +200,11 @@ class Traffic:
         self._rows = {thread: Row(thread) for thread in named}
         self._store = MemoryStore()
         # The more threads, the more searches run at the same time.
-        at_once = ConcurrencyLimit("search", name="search at once", at_once=threads // 3 or 1)
+        concurrency = ConcurrencyLimit(
+            "search", name="search at once", max_concurrency=threads // 3 or 1
+        )
         self._quota = QuotaMiddleware(
-            [*LIMITS, at_once, RepeatLimit(3)],
+            [*LIMITS, concurrency, RepeatLimit(3)],
             store=self._store,
             on_decision=self._take,
             telemetry=Telemetry(near=NEAR),

@@ -18,7 +18,13 @@ from langchain_quota.limits.options import UNITS
 from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, shown
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.grants import Grant, in_utc, unit_of
-from langchain_quota.stores.keys import CountKey, dimension_of, parsed, spacing_of, window_end
+from langchain_quota.stores.keys import (
+    CountKey,
+    dimension_of,
+    parsed,
+    read_emission_interval,
+    window_end,
+)
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
 from langchain_quota.stores.server import PREFIX
@@ -105,7 +111,7 @@ def _row(use: QuotaUsage) -> tuple[str, ...]:
     names = (printable(key.counter), printable(key.dimension), repr(key.subject))
     unit = UNITS.get(names[0], "calls")
     limit = "-" if use.limit is None else shown(use.limit + use.granted, unit)
-    until = "it drains" if spacing_of(use.key) else _when(use.expires_at, use.key)
+    until = "it drains" if read_emission_interval(use.key) else _when(use.expires_at, use.key)
     return (*names, shown(use.used, unit), limit, until)
 
 

@@ -42,7 +42,7 @@ class Hits(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Counter:
+class CountRef:
     """One count, and where it is kept.
 
     Attributes:
@@ -53,7 +53,7 @@ class Counter:
         mirrored: Whether the caller keeps the count, too, and sends it again as `used`: a store
             that is full may drop it.
         lease: For how many seconds, from 1, the request holds what it charges under the key. Then
-            the store gives it back, unless a compensation that `settles` the request comes first.
+            the store gives it back, unless a correction that `settles` the request comes first.
             `None`: what is charged stays charged.
     """
 
@@ -65,7 +65,7 @@ class Counter:
 
 
 @dataclass(frozen=True, slots=True)
-class Compensation:
+class Correction:
     """A correction of counts, made once however often it is sent.
 
     Attributes:
@@ -102,15 +102,15 @@ class AcquireRequest:
         hits: What each call, in order, would add to them.
         stops: The limits whose refusals stop the batch, and after how many refused calls. A
             stopped batch charges nothing.
-        compensations: Corrections that are made first.
+        corrections: CorrectionQueue that are made first.
     """
 
     idempotency_key: str
     attempt_id: str
-    counters: Mapping[str, Counter] = field(default_factory=dict)
+    counters: Mapping[str, CountRef] = field(default_factory=dict)
     hits: tuple[Hits, ...] = ()
     stops: Mapping[str, int] = field(default_factory=dict)
-    compensations: tuple[Compensation, ...] = ()
+    corrections: tuple[Correction, ...] = ()
 
     def keyed(self, amounts: Mapping[str, int]) -> dict[str, int]:
         """The amounts of those counts that a store keeps, by key.
@@ -139,7 +139,7 @@ class AcquireResult:
         replayed: Whether the request was answered before, and is not charged again.
         granted: What grants added to the thresholds over counts, by name; without zeros.
         newly_granted: The part of `granted` by which no call has been judged before.
-        empty_in: In how many microseconds each count that drains is 0, by name; before the batch.
+        drained_in: In how many microseconds each count that drains is 0, by name; before the batch.
     """
 
     used: Mapping[str, int]
@@ -149,7 +149,7 @@ class AcquireResult:
     replayed: bool = False
     granted: Mapping[str, int] = field(default_factory=dict)
     newly_granted: Mapping[str, int] = field(default_factory=dict)
-    empty_in: Mapping[str, int] = field(default_factory=dict)
+    drained_in: Mapping[str, int] = field(default_factory=dict)
 
     def charged(self, hits: Iterable[Hits]) -> dict[str, int]:
         """What is added to each count.

@@ -11,7 +11,7 @@ from langchain_quota.limits.call import RUN, STORE, THREAD, Call, Kind, Scope
 from langchain_quota.limits.options import UNITS, LimitOptions, whole_amount
 from langchain_quota.runtime.units import Unit
 
-OnStoreError = Literal["deny", "allow"]
+OnStoreError = Literal["block", "allow"]
 """What happens to calls that need a store which cannot be asked."""
 
 
@@ -72,7 +72,7 @@ class ResolvedLimit(NamedTuple):
         checks = tuple(
             Check(
                 scope,
-                f"{stored_as(limit)}/{scope}",
+                f"{store_counter(limit)}/{scope}",
                 value
                 if value is None
                 else whole_amount(limit.unit, f"{scope}_limit of limit {limit.name!r}", value),
@@ -129,11 +129,11 @@ class ResolvedLimit(NamedTuple):
 
     def without_store(self, outage: OnStoreError) -> "ResolvedLimit":
         """The limit while the store cannot be asked: without quotas."""
-        denied = outage == "deny" and self.shared
+        denied = outage == "block" and self.shared
         return self._replace(checks=self.checks[:2], denied=denied)
 
 
-def stored_as(limit: Limit) -> str:
+def store_counter(limit: Limit) -> str:
     """The counter under which a store keeps a limit's counts."""
     # A tool may be named `"model"`. Its counter starts with a comma, so the two counts stay apart.
     counter = limit.counter
@@ -142,22 +142,22 @@ def stored_as(limit: Limit) -> str:
 
 def thread_counter(limit: Limit) -> str:
     """The name of the thread's count."""
-    return f"{stored_as(limit)}/{THREAD}"
+    return f"{store_counter(limit)}/{THREAD}"
 
 
 def run_counter(limit: Limit) -> str:
     """The name of the run's count."""
-    return f"{stored_as(limit)}/{RUN}"
+    return f"{store_counter(limit)}/{RUN}"
 
 
-class Asked(NamedTuple):
+class CallChecks(NamedTuple):
     """What a call asks: the limits that match it, and what it adds to their counts."""
 
     limits: tuple[ResolvedLimit, ...]
     hits: Hits
 
     @classmethod
-    def of(cls, limits: Iterable[ResolvedLimit]) -> "Asked":
+    def of(cls, limits: Iterable[ResolvedLimit]) -> "CallChecks":
         """What a call asks of limits."""
         # Limits that share a count hold the highest reserve of the enforced ones. Each limit is
         # still judged by its own reserve: its number is shifted by the difference.
@@ -217,7 +217,7 @@ class ResolvedLimits:
         self._match_by_name = all(
             type(each.limit).matches is LimitOptions.matches for each in self.limits
         )
-        self._asked: dict[tuple[Kind, str | None], Asked] = {}
+        self._asked: dict[tuple[Kind, str | None], CallChecks] = {}
 
     def without_store(self, outage: OnStoreError) -> "ResolvedLimits":
         """The same limits while the store cannot be asked."""
@@ -244,20 +244,20 @@ class ResolvedLimits:
         """Where a store keeps their counts."""
         return sorted({check.key for each in self.limits for check in each.checks if check.key})
 
-    def asked(self, call: Call) -> Asked:
+    def asked(self, call: Call) -> CallChecks:
         """What a call asks."""
         # Tools that no limit names are treated alike, and there may be any number of them.
         key = call.kind, call.tool if call.tool in self._named else None
         found = self._asked.get(key)
         if found is None:
-            found = Asked.of(each for each in self.limits if each.limit.matches(call))
+            found = CallChecks.of(each for each in self.limits if each.limit.matches(call))
             # A kind of limit may match by anything.
             if self._match_by_name:
                 self._asked[key] = found
         return found
 
 
-def hits_of(calls: Sequence[Call], asked: Sequence[Asked]) -> tuple[list[Hits], list[int]]:
+def hits_of(calls: Sequence[Call], asked: Sequence[CallChecks]) -> tuple[list[Hits], list[int]]:
     """What the calls would add to counts, and for each call the index of its hits."""
     # Calls that share an id are one call to the agent: they ask together.
     hits: list[Hits] = []

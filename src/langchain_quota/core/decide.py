@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from langchain_quota.core.admission import AcquireResult
-from langchain_quota.core.checks import Asked, Check, ResolvedLimit, ResolvedLimits
+from langchain_quota.core.checks import CallChecks, Check, ResolvedLimit, ResolvedLimits
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Reason
 from langchain_quota.limits.call import STORE, Call, Exit, Scope
 
@@ -53,7 +53,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
 
 def decide(  # noqa: PLR0913 - keyword-only, with defaults
     calls: Sequence[Call],
-    asked: Sequence[Asked],
+    asked: Sequence[CallChecks],
     index_of: Sequence[int],
     result: AcquireResult,
     *,
@@ -105,7 +105,7 @@ class Breach:
     exit_behavior: Exit
     decision: Decision
     refusals: int
-    unchecked: bool
+    store_unavailable: bool
     # The thread's and the run's count as if the refused calls had run, and the checks that fail.
     thread_count: int
     run_count: int
@@ -114,7 +114,7 @@ class Breach:
 
 def breaches(
     limits: ResolvedLimits,
-    asked: Sequence[Asked],
+    asked: Sequence[CallChecks],
     index_of: Sequence[int],
     decisions: Sequence[Decision],
     result: AcquireResult,

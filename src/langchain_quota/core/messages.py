@@ -11,7 +11,7 @@ from langchain_quota.core.checks import Check
 from langchain_quota.core.decide import Breach
 from langchain_quota.core.decision import Decision, LimitStatus
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import AT_ONCE
+from langchain_quota.limits.call import CONCURRENCY
 from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.runtime.units import PER_BASE_UNIT, Unit, as_dollars, as_time, shown
 
@@ -92,7 +92,7 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
     """Which thresholds of a limit are reached, with counts, and when quotas reset."""
     # For tools the counts are as if the refused calls had run, for the model those before the call.
     limit = breach.limit.limit
-    if breach.unchecked:
+    if breach.store_unavailable:
         return _unchecked(limit)
     if isinstance(limit, RepeatLimit):
         repeats, _ = _why(limit, breach.decision)
@@ -122,7 +122,7 @@ def _refusal(limit: Limit, decision: Decision, status: LimitStatus) -> str:
         return _own(limit.message, decision)
     if status.reason == "store":
         return _unchecked(limit)
-    if (count := status.count_of(AT_ONCE)) is not None:
+    if (count := status.count_of(CONCURRENCY)) is not None:
         most = count.limit
         return (
             f"This call was not run: other calls were running, and at most {most} "

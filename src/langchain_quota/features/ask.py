@@ -28,7 +28,7 @@ from langchain_quota.middleware.context import (
 )
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.state import Own, own_of
-from langchain_quota.runtime.sync_async import Form, ask
+from langchain_quota.runtime.sync_async import Mode, ask
 from langchain_quota.runtime.units import Unit, as_dollars, in_base_unit, shown
 from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, Granting
 from langchain_quota.telemetry import names
@@ -55,22 +55,22 @@ class Questions(Feature):
     name = "ask"
 
     @classmethod
-    def of(cls, limiter: Any) -> "Questions | None":
+    def of(cls, kernel: Any) -> "Questions | None":
         """The feature, if a limit asks."""
         asking = [
-            each.name for each in limiter.limits if each.enforce and each.exit_behavior == "ask"
+            each.name for each in kernel.limits if each.enforce and each.exit_behavior == "ask"
         ]
         if not asking:
             return None
-        if limiter.why_nobody_is_asked:
+        if kernel.why_nobody_is_asked:
             raise ValueError(
-                f"limit {asking[0]!r} has exit_behavior='ask', which {limiter.why_nobody_is_asked}"
+                f"limit {asking[0]!r} has exit_behavior='ask', which {kernel.why_nobody_is_asked}"
             )
-        made = cls(limiter)
-        if made._store is not None and not isinstance(made._store.store, Granting):
+        made = cls(kernel)
+        if made.store is not None and not isinstance(made.store.store, Granting):
             raise TypeError(
                 "exit_behavior='ask' needs a store that can grant more, as MemoryStore, "
-                f"RedisStore and PostgresStore can, not {made._store.store!r}"
+                f"RedisStore and PostgresStore can, not {made.store.store!r}"
             )
         made._first = asking[0]
         return made
@@ -101,7 +101,7 @@ class Questions(Feature):
             raise QuotaStoreError(KEPT)
 
     async def refused(
-        self, form: Form, batch: Batch, result: AcquireResult
+        self, mode: Mode, batch: Batch, result: AcquireResult
     ) -> tuple[Batch, AcquireResult]:
         """Ask a person about refused calls, if that helps; the newest batch, and its result."""
         offers = _offers(batch, result)
@@ -114,15 +114,15 @@ class Questions(Feature):
             for each in granted:
                 if each.key is not None:
                     given = _grant(batch, each)
-                    await ask(form, self._store and self._store.store, "grant", each.key, **given)
+                    await ask(mode, self.store and self.store.store, "grant", each.key, **given)
         except QuotaStoreError as error:
-            self._recorder.record_error("store", error)
+            self.recorder.record_error("store", error)
             raise QuotaStoreError(KEPT) from error
         # A store that has charged the request once answers the same when the run is resumed again.
         more = {each.counter: each.amount for each in granted if each.key is None}
-        again = batch.remake(batch.given.raised(more))
+        again = batch.rebuild(batch.given.raised(more))
         assert again is not None  # noqa: S101 - for the type checker: the calls wait
-        for checks in self._limiter._hooks["checks"]:  # noqa: SLF001 - the kernel's
+        for checks in self._kernel.hooks["checks"]:
             checks(again)
         again.answer = batch.answer
         if more:
@@ -132,7 +132,7 @@ class Questions(Feature):
         # Nobody is asked about what is refused now.
         asking = again.limits.asking
         again.stops = {name: n for name, n in batch.stops.items() if name not in asking}
-        return again, await self._limiter._acquire(form, again)  # noqa: SLF001 - the same
+        return again, await self._kernel.acquire(mode, again)
 
     def _answered(
         self, batch: Batch, result: AcquireResult, offers: Sequence["_Offer"]
@@ -145,9 +145,9 @@ class Questions(Feature):
             try:
                 resumed = interrupt(_payload(batch, result, offers, problem))
             except GraphInterrupt:
-                if self._recorder.is_new(f"{name}/question", problem):
+                if self.recorder.is_new(f"{name}/question", problem):
                     self._count(agent, limits, "asked")
-                    self._recorder.log(_log_question, agent_name(agent), limits)
+                    self.recorder.log(_log_question, agent_name(agent), limits)
                 raise
             try:
                 answer = _read(resumed, offers)
@@ -156,11 +156,11 @@ class Questions(Feature):
                 # LangGraph keeps an answer: only a new question can get another one.
                 problem = f"The answer could not be used: {error}. "
         granted = _by_count(offers, answer.granted)
-        if self._recorder.is_new(f"{name}/answer", answer):
+        if self.recorder.is_new(f"{name}/answer", answer):
             self._count(agent, limits, answer.type)
-            self._recorder.log(_log_answer, agent_name(agent), limits, answer)
+            self.recorder.log(_log_answer, agent_name(agent), limits, answer)
             counted = (each for each in granted if each.key is None)
-            self._recorder.record_granted(
+            self.recorder.record_granted(
                 agent,
                 [(each.limit.name, each.scope, each.limit.unit, each.amount) for each in counted],
             )
@@ -168,7 +168,7 @@ class Questions(Feature):
 
     def _count(self, agent: str | None, limits: Sequence[str], event: str) -> None:
         for limit in limits:
-            self._recorder.count(names.QUESTIONS, agent, limit_label(limit), event)
+            self.recorder.count(names.QUESTIONS, agent, limit_label(limit), event)
 
 
 class _Offer(NamedTuple):

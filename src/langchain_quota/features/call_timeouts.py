@@ -16,7 +16,7 @@ from langchain_quota.limits.time import TimeLimit
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.history import answer
-from langchain_quota.runtime.sync_async import Form, now, runs_in_thread
+from langchain_quota.runtime.sync_async import Mode, run_sync, runs_in_thread
 from langchain_quota.telemetry import names
 
 
@@ -24,43 +24,43 @@ class CallTimes(Feature):
     """Ends tool calls that take too long."""
 
     @classmethod
-    def of(cls, limiter: Any) -> "CallTimes | None":
+    def of(cls, kernel: Any) -> "CallTimes | None":
         """The feature, if a limit has a `call_limit`."""
-        return cls(limiter) if _by_time(limiter.limits) else None
+        return cls(kernel) if _by_time(kernel.limits) else None
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
         """The hook around tools, if a limit has a `call_limit`."""
         return ("wrap_tool_call",) if _by_time(limits) else ()
 
-    def __init__(self, limiter: Any) -> None:
-        super().__init__(limiter)
-        limits = _by_time(limiter.limits)
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
+        limits = _by_time(kernel.limits)
         self._on_trial = [each for each in limits if not each[1].enforce]
         # The shortest one that is enforced ends every call.
         self._enforced = next((each for each in limits if each[1].enforce), None)
 
     async def around_tool(
-        self, form: Form, request: ToolCallRequest, call: ToolHandler
+        self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
         """Make a tool call; if it takes too long, answer it."""
         began = time.monotonic()
         try:
             if self._enforced is None:
                 return await call(request)
-            return await self._ended(form, request, call, *self._enforced)
+            return await self._ended(mode, request, call, *self._enforced)
         finally:
             took = (time.monotonic() - began) * 1000
             for most, limit in self._on_trial:
                 if took > most:
-                    self._count(limit, "on_trial")
+                    self._count(limit, "dry_run")
 
     async def _ended(
-        self, form: Form, request: ToolCallRequest, call: ToolHandler, most: int, limit: TimeLimit
+        self, mode: Mode, request: ToolCallRequest, call: ToolHandler, most: int, limit: TimeLimit
     ) -> ToolAnswer:
         """The answer of a call, or the error that answers it in its place."""
-        runs_on = not form or runs_in_thread(request.tool)
-        if form:
+        runs_on = not mode or runs_in_thread(request.tool)
+        if mode:
             # Not `wait_for`: the call stays in the task of the run, which may be cancelled itself.
             try:
                 async with asyncio.timeout(most / 1000) as timer:
@@ -78,7 +78,7 @@ class CallTimes(Feature):
 
             def run() -> None:
                 try:
-                    done.set_result(context.run(lambda: now(answered())))
+                    done.set_result(context.run(lambda: run_sync(answered())))
                 except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
                     done.set_exception(error)
 
@@ -96,7 +96,7 @@ class CallTimes(Feature):
 
     def _count(self, limit: TimeLimit, outcome: str) -> None:
         """Count a call that took too long."""
-        self._recorder.count(names.LONG_CALLS, running_agent(), limit.name, outcome)
+        self.recorder.count(names.LONG_CALLS, running_agent(), limit.name, outcome)
 
 
 def _by_time(limits: Sequence[Limit]) -> list[tuple[int, TimeLimit]]:

@@ -31,9 +31,9 @@ class DeepAgents(Feature):
     """Refuses code that can call a limited tool, and warns of sub-agents without limits."""
 
     @classmethod
-    def of(cls, limiter: Any) -> "DeepAgents":
+    def of(cls, kernel: Any) -> "DeepAgents":
         """The feature, which every middleware needs."""
-        return cls(limiter)
+        return cls(kernel)
 
     def learn(self, agent: str | None, tools: Sequence[Any]) -> None:
         """Refuse to run an agent whose code can call a limited tool; warn of the rest once."""
@@ -43,13 +43,13 @@ class DeepAgents(Feature):
             _checked.add(start)
             unlimited = ", ".join(map(repr, _unlimited_sub_agents(start)))
             if unlimited:
-                self._limiter._made_at.warn(  # noqa: SLF001 - the kernel gives it
+                self._kernel.created_at.warn(
                     f"the sub-agents that the tool 'task' of agent {agent or UNNAMED!r} starts "
                     f"have no limits of langchain-quota: {unlimited}. Give them their parent's "
                     "limits: with_limits(create_deep_agent, quota)(…)"
                 )
         if _INTERPRETER in sys.modules:
-            for limit in self._limiter.limits:
+            for limit in self._kernel.limits:
                 if limit.enforce:
                     _check_interpreters(limit, tools)
 

@@ -16,7 +16,7 @@ from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.middleware.calls import model_counts
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.state import ledger, run_tools, thread_tools
-from langchain_quota.runtime.sync_async import Form
+from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.runtime.units import Level, as_dollars, as_time, level
 from langchain_quota.stores import QuotaUsage
 
@@ -37,14 +37,14 @@ _SPENT = {TOTAL_TOKENS: "tokens", INPUT_TOKENS: "input tokens", OUTPUT_TOKENS: "
 """The names of budgets of tokens in a note."""
 
 
-class Telling(Feature):
+class ModelNotes(Feature):
     """Tells the model what is left, offers only tools that it may call, asks for a last answer."""
 
     @classmethod
-    def of(cls, limiter: Any) -> "Telling | None":
+    def of(cls, kernel: Any) -> "ModelNotes | None":
         """The feature, if an option or a limit needs it."""
-        made = cls(limiter)
-        return made if made._tells or made._hides or cls.needs(limiter.limits) else None
+        made = cls(kernel)
+        return made if made._tells or made._hides or cls.needs(kernel.limits) else None
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
@@ -52,13 +52,13 @@ class Telling(Feature):
         finalizes = any(limit.exit_behavior == "finalize" for limit in limits)
         return ("after_model",) if finalizes else ()
 
-    def __init__(self, limiter: Any) -> None:
-        super().__init__(limiter)
-        options = limiter._options  # noqa: SLF001 - the kernel gives them
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
+        options = kernel.options
         self._tells: bool = options["tell_model"]
         self._hides: bool = options["hide_exhausted"]
 
-    async def shape(self, form: Form, request: ModelRequest[Any]) -> ModelRequest[Any]:
+    async def shape(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
         """The request as the model gets it: with what is left, and the tools that it may call."""
         state: Any = request.state
         if ledger(state).get("final"):
@@ -67,18 +67,16 @@ class Telling(Feature):
             return offered.override(messages=_with_note(offered.messages, LAST_CALL))
         if not (self._tells or self._hides):
             return request
-        limits = await self._limiter._limits_now(  # noqa: SLF001 - the kernel's
-            form, None, state, request.runtime
-        )
+        limits = await self._kernel.resolve_limits(mode, None, state, request.runtime)
         kept: Mapping[str, QuotaUsage] | None = {}
-        if self._store is not None:
-            kept = await self._store.peek(form, limits.keys())
+        if self.store is not None:
+            kept = await self.store.peek(mode, limits.keys())
         if kept is None:
             # The store did not answer: show what the state knows, and no quota.
             limits, kept = limits.without_store("allow"), {}
         limits = limits.raised({key: each.granted for key, each in kept.items()})
         counts = _state_counts(state, limits)
-        for more in self._limiter._hooks["counts"]:  # noqa: SLF001 - the same
+        for more in self._kernel.hooks["counts"]:
             counts |= more(state)
         for check in (check for each in limits.limits for check in each.checks):
             counts.setdefault(check.counter, 0)
@@ -87,7 +85,7 @@ class Telling(Feature):
         notes: list[str | None] = []
         if self._tells:
             downgraded = _DOWNGRADED if ledger(state).get("downgraded") else None
-            notes = [downgraded, _remaining(limits, counts, near=self._recorder.near)]
+            notes = [downgraded, _remaining(limits, counts, near=self.recorder.near)]
         if self._hides:
             request, note = _without_exhausted(request, limits, counts)
             notes.append(note)

@@ -14,12 +14,18 @@ from langchain_core.messages import AIMessage, AnyMessage, ToolMessage
 # That of `typing` has no JSON Schema before Python 3.12.
 from typing_extensions import TypedDict
 
-from langchain_quota.core.checks import Asked, Check, ResolvedLimit, run_counter, thread_counter
+from langchain_quota.core.checks import (
+    CallChecks,
+    Check,
+    ResolvedLimit,
+    run_counter,
+    thread_counter,
+)
 from langchain_quota.core.decision import Outcome
 from langchain_quota.core.messages import NOT_RUN
 from langchain_quota.limits.call import RUN, THREAD
 from langchain_quota.limits.repeats import MOST_KEPT, RepeatLimit
-from langchain_quota.middleware.calls import Batch, Conclusion
+from langchain_quota.middleware.calls import Batch, HookResult
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.state import Own, own_of
 
@@ -72,14 +78,14 @@ class Repeats(Feature):
     """The tool calls of this run, as each limit remembers them, by middleware and name."""
 
     @classmethod
-    def of(cls, limiter: Any) -> "Repeats | None":
+    def of(cls, kernel: Any) -> "Repeats | None":
         """The feature, if a limit is one on repeats."""
-        made = cls(limiter)
+        made = cls(kernel)
         return made if made._limits else None
 
-    def __init__(self, limiter: Any) -> None:
-        super().__init__(limiter)
-        self._limits = [each for each in limiter.limits if isinstance(each, RepeatLimit)]
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
+        self._limits = [each for each in kernel.limits if isinstance(each, RepeatLimit)]
 
     def begin(self, state: Any, own: Own) -> None:
         """A new run may repeat what an earlier one did."""
@@ -88,7 +94,7 @@ class Repeats(Feature):
 
     def counts(self, state: Any) -> dict[str, int]:
         """How often the most repeated call or failure has come, by the name of the counter."""
-        records = _records(state).get(self._limiter.name, {})
+        records = _records(state).get(self._kernel.name, {})
         found: dict[str, int] = {}
         for limit in self._limits:
             made = _made(records.get(limit.name, _NOTHING), state.get("messages") or ())
@@ -105,18 +111,18 @@ class Repeats(Feature):
             return
         records = _records(batch.state).get(batch.middleware, {})
         known = {
-            each.name: _Judged(each, records.get(each.name, _NOTHING), batch)
+            each.name: _RepeatCheck(each, records.get(each.name, _NOTHING), batch)
             for each in self._limits
         }
         batch.own[self.name] = known
         batch.ask(
-            Asked.of(_asked(asked, known, index, batch.used))
+            CallChecks.of(_asked(asked, known, index, batch.used))
             for index, asked in enumerate(batch.asked)
         )
 
-    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Remember the calls."""
-        known: Mapping[str, _Judged] | None = batch.own.get(self.name)
+        known: Mapping[str, _RepeatCheck] | None = batch.own.get(self.name)
         if known is not None and conclusion.error is None:
             runs = [each.outcome not in _NOT_RUN for each in conclusion.decisions]
             own = {name: each.noted(runs) for name, each in known.items()}
@@ -131,7 +137,7 @@ def _records(state: Mapping[str, Any]) -> Mapping[str, dict[str, Record]]:
 
 
 def _asked(
-    asked: Asked, known: Mapping[str, "_Judged"], index: int, used: dict[str, int]
+    asked: CallChecks, known: Mapping[str, "_RepeatCheck"], index: int, used: dict[str, int]
 ) -> Iterator[ResolvedLimit]:
     """The limits on a call, with what repeat limits count of it."""
     for each in asked.limits:
@@ -143,7 +149,7 @@ def _asked(
             yield each._replace(checks=(check._replace(scope=THREAD, most=None), check))
 
 
-class _Judged:
+class _RepeatCheck:
     """The calls of a message, as one limit judges them."""
 
     def __init__(self, limit: RepeatLimit, record: Record, batch: Batch) -> None:
@@ -203,7 +209,7 @@ class _Judged:
         )
 
 
-class Made(NamedTuple):
+class PastCall(NamedTuple):
     """A tool call that was let through."""
 
     # The number of the model's answer that made it.
@@ -231,9 +237,9 @@ class Made(NamedTuple):
         return (self.tool if self.failed else self.key, self.gave)
 
 
-def _made(record: Record, messages: Sequence[AnyMessage]) -> list[Made]:
+def _made(record: Record, messages: Sequence[AnyMessage]) -> list[PastCall]:
     """The calls that a record knows, with the answers that they have now."""
-    made, waiting = [Made(*each) for each in record["made"]], record["waiting"]
+    made, waiting = [PastCall(*each) for each in record["made"]], record["waiting"]
     answers: dict[str, ToolMessage] = {}
     args: dict[str | None, object] = {}
     for message in reversed(messages if waiting else ()):
@@ -253,11 +259,11 @@ def _made(record: Record, messages: Sequence[AnyMessage]) -> list[Made]:
                 continue
             failed = answer.status == "error"
             gave = _answer_digest(answer.content, call_id, args.get(call_id), failed=failed)
-        made.append(Made(record["step"], tool, key, gave))
+        made.append(PastCall(record["step"], tool, key, gave))
     return made
 
 
-def repeated(made: Iterable[Made]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+def repeated(made: Iterable[PastCall]) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """How often equal calls were made, by key, and tools have failed, since something new came.
 
     Of the ways in which a tool failed the most frequent one counts, once in an answer of the model.

@@ -13,11 +13,11 @@ from langchain.agents.middleware.types import ModelRequest, ToolCallRequest
 from langchain_core.messages import AIMessage, ToolMessage
 from langgraph.checkpoint.base import WRITES_IDX_MAP
 
-from langchain_quota.middleware.calls import Batch, Conclusion, Update
+from langchain_quota.middleware.calls import Batch, HookResult, Update
 from langchain_quota.middleware.context import digest, running_config, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.state import LEDGER, Ledger, ledger, merge_ledgers, own_of
-from langchain_quota.runtime.sync_async import Form, ask
+from langchain_quota.runtime.sync_async import Mode, ask
 
 _RERUN = "reruns"  # in the state with which a call is checked that runs again
 
@@ -28,22 +28,22 @@ class Reruns(Feature):
     name = "reruns"
 
     @classmethod
-    def of(cls, limiter: Any) -> "Reruns | None":
+    def of(cls, kernel: Any) -> "Reruns | None":
         """The feature, if a store keeps counts."""
-        return None if limiter._store is None else cls(limiter)  # noqa: SLF001 - the kernel's
+        return None if kernel.store is None else cls(kernel)
 
-    def __init__(self, limiter: Any) -> None:
-        super().__init__(limiter)
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
         # By check: the task that made it. By check and call: the step that made the call first.
         self._claims: Callable[[Hashable], dict[str, str]] = lru_cache(20_000)(lambda _: {})
 
-    async def attempt(self, form: Form, runtime: Any) -> Any:
+    async def attempt(self, mode: Mode, runtime: Any) -> Any:
         """Name the running task anew if it was finished before, and its calls cannot be claimed."""
         info: Any = getattr(runtime, "execution_info", None)
-        apart = "model" not in self._limiter._judging_nodes()  # noqa: SLF001 - the kernel's
+        apart = "model" not in self._kernel.checking_nodes()
         if info is None or (apart and self._claims(info.task_id)):
             return runtime
-        attempt, _ = await _earlier(form, info)
+        attempt, _ = await _earlier(mode, info)
         task = f"{info.task_id}/{attempt}"
         return runtime.override(execution_info=replace(info, task_id=task)) if attempt else runtime
 
@@ -52,7 +52,7 @@ class Reruns(Feature):
         if _RERUN in batch.state:
             batch.stops = {}
 
-    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Name the check in the state."""
         if batch.sent is not None and batch.context.task_id is not None:
             check = digest(batch.sent.idempotency_key)[:16]
@@ -61,38 +61,38 @@ class Reruns(Feature):
             batch.keep(self.name, {batch.calls[0].kind: check})
         return conclusion
 
-    async def rerun(self, form: Form, request: ModelRequest[Any]) -> Update | None:
+    async def rerun(self, mode: Mode, request: ModelRequest[Any]) -> Update | None:
         """Check a model call that runs again; what ends the run, or `None` if the call may run."""
-        runtime = await self._runs_again(form, "model", request.state)
+        runtime = await self._runs_again(mode, "model", request.state)
         state = {**request.state, _RERUN: True}
-        update = runtime and await self._limiter._judge_model(form, state, runtime)  # noqa: SLF001
+        update = runtime and await self._kernel.check_model_call(mode, state, runtime)
         return update if update and update.pop("jump_to", None) else None
 
     async def around_tool(
-        self, form: Form, request: ToolCallRequest, call: ToolHandler
+        self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
         """Check a tool call that runs again."""
         made, state = request.tool_call, request.state
-        runtime = await self._runs_again(form, "tool", state, made["id"])
+        runtime = await self._runs_again(mode, "tool", state, made["id"])
         if runtime is not None:
             asked = AIMessage("", id=runtime.execution_info.task_id, tool_calls=[made])
             known = merge_ledgers(ledger(state), Ledger(final=""))
             alone = {"messages": [asked], "structured_response": None, LEDGER: known, _RERUN: True}
-            update = await self._limiter._judge_tools(  # noqa: SLF001 - the kernel's
-                form, {**state, **alone}, runtime, task=f"{self._limiter.name}/{made['id']}"
+            update = await self._kernel.check_tool_calls(
+                mode, {**state, **alone}, runtime, task=f"{self._kernel.name}/{made['id']}"
             )
             for each in (update or {}).get("messages", ()):
                 if isinstance(each, ToolMessage):
                     return each
         return await call(request)
 
-    async def _runs_again(self, form: Form, kind: str, state: Any, call: Any = None) -> Any:
+    async def _runs_again(self, mode: Mode, kind: str, state: Any, call: Any = None) -> Any:
         """Return the runtime in which a call is checked that runs again, or else `None`."""
         info = getattr(running_runtime(), "execution_info", None)
         if info is None or not isinstance(state, Mapping):
             return None
         check = own_of(state, self.name).get(kind, "")
-        attempt, again = await _earlier(form, info)
+        attempt, again = await _earlier(mode, info)
         checked_by = self._claims(check).get("by", "")
         if checked_by.partition("/")[0] == info.task_id and checked_by.endswith(attempt):
             return None
@@ -102,7 +102,7 @@ class Reruns(Feature):
         return running_runtime(f"again/{attempt}") if again else None
 
 
-async def _earlier(form: Form, info: Any) -> tuple[str, bool]:
+async def _earlier(mode: Mode, info: Any) -> tuple[str, bool]:
     """Return a name for this attempt if its task was finished before, and whether its step was."""
     config = running_config()
     known = config.get("configurable") or {}
@@ -116,7 +116,7 @@ async def _earlier(form: Form, info: Any) -> tuple[str, bool]:
     at = {"thread_id": known.get("thread_id"), "checkpoint_ns": around}
     while found is None and ids:
         of: Any = {"configurable": {**at, "checkpoint_id": ids.pop(0)}}
-        found = await ask(form, saver, "get_tuple", of)
+        found = await ask(mode, saver, "get_tuple", of)
         is_copy = not ids
     while found:
         writes = found.pending_writes or ()
@@ -126,5 +126,5 @@ async def _earlier(form: Form, info: Any) -> tuple[str, bool]:
         if found.metadata.get("source") not in {"fork", "update"}:
             return "", False
         is_copy, of = True, found.parent_config
-        found = of and await ask(form, saver, "get_tuple", of)
+        found = of and await ask(mode, saver, "get_tuple", of)
     return "", True

@@ -11,11 +11,11 @@ from langchain.agents.middleware.types import ToolCallRequest
 from langchain_quota.core.admission import AcquireResult
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ROOT_RUN
-from langchain_quota.middleware.calls import Batch, Conclusion
+from langchain_quota.middleware.calls import Batch, HookResult
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.root_run import (
-    Notes,
+    StoreSequence,
     log_lost,
     name_in_tool,
     root_run,
@@ -23,7 +23,7 @@ from langchain_quota.middleware.root_run import (
     watch_root_runs,
 )
 from langchain_quota.middleware.state import Own, own_of
-from langchain_quota.runtime.sync_async import Form
+from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.client import StoreClient
 
 
@@ -34,16 +34,16 @@ class RootRuns(Feature):
     unused: ClassVar[Mapping[str, Any]] = {"root_run": None, "root_used": {}}
     """What names the root run in a store; what the store had counted of it, by key, when this agent
     last asked."""
-    _store: StoreClient
+    store: StoreClient
     """Quotas need one."""
 
     @classmethod
-    def of(cls, limiter: Any) -> "RootRuns | None":
+    def of(cls, kernel: Any) -> "RootRuns | None":
         """The feature, if a quota is per root run."""
-        if not cls.needs(limiter.limits):
+        if not cls.needs(kernel.limits):
             return None
         watch_root_runs()
-        return cls(limiter)
+        return cls(kernel)
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
@@ -56,7 +56,7 @@ class RootRuns(Feature):
         if own_of(state, self.name):
             own[self.name] = {**self.unused}
 
-    async def root_run(self, form: Form, state: Any, caller: CallContext, prefix: str) -> str:
+    async def root_run(self, mode: Mode, state: Any, caller: CallContext, prefix: str) -> str:
         """Whose calls a store counts together with those of the running node."""
         run, known = root_run(), own_of(state, self.name)
         kept: str | None = known.get("root_run")
@@ -70,14 +70,14 @@ class RootRuns(Feature):
             return kept
         if run.subject is not None:
             return run.subject
-        name = await Notes(self._store, prefix).numbered(form, run, caller)
+        name = await StoreSequence(self.store, prefix).numbered(mode, run, caller)
         if name is None and thread_of(run, caller) is not None:
             # The store did not answer: it is asked again.
             return run.key
         run.subject = name or run.key
         if run.is_lost:
             # Another root run may have a budget for these calls.
-            self._recorder.count_error("root_run", "inside")
+            self.recorder.count_error("root_run", "inside")
             log_lost()
         return run.subject
 
@@ -103,7 +103,7 @@ class RootRuns(Feature):
             }
         )
 
-    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Write what a resumed run needs to go on with the same counts."""
         run = root_run()
         if run is not None:
@@ -112,7 +112,7 @@ class RootRuns(Feature):
 
     async def around_tool(
         self,
-        form: Form,  # noqa: ARG002 - as for every feature
+        mode: Mode,  # noqa: ARG002 - as for every feature
         request: ToolCallRequest,
         call: ToolHandler,
     ) -> ToolAnswer:

@@ -13,23 +13,23 @@ _ALIKE = 0.8
 """How alike two names must be, by `difflib`."""
 
 
-class Forgetful(Feature):
+class UnsavedThreadLimits(Feature):
     """Warns once, when a run begins, of thread limits whose counts do not outlive the run."""
 
     @classmethod
-    def of(cls, limiter: Any) -> "Forgetful | None":
+    def of(cls, kernel: Any) -> "UnsavedThreadLimits | None":
         """The feature, if there is a thread limit."""
-        limited = any(limit.thread_limit is not None for limit in limiter.limits)
-        return cls(limiter) if limited else None
+        limited = any(limit.thread_limit is not None for limit in kernel.limits)
+        return cls(kernel) if limited else None
 
-    def __init__(self, limiter: Any) -> None:
-        super().__init__(limiter)
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
         self._warned = False
 
     def begin(self, state: Any, own: Own) -> None:  # noqa: ARG002 - not of interest
         """Warn if neither a checkpointer nor a store keeps the counts of threads."""
         context = call_context(running_runtime(), model_name=None)
-        has_store = self._store is not None
+        has_store = self.store is not None
         if self._warned or context.remembers or (has_store and context.run_thread_id is not None):
             return
         self._warned = True
@@ -45,23 +45,23 @@ class Forgetful(Feature):
                 "agent alone, give create_agent checkpointer=True, and the outermost graph a "
                 "checkpointer"
             )
-        self._limiter._made_at.warn(  # noqa: SLF001 - the kernel's
-            f"{self._limiter.name} has a thread limit, but this agent's state does not outlive the "
+        self._kernel.created_at.warn(
+            f"{self._kernel.name} has a thread limit, but this agent's state does not outlive the "
             f"run: the limit holds within one run only. {remedy}"
         )
 
 
-class OfferedTools(Feature):
+class MisspelledTools(Feature):
     """Advises once of names in limits that look misspelt."""
 
     @classmethod
-    def of(cls, limiter: Any) -> "OfferedTools | None":
+    def of(cls, kernel: Any) -> "MisspelledTools | None":
         """The feature, if limits name tools."""
-        return cls(limiter) if any(limit.named_tools for limit in limiter.limits) else None
+        return cls(kernel) if any(limit.named_tools for limit in kernel.limits) else None
 
-    def __init__(self, limiter: Any) -> None:
-        super().__init__(limiter)
-        self._named = {name for limit in limiter.limits for name in limit.named_tools}
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
+        self._named = {name for limit in kernel.limits for name in limit.named_tools}
 
     def learn(self, agent: str | None, tools: Sequence[Any]) -> None:
         """Compare the names of the first tools that are offered."""
@@ -73,7 +73,7 @@ class OfferedTools(Feature):
             if (near := get_close_matches(name, offered - self._named, 1, _ALIKE))
         }
         if meant:
-            self._recorder.log(_log_misspelt, agent_name(agent), meant)
+            self.recorder.log(_log_misspelt, agent_name(agent), meant)
         if tools:
             self._named = set()
 

@@ -14,7 +14,7 @@ from langchain_core.messages import AIMessage
 from langgraph.errors import GraphInterrupt
 
 from langchain_quota.limits.call import Kind
-from langchain_quota.middleware.calls import Batch, Conclusion
+from langchain_quota.middleware.calls import Batch, HookResult
 from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.root_run import DECISION, RootRun, root_run, watch_root_runs
@@ -78,9 +78,9 @@ class CountingRootRun(RootRun):
             judged[graph, agent, "tool"] += tools
         for (graph, agent, kind), count in Counter(self.seen).items():
             # Before 1.2, LangGraph does not give the hooks of a node that is an agent its name.
-            unjudged = count - (judged[graph, agent, kind] or judged[graph, None, kind])
-            if unjudged > 0:
-                self.recorder.count(names.UNJUDGED_CALLS, agent, kind, amount=unjudged)
+            unchecked = count - (judged[graph, agent, kind] or judged[graph, None, kind])
+            if unchecked > 0:
+                self.recorder.count(names.UNCHECKED_CALLS, agent, kind, amount=unchecked)
                 # It causes no `QuotaWarning`: LangChain would swallow one that is an error.
                 self.recorder.log_first(_log, agent_name(agent), kind)
 
@@ -109,14 +109,14 @@ class CountingRootRun(RootRun):
     on_llm_error = on_tool_error = _fail
 
 
-class Unjudged(Feature):
+class Unchecked(Feature):
     """Notes which calls are judged."""
 
     @classmethod
-    def of(cls, limiter: Any) -> "Unjudged | None":
-        """The feature, if the telemetry counts unjudged calls."""
-        made = cls(limiter)
-        if not made._recorder.counts_unjudged_calls:
+    def of(cls, kernel: Any) -> "Unchecked | None":
+        """The feature, if the telemetry counts unchecked calls."""
+        made = cls(kernel)
+        if not made.recorder.counts_unchecked_calls:
             return None
         watch_root_runs(CountingRootRun)
         return made
@@ -125,7 +125,7 @@ class Unjudged(Feature):
         """Note that the running agent's newest model call is judged, and its tool calls."""
         self._note(state.get("messages") or (), models=1)
 
-    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Note tool calls that are judged without the call of the model that has made them."""
         if batch.pending is not None:
             self._note([batch.pending.message], models=0)
@@ -134,7 +134,7 @@ class Unjudged(Feature):
     def _note(self, messages: Sequence[Any], *, models: int) -> None:
         run = root_run()
         if isinstance(run, CountingRootRun):
-            run.recorder = run.recorder or self._recorder
+            run.recorder = run.recorder or self.recorder
             task = running_config().get("configurable", {}).get("checkpoint_ns") or ""
             run.judge(_graph_of(task), running_agent(), messages, models)
 
@@ -151,5 +151,5 @@ def _log(agent: str, kind: str) -> None:
         agent,
         "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "
         "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).model(…)). Others of "
-        "this kind are only counted, in langchain_quota_unjudged_calls_total",
+        "this kind are only counted, in langchain_quota_unchecked_calls_total",
     )

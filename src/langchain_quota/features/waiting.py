@@ -16,22 +16,22 @@ from typing import Any, NamedTuple
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation, Hits
-from langchain_quota.core.checks import Asked, Check, ResolvedLimit, ResolvedLimits
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, Hits
+from langchain_quota.core.checks import CallChecks, Check, ResolvedLimit, ResolvedLimits
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Scope
 from langchain_quota.limits.options import counts_calls
-from langchain_quota.middleware.calls import Batch, Conclusion, taken
+from langchain_quota.middleware.calls import Batch, HookResult, taken
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import clock_of
 from langchain_quota.middleware.state import ledger, own_of
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Queues, Waiter, queues_of
-from langchain_quota.runtime.sync_async import Form, fork_safe_lock, wait_for
-from langchain_quota.stores.expiring_dict import Kept
+from langchain_quota.runtime.sync_async import Mode, fork_safe_lock, wait_for
+from langchain_quota.stores.expiring_dict import ExpiringDict
 from langchain_quota.stores.grants import in_utc
-from langchain_quota.stores.keys import lacking
+from langchain_quota.stores.keys import seconds_until_room
 
 _SHORTEST = 0.001
 """How long a call pauses at least between two questions to the store, in seconds."""
@@ -47,10 +47,10 @@ class Waiting(Feature):
     name = "waiting"
 
     @classmethod
-    def of(cls, limiter: Any) -> "Waiting | None":
+    def of(cls, kernel: Any) -> "Waiting | None":
         """The feature, if a limit waits, or a quota is smooth."""
-        smooth = any(quota.smooth for each in limiter.limits for quota in each.quotas)
-        return cls(limiter) if smooth or _waiting(limiter.limits) else None
+        smooth = any(quota.smooth for each in kernel.limits for quota in each.quotas)
+        return cls(kernel) if smooth or _waiting(kernel.limits) else None
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
@@ -59,19 +59,19 @@ class Waiting(Feature):
         smooth = (each for each in limits if any(quota.smooth for quota in each.quotas))
         return ("wrap_tool_call",) if any(each.name in waits for each in smooth) else ()
 
-    def __init__(self, limiter: Any) -> None:
-        super().__init__(limiter)
-        self._seconds = _waiting(limiter.limits)
-        self._clock = clock_of(limiter._store.store)  # noqa: SLF001 - quotas need a store
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
+        self._seconds = _waiting(kernel.limits)
+        self._clock = clock_of(kernel.store.store)
         # When the first call of a message started, and the time when that was last looked up.
-        self._begun: Kept[tuple[float, float]] = Kept(_MOST_KEPT)
-        self._cancelled: Kept[bool] = Kept(_MOST_KEPT)
+        self._begun: ExpiringDict[tuple[float, float]] = ExpiringDict(_MOST_KEPT)
+        self._cancelled: ExpiringDict[bool] = ExpiringDict(_MOST_KEPT)
         self._id = token_hex(8)
         self._lock = fork_safe_lock()
 
     def answered(self, batch: Batch, result: AcquireResult) -> None:
         """Note when the next call fits into smooth quotas."""
-        if not result.empty_in:
+        if not result.drained_in:
             return
         now, charged = self._clock(), result.charged(batch.hits)
 
@@ -79,20 +79,20 @@ class Waiting(Feature):
             if not check.spacing:
                 return check
             room = (check.most or 0) - check.hit - charged[check.counter]
-            seconds = lacking(result.empty_in[check.counter], room, check.spacing)
+            seconds = seconds_until_room(result.drained_in[check.counter], room, check.spacing)
             return check._replace(resets_at=in_utc(now + seconds))
 
         def known(limit: ResolvedLimit) -> ResolvedLimit:
             return limit._replace(checks=tuple(map(timed, limit.checks)))
 
         batch.limits = ResolvedLimits(map(known, batch.limits.limits))
-        batch.ask(Asked.of(map(known, each.limits)) for each in batch.asked)
+        batch.ask(CallChecks.of(map(known, each.limits)) for each in batch.asked)
 
     def unanswered(self, batch: Batch) -> None:
         """Wait for nothing while the store cannot be asked."""
         batch.stops = batch.own.get(self.name, batch.stops)
 
-    async def judged(self, form: Form, batch: Batch) -> tuple[Batch, AcquireResult]:
+    async def judged(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
         """Judge a batch when there is room for it, or when it may wait no longer."""
         waits = [
             (limit, scope, _queue_of(check))
@@ -100,15 +100,15 @@ class Waiting(Feature):
             if limit in self._seconds and check.key and _has_window(check)
         ]
         if not waits:
-            return await super().judged(form, batch)
+            return await super().judged(mode, batch)
         began = time.monotonic()
         until = began + min(self._seconds[limit] for limit, *_ in waits)
-        queues = queues_of(self._store and self._store.store)
+        queues = queues_of(self.store and self.store.store)
         of = {queue: (limit, scope) for limit, scope, queue in waits}
-        wait = _Wait(until, queues, of, Waiter(form), *waits[0][:2])
+        wait = _Wait(until, queues, of, Waiter(mode), *waits[0][:2])
         decision = "cancelled"
         try:
-            batch, result = await self._judged(form, batch, wait)
+            batch, result = await self._judged(mode, batch, wait)
             self._note_starts(batch, result)
             refused = {name for each in result.refused for name in each}
             decision = "blocked" if wait.limit in refused else "allowed"
@@ -117,9 +117,9 @@ class Waiting(Feature):
             queues.move(wait.waiter)
             waited = batch.own["waited"] = time.monotonic() - began if wait.has_waited else 0.0
             done = batch.context.agent, wait.limit, decision, waited, wait.scope
-            self._recorder.record_wait(*done)
+            self.recorder.record_wait(*done)
 
-    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Say in the decisions how long the calls have waited."""
         waited = batch.own.get("waited")
         if not waited:
@@ -127,18 +127,18 @@ class Waiting(Feature):
         decisions = [each._replace(waited=waited) for each in conclusion.decisions]
         return conclusion._replace(decisions=decisions)
 
-    async def _judged(self, form: Form, batch: Batch, wait: "_Wait") -> tuple[Batch, AcquireResult]:
+    async def _judged(self, mode: Mode, batch: Batch, wait: "_Wait") -> tuple[Batch, AcquireResult]:
         in_time, agent = True, batch.context.agent
         while in_time:
             in_time = await self._comes_next(agent, wait)
             if wait.has_waited:
-                batch = await self._again(form, batch)
+                batch = await self._again(mode, batch)
             # A stopped batch charges nothing.
             stops = batch.own[self.name] = batch.stops
             if in_time:
                 batch.stops = {**stops, **dict.fromkeys(self._seconds, 1)}
             later = self._let_start_later(batch, wait.until)
-            batch, result = await super().judged(form, batch)
+            batch, result = await super().judged(mode, batch)
             if not (in_time and result.stopped and batch.answered):
                 return batch, result
             lack = self._lack(batch, result, stops, later)
@@ -146,17 +146,17 @@ class Waiting(Feature):
             if in_time:
                 wait.limit, wait.scope, wait.has_waited = lack.limit, lack.scope, True
                 wait.queues.move(wait.waiter, lack.queue)
-                with self._recorder.waiting(agent, wait.limit):
-                    await wait_for(form, min(lack.pause, LOOKS_AGAIN))
-        batch = await self._again(form, batch)
+                with self.recorder.waiting(agent, wait.limit):
+                    await wait_for(mode, min(lack.pause, LOOKS_AGAIN))
+        batch = await self._again(mode, batch)
         self._let_start_later(batch, wait.until)
-        return await super().judged(form, batch)
+        return await super().judged(mode, batch)
 
     async def _comes_next(self, agent: str | None, wait: "_Wait") -> bool:
         """Wait behind earlier calls that lack room; return whether the turn comes in time."""
         seconds = 0.0
         while True:
-            with self._recorder.waiting(agent, wait.limit):
+            with self.recorder.waiting(agent, wait.limit):
                 if seconds > 0:
                     await wait.waiter.sleep(seconds)
                 if wait.queues.is_next(wait.waiter, sorted(wait.of)):
@@ -166,20 +166,20 @@ class Waiting(Feature):
             if seconds <= 0:
                 return False
 
-    async def _again(self, form: Form, batch: Batch) -> Batch:
+    async def _again(self, mode: Mode, batch: Batch) -> Batch:
         """The same calls at this moment."""
-        limiter, kind = self._limiter, "model" if batch.pending is None else "tool"
-        of = form, kind, batch.state, batch.runtime
-        again = batch.remake(await limiter._limits_now(*of))  # noqa: SLF001 - the kernel's
+        kernel, kind = self._kernel, "model" if batch.pending is None else "tool"
+        of = mode, kind, batch.state, batch.runtime
+        again = batch.rebuild(await kernel.resolve_limits(*of))
         assert again is not None  # noqa: S101 - for the type checker: the calls wait
-        for checks in limiter._hooks["checks"]:  # noqa: SLF001 - the same
+        for checks in kernel.hooks["checks"]:
             checks(again)
         return again
 
     def _let_start_later(self, batch: Batch, until: float) -> Mapping[str, int]:
         """Let all but the first call of smooth quotas start later; return by how many calls."""
         # In a graph whose node of tools is not ours, nothing keeps a call from starting.
-        if batch.pending is None or not getattr(self._limiter, "has_tools", True):
+        if batch.pending is None or not getattr(self._kernel, "has_tools", True):
             return {}
         microseconds = max(0, int((until - time.monotonic()) * 10**6))
         later = {
@@ -230,8 +230,8 @@ class Waiting(Feature):
                 continue
             pause = last = math.inf
             if each.counter in later:
-                spacing, level = check.spacing, result.empty_in[each.counter]
-                last, pause = (lacking(level, n, spacing) for n in (room, each.most - 1))
+                spacing, level = check.spacing, result.drained_in[each.counter]
+                last, pause = (seconds_until_room(level, n, spacing) for n in (room, each.most - 1))
                 # Start times are whole calls later.
                 pause = pause if pause > 0 else last % (spacing / 10**6)
             elif room >= 0 and check.resets_at is not None:
@@ -247,7 +247,7 @@ class Waiting(Feature):
         """Write down after how many seconds tool calls start, if they cannot all start now."""
         if batch.pending is None or batch.sent is None or not batch.answered or result.stopped:
             return
-        levels, starts = dict(result.empty_in), dict[str, tuple[float, str, Scope]]()
+        levels, starts = dict(result.drained_in), dict[str, tuple[float, str, Scope]]()
         for call, asked, index in zip(batch.calls, batch.asked, batch.index_of, strict=True):
             smooth = [
                 (each.limit.name, check)
@@ -256,7 +256,9 @@ class Waiting(Feature):
                 if check.spacing and each.limit.name in self._seconds and result.admitted[index]
             ]
             for limit, check in smooth:
-                seconds = lacking(levels[check.counter], (check.most or 0) - 1, check.spacing)
+                seconds = seconds_until_room(
+                    levels[check.counter], (check.most or 0) - 1, check.spacing
+                )
                 start = max(0.0, seconds), limit, check.scope
                 starts[str(call.id)] = max(start, starts.get(str(call.id), start))
             for counter, spacing in {check.counter: check.spacing for _, check in smooth}.items():
@@ -266,7 +268,7 @@ class Waiting(Feature):
             batch.keep(self.name, {**noted, "starts": starts})
 
     async def around_tool(
-        self, form: Form, request: ToolCallRequest, call: ToolHandler
+        self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
         """Make a tool call when its start time has come. Refund it if it is cancelled before."""
         state, call_id = request.state, str(request.tool_call["id"])
@@ -277,32 +279,32 @@ class Waiting(Feature):
         if not (judged and charge and start and own["message"] == judged["message"]):
             return await call(request)
         name, (after, limit, scope) = f"{own['name']}/{call_id}", start
-        refund = Compensation(name, {key: -amount for key, amount in charge["keys"].items()})
+        refund = Correction(name, {key: -amount for key, amount in charge["keys"].items()})
         is_resumed = own["by"] != self._id or self._cancelled.get(name, 0) is not None
         began, agent, decision = time.monotonic(), running_agent(), "cancelled"
         try:
             while seconds := self._seconds_to_start(own["name"], after):
-                with self._recorder.waiting(agent, limit):
-                    await wait_for(form, seconds)
+                with self.recorder.waiting(agent, limit):
+                    await wait_for(mode, seconds)
             decision = "allowed"
         except BaseException:
             if not is_resumed:
                 self._cancelled.put(name, True, began)
                 self._settle_soon(refund)
                 of = Call("tool", request.tool_call["name"], call_id, 1, agent)
-                self._recorder.record_refunds(refunds_of(of, taken(charge)))
+                self.recorder.record_refunds(refunds_of(of, taken(charge)))
             raise
         finally:
             waited = time.monotonic() - began
-            self._recorder.record_wait(agent, limit, decision, waited, scope)
+            self.recorder.record_wait(agent, limit, decision, waited, scope)
         if is_resumed:
             # It may have been refunded. Each correction is made once, so it is charged once.
-            self._settle_soon(refund, Compensation(f"{name}/again", charge["keys"]))
+            self._settle_soon(refund, Correction(f"{name}/again", charge["keys"]))
         return await call(request)
 
-    def _settle_soon(self, *compensations: Compensation) -> None:
-        if self._store is not None:
-            self._store.settle_soon(AcquireRequest("", "", compensations=compensations))
+    def _settle_soon(self, *corrections: Correction) -> None:
+        if self.store is not None:
+            self.store.settle_soon(AcquireRequest("", "", corrections=corrections))
 
     def _seconds_to_start(self, message: str, after: float) -> float:
         """Return in how many seconds a call starts; 0 if it starts now, and later ones after it."""

@@ -16,14 +16,14 @@ from langchain_quota.limits.options import (
     whole_amount,
 )
 from langchain_quota.runtime.arguments import (
-    check_choice,
-    check_share,
-    check_sync_function,
-    check_type,
-    checked_tools,
+    parse_tool_names,
     shown,
+    validate_choice,
+    validate_share,
+    validate_sync_function,
+    validate_type,
 )
-from langchain_quota.runtime.units import Dollars, Unit, checked_dollars, checked_nanodollars
+from langchain_quota.runtime.units import Dollars, Unit, parse_dollars, parse_nanodollars
 
 Prices = Callable[[ModelUsage], Decimal | None]
 """What one model run costs, in dollars; `None` where that is not known."""
@@ -49,8 +49,8 @@ class Budget(ModelLimit[Amount]):
 
     def _check_budget(self) -> None:
         """Check that a budget admits a call, and that its first call is not its last."""
-        self._check_numbers()
-        check_share("downgrade_at", self.downgrade_at)
+        self._validate_numbers()
+        validate_share("downgrade_at", self.downgrade_at)
         if self.downgrade_to is not None and not hasattr(self.downgrade_to, "bind_tools"):
             raise TypeError(
                 "downgrade_to must be a chat model, such as init_chat_model(…), not "
@@ -156,8 +156,8 @@ class TokenLimit(Budget[int]):
     """The key under which tokens are counted: limits with one counter share its count."""
 
     def __post_init__(self) -> None:
-        check_choice("tokens", self.tokens, get_args(TokenKind))
-        self._check_options("tokens" if self.tokens == "total" else f"{self.tokens}_tokens")
+        validate_choice("tokens", self.tokens, get_args(TokenKind))
+        self._validate_options("tokens" if self.tokens == "total" else f"{self.tokens}_tokens")
         self._check_budget()
         self._set(counter=_COUNTERS[self.tokens])
 
@@ -201,16 +201,16 @@ class CostLimit(Budget[Dollars]):
     )
 
     def __post_init__(self) -> None:
-        check_type("tool_prices", self.tool_prices, Mapping, "a table of prices by tool")
-        checked_tools("tool_prices", tuple(self.tool_prices), or_none=True)
+        validate_type("tool_prices", self.tool_prices, Mapping, "a table of prices by tool")
+        parse_tool_names("tool_prices", tuple(self.tool_prices), or_none=True)
         for tool, price in self.tool_prices.items():
             argument = f"tool_prices[{tool!r}]"
             if callable(price):
-                check_sync_function(argument, price, "call")
+                validate_sync_function(argument, price, "call")
             else:
-                checked_nanodollars(argument, price)
+                parse_nanodollars(argument, price)
         self._set(tool_prices=dict(self.tool_prices))
-        self._check_options("cost")
+        self._validate_options("cost")
         self._check_budget()
 
 
@@ -256,4 +256,4 @@ class Price:
         for each in fields(self):
             value = getattr(self, each.name)
             if value is not None:
-                checked_dollars(each.name, value)
+                parse_dollars(each.name, value)

@@ -16,7 +16,7 @@ ROOT_RUN: Scope = "root_run"
 STORE: Scope = "store"
 """In place of a scope, if a limit refuses because the store could not be asked."""
 
-AT_ONCE: Scope = "at_once"
+CONCURRENCY: Scope = "concurrency"
 """The scope of calls that run at the same time. Their count includes the refused call."""
 
 Exit = Literal["continue", "error", "end", "finalize", "ask"]

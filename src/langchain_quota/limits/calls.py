@@ -83,8 +83,8 @@ class ToolCallLimit(CallLimit[int]):
     """The key under which calls are counted: limits with one counter share its count."""
 
     def __post_init__(self) -> None:
-        self._check_tools("tool")
-        self._check_numbers()
+        self._validate_tools("tool")
+        self._validate_numbers()
         thread, run = self.thread_limit, self.run_limit
         if isinstance(thread, int) and isinstance(run, int) and run > thread:
             raise ValueError(
@@ -121,5 +121,5 @@ class ModelCallLimit(ModelLimit[int]):
     """The key under which calls are counted."""
 
     def __post_init__(self) -> None:
-        self._check_options(MODEL)
-        self._check_numbers()
+        self._validate_options(MODEL)
+        self._validate_numbers()

@@ -5,8 +5,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from langchain_quota.limits.options import LimitOptions
-from langchain_quota.runtime.arguments import check_count
-from langchain_quota.runtime.units import Time, checked_milliseconds
+from langchain_quota.runtime.arguments import validate_count
+from langchain_quota.runtime.units import Time, parse_milliseconds
 
 if TYPE_CHECKING:
     from langchain_quota.core.decision import Decision
@@ -22,13 +22,14 @@ class ConcurrencyLimit(LimitOptions):
     Args:
         tool_name: The tool that is limited, or several that share one count; `None` for all
             tools together.
-        at_once: Most calls that run at the same time, a whole number from 1.
+        max_concurrency: Most calls that run at the same time, a whole number from 1.
         wait: How long a call waits: seconds from 0, text such as `"30s"`, or a `timedelta`. After
             that it is answered with an error message, counts for no limit, and the agent goes on.
             The default of 30 is less than the minute after which many gateways give up.
         exclude: With all tools: those that are not limited.
         message: What the model reads as the answer of a refused call; see `ToolCallLimit`.
-        name: By default `at_once:<tools>`, `at_once:*` for all tools, or `at_once:*-<excluded>`.
+        name: By default `concurrency:<tools>`, `concurrency:*` for all tools, or
+            `concurrency:*-<excluded>`.
         enforce: Whether calls wait. With `False` no call waits, and a call that would have to is
             `would_block`.
         alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
@@ -39,8 +40,8 @@ class ConcurrencyLimit(LimitOptions):
 
     Examples:
         >>> from langchain_quota import ConcurrencyLimit
-        >>> ConcurrencyLimit("browser", at_once=2, wait=60).name
-        'at_once:browser'
+        >>> ConcurrencyLimit("browser", max_concurrency=2, wait=60).name
+        'concurrency:browser'
     """
 
     kind: ClassVar[Literal["tool"]] = "tool"
@@ -51,7 +52,7 @@ class ConcurrencyLimit(LimitOptions):
 
     tool_name: str | Sequence[str] | None = None
     _: KW_ONLY
-    at_once: int
+    max_concurrency: int
     wait: Time = 30
     exclude: Sequence[str] = ()
     message: str | Callable[["Decision"], str] | None = None
@@ -64,6 +65,6 @@ class ConcurrencyLimit(LimitOptions):
     """The key under which calls are counted: limits with one counter share its count."""
 
     def __post_init__(self) -> None:
-        check_count("at_once", self.at_once, least=1, what="a whole number")
-        checked_milliseconds("wait", self.wait)
-        self._check_tools("at_once")
+        validate_count("max_concurrency", self.max_concurrency, least=1, what="a whole number")
+        parse_milliseconds("wait", self.wait)
+        self._validate_tools("concurrency")

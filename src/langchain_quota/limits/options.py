@@ -12,23 +12,23 @@ from langchain_quota.limits.quotas import Quota
 from langchain_quota.runtime.arguments import (
     ALL_TOOLS,
     NoHook,
-    check_choice,
-    check_count,
-    check_function,
-    check_name,
-    check_share,
-    check_switch,
-    check_sync_function,
-    check_type,
-    checked_tools,
+    parse_tool_names,
     shown,
+    validate_choice,
+    validate_count,
+    validate_function,
+    validate_name,
+    validate_share,
+    validate_switch,
+    validate_sync_function,
+    validate_type,
 )
 from langchain_quota.runtime.units import (
     UNIT_LABELS,
     Time,
     Unit,
-    checked_milliseconds,
-    checked_nanodollars,
+    parse_milliseconds,
+    parse_nanodollars,
 )
 
 MODEL = "model"
@@ -98,7 +98,7 @@ class LimitOptions:
     @property
     def seconds(self: Any) -> float:
         """How long a call waits, in seconds."""
-        return checked_milliseconds("wait", self.wait or 0) / 1000
+        return parse_milliseconds("wait", self.wait or 0) / 1000
 
     @property
     def named_tools(self: Any) -> tuple[str, ...]:
@@ -116,29 +116,29 @@ class LimitOptions:
             return call.kind == "tool" and call.tool in self.tool_prices
         return call.tool in self.tools if self.tools else call.tool not in self.exclude
 
-    def _check_options(self: Any, default_name: str) -> None:
+    def _validate_options(self: Any, default_name: str) -> None:
         """Check each option by itself, then those that go together, and make their final values."""
-        amount = partial(check_amount, self.unit)
+        amount = partial(validate_amount, self.unit)
         optional: dict[str, Callable[[str, Any], object]] = {
-            "thread_limit": partial(_check_most, self.unit),
-            "run_limit": partial(_check_most, self.unit),
+            "thread_limit": partial(_validate_maximum, self.unit),
+            "run_limit": partial(_validate_maximum, self.unit),
             "grant": amount,
-            "reserve": partial(_check_reserve, self.unit),
+            "reserve": partial(_validate_reserve, self.unit),
             "keep": amount,
-            "message": _check_message,
-            "near": check_share,
-            "give_up_after": partial(check_count, least=1),
-            "wait": checked_milliseconds,
+            "message": _validate_message,
+            "near": validate_share,
+            "give_up_after": partial(validate_count, least=1),
+            "wait": parse_milliseconds,
         }
         for argument, check in optional.items():
             value = getattr(self, argument)
             if value is not None:
                 check(argument, value)
-        check_choice("exit_behavior", self.exit_behavior, get_args(self._exits))
-        check_name("name", self.name)
-        check_switch("enforce", self.enforce)
-        check_switch("alert", self.alert)
-        _check_quotas(self.unit, self.quotas)
+        validate_choice("exit_behavior", self.exit_behavior, get_args(self._exits))
+        validate_name("name", self.name)
+        validate_switch("enforce", self.enforce)
+        validate_switch("alert", self.alert)
+        _validate_quotas(self.unit, self.quotas)
         self._set(name=self.name or default_name)
         if self.grant is not None and self.exit_behavior != "ask":
             raise ValueError(f"grant={self.grant!r} needs exit_behavior='ask'")
@@ -151,14 +151,14 @@ class LimitOptions:
                 "and enforce=True"
             )
 
-    def _check_tools(self: Any, prefix: str) -> None:
+    def _validate_tools(self: Any, prefix: str) -> None:
         """Check the tools that are limited, and the options; make the final values of both."""
-        tools = checked_tools("tool_name", self.tool_name)
-        excluded = checked_tools("exclude", self.exclude, or_none=True)
+        tools = parse_tool_names("tool_name", self.tool_name)
+        excluded = parse_tool_names("exclude", self.exclude, or_none=True)
         if tools and excluded:
             raise ValueError(f"exclude={self.exclude!r} needs all tools: leave tool_name out")
         without = f"-{','.join(excluded)}" if excluded else ""
-        self._check_options(f"{prefix}:{','.join(tools) or '*' + without}")
+        self._validate_options(f"{prefix}:{','.join(tools) or '*' + without}")
         if not isinstance(self.tool_name, str | None):
             self._set(tool_name=tools)
         counter = ",".join(tools) or ALL_TOOLS + without
@@ -188,11 +188,11 @@ class CallLimit(LimitOptions, Generic[Amount]):
     quotas: Sequence[Quota] = ()
     wait: Time | None = None
 
-    def _check_numbers(self) -> None:
+    def _validate_numbers(self) -> None:
         """Check that there is one, and that no two have one scope."""
         self._set(quotas=tuple(self.quotas))
         given = f"wait={self.wait!r}"
-        if self.wait is not None and not any(each.lasts for each in self.quotas):
+        if self.wait is not None and not any(each.period for each in self.quotas):
             raise ValueError(f'{given} needs a quota with a window: Quota(…, window="1m")')
         if self.wait is not None and self.exit_behavior == "finalize":
             raise ValueError(
@@ -236,40 +236,40 @@ def counts_calls(limit: Any) -> bool:
 def whole_amount(unit: Unit, argument: str, value: Any) -> int:
     """An amount as it is counted, once it is checked: dollars become nanodollars."""
     if unit == "nanodollars":
-        return checked_nanodollars(argument, value)
+        return parse_nanodollars(argument, value)
     if unit == "milliseconds":
-        return checked_milliseconds(argument, value)
-    check_count(argument, value)
+        return parse_milliseconds(argument, value)
+    validate_count(argument, value)
     return int(value)
 
 
-def check_amount(unit: Unit, argument: str, value: object) -> None:
+def validate_amount(unit: Unit, argument: str, value: object) -> None:
     """Check that a value is an amount above 0."""
     if not whole_amount(unit, argument, value):
         raise ValueError(f"{argument} must be above 0, not {value!r}")
 
 
-def _check_most(unit: Unit, argument: str, value: object) -> None:
+def _validate_maximum(unit: Unit, argument: str, value: object) -> None:
     if callable(value):
-        check_function(argument, value, "state", "runtime")
+        validate_function(argument, value, "state", "runtime")
     else:
         whole_amount(unit, argument, value)
 
 
-def _check_reserve(unit: Unit, argument: str, value: object) -> None:
+def _validate_reserve(unit: Unit, argument: str, value: object) -> None:
     if callable(value):
-        check_sync_function(argument, value, "request")
+        validate_sync_function(argument, value, "request")
     else:
-        check_amount(unit, argument, value)
+        validate_amount(unit, argument, value)
 
 
-def _check_message(argument: str, value: object) -> None:
+def _validate_message(argument: str, value: object) -> None:
     if not callable(value):
-        check_type(argument, value, str, "a string, a function or None")
-    check_sync_function(argument, value, "decision")
+        validate_type(argument, value, str, "a string, a function or None")
+    validate_sync_function(argument, value, "decision")
 
 
-def _check_quotas(unit: Unit, quotas: object) -> None:
+def _validate_quotas(unit: Unit, quotas: object) -> None:
     if not isinstance(quotas, Sequence) or not all(isinstance(each, Quota) for each in quotas):
         raise TypeError(
             'quotas must be a sequence of Quota, such as [Quota(5, per="user_id")], not '

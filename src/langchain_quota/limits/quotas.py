@@ -6,19 +6,19 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from langchain_quota.limits.call import AT_ONCE, ROOT_RUN, RUN, STORE, THREAD
+from langchain_quota.limits.call import CONCURRENCY, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.limits.windows import CalendarWindow, checked
 from langchain_quota.runtime.arguments import (
     NoHook,
-    check_count,
-    check_function,
-    check_switch,
-    check_type,
+    validate_count,
+    validate_function,
+    validate_switch,
+    validate_type,
 )
 from langchain_quota.runtime.units import Dollars, Time
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
-_RESERVED = (RUN, STORE, AT_ONCE, "none")
+_RESERVED = (RUN, STORE, CONCURRENCY, "none")
 _CHOICES = (
     'one of "thread" (counts the calls of a conversation), "root_run" (of an outermost run, with '
     'its sub-agents), "agent" (of all agents with its name), "global" (of all), another name, such '
@@ -47,10 +47,10 @@ class Quota:
             async, gives the subject. Subjects are strings (not empty), whole numbers or UUIDs;
             equal texts are one subject. A missing subject, or one of another type, fails the run,
             and nothing is charged.
-        window: How long a count lasts, such as `"30s"`, `"10m"`, `"1h"` or `"7d"`, or a
+        window: How long a count period, such as `"30s"`, `"10m"`, `"1h"` or `"7d"`, or a
             `timedelta` of whole seconds, from 1. Windows are fixed and aligned to the Unix epoch in
             UTC. So around the start of a window, up to twice the limit can run in a short time,
-            unless it is `smooth`. `None`: the count lasts until it is reset. A quota per
+            unless it is `smooth`. `None`: the count period until it is reset. A quota per
             `"root_run"` has no window. Or `"hour"`, `"day"`, `"week"` or `"month"`: those of the
             calendar.
         tz: The time zone of a window of the calendar: an IANA name, such as `"Europe/Berlin"`. By
@@ -92,7 +92,7 @@ class Quota:
     name: str = ""
     smooth: bool = False
     burst: int | None = None
-    lasts: timedelta | CalendarWindow | None = field(init=False, repr=False)
+    period: timedelta | CalendarWindow | None = field(init=False, repr=False)
     """The window as a `timedelta`, or as one of the calendar."""
     # Without a type: it is no field.
     wrap_tool_call = NoHook("ToolCallLimit(quotas=[{}(…)])")
@@ -100,30 +100,30 @@ class Quota:
     def __post_init__(self) -> None:
         if self.limit is None:
             raise TypeError("limit must be an amount or a function, not None")
-        check_function("limit", self.limit, "state", "runtime")
-        check_type("per", self.per, str | Callable, _CHOICES)
-        check_function("per", self.per, "state", "runtime")
-        object.__setattr__(self, "lasts", checked(self.window, self.tz, self.starts))
+        validate_function("limit", self.limit, "state", "runtime")
+        validate_type("per", self.per, str | Callable, _CHOICES)
+        validate_function("per", self.per, "state", "runtime")
+        object.__setattr__(self, "period", checked(self.window, self.tz, self.starts))
         if self.window is not None and self.per == ROOT_RUN:
             raise ValueError(
                 f"window={self.window!r} cannot be used with per={ROOT_RUN!r}: a run's count ends "
                 "with the run"
             )
-        check_switch("smooth", self.smooth)
+        validate_switch("smooth", self.smooth)
         if self.smooth and self.window is None:
             raise ValueError('smooth=True needs a window, such as window="1m"')
-        if self.smooth and isinstance(self.lasts, CalendarWindow):
+        if self.smooth and isinstance(self.period, CalendarWindow):
             raise ValueError(
                 f'window={self.window!r} cannot be smooth: give its length, such as window="1h"'
             )
         if self.burst is not None and not self.smooth:
             raise ValueError(f"burst={self.burst!r} needs smooth=True")
         if self.burst is not None:
-            check_count("burst", self.burst, least=1)
+            validate_count("burst", self.burst, least=1)
             most: Any = self.limit
             if isinstance(most, int) and self.burst > max(1, most):
                 raise ValueError(f"burst must be at most the limit, {most}, not {self.burst}")
-        check_type("name", self.name, str, "a string")
+        validate_type("name", self.name, str, "a string")
         if not self.name and not isinstance(self.per, str):
             raise ValueError(f"per={self.per!r} is a function: give the quota a name")
         name = self.name or str(self.per)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from langchain_quota.limits.calls import ExitBehavior
 from langchain_quota.limits.options import LimitOptions
 from langchain_quota.runtime.arguments import (
-    check_count,
-    check_sync_function,
-    check_type,
-    checked_tools,
+    parse_tool_names,
+    validate_count,
+    validate_sync_function,
+    validate_type,
 )
 
 if TYPE_CHECKING:
@@ -92,18 +92,18 @@ class RepeatLimit(LimitOptions):
 
     def __post_init__(self) -> None:
         what = "a whole number, the most equal calls of a run"
-        check_count("run_limit", self.run_limit, least=1, what=what)
+        validate_count("run_limit", self.run_limit, least=1, what=what)
         if self.run_limit > MOST_KEPT:
             raise ValueError(
                 f"run_limit must be {MOST_KEPT} or less, as no more calls are remembered, not "
                 f"{self.run_limit!r}"
             )
         if self.key is not None:
-            check_type("key", self.key, Callable, "a function of the tool call or None")
-            check_sync_function("key", self.key, "call")
-        self._check_options("repeats")
-        tools = checked_tools("tools", self.tools, or_none=True)
-        exclude = checked_tools("exclude", self.exclude, or_none=True)
+            validate_type("key", self.key, Callable, "a function of the tool call or None")
+            validate_sync_function("key", self.key, "call")
+        self._validate_options("repeats")
+        tools = parse_tool_names("tools", self.tools, or_none=True)
+        exclude = parse_tool_names("exclude", self.exclude, or_none=True)
         # No tool's counter begins with a comma.
         counter = f",repeats,{self.name}"
         self._set(tools=tools, exclude=exclude, counter=counter)

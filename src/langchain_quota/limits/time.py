@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from langchain_quota.limits.budgets import Budget
-from langchain_quota.limits.options import MILLISECONDS, check_amount, counts_calls
-from langchain_quota.runtime.units import Time, Unit, checked_milliseconds
+from langchain_quota.limits.options import MILLISECONDS, counts_calls, validate_amount
+from langchain_quota.runtime.units import Time, Unit, parse_milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,9 @@ class TimeLimit(Budget[Time]):
     call_limit: Time | None = None
 
     def __post_init__(self) -> None:
-        self._check_options("time")
+        self._validate_options("time")
         if self.call_limit is not None:
-            check_amount(self.unit, "call_limit", self.call_limit)
+            validate_amount(self.unit, "call_limit", self.call_limit)
         if self.call_limit is None or counts_calls(self):
             self._check_budget()
         elif self.keep is not None or self.exit_behavior != "end":
@@ -71,4 +71,4 @@ class TimeLimit(Budget[Time]):
     def call_milliseconds(self) -> int | None:
         """How long a tool call may take, in milliseconds."""
         given = self.call_limit
-        return None if given is None else checked_milliseconds("call_limit", given)
+        return None if given is None else parse_milliseconds("call_limit", given)

@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 from typing import Any, cast
 from zoneinfo import ZoneInfo
 
-from langchain_quota.runtime.arguments import check_type
+from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.units import duration
 
 _WEEK = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
@@ -56,7 +56,7 @@ def checked(
             given = f"starts={starts!r}" if tz is None else f"tz={tz!r}"
             raise ValueError(f"{given} needs a window of {', '.join(CALENDAR)}, not {window!r}")
         return _checked_length(window)
-    check_type("tz", tz, str | None, 'a string, such as "Europe/Berlin", or None')
+    validate_type("tz", tz, str | None, 'a string, such as "Europe/Berlin", or None')
     name = "UTC" if tz is None else str(tz)
     try:
         _zone(name)
@@ -74,7 +74,7 @@ def _checked_length(window: object) -> timedelta | None:
     if length is None and window is not None:
         units = 'window must be "hour", "day", "week", "month" or a time such as '
         raise ValueError(f'{units}"30s", "10m", "1h" or "7d", not {window!r}')
-    check_type("window", length, timedelta | None, 'a time such as "1h", a timedelta or None')
+    validate_type("window", length, timedelta | None, 'a time such as "1h", a timedelta or None')
     if length is not None and (length < timedelta(seconds=1) or length.microseconds):
         raise ValueError(f"window must be whole seconds, from 1, not {window!r}")
     return cast("timedelta | None", length)

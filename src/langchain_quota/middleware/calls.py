@@ -17,12 +17,12 @@ from langchain.agents.middleware.types import ModelRequest
 from langchain_quota.core.admission import (
     AcquireRequest,
     AcquireResult,
-    Compensation,
-    Counter,
+    Correction,
+    CountRef,
     Hits,
     admit,
 )
-from langchain_quota.core.checks import Asked, OnStoreError, ResolvedLimits, hits_of
+from langchain_quota.core.checks import CallChecks, OnStoreError, ResolvedLimits, hits_of
 from langchain_quota.core.decide import Breach, breaches, decide
 from langchain_quota.core.decision import Answer, Decision, Refund
 from langchain_quota.limits.call import RUN, THREAD, Call, Exit
@@ -88,7 +88,7 @@ class ToolCounts:
         counters[counter] = max(before, amount)
         self._add(counter, counters[counter] - before)
 
-    def take_back(self, call_id: str) -> list[tuple[str, int, int]]:
+    def refund(self, call_id: str) -> list[tuple[str, int, int]]:
         """Take all charges of a call back; each limit's name, its calls, and its nanodollars."""
         charge = self.calls.pop(call_id, None)
         if charge is None:
@@ -118,15 +118,15 @@ def taken(charge: Charge) -> list[tuple[str, int, int]]:
     return made + [(name, 0, cost) for name, cost in costs.items()]
 
 
-def refunding(step: str, refunds: Mapping[str, Amounts]) -> tuple[Compensation, ...]:
+def refunding(step: str, refunds: Mapping[str, Amounts]) -> tuple[Correction, ...]:
     """Return the corrections that take calls back from a store, each once in a step."""
     return tuple(
-        Compensation(f"{step}/{call_id}", {key: -amount for key, amount in amounts.items()})
+        Correction(f"{step}/{call_id}", {key: -amount for key, amount in amounts.items()})
         for call_id, amounts in refunds.items()
     )
 
 
-class Conclusion(NamedTuple):
+class HookResult(NamedTuple):
     """What a hook decided, and what follows from it."""
 
     decisions: Sequence[Decision]
@@ -145,10 +145,10 @@ class Batch:
     task: str
     limits: ResolvedLimits
     calls: Sequence[Call]
-    asked: Sequence[Asked]
+    asked: Sequence[CallChecks]
     used: dict[str, int]
     # The same batch under other limits.
-    remake: Callable[[ResolvedLimits], "Batch | None"]
+    rebuild: Callable[[ResolvedLimits], "Batch | None"]
     runtime: Any = None
     given: ResolvedLimits = field(init=False)
     stops: Mapping[str, int] = field(default_factory=dict)
@@ -173,13 +173,13 @@ class Batch:
     pending: PendingCalls | None = None
     every_call: Sequence[Call] = ()
     counts: ToolCounts | None = None
-    renewed: Sequence[Compensation] = ()
+    renewed: Sequence[Correction] = ()
 
     def __post_init__(self) -> None:
         self.given = self.limits
         self.ask(self.asked)
 
-    def ask(self, asked: Iterable[Asked]) -> None:
+    def ask(self, asked: Iterable[CallChecks]) -> None:
         """Ask for something else."""
         self.asked = [*asked]
         self.hits, self.index_of = hits_of(self.calls, self.asked)
@@ -212,11 +212,11 @@ class Batch:
 
     def to_store(self) -> AcquireRequest:
         """What a store is asked; kept as `sent`."""
-        counters: dict[str, Counter] = {}
+        counters: dict[str, CountRef] = {}
         for check in (check for each in self.asked for check in each.checks):
             known = counters.get(check.counter)
             if known is None:
-                counters[check.counter] = Counter(
+                counters[check.counter] = CountRef(
                     check.key,
                     self.used.get(check.counter, 0),
                     None if check.resets_at is None else check.resets_at.timestamp(),
@@ -233,16 +233,18 @@ class Batch:
             counters=counters,
             hits=tuple(self.hits),
             stops=self.stops,
-            compensations=tuple(self.renewed),
+            corrections=tuple(self.renewed),
         )
         return self.sent
 
     def without_store(self, outage: OnStoreError) -> AcquireResult:
         """The answer while the store cannot be asked: what the state alone knows."""
-        # "deny" refuses every call of a limit with a count in the store, by a threshold of -1.
+        # "block" refuses every call of a limit with a count in the store, by a threshold of -1.
         # "allow" leaves out quotas.
         self.limits = self.limits.without_store(outage)
-        self.ask(Asked.of(one.without_store(outage) for one in each.limits) for each in self.asked)
+        self.ask(
+            CallChecks.of(one.without_store(outage) for one in each.limits) for each in self.asked
+        )
         return self.by_state()
 
     def raise_limits(self, granted: Mapping[str, int]) -> None:
@@ -250,7 +252,9 @@ class Batch:
         limits = self.limits.raised(granted)
         if limits is not self.limits:
             self.limits = limits
-            self.ask(Asked.of(one.raised(granted) for one in each.limits) for each in self.asked)
+            self.ask(
+                CallChecks.of(one.raised(granted) for one in each.limits) for each in self.asked
+            )
 
     def decided(
         self, result: AcquireResult, *, charging: bool = True
@@ -312,7 +316,7 @@ def model_batch(
         asked=[limits.asked(call)],
         used=model_counts(state),
         runtime=runtime,
-        remake=lambda other: model_batch(state, runtime, other, task=task),
+        rebuild=lambda other: model_batch(state, runtime, other, task=task),
         stops=limits.stops,
     )
 
@@ -365,7 +369,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
             for name, n in limits.stops.items()
             if limits.by_name[name].unit == "calls"
         }
-    renewed: Sequence[Compensation] = ()
+    renewed: Sequence[Correction] = ()
     if counts.calls:
         # What a store charged for these calls before. The names are the same if the request is made
         # again, so that no refund is made twice.
@@ -382,7 +386,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         asked=[asked for _, asked in judged],
         used=used,
         runtime=runtime,
-        remake=lambda other: tool_batch(
+        rebuild=lambda other: tool_batch(
             state, runtime, other, middleware=middleware, every_call=every_call, task=task
         ),
         stops=stops,

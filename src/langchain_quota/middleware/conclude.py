@@ -10,13 +10,13 @@ from langchain_core.messages import AIMessage, AnyMessage
 
 from langchain_quota.core import messages
 from langchain_quota.core.admission import AcquireResult, admit
-from langchain_quota.core.checks import Asked
+from langchain_quota.core.checks import CallChecks
 from langchain_quota.core.decide import Breach
 from langchain_quota.core.decision import Decision, Outcome, Refund
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits.call import Call, Exit
-from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Batch, Conclusion, Update
-from langchain_quota.middleware.history import answer_of_refused
+from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Batch, HookResult, Update
+from langchain_quota.middleware.history import answer_of_blocked
 from langchain_quota.middleware.state import (
     LEDGER,
     THREAD_MODEL,
@@ -31,20 +31,20 @@ _EXITS: tuple[Exit, ...] = ("continue", "end", "error")
 """The strongest last."""
 
 
-def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True) -> Conclusion:
+def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True) -> HookResult:
     """What follows for a model call."""
     decisions, breaches = batch.decided(result, charging=charging)
     error = _model_error(breaches) if breaches else None
     if error is not None:
-        return Conclusion(decisions, error=error)
+        return HookResult(decisions, error=error)
     written = Ledger()
     if decisions[0].outcome is Outcome.BLOCKED:
         message = _final_message(batch, breaches, batch.context.own_name)
         written["ended"] = message.id
-        return Conclusion(decisions, {"jump_to": "end", "messages": [message], LEDGER: written})
+        return HookResult(decisions, {"jump_to": "end", "messages": [message], LEDGER: written})
     (asked,) = batch.asked
     if not charging or not asked.limits:
-        return Conclusion(decisions)
+        return HookResult(decisions)
     charged = result.charged(batch.hits)
     after = {name: used + charged[name] for name, used in result.used.items()}
     update: Update = {LEDGER: written}
@@ -55,7 +55,7 @@ def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True
         of_thread, of_run = thread_model(batch.state) + 1, batch.used[OF_RUN] + 1
         written["counts"] = {"thread_model": of_thread, "run_model": of_run}
     written["final"] = _final(batch, after)
-    return Conclusion(decisions, update)
+    return HookResult(decisions, update)
 
 
 def _final(batch: Batch, after: Mapping[str, int]) -> str:
@@ -66,7 +66,7 @@ def _final(batch: Batch, after: Mapping[str, int]) -> str:
     (asked,) = batch.asked
     # Ask for one more call: if it is refused, this one is the last. What this call will use of
     # budgets is not known.
-    kept = Asked.of(each.with_checks(kept=each.keep) for each in asked.limits)
+    kept = CallChecks.of(each.with_checks(kept=each.keep) for each in asked.limits)
     next_call = replace(batch, asked=[kept])
     result = admit(next_call.hits, after, next_call.stops)
     if finalizing.isdisjoint(result.refused[0]):
@@ -98,7 +98,7 @@ def _final_message(batch: Batch, breaches: Sequence[Breach], name: str | None) -
     return AIMessage(content=text, name=name, id=str(uuid4()))
 
 
-def conclude_tools(batch: Batch, result: AcquireResult) -> Conclusion:
+def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
     """What follows for the tool calls of a message."""
     if batch.known.get("final"):
         return _finalized(batch)
@@ -107,7 +107,7 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> Conclusion:
         # Without limits nothing is counted. Calls without an id still get one.
         allowed = [Decision(call, Outcome.ALLOWED) for call in batch.calls]
         answers = _answers((), batch, "")
-        return Conclusion(allowed, {"messages": answers} if answers else None)
+        return HookResult(allowed, {"messages": answers} if answers else None)
     decisions, breaches = batch.decided(result)
     ends: Exit = "continue"
     if result.stopped:
@@ -118,7 +118,7 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> Conclusion:
             for call in batch.every_call
         ]
         if ends == "error":
-            return Conclusion(decisions, error=_tool_error(breaches))
+            return HookResult(decisions, error=_tool_error(breaches))
     refunds = _charge(batch, decisions)
     if batch.sent is not None:
         _mirror(batch, result)
@@ -131,10 +131,10 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> Conclusion:
         update[LEDGER]["ended"] = message.id
     if answers:
         update["messages"] = answers
-    return Conclusion(decisions, update, refunds)
+    return HookResult(decisions, update, refunds)
 
 
-def _finalized(batch: Batch) -> Conclusion:
+def _finalized(batch: Batch) -> HookResult:
     """No tool runs after the last model call of the budget; the run ends with its text."""
     pending: Any = batch.pending
     decisions = [Decision(call, Outcome.SKIPPED) for call in batch.every_call]
@@ -147,7 +147,7 @@ def _finalized(batch: Batch) -> Conclusion:
         content = text if text.strip() else batch.known.get("final") or ""
         answers.append(AIMessage(content=content, name=message.name, id=str(uuid4())))
         update[LEDGER] = Ledger(ended=answers[-1].id)
-    return Conclusion(decisions, update)
+    return HookResult(decisions, update)
 
 
 def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
@@ -174,7 +174,7 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
     for decision in decisions:
         call, call_id = decision.call, str(decision.call.id)
         if decision.outcome in _NOT_RUN:
-            refunds += refunds_of(call, counts.take_back(call_id))
+            refunds += refunds_of(call, counts.refund(call_id))
             continue
         # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
         # charged to that limit, and so never refunded by its name.
@@ -266,5 +266,5 @@ def _answers(decisions: Sequence[Decision], batch: Batch, skipped: str) -> list[
                 text = skipped
                 if outcome is Outcome.BLOCKED:
                     text = messages.refusal(decision, batch.limits.by_name)
-                found[call_id] = answer_of_refused(call_id, decision.call.tool, text)
+                found[call_id] = answer_of_blocked(call_id, decision.call.tool, text)
     return [*([pending.message] if pending.replaces else []), *found.values()]

@@ -16,7 +16,7 @@ from langchain_quota.core.checks import (
     Check,
     ResolvedLimit,
     ResolvedLimits,
-    stored_as,
+    store_counter,
     thread_counter,
 )
 from langchain_quota.limits import Limit, is_dynamic
@@ -24,8 +24,8 @@ from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Kind
 from langchain_quota.limits.options import counts_calls, whole_amount
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.state import ledger
-from langchain_quota.runtime.sync_async import Form
-from langchain_quota.stores.keys import CountKey, prefix_now, spacing_of
+from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.stores.keys import CountKey, prefix_now, read_emission_interval
 from langchain_quota.telemetry.recorder import Recorder
 
 
@@ -149,11 +149,11 @@ def running_config() -> Mapping[str, Any]:
         return {}
 
 
-Subject = Callable[[Form, Any, CallContext, str], Awaitable[str]]
+Subject = Callable[[Mode, Any, CallContext, str], Awaitable[str]]
 """Whose calls are counted together in a root run: of the form, state, caller and prefix."""
 
 
-class LimitsNow:
+class LimitResolver:
     """Gives the numbers of limits for a state, a runtime and a time."""
 
     def __init__(
@@ -169,7 +169,7 @@ class LimitsNow:
             kind: [each for each in limits if counts_calls(each) and kind in {*each.kinds, None}]
             for kind in ("model", "tool", None)
         }
-        self._recorder = recorder
+        self.recorder = recorder
         self._prefix = prefix
         # That of the store; `None` without one.
         self._clock = clock
@@ -186,23 +186,23 @@ class LimitsNow:
             }
 
     async def at(
-        self, form: Form, kind: Kind | None, state: Any, runtime: Any, root_runs: Sequence[Subject]
+        self, mode: Mode, kind: Kind | None, state: Any, runtime: Any, root_runs: Sequence[Subject]
     ) -> ResolvedLimits:
         """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
         caller = call_context(runtime, model_name=None)
         prefix = prefix_now(self._prefix, state, runtime)
         subject = ""
         for root_run in root_runs:
-            subject = await root_run(form, state, caller, prefix)
+            subject = await root_run(mode, state, caller, prefix)
         now = None if self._clock is None else self._clock()
-        moment = _Moment(form, state, runtime, caller, prefix, subject, now)
+        moment = _ResolutionContext(mode, state, runtime, caller, prefix, subject, now)
         found = tuple([await self._resolved(moment, each) for each in self.of_kind[kind]])
         newest = self._newest.get(kind)
         if newest is None or newest.limits != found:
             newest = self._newest[kind] = ResolvedLimits(found)
         return newest
 
-    async def _resolved(self, moment: "_Moment", limit: Limit) -> ResolvedLimit:
+    async def _resolved(self, moment: "_ResolutionContext", limit: Limit) -> ResolvedLimit:
         resolved = self._numbers.get(limit.name)
         if resolved is None:
             thread = await self._given(moment, limit, "thread_limit", limit.thread_limit)
@@ -215,7 +215,7 @@ class LimitsNow:
             for quota in limit.quotas
             if (most := await self._given(moment, limit, "limit", quota.limit)) is not None
         ]
-        counter, caller = stored_as(limit), moment.caller
+        counter, caller = store_counter(limit), moment.caller
         known = caller.run_thread_id, ledger(moment.state).get("run")
         of_thread, of_run = (
             None if each is None else str(CountKey(counter, scope, str(each), prefix=moment.prefix))
@@ -223,7 +223,7 @@ class LimitsNow:
         )
         return resolved.stored(of_thread, of_run, quotas, remembers=caller.remembers)
 
-    async def _subject(self, moment: "_Moment", limit: Limit, quota: Quota) -> str:
+    async def _subject(self, moment: "_ResolutionContext", limit: Limit, quota: Quota) -> str:
         """Whose calls a quota counts together."""
         what = f"quota {quota.name!r} of limit {limit.name!r}"
         if callable(quota.per):
@@ -232,17 +232,19 @@ class LimitsNow:
             return moment.subject
         return _named(what, quota.per, moment.runtime, moment.caller)
 
-    async def _given(self, moment: "_Moment", limit: Limit, argument: str, value: Any) -> Any:
+    async def _given(
+        self, moment: "_ResolutionContext", limit: Limit, argument: str, value: Any
+    ) -> Any:
         """A value, or what a limit's function gives; what it raises is counted, and names it."""
         if not callable(value):
             return value
         try:
             value = value(moment.state, moment.runtime)
-            if moment.form and inspect.isawaitable(value):
+            if moment.mode and inspect.isawaitable(value):
                 value = await value
         except Exception as error:
             error.add_note(f"raised by the function for {argument} of limit {limit.name!r}")
-            self._recorder.record_error("dynamic_limit", error)
+            self.recorder.record_error("dynamic_limit", error)
             raise
         if inspect.iscoroutine(value):
             value.close()
@@ -254,10 +256,10 @@ class LimitsNow:
         return value
 
 
-class _Moment(NamedTuple):
+class _ResolutionContext(NamedTuple):
     """What limits depend on."""
 
-    form: Form
+    mode: Mode
     state: Any
     runtime: Any
     caller: CallContext
@@ -272,10 +274,12 @@ def fixed(limit: Limit) -> ResolvedLimit:
     return ResolvedLimit.of(limit, thread=limit.thread_limit, run=limit.run_limit)
 
 
-def _check(limit: Limit, quota: Quota, most: object, subject: str, moment: _Moment) -> Check:
+def _check(
+    limit: Limit, quota: Quota, most: object, subject: str, moment: _ResolutionContext
+) -> Check:
     """The check of a quota."""
     what = f"limit of quota {quota.name!r} of limit {limit.name!r}"
-    counter, window, now = stored_as(limit), quota.lasts, moment.now or 0
+    counter, window, now = store_counter(limit), quota.period, moment.now or 0
     number = whole_amount(limit.unit, what, most)
     rate = max(1, number) if quota.smooth else None
     key = CountKey.at(
@@ -294,7 +298,7 @@ def _check(limit: Limit, quota: Quota, most: object, subject: str, moment: _Mome
         per=quota.dimension,
         subject=key.subject,
         resets_at=key.resets_at,
-        spacing=spacing_of(str(key)),
+        spacing=read_emission_interval(str(key)),
     )
 
 

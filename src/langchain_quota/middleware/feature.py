@@ -10,15 +10,15 @@ from langgraph.types import Command
 from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.checks import ResolvedLimits
 from langchain_quota.limits import Limit
-from langchain_quota.middleware.calls import Batch, Conclusion, Update
+from langchain_quota.middleware.calls import Batch, HookResult, Update
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.state import Own
-from langchain_quota.runtime.sync_async import Form
+from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
-    from langchain_quota.middleware.flow import Limiter
+    from langchain_quota.middleware.flow import LimitMiddleware
 
 ToolAnswer = ToolMessage | Command[Any]
 Handler = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
@@ -35,14 +35,14 @@ class Feature:
     """What it keeps of a thread that has used nothing."""
 
     @classmethod
-    def of(cls, limiter: "Limiter[Any, Any, Any]") -> "Feature | None":
+    def of(cls, kernel: "LimitMiddleware[Any, Any, Any]") -> "Feature | None":
         """The feature for a middleware; `None` if nothing there needs it."""
         raise NotImplementedError
 
-    def __init__(self, limiter: Any) -> None:
-        self._limiter = limiter
-        self._recorder: Recorder = limiter._recorder  # noqa: SLF001 - of the kernel, as the next
-        self._store: StoreClient | None = limiter._store  # noqa: SLF001
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.recorder: Recorder = kernel.recorder
+        self.store: StoreClient | None = kernel.store
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:  # noqa: ARG003 - for some features
@@ -59,11 +59,11 @@ class Feature:
     def begin(self, state: Any, own: Own) -> None:
         """Add to what a new run writes for features."""
 
-    async def root_run(self, form: Form, state: Any, caller: CallContext, prefix: str) -> str:
+    async def root_run(self, mode: Mode, state: Any, caller: CallContext, prefix: str) -> str:
         """Whose calls a store counts together in a root run."""
         raise NotImplementedError
 
-    async def attempt(self, form: Form, runtime: Any) -> Any:
+    async def attempt(self, mode: Mode, runtime: Any) -> Any:
         """Change the runtime in which calls are checked."""
         return runtime
 
@@ -71,7 +71,7 @@ class Feature:
         """Change the limits of this moment."""
         return limits
 
-    async def known(self, form: Form, state: Any, runtime: Any, limits: ResolvedLimits) -> None:
+    async def known(self, mode: Mode, state: Any, runtime: Any, limits: ResolvedLimits) -> None:
         """Learn what other calls have used, before a model call is judged."""
 
     def counts(self, state: Any) -> Mapping[str, int]:
@@ -81,9 +81,9 @@ class Feature:
     def checks(self, batch: Batch) -> None:
         """Change what calls ask for."""
 
-    async def judged(self, form: Form, batch: Batch) -> tuple[Batch, AcquireResult]:
+    async def judged(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
         """Judge a batch; the newest one, and its result."""
-        return batch, await self._limiter._acquire(form, batch)  # noqa: SLF001 - of the kernel
+        return batch, await self._kernel.acquire(mode, batch)
 
     def answered(self, batch: Batch, result: AcquireResult) -> None:
         """Learn what a store has answered."""
@@ -92,34 +92,34 @@ class Feature:
         """Learn that a store has not answered; an exception keeps the call from being judged."""
 
     async def refused(
-        self, form: Form, batch: Batch, result: AcquireResult
+        self, mode: Mode, batch: Batch, result: AcquireResult
     ) -> tuple[Batch, AcquireResult]:
         """Judge a stopped batch once more."""
         return batch, result
 
-    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Change what follows."""
         return conclusion
 
     def after_model(self, state: Any, *, saved: bool) -> None:
         """Learn what the model's step has written; raise what it could not raise."""
 
-    async def shape(self, form: Form, request: ModelRequest[Any]) -> ModelRequest[Any]:
+    async def shape(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
         """Change what the model gets."""
         return request
 
-    async def rerun(self, form: Form, request: ModelRequest[Any]) -> Update | None:
+    async def rerun(self, mode: Mode, request: ModelRequest[Any]) -> Update | None:
         """Check a model call that runs again; return what ends the run, if it is refused."""
         return None
 
     async def around_model(
-        self, form: Form, request: ModelRequest[Any], call: Handler, written: Update
+        self, mode: Mode, request: ModelRequest[Any], call: Handler, written: Update
     ) -> ModelResponse[Any] | None:
         """Make a model call that was let through, and write what follows; `None` if refused."""
         return await call(request)
 
     async def around_tool(
-        self, form: Form, request: ToolCallRequest, call: ToolHandler
+        self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
         """Make a tool call that was let through, or answer it instead."""
         return await call(request)

@@ -22,7 +22,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind
 from langchain_quota.middleware.calls import (
     Batch,
-    Conclusion,
+    HookResult,
     ToolCounts,
     Update,
     model_batch,
@@ -30,7 +30,12 @@ from langchain_quota.middleware.calls import (
     tool_batch,
 )
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools, refunds_of
-from langchain_quota.middleware.context import CallContext, LimitsNow, call_context, running_agent
+from langchain_quota.middleware.context import (
+    CallContext,
+    LimitResolver,
+    call_context,
+    running_agent,
+)
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.history import repaired, since, unfinished_calls
 from langchain_quota.middleware.state import (
@@ -44,7 +49,7 @@ from langchain_quota.middleware.state import (
     thread_tools,
 )
 from langchain_quota.runtime.arguments import UserLine
-from langchain_quota.runtime.sync_async import Form, ask
+from langchain_quota.runtime.sync_async import Mode, ask
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import Telemetry, names, recorder_of
@@ -66,7 +71,7 @@ ModelMode = Literal["admitted", "returned"]
 _STAND_INS = ("awrap_model_call", "awrap_tool_call")
 
 
-class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
+class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
     """A middleware that holds agents to limits.
 
     Args:
@@ -108,26 +113,26 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         limit_name: str | None = None,
         telemetry: Telemetry | None,
         store: QuotaStore | None = None,
-        on_store_error: OnStoreError = "deny",
+        on_store_error: OnStoreError = "block",
         on_decision: Observer | Sequence[Observer] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self._made_at = UserLine.of_caller()
+        self.created_at = UserLine.of_caller()
         self.limits = limits
         self._limit_name = limit_name
         # The kinds of calls that are judged.
         self._kinds = {kind for each in limits for kind in each.kinds}
-        self._recorder = recorder_of(telemetry)
-        self._recorder.watch_limits(limits)
-        self._observers = Observers(on_decision, self._recorder)
-        self._store = None if store is None else StoreClient(store, self._recorder)
-        self._on_store_error: OnStoreError = on_store_error
-        self._options = options or {}
+        self.recorder = recorder_of(telemetry)
+        self.recorder.watch_limits(limits)
+        self.observers = Observers(on_decision, self.recorder)
+        self.store = None if store is None else StoreClient(store, self.recorder)
+        self.on_store_error: OnStoreError = on_store_error
+        self.options = options or {}
         self._model_mode: ModelMode | None = None
-        self._now = LimitsNow(
+        self._now = LimitResolver(
             limits,
-            self._recorder,
+            self.recorder,
             prefix=getattr(store, "prefix", None),
             clock=None if store is None else clock_of(store),
         )
@@ -136,8 +141,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         # Only one agent's tools are kept, so that those of agents that are gone can be freed.
         self._newest: tuple[str | None, list[Any]] = (None, [])
         made = [kind.of(self) for kind in self.feature_kinds]
-        self._features = tuple(each for each in made if each is not None)
-        self._hooks = own_methods(self._features)
+        self.features = tuple(each for each in made if each is not None)
+        self.hooks = own_methods(self.features)
 
     def __getstate__(self) -> dict[str, object]:
         """What a copy has: not the tools, which may hold what cannot be copied."""
@@ -173,15 +178,15 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """`before_agent`, without blocking the event loop."""
         return self._begin_run("a", state, runtime)
 
-    def _begin_run(self, form: Form, state: Mapping[str, Any], runtime: Any) -> Update:
+    def _begin_run(self, mode: Mode, state: Mapping[str, Any], runtime: Any) -> Update:
         # Around the model call, another middleware could take the error for one of the model.
-        self._observers.check(form)
+        self.observers.check(mode)
         context = call_context(runtime, model_name=None)
         update: Update = {}
         history = state.get("messages") or ()
         known = ledger(state)
         begun = _has_begun(state) and self.name not in known.get("begun_by", ())
-        counts = self._taken_back(state, context)
+        counts = self._refund_stopped_calls(state, context)
         if counts.thread != thread_tools(state):
             update[THREAD_TOOLS] = counts.thread
         answered = repaired(state, is_shared=context.is_nested)
@@ -191,8 +196,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         if state.get("structured_response") is not None:
             # Older versions of LangChain keep that of an earlier turn.
             update["structured_response"] = None
-        if not begun and self._recorder.is_new(context.task("run")):
-            self._recorder.count(names.RUNS, context.agent)
+        if not begun and self.recorder.is_new(context.task("run")):
+            self.recorder.count(names.RUNS, context.agent)
         before: Ledger = known if begun else {}
         written: Ledger = {
             **NEW_RUN,
@@ -205,11 +210,11 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         batch = known.get("batch")
         if batch is not None:
             written["batch"] = {**batch, "calls": counts.calls}
-        for begin in self._hooks["begin"]:
+        for begin in self.hooks["begin"]:
             begin(state, written["own"])
         return {**update, LEDGER: written}
 
-    def _taken_back(self, state: Mapping[str, Any], context: CallContext) -> ToolCounts:
+    def _refund_stopped_calls(self, state: Mapping[str, Any], context: CallContext) -> ToolCounts:
         """The counts without what the last run was charged for calls that these limits stopped."""
         # They did so if a limit raised, or if a review stopped the calls before it: then no call of
         # the message has started. What a store was charged stays: a caller who begins at an old
@@ -233,8 +238,8 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
             if charge is None or charge["keys"]:
                 continue
             made = Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
-            refunds += refunds_of(made, counts.take_back(str(call["id"])))
-        self._recorder.record_refunds(refunds)
+            refunds += refunds_of(made, counts.refund(str(call["id"])))
+        self.recorder.record_refunds(refunds)
         return counts
 
     def _also_begun(self, begun_by: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -252,138 +257,138 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         """Name the agent's store; raise if this middleware has another one than an earlier one."""
         # The charges in the ledger do not say which store has them.
         client = StoreClient.by_name.get(known or "")
-        if self._store is None or (client is not None and client.store is self._store.store):
+        if self.store is None or (client is not None and client.store is self.store.store):
             return known
         if client is None:
-            return self._store.name
+            return self.store.name
         raise RuntimeError(
             f"{self.name} and another middleware of this agent have two stores: give them the same "
             "object, or hold another agent or graph to the limits of the second store"
         )
 
-    async def give_back(
-        self, form: Form, known: Ledger, step: str, refunds: Mapping[str, Amounts]
+    async def release(
+        self, mode: Mode, known: Ledger, step: str, refunds: Mapping[str, Amounts]
     ) -> None:
         """Give back now what the agent's store was charged for calls that do not run."""
         # Another middleware may have charged them. Its store is only found in the process in which
         # the run began.
-        client = self._store or StoreClient.by_name.get(known.get("store") or "")
+        client = self.store or StoreClient.by_name.get(known.get("store") or "")
         if client is not None:
-            sent = AcquireRequest("", "", compensations=refunding(step, refunds))
-            await client.settle(form, sent)
+            sent = AcquireRequest("", "", corrections=refunding(step, refunds))
+            await client.settle(mode, sent)
 
-    def _learn_tools(self, request: ModelRequest[Any]) -> None:
+    def learn_tools(self, request: ModelRequest[Any]) -> None:
         """Learn which tools there really are, before the model invents others."""
         agent, tools = running_agent(), request.tools
         known, newest = self._newest
         if agent == known and len(tools) == len(newest) and all(map(is_, tools, newest)):
             return
-        self._recorder.learn_tools(agent, [t.name for t in tools if not isinstance(t, dict)])
-        for learn in self._hooks["learn"]:
+        self.recorder.learn_tools(agent, [t.name for t in tools if not isinstance(t, dict)])
+        for learn in self.hooks["learn"]:
             learn(agent, tools)
         self._newest = agent, [*tools]
 
-    async def _limits_now(
-        self, form: Form, kind: Kind | None, state: Any, runtime: Any
+    async def resolve_limits(
+        self, mode: Mode, kind: Kind | None, state: Any, runtime: Any
     ) -> ResolvedLimits:
         """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
         limits = self._now.fixed.get(kind)
         if limits is None:
-            limits = await self._now.at(form, kind, state, runtime, self._hooks["root_run"])
-        for change in self._hooks["limits"]:
+            limits = await self._now.at(mode, kind, state, runtime, self.hooks["root_run"])
+        for change in self.hooks["limits"]:
             limits = change(state, limits)
         return limits
 
-    async def _judge_model(
-        self, form: Form, state: Mapping[str, Any], runtime: Any
+    async def check_model_call(
+        self, mode: Mode, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
         """Judge the model call that is about to be made; what follows."""
         if "model" not in self._kinds:
             return None
-        limits = await self._limits_now(form, "model", state, runtime)
-        for known in self._hooks["known"]:
-            await known(form, state, runtime, limits)
-        for attempt in self._hooks["attempt"]:
-            runtime = await attempt(form, runtime)
+        limits = await self.resolve_limits(mode, "model", state, runtime)
+        for known in self.hooks["known"]:
+            await known(mode, state, runtime, limits)
+        for attempt in self.hooks["attempt"]:
+            runtime = await attempt(mode, runtime)
         batch = model_batch(state, runtime, limits, task=self.name)
-        return await self._concluded(form, batch, self._conclude_model)
+        return await self._check_and_record(mode, batch, self._conclude_model)
 
-    async def _judge_tools(
-        self, form: Form, state: Mapping[str, Any], runtime: Any, *, task: str = ""
+    async def check_tool_calls(
+        self, mode: Mode, state: Mapping[str, Any], runtime: Any, *, task: str = ""
     ) -> Update | None:
         """Judge the tool calls that the model just made; what follows."""
         if "tool" not in self._kinds and not ledger(state).get("final"):
             return None
-        limits = await self._limits_now(form, "tool", state, runtime)
-        for attempt in self._hooks["attempt"]:
-            runtime = await attempt(form, runtime)
+        limits = await self.resolve_limits(mode, "tool", state, runtime)
+        for attempt in self.hooks["attempt"]:
+            runtime = await attempt(mode, runtime)
         batch = tool_batch(
             state, runtime, limits, middleware=self.name, every_call=self._every_call, task=task
         )
         if batch is None:
             return None
-        return await self._concluded(form, batch, self._conclude_tools)
+        return await self._check_and_record(mode, batch, self._conclude_tools)
 
-    def _conclude_model(self, batch: Batch, result: AcquireResult) -> Conclusion:
+    def _conclude_model(self, batch: Batch, result: AcquireResult) -> HookResult:
         return conclude_model(batch, result)
 
-    def _conclude_tools(self, batch: Batch, result: AcquireResult) -> Conclusion:
+    def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
         return conclude_tools(batch, result)
 
-    def _learn_answer(self, state: Mapping[str, Any], *, saved: bool) -> None:
+    def learn_answer(self, state: Mapping[str, Any], *, saved: bool) -> None:
         """Tell features what the model's step has written."""
-        for after_model in self._hooks["after_model"]:
+        for after_model in self.hooks["after_model"]:
             after_model(state, saved=saved)
 
-    def _judging_nodes(self) -> tuple[str, ...]:
+    def checking_nodes(self) -> tuple[str, ...]:
         """The nodes of the graph in which this middleware judges."""
         return f"{self.name}.before_model", f"{self.name}.after_model"
 
-    async def _concluded(
+    async def _check_and_record(
         self,
-        form: Form,
+        mode: Mode,
         batch: Batch,
-        conclude: Callable[[Batch, AcquireResult], Conclusion],
+        conclude: Callable[[Batch, AcquireResult], HookResult],
     ) -> Update | None:
         """Judge calls, make it visible, and let what follows take effect."""
-        for checks in self._hooks["checks"]:
+        for checks in self.hooks["checks"]:
             checks(batch)
-        if self._hooks["judged"]:
-            (judged,) = self._hooks["judged"]
-            batch, result = await judged(form, batch)
+        if self.hooks["judged"]:
+            (judged,) = self.hooks["judged"]
+            batch, result = await judged(mode, batch)
         else:
-            result = await self._acquire(form, batch)
+            result = await self.acquire(mode, batch)
         if result.stopped:
-            for refused in self._hooks["refused"]:
-                batch, result = await refused(form, batch, result)
+            for refused in self.hooks["refused"]:
+                batch, result = await refused(mode, batch, result)
         batch.counted = result.used
         conclusion = conclude(batch, result)
         if batch.counts and batch.counts.refunds and not conclusion.error:
             step = batch.context.step(f"{batch.task}.refused")
-            await self.give_back(form, batch.known, step, batch.counts.refunds)
-        for change in self._hooks["concluded"]:
+            await self.release(mode, batch.known, step, batch.counts.refunds)
+        for change in self.hooks["concluded"]:
             conclusion = change(batch, conclusion)
-        update = await self._tell(form, batch, conclusion)
+        update = await self.record(mode, batch, conclusion)
         if conclusion.error is not None:
             raise conclusion.error
         return update
 
-    async def _acquire(self, form: Form, batch: Batch) -> AcquireResult:
+    async def acquire(self, mode: Mode, batch: Batch) -> AcquireResult:
         """The answer: from the state's counts, or from the store's if it keeps any of them."""
-        if self._store is None or not any(each.shared for each in batch.asked):
+        if self.store is None or not any(each.shared for each in batch.asked):
             return batch.by_state()
         # Fail before anything is charged.
-        self._observers.check(form)
+        self.observers.check(mode)
         sent = batch.to_store()
-        result = await self._store.acquire(form, sent)
+        result = await self.store.acquire(mode, sent)
         if result is None:
             # The store's client has counted and logged why.
-            return self._without_store(batch, sent, self._store)
+            return self._without_store(batch, sent, self.store)
         batch.answered = True
         batch.raise_limits(sent.keyed(result.granted))
         new = batch.limits.newly_raised(sent.keyed(result.newly_granted))
-        self._recorder.record_granted(batch.context.agent, new)
-        for answered in self._hooks["answered"]:
+        self.recorder.record_granted(batch.context.agent, new)
+        for answered in self.hooks["answered"]:
             answered(batch, result)
         return result
 
@@ -391,13 +396,13 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
         self, batch: Batch, sent: AcquireRequest, store: StoreClient
     ) -> AcquireResult:
         """The answer while the store cannot be asked; what runs is charged there later."""
-        for unanswered in self._hooks["unanswered"]:
+        for unanswered in self.hooks["unanswered"]:
             unanswered(batch)
         calls = sum(asked.shared for asked in batch.asked)
-        result = batch.without_store(self._on_store_error)
+        result = batch.without_store(self.on_store_error)
         # What would only be held is charged when it is known what was used.
         held = {name for name, each in sent.counters.items() if each.lease is not None}
-        # With "deny" a call runs only if limits on trial alone refuse it.
+        # With "block" a call runs only if limits on trial alone refuse it.
         ran = Counts[str]()
         for hits, admitted in zip(sent.hits, result.admitted, strict=True):
             if admitted and not result.stopped:
@@ -405,29 +410,29 @@ class Limiter(AgentMiddleware[StateT, ContextT, ResponseT]):
                     sent.keyed({name: n for name, n in hits.amounts.items() if name not in held})
                 )
         # A request that was charged after all is taken back, too.
-        store.compensate_later(sent, ran)
-        labels = batch.context.agent, self._on_store_error
-        self._recorder.count(names.STORE_FALLBACKS, *labels, amount=calls)
+        store.correct_later(sent, ran)
+        labels = batch.context.agent, self.on_store_error
+        self.recorder.count(names.STORE_FALLBACKS, *labels, amount=calls)
         return result
 
-    async def _tell(self, form: Form, batch: Batch, conclusion: Conclusion) -> Update | None:
+    async def record(self, mode: Mode, batch: Batch, conclusion: HookResult) -> Update | None:
         """Make a conclusion visible, unless the hook runs again; what is written."""
-        if self._observers.present:
-            self._observers.check(form)
+        if self.observers.present:
+            self.observers.check(mode)
         update = conclusion.update
-        told = self._recorder.record(
+        told = self.recorder.record(
             conclusion.decisions,
             started=batch.started,
             error=conclusion.error,
             task_id=batch.context.task(batch.task),
         )
         if told.is_new and conclusion.refunds:
-            self._recorder.record_refunds(conclusion.refunds)
+            self.recorder.record_refunds(conclusion.refunds)
         if batch.written:
             written = merge_ledgers((update or {}).get(LEDGER, {}), batch.written)
             update = {**(update or {}), LEDGER: written}
-        if self._observers.present:
-            await ask(form, self._observers, "notify", conclusion.decisions, told)
+        if self.observers.present:
+            await ask(mode, self.observers, "notify", conclusion.decisions, told)
         return update
 
 

@@ -195,7 +195,7 @@ def answer(call_id: str, tool: str | None, content: str) -> ToolMessage:
     return ToolMessage(content=content, tool_call_id=call_id, name=tool, status="error")
 
 
-def answer_of_refused(call_id: str, tool: str | None, content: str) -> ToolMessage:
+def answer_of_blocked(call_id: str, tool: str | None, content: str) -> ToolMessage:
     """The answer of a call that a limit refuses, perhaps after another limit let it through."""
     message = answer(call_id, tool, content)
     # Not sent to the model. A `RepeatLimit` reads it; no count is taken back because of it.

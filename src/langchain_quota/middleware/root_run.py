@@ -23,14 +23,14 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
-from langchain_quota.core.admission import AcquireRequest, Counter, Hits
+from langchain_quota.core.admission import AcquireRequest, CountRef, Hits
 from langchain_quota.limits.call import ROOT_RUN
 from langchain_quota.middleware.context import (
     CallContext,
     running_config,
     running_runtime,
 )
-from langchain_quota.runtime.sync_async import Form
+from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey, prefix_now
 from langchain_quota.telemetry.logs import logger
@@ -170,7 +170,7 @@ def name_in_tool(request: ToolCallRequest) -> None:
         config["metadata"] = {**(config.get("metadata") or {}), _METADATA: root.key}
 
 
-class Notes:
+class StoreSequence:
     """Numbers that a store keeps beside the counts, so that another process finds them."""
 
     def __init__(self, store: Any, prefix: str | None = None) -> None:
@@ -184,29 +184,29 @@ class Notes:
             prefix = prefix_now(self._store.prefix, {}, running_runtime())
         return str(CountKey(kind, ROOT_RUN, subject, prefix=prefix))
 
-    async def numbered(self, form: Form, run: RootRun, caller: CallContext) -> str | None:
+    async def numbered(self, mode: Mode, run: RootRun, caller: CallContext) -> str | None:
         """The thread of a root run and its number there; `None` without one of them."""
         thread = thread_of(run, caller)
         if thread is None:
             return None
-        number = await self.read(form, "", str(thread)) if run.resumes else None
+        number = await self.read(mode, "", str(thread)) if run.resumes else None
         if number is None:
-            number = await self.add(form, "", str(thread), run.key)
+            number = await self.add(mode, "", str(thread), run.key)
         return None if number is None else f"{thread}@{number}"
 
-    async def read(self, form: Form, kind: str, subject: str) -> int | None:
+    async def read(self, mode: Mode, kind: str, subject: str) -> int | None:
         """The number of something; `None` if there is none."""
         key = self._key(kind, subject)
-        found = (await self._store.peek(form, [key]) or {}).get(key)
+        found = (await self._store.peek(mode, [key]) or {}).get(key)
         return None if found is None else found.used
 
-    async def add(self, form: Form, kind: str, subject: str, name: str = "") -> int | None:
+    async def add(self, mode: Mode, kind: str, subject: str, name: str = "") -> int | None:
         """One more, once for a name; `None` if the store does not answer."""
         # It begins with the time: one that has expired is not given again.
         key = self._key(kind, subject)
-        counters = {key: Counter(key, used=int(time.time()), mirrored=True)}
+        counters = {key: CountRef(key, used=int(time.time()), mirrored=True)}
         sent = AcquireRequest(name or key, uuid4().hex, counters, (Hits({key: 1}),))
-        answer = await self._store.acquire(form, sent, undo=False)
+        answer = await self._store.acquire(mode, sent, undo=False)
         return None if answer is None else answer.used[key] + 1
 
 

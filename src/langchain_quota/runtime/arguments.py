@@ -42,18 +42,18 @@ class NoHook:
         )
 
 
-def check_type(argument: str, value: object, types: Any, what: str) -> None:
+def validate_type(argument: str, value: object, types: Any, what: str) -> None:
     """Check that a value has one of some types; `True` and `False` are no numbers."""
     if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
         raise TypeError(f"{argument} must be {what}, not {value!r}")
 
 
-def check_switch(argument: str, value: object) -> None:
+def validate_switch(argument: str, value: object) -> None:
     """Check that a value is `True` or `False`."""
-    check_type(argument, value, bool, "True or False")
+    validate_type(argument, value, bool, "True or False")
 
 
-def check_function(argument: str, value: object, *parameters: str) -> None:
+def validate_function(argument: str, value: object, *parameters: str) -> None:
     """Check that a value, if it is a function, can be called with what it will be given."""
     if not callable(value):
         return
@@ -71,9 +71,9 @@ def check_function(argument: str, value: object, *parameters: str) -> None:
         ) from None
 
 
-def check_sync_function(argument: str, value: object, *parameters: str) -> None:
+def validate_sync_function(argument: str, value: object, *parameters: str) -> None:
     """Check a function as `check_function` does, and that it is not async."""
-    check_function(argument, value, *parameters)
+    validate_function(argument, value, *parameters)
     if is_async(value):
         raise TypeError(f"{argument} must be a function that is not async, not {value!r}")
 
@@ -85,14 +85,14 @@ def is_async(function: object) -> bool:
     )
 
 
-def check_share(argument: str, value: Any) -> None:
+def validate_share(argument: str, value: Any) -> None:
     """Check that a value is a share above 0 and at most 1."""
-    check_type(argument, value, int | float, "a number")
+    validate_type(argument, value, int | float, "a number")
     if not 0 < value <= 1:
         raise ValueError(f"{argument} must be above 0 and at most 1, not {value!r}")
 
 
-def check_count(
+def validate_count(
     argument: str, value: object, *, least: int = 0, what: str = "a whole number or None"
 ) -> None:
     """Check that a value is a whole number that is at least `least`."""
@@ -104,13 +104,13 @@ def check_count(
         raise ValueError(f"{argument} must be {least} or more, not {value!r}{remedy}")
 
 
-def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+def validate_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
     """Check that a value is one of the choices."""
     if value not in choices:
         raise ValueError(f"Invalid {argument}: {value!r}. Choose one of {', '.join(choices)}")
 
 
-def checked_tools(argument: str, value: object, *, or_none: bool = False) -> tuple[str, ...]:
+def parse_tool_names(argument: str, value: object, *, or_none: bool = False) -> tuple[str, ...]:
     """The names of tools, sorted and without duplicates; none for `None`."""
     if value is None or (or_none and value in ((), [])):
         return ()
@@ -129,9 +129,9 @@ def checked_tools(argument: str, value: object, *, or_none: bool = False) -> tup
     return tuple(sorted(set(names)))
 
 
-def check_name(argument: str, value: Any) -> None:
+def validate_name(argument: str, value: Any) -> None:
     """Check that a value is a limit's name, or empty."""
-    check_type(argument, value, str, "a string")
+    validate_type(argument, value, str, "a string")
     if value and (len(value) > MAX_NAME_LENGTH or not value.isprintable()):
         raise ValueError(
             f"{argument} must have 1 to {MAX_NAME_LENGTH} printable characters, not {value!r}"

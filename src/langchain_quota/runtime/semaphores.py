@@ -18,7 +18,7 @@ from threading import TIMEOUT_MAX, Event, Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
-from langchain_quota.runtime.sync_async import Form, fork_safe_lock
+from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 
 LOOKS_AGAIN = 1.0
 """After how many seconds the first call of a queue looks for room again, which may come early."""
@@ -35,7 +35,7 @@ class Slot:
     taken: bool = False
     waits: bool = False
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Note that the call no longer runs or waits. A second time does nothing."""
         self.semaphore.ended.append(self)
         self.semaphore.change()
@@ -50,9 +50,9 @@ class Semaphore:
         self._lock = fork_safe_lock(Lock)
         self._line: OrderedDict[Slot, None] = OrderedDict()
 
-    async def take(self, form: Form, most: int | None, seconds: float) -> Slot:
+    async def take(self, mode: Mode, most: int | None, seconds: float) -> Slot:
         """Wait until fewer than `most` run (`None`: only count); not `taken` if the time is up."""
-        waiter = Waiter(form)
+        waiter = Waiter(mode)
         slot = Slot(self, most, waiter.wake)
         try:
             self.change(slot, sure=True)
@@ -60,7 +60,7 @@ class Semaphore:
                 await waiter.sleep(seconds)
         except BaseException:
             # Cancelled, perhaps just when it got its slot.
-            slot.give_back()
+            slot.release()
             raise
         if not slot.taken:
             self.ended.append(slot)
@@ -118,11 +118,11 @@ _arrivals = count()
 class Waiter:
     """A call that came, and that any thread can wake; the queue in which it stands, if it waits."""
 
-    def __init__(self, form: Form) -> None:
-        self._form = form
-        self._woken: Any = asyncio.Event() if form else Event()
+    def __init__(self, mode: Mode) -> None:
+        self._form = mode
+        self._woken: Any = asyncio.Event() if mode else Event()
         self.wake: Callable[[], object] = self._woken.set
-        if form:
+        if mode:
             self.wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.wake)
         self.number, self.queue = next(_arrivals), ""
 

@@ -13,17 +13,17 @@ P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 
-Form = Literal["", "a"]
+Mode = Literal["", "a"]
 """What the names of methods in a form begin with."""
 
 
-async def ask(form: Form, whom: Any, method: str, *args: Any, **options: Any) -> Any:
+async def ask(mode: Mode, whom: Any, method: str, *args: Any, **options: Any) -> Any:
     """What a method gives, in a form."""
-    given = getattr(whom, form + method)(*args, **options)
-    return await given if form else given
+    given = getattr(whom, mode + method)(*args, **options)
+    return await given if mode else given
 
 
-def in_sync(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
+def as_async(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
     """A sync function that can be awaited; to await it never waits."""
 
     async def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -32,7 +32,7 @@ def in_sync(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
     return called
 
 
-def now(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     """What a coroutine gives that waits for nothing: in the sync form."""
     try:
         coroutine.send(None)
@@ -43,21 +43,21 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the sync form of a method waits for an event loop: call the async form")
 
 
-async def wait_for(form: Form, seconds: float) -> None:
+async def wait_for(mode: Mode, seconds: float) -> None:
     """Wait for some seconds, in the event loop or in this thread."""
-    if form:
+    if mode:
         await asyncio.sleep(seconds)
     else:
         time.sleep(seconds)  # noqa: ASYNC251 - in the sync form
 
 
-def forms(
-    method: Callable[Concatenate[S, Form, P], Coroutine[Any, Any, T]],
+def sync_and_async(
+    method: Callable[Concatenate[S, Mode, P], Coroutine[Any, Any, T]],
 ) -> tuple[Callable[Concatenate[S, P], T], Callable[Concatenate[S, P], Coroutine[Any, Any, T]]]:
     """The sync and the async method of one body."""
 
     def called(self: S, /, *args: P.args, **options: P.kwargs) -> T:
-        return now(method(self, "", *args, **options))
+        return run_sync(method(self, "", *args, **options))
 
     async def acalled(self: S, /, *args: P.args, **options: P.kwargs) -> T:
         return await method(self, "a", *args, **options)
@@ -69,10 +69,10 @@ _RUNS = ("invoke", "ainvoke", "run", "arun", "_arun")
 """The methods by which LangChain runs a tool; without an async form of its own, in a thread."""
 
 
-def runs_in_thread(tool: Any, form: Form = "a") -> bool:
+def runs_in_thread(tool: Any, mode: Mode = "a") -> bool:
     """Whether LangChain runs a tool in a thread in the async form, or as it would there."""
     own = (getattr(getattr(type(tool), each, None), "__module__", "") for each in _RUNS)
-    is_async = form and getattr(tool, "coroutine", None)
+    is_async = mode and getattr(tool, "coroutine", None)
     return not is_async and all(each.startswith("langchain_core.") for each in own)
 
 
@@ -125,7 +125,7 @@ def _let_go() -> None:
         _held.locks.pop().release()
 
 
-def _begin_anew() -> None:
+def _reset_locks_in_child() -> None:
     _held.locks.clear()
     for each in list(_locks):
         lock = each()
@@ -136,4 +136,6 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(before=_hold_all, after_in_parent=_let_go, after_in_child=_begin_anew)
+    os.register_at_fork(
+        before=_hold_all, after_in_parent=_let_go, after_in_child=_reset_locks_in_child
+    )

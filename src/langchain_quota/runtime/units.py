@@ -28,7 +28,7 @@ _MAX_SECONDS = 10**9
 """The most seconds of a limit."""
 
 
-def checked_dollars(argument: str, value: object) -> Decimal:
+def parse_dollars(argument: str, value: object) -> Decimal:
     """An amount of dollars, exactly as it is written; from 0 to nine million."""
     if isinstance(value, bool) or not isinstance(value, Decimal | str | int | float):
         raise TypeError(f"{argument} must be dollars, such as 0.50, not {value!r}")
@@ -44,10 +44,10 @@ def checked_dollars(argument: str, value: object) -> Decimal:
     return dollars
 
 
-def checked_nanodollars(argument: str, value: object) -> int:
+def parse_nanodollars(argument: str, value: object) -> int:
     """The nanodollars of an amount of dollars."""
     # The application's decimal context may round decimals; fractions are never rounded.
-    amount = Fraction(checked_dollars(argument, value)) * NANODOLLARS
+    amount = Fraction(parse_dollars(argument, value)) * NANODOLLARS
     if amount.denominator != 1:
         raise ValueError(f"{argument} must have at most nine decimal places, not {value!r}")
     return int(amount)
@@ -75,7 +75,7 @@ def duration(text: str) -> timedelta | None:
     return match and timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
 
 
-def checked_milliseconds(argument: str, value: object) -> int:
+def parse_milliseconds(argument: str, value: object) -> int:
     """The milliseconds of a time, rounded to a whole one; from 0 to a billion seconds."""
     time: Any = duration(value) if isinstance(value, str) else value
     if time is None and value is not None:

@@ -12,8 +12,8 @@ from langchain_quota.limits.concurrency import ConcurrencyLimit
 REMEMBERED = 3600
 """How long results and refused attempts are remembered, in seconds."""
 
-COMPENSATED = 7 * 24 * 3600
-"""How long compensations are remembered, in seconds: a caller that fails sends them again."""
+CORRECTED = 7 * 24 * 3600
+"""How long corrections are remembered, in seconds: a caller that fails sends them again."""
 
 GRACE = 3600
 """How long a count is kept when its window is over, in seconds: the clocks of workers differ."""
@@ -89,8 +89,8 @@ class QuotaStore(Protocol):
 
     A count expires an hour after its window. One without a window expires when it has not been
     charged for a year (a store may have a shorter time), a root run's for a week, a run's for a
-    day. Results, refused attempts and compensations that settle a request are remembered for an
-    hour, other compensations for a week.
+    day. Results, refused attempts and corrections that settle a request are remembered for an
+    hour, other corrections for a week.
 
     A store may have three attributes more. `clock`, a function that gives the seconds since the
     Unix epoch, decides which window a call is in, in place of the worker's clock. `prefix`, if it
@@ -105,9 +105,9 @@ class QuotaStore(Protocol):
     Examples:
         >>> from langchain_quota import MemoryStore
         >>> from langchain_quota.stores import QuotaStore
-        >>> from langchain_quota.core.admission import AcquireRequest, Counter, Hits, Threshold
+        >>> from langchain_quota.core.admission import AcquireRequest, CountRef, Hits, Threshold
         >>> store: QuotaStore = MemoryStore()
-        >>> searches = Counter("search:user_id:ada")
+        >>> searches = CountRef("search:user_id:ada")
         >>> call = Hits({"searches": 1}, (Threshold("one", "user_id", "searches", 1),))
         >>> request = AcquireRequest("batch", "first try", {"searches": searches}, (call, call))
         >>> store.acquire(request).refused
@@ -119,13 +119,13 @@ class QuotaStore(Protocol):
 
         In this order:
 
-        1. The compensations are made, each id once, however often it is sent. One with an attempt
+        1. The corrections are made, each id once, however often it is sent. One with an attempt
            undoes what the attempt charged, forgets its result, and has it refused if it arrives
            later. One that settles a request first gives back what the request still holds under
            the keys of its amounts. Then amounts are added to counts, unless another attempt of the
            request is answered. A negative amount makes no count lower than 0, and no key. A key
-           that a positive amount makes begins at the compensation's start.
-        2. An attempt that was compensated before it arrived charges nothing: `QuotaStoreError`.
+           that a positive amount makes begins at the correction's start.
+        2. An attempt that was corrected before it arrived charges nothing: `QuotaStoreError`.
         3. A request whose idempotency key was answered before gets the same answer, with
            `replayed`, and is charged nothing. Its counters are matched by position.
         4. The calls are judged by `admit`, on the counts that are kept. A counter without a kept
@@ -139,8 +139,8 @@ class QuotaStore(Protocol):
         A count whose key has a window and a limit, `search:user_id:ada:60~60`, drains: it falls
         evenly, by the limit in each window, by the store's clock. Kept is when it is 0: what is
         charged moves this time by `spacing_of(key)` microseconds for each call, at the earliest
-        from now. A count is rounded up to calls. `AcquireResult.empty_in` says exactly when it was
-        0 before the batch.
+        from now. A count is rounded up to calls. `AcquireResult.drained_in` says exactly when it
+        was 0 before the batch.
 
         Args:
             request: The batch. Counts without a key belong to the caller, and are not kept. With a
@@ -153,14 +153,14 @@ class QuotaStore(Protocol):
         A key with grants and without a count has 0 used.
 
         Args:
-            keys: The keys, as `QuotaUsage` and `Counter` have them.
+            keys: The keys, as `QuotaUsage` and `CountRef` have them.
         """
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0.
 
         The keys are kept, or made, so that a caller's own count does not fill them again. Holds
-        are forgotten: a compensation that settles one adds its amounts, and gives nothing back.
+        are forgotten: a correction that settles one adds its amounts, and gives nothing back.
 
         Args:
             keys: The keys of counts, as `QuotaUsage` has them. Another is a `ValueError`.
@@ -190,7 +190,7 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
                 "PostgresStore(…)"
             )
         wide = [f"per={each.per!r}" for each in limit.quotas if each.per in ("global", "agent")]
-        wide += ["at_once"] if isinstance(limit, ConcurrencyLimit) else []
+        wide += ["concurrency"] if isinstance(limit, ConcurrencyLimit) else []
         if wide and callable(getattr(store, "prefix", None)):
             raise ValueError(
                 f"limit {limit.name!r} has {wide[0]}, which counts calls of all prefixes, but the "

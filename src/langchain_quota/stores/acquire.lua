@@ -1,5 +1,5 @@
--- Acquires: makes compensations, and admits or refuses a batch of calls, in one atomic step.
--- ARGV[1]  compensations    {marker, attempt, result, hold, amounts = {{count ..., start, amount, limit}}}
+-- Acquires: makes corrections, and admits or refuses a batch of calls, in one atomic step.
+-- ARGV[1]  corrections    {marker, attempt, result, hold, amounts = {{count ..., start, amount, limit}}}
 --          attempt, result  keys under which the attempt and its result are remembered
 --          hold             the field of what is held: by the request, or by the one that is settled
 --          counters         {count ..., start, limit, lease}; start: where a new one begins; limit: to
@@ -8,7 +8,7 @@
 --                           names: of limit and scope, encoded, with a space between
 --          calls            {counter, amount, counter, amount ...}, {threshold, threshold ...}
 --          stops            {number of the limit, after how many refused calls it stops the batch}
--- Answer   "refused" if the attempt was compensated before it arrived; {"again", keys ...} if nothing
+-- Answer   "refused" if the attempt was corrected before it arrived; {"again", keys ...} if nothing
 --   was done, and it is to be sent again with these added to KEYS; or a text, which clients read
 --   faster than lists of lists. Its lines:
 --     acquired, replayed, stopped
@@ -69,9 +69,9 @@ local function charged_by(attempt)
   return record and record ~= 'refused' and cmsgpack.unpack(record) or {}
 end
 
-local function compensate(compensation)
-  if redis.call('EXISTS', KEYS[compensation.marker]) == 1 then return end
-  for _, charged in ipairs(charged_by(compensation.attempt)) do
+local function correct(correction)
+  if redis.call('EXISTS', KEYS[correction.marker]) == 1 then return end
+  for _, charged in ipairs(charged_by(correction.attempt)) do
     local key, amount, field = unpack(charged)
     if amount == 0 then
       redis.call('DEL', key)
@@ -79,13 +79,13 @@ local function compensate(compensation)
       lower(key, amount, field)
     end
   end
-  remember(compensation.attempt, 'refused', REMEMBERED)
-  remember(compensation.marker, 1, compensation.hold and REMEMBERED or COMPENSATED)
-  if remembered(compensation.result) then return end
-  for _, part in ipairs(compensation.amounts) do
+  remember(correction.attempt, 'refused', REMEMBERED)
+  remember(correction.marker, 1, correction.hold and REMEMBERED or CORRECTED)
+  if remembered(correction.result) then return end
+  for _, part in ipairs(correction.amounts) do
     local index, _, ends, idle, drains, start, amount, limit = unpack(part)
     local key, shown = KEYS[index], limit >= 0 and {'limit', digits(limit)} or {}
-    if compensation.hold then lower(key, math.huge, compensation.hold) end
+    if correction.hold then lower(key, math.huge, correction.hold) end
     if amount > 0 then
       put(key, (get(key, drains) or start) + amount, ends, idle, drains, unpack(shown))
     else
@@ -96,13 +96,13 @@ end
 
 local declared, again = {}, {'again'}
 for _, key in ipairs(KEYS) do declared[key] = true end
-for _, compensation in ipairs(ask.compensations) do
-  for _, charged in ipairs(charged_by(compensation.attempt)) do
+for _, correction in ipairs(ask.corrections) do
+  for _, charged in ipairs(charged_by(correction.attempt)) do
     if not declared[charged[1]] then table.insert(again, charged[1]) end
   end
 end
 if #again > 1 then return again end
-for _, compensation in ipairs(ask.compensations) do compensate(compensation) end
+for _, correction in ipairs(ask.corrections) do correct(correction) end
 
 -- As admit() in admission.py.
 local function admit(counts, more)

@@ -13,12 +13,12 @@ from typing import ClassVar, Self
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import Form, ask, fork_safe_lock, now
+from langchain_quota.runtime.sync_async import Mode, ask, fork_safe_lock, run_sync
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.common import keys_of
-from langchain_quota.stores.corrections import MAX_PENDING, Corrections
+from langchain_quota.stores.corrections import MAX_PENDING, CorrectionQueue
 from langchain_quota.stores.keys import prefix_of
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import logs, names
@@ -44,7 +44,7 @@ class StoreClient:
         self._recorder = recorder
         self._lock = fork_safe_lock()
         self._down = False
-        self._corrections = Corrections(self.forms, self.send_waiting)
+        self._corrections = CorrectionQueue(self.forms, self.send_waiting)
         # Whether it can be full, and has not been nearly so yet.
         self._fills = recorder.watch_store(store)
 
@@ -53,7 +53,7 @@ class StoreClient:
         return self
 
     async def acquire(
-        self, form: Form, sent: AcquireRequest, *, undo: bool = True
+        self, mode: Mode, sent: AcquireRequest, *, undo: bool = True
     ) -> AcquireResult | None:
         """The store's answer; `None` if there is none: then the caller compensates later.
 
@@ -61,50 +61,50 @@ class StoreClient:
         """
         result: AcquireResult | None = None
         with self._asking("acquire", sent if undo else None):
-            result = await self._send(form, sent)
+            result = await self._send(mode, sent)
         return result  # noqa: RET504 - without an answer it is None
 
-    async def settle(self, form: Form, sent: AcquireRequest) -> AcquireResult | None:
+    async def settle(self, mode: Mode, sent: AcquireRequest) -> AcquireResult | None:
         """Charge what was used in place of what was held: now, or later if it cannot be sent."""
         result: AcquireResult | None = None
         try:
-            result = await self.acquire(form, sent, undo=False)
+            result = await self.acquire(mode, sent, undo=False)
         finally:
             if result is None:
-                self._make_later(sent.compensations)
+                self._make_later(sent.corrections)
         return result
 
     def settle_soon(self, sent: AcquireRequest) -> None:
         """Charge where nobody can wait what was used: at once in memory, or with a next request."""
         if isinstance(self.store, MemoryStore):
             # Without counters, for nobody reads what is newly granted there.
-            now(self.settle("", replace(sent, counters={})))
+            run_sync(self.settle("", replace(sent, counters={})))
         else:
-            self._make_later(sent.compensations)
+            self._make_later(sent.corrections)
 
-    async def peek(self, form: Form, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
+    async def peek(self, mode: Mode, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
         """What is kept under each key that the store has; `None` if it does not answer."""
         if not keys:
             return {}
         uses: dict[str, QuotaUsage] | None = None
         with self._asking("peek"):
-            found = await ask(form, self.store, "peek", keys)
+            found = await ask(mode, self.store, "peek", keys)
             uses = {each.key: each for each in found if each is not None}
         return uses  # noqa: RET504 - the same
 
-    async def reset(self, form: Form, keys: Sequence[str]) -> None:
-        """Set what is used of keys to 0. Corrections of them that wait are made first."""
+    async def reset(self, mode: Mode, keys: Sequence[str]) -> None:
+        """Set what is used of keys to 0. CorrectionQueue of them that wait are made first."""
         with self._timing("reset"):
             if self._corrections and keys:
-                await self._send(form, AcquireRequest("", ""), keys)
-            await ask(form, self.store, "reset", keys)
+                await self._send(mode, AcquireRequest("", ""), keys)
+            await ask(mode, self.store, "reset", keys)
 
-    def compensate_later(
+    def correct_later(
         self, request: AcquireRequest, amounts: Mapping[str, int] | None = None
     ) -> None:
         """Undo a request that the store may have received, and add the calls that ran without."""
         attempt = request.attempt_id
-        compensation = Compensation(
+        correction = Correction(
             attempt,
             amounts or {},
             attempt,
@@ -112,7 +112,7 @@ class StoreClient:
             {each.key: each.used for each in request.counters.values() if each.key is not None},
         )
         # What the request was to take back is taken back, too.
-        self._make_later([compensation, *request.compensations])
+        self._make_later([correction, *request.corrections])
 
     def lose(self, count: str) -> None:
         """Record that a lease was over before its call."""
@@ -120,12 +120,12 @@ class StoreClient:
         error = LostLeaseError(f"a running call of {count!r} lost its place, for {why}")
         self._recorder.record_error("store", error)
 
-    def _make_later(self, compensations: Sequence[Compensation]) -> None:
-        if self._corrections.add(compensations):
+    def _make_later(self, corrections: Sequence[Correction]) -> None:
+        if self._corrections.add(corrections):
             error = QuotaStoreError(f"more than {MAX_PENDING} corrections wait for the store")
             self._recorder.record_error("store", error, log=False)
 
-    async def send_waiting(self, form: Form) -> None:
+    async def send_waiting(self, mode: Mode) -> None:
         """Send the corrections that wait."""
         for prefix in self._corrections.prefixes():
             with self._asking("acquire"):
@@ -134,26 +134,26 @@ class StoreClient:
                     with self._corrections.carried(prefix) as (carried, _):
                         left = bool(carried)
                         if left:
-                            alone = AcquireRequest("", "", compensations=carried)
-                            await ask(form, self.store, "acquire", alone)
+                            alone = AcquireRequest("", "", corrections=carried)
+                            await ask(mode, self.store, "acquire", alone)
 
     async def _send(
-        self, form: Form, sent: AcquireRequest, reset: Sequence[str] = ()
+        self, mode: Mode, sent: AcquireRequest, reset: Sequence[str] = ()
     ) -> AcquireResult:
         """The answer to a request, ahead of which the corrections go that it needs, or a reset."""
         last, answer = False, AcquireResult({})
         if not self._corrections:
-            return _checked(await ask(form, self.store, "acquire", sent), sent)
+            return _checked(await ask(mode, self.store, "acquire", sent), sent)
         prefix = prefix_of(next(iter([*reset, *keys_of(sent)]), ""))
         # The counts that the caller has, or corrects.
         keys = {*reset, *(each.key or "" for each in sent.counters.values() if each.used)}
-        keys.update(*(each.amounts for each in sent.compensations))
+        keys.update(*(each.amounts for each in sent.corrections))
         while not last:
             with self._corrections.carried(prefix, keys, sent.idempotency_key) as (carried, last):
                 asked = sent if last else AcquireRequest("", "")
                 if carried:
-                    asked = replace(asked, compensations=(*carried, *asked.compensations))
-                answer = await ask(form, self.store, "acquire", asked)
+                    asked = replace(asked, corrections=(*carried, *asked.corrections))
+                answer = await ask(mode, self.store, "acquire", asked)
         return _checked(answer, sent)
 
     @contextmanager
@@ -170,7 +170,7 @@ class StoreClient:
         except BaseException:
             # Cancelled: the call will not run, but the store may have received the request.
             if request is not None:
-                self.compensate_later(request)
+                self.correct_later(request)
             raise
         else:
             if self._down:

@@ -1,5 +1,5 @@
 -- What the scripts share. A script follows these lines; a line before them has the constants
--- REMEMBERED, COMPENSATED and GRACE, in seconds.
+-- REMEMBERED, CORRECTED and GRACE, in seconds.
 -- KEYS     every key that is used; a key in ARGV[1] is an index into it, 0 for none
 -- ARGV[1]  JSON; numbers are whole, exact up to 2^53 - 1, and -1 stands for none. A count is {key, key
 --          of its grants, end of window, idle, drains}; idle: how long one without a window is kept, in
@@ -12,7 +12,7 @@
 --               before the field next_end. Anything else is an error: others can write there, too.
 --   grants      of a count, under a key of their own: a packed list of {name, amount, end, new,
 --               details}; new: no call has been judged by it. After its end a grant is remembered
---               for as long as a compensation.
+--               for as long as a correction.
 --   an attempt  a packed list of {key, amount, field of what it holds}, or "refused"
 --   a result    the text of its answer
 
@@ -84,7 +84,7 @@ local function keep_grants(key, grants)
   local last = 0
   for _, grant in ipairs(grants) do last = math.max(last, grant[3]) end
   redis.call('SET', key, cmsgpack.pack(grants))
-  redis.call('EXPIREAT', key, digits(last + COMPENSATED))
+  redis.call('EXPIREAT', key, digits(last + CORRECTED))
 end
 
 -- What is granted, and the part by which no call has been judged before.

@@ -8,7 +8,7 @@ from datetime import timedelta
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.call import ROOT_RUN, RUN
-from langchain_quota.runtime.arguments import check_type
+from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.stores import ROOT_RUN_IDLE, RUN_IDLE
 from langchain_quota.stores.keys import CountKey, dimension_of
 
@@ -68,11 +68,11 @@ def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
 
 
 def keys_of(request: AcquireRequest) -> list[str]:
-    """The keys that a request and its compensations name."""
+    """The keys that a request and its corrections name."""
     keys = [each.key for each in request.counters.values() if each.key is not None]
     return [
         *keys,
-        *(key for each in request.compensations for key in (*each.amounts, *each.starts)),
+        *(key for each in request.corrections for key in (*each.amounts, *each.starts)),
     ]
 
 
@@ -101,7 +101,7 @@ def check_keys(keys: object, *, of_counts: bool = False) -> None:
 
 def idle_seconds(idle_ttl: timedelta) -> int:
     """How long an idle count is kept, in seconds."""
-    check_type("idle_ttl", idle_ttl, timedelta, "a timedelta")
+    validate_type("idle_ttl", idle_ttl, timedelta, "a timedelta")
     if idle_ttl < timedelta(seconds=1):
         raise ValueError(f"idle_ttl must be a second or more, not {idle_ttl!r}")
     return math.ceil(idle_ttl.total_seconds())

@@ -1,4 +1,4 @@
-"""Corrections of a store's counts that wait until it can be asked.
+"""CorrectionQueue of a store's counts that wait until it can be asked.
 
 The next requests take them along. When there are none, a task of the event loop sends them alone.
 """
@@ -13,30 +13,30 @@ from itertools import count, islice
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from langchain_quota.core.admission import Compensation
-from langchain_quota.runtime.sync_async import Form, fork_safe_lock, now
+from langchain_quota.core.admission import Correction
+from langchain_quota.runtime.sync_async import Mode, fork_safe_lock, run_sync
 from langchain_quota.stores.keys import prefix_of
 
 MAX_PENDING = 10_000
 """The most corrections that wait for the store to come back."""
 
-COMPENSATED_AT_ONCE = 5
+MAX_CORRECTIONS_AT_ONCE = 5
 """The most corrections that one request carries: so they at most double its cost."""
 
 _FIRST, _LONGEST = 1.0, 30.0
 """How long a task waits before it sends for the first time, and at most, in seconds."""
 
 
-class Corrections:
-    """Corrections that the store has not confirmed, the oldest first."""
+class CorrectionQueue:
+    """CorrectionQueue that the store has not confirmed, the oldest first."""
 
     def __init__(
-        self, forms: Collection[str], send_all: Callable[[Form], Coroutine[Any, Any, None]]
+        self, forms: Collection[str], send_all: Callable[[Mode], Coroutine[Any, Any, None]]
     ) -> None:
         self._forms = forms
         self._send_all = send_all
         self._lock = fork_safe_lock()
-        self._waiting: dict[str, Compensation] = {}
+        self._waiting: dict[str, Correction] = {}
         # Their ids in the order of arrival, by what a request looks for.
         self._index: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
         self._numbers = count()
@@ -53,7 +53,7 @@ class Corrections:
         with self._lock:
             return [text for kind, text in self._index if kind == "prefix"]
 
-    def add(self, corrections: Sequence[Compensation]) -> int:
+    def add(self, corrections: Sequence[Correction]) -> int:
         """Keep corrections; how many old ones were dropped for them."""
         with self._lock:
             for each in corrections:
@@ -71,7 +71,7 @@ class Corrections:
     @contextmanager
     def carried(
         self, prefix: str, keys: Collection[str] = (), name: str = ""
-    ) -> Iterator[tuple[tuple[Compensation, ...], bool]]:
+    ) -> Iterator[tuple[tuple[Correction, ...], bool]]:
         """The corrections to send next, and whether a request itself can be sent with them.
 
         They are forgotten unless sending them fails.
@@ -91,13 +91,13 @@ class Corrections:
 
     def _next(
         self, prefix: str, keys: Collection[str], name: str
-    ) -> tuple[tuple[Compensation, ...], bool]:
+    ) -> tuple[tuple[Correction, ...], bool]:
         # The store must first get the corrections of the request's earlier attempts, and those of
         # keys whose counts the caller has or corrects; the oldest first, for its `starts` is the
         # right start. Others of the prefix are carried by one request at a time: else every caller
         # would send the same ones to a store that has just come back. The node of another prefix
         # may be down.
-        most = COMPENSATED_AT_ONCE
+        most = MAX_CORRECTIONS_AT_ONCE
         for each in self._found(("name", name)):
             # The calls that an earlier attempt let through did not run.
             known = self._waiting[each]
@@ -152,16 +152,16 @@ class Corrections:
         """Try for the last time, before the process ends."""
         # An async client has had a last try when its event loop ended.
         if self._waiting and "sync" in self._forms:
-            now(self._send_all(""))
+            run_sync(self._send_all(""))
 
 
-def _words(correction: Compensation) -> list[tuple[str, str]]:
+def _words(correction: Correction) -> list[tuple[str, str]]:
     prefix = prefix_of(next(iter([*correction.amounts, *correction.starts]), ""))
     named = [("name", each) for each in (correction.idempotency_key,) if each]
     return [("prefix", prefix), *named, *(("key", key) for key in correction.starts)]
 
 
-_at_exit: WeakSet[Corrections] = WeakSet()
+_at_exit: WeakSet[CorrectionQueue] = WeakSet()
 
 
 @atexit.register

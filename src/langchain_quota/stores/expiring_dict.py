@@ -10,7 +10,7 @@ _PURGED_AT_ONCE = 100
 V = TypeVar("V")
 
 
-class Kept(Generic[V]):
+class ExpiringDict(Generic[V]):
     """Values by name, each until it expires; expired ones are removed step by step."""
 
     def __init__(self, most: float = math.inf) -> None:

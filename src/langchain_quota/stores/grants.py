@@ -12,9 +12,8 @@ from uuid import uuid4
 
 from langchain_quota.limits.options import MODEL, UNITS, whole_amount
 from langchain_quota.limits.windows import CalendarWindow, checked
-from langchain_quota.runtime.arguments import check_type
-from langchain_quota.runtime.sync_async import Form, ask
-from langchain_quota.runtime.sync_async import now as at_once
+from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.runtime.sync_async import Mode, ask, run_sync
 from langchain_quota.runtime.units import (
     MAX_DOLLARS,
     NANODOLLARS,
@@ -26,7 +25,7 @@ from langchain_quota.runtime.units import (
     shown,
 )
 from langchain_quota.stores.common import idle_time
-from langchain_quota.stores.keys import CountKey, parsed, spacing_of, window_end
+from langchain_quota.stores.keys import CountKey, parsed, read_emission_interval, window_end
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""
@@ -133,7 +132,7 @@ class Granting(ABC):
                 have ended already.
         """
         asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
-        return at_once(self._give("", asked, is_begun=window == ""))
+        return run_sync(self._give("", asked, is_begun=window == ""))
 
     async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -165,7 +164,7 @@ class Granting(ABC):
             TypeError: An argument has the wrong type.
             ValueError: The key is not that of a count.
         """
-        return at_once(self._end("", key, id))
+        return run_sync(self._end("", key, id))
 
     async def arevoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
         """`revoke`, without blocking the event loop."""
@@ -200,11 +199,11 @@ class Granting(ABC):
         if not name:
             raise ValueError("id must not be empty: leave it out for a new one")
         now, counted = self.clock(), self._counted(str(key), window)
-        if spacing_of(counted):
+        if read_emission_interval(counted):
             raise ValueError(
                 f"a smooth quota takes no grants: raise its limit or its burst, not {counted!r}"
             )
-        check_type("until", until, datetime | None, "a datetime or None")
+        validate_type("until", until, datetime | None, "a datetime or None")
         if until is not None and until.tzinfo is None:
             raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
         unit = unit_of(counted)
@@ -232,25 +231,25 @@ class Granting(ABC):
         """The grants that have not ended, under the keys that match, in any order."""
 
     @abstractmethod
-    async def _grant(self, form: Form, asked: Grant) -> tuple[Grant | None, bool]:
+    async def _grant(self, mode: Mode, asked: Grant) -> tuple[Grant | None, bool]:
         """The grant that is kept, and whether it is new; `None` if it would have ended."""
 
     @abstractmethod
-    async def _revoke(self, form: Form, key: str, name: str) -> Grant | None:
+    async def _revoke(self, mode: Mode, key: str, name: str) -> Grant | None:
         """The grant that is ended; `None` if there is none."""
 
-    async def _give(self, form: Form, asked: Grant, *, is_begun: bool) -> Grant:
+    async def _give(self, mode: Mode, asked: Grant, *, is_begun: bool) -> Grant:
         key = CountKey.parse(asked.key)
         counter = f"{MODEL}.{_NAMES.get(key.counter, key.counter)}"
         # A tool may have such a name, too.
         if counter in UNITS or (is_begun and key.window is None):
-            [use] = await ask(form, self, "peek", [asked.key])
+            [use] = await ask(mode, self, "peek", [asked.key])
             if use is None:
                 remedy = "give the quota's window, window=quota.lasts, or window=None for none"
                 if counter in UNITS:
                     remedy = f"write {str(replace(key, counter=counter))!r}"
                 raise ValueError(f"nothing is counted under {asked.key!r}: {remedy}")
-        kept, is_new = await self._grant(form, asked)
+        kept, is_new = await self._grant(mode, asked)
         if kept is None:
             when = "" if asked.until is None else f" after {asked.until.isoformat()}"
             raise ValueError(f"nothing can be granted under {asked.key!r}{when}: that time is over")
@@ -258,10 +257,10 @@ class Granting(ABC):
             _log("granted", kept)
         return kept
 
-    async def _end(self, form: Form, key: str, name: str) -> Grant | None:
+    async def _end(self, mode: Mode, key: str, name: str) -> Grant | None:
         _check_texts(key=key, id=name)
         CountKey.parse(key)
-        ended = await self._revoke(form, key, name)
+        ended = await self._revoke(mode, key, name)
         if ended is not None:
             _log("revoked", ended)
         return ended
@@ -276,7 +275,7 @@ def unit_of(key: str) -> Unit:
 def _check_texts(**arguments: Any) -> None:
     """Check that arguments are strings that can be kept."""
     for argument, value in arguments.items():
-        check_type(argument, value, str, "a string")
+        validate_type(argument, value, str, "a string")
         if len(value) > MAX_TEXT:
             raise ValueError(f"{argument} must have at most {MAX_TEXT} characters")
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from langchain_quota.limits.windows import CalendarWindow, around
-from langchain_quota.runtime.arguments import check_type
+from langchain_quota.runtime.arguments import validate_type
 
 MAX_LENGTH = 64
 """The longest value that a key has unchanged, in characters after encoding."""
@@ -158,21 +158,21 @@ def window_end(text: str) -> int | None:
     return key.ends if key else None
 
 
-def spacing_of(text: str | None) -> int:
+def read_emission_interval(text: str | None) -> int:
     """In how many microseconds a count that drains falls by a call; 0 for another count."""
     key = parsed(text) if text and "~" in text else None
     # Rounded up: the rate is never higher than the limit says.
     return -(-(key.window or 0) * 10**6 // key.limit) if key and key.limit else 0
 
 
-def lacking(empty_in: int, room: int, spacing: int) -> float:
+def seconds_until_room(drained_in: int, room: int, spacing: int) -> float:
     """In how many seconds a count that drains has at most `room` calls; below 0 if it has."""
-    return (empty_in - room * spacing) / 10**6
+    return (drained_in - room * spacing) / 10**6
 
 
 def unit_in(key: str | None) -> int:
     """What one call is in a count: 1, or microseconds where it drains."""
-    return spacing_of(key) or 1
+    return read_emission_interval(key) or 1
 
 
 def dimension_of(key: str) -> str:
@@ -182,7 +182,7 @@ def dimension_of(key: str) -> str:
 
 def check_prefix(what: str, prefix: Any) -> str:
     """Check a prefix of a store."""
-    check_type(what, prefix, str, "a string")
+    validate_type(what, prefix, str, "a string")
     if not _PREFIX.fullmatch(prefix):
         raise ValueError(f"{what} must match {_PREFIX.pattern}, not {prefix!r}")
     return str(prefix)

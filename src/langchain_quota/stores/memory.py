@@ -9,12 +9,12 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation, admit
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, admit
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.runtime.arguments import check_count
-from langchain_quota.runtime.sync_async import Form, fork_safe_lock
+from langchain_quota.runtime.arguments import validate_count
+from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 from langchain_quota.stores import (
-    COMPENSATED,
+    CORRECTED,
     GRACE,
     IDLE_TTL,
     REMEMBERED,
@@ -29,9 +29,9 @@ from langchain_quota.stores.common import (
     metadata,
     replay,
 )
-from langchain_quota.stores.expiring_dict import Kept
+from langchain_quota.stores.expiring_dict import ExpiringDict
 from langchain_quota.stores.grants import Grant, Granting, in_utc
-from langchain_quota.stores.keys import spacing_of, unit_in, window_end
+from langchain_quota.stores.keys import read_emission_interval, unit_in, window_end
 from langchain_quota.stores.rate_limiter import RateLimiting
 
 _REMEMBERED_AT_MOST = 100_000
@@ -51,7 +51,7 @@ class MemoryStore(Granting, RateLimiting):
             only the store has, are never dropped. If only such counts are left, a charge that
             needs a new one is refused with a `QuotaStoreError`. Only calls that ran in an outage
             are counted beyond `max_keys`. The store also remembers the
-            latest results, compensations and refused attempts: at most `max_keys` of each, and at
+            latest results, corrections and refused attempts: at most `max_keys` of each, and at
             most 100,000. Grants have no bound: each is kept until a week after its end.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
         clock: The time, in seconds since the Unix epoch.
@@ -75,16 +75,16 @@ class MemoryStore(Granting, RateLimiting):
         idle_ttl: timedelta = IDLE_TTL,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        check_count("max_keys", max_keys, least=1, what="a whole number")
+        validate_count("max_keys", max_keys, least=1, what="a whole number")
         self._max_keys = max_keys
         self._idle = idle_seconds(idle_ttl)
         self._counts = _Counts()
         remembered = min(max_keys, _REMEMBERED_AT_MOST)
-        self._results: Kept[Acquired] = Kept(remembered)
-        self._attempts: Kept[Acquired] = Kept(remembered)
-        self._compensated: Kept[bool] = Kept(remembered)
-        self._settled: Kept[bool] = Kept(remembered)
-        self._grants: Kept[list[Given]] = Kept()
+        self._results: ExpiringDict[StoredResult] = ExpiringDict(remembered)
+        self._attempts: ExpiringDict[StoredResult] = ExpiringDict(remembered)
+        self._corrected: ExpiringDict[bool] = ExpiringDict(remembered)
+        self._settled: ExpiringDict[bool] = ExpiringDict(remembered)
+        self._grants: ExpiringDict[list[StoredGrant]] = ExpiringDict()
         self.clock = clock
         self._lock = fork_safe_lock()
 
@@ -101,10 +101,10 @@ class MemoryStore(Granting, RateLimiting):
         check_request(request)
         with self._lock:
             now = self.clock()
-            for compensation in request.compensations:
-                self._compensate(compensation, now)
+            for correction in request.corrections:
+                self._correct(correction, now)
             if self._attempts.get(request.attempt_id, now) is REFUSED:
-                raise QuotaStoreError("the attempt was compensated before it arrived")
+                raise QuotaStoreError("the attempt was corrected before it arrived")
             made = self._results.get(request.idempotency_key, now)
             return self._admit(request, now) if made is None else replay(made.result, request)
 
@@ -149,25 +149,25 @@ class MemoryStore(Granting, RateLimiting):
         """`reset`; it does not block."""
         self.reset(keys)
 
-    async def _grant(self, _: Form, asked: Grant) -> tuple[Grant | None, bool]:
+    async def _grant(self, _: Mode, asked: Grant) -> tuple[Grant | None, bool]:
         with self._lock:
             now = self.clock()
             self._grants.purge(now)
-            known = {each.grant.id: each for each in self._granted(asked.key, now - COMPENSATED)}
+            known = {each.grant.id: each for each in self._granted(asked.key, now - CORRECTED)}
             if asked.id in known:
                 return known[asked.id].grant, False
-            new = known[asked.id] = Given(asked)
+            new = known[asked.id] = StoredGrant(asked)
             if new.ends <= now:
                 return None, False
             last = max(each.ends for each in known.values())
-            self._grants.put(asked.key, [*known.values()], last + COMPENSATED)
+            self._grants.put(asked.key, [*known.values()], last + CORRECTED)
             count = self._counts.get(asked.key, now)
             if count is not None:
                 # The count's idle time begins anew, as after a charge.
                 self._write(asked.key, count, count.used, count.ends, now)
             return asked, True
 
-    async def _revoke(self, _: Form, key: str, name: str) -> Grant | None:
+    async def _revoke(self, _: Mode, key: str, name: str) -> Grant | None:
         with self._lock:
             now = self.clock()
             for each in self._granted(key, now):
@@ -182,7 +182,7 @@ class MemoryStore(Granting, RateLimiting):
             keys = [key for key in self._grants.all if fnmatchcase(key, pattern)]
             return [each.grant for key in keys for each in self._granted(key, now)]
 
-    def _granted(self, key: str | None, now: float) -> list["Given"]:
+    def _granted(self, key: str | None, now: float) -> list["StoredGrant"]:
         """The grants that have not ended."""
         given, _ = self._grants.all.get(key or "", ((), 0))
         return [each for each in given if each.ends > now]
@@ -194,26 +194,24 @@ class MemoryStore(Granting, RateLimiting):
             return QuotaUsage(key, used, count.limit, count.ends, granted)
         return QuotaUsage(key, 0, None, window_end(key), granted) if granted else None
 
-    def _compensate(self, compensation: Compensation, now: float) -> None:
-        made = self._settled if compensation.settles else self._compensated
-        if made.get(compensation.id, now):
+    def _correct(self, correction: Correction, now: float) -> None:
+        made = self._settled if correction.settles else self._corrected
+        if made.get(correction.id, now):
             return
-        made.remember(
-            compensation.id, True, REMEMBERED if compensation.settles else COMPENSATED, now
-        )
-        if compensation.attempt_id:
-            self._undo(compensation.attempt_id, now)
-        if self._results.get(compensation.idempotency_key, now) is None:
-            for key, amount in compensation.amounts.items():
+        made.remember(correction.id, True, REMEMBERED if correction.settles else CORRECTED, now)
+        if correction.attempt_id:
+            self._undo(correction.attempt_id, now)
+        if self._results.get(correction.idempotency_key, now) is None:
+            for key, amount in correction.amounts.items():
                 count, unit = self._counts.get(key, now), unit_in(key)
-                if count is not None and compensation.settles:
-                    count.lower(math.inf, compensation.settles)
+                if count is not None and correction.settles:
+                    count.lower(math.inf, correction.settles)
                 if amount > 0:
-                    start = compensation.starts.get(key, 0) * unit
+                    start = correction.starts.get(key, 0) * unit
                     used = start if count is None else count.at(key, now)
                     # Calls that have run are counted even if the store is full.
                     count = self._write(key, count, used + amount * unit, window_end(key), now)
-                    count.limit = compensation.limits.get(key, count.limit)
+                    count.limit = correction.limits.get(key, count.limit)
                 elif count is not None:
                     count.lower(-amount * unit)
 
@@ -230,20 +228,20 @@ class MemoryStore(Granting, RateLimiting):
                 count.lower(amount, made.name if is_held else None)
 
     def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
-        used, grants, empty_in = {}, {}, {}
+        used, grants, drained_in = {}, {}, {}
         for name, counter in request.counters.items():
-            key, spacing = counter.key, spacing_of(counter.key)
+            key, spacing = counter.key, read_emission_interval(counter.key)
             count = None if key is None else self._counts.get(key, now)
             amount = count.at(key, now) if count else counter.used * (spacing or 1)
             used[name] = -(-amount // (spacing or 1))
             if spacing:
-                empty_in[name] = amount
+                drained_in[name] = amount
             if counter.key in self._grants.all:
                 grants[name] = self._granted(counter.key, now)
         granted = {name: more for name, given in grants.items() if (more := _amount(given))}
         result = admit(request.hits, used, request.stops, granted)
-        if empty_in:
-            result = replace(result, empty_in=empty_in)
+        if drained_in:
+            result = replace(result, drained_in=drained_in)
         self._charge(request, result, now)
         newly = {name: [each for each in given if each.is_new] for name, given in grants.items()}
         for each in chain.from_iterable(newly.values()):
@@ -259,7 +257,7 @@ class MemoryStore(Granting, RateLimiting):
         ]
         if not charges:
             return
-        beside, made = metadata(request), Acquired(request.idempotency_key, result, [])
+        beside, made = metadata(request), StoredResult(request.idempotency_key, result, [])
         self._make_room([key for _, key, _ in charges], now)
         for counter, key, amount in charges:
             # Another counter with this key may have been charged just now.
@@ -283,7 +281,7 @@ class MemoryStore(Granting, RateLimiting):
         count = known or Count()
         count.used, count.ends = used, ends
         expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
-        if spacing_of(key):
+        if read_emission_interval(key):
             count.used, expires = used + _micros(now), now + used / 10**6 + GRACE
             count.changed_at = _micros(now)
         # Never earlier than before.
@@ -308,7 +306,7 @@ class MemoryStore(Granting, RateLimiting):
 
 
 @dataclass(slots=True)
-class Given:
+class StoredGrant:
     """A grant, and whether a call has been judged by it."""
 
     grant: Grant
@@ -320,12 +318,12 @@ class Given:
         return self.grant.ends or 0
 
 
-def _amount(grants: Iterable[Given]) -> int:
+def _amount(grants: Iterable[StoredGrant]) -> int:
     return sum(each.grant.amount for each in grants)
 
 
 @dataclass(slots=True, eq=False)
-class Acquired:
+class StoredResult:
     """The answer to a request, and each key and amount that it charged, and whether it is held."""
 
     name: str
@@ -333,8 +331,8 @@ class Acquired:
     charged: list[tuple[str, int, bool]]
 
 
-REFUSED = Acquired("", AcquireResult({}), [])
-"""What an attempt that is compensated has charged."""
+REFUSED = StoredResult("", AcquireResult({}), [])
+"""What an attempt that is corrected has charged."""
 
 
 def _micros(now: float) -> int:
@@ -357,7 +355,7 @@ class Count:
 
     def at(self, key: str | None, now: float) -> int:
         """What is used now; microseconds if it drains."""
-        return max(0, self.used - _micros(now)) if spacing_of(key) else self.used
+        return max(0, self.used - _micros(now)) if read_emission_interval(key) else self.used
 
     def hold(self, name: str, amount: int, ends: int) -> None:
         """Note that a request only holds, until its lease ends, so much of what it has charged."""
@@ -383,7 +381,7 @@ class Count:
         self.next_end = min((ends for _, ends in holds.values()), default=math.inf)
 
 
-class _Counts(Kept[Count]):
+class _Counts(ExpiringDict[Count]):
     """The counts, and the keys of those that callers mirror: the oldest charge comes first."""
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ end
 function operations.grant(number, key, of_grants, ends, idle)
   local grants = {}
   for _, kept in ipairs(grants_of(of_grants)) do
-    if kept[3] + COMPENSATED > now then
+    if kept[3] + CORRECTED > now then
       if kept[1] == ask.name then return tell(number, kept, 0) end
       table.insert(grants, kept)
     end

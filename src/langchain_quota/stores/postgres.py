@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import Form, now
+from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.common import metadata
 from langchain_quota.stores.rows import GRANTS, Name, Rows, names_of, names_of_keys
@@ -148,13 +148,13 @@ class PostgresStore(ServerStore):
         Raises:
             QuotaStoreError: The store failed, or the user may not make a table.
         """
-        now(self._within("", self._set_up))
+        run_sync(self._within("", self._set_up))
 
     async def asetup(self) -> None:
         """`setup`, without blocking the event loop."""
         await self._within("a", self._set_up)
 
-    async def _admit(self, form: Form, prefix: str, request: AcquireRequest) -> AcquireResult:
+    async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
         metadata(request)  # what is wrong with a request is no failure of PostgreSQL
 
         async def work(connection: "Connection") -> AcquireResult:
@@ -166,10 +166,10 @@ class PostgresStore(ServerStore):
                 rows = await self._read(connection, prefix, names, f"ROLLBACK; {_BEGIN}")
             return await self._written(connection, prefix, rows, lambda: rows.acquire(request))
 
-        return await self._within(form, work)
+        return await self._within(mode, work)
 
     async def _operate(
-        self, form: Form, prefix: str, op: str, keys: Sequence[str], *more: Any
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], *more: Any
     ) -> list[Any]:
         async def work(connection: "Connection") -> list[Any]:
             begin = "" if op in _READING else _BEGIN
@@ -177,7 +177,7 @@ class PostgresStore(ServerStore):
             done = partial(rows.operate, op, keys, *more)
             return await self._written(connection, prefix, rows, done) if begin else done()
 
-        return await self._within(form, work)
+        return await self._within(mode, work)
 
     def _keys(self, kind: str, pattern: str) -> Iterator[str]:
         prefix, last = str(self.prefix), "0" * 32
@@ -191,24 +191,24 @@ class PostgresStore(ServerStore):
                 return [(each, str(json.loads(name))) for each, name in _table(results)]
 
         while last:
-            found = now(self._within("", page))
+            found = run_sync(self._within("", page))
             yield from (name for _, name in found)
             last = found[-1][0] if len(found) == _PAGE else ""
 
     async def _set_up(self, connection: "Connection") -> None:
         await self._connections.send(connection, _SETUP)
 
-    async def _within(self, form: Form, work: "Callable[[Connection], Awaitable[T]]") -> T:
+    async def _within(self, mode: Mode, work: "Callable[[Connection], Awaitable[T]]") -> T:
         """Do some work with a connection, in time."""
 
         async def tried() -> T:
             for _ in range(_TRIES):
                 with suppress(self._connections.ended):
-                    async with self._connections.taken(form) as connection:
+                    async with self._connections.taken(mode) as connection:
                         return await work(connection)
             raise QuotaStoreError(f"{self!r}: the server ended {_TRIES} transactions")
 
-        return await self._in_time(form, tried)
+        return await self._in_time(mode, tried)
 
     async def _read(
         self, connection: "Connection", prefix: str, names: set[Name], begin: str
@@ -239,7 +239,7 @@ class PostgresStore(ServerStore):
         try:
             answer = do()
         except QuotaStoreError:
-            # Its compensations are made.
+            # Its corrections are made.
             await self._write(connection, prefix, rows)
             raise
         await self._write(connection, prefix, rows)

@@ -24,7 +24,7 @@ except ImportError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.runtime.sync_async import Form
+from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.server import PerLoop, Server
 
 _CONNECTIONS = 10
@@ -41,14 +41,14 @@ _stalled: WeakSet[Connection] = WeakSet()
 def connections(source: object, timeout: float) -> "Connections":
     """The connections of a source; a thread waits for one until the timeout."""
     if isinstance(source, ConnectionPool | AsyncConnectionPool):
-        return _Given(source, timeout)
+        return _UserConnections(source, timeout)
     if not isinstance(source, str):
         # The value is not shown: it may have a password.
         raise TypeError(
             "source must be a connection string, or a ConnectionPool or AsyncConnectionPool of "
             f"psycopg_pool, not a {type(source).__name__}"
         )
-    return _Own(source, timeout)
+    return _OwnedConnections(source, timeout)
 
 
 def _sent(pgconn: Any, statements: bytes, seconds: float) -> Generator[Any, Any, list[Any]]:
@@ -129,7 +129,7 @@ class Connections(Server, ABC):
         self._timeout = timeout
 
     @abstractmethod
-    def taken(self, form: Form) -> AbstractAsyncContextManager[Connection]:
+    def taken(self, mode: Mode) -> AbstractAsyncContextManager[Connection]:
         """A connection that nobody else uses meanwhile."""
 
     async def send(self, connection: Connection, statements: str) -> list[Any]:
@@ -164,7 +164,7 @@ class Connections(Server, ABC):
         return ()
 
 
-class _Given(Connections):
+class _UserConnections(Connections):
     """The user's own pool, which the user closes; it has one of the two forms."""
 
     def __init__(self, pool: Pool, timeout: float) -> None:
@@ -174,9 +174,9 @@ class _Given(Connections):
         self._pool: Any = pool
 
     @asynccontextmanager
-    async def taken(self, form: Form) -> AsyncIterator[Connection]:
+    async def taken(self, mode: Mode) -> AsyncIterator[Connection]:
         taking = self._pool.connection(self._timeout)
-        if form:
+        if mode:
             async with taking as connection, _closed_by_failures(connection):
                 yield connection
         else:
@@ -223,7 +223,7 @@ class _AsyncConnection(psycopg.AsyncConnection[Any]):
         """As above."""
 
 
-class _Own(Connections):
+class _OwnedConnections(Connections):
     """Connections that are made by a connection string."""
 
     def __init__(self, source: str, timeout: float) -> None:
@@ -254,14 +254,14 @@ class _Own(Connections):
         self._loops = PerLoop(lambda: _Idle(asyncio.Semaphore(_CONNECTIONS)), _Idle.aclose)
 
     @asynccontextmanager
-    async def taken(self, form: Form) -> AsyncIterator[Connection]:
-        idle = await self._loops.get() if form else self._of_process()
-        if form:
+    async def taken(self, mode: Mode) -> AsyncIterator[Connection]:
+        idle = await self._loops.get() if mode else self._of_process()
+        if mode:
             await idle.permits.acquire()
         elif not idle.permits.acquire(timeout=self._timeout):
             raise TimeoutError
         try:
-            found = idle.take() or await self._connected(form)
+            found = idle.take() or await self._connected(mode)
             try:
                 async with _closed_by_failures(found):
                     yield found
@@ -276,8 +276,8 @@ class _Own(Connections):
     async def aclose(self) -> None:
         await self._loops.close()
 
-    async def _connected(self, form: Form) -> Connection:
-        if form:
+    async def _connected(self, mode: Mode) -> Connection:
+        if mode:
             return await _AsyncConnection.connect(self._source, **self._options)
         # libpq waits for no less than 2 seconds.
         patience = max(2, math.ceil(self._timeout))

@@ -6,12 +6,12 @@ from uuid import uuid4
 
 from langchain_core.rate_limiters import BaseRateLimiter
 
-from langchain_quota.core.admission import AcquireRequest, Counter, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, CountRef, Hits, Threshold
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.runtime.arguments import check_count, check_name
+from langchain_quota.runtime.arguments import validate_count, validate_name
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, semaphore_of
-from langchain_quota.runtime.sync_async import Form, ask, now, wait_for
-from langchain_quota.stores.keys import CountKey, lacking, spacing_of
+from langchain_quota.runtime.sync_async import Mode, ask, run_sync, wait_for
+from langchain_quota.stores.keys import CountKey, read_emission_interval, seconds_until_room
 
 _SCOPE = "rate_limiter"
 _FOREVER = 1e9
@@ -49,16 +49,16 @@ class RateLimiting:
             >>> limiter.acquire(blocking=False), limiter.acquire(blocking=False)
             (True, False)
         """
-        check_name("name", name)
+        validate_name("name", name)
         if not name:
             raise ValueError("name must not be empty")
-        check_count("limit", limit, least=1, what="a whole number")
+        validate_count("limit", limit, least=1, what="a whole number")
         quota = Quota(limit, per="global", window=window, smooth=True, burst=burst)
         if callable(getattr(self, "prefix", None)):
             raise ValueError(  # noqa: TRY004 - it is no wrong type
                 "the prefix of this store is a function: make a store whose prefix is a string"
             )
-        key = CountKey.at(name, _SCOPE, "", quota.lasts, 0, limit=limit)
+        key = CountKey.at(name, _SCOPE, "", quota.period, 0, limit=limit)
         return _StoreRateLimiter(self, str(key), quota.burst or 1)
 
 
@@ -70,31 +70,33 @@ class _StoreRateLimiter(BaseRateLimiter):
 
     def acquire(self, *, blocking: bool = True) -> bool:
         """Wait until the call may be made; without `blocking`, only say whether it may."""
-        return now(self._acquire("", blocking=blocking))
+        return run_sync(self._acquire("", blocking=blocking))
 
     async def aacquire(self, *, blocking: bool = True) -> bool:
         """`acquire`, without blocking the event loop."""
         return await self._acquire("a", blocking=blocking)
 
-    async def _acquire(self, form: Form, *, blocking: bool) -> bool:
+    async def _acquire(self, mode: Mode, *, blocking: bool) -> bool:
         seconds = _FOREVER if blocking else 0
-        slot = await semaphore_of(self._store, self._key).take(form, 1, seconds)
+        slot = await semaphore_of(self._store, self._key).take(mode, 1, seconds)
         try:
             while slot.taken:
-                lacks = await self._lacks(form)
+                lacks = await self._lacks(mode)
                 if lacks <= 0 or not blocking:
                     return lacks <= 0
-                await wait_for(form, min(lacks, LOOKS_AGAIN))
+                await wait_for(mode, min(lacks, LOOKS_AGAIN))
             return False
         finally:
-            slot.give_back()
+            slot.release()
 
-    async def _lacks(self, form: Form) -> float:
+    async def _lacks(self, mode: Mode) -> float:
         """Count a call if there is room; else in how many seconds there is."""
         most = Threshold(_SCOPE, _SCOPE, _SCOPE, self._burst)
-        counters, hits = {_SCOPE: Counter(self._key)}, (Hits({_SCOPE: 1}, (most,)),)
+        counters, hits = {_SCOPE: CountRef(self._key)}, (Hits({_SCOPE: 1}, (most,)),)
         asked = AcquireRequest(uuid4().hex, uuid4().hex, counters, hits)
-        result = await ask(form, self._store, "acquire", asked)
+        result = await ask(mode, self._store, "acquire", asked)
         if result.admitted[0]:
             return 0
-        return lacking(result.empty_in[_SCOPE], self._burst - 1, spacing_of(self._key))
+        return seconds_until_room(
+            result.drained_in[_SCOPE], self._burst - 1, read_emission_interval(self._key)
+        )

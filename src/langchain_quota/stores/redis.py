@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
-from langchain_quota.runtime.sync_async import Form, now
+from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL, wire
 from langchain_quota.stores.redis_script import ScriptCall, key_of, pattern_of
 from langchain_quota.stores.server import PREFIX, ServerStore
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class RedisStore(ServerStore):
     """A `QuotaStore` in Redis, for all processes and machines that use the same prefix.
 
-    Each operation is one run of one script, in one round trip; a compensation that has something to
+    Each operation is one run of one script, in one round trip; a correction that has something to
     undo takes a second one. Async operations that begin in the same turn of the event loop may
     share a round trip, except in a cluster. All keys of a prefix have one hash tag: in Redis
     Cluster they are in one hash slot, on one node. Every key expires. Counts are exact up to
@@ -84,19 +84,19 @@ class RedisStore(ServerStore):
         super().__init__(prefix, timeout, idle_ttl)
         self._server = self._clients = clients(source, timeout)
 
-    async def _admit(self, form: Form, prefix: str, request: AcquireRequest) -> AcquireResult:
+    async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
         ask, read = partial(wire.acquire, request, self._idle), partial(wire.result, request)
-        return await self._run(form, "acquire", prefix, ask, read)
+        return await self._run(mode, "acquire", prefix, ask, read)
 
     async def _operate(
-        self, form: Form, prefix: str, op: str, keys: Sequence[str], *more: Any
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], *more: Any
     ) -> list[Any]:
         ask = partial(wire.operation, op, keys, more, self._idle)
         read: Callable[..., list[Any]] = wire.uses if op == "peek" else wire.grants
-        return await self._run(form, "operations", prefix, ask, partial(read, keys))
+        return await self._run(mode, "operations", prefix, ask, partial(read, keys))
 
     async def _run(
-        self, form: Form, script: str, prefix: str, ask: wire.Ask, read: Callable[[object], T]
+        self, mode: Mode, script: str, prefix: str, ask: wire.Ask, read: Callable[[object], T]
     ) -> T:
         # What is wrong with a question is no failure of Redis.
         call = ScriptCall(script, prefix, ask)
@@ -105,21 +105,24 @@ class RedisStore(ServerStore):
             while True:
                 arguments = call.arguments()
                 with self._reading():
-                    reply = await self._clients.run(form, call.script, arguments)
+                    reply = await self._clients.run(mode, call.script, arguments)
                     if not call.again(reply):
                         answer = read(reply)
-                        await self._clients.warn_of_eviction(form)
+                        await self._clients.warn_of_eviction(mode)
                         return answer
 
-        return await self._in_time(form, work)
+        return await self._in_time(mode, work)
 
     def _keys(self, kind: str, pattern: str) -> Iterator[str]:
-        prefix, client = str(self.prefix), now(self._in_time("", partial(self._clients.opened, "")))
+        prefix, client = (
+            str(self.prefix),
+            run_sync(self._in_time("", partial(self._clients.opened, ""))),
+        )
         names = client.scan_iter(pattern_of(prefix, kind, pattern), count=_SCANNED)
 
         async def some() -> list[bytes | str]:
             with self._reading():
                 return [*islice(names, _SCANNED)]
 
-        while found := now(self._in_time("", some)):
+        while found := run_sync(self._in_time("", some)):
             yield from (key for name in found if (key := key_of(prefix, kind, name)) is not None)

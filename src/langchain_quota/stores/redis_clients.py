@@ -22,7 +22,7 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.runtime.sync_async import Form
+from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.grants import logger
 from langchain_quota.stores.redis_script import Script
 from langchain_quota.stores.server import PerLoop, Server
@@ -49,7 +49,7 @@ AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 def clients(source: object, timeout: float) -> "Clients":
     """The clients of a source; a thread waits for a connection and an answer until the timeout."""
     if isinstance(source, SyncClient | AsyncClient):
-        return _Given(source)
+        return _UserClients(source)
     url = os.environ.get(URL_VARIABLE) if source is None else source
     if not url:
         raise ValueError(
@@ -62,7 +62,7 @@ def clients(source: object, timeout: float) -> "Clients":
             "source must be a URL, a client of redis or redis.asyncio, or None, not a "
             f"{type(url).__name__}"
         )
-    return _Own(url, timeout)
+    return _OwnedClients(url, timeout)
 
 
 class Clients(Server, ABC):
@@ -75,27 +75,27 @@ class Clients(Server, ABC):
     _has_warned = False
 
     @abstractmethod
-    async def opened(self, form: Form) -> Any:
+    async def opened(self, mode: Mode) -> Any:
         """A client that runs scripts in a form."""
 
-    async def run(self, form: Form, script: Script, arguments: Sequence[int | bytes | str]) -> Any:
+    async def run(self, mode: Mode, script: Script, arguments: Sequence[int | bytes | str]) -> Any:
         """The reply of a script; the server may have to be told what it is."""
-        client = await self.opened(form)
+        client = await self.opened(mode)
         try:
             reply = client.evalsha(script.sha, *arguments)
-            return await reply if form else reply
+            return await reply if mode else reply
         except exceptions.NoScriptError:
             reply = client.eval(script.text, *arguments)
-            return await reply if form else reply
+            return await reply if mode else reply
 
-    async def warn_of_eviction(self, form: Form) -> None:
+    async def warn_of_eviction(self, mode: Mode) -> None:
         """Warn once of a server that may evict counts, if its user may ask it."""
         if self._has_warned:
             return
-        self._has_warned, client = True, await self.opened(form)
+        self._has_warned, client = True, await self.opened(mode)
         with suppress(*self.failed):
             reply = client.eval("return redis.call('INFO', 'memory')", 0)
-            policy = re.search("maxmemory_policy:([a-z-]+)", str(await reply if form else reply))
+            policy = re.search("maxmemory_policy:([a-z-]+)", str(await reply if mode else reply))
             if policy and policy[1] != "noeviction":
                 logger.warning(
                     "%s has maxmemory-policy %s: Redis may evict counts, and quotas begin anew: "
@@ -126,7 +126,7 @@ class Clients(Server, ABC):
         return ()
 
 
-class _Given(Clients):
+class _UserClients(Clients):
     """The user's own client, which the user closes; it has one of the two forms."""
 
     def __init__(self, client: SyncClient | AsyncClient) -> None:
@@ -135,10 +135,10 @@ class _Given(Clients):
         self.forms = ("async",) if isinstance(client, AsyncClient) else ("sync",)
         self._client: Any = client
         if isinstance(client, redis.asyncio.Redis):
-            self._client = _Together(client, client.connection_pool.max_connections)
+            self._client = _PipeliningClient(client, client.connection_pool.max_connections)
         self._asking: asyncio.Task[object] | None = None
 
-    async def opened(self, _: Form) -> Any:
+    async def opened(self, _: Mode) -> Any:
         # Without the nodes, redis-py sends first requests of a cluster to any node, and closes
         # connections that others use when these nodes answer that they do not have the key. The
         # client forgets the nodes when it is closed. Callers do not wait for connections: while a
@@ -154,7 +154,7 @@ class _Given(Clients):
         return client
 
 
-class _Together:
+class _PipeliningClient:
     """A client that sends the requests of one turn in pipelines, but one alone without."""
 
     # Permits bound the connections: without, callers fail when all are in use. The pool does not:
@@ -240,7 +240,7 @@ class _Pipeline:
                 waiting.set_result(answers.get(waiting, failure))
 
 
-class _Own(Clients):
+class _OwnedClients(Clients):
     """Clients that are made of a URL."""
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -259,8 +259,8 @@ class _Own(Clients):
         self.secrets = (url, *_secrets(pool.connection_kwargs))
         self.name = re.sub("//.*@", "//", url.partition("?")[0])
 
-    async def opened(self, form: Form) -> Any:
-        return await self._loops.get() if form else self._sync
+    async def opened(self, mode: Mode) -> Any:
+        return await self._loops.get() if mode else self._sync
 
     def close(self) -> None:
         self._sync.close()
@@ -269,11 +269,11 @@ class _Own(Clients):
     async def aclose(self) -> None:
         await self._loops.close()
 
-    def _of_loop(self) -> _Together:
+    def _of_loop(self) -> _PipeliningClient:
         """The client of an event loop."""
         # The store has its own timeout: the client's would ignore that the event loop was blocked.
         pool = self._pool(redis.asyncio.ConnectionPool, AsyncRetry, 2**31, None)
-        return _Together(redis.asyncio.Redis.from_pool(pool), _CONNECTIONS)
+        return _PipeliningClient(redis.asyncio.Redis.from_pool(pool), _CONNECTIONS)
 
     def _pool(self, kind: Any, retry: Any, most: int, seconds: float | None) -> Any:
         pool = kind.from_url(self._url, max_connections=most, protocol=_PROTOCOL)
@@ -284,7 +284,7 @@ class _Own(Clients):
         }
         return pool
 
-    async def _end(self, together: _Together) -> None:
+    async def _end(self, together: _PipeliningClient) -> None:
         # A server that is gone does not answer when TLS is closed.
         async with asyncio.timeout(self._timeout):
             await together.client.aclose()

@@ -6,7 +6,7 @@ from hashlib import sha1
 from importlib.resources import files
 from typing import NamedTuple
 
-from langchain_quota.stores import COMPENSATED, GRACE, REMEMBERED
+from langchain_quota.stores import CORRECTED, GRACE, REMEMBERED
 from langchain_quota.stores.wire import Ask
 
 
@@ -26,7 +26,7 @@ def _text(name: str) -> str:
     return (files("langchain_quota.stores") / f"{name}.lua").read_text("utf-8")
 
 
-_TIMES = f"local REMEMBERED, COMPENSATED, GRACE = {REMEMBERED}, {COMPENSATED}, {GRACE}"
+_TIMES = f"local REMEMBERED, CORRECTED, GRACE = {REMEMBERED}, {CORRECTED}, {GRACE}"
 SCRIPTS = {
     name: Script.of("\n".join([_TIMES, _text("common"), _text(name)]))
     for name in ("acquire", "operations")

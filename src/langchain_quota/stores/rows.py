@@ -11,16 +11,16 @@ from typing import Any
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import now
+from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.grants import Grant
-from langchain_quota.stores.memory import REFUSED, Acquired, Count, Given, MemoryStore
+from langchain_quota.stores.memory import REFUSED, Count, MemoryStore, StoredGrant, StoredResult
 
 Name = tuple[str, str]
 """A kind of what is kept, and the name under which it is kept."""
 
 COUNT, GRANTS, RESULT, ATTEMPT = "count", "grants", "result", "attempt"
-COMPENSATED, SETTLED = "compensated", "settled"
+CORRECTED, SETTLED = "corrected", "settled"
 _CONSTANTS = {"Infinity": math.inf}  # and no NaN, which no limit refuses
 
 
@@ -37,14 +37,14 @@ class Rows(MemoryStore):
             GRANTS: self._grants,
             RESULT: self._results,
             ATTEMPT: self._attempts,
-            COMPENSATED: self._compensated,
+            CORRECTED: self._corrected,
             SETTLED: self._settled,
         }
         self._read = dict(read)
         # The counts that are none, whatever others have written there.
         self._odd: list[str] = []
         # An attempt and its result are one object, as where they were made: their texts are equal.
-        self._made: dict[str, Acquired] = {}
+        self._made: dict[str, StoredResult] = {}
         for (kind, name), text in read.items():
             try:
                 expires, kept = json.loads(text, parse_constant=_CONSTANTS.__getitem__)
@@ -67,18 +67,18 @@ class Rows(MemoryStore):
             uses = {**dict(zip(keys, self.peek(keys), strict=True)), **dict.fromkeys(self._odd)}
             return [(key, use) for key, use in uses.items() if use or key in self._odd]
         if op == "grant":
-            return [now(self._grant("", *more))]
+            return [run_sync(self._grant("", *more))]
         if op == "revoke":
-            return [(now(self._revoke("", *keys, *more)), False)]
+            return [(run_sync(self._revoke("", *keys, *more)), False)]
         if op == "grants":
             return [(grant, False) for grant in self.grants()]
         self.reset(keys)
         return []
 
     def undone(self, request: AcquireRequest) -> set[Name]:
-        """What is changed where the request's compensations undo attempts that are among these."""
+        """What is changed where the request's corrections undo attempts that are among these."""
         found: set[Name] = set()
-        for each in request.compensations:
+        for each in request.corrections:
             made, _ = self._attempts.all.get(each.attempt_id or "", (REFUSED, 0))
             found.update(names_of_keys(key for key, *_ in made.charged))
             found.update({(RESULT, made.name)} if made.name else ())
@@ -100,7 +100,7 @@ class Rows(MemoryStore):
         if kind == COUNT:
             return _count(**kept)
         if kind == GRANTS:
-            return [Given(_grant(name, each["grant"]), each["is_new"]) for each in kept]
+            return [StoredGrant(_grant(name, each["grant"]), each["is_new"]) for each in kept]
         if kind in (RESULT, ATTEMPT):
             return REFUSED if kept is None else self._made.setdefault(text, _acquired(**kept))
         return kept
@@ -110,9 +110,9 @@ def names_of(request: AcquireRequest) -> set[Name]:
     """What a request reads, or may change."""
     found = names_of_keys(keys_of(request))
     found |= {(RESULT, request.idempotency_key), (ATTEMPT, request.attempt_id)}
-    for each in request.compensations:
+    for each in request.corrections:
         found |= {
-            (SETTLED if each.settles else COMPENSATED, each.id),
+            (SETTLED if each.settles else CORRECTED, each.id),
             (RESULT, each.idempotency_key),
             (ATTEMPT, each.attempt_id or ""),
         }
@@ -140,10 +140,10 @@ def _plain(value: Any) -> Any:
     return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
-def _acquired(name: str, result: Any, charged: list[Any]) -> Acquired:
+def _acquired(name: str, result: Any, charged: list[Any]) -> StoredResult:
     lists = {each: tuple(result[each]) for each in ("refused", "admitted")}
     charges = [(str(key), int(amount), bool(is_held)) for key, amount, is_held in charged]
-    return Acquired(name, AcquireResult(**{**result, **lists}), charges)
+    return StoredResult(name, AcquireResult(**{**result, **lists}), charges)
 
 
 def _grant(key: str, kept: Mapping[str, Any]) -> Grant:

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import UNREADABLE, EventLoopBlockedError, QuotaStoreError
-from langchain_quota.runtime.arguments import check_type
-from langchain_quota.runtime.sync_async import Form, now
+from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import check_keys, check_request, idle_seconds, keys_of
 from langchain_quota.stores.grants import Grant, Granting
@@ -71,12 +71,12 @@ class ServerStore(Granting, RateLimiting):
     def __init__(
         self, prefix: str | Callable[[Any, Any], str], timeout: float, idle_ttl: timedelta
     ) -> None:
-        check_type("prefix", prefix, str | Callable, "a string or a function")
+        validate_type("prefix", prefix, str | Callable, "a string or a function")
         if isinstance(prefix, str):
             check_prefix("prefix", prefix)
         self.prefix = prefix
         self._idle = idle_seconds(idle_ttl)
-        check_type("timeout", timeout, int | float, "a number")
+        validate_type("timeout", timeout, int | float, "a number")
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout must be above 0, not {timeout!r}")
         self._timeout = timeout
@@ -103,7 +103,7 @@ class ServerStore(Granting, RateLimiting):
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
-        return now(self._acquire("", request))
+        return run_sync(self._acquire("", request))
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         """`acquire`, without blocking the event loop."""
@@ -111,7 +111,7 @@ class ServerStore(Granting, RateLimiting):
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """What is kept under keys, in their order; `None` if nothing is."""
-        return now(self._peek("", keys))
+        return run_sync(self._peek("", keys))
 
     async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """`peek`, without blocking the event loop."""
@@ -119,7 +119,7 @@ class ServerStore(Granting, RateLimiting):
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
-        now(self._reset("", keys))
+        run_sync(self._reset("", keys))
 
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`, without blocking the event loop."""
@@ -142,12 +142,12 @@ class ServerStore(Granting, RateLimiting):
         return [use for _, use in sorted(found.items()) if use is not None]
 
     @abstractmethod
-    async def _admit(self, form: Form, prefix: str, request: AcquireRequest) -> AcquireResult:
+    async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
         """Acquire; a failure of the server is a QuotaStoreError."""
 
     @abstractmethod
     async def _operate(
-        self, form: Form, prefix: str, op: str, keys: Sequence[str], *more: Any
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], *more: Any
     ) -> list[Any]:
         """Make one step of another operation.
 
@@ -159,7 +159,7 @@ class ServerStore(Granting, RateLimiting):
     def _keys(self, kind: str, pattern: str) -> Iterator[str]:
         """The keys under which something of a kind is kept: all that match, and maybe others."""
 
-    async def _acquire(self, form: Form, request: AcquireRequest) -> AcquireResult:
+    async def _acquire(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
         check_request(request)
         keys = keys_of(request)
         first, *others = self._by_prefix(keys).items() or [(PREFIX, keys)]
@@ -167,37 +167,37 @@ class ServerStore(Granting, RateLimiting):
             raise ValueError(
                 f"a request must have one prefix: {first[1][0]!r}, {others[0][1][0]!r}"
             )
-        return await self._admit(form, first[0], request)
+        return await self._admit(mode, first[0], request)
 
-    async def _peek(self, form: Form, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
+    async def _peek(self, mode: Mode, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         check_keys(keys)
-        found = dict(await self._each(form, "peek", keys))
+        found = dict(await self._each(mode, "peek", keys))
         for key, use in found.items():
             if use is None:
                 raise QuotaStoreError(f"no count is kept under {key!r}")
         return tuple(map(found.get, keys))
 
-    async def _reset(self, form: Form, keys: Sequence[str]) -> None:
+    async def _reset(self, mode: Mode, keys: Sequence[str]) -> None:
         check_keys(keys, of_counts=True)
-        await self._each(form, "reset", keys)
+        await self._each(mode, "reset", keys)
 
-    async def _grant(self, form: Form, asked: Grant) -> tuple[Grant | None, bool]:
-        kept: list[tuple[Grant | None, bool]] = await self._each(form, "grant", [asked.key], asked)
+    async def _grant(self, mode: Mode, asked: Grant) -> tuple[Grant | None, bool]:
+        kept: list[tuple[Grant | None, bool]] = await self._each(mode, "grant", [asked.key], asked)
         return kept[0] if kept else (None, False)
 
-    async def _revoke(self, form: Form, key: str, name: str) -> Grant | None:
-        ended: list[tuple[Grant | None, bool]] = await self._each(form, "revoke", [key], name)
+    async def _revoke(self, mode: Mode, key: str, name: str) -> Grant | None:
+        ended: list[tuple[Grant | None, bool]] = await self._each(mode, "revoke", [key], name)
         return ended[0][0] if ended else None
 
     def _given(self, pattern: str) -> list[Grant]:
         found = self._listed("grants", pattern, "grants")
         return [*{(grant.key, grant.id): grant for grant, _ in found}.values()]
 
-    async def _each(self, form: Form, op: str, keys: Sequence[str], *more: Any) -> list[Any]:
+    async def _each(self, mode: Mode, op: str, keys: Sequence[str], *more: Any) -> list[Any]:
         """What one step for each prefix of the keys answers."""
         found: list[Any] = []
         for prefix, some in self._by_prefix(keys).items() if keys else ():
-            found += await self._operate(form, prefix, op, some, *more)
+            found += await self._operate(mode, prefix, op, some, *more)
         return found
 
     def _listed(self, kind: str, pattern: str, op: str) -> Iterator[Any]:
@@ -209,7 +209,7 @@ class ServerStore(Granting, RateLimiting):
             )
         keys = (key for key in self._keys(kind, pattern) if fnmatchcase(key, pattern))
         while some := [*islice(keys, _AT_ONCE)]:
-            yield from now(self._each("", op, some))
+            yield from run_sync(self._each("", op, some))
 
     def _by_prefix(self, keys: Sequence[str]) -> dict[str, Sequence[str]]:
         if isinstance(self.prefix, str):
@@ -220,17 +220,17 @@ class ServerStore(Granting, RateLimiting):
             found.setdefault(prefix_of(key), []).append(key)
         return {**found}
 
-    async def _in_time(self, form: Form, work: Callable[[], Awaitable[T]]) -> T:
+    async def _in_time(self, mode: Mode, work: Callable[[], Awaitable[T]]) -> T:
         """Do some work with the server, in time; if that fails, it is a QuotaStoreError."""
-        server, asked = self._server, "async" if form else "sync"
+        server, asked = self._server, "async" if mode else "sync"
         if asked not in server.forms:
             raise TypeError(
                 f"{server.name} serves no {asked} calls: give {type(self).__name__} "
-                f"{server.serving[bool(form)]}"
+                f"{server.serving[bool(mode)]}"
             )
-        patience = Patience(self._timeout)
+        patience = StallTolerantTimeout(self._timeout)
         try:
-            return await (patience.spent_on(work) if form else work())
+            return await (patience.spent_on(work) if mode else work())
         except server.failed as error:
             raise self._failure(error, patience.blocked) from error
 
@@ -245,7 +245,7 @@ class ServerStore(Granting, RateLimiting):
     def _failure(self, error: BaseException, blocked: float = 0) -> QuotaStoreError:
         """What is raised when something fails, and the event loop was blocked for some seconds."""
         server = self._server
-        _scrub(error, server.secrets)
+        _redact(error, server.secrets)
         timed_out = isinstance(error, server.timeouts)
         first = str(error).partition("\n")[0][: 2 * _REASON]
         reason = shorten(f"{type(error).__name__}: {first}", _REASON, placeholder="…")
@@ -298,7 +298,7 @@ class PerLoop(Generic[T]):
             await self._close(made)
 
 
-class Patience:
+class StallTolerantTimeout:
     """A timeout that leaves out time in which the event loop was blocked."""
 
     # While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before
@@ -333,7 +333,7 @@ class Patience:
             self._timeout.reschedule(self._loop.time())
 
 
-def _scrub(error: BaseException, secrets: Sequence[str]) -> None:
+def _redact(error: BaseException, secrets: Sequence[str]) -> None:
     """Remove secrets from the texts of an exception and of its causes."""
     # A server that does not know a command may quote it, with the password in it.
     seen: set[int] = set()

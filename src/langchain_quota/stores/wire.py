@@ -12,12 +12,12 @@ from hashlib import sha256
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation, Threshold
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, Threshold
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import check_fits, idle_time, metadata
 from langchain_quota.stores.grants import Grant, in_utc
-from langchain_quota.stores.keys import spacing_of, unit_in, window_end
+from langchain_quota.stores.keys import read_emission_interval, unit_in, window_end
 
 MAX_COUNT = 2**53 - 1
 """The largest count, start and amount: scripts compute in floating point."""
@@ -26,8 +26,8 @@ Place = Callable[[str, str], int]
 """How a script finds what is kept of a kind under a name: by a number in `KEYS`."""
 
 T = TypeVar("T")
-Asked = dict[str, Any]
-Ask = Callable[[Place], Asked]
+CallChecks = dict[str, Any]
+Ask = Callable[[Place], CallChecks]
 
 _NONE = -1
 _ODD = -2
@@ -41,7 +41,7 @@ _RESULT = re.compile(
 """The text of an answer, as acquire.lua says it."""
 
 
-def acquire(request: AcquireRequest, idle: int, place: Place) -> Asked:
+def acquire(request: AcquireRequest, idle: int, place: Place) -> CallChecks:
     """What is asked to admit a batch."""
     beside, hold = metadata(request), ""
     counters: list[tuple[int, ...]] = []
@@ -81,14 +81,16 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> Asked:
         ],
         "calls": calls,
         "stops": [(limits.get(name, _NONE), after) for name, after in request.stops.items()],
-        "compensations": [_compensation(each, idle, place) for each in request.compensations],
+        "corrections": [_correction(each, idle, place) for each in request.corrections],
     }
 
 
-def operation(op: str, keys: Iterable[str], more: Sequence[Any], idle: int, place: Place) -> Asked:
+def operation(
+    op: str, keys: Iterable[str], more: Sequence[Any], idle: int, place: Place
+) -> CallChecks:
     """What is asked of counts, other than to admit a batch."""
     counts = [_count(key, idle, place, window_end(key)) for key in dict.fromkeys(keys)]
-    asked: Asked = {"op": op, "counts": counts}
+    asked: CallChecks = {"op": op, "counts": counts}
     if op == "revoke":
         asked["name"] = _short(more[0])
     if op == "grant":
@@ -100,12 +102,12 @@ def operation(op: str, keys: Iterable[str], more: Sequence[Any], idle: int, plac
     return asked
 
 
-def _compensation(compensation: Compensation, idle: int, place: Place) -> Asked:
-    starts, limits, settles = compensation.starts, compensation.limits, compensation.settles
+def _correction(correction: Correction, idle: int, place: Place) -> CallChecks:
+    starts, limits, settles = correction.starts, correction.limits, correction.settles
     asked = {
-        "marker": _marker("settled" if settles else "compensated", compensation.id, place),
-        "attempt": _marker("attempt", compensation.attempt_id, place),
-        "result": _marker("result", compensation.idempotency_key, place),
+        "marker": _marker("settled" if settles else "corrected", correction.id, place),
+        "attempt": _marker("attempt", correction.attempt_id, place),
+        "result": _marker("result", correction.idempotency_key, place),
         "amounts": [
             (
                 *_count(key, idle, place, window_end(key)),
@@ -113,7 +115,7 @@ def _compensation(compensation: Compensation, idle: int, place: Place) -> Asked:
                 _exact(amount * unit_in(key)),
                 _clamped(limits.get(key)),
             )
-            for key, amount in compensation.amounts.items()
+            for key, amount in correction.amounts.items()
         ],
     }
     return {**asked, "hold": _hold(settles)} if settles else asked
@@ -122,7 +124,7 @@ def _compensation(compensation: Compensation, idle: int, place: Place) -> Asked:
 def _count(key: str, idle: int, place: Place, ends: int | None) -> tuple[int, ...]:
     """What a script is told of a count."""
     places = place("count", key), place("grants", key)
-    return (*places, _clamped(ends), idle_time(key, idle), bool(spacing_of(key)))
+    return (*places, _clamped(ends), idle_time(key, idle), bool(read_emission_interval(key)))
 
 
 def _marker(kind: str, name: str | None, place: Place) -> int:
@@ -138,7 +140,7 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
     """The answer to a request."""
     text = _text(reply)
     if text == "refused":
-        raise QuotaStoreError("the attempt was compensated before it arrived")
+        raise QuotaStoreError("the attempt was corrected before it arrived")
     known = _RESULT.fullmatch(text)
     if known is None:
         raise ValueError("it is no result")
@@ -155,7 +157,7 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
         admitted.append(runs == "1")
         refused.append(dict(zip(texts[::2], texts[1::2], strict=True)))
     found = dict(zip(request.counters, used, strict=True))
-    spacing = {name: spacing_of(each.key) for name, each in request.counters.items()}
+    spacing = {name: read_emission_interval(each.key) for name, each in request.counters.items()}
     return AcquireResult(
         {name: -(-amount // (spacing[name] or 1)) for name, amount in found.items()},
         tuple(refused),
@@ -164,7 +166,7 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
         replayed=replayed == "1",
         granted=_amounts(request.counters, granted),
         newly_granted=_amounts(request.counters, newly),
-        empty_in={name: amount for name, amount in found.items() if spacing[name]},
+        drained_in={name: amount for name, amount in found.items() if spacing[name]},
     )
 
 

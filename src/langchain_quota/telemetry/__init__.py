@@ -10,12 +10,12 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from langchain_quota.runtime.arguments import (
     UserLine,
-    check_choice,
-    check_count,
-    check_share,
-    check_switch,
-    check_sync_function,
-    check_type,
+    validate_choice,
+    validate_count,
+    validate_share,
+    validate_switch,
+    validate_sync_function,
+    validate_type,
 )
 from langchain_quota.telemetry.labels import Label, hmac_label
 from langchain_quota.telemetry.recorder import Recorder, Settings, capturing, instruments_of
@@ -56,9 +56,9 @@ class Telemetry:
             from 0; further ones are labelled `_other`.
         max_agents: The most names of agents that are labels, from 0; further ones are labelled
             `_other`. Logs and spans have every agent's own name.
-        count_unjudged_calls: Whether to count model and tool calls that no limit judges, in runs
+        count_unchecked_calls: Whether to count model and tool calls that no limit judges, in runs
             in which an agent with this `Telemetry` has limits. They are counted in
-            `langchain_quota_unjudged_calls_total`, with one log line for each kind of call. Meant
+            `langchain_quota_unchecked_calls_total`, with one log line for each kind of call. Meant
             for staging: once a middleware has such a `Telemetry`, every run of the process takes a
             few percent longer, with or without limits.
 
@@ -93,16 +93,16 @@ class Telemetry:
         thread_ttl: timedelta = timedelta(hours=1),
         max_tools: int = 100,
         max_agents: int = 1_000,
-        count_unjudged_calls: bool = False,
+        count_unchecked_calls: bool = False,
     ) -> None:
-        check_type("registry", registry, CollectorRegistry, "a CollectorRegistry")
-        check_type("tracer_provider", tracer_provider, TracerProvider | None, "a TracerProvider")
-        check_share("near", near)
-        check_choice("spans", spans, ("all", "refused", "off"))
-        check_type("thread_label", thread_label, Callable | None, "a function or None")
-        check_sync_function("thread_label", thread_label, "thread_id")
+        validate_type("registry", registry, CollectorRegistry, "a CollectorRegistry")
+        validate_type("tracer_provider", tracer_provider, TracerProvider | None, "a TracerProvider")
+        validate_share("near", near)
+        validate_choice("spans", spans, ("all", "refused", "off"))
+        validate_type("thread_label", thread_label, Callable | None, "a function or None")
+        validate_sync_function("thread_label", thread_label, "thread_id")
         _check_labels(subject_label)
-        check_type("thread_ttl", thread_ttl, timedelta, "a timedelta")
+        validate_type("thread_ttl", thread_ttl, timedelta, "a timedelta")
         if thread_ttl <= timedelta(0):
             raise ValueError(f"thread_ttl must be positive, not {thread_ttl!r}")
         bounds = {
@@ -112,8 +112,8 @@ class Telemetry:
             "max_agents": max_agents,
         }
         for argument, value in bounds.items():
-            check_count(argument, value, what="a whole number")
-        check_switch("count_unjudged_calls", count_unjudged_calls)
+            validate_count(argument, value, what="a whole number")
+        validate_switch("count_unchecked_calls", count_unchecked_calls)
         settings = Settings(
             near=near,
             thread_label=thread_label,
@@ -126,7 +126,7 @@ class Telemetry:
         self._recorder = Recorder(
             *(instruments, tracing),
             made_at=UserLine.of_caller(),
-            count_unjudged_calls=count_unjudged_calls,
+            count_unchecked_calls=count_unchecked_calls,
         )
 
 
@@ -143,7 +143,7 @@ def _check_labels(value: object) -> None:
                 f"subject_label must map names of quotas to functions, as in {example}: "
                 f"{quota!r} is mapped to {make!r}"
             )
-        check_sync_function(f"subject_label of {quota!r}", make, "subject")
+        validate_sync_function(f"subject_label of {quota!r}", make, "subject")
 
 
 @cache
@@ -156,5 +156,5 @@ def recorder_of(telemetry: Telemetry | None) -> Recorder:
     """The recorder to which middlewares give their decisions; `None` for the process's default."""
     if telemetry is None:
         telemetry = default_telemetry()
-    check_type("telemetry", telemetry, Telemetry, "a Telemetry or None")
+    validate_type("telemetry", telemetry, Telemetry, "a Telemetry or None")
     return telemetry._recorder  # noqa: SLF001 - users need not see it

@@ -20,7 +20,7 @@ Notice = tuple[LimitStatus, Scope, Level | None]
 """A limit, and the level that a call has reached there; `None` if the call is refused."""
 
 
-class Who(NamedTuple):
+class CallerLabels(NamedTuple):
     """The labels of the agent and, if there is one, the thread that make a call."""
 
     agent: str
@@ -31,11 +31,11 @@ class Who(NamedTuple):
 
 
 @dataclass(slots=True)
-class Judged:
+class DecisionEvent:
     """Decisions about calls of one agent and thread."""
 
     decisions: Sequence[Decision]
-    who: Who
+    who: CallerLabels
     tools: Sequence[str] = ()
     """The labels of the calls' tools."""
     started: int = 0

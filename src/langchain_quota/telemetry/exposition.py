@@ -20,8 +20,8 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from langchain_quota.runtime.arguments import check_type
-from langchain_quota.runtime.sync_async import in_sync, now
+from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.runtime.sync_async import as_async, run_sync
 from langchain_quota.telemetry.recorder import usage_of
 from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import multiprocess_directory, unusable
@@ -159,7 +159,7 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         'http://127.0.0.1:.../metrics'
         >>> server.close()
     """
-    check_type("port", port, int, "a whole number")
+    validate_type("port", port, int, "a whole number")
     if not 0 <= port <= _MAX_PORT:
         raise ValueError(f"port must be from 0 to {_MAX_PORT}, not {port!r}")
     if not isinstance(addr, str | None):
@@ -245,8 +245,8 @@ class _MetricsApp:
             return request
 
         # In a thread without an event loop: it awaits only the two functions that it is given.
-        rendered = self._app(scope, in_sync(asked), in_sync(sent.append))
-        await asyncio.to_thread(now, rendered)
+        rendered = self._app(scope, as_async(asked), as_async(sent.append))
+        await asyncio.to_thread(run_sync, rendered)
         for message in sent:
             await send(message)
 

@@ -5,10 +5,10 @@ from datetime import UTC
 from typing import Any
 
 from langchain_quota.core.decision import LimitStatus
-from langchain_quota.limits.call import AT_ONCE, STORE, Scope
+from langchain_quota.limits.call import CONCURRENCY, STORE, Scope
 from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit, shown
 from langchain_quota.stores import Occupancy
-from langchain_quota.telemetry.events import Judged
+from langchain_quota.telemetry.events import DecisionEvent
 from langchain_quota.telemetry.labels import UNNAMED, limit_label
 
 logger = logging.getLogger("langchain_quota")
@@ -23,7 +23,7 @@ REPORT_IT = (
 )
 
 
-def noticed(told: Judged) -> None:
+def noticed(told: DecisionEvent) -> None:
     """Log refusals, and the thresholds that charges have crossed."""
     for status, scope, reached in told.notices:
         if reached is not None:
@@ -96,7 +96,12 @@ def fields_of(**fields: object) -> dict[str, object]:
 
 
 def _log(
-    severity: int, event: str, told: Judged, status: LimitStatus, scope: Scope, **more: str | None
+    severity: int,
+    event: str,
+    told: DecisionEvent,
+    status: LimitStatus,
+    scope: Scope,
+    **more: str | None,
 ) -> None:
     if not logger.isEnabledFor(severity):
         return
@@ -105,7 +110,7 @@ def _log(
     used, threshold = (count.used, count.limit) if count else (None, None)
     # In the user's words: an argument of the limit, or a quota.
     what = f"quota {scope!r}" if count and count.per else f"{scope}_limit"
-    what = scope if scope == AT_ONCE else what
+    what = scope if scope == CONCURRENCY else what
     amounts = f"{shown(used, unit)} of {shown(threshold, unit)} ({what})"
     if status.needs and used is not None and threshold is not None and used < threshold:
         amounts += f", the call may need {shown(status.needs, unit)}"

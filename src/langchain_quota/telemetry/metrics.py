@@ -12,7 +12,7 @@ from langchain_quota.limits.call import Scope
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit
 from langchain_quota.telemetry import names
-from langchain_quota.telemetry.events import Granted, Judged, Spent, Who
+from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, Granted, Spent
 from langchain_quota.telemetry.labels import NONE, limit_label
 from langchain_quota.telemetry.names import MetricSpec
 
@@ -99,7 +99,7 @@ class Metrics:
         with self._lock:
             self._histograms[spec.name][labels].observe(seconds)
 
-    def judged(self, told: Judged) -> None:
+    def judged(self, told: DecisionEvent) -> None:
         """Count decisions for the calls and for each limit that matches one, and time them."""
         agent, kind = told.who.agent, told.decisions[0].call.kind
         shared = any(status.shared for each in told.decisions for status in each.limits)
@@ -132,27 +132,27 @@ class Metrics:
         if limit is not None:
             self.count(names.RUNS_ENDED, 1, agent, limit_label(limit))
 
-    def crossed(self, told: Judged) -> None:
+    def crossed(self, told: DecisionEvent) -> None:
         """Count the thresholds that charges have crossed."""
         for status, scope, reached in told.notices:
             if reached is not None:
                 labels = told.who.agent, limit_label(status.limit), scope, reached
                 self.count(names.CROSSINGS, 1, *labels)
 
-    def charged(self, told: Judged) -> None:
+    def charged(self, told: DecisionEvent) -> None:
         """Count a charge that is no part of a decision."""
         with self._lock:
             for status in told.decisions[0].limits:
                 self._meet(told.who.agent, status).inc(told.charged, told.exemplars[0])
 
-    def refused(self, told: Judged) -> None:
+    def refused(self, told: DecisionEvent) -> None:
         """Count refusals that are no part of a decision: at the cap on calls at once."""
         with self._lock:
             for status in told.decisions[0].limits:
                 if status.scope is not None:
                     self._refusal(told.who.agent, status).inc(exemplar=told.exemplars[0])
 
-    def refunded(self, who: Who, tool: str, refund: Refund) -> None:
+    def refunded(self, who: CallerLabels, tool: str, refund: Refund) -> None:
         """Count a charge taken back."""
         agent, limit, end = who.agent, limit_label(refund.limit), "refunded"
         if refund.call.amount:
@@ -161,7 +161,9 @@ class Metrics:
             dollars = in_base_unit(refund.nanodollars, "nanodollars")
             self.count(names.TOOL_SPENT, dollars, agent, limit, tool, end)
 
-    def spend(self, who: Who, spent: Sequence[Spent], model: str, price: str, usage: str) -> None:
+    def spend(
+        self, who: CallerLabels, spent: Sequence[Spent], model: str, price: str, usage: str
+    ) -> None:
         """Count a model run that limits were charged for, and what it has spent of them."""
         # Time is not that of a model run.
         if price:
@@ -171,13 +173,15 @@ class Metrics:
             labels = who.agent, limit_label(limit), model
             self.count(names.SPENT[unit], in_base_unit(amount, unit), *labels)
 
-    def granted(self, who: Who, granted: Sequence[Granted]) -> None:
+    def granted(self, who: CallerLabels, granted: Sequence[Granted]) -> None:
         """Count what was granted on top of limits."""
         for limit, scope, unit, amount in granted:
             labels = who.agent, limit_label(limit), scope, UNIT_LABELS[unit]
             self.count(names.GRANTED, in_base_unit(amount, unit), *labels)
 
-    def waited(self, who: Who, limit: str, decision: str, seconds: float, scope: Scope) -> None:
+    def waited(
+        self, who: CallerLabels, limit: str, decision: str, seconds: float, scope: Scope
+    ) -> None:
         """Time how long a call has waited."""
         name = limit_label(limit)
         self.observe(names.WAIT_SECONDS, seconds, who.agent, name, decision)
@@ -185,7 +189,7 @@ class Metrics:
             # The first refusal is then seen as such.
             _ = self._refusals[who.agent, name, scope, Outcome.BLOCKED]
 
-    def wait(self, who: Who, limit: str, more: int) -> None:
+    def wait(self, who: CallerLabels, limit: str, more: int) -> None:
         """Count calls that wait now."""
         with self._lock:
             self._gauges[names.WAITING.name].labels(who.agent, limit_label(limit)).inc(more)

@@ -96,11 +96,11 @@ LIMIT_NEAR = _made(
     "agent limit alert",
     "The used share from which a limit is near, from 0 to 1. Absent with enforce=False.",
 )
-UNJUDGED_CALLS = _counter(
-    "unjudged_calls_total",
+UNCHECKED_CALLS = _counter(
+    "unchecked_calls_total",
     "agent kind",
     "Model and tool calls in runs with limits that no limit judged. Counted only with "
-    "count_unjudged_calls=True.",
+    "count_unchecked_calls=True.",
 )
 SPENT = _spent("spent_total", "agent limit model", "What model runs have spent of a limit")
 TOOL_SPENT = _counter(
@@ -144,7 +144,7 @@ LONG_CALLS = _counter(
     "long_tool_calls_total",
     "agent limit outcome",
     "Tool calls that took longer than call_limit, by what became of them.",
-    together=("cancelled", "left_running", "on_trial"),
+    together=("cancelled", "left_running", "dry_run"),
 )
 DECISION_SECONDS = _histogram(
     "decision_seconds",
@@ -226,7 +226,7 @@ STORE_FALLBACKS = _counter(
     "store_fallbacks_total",
     "agent action",
     "Calls that were judged without the shared store, because it did not answer.",
-    together=("deny", "allow"),
+    together=("block", "allow"),
 )
 STORE_KEYS = _of_table(
     "store_keys",

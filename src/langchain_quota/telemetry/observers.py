@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
 from langchain_quota.core.decision import Decision
-from langchain_quota.runtime.arguments import check_function, is_async
-from langchain_quota.runtime.sync_async import Form, forms
-from langchain_quota.telemetry.recorder import Recorder, Told
+from langchain_quota.runtime.arguments import is_async, validate_function
+from langchain_quota.runtime.sync_async import Mode, sync_and_async
+from langchain_quota.telemetry.recorder import Recorder, TaskRecord
 
 Observer = Callable[[Decision], Awaitable[None] | None]
 
@@ -20,7 +20,7 @@ class Observers:
         if not isinstance(observers, Sequence) or not all(map(callable, observers)):
             raise TypeError(f"on_decision must be a function or several, not {on_decision!r}")
         for each in observers:
-            check_function("on_decision", each, "decision")
+            validate_function("on_decision", each, "decision")
         self._observers: tuple[Observer, ...] = tuple(observers)
         self.present = bool(self._observers)
         """Whether there are observers."""
@@ -30,35 +30,35 @@ class Observers:
         """Itself: a copy of the middleware notifies the same observers."""
         return self
 
-    def check(self, form: Form) -> None:
+    def check(self, mode: Mode) -> None:
         """Refuse to go on in a sync run, which cannot wait for an async observer."""
-        for observer in self._observers if not form else ():
+        for observer in self._observers if not mode else ():
             if is_async(observer):
                 raise _async_error(observer)
 
     async def _notify(
-        self, form: Form, decisions: Sequence[Decision], told: Told | None = None
+        self, mode: Mode, decisions: Sequence[Decision], told: TaskRecord | None = None
     ) -> None:
         """Call each observer with each decision, and wait for those that are async."""
-        told = told or Told()
+        told = told or TaskRecord()
         pairs = [(decision, observer) for decision in decisions for observer in self._observers]
         for decision, observer in pairs[told.notified :]:
             result: Any = None
             try:
                 result = observer(decision)
-                if form and inspect.isawaitable(result):
+                if mode and inspect.isawaitable(result):
                     result = await result
             except Exception as error:
                 self._recorder.record_error("observer", error)
             told.notified += 1
-            if form:
+            if mode:
                 continue
             if inspect.iscoroutine(result):
                 result.close()
             if inspect.isawaitable(result):
                 raise _async_error(observer)
 
-    notify, anotify = forms(_notify)
+    notify, anotify = sync_and_async(_notify)
 
 
 def _async_error(observer: Observer) -> RuntimeError:

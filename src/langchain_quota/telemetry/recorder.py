@@ -22,11 +22,11 @@ from prometheus_client import CollectorRegistry
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.errors import UNREADABLE, QuotaStoreError, QuotaWarning, UnknownPriceError
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import AT_ONCE, Call, Scope
+from langchain_quota.limits.call import CONCURRENCY, Call, Scope
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.telemetry import logs, names, preforked
-from langchain_quota.telemetry.events import Granted, Judged, Spent, Who
+from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, Granted, Spent
 from langchain_quota.telemetry.labels import (
     NONE,
     TOOL,
@@ -65,7 +65,7 @@ def capturing(decisions: list[Decision]) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class Told:
+class TaskRecord:
     """What was told of a task."""
 
     what: object = None
@@ -75,25 +75,25 @@ class Told:
     """Whether it is told for the first time."""
 
 
-class Seen:
+class RecentTasks:
     """The newest tasks: LangGraph runs a failed task anew when the run is resumed."""
 
     MOST = 10_000
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, Told] = OrderedDict()
+        self._known: OrderedDict[str, TaskRecord] = OrderedDict()
         self._lock = fork_safe_lock()
 
-    def told(self, task_id: str | None, what: object = None) -> Told:
+    def told(self, task_id: str | None, what: object = None) -> TaskRecord:
         """What was told of a task; new if it is not the same `what` that was told last."""
         if task_id is None:
-            return Told(what)
+            return TaskRecord(what)
         with self._lock:
             known = self._known.get(task_id)
             if known is not None and known.what == what:
                 known.is_new = False
                 return known
-            told = self._known[task_id] = Told(what)
+            told = self._known[task_id] = TaskRecord(what)
             if known is not None:
                 self._known.move_to_end(task_id)
             if len(self._known) > self.MOST:
@@ -230,7 +230,7 @@ class Recorder:
         tracing: Tracing,
         *,
         made_at: UserLine,
-        count_unjudged_calls: bool = False,
+        count_unchecked_calls: bool = False,
     ) -> None:
         make = instruments.settings.thread_label
         self._thread_label: Callable[[object], str] = label
@@ -238,15 +238,15 @@ class Recorder:
             self._thread_label = partial(own_label, make, argument="thread_label")
         self.near = instruments.settings.near
         self.record_error = instruments.failed
-        self.counts_unjudged_calls = count_unjudged_calls
+        self.counts_unchecked_calls = count_unchecked_calls
         self._shared = instruments
         self._guard = instruments.guard
         self._metrics = metrics = instruments.metrics
         self._usage = usage = instruments.usage
-        self._made_at = made_at
+        self.created_at = made_at
         self._begun = 0
         self._estimated: set[str] = set()
-        self._seen = Seen()
+        self._seen = RecentTasks()
         # The table goes before spans and logs: it knows the labels of subjects.
         self._of_decisions = (
             ("threads", usage.judged),
@@ -291,11 +291,11 @@ class Recorder:
         started: int,
         error: BaseException | None = None,
         task_id: str | None = None,
-    ) -> Told:
+    ) -> TaskRecord:
         """Make the decisions about a batch of one agent's calls visible, unless they were told."""
         took = time.time_ns() - started
         if not decisions:
-            return Told(is_new=False)
+            return TaskRecord(is_new=False)
         told = self._seen.told(task_id, [decision.outcome for decision in decisions])
         if told.is_new:
             for captured in _captures.get():
@@ -305,7 +305,9 @@ class Recorder:
                 self._guard("metrics", self._begin)
             who = self._who(decisions[0].call.agent, decisions[0].call.thread_id)
             tools = [self._shared.tools[who.agent, each.call.tool] for each in decisions]
-            self._tell(Judged(decisions, who, tools, started, took, error), self._of_decisions)
+            self._dispatch(
+                DecisionEvent(decisions, who, tools, started, took, error), self._of_decisions
+            )
         return told
 
     def record_charge(
@@ -318,7 +320,7 @@ class Recorder:
         counted = call.amount if is_call and status.enforced else 0
         decision = Decision(call, Outcome.ALLOWED, (status,))
         who = self._who(call.agent, call.thread_id)
-        self._tell(Judged([decision], who, charged=counted), self._of_charges)
+        self._dispatch(DecisionEvent([decision], who, charged=counted), self._of_charges)
 
     def record_refunds(self, refunds: Sequence[Refund]) -> None:
         """Subtract the charges of one agent's calls on one thread from what was counted."""
@@ -372,7 +374,12 @@ class Recorder:
                 self.log(logs.estimated, shown)
 
     def record_wait(
-        self, agent: str | None, limit: str, decision: str, seconds: float, scope: Scope = AT_ONCE
+        self,
+        agent: str | None,
+        limit: str,
+        decision: str,
+        seconds: float,
+        scope: Scope = CONCURRENCY,
     ) -> None:
         """Time how long a call has waited: for others to end, or for room in a quota."""
         told = self._who(agent), limit, decision, seconds, scope
@@ -399,7 +406,9 @@ class Recorder:
                 continue
             self.record_wait(call.agent, status.limit, outcome, seconds if mine else 0.0)
         refusals = Decision(call, decision.outcome, decision.refused_by)
-        self._tell(Judged([refusals], self._who(call.agent, call.thread_id)), self._of_turns)
+        self._dispatch(
+            DecisionEvent([refusals], self._who(call.agent, call.thread_id)), self._of_turns
+        )
 
     def record_reset(
         self, agent: str | None, thread_id: object, limits: Sequence[LimitStatus]
@@ -435,7 +444,9 @@ class Recorder:
             known.add(event)
             self.log(line, *event)
 
-    def _tell(self, event: Judged, sinks: Sequence[tuple[str, Callable[[Judged], None]]]) -> None:
+    def _dispatch(
+        self, event: DecisionEvent, sinks: Sequence[tuple[str, Callable[[DecisionEvent], None]]]
+    ) -> None:
         """Give an event to sinks, in their order, and its notices to metrics and the log."""
         for component, sink in sinks:
             self._guard(component, sink, event)
@@ -449,7 +460,7 @@ class Recorder:
         shared = self._shared
         for quota in sorted(shared.settings.subject_label.keys() - shared.quotas):
             known = ", ".join(map(repr, sorted(shared.quotas))) or "none"
-            self._made_at.warn(
+            self.created_at.warn(
                 f"subject_label has {quota!r}, and no quota has this name: they are {known}"
             )
         if shared.directory is None:
@@ -460,7 +471,7 @@ class Recorder:
         if preforked.is_one_of_several():
             self.log_first(logs.several)
 
-    def _who(self, agent: str | None, thread_id: object = None) -> Who:
+    def _who(self, agent: str | None, thread_id: object = None) -> CallerLabels:
         """The labels of an agent and, if there is one, a thread."""
         component, bounded, shown, thread = "metrics", UNNAMED, UNNAMED, None
         try:
@@ -473,7 +484,7 @@ class Recorder:
                 thread = self._thread_label(thread_id)
         except Exception as error:
             self.record_error(component, error)
-        return Who(bounded, shown, thread)
+        return CallerLabels(bounded, shown, thread)
 
     def _model(self, model: str | None) -> str:
         """The label of a model."""

@@ -12,7 +12,7 @@ from langchain_quota import __version__
 from langchain_quota.core.decision import Answer, Decision, LimitStatus, Outcome
 from langchain_quota.limits.call import STORE, THREAD
 from langchain_quota.runtime.units import UNIT_LABELS, in_base_unit
-from langchain_quota.telemetry.events import Exemplar, Judged
+from langchain_quota.telemetry.events import DecisionEvent, Exemplar
 from langchain_quota.telemetry.labels import NONE, described, label, limit_label
 
 Spans = Literal["all", "refused", "off"]
@@ -65,7 +65,7 @@ class Tracing:
         self._spans = spans
         self._thread_key = THREAD_LABEL if hashed_threads else CONVERSATION_ID
 
-    def judged(self, told: Judged) -> None:
+    def judged(self, told: DecisionEvent) -> None:
         """Make the spans of decisions that get one, and their exemplars."""
         tracer = self._tracer or self._found()
         # A span is the exemplar of its call.
@@ -94,7 +94,7 @@ class Tracing:
                 span = trace.get_current_span()
             told.exemplars[index] = exemplar(span.get_span_context())
 
-    def exemplify(self, told: Judged) -> None:
+    def exemplify(self, told: DecisionEvent) -> None:
         """Give calls without spans of their own the active span as their exemplar."""
         active = exemplar(trace.get_current_span().get_span_context())
         told.exemplars = [active] * len(told.decisions)
@@ -110,7 +110,7 @@ class Tracing:
         return self._tracer
 
     def _attributes(
-        self, told: Judged, decision: Decision, error: BaseException | None
+        self, told: DecisionEvent, decision: Decision, error: BaseException | None
     ) -> Attributes:
         # All of them are there when the span begins, so that a sampler sees them.
         call, leading, who = decision.call, decision.leading, told.who

@@ -28,7 +28,7 @@ from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import Level, Unit, in_base_unit, level
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry import names, workers
-from langchain_quota.telemetry.events import Judged, Spent, Who
+from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, Spent
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.workers import Key, Number, Snapshot, Subject, Use
 
@@ -107,7 +107,7 @@ class UsageTable(Collector):
             self._stores.add(store)
         return True
 
-    def judged(self, told: Judged) -> None:
+    def judged(self, told: DecisionEvent) -> None:
         """Add the decisions about calls of one agent and thread, in order."""
         now, who = time.time(), told.who
         statuses = [status for decision in told.decisions for status in decision.limits]
@@ -135,7 +135,7 @@ class UsageTable(Collector):
                     told.subjects[status.limit, quota.scope] = subject.label
         self._write_soon()
 
-    def refund(self, who: Who, refund: Refund) -> None:
+    def refund(self, who: CallerLabels, refund: Refund) -> None:
         """Subtract calls from what a thread has used of a limit; other amounts are settled."""
         with self._lock:
             thread = self._subjects.get((who.agent, THREAD, who.thread or ""))
@@ -148,7 +148,7 @@ class UsageTable(Collector):
             )
         self._write_soon()
 
-    def spend(self, who: Who, spent: Sequence[Spent]) -> None:
+    def spend(self, who: CallerLabels, spent: Sequence[Spent]) -> None:
         """Add what a model call of a thread has spent, by limit."""
         if who.thread is None:
             return
@@ -158,7 +158,7 @@ class UsageTable(Collector):
                 _use(thread, limit, unit).spent += amount
         self._write_soon()
 
-    def reset(self, who: Who, limits: Sequence[LimitStatus]) -> None:
+    def reset(self, who: CallerLabels, limits: Sequence[LimitStatus]) -> None:
         """Set what a thread has used to 0; `limits` is their status after it."""
         if who.thread is None:
             return

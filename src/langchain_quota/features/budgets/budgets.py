@@ -22,15 +22,15 @@ from langchain_core.load import dumps
 from langchain_core.messages import AIMessage
 
 from langchain_quota.core import messages
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation, admit
-from langchain_quota.core.checks import Asked, ResolvedLimits, run_counter
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, admit
+from langchain_quota.core.checks import CallChecks, ResolvedLimits, run_counter
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.features.budgets.charging import (
     MAX_LATE,
     OWN,
+    ChargeContext,
     Charging,
-    Hold,
-    Step,
+    Reservation,
     counts_of,
     settlements,
 )
@@ -45,7 +45,7 @@ from langchain_quota.middleware.calls import (
     OF_RUN,
     OF_THREAD,
     Batch,
-    Conclusion,
+    HookResult,
     Update,
     model_batch,
     model_context,
@@ -65,8 +65,8 @@ from langchain_quota.middleware.state import (
     merge_ledgers,
     own_of,
 )
-from langchain_quota.runtime.arguments import check_choice, check_switch
-from langchain_quota.runtime.sync_async import Form, now
+from langchain_quota.runtime.arguments import validate_choice, validate_switch
+from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.runtime.units import near_threshold
 
 LEASE = 900
@@ -92,13 +92,13 @@ class Budgets(Feature):
     unused: ClassVar[Mapping[str, Any]] = {"thread_spent": {}, **_NEW_RUN}
 
     @classmethod
-    def of(cls, limiter: Any) -> "Budgets | None":
+    def of(cls, kernel: Any) -> "Budgets | None":
         """The budgets among the limits; `None` if there are none."""
-        options = limiter._options  # noqa: SLF001 - the kernel gives them
-        units = {limit.unit for limit in limiter.limits}
+        options = kernel.options
+        units = {limit.unit for limit in kernel.limits}
         prices, unknown = options["prices"], options["unknown_price"]
-        check_choice("unknown_price", unknown, ("error", "allow"))
-        check_switch("charge_all_models", options["charge_all_models"])
+        validate_choice("unknown_price", unknown, ("error", "allow"))
+        validate_switch("charge_all_models", options["charge_all_models"])
         if "nanodollars" not in units and (prices is not None or unknown == "allow"):
             check_prices(prices)
             in_vain = "unknown_price='allow'" if prices is None else "prices="
@@ -110,7 +110,7 @@ class Budgets(Feature):
                 "charge_all_models=True needs a budget to charge: add a TokenLimit or a CostLimit "
                 "to the limits"
             )
-        return cls(limiter) if units != {"calls"} else None
+        return cls(kernel) if units != {"calls"} else None
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
@@ -121,11 +121,11 @@ class Budgets(Feature):
         hooks = [] if all(limit.unit == "calls" for limit in limits) else ["after_model"]
         return (*hooks, "wrap_tool_call") if _of_time(limits) else hooks
 
-    def __init__(self, limiter: Any) -> None:
-        limits, options = limiter.limits, limiter._options  # noqa: SLF001 - the kernel's
-        recorder, store = limiter._recorder, limiter._store  # noqa: SLF001 - the same
+    def __init__(self, kernel: Any) -> None:
+        limits, options = kernel.limits, kernel.options
+        recorder, store = kernel.recorder, kernel.store
         allows = options["unknown_price"] == "allow"
-        self._limiter = limiter
+        self._kernel = kernel
         self._pricing = Pricing(limits, options["prices"], recorder, allow_unknown=allows)
         self._charging = Charging(
             {limit.counter for limit in limits if counts_calls(limit)},
@@ -158,16 +158,16 @@ class Budgets(Feature):
         self._late.forget(state)
         own[self.name] = {**self._late.of(state), **_NEW_RUN}
 
-    async def known(self, form: Form, state: Any, runtime: Any, limits: ResolvedLimits) -> None:
+    async def known(self, mode: Mode, state: Any, runtime: Any, limits: ResolvedLimits) -> None:
         """Charge what tools, sub-agents and other middlewares have used."""
         graph = running_graph() if self._charges_all else None
         if graph is not None:
             charge, context = self._charging.charge, model_context(state, runtime)
             graph.step = _step(_counts_in(state), limits, context)
-            graph.charge = lambda step, runs: now(charge(None, step, runs))
+            graph.charge = lambda step, runs: run_sync(charge(None, step, runs))
             runs = graph.take()
             if runs:
-                await charge(form, graph.step, runs)
+                await charge(mode, graph.step, runs)
 
     def counts(self, state: Any) -> Mapping[str, int]:
         """What the state has of the budgets' use."""
@@ -192,7 +192,7 @@ class Budgets(Feature):
         made: Any = batch.pending
         calls = {each["id"]: each for each in made.calls}
         batch.ask(
-            Asked.of(
+            CallChecks.of(
                 each.with_checks(hit=price, kept=each.keep) if each.is_budget else each
                 for each in asked.limits
                 if (
@@ -202,7 +202,7 @@ class Budgets(Feature):
             for call, asked in zip(batch.calls, batch.asked, strict=True)
         )
 
-    def concluded(self, batch: Batch, conclusion: Conclusion) -> Conclusion:
+    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Have calls go to another model; a call with a reserve is told with its request."""
         update = conclusion.update
         if batch.pending is not None or update is None or "jump_to" in update:
@@ -232,12 +232,12 @@ class Budgets(Feature):
             known = self._errors.pop(ledger(state).get("ended") or "", None)
             raise known or ModelCallLimitExceededError(*numbers, message=text)
 
-    async def shape(self, form: Form, request: ModelRequest[Any]) -> ModelRequest[Any]:  # noqa: ARG002 - as for every feature
+    async def shape(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:  # noqa: ARG002 - as for every feature
         """Have the call go to the other model, where the budget is nearly used up."""
         other = self._downgrades.get(ledger(request.state).get("downgraded") or "")
         if other is None:
             return request
-        task = model_context(request.state, request.runtime).task(self._limiter.name)
+        task = model_context(request.state, request.runtime).task(self._kernel.name)
         # Another middleware may make an equal model for each request.
         first = settings = hash(dumps(request.model))
         if task is not None:
@@ -248,26 +248,24 @@ class Budgets(Feature):
         return request.override(model=other) if first == settings else request
 
     async def around_model(
-        self, form: Form, request: ModelRequest[Any], call: Handler, written: Update
+        self, mode: Mode, request: ModelRequest[Any], call: Handler, written: Update
     ) -> ModelResponse[Any] | None:
         """Hold what the call can use, make it, and charge what it has used."""
-        limiter, state, runtime = self._limiter, request.state, request.runtime
-        limits: ResolvedLimits = await limiter._limits_now(  # noqa: SLF001 - the kernel's
-            form, "model", state, runtime
-        )
-        await self.known(form, state, runtime, limits)
+        kernel, state, runtime = self._kernel, request.state, request.runtime
+        limits: ResolvedLimits = await kernel.resolve_limits(mode, "model", state, runtime)
+        await self.known(mode, state, runtime, limits)
         context = model_context(state, runtime)
-        step, task = _step(state, limits, context), context.task(limiter.name)
-        hold: Hold | None = Hold()
+        step, task = _step(state, limits, context), context.task(kernel.name)
+        hold: Reservation | None = Reservation()
         # The call was judged before, but not what the task has used since.
         made_before = self._late.has_made(task, state)
         if self._reserves or made_before:
             admitted = None if made_before else own_of(state, self.name).get("admitted")
-            request, hold = await self._hold(form, request, step, admitted, written)
+            request, hold = await self._hold(mode, request, step, admitted, written)
             if hold is None:
                 return None
         else:
-            request = await limiter._shape(form, request)  # noqa: SLF001 - the same
+            request = await kernel.shape_request(mode, request)
         graph = running_graph() if self._charges_all else None
         charge = partial(self._charging.charge, step=step, hold=hold, task=task)
         checked = partial(self._pricing.check, agent=step.call.agent)
@@ -277,28 +275,26 @@ class Budgets(Feature):
                     response = await call(request)
             except BaseException as error:
                 runs = made.runs() if made else []
-                await charge(_form_after(form, error), runs=runs, work=work)
+                await charge(_form_after(mode, error), runs=runs, work=work)
                 raise
         runs = made.runs() if made else []
-        kept = {**await charge(form, runs=runs, work=work), "admitted": None}
+        kept = {**await charge(mode, runs=runs, work=work), "admitted": None}
         written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), Ledger(own={self.name: kept}))
         for run in runs:
             if run.usage.estimated and run.succeeded:
                 model = next(iter(run.usage.models), "")
-                limiter._recorder.warn_of_estimate(model, limiter._made_at)  # noqa: SLF001
+                kernel.recorder.warn_of_estimate(model, kernel.created_at)
         return response
 
     async def around_tool(
-        self, form: Form, request: ToolCallRequest, call: ToolHandler
+        self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
         """Charge the time that a tool call works."""
         state: Any = request.state
         if not self._counts_time or not isinstance(state, Mapping):
             return await call(request)
         runtime = running_runtime()
-        limits = await self._limiter._limits_now(  # noqa: SLF001 - the kernel's
-            form, "model", state, runtime
-        )
+        limits = await self._kernel.resolve_limits(mode, "model", state, runtime)
         of_time = [each for each in limits.budgets if each.limit.counter == MILLISECONDS]
         step = _step(state, ResolvedLimits(of_time), model_context(state, runtime))
         run = ledger(state).get("run") or token_hex(16)
@@ -307,26 +303,26 @@ class Budgets(Feature):
             with self._stopwatch.measured(run) as work:
                 answered = await call(request)
         except BaseException as error:
-            await charge(_form_after(form, error), work=work)
+            await charge(_form_after(mode, error), work=work)
             raise
-        kept = await charge(form, work=work, is_tool=True)
+        kept = await charge(mode, work=work, is_tool=True)
         mark(answered, request.tool_call["id"], run, kept["spent_by"], work.amount)
         return answered
 
     async def _hold(
         self,
-        form: Form,
+        mode: Mode,
         request: ModelRequest[Any],
-        step: Step,
+        step: ChargeContext,
         admitted: Mapping[str, Any] | None,
         written: Update,
-    ) -> tuple[ModelRequest[Any], Hold | None]:
+    ) -> tuple[ModelRequest[Any], Reservation | None]:
         """Hold all that the call can use, or ask for a last call; `None` if it is refused."""
-        limiter, last = self._limiter, bool(ledger(step.state).get("final"))
+        kernel, last = self._kernel, bool(ledger(step.state).get("final"))
         while True:
-            shaped = await limiter._shape(form, request)  # noqa: SLF001 - the kernel's
+            shaped = await kernel.shape_request(mode, request)
             batch = self._holding(shaped, step)
-            result = await limiter._acquire(form, batch)  # noqa: SLF001 - the kernel's
+            result = await kernel.acquire(mode, batch)
             if last or all(result.admitted) or not _may_be_the_last(batch, result):
                 break
             # Ask for a call without tools, the last one of its budget.
@@ -335,27 +331,29 @@ class Budgets(Feature):
             last, request = True, _with_ledger(request, Ledger(final=final))
         if not all(result.admitted):
             conclusion = conclude_model(batch, result)
-            written.update(await self._refuse(form, batch, conclusion, admitted))
+            written.update(await self._refuse(mode, batch, conclusion, admitted))
             return shaped, None
         (asked,) = batch.asked
         of = asked.hits.amounts
-        hold = Hold({each.limit.counter: of[run_counter(each.limit)] for each in asked.limits})
+        hold = Reservation(
+            {each.limit.counter: of[run_counter(each.limit)] for each in asked.limits}
+        )
         if batch.answered and batch.sent is not None:
             hold = hold._replace(request=batch.sent.idempotency_key)
         try:
             if admitted:
                 told = _told(batch, step.limits, {**admitted["used"]}, result)
-                written.update(await limiter._tell(form, batch, told) or {})  # noqa: SLF001
+                written.update(await kernel.record(mode, batch, told) or {})
         except (Exception, CancelledError):
             # The call is not made.
-            await self._charging.settle(form, settlements(step.limits, batch.used, (), hold))
+            await self._charging.settle(mode, settlements(step.limits, batch.used, (), hold))
             raise
         if last and batch.known.get("final"):
             own = merge_ledgers(written.get(LEDGER, {}), Ledger(final=batch.known["final"]))
             written[LEDGER] = own
         return shaped, hold
 
-    def _holding(self, request: ModelRequest[Any], step: Step) -> Batch:
+    def _holding(self, request: ModelRequest[Any], step: ChargeContext) -> Batch:
         """What the call asks of the budgets, for all that it can use."""
         if request.model is not None:
             # The reserve is priced before anything is called.
@@ -368,21 +366,21 @@ class Budgets(Feature):
             bound = reserve(request) if callable(reserve) else reserve or 0
             amount = self._pricing.most(each.limit, bound)
             holding.append(each.with_checks(hit=amount, lease=lease))
-        task = f"{self._limiter.name}.held"
+        task = f"{self._kernel.name}.held"
         batch = model_batch(request.state, request.runtime, step.limits, task=task)
         # Named anew: another attempt of the same task may hold something, too.
         batch.name = token_hex(16)
         batch.used |= self._late.counts(batch.state)
         batch.limits = ResolvedLimits(holding)
         batch.stops = batch.limits.stops
-        batch.ask([Asked.of(holding)])
+        batch.ask([CallChecks.of(holding)])
         return batch
 
     async def _refuse(
         self,
-        form: Form,
+        mode: Mode,
         batch: Batch,
-        conclusion: Conclusion,
+        conclusion: HookResult,
         admitted: Mapping[str, Any] | None,
     ) -> Update:
         """Write, and do not raise: an exception would lose the update, and others would retry."""
@@ -409,16 +407,16 @@ class Budgets(Feature):
             update[LEDGER] = merge_ledgers(update[LEDGER], Ledger(counts=known))
             if admitted["keys"]:
                 back = {key: -amount for key, amount in admitted["keys"].items()}
-                made = (Compensation(uuid4().hex, back),)
-                await self._charging.settle(form, AcquireRequest("", "", compensations=made))
+                made = (Correction(uuid4().hex, back),)
+                await self._charging.settle(mode, AcquireRequest("", "", corrections=made))
         batch.keep(self.name, self._late.of(batch.state))
         told = conclusion._replace(update=update)
-        return await self._limiter._tell(form, batch, told) or update  # noqa: SLF001 - the kernel's
+        return await self._kernel.record(mode, batch, told) or update
 
 
 def _told(
     batch: Batch, limits: ResolvedLimits, before: dict[str, int], result: AcquireResult
-) -> Conclusion:
+) -> HookResult:
     """What is decided about the call by all limits, those that judged it before included."""
     # The state has counted the call by now.
     used = before | {check.counter: result.used[check.counter] for check in batch.asked[0].checks}
@@ -429,11 +427,11 @@ def _told(
         or each._replace(checks=tuple(one for one in each.checks if one.counter in used))
         for each in limits.limits
     )
-    every = replace(batch, limits=both, asked=[Asked.of(both.limits)], used=used)
+    every = replace(batch, limits=both, asked=[CallChecks.of(both.limits)], used=used)
     decisions, _ = every.decided(admit(every.hits, used, {}))
     by = batch.known.get("downgraded") or ""
     decisions = [each._replace(downgraded_by=by) for each in decisions]
-    return Conclusion(decisions)
+    return HookResult(decisions)
 
 
 def _downgraded_by(batch: Batch) -> str:
@@ -456,10 +454,10 @@ def _with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]
     return with_state(request, state)
 
 
-def _form_after(form: Form, error: BaseException) -> Form | None:
+def _form_after(mode: Mode, error: BaseException) -> Mode | None:
     """The form in which something is awaited after an error."""
     # Where the event loop is closing, nothing can be awaited.
-    return form if not form or isinstance(error, Exception | CancelledError) else None
+    return mode if not mode or isinstance(error, Exception | CancelledError) else None
 
 
 def _of_time(limits: Sequence[Limit]) -> bool:
@@ -472,9 +470,11 @@ def _counts_in(state: Mapping[str, Any]) -> dict[str, Any]:
     return {LEDGER: ledger(state), THREAD_TOOLS: state.get(THREAD_TOOLS)}
 
 
-def _step(state: Mapping[str, Any], limits: ResolvedLimits, context: CallContext) -> Step:
+def _step(state: Mapping[str, Any], limits: ResolvedLimits, context: CallContext) -> ChargeContext:
     """Who is charged for the model call that is being made."""
-    return Step(state, limits, Call("model", agent=context.agent, thread_id=context.thread_id))
+    return ChargeContext(
+        state, limits, Call("model", agent=context.agent, thread_id=context.thread_id)
+    )
 
 
 def _may_be_the_last(batch: Batch, result: AcquireResult) -> bool:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Compensation, Counter
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, CountRef
 from langchain_quota.core.checks import ResolvedLimits
 from langchain_quota.core.decide import status
 from langchain_quota.features.budgets.model_runs import ModelRun
@@ -20,7 +20,7 @@ from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Call
 from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS
 from langchain_quota.middleware.root_run import root_run
 from langchain_quota.middleware.state import Amounts, ledger, own_of, spent
-from langchain_quota.runtime.sync_async import Form, fork_safe_lock
+from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.labels import NONE
 from langchain_quota.telemetry.recorder import Recorder
@@ -32,18 +32,18 @@ MAX_LATE = 10_000
 """The most runs for which this process keeps what the state may not have."""
 
 
-class Worked(NamedTuple):
+class WorkTime(NamedTuple):
     """Time that a call has worked."""
 
     id: str
     shared: bool = False
 
 
-Used = tuple[ModelRun | Worked, Mapping[str, int]]
+Used = tuple[ModelRun | WorkTime, Mapping[str, int]]
 """A model run or time, and what it is charged, by the model's counter."""
 
 
-class Step(NamedTuple):
+class ChargeContext(NamedTuple):
     """Who is charged: the state of a hook, the limits at that moment, and the call."""
 
     state: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     call: Call
 
 
-class Hold(NamedTuple):
+class Reservation(NamedTuple):
     """What is held for a call."""
 
     # By the model's counter.
@@ -69,7 +69,7 @@ class _Kept(NamedTuple):
     task: str | None = None
 
 
-class LateUse:
+class UnsavedUsage:
     """Keeps the newest counts of runs: a state says up to which use it has them."""
 
     # A branch of the thread that begins at another state gets none of it. Use that is forgotten
@@ -144,7 +144,7 @@ class Charging:
     def __init__(
         self, counters: set[str], pricing: Pricing, store: StoreClient | None, recorder: Recorder
     ) -> None:
-        self.late = LateUse()
+        self.late = UnsavedUsage()
         self._counters = [each for each in BUDGETS if each in counters]
         self._pricing = pricing
         self._store = store
@@ -152,10 +152,10 @@ class Charging:
 
     async def charge(  # noqa: PLR0913 - what a call has used
         self,
-        form: Form | None,
-        step: Step,
+        mode: Mode | None,
+        step: ChargeContext,
         runs: Sequence[ModelRun],
-        hold: Hold | None = None,
+        hold: Reservation | None = None,
         *,
         task: str | None = None,
         work: Work | None = None,
@@ -166,19 +166,19 @@ class Charging:
         Time is charged without what calls inside have charged of it. Without a form nobody waits
         for the store. It gives what is to be written to the state.
         """
-        (state, limits, call), held = step, hold or Hold()
+        (state, limits, call), held = step, hold or Reservation()
         worked = work.amount if work is not None and MILLISECONDS in self._counters else 0
         charged = [(run, *self._amounts(run, held.amounts, call.agent)) for run in runs]
         used: list[Used] = [(run, amounts) for run, amounts, _ in charged]
         if worked:
             nothing = dict.fromkeys(self._counters, 0)
-            used.append((Worked(uuid4().hex), {**nothing, MILLISECONDS: worked}))
+            used.append((WorkTime(uuid4().hex), {**nothing, MILLISECONDS: worked}))
         total = added(amounts for _, amounts in used)
         before = self.late.counts(state)
         # This process keeps it, whatever happens next.
         written = self.late.keep(state, total, task, is_tool=is_tool)
         less = self._worked_inside(limits, worked, work.inside if work else {})
-        answer = await self.settle(form, settlements(limits, before, used, held, less))
+        answer = await self.settle(mode, settlements(limits, before, used, held, less))
         of_time = [each.limit for each in limits.budgets if each.limit.counter == MILLISECONDS]
         if worked:
             times = [(each.name, each.unit, worked) for each in of_time]
@@ -199,15 +199,15 @@ class Charging:
             # The answers of tools before this call are not looked at any more.
             tools = marked(state, _run(state))
             written = {**written, "tools": [each for each in written["tools"] if each in tools]}
-        elif form is None:
+        elif mode is None:
             # The next hook shows it.
             return written
-        self._tell(step, answer, before, total, is_call=hold is not None)
+        self.record(step, answer, before, total, is_call=hold is not None)
         return written
 
-    def _tell(
+    def record(
         self,
-        step: Step,
+        step: ChargeContext,
         answer: AcquireResult | None,
         before: Mapping[str, int],
         total: Mapping[str, int],
@@ -235,12 +235,12 @@ class Charging:
             shown = status(each, known, 1, spent=amount)
             self._recorder.record_charge(call, shown, is_call=is_call)
 
-    async def settle(self, form: Form | None, sent: AcquireRequest | None) -> AcquireResult | None:
+    async def settle(self, mode: Mode | None, sent: AcquireRequest | None) -> AcquireResult | None:
         """Have the store make corrections; its answer by key, or `None` without one."""
         if sent is None or self._store is None:
             return None
-        if form is not None:
-            return await self._store.settle(form, sent)
+        if mode is not None:
+            return await self._store.settle(mode, sent)
         self._store.settle_soon(sent)
         return None
 
@@ -284,7 +284,7 @@ def settlements(
     limits: ResolvedLimits,
     counts: Mapping[str, int],
     used: Sequence[Used],
-    hold: Hold,
+    hold: Reservation,
     less: Mapping[str, int] | None = None,
 ) -> AcquireRequest | None:
     """A request to charge model runs in place of what is held; `None` if no store counts them."""
@@ -303,12 +303,12 @@ def settlements(
     for key, check, _ in checks:
         if check.most is not None:
             most[key] = min(check.most, most.get(key, check.most))
-    made: list[Compensation] = []
+    made: list[Correction] = []
 
     def add(name: str, amounts: Amounts, settles: str) -> None:
         begins = {key: starts[key] for key in amounts}
         shown = {key: most[key] for key in amounts if key in most}
-        made.append(Compensation(name, amounts, starts=begins, settles=settles, limits=shown))
+        made.append(Correction(name, amounts, starts=begins, settles=settles, limits=shown))
 
     # The first correction gives back what is held under all keys.
     held = hold.request
@@ -328,8 +328,8 @@ def settlements(
         for key, counter in keys.items():
             if amounts[counter]:
                 add(f"{run.id}/{key}", {key: amounts[counter]}, run.id)
-    counters = {key: Counter(key, start) for key, start in starts.items()}
-    return AcquireRequest("", "", counters, compensations=tuple(made)) if made else None
+    counters = {key: CountRef(key, start) for key, start in starts.items()}
+    return AcquireRequest("", "", counters, corrections=tuple(made)) if made else None
 
 
 def counts_of(

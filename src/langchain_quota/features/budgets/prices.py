@@ -17,8 +17,8 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, Price, Prices
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.limits.options import NANODOLLARS, whole_amount
-from langchain_quota.runtime.arguments import check_sync_function
-from langchain_quota.runtime.units import Dollars, checked_dollars, nanodollars
+from langchain_quota.runtime.arguments import validate_sync_function
+from langchain_quota.runtime.units import Dollars, nanodollars, parse_dollars
 from langchain_quota.telemetry import logs
 from langchain_quota.telemetry.labels import label
 from langchain_quota.telemetry.recorder import Recorder
@@ -55,7 +55,7 @@ def check_prices(prices: object) -> None:
             f"prices must be a table of Price by model, a function or None, not {prices!r}"
         )
     else:
-        check_sync_function("prices", prices, "usage")
+        validate_sync_function("prices", prices, "usage")
 
 
 def resolve_prices(prices: object) -> Prices:
@@ -81,7 +81,7 @@ def priced(usage: ModelUsage, prices: Prices) -> Decimal:
         raise unknown
     if not isinstance(dollars, Decimal):
         raise TypeError(f"prices must give a Decimal of dollars, or None, not {dollars!r}")
-    return checked_dollars("what prices gives", dollars)
+    return parse_dollars("what prices gives", dollars)
 
 
 def cost(usage: ModelUsage, prices: Prices) -> int:
@@ -188,10 +188,10 @@ class Pricing:
         """What a call of a tool costs by a limit, in nanodollars, rounded up."""
         price = limit.tool_prices[call["name"]] if isinstance(limit, CostLimit) else 0
         if not callable(price):
-            return nanodollars(checked_dollars("tool_prices", price))
+            return nanodollars(parse_dollars("tool_prices", price))
         argument = f"tool_prices[{call['name']!r}] of limit {limit.name!r}"
         try:
-            return nanodollars(checked_dollars(f"what {argument} gives", price(call)))
+            return nanodollars(parse_dollars(f"what {argument} gives", price(call)))
         except Exception as error:
             error.add_note(f"raised by the function for {argument}")
             self._recorder.record_error("prices", error)
@@ -289,7 +289,7 @@ def _tabled_price(table: Mapping[str, Price], others: Prices, usage: ModelUsage)
 
     def rate(part: str) -> Decimal:
         given: Dollars | None = getattr(price, part)
-        return rate(_WHOLE[part]) if given is None else checked_dollars(part, given)
+        return rate(_WHOLE[part]) if given is None else parse_dollars(part, given)
 
     with localcontext(_EXACT):
         return sum(tokens * rate(part) for part, tokens in _parts(usage).items()) / _PER

@@ -17,15 +17,15 @@ from uuid import uuid4
 from langchain_quota.core.admission import (
     AcquireRequest,
     AcquireResult,
-    Compensation,
-    Counter,
+    Correction,
+    CountRef,
     Hits,
     Threshold,
 )
-from langchain_quota.core.checks import stored_as
-from langchain_quota.limits.call import AT_ONCE
+from langchain_quota.core.checks import store_counter
+from langchain_quota.limits.call import CONCURRENCY
 from langchain_quota.limits.concurrency import ConcurrencyLimit
-from langchain_quota.runtime.sync_async import Form, now, wait_for
+from langchain_quota.runtime.sync_async import Mode, run_sync, wait_for
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
 
@@ -45,13 +45,15 @@ class Lease:
     """The place of one call in a store."""
 
     def __init__(self, store: StoreClient, limits: Collection[ConcurrencyLimit]) -> None:
-        self._store = store
+        self.store = store
         self._counters = {
-            count: Counter(str(CountKey(count, AT_ONCE, "")), lease=SLOT_LEASE)
-            for count in map(stored_as, limits)
+            count: CountRef(str(CountKey(count, CONCURRENCY, "")), lease=SLOT_LEASE)
+            for count in map(store_counter, limits)
         }
         thresholds = tuple(
-            Threshold(each.name, AT_ONCE, stored_as(each), each.at_once, each.enforce)
+            Threshold(
+                each.name, CONCURRENCY, store_counter(each), each.max_concurrency, each.enforce
+            )
             for each in limits
         )
         self._hits = (Hits(dict.fromkeys(self._counters, 1), thresholds),)
@@ -65,72 +67,72 @@ class Lease:
         # When the store was asked for what it holds; infinite if it holds nothing.
         self._held_at = math.inf
 
-    async def take(self, form: Form, until: float) -> AcquireResult | None:
+    async def take(self, mode: Mode, until: float) -> AcquireResult | None:
         """Wait for a place; the store's newest answer, `None` if it does not answer."""
         pause = FIRST_PAUSE
         try:
-            result = await self._ask(form)
+            result = await self._ask(mode)
             while result is not None and not result.admitted[0]:
                 left = until - time.monotonic()
                 if left <= 0:
                     break
                 self.waits = True
                 some = min(left, pause * random.uniform(0.5, 1))  # noqa: S311 - no secret
-                await wait_for(form, some)
+                await wait_for(mode, some)
                 pause = min(LONGEST_PAUSE, pause * 1.5)
-                result = await self._ask(form)
+                result = await self._ask(mode)
         except BaseException:
-            await self.end(form)
+            await self.end(mode)
             raise
         if result is None:
             # The store may have counted it.
-            self._store.settle_soon(self._return())
+            self.store.settle_soon(self._return())
         return result
 
-    def keep(self, form: Form) -> None:
+    def keep(self, mode: Mode) -> None:
         """Renew the lease until it ends, in this event loop or in a thread."""
-        if form:
+        if mode:
             self._keeper = asyncio.get_running_loop().create_task(self._keep_in_loop())
         else:
             self._keeper = Thread(target=self._keep, name="langchain-quota lease", daemon=True)
             self._keeper.start()
 
-    async def end(self, form: Form) -> None:
+    async def end(self, mode: Mode) -> None:
         """Note that the call has ended, and give its place back."""
         self._over.set()
         self._look_back(time.monotonic())
         keeper, is_dropped = self._keeper, isinstance(sys.exception(), GeneratorExit)
         if isinstance(keeper, Thread):
-            if not form:
+            if not mode:
                 keeper.join()
             elif self._renews:
                 # A store must not get the end before the renewal: the thread gives the place back.
                 return
-        elif keeper is not None and form and not is_dropped:
+        elif keeper is not None and mode and not is_dropped:
             keeper.cancel()
-        if is_dropped or (isinstance(keeper, asyncio.Task) and not form):
+        if is_dropped or (isinstance(keeper, asyncio.Task) and not mode):
             # Nothing can be awaited: the call is dropped, or its thread has outlived its task.
-            self._store.settle_soon(self._return())
-        elif form:
+            self.store.settle_soon(self._return())
+        elif mode:
             # A run that is cancelled now gives it back all the same.
-            await asyncio.shield(asyncio.create_task(self._give_back(form)))
+            await asyncio.shield(asyncio.create_task(self._give_back(mode)))
         else:
-            await self._give_back(form)
+            await self._give_back(mode)
 
-    async def _give_back(self, form: Form) -> None:
+    async def _give_back(self, mode: Mode) -> None:
         back = self._return()
-        if back.compensations:
-            await self._store.settle(form, back)
+        if back.corrections:
+            await self.store.settle(mode, back)
 
     def _keep(self) -> None:
         while not self._over.wait(RENEWAL):
             # Who ends the call looks at the one after it has set the other.
             self._renews = True
             if not self._over.is_set():
-                now(self._ask(""))
+                run_sync(self._ask(""))
             self._renews = False
             if self._over.is_set():
-                now(self._give_back(""))
+                run_sync(self._give_back(""))
 
     async def _keep_in_loop(self) -> None:
         await asyncio.sleep(RENEWAL)
@@ -138,13 +140,13 @@ class Lease:
             await self._ask("a")
             await asyncio.sleep(RENEWAL)
 
-    async def _ask(self, form: Form) -> AcquireResult | None:
+    async def _ask(self, mode: Mode) -> AcquireResult | None:
         """Hold the place, if there is one; `None` if the store does not answer."""
         now = time.monotonic()
-        name, before = uuid4().hex, self._return().compensations
+        name, before = uuid4().hex, self._return().corrections
         self._open = (*self._open, name)
-        request = AcquireRequest(name, name, self._counters, self._hits, compensations=before)
-        result: AcquireResult | None = await self._store.acquire(form, request, undo=False)
+        request = AcquireRequest(name, name, self._counters, self._hits, corrections=before)
+        result: AcquireResult | None = await self.store.acquire(mode, request, undo=False)
         if result is not None:
             # What was held before is given back.
             is_held = all(result.admitted)
@@ -156,10 +158,10 @@ class Lease:
     def _look_back(self, now: float, *, is_lost: bool = False) -> None:
         """Say so if the store has not held the place all the time: others may have taken it."""
         if now - self._held_at >= (0 if is_lost else SLOT_LEASE):
-            self._store.lose(next(iter(self._counters)))
+            self.store.lose(next(iter(self._counters)))
 
     def _return(self) -> AcquireRequest:
         """What gives back all that may be held, also if a request arrives later."""
         nothing = {str(each.key): 0 for each in self._counters.values()}
-        returned = (Compensation(each, nothing, each, each, settles=each) for each in self._open)
-        return AcquireRequest("", "", compensations=tuple(returned))
+        returned = (Correction(each, nothing, each, each, settles=each) for each in self._open)
+        return AcquireRequest("", "", corrections=tuple(returned))

@@ -13,20 +13,20 @@ from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import ToolMessage
 
 from langchain_quota.core import messages
-from langchain_quota.core.checks import OnStoreError, stored_as
+from langchain_quota.core.checks import OnStoreError, store_counter
 from langchain_quota.core.decision import CountStatus, Decision, LimitStatus, Outcome
 from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import AT_ONCE, Call
+from langchain_quota.limits.call import CONCURRENCY, Call
 from langchain_quota.limits.concurrency import ConcurrencyLimit
 from langchain_quota.middleware.calls import taken
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
-from langchain_quota.middleware.history import answer, answer_of_refused, newest_name
+from langchain_quota.middleware.history import answer, answer_of_blocked, newest_name
 from langchain_quota.middleware.state import ledger
 from langchain_quota.runtime.semaphores import Slot, semaphore_of
-from langchain_quota.runtime.sync_async import Form, ask, now, runs_in_thread
+from langchain_quota.runtime.sync_async import Mode, ask, run_sync, runs_in_thread
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import names
@@ -36,80 +36,80 @@ _tried: WeakValueDictionary[int, object] = WeakValueDictionary()
 """The runtimes of the calls that have run, each by its `id`, as long as they are used."""
 
 
-class AtOnce(Feature):
+class ConcurrencySlots(Feature):
     """Holds tool calls to the number that may run at the same time, in this process or a store."""
 
     @classmethod
-    def of(cls, limiter: Any) -> "AtOnce | None":
+    def of(cls, kernel: Any) -> "ConcurrencySlots | None":
         """The caps of a middleware; `None` if it has none."""
-        return cls(limiter) if cls.needs(limiter.limits) else None
+        return cls(kernel) if cls.needs(kernel.limits) else None
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
         """The hook around tools, if a limit has a cap."""
         return ("wrap_tool_call",) if _caps(limits) else ()
 
-    def __init__(self, limiter: Any) -> None:
-        super().__init__(limiter)
-        self._limits = _caps(limiter.limits)
-        self._on_store_error: OnStoreError = limiter._on_store_error  # noqa: SLF001 - the kernel's
-        self._observers: Observers = limiter._observers  # noqa: SLF001 - the same
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
+        self._limits = _caps(kernel.limits)
+        self.on_store_error: OnStoreError = kernel.on_store_error
+        self.observers: Observers = kernel.observers
         # The store that keeps the places; `None` if this process keeps them. Before it is asked,
         # the calls of this process wait in line. So they keep their order, and it gets few
         # questions.
-        in_process = self._store is None or isinstance(self._store.store, MemoryStore)
-        self._leases = None if in_process else self._store
+        in_process = self.store is None or isinstance(self.store.store, MemoryStore)
+        self._leases = None if in_process else self.store
 
     async def around_tool(
-        self, form: Form, request: ToolCallRequest, call: ToolHandler
+        self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
         """Make a tool call when it may run; if its wait is over first, answer it instead."""
         made = Call("tool", request.tool_call["name"])
         limits = {each.name: each for each in self._limits if each.matches(made)}
         if not limits:
             return await call(request)
-        turn = _Turn(request, limits)
+        turn = _SlotRequest(request, limits)
         try:
-            answered = await self._begin(form, turn, request.tool)
-            return answered or await call(turn.runs(form, request))
+            answered = await self._begin(mode, turn, request.tool)
+            return answered or await call(turn.runs(mode, request))
         finally:
             if turn.task_over():
-                await turn.end(form)
+                await turn.end(mode)
 
-    async def _begin(self, form: Form, turn: "_Turn", tool: Any) -> ToolMessage | None:
+    async def _begin(self, mode: Mode, turn: "_SlotRequest", tool: Any) -> ToolMessage | None:
         """Wait for a call's places, visibly; the answer to a call that may not run."""
         try:
-            with self._recorder.waiting(turn.call.agent, turn.waited_for):
-                await turn.wait(form, self._leases, tool)
+            with self.recorder.waiting(turn.call.agent, turn.waited_for):
+                await turn.wait(mode, self._leases, tool)
         except BaseException:
-            self._recorder.record_wait(turn.call.agent, turn.waited_for, "cancelled", turn.age)
+            self.recorder.record_wait(turn.call.agent, turn.waited_for, "cancelled", turn.age)
             raise
-        if turn.unchecked:
-            self._recorder.count(names.STORE_FALLBACKS, turn.call.agent, self._on_store_error)
-        decision = turn.decision(self._on_store_error)
-        self._recorder.record_turn(decision, turn.waited_for, turn.age if turn.waits else 0.0)
+        if turn.store_unavailable:
+            self.recorder.count(names.STORE_FALLBACKS, turn.call.agent, self.on_store_error)
+        decision = turn.decision(self.on_store_error)
+        self.recorder.record_turn(decision, turn.waited_for, turn.age if turn.waits else 0.0)
         if decision.outcome is not Outcome.ALLOWED:
-            await ask(form, self._observers, "notify", [decision], None)
+            await ask(mode, self.observers, "notify", [decision], None)
         if decision.outcome is not Outcome.BLOCKED:
             return None
         text, call_id = messages.refusal(decision, turn.limits), str(turn.call.id)
         if turn.tried:
             return answer(call_id, turn.call.tool, text)
-        await self._refund(form, turn, call_id)
-        return answer_of_refused(call_id, turn.call.tool, text)
+        await self._refund(mode, turn, call_id)
+        return answer_of_blocked(call_id, turn.call.tool, text)
 
-    async def _refund(self, form: Form, turn: "_Turn", call_id: str) -> None:
+    async def _refund(self, mode: Mode, turn: "_SlotRequest", call_id: str) -> None:
         """Give back what a store was charged for the call: it does not run."""
         # The state learns it with the store's next answer. What the state alone counts stays.
         batch = turn.known.get("batch")
         charge = None if batch is None else batch["calls"].get(call_id)
         if charge is not None and charge["keys"]:
-            self._recorder.record_refunds(refunds_of(turn.call, taken(charge)))
+            self.recorder.record_refunds(refunds_of(turn.call, taken(charge)))
             refunds = {call_id: charge["keys"]}
-            await self._limiter.give_back(form, turn.known, turn.context.step("waited"), refunds)
+            await self._kernel.release(mode, turn.known, turn.context.step("waited"), refunds)
 
 
-class _Turn:
+class _SlotRequest:
     """One call, until its task and the threads of its tool have ended."""
 
     def __init__(self, request: ToolCallRequest, limits: Mapping[str, ConcurrencyLimit]) -> None:
@@ -132,7 +132,7 @@ class _Turn:
         # How many are in each count, without this call; and the limits that refuse it, or would.
         self._running: Mapping[str, int] = {}
         self._refused: list[str] = []
-        self.unchecked = False
+        self.store_unavailable = False
         self._slots: list[Slot] = []
         self._lease: Lease | None = None
         self._task_over = False
@@ -143,14 +143,14 @@ class _Turn:
         """How long ago it began, in seconds."""
         return time.monotonic() - self._began
 
-    async def wait(self, form: Form, store: StoreClient | None, tool: Any) -> None:
+    async def wait(self, mode: Mode, store: StoreClient | None, tool: Any) -> None:
         """Wait for its places: in this process, and in a store that keeps leases."""
         # The shortest wait of its limits holds.
         waits = [each.seconds for each in self.limits.values() if each.enforce]
         until = self._began + min(waits, default=0)
         for count, most in self._needs().items():
             semaphore = semaphore_of(store and store.store, count)
-            slot = await semaphore.take(form, most, until - time.monotonic())
+            slot = await semaphore.take(mode, most, until - time.monotonic())
             self._slots.append(slot)
             self._met(count, slot)
             if not slot.taken:
@@ -158,10 +158,10 @@ class _Turn:
         if store is None:
             return
         lease = Lease(store, self.limits.values())
-        result = await lease.take(form, until)
+        result = await lease.take(mode, until)
         self.waits |= lease.waits
         if result is None:
-            self.unchecked = True
+            self.store_unavailable = True
             return
         self._running, self._refused = result.used, [*result.refused[0]]
         enforced = (each for each in self._refused if self.limits[each].enforce)
@@ -170,7 +170,7 @@ class _Turn:
             self._lease = lease
             # A thread may outlive the event loop.
             in_thread = "sync" in store.forms and runs_in_thread(tool)
-            lease.keep("" if in_thread else form)
+            lease.keep("" if in_thread else mode)
 
     def _needs(self) -> Mapping[str, int | None]:
         """The counts that it is in while it runs, with the most for each that is enforced."""
@@ -179,7 +179,7 @@ class _Turn:
         # can. Counts of limits on trial come last.
         needs: dict[str, int | None] = {}
         for limit in sorted(self.limits.values(), key=_rank):
-            count, most = stored_as(limit), limit.at_once
+            count, most = store_counter(limit), limit.max_concurrency
             if limit.enforce:
                 needs[count] = min(most, needs.get(count) or most)
             else:
@@ -190,19 +190,19 @@ class _Turn:
         """Note what it has found in a count of this process, and which limits refuse it."""
         self._running = {**self._running, count: slot.found}
         for name, limit in self.limits.items():
-            if stored_as(limit) != count:
+            if store_counter(limit) != count:
                 continue
-            if not limit.enforce and slot.found >= limit.at_once:
+            if not limit.enforce and slot.found >= limit.max_concurrency:
                 self._refused.append(name)
-            if limit.enforce and slot.waits and limit.at_once == slot.most:
+            if limit.enforce and slot.waits and limit.max_concurrency == slot.most:
                 self.waits, self.waited_for = True, name
                 self._refused += [] if slot.taken else [name]
 
     def decision(self, outage: OnStoreError) -> Decision:
         """What is decided about the call, also while the store cannot be asked."""
         refused = self._refused
-        if self.unchecked:
-            refused = [*self.limits] if outage == "deny" else []
+        if self.store_unavailable:
+            refused = [*self.limits] if outage == "block" else []
         outcome = Outcome.ALLOWED
         if refused:
             enforced = any(self.limits[each].enforce for each in refused)
@@ -213,25 +213,29 @@ class _Turn:
     def _status(self, name: str, *, refused: bool) -> LimitStatus:
         """The status of a cap at the call: how many run, with this call, and how many may."""
         limit = self.limits[name]
-        running = self._running.get(stored_as(limit), 0)
+        running = self._running.get(store_counter(limit), 0)
         return LimitStatus(
             name,
             "continue",
-            (CountStatus(AT_ONCE, running, running + 1, limit.at_once, per=AT_ONCE),),
-            reason=("store" if self.unchecked else "exhausted") if refused else None,
-            scope=AT_ONCE if refused and not self.unchecked else None,
+            (
+                CountStatus(
+                    CONCURRENCY, running, running + 1, limit.max_concurrency, per=CONCURRENCY
+                ),
+            ),
+            reason=("store" if self.store_unavailable else "exhausted") if refused else None,
+            scope=CONCURRENCY if refused and not self.store_unavailable else None,
             enforced=limit.enforce,
             alert=limit.alert,
         )
 
-    def runs(self, form: Form, request: ToolCallRequest) -> ToolCallRequest:
+    def runs(self, mode: Mode, request: ToolCallRequest) -> ToolCallRequest:
         """The request for the tool; if that runs in a thread, the thread keeps the places, too."""
         _tried[id(self._runtime)] = self._runtime
         # In the sync form, too, a call that takes too long may be left running.
-        if not runs_in_thread(request.tool, form):
+        if not runs_in_thread(request.tool, mode):
             return request
         # A cancelled run does not end the thread. The tool is a copy, with the original's `_run`.
-        loop = asyncio.get_running_loop() if form else None
+        loop = asyncio.get_running_loop() if mode else None
         tool: Any = request.tool
         tool, run = copy(tool), tool._run  # noqa: SLF001 - what all its sync forms call
 
@@ -246,7 +250,7 @@ class _Turn:
                 self._threads.pop()
                 over = self._task_over or (loop is not None and loop.is_closed())
                 if over and not self._threads:
-                    now(self.end(""))
+                    run_sync(self.end(""))
 
         vars(tool)["_run"] = watched
         return request.override(tool=tool)
@@ -257,14 +261,14 @@ class _Turn:
         self._task_over = True
         return not self._threads
 
-    async def end(self, form: Form) -> None:
+    async def end(self, mode: Mode) -> None:
         """Give back the lease and the slots."""
         try:
             if self._lease is not None:
-                await self._lease.end(form)
+                await self._lease.end(mode)
         finally:
             for slot in self._slots:
-                slot.give_back()
+                slot.release()
 
 
 def _caps(limits: Sequence[Limit]) -> list[ConcurrencyLimit]:
@@ -274,4 +278,4 @@ def _caps(limits: Sequence[Limit]) -> list[ConcurrencyLimit]:
 
 def _rank(limit: ConcurrencyLimit) -> tuple[bool, int, str]:
     """Where a limit stands in the order in which calls take their places."""
-    return not limit.enforce, len(limit.tools) or sys.maxsize, stored_as(limit)
+    return not limit.enforce, len(limit.tools) or sys.maxsize, store_counter(limit)

@@ -18,14 +18,14 @@ from tests.telemetry import Signals, needs_inline, telling
 
 GO: dict[str, Any] = {"messages": [("user", "Go!")]}
 LIMITS: list[Limit] = [ModelCallLimit(run_limit=99), ToolCallLimit(run_limit=99)]
-NAME = "langchain_quota_unjudged_calls_total"
+NAME = "langchain_quota_unchecked_calls_total"
 SEARCH = recording("search", [])
 
 
 @pytest.fixture
 def watched() -> Signals:
     """Telemetry that counts calls which no limiter judges."""
-    return telling(count_unjudged_calls=True)
+    return telling(count_unchecked_calls=True)
 
 
 def agent(watched: Signals, *script: Any, items: Any = (), **options: Any) -> Any:

@@ -36,7 +36,7 @@ PATIENCE = 60
 """Seconds after which something is stuck."""
 BUSY = "other calls were running, and at most 1 call of 'browser' may run at the same time"
 ASKED: Any = {"messages": [("user", "hi")]}
-BROWSER = {"agent": "unnamed", "limit": "at_once:browser"}
+BROWSER = {"agent": "unnamed", "limit": "concurrency:browser"}
 
 
 class Browser:
@@ -110,7 +110,7 @@ def agent_of(
     signals: Signals, tool: BaseTool, calls: int = 1, door: Door | None = None, **options: Any
 ) -> Any:
     """An agent that opens pages, by default one at a time."""
-    limit = ConcurrencyLimit("browser", **{"at_once": 1, "wait": PATIENCE, **options})
+    limit = ConcurrencyLimit("browser", **{"max_concurrency": 1, "wait": PATIENCE, **options})
     items: list[Any] = [door or Door(), limit]
     script = [["browser"] * calls, "done"]
     return Scene(signals, script, items, tools=[tool], checkpointer=None).agent
@@ -146,7 +146,7 @@ def _nothing_is_left(signals: Signals) -> Iterator[None]:
 async def test_no_more_run_than_may(signals: Signals, form: Form) -> None:
     """Of 12 calls of one message 3 run at a time, and all of them run. Their waits are measured."""
     browser, door = Browser(ends=False), Door()
-    agent = agent_of(signals, browser.tool, 12, door, at_once=CAP)
+    agent = agent_of(signals, browser.tool, 12, door, max_concurrency=CAP)
     run = agent.ainvoke(ASKED) if form == "async" else asyncio.to_thread(agent.invoke, ASKED)
     running = asyncio.create_task(run)
     await until(lambda: browser.running == CAP and door.came >= 2 * CAP)
@@ -162,7 +162,7 @@ def test_threads_and_loops_share_a_cap(signals: Signals) -> None:
     """Sync agents in 8 threads and async agents in 3 event loops: never more than 3, all run."""
     browser = Browser()
     # LangChain switches warnings off while a tool is made: not safe in several threads.
-    agents = [agent_of(signals, browser.tool, 2, at_once=CAP) for _ in range(32)]
+    agents = [agent_of(signals, browser.tool, 2, max_concurrency=CAP) for _ in range(32)]
 
     async def loop(own: list[Any]) -> list[str]:
         results = await asyncio.gather(*(each.ainvoke(ASKED) for each in own))
@@ -188,7 +188,7 @@ async def test_who_comes_first_is_served_first(signals: Signals) -> None:
     tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
     calls: Any = [("browser", {"number": number}) for number in range(10)]
     door = Door()
-    items: list[Any] = [door, ConcurrencyLimit("browser", at_once=1)]
+    items: list[Any] = [door, ConcurrencyLimit("browser", max_concurrency=1)]
     scene = Scene(signals, [calls, "done"], items, tools=[tool])
     with busy(signals):
         run = asyncio.create_task(scene.play())
@@ -203,7 +203,7 @@ async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> Non
     seen: list[Decision] = []
     store, browser = MemoryStore(), Browser()
     limits: list[Any] = [
-        ConcurrencyLimit("browser", at_once=1, wait=0),
+        ConcurrencyLimit("browser", max_concurrency=1, wait=0),
         ToolCallLimit("browser", quotas=[Quota(2, per="global")]),
         ToolCallLimit("browser", name="thread", thread_limit=2),
     ]
@@ -217,8 +217,8 @@ async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> Non
     (status,) = refusal.refused_by
     count = status.count_of(status.refusal_scope)
     assert count is not None
-    assert (count.scope, count.used, count.limit) == ("at_once", 2, 1)
-    assert scene.metric("at_once:browser", "blocked", "at_once") == 1
+    assert (count.scope, count.used, count.limit) == ("concurrency", 2, 1)
+    assert scene.metric("concurrency:browser", "blocked", "concurrency") == 1
     assert scene.metric("tool:browser", "refunded") == 1
     waits = "langchain_quota_wait_seconds_count"
     assert signals.value(waits, **BROWSER, decision="blocked") == 1
@@ -233,7 +233,7 @@ async def test_who_waits_in_vain_without_a_store_stays_charged(signals: Signals)
     """Where the state alone counts a call, nothing is taken back because of its answer."""
     browser = Browser()
     limits: list[Any] = [
-        ConcurrencyLimit("browser", at_once=1, wait=0),
+        ConcurrencyLimit("browser", max_concurrency=1, wait=0),
         ToolCallLimit("browser", thread_limit=3),
     ]
     scene = Scene(signals, asking("browser", "browser"), limits, tools=[browser.tool])
@@ -256,7 +256,7 @@ async def test_what_waits_in_vain_is_given_back_in_each_thread(
     store, browser = MemoryStore(), Browser()
     calls = [ToolCall(name="browser", args={}, id=each, type="tool_call") for each in "ab"]
     cached = AIMessage("", id="cached", tool_calls=calls)
-    cap = ConcurrencyLimit("browser", at_once=1, wait=0)
+    cap = ConcurrencyLimit("browser", max_concurrency=1, wait=0)
     scene = Scene(
         signals,
         lambda messages: "done" if messages[-1].type == "tool" else cached,
@@ -276,7 +276,7 @@ async def test_what_waits_in_vain_is_given_back_in_each_thread(
 async def test_a_limit_on_trial_lets_nobody_wait(signals: Signals) -> None:
     """A call that would have waited runs at once, and is measured."""
     browser = Browser(ends=False)
-    limit = ConcurrencyLimit("browser", at_once=1, enforce=False)
+    limit = ConcurrencyLimit("browser", max_concurrency=1, enforce=False)
     scene = Scene(signals, [["browser"] * 3, "done"], [limit], tools=[browser.tool])
     running = asyncio.create_task(scene.play())
     await until(lambda: browser.running == 3)
@@ -285,7 +285,7 @@ async def test_a_limit_on_trial_lets_nobody_wait(signals: Signals) -> None:
     waits = "langchain_quota_wait_seconds_count"
     assert signals.value(waits, **BROWSER, decision="would_block") == 2
     assert signals.value(waits, **BROWSER, decision="allowed") == 1
-    assert scene.metric("at_once:browser", "would_block", "at_once") == 2
+    assert scene.metric("concurrency:browser", "would_block", "concurrency") == 2
 
 
 @pytest.mark.parametrize("urls", ["aaaa", "abcd"])
@@ -296,7 +296,7 @@ async def test_a_wait_in_vain_is_no_repetition(signals: Signals, urls: str) -> N
         return url
 
     tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
-    limits: list[Any] = [ConcurrencyLimit("browser", at_once=1, wait=0), RepeatLimit(2)]
+    limits: list[Any] = [ConcurrencyLimit("browser", max_concurrency=1, wait=0), RepeatLimit(2)]
     script = [*([("browser", {"url": url})] for url in urls), "done"]
     scene = Scene(signals, script, limits, tools=[tool])
     with busy(signals):
@@ -310,7 +310,7 @@ async def test_cancelled_calls_leave_no_place_taken(signals: Signals, seed: int)
     chance = random.Random(seed)  # noqa: S311 - no secret
     browser = Browser()
     waits = [chance.choice([0, 0.005, PATIENCE]) for _ in range(40)]
-    agents = [agent_of(signals, browser.tool, at_once=CAP, wait=wait) for wait in waits]
+    agents = [agent_of(signals, browser.tool, max_concurrency=CAP, wait=wait) for wait in waits]
     runs = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents]
     for run in chance.sample(runs, 20):
         for _ in range(chance.randrange(4)):
@@ -336,7 +336,7 @@ async def test_a_call_cancelled_while_it_waits(signals: Signals) -> None:
 @pytest.mark.parametrize("kind", ["graph", "react"])
 async def test_graphs(signals: Signals, kind: Kind) -> None:
     """The tools of a `GraphQuota` wait, too."""
-    browser, limit = Browser(), ConcurrencyLimit("browser", at_once=2)
+    browser, limit = Browser(), ConcurrencyLimit("browser", max_concurrency=2)
     scene = Scene(signals, asking(*["browser"] * 6), [limit], kind=kind, tools=[browser.tool])
     assert texts(await scene.play()) == ["seen"] * 6
     assert (browser.most, browser.ran) == (2, 6)
@@ -359,7 +359,7 @@ async def test_a_cancelled_run_does_not_end_its_sync_tool(signals: Signals) -> N
     """Of 20 runs that are cancelled while their tools run in threads, never more than 2 do so."""
     browser, door = Browser(ends=False), Door()
     tool = SyncTool(browser=browser)
-    agents = [agent_of(signals, tool, 1, door, at_once=2) for _ in range(20)]
+    agents = [agent_of(signals, tool, 1, door, max_concurrency=2) for _ in range(20)]
     first = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents[:2]]
     await until(lambda: browser.running == 2)
     others = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents[2:]]
@@ -423,7 +423,7 @@ async def test_a_lost_place_is_told(
     monkeypatch.setattr(f"{places}.RENEWAL", 0.01)
     clock, browser = Clock(), Browser(ends=False)
     store = FickleStore(MemoryStore(clock=clock))
-    limit = ConcurrencyLimit("browser", at_once=1)
+    limit = ConcurrencyLimit("browser", max_concurrency=1)
     scene = Scene(signals, asking("browser"), [limit], store=store, tools=[browser.tool])
     labels = {"component": "store", "error_type": "LostLeaseError"}
 
@@ -437,7 +437,7 @@ async def test_a_lost_place_is_told(
     if taken:
         clock.now += 62
         other = store.asked[-1]
-        other = replace(other, idempotency_key="other", attempt_id="other", compensations=())
+        other = replace(other, idempotency_key="other", attempt_id="other", corrections=())
         assert store.kept.acquire(other).admitted == (True,)
     else:
         monkeypatch.setattr(f"{places}.SLOT_LEASE", 0.0)

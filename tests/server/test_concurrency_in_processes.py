@@ -23,7 +23,7 @@ from tests.telemetry import Signals
 SLOT_LEASE = 60
 """How long a place is held without a renewal, in seconds."""
 CAP = 3
-KEY = "browser:at_once:"
+KEY = "browser:concurrency:"
 PATIENCE = 120
 
 
@@ -35,7 +35,7 @@ def browser(see: Callable[..., Any]) -> StructuredTool:
 
 def agent_of(store: RedisStore, calls: int, see: Callable[..., Any], **options: Any) -> Any:
     """An agent whose model makes calls at once, in a run of its own."""
-    limit = ConcurrencyLimit("browser", at_once=CAP, wait=PATIENCE)
+    limit = ConcurrencyLimit("browser", max_concurrency=CAP, wait=PATIENCE)
     options.setdefault("telemetry", Telemetry(registry=CollectorRegistry()))
     quota = QuotaMiddleware([limit], store=store, **options)
     model = ScriptedChatModel(script=[["browser"] * calls, "done"])
@@ -142,7 +142,7 @@ async def test_cancelled_calls_give_their_places_back(redis_server: RedisServer)
         assert await taken(one) == 0
 
 
-@pytest.mark.parametrize("outage", ["deny", "allow"])
+@pytest.mark.parametrize("outage", ["block", "allow"])
 async def test_while_the_store_is_away(signals: Signals, outage: Any) -> None:
     """Calls are refused; or they run, held to the cap in this process, whoever makes them."""
     visitors = Visitors()
