@@ -38,7 +38,7 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.middleware.flow import untraced
+from langchain_quota.middleware.base import untraced
 from langchain_quota.middleware.state import (
     LEDGER,
     NEW_RUN,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Generic, Literal
 
 from langchain.agents.middleware.types import (
@@ -22,10 +23,10 @@ from langchain_quota.features.setup_warnings import UnsavedThreadLimits
 from langchain_quota.features.unchecked_calls import Unchecked
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
+from langchain_quota.middleware.base import ContextT, LimitMiddleware
 from langchain_quota.middleware.calls import Batch, HookResult, Update, model_counts
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools
 from langchain_quota.middleware.context import call_context
-from langchain_quota.middleware.flow import ContextT, LimitMiddleware
 from langchain_quota.middleware.history import newest_name
 from langchain_quota.middleware.state import (
     LEDGER,
@@ -87,7 +88,6 @@ class ToolCallLimitMiddleware(
 
     state_schema: type[ToolCallLimitState[Any]] = ToolCallLimitState
     feature_kinds = (UnsavedThreadLimits, Unchecked)
-    _every_call = False
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
         self,
@@ -115,7 +115,10 @@ class ToolCallLimitMiddleware(
             alert=alert,
             name="" if limit_name is None else limit_name,
         )
-        super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)
+        super().__init__(
+            (limit,), limit_name=limit_name, telemetry=telemetry, checks_every_call=False
+        )
+        self.kernel.conclude_tools = self._conclude_tools
         self.tool_name = tool_name
         self.thread_limit = thread_limit
         self.run_limit = run_limit
@@ -142,8 +145,8 @@ class ToolCallLimitMiddleware(
         return await self._judge("a", state, runtime)
 
     async def _judge(self, mode: Mode, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        self.learn_answer(state, saved=True)
-        return await self.check_tool_calls(mode, state, runtime)
+        self.kernel.learn_answer(state, saved=True)
+        return await self.kernel.check_tool_calls(mode, state, runtime)
 
     def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
         conclusion = conclude_tools(batch, result)
@@ -218,8 +221,10 @@ class ModelCallLimitMiddleware(
             alert=alert,
             name="" if limit_name is None else limit_name,
         )
-        super().__init__((limit,), limit_name=limit_name, telemetry=telemetry)
-        self._model_mode = "returned"
+        super().__init__(
+            (limit,), limit_name=limit_name, telemetry=telemetry, model_mode="returned"
+        )
+        self.kernel.conclude_model = partial(conclude_model, charging=False)
         self.thread_limit = thread_limit
         self.run_limit = run_limit
         self.exit_behavior = exit_behavior
@@ -248,7 +253,7 @@ class ModelCallLimitMiddleware(
         handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
     ) -> ExtendedModelResponse[ResponseT]:
         """Count the call in the model's own step, so that no jump can skip it."""
-        self.learn_tools(request)
+        self.kernel.learn_tools(request)
         return self._counted(request, handler(request))
 
     async def awrap_model_call(
@@ -257,7 +262,7 @@ class ModelCallLimitMiddleware(
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ExtendedModelResponse[ResponseT]:
         """`wrap_model_call`, without blocking the event loop."""
-        self.learn_tools(request)
+        self.kernel.learn_tools(request)
         return self._counted(request, await handler(request))
 
     def after_model(
@@ -273,14 +278,11 @@ class ModelCallLimitMiddleware(
         return self._count_uncounted(state, runtime)
 
     def _judge_next(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
-        update = run_sync(self.check_model_call("", state, runtime)) or {}
+        update = run_sync(self.kernel.check_model_call("", state, runtime)) or {}
         if "jump_to" not in update and _is_counted(state):
             begins = Ledger(counts={"model_counted": False})
             update[LEDGER] = merge_ledgers(update.get(LEDGER, {}), begins)
         return update or None
-
-    def _conclude_model(self, batch: Batch, result: AcquireResult) -> HookResult:
-        return conclude_model(batch, result, charging=False)
 
     def _counted(
         self, request: ModelRequest[ContextT], response: ModelResponse[ResponseT]
@@ -291,7 +293,7 @@ class ModelCallLimitMiddleware(
     def _count_uncounted(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update:
-        self.learn_answer(state, saved=True)
+        self.kernel.learn_answer(state, saved=True)
         if _is_counted(state):
             return {RUN_MODEL: run_model(state)}
         attempted = int(state.get("run_model_call_count") or 0) + 1
@@ -301,10 +303,10 @@ class ModelCallLimitMiddleware(
     def _count(self, state: Mapping[str, Any], runtime: Any, name: str | None) -> Update:
         context = call_context(runtime, model_name=name)
         call = Call("model", agent=context.agent, thread_id=context.thread_id)
-        (limit,) = self._now.fixed["model"].limits
+        (limit,) = self.kernel.resolver.fixed["model"].limits
         charged = status(limit, model_counts(state), call.amount)
         # Two limiters count one call in one task.
-        self.recorder.record_charge(call, charged, task_id=context.task(self.name))
+        self.kernel.recorder.record_charge(call, charged, task_id=context.task(self.name))
         thread, run, *_ = charged.counts
         written = Ledger(counts={"run_model": run.used, "model_counted": True})
         return {THREAD_MODEL: thread.used, LEDGER: written}

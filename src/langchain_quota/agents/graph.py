@@ -22,9 +22,11 @@ from langgraph.errors import GraphInterrupt
 from langgraph.prebuilt import ToolNode
 
 from langchain_quota.agents.inline import InlineState, make_model_call
-from langchain_quota.agents.quota import Options, QuotaMiddleware
+from langchain_quota.agents.quota import QuotaMiddleware, SharedOptions
 from langchain_quota.limits import Limit, check_together
+from langchain_quota.middleware.calls import Batch
 from langchain_quota.middleware.context import call_context, digest, is_answered, running_runtime
+from langchain_quota.middleware.flow import Conclude, Kernel
 from langchain_quota.middleware.history import answer_of_blocked, pending_calls, repaired
 from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run, watch_root_runs
 from langchain_quota.middleware.state import LEDGER, Ledger, merge_ledgers
@@ -71,7 +73,7 @@ class GraphQuota:
         *,
         name: str | None = None,
         store: QuotaStore | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[SharedOptions],
     ) -> None:
         check_together(limits)
         check_store(store, limits)
@@ -116,7 +118,7 @@ class GraphQuota:
             tools: The tools.
             options: Further arguments of `ToolNode`, except its wrappers.
         """
-        self._limits.has_tools = True
+        self._limits.kernel.runs_tools = True
         return _LimitedTools(self._limits, tools, options)
 
 
@@ -138,17 +140,38 @@ class _Run:
         return "jump_to" in update
 
 
+class _GraphKernel(Kernel):
+    """Remembers the questions that a graph was asked, and whose answers are not needed any more."""
+
+    graph: "_Limits"
+
+    async def _check_and_record(self, mode: Mode, batch: Batch, conclude: Conclude) -> Any:
+        question = batch.message or (batch.question if self.graph.asks else "")
+        try:
+            update = await super()._check_and_record(mode, batch, conclude)
+        except GraphInterrupt:
+            await self.graph.notes.add(mode, "asked", question)
+            raise
+        if batch.answer is None:
+            await self.graph.pass_over(mode, question)
+        return update
+
+
 class _Limits(QuotaMiddleware[Any, Any]):
     """Judges the calls of a graph."""
 
     name = "GraphQuota"
+    kernel: _GraphKernel
+    kernel_kind = _GraphKernel
 
     def __init__(self, limits: Any, *, agent: str | None, shared: bool, **options: Any) -> None:
         super().__init__(limits, **options)
-        self.agent, self._is_shared, self.has_tools = agent, shared, False
+        self.kernel.graph = self
+        self.agent, self._is_shared = agent, shared
+        self.kernel.runs_tools = False
         asking = {each.kind for each in limits if each.exit_behavior == "ask"}
-        self._asks, self._asks_at_tools = bool(asking), bool(asking - {"model"})
-        self._notes = StoreSequence(self.store)
+        self.asks, self._asks_at_tools = bool(asking), bool(asking - {"model"})
+        self.notes = StoreSequence(self.kernel.store)
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._roots: WeakKeyDictionary[RootRun, str] = WeakKeyDictionary()
 
@@ -163,7 +186,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
             # Each call is charged, also if a node calls its model twice or runs again.
             runtime = running_runtime(uuid4().hex)
             step = InlineState(ModelRequest(state=state, runtime=runtime, **request))
-            await make_model_call(self, mode, step, call)
+            await make_model_call(self.kernel, mode, step, call)
             run.learn(step.written)
             answer: AIMessage = step.made[-1]
             if not answer.tool_calls:
@@ -172,7 +195,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
             # A question behind the model's call would have the call made again.
             if not self._asks_at_tools:
                 final, refused = await self._judge(mode, run, step, uuid4().hex)
-            if (refused or self._asks_at_tools) and not (final or self.has_tools):
+            if (refused or self._asks_at_tools) and not (final or self.kernel.runs_tools):
                 raise RuntimeError(
                     "a limit refuses a tool call, and nothing answers it: give the graph "
                     "limits.tools([…]) of the same GraphQuota in place of its ToolNode"
@@ -182,7 +205,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
             judged = _judged(answer, refused)
             run.judged |= judged
             if self._is_shared:
-                await self._notes.add(mode, "judged", digest(run.root, repr(judged)))
+                await self.notes.add(mode, "judged", digest(run.root, repr(judged)))
             marked = {**answer.response_metadata, _MARK: {"refused": refused}}
             return answer.model_copy(update={"response_metadata": marked})
 
@@ -198,7 +221,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
         names = [(made_by and made_by.id, each["id"], each["name"]) for each in calls]
         work = call_context(running_runtime(), model_name=None).step(repr(names))
         if work in run.taken:
-            await self._pass_over(mode, work)
+            await self.pass_over(mode, work)
         else:
             if made_by is not None and names[0] not in run.judged:
                 await self._read_mark(mode, run, made_by)
@@ -216,33 +239,22 @@ class _Limits(QuotaMiddleware[Any, Any]):
         mark = message.response_metadata.get(_MARK)
         if self._is_shared and isinstance(mark, dict) and isinstance(mark.get("refused"), dict):
             judged = _judged(message, mark["refused"])
-            if await self._notes.read(mode, "judged", digest(run.root, repr(judged))) is not None:
+            if await self.notes.read(mode, "judged", digest(run.root, repr(judged))) is not None:
                 for name, text in judged.items():
                     run.judged.setdefault(name, text)
 
     async def _judge(self, mode: Mode, run: _Run, state: Any, work: str) -> tuple[Any, Any]:
         """Judge the newest calls; the final text if that ends the run, and what answers calls."""
-        update = await self.check_tool_calls(mode, state, running_runtime(work)) or {}
+        update = await self.kernel.check_tool_calls(mode, state, running_runtime(work)) or {}
         answers: list[Any] = update.get("messages") or []
         final = answers[-1] if run.learn(update) else None
         run.ended = final or run.ended
         return final, {each.tool_call_id: each.text for each in answers if each.type == "tool"}
 
-    async def _check_and_record(self, mode: Mode, batch: Any, conclude: Any) -> Any:
-        question = batch.message or (batch.question if self._asks else "")
-        try:
-            update = await super()._check_and_record(mode, batch, conclude)
-        except GraphInterrupt:
-            await self._notes.add(mode, "asked", question)
-            raise
-        if batch.answer is None:
-            await self._pass_over(mode, question)
-        return update
-
-    async def _pass_over(self, mode: Mode, question: str) -> None:
+    async def pass_over(self, mode: Mode, question: str) -> None:
         """Take an answer that is not needed any more: it must not be one to a tool's question."""
-        resumes = self._asks and getattr(root_run(), "resumes", False)
-        if resumes and await self._notes.read(mode, "asked", question) is not None:
+        resumes = self.asks and getattr(root_run(), "resumes", False)
+        if resumes and await self.notes.read(mode, "asked", question) is not None:
             is_answered()
 
     async def _run(self, mode: Mode, given: list[Any]) -> _Run:
@@ -255,10 +267,10 @@ class _Limits(QuotaMiddleware[Any, Any]):
             )
         caller = call_context(running_runtime(), model_name=None)
         if root not in self._roots:
-            self._roots[root] = await self._notes.numbered(mode, root, caller) or root.key
+            self._roots[root] = await self.notes.numbered(mode, root, caller) or root.key
         name = digest(self._roots[root], *caller.graph)
         if name not in self._runs:
-            begun = self._begin_run(mode, {"messages": given}, running_runtime())
+            begun = self.kernel.begin_run(mode, {"messages": given}, running_runtime())
             begun[LEDGER]["run"] = name
             begun.pop("messages", None)  # each call has its own history
             self._runs.setdefault(name, _Run(self._roots[root], begun))
@@ -295,7 +307,7 @@ class _LimitedTools(ToolNode):
                 return answer_of_blocked(call_id, name, text)
             given = request.override(state=state)
             inner = lambda each: call(each.override(state=request.state))  # noqa: E731
-            return await self._limits.call_tool(mode, given, inner)
+            return await self._limits.kernel.call_tool(mode, given, inner)
 
         with _running_as(self._limits.agent, config) as named:
             # The node itself says which calls it is to make.

@@ -1,6 +1,6 @@
 """Limits around the model call: one step of the model, and `InlineQuotaMiddleware`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 from uuid import uuid4
@@ -11,9 +11,10 @@ from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage, ToolMe
 
 from langchain_quota.agents.quota import QuotaMiddleware, WrittenResponse
 from langchain_quota.errors import ModelCallLimitExceededError
+from langchain_quota.middleware.base import ContextT
 from langchain_quota.middleware.calls import Update, with_state
 from langchain_quota.middleware.feature import Handler
-from langchain_quota.middleware.flow import ContextT
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import identified
 from langchain_quota.middleware.state import ledger, merge_ledgers, run_model, thread_model
 from langchain_quota.runtime.sync_async import Mode
@@ -56,21 +57,19 @@ class InlineState(dict[str, Any]):
         self["structured_response"] = response.structured_response
 
 
-async def make_model_call(
-    limits: QuotaMiddleware[Any, Any], mode: Mode, step: InlineState, handler: Handler
-) -> None:
+async def make_model_call(kernel: Kernel, mode: Mode, step: InlineState, handler: Handler) -> None:
     """Judge a model call, and make it if it is let through."""
-    step.write(await limits.check_model_call(mode, step, step.request.runtime))
+    step.write(await kernel.check_model_call(mode, step, step.request.runtime))
     if "jump_to" in step.written:
         return
-    limits.learn_tools(step.request)
+    kernel.learn_tools(step.request)
     written = Update()
-    response = await limits.call_model(mode, step.request, handler, written)
+    response = await kernel.call_model(mode, step.request, handler, written)
     step.write(written)
     if response is not None:
         step.answer(response)
     # The graph may drop what this step writes.
-    limits.learn_answer(step, saved=False)
+    kernel.learn_answer(step, saved=False)
 
 
 def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
@@ -124,19 +123,32 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             # Another middleware, or LangChain itself, leads it back, and could do so forever.
             text, counts = "a limit has ended this run", (thread_model(step), run_model(step))
             raise ModelCallLimitExceededError(*counts, None, None, message=text)
-        await make_model_call(self, mode, step, handler)
+        await make_model_call(self.kernel, mode, step, handler)
         if "jump_to" not in step.written:
             # When the step runs again, the model may make other calls.
             task = f"{self.name}.tools.{step.made[-1].id}"
-            step.write(await self.check_tool_calls(mode, step, request.runtime, task=task))
+            step.write(await self.kernel.check_tool_calls(mode, step, request.runtime, task=task))
         made = [*step.made, *map(RemoveMessage, step.overruled)]
         return WrittenResponse(ModelResponse(made, step["structured_response"]), step.written)
 
-    def _begin_run(self, mode: Mode, state: Mapping[str, Any], runtime: Any) -> Update:
+    def before_agent(self, state: Any, runtime: Any) -> Update | None:
+        """Begin a new run; see `QuotaMiddleware`.
+
+        Raises:
+            RuntimeError: LangChain is older than this middleware needs.
+        """
+        self._check_version()
+        return super().before_agent(state, runtime)
+
+    async def abefore_agent(self, state: Any, runtime: Any) -> Update | None:
+        """`before_agent`, without blocking the event loop."""
+        self._check_version()
+        return await super().abefore_agent(state, runtime)
+
+    def _check_version(self) -> None:
         # In older versions, a graph without `after_model` hooks cannot go from model to model.
         if tuple(map(int, version("langchain").split(".")[:2])) < (1, 4):
             raise RuntimeError(f"{self.name} needs langchain 1.4 or newer: use QuotaMiddleware")
-        return super()._begin_run(mode, state, runtime)
 
     def checking_nodes(self) -> tuple[str, ...]:
         """Return the graph nodes in which calls are checked."""

@@ -1,7 +1,7 @@
 """QuotaMiddleware: many limits in one middleware, judged together."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar, Generic, Self, TypedDict
 
 from langchain.agents.middleware.types import (
@@ -32,9 +32,9 @@ from langchain_quota.features.unchecked_calls import Unchecked
 from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
+from langchain_quota.middleware.base import ContextT, LimitMiddleware, is_own
 from langchain_quota.middleware.calls import Update
-from langchain_quota.middleware.feature import Feature, Handler, ToolAnswer, ToolHandler
-from langchain_quota.middleware.flow import ContextT, LimitMiddleware, is_own
+from langchain_quota.middleware.feature import Feature, Handler, Options, ToolAnswer, ToolHandler
 from langchain_quota.middleware.state import QuotaState, ledger
 from langchain_quota.runtime.arguments import validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
@@ -43,7 +43,7 @@ from langchain_quota.telemetry import Telemetry
 from langchain_quota.telemetry.observers import Observer
 
 
-class Options(TypedDict, total=False):
+class SharedOptions(TypedDict, total=False):
     """Arguments that `QuotaMiddleware` shares with what limits other graphs."""
 
     tell_model: bool
@@ -178,15 +178,17 @@ class QuotaMiddleware(
             store=store,
             on_store_error=on_store_error,
             on_decision=on_decision,
-            options={
-                "tell_model": tell_model,
-                "hide_exhausted": hide_exhausted,
-                "prices": prices,
-                "unknown_price": unknown_price,
-                "charge_all_models": charge_all_models,
-            },
+            options=Options(
+                tell_model=tell_model,
+                hide_exhausted=hide_exhausted,
+                prices=prices,
+                unknown_price=unknown_price,
+                charge_all_models=charge_all_models,
+            ),
+            why_nobody_is_asked=self.why_nobody_is_asked,
+            checks_inline="model" in self.checking_nodes(),
+            model_mode="admitted" if any("model" in limit.kinds for limit in limits) else None,
         )
-        self._model_mode = "admitted" if "model" in self._kinds else None
 
     @hook_config(can_jump_to=["end"])
     def before_model(
@@ -217,7 +219,7 @@ class QuotaMiddleware(
         if newest is not None and newest.id is not None and newest.id == ledger(state).get("ended"):
             # The graph goes on nevertheless: LangChain waits for a structured response.
             return {"jump_to": "end"}
-        return await self.check_model_call(mode, state, runtime)
+        return await self.kernel.check_model_call(mode, state, runtime)
 
     @hook_config(can_jump_to=["end"])
     def after_model(
@@ -240,8 +242,8 @@ class QuotaMiddleware(
     async def _after_model(
         self, mode: Mode, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
-        self.learn_answer(state, saved=True)
-        return await self.check_tool_calls(mode, state, runtime)
+        self.kernel.learn_answer(state, saved=True)
+        return await self.kernel.check_tool_calls(mode, state, runtime)
 
     def wrap_model_call(
         self,
@@ -262,52 +264,28 @@ class QuotaMiddleware(
     async def _wrap_model_call(
         self, mode: Mode, request: ModelRequest[Any], handler: Handler
     ) -> ModelResponse[ResponseT]:
-        self.learn_tools(request)
+        self.kernel.learn_tools(request)
         written: Update = {}
-        for rerun in self.hooks["rerun"]:
+        for rerun in self.kernel.rerun_hooks:
             if (refused := await rerun(mode, request)) is not None:
                 return WrittenResponse(None, refused)
-        response = await self.call_model(mode, request, handler, written)
+        response = await self.kernel.call_model(mode, request, handler, written)
         if response is None or written:
             return WrittenResponse(response, written)
-        if self.hooks["after_model"] and type(self).after_model is AgentMiddleware.after_model:
+        if self.kernel.after_model_hooks and type(self).after_model is AgentMiddleware.after_model:
             messages = [*request.state["messages"], *response.result]
-            self.learn_answer({**request.state, "messages": messages}, saved=False)
+            self.kernel.learn_answer({**request.state, "messages": messages}, saved=False)
         return response
-
-    async def call_model(
-        self, mode: Mode, request: ModelRequest[Any], handler: Handler, written: Update
-    ) -> ModelResponse[Any] | None:
-        """Make a model call that was let through; `None` if it is refused now."""
-        if not self.hooks["around_model"]:
-            return await handler(await self.shape_request(mode, request))
-        (around_model,) = self.hooks["around_model"]
-        response: ModelResponse[Any] | None = await around_model(mode, request, handler, written)
-        return response
-
-    async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        """The request as the model gets it."""
-        for shape in self.hooks["shape"]:
-            request = await shape(mode, request)
-        return request
 
     def wrap_tool_call(
         self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], ToolAnswer]
     ) -> ToolAnswer:
         """Make a tool call when it may run, and as a part of its root run."""
-        return run_sync(self.call_tool("", request, as_async(handler)))
+        return run_sync(self.kernel.call_tool("", request, as_async(handler)))
 
     async def awrap_tool_call(self, request: ToolCallRequest, handler: ToolHandler) -> ToolAnswer:
         """`wrap_tool_call`, without blocking the event loop."""
-        return await self.call_tool("a", request, handler)
-
-    async def call_tool(
-        self, mode: Mode, request: ToolCallRequest, call: ToolHandler
-    ) -> ToolAnswer:
-        """Make a tool call that is allowed, inside what the features do around it."""
-        for around_tool in reversed(self.hooks["around_tool"]):
-            call = partial(around_tool, mode, call=call)
-        return await call(request)
+        return await self.kernel.call_tool("a", request, handler)
 
     @property
     def name(self) -> str:

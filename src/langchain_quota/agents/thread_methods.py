@@ -18,7 +18,8 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import THREAD
 from langchain_quota.limits.options import whole_amount
 from langchain_quota.limits.windows import CalendarWindow
-from langchain_quota.middleware.flow import ContextT, LimitMiddleware, clock_of
+from langchain_quota.middleware.base import ContextT, LimitMiddleware
+from langchain_quota.middleware.flow import clock_of
 from langchain_quota.middleware.state import LEDGER, UNUSED
 from langchain_quota.runtime.sync_async import Mode, ask, run_sync
 from langchain_quota.runtime.units import Dollars
@@ -69,9 +70,10 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
                 f"thread {thread_id!r} waits in mid-run before {', '.join(snapshot.next)}: let "
                 "the run end, or begin a new one, and then do this"
             )
-        if self.store is not None:
-            prefix = prefix_in(config, self.store.prefix)
-            at = clock_of(self.store.store)()
+        store = self.kernel.store
+        if store is not None:
+            prefix = prefix_in(config, store.prefix)
+            at = clock_of(store.store)()
             keys = {
                 str(
                     CountKey.at(
@@ -81,14 +83,14 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
                 for each in self.limits
                 for window in _windows(each)
             }
-            await self.store.reset(mode, sorted(keys))
+            await store.reset(mode, sorted(keys))
         own = {each.name: {**each.unused} for each in self.feature_kinds if each.unused}
         unused = {**UNUSED, LEDGER: {**UNUSED[LEDGER], "own": own}}
         await ask(mode, agent, "update_state", config, unused, as_node=node)
         # The update has made nodes due that must not run.
         await ask(mode, agent, "update_state", config, None, as_node=END)
         name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
-        self.recorder.record_reset(name, thread_id, list(map(_unused, self.limits)))
+        self.kernel.recorder.record_reset(name, thread_id, list(map(_unused, self.limits)))
 
     def _has_stopped(self, task: PregelTask) -> bool:
         """Whether a task failed because a limit ended the run with an exception."""
@@ -148,8 +150,9 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
         )
 
     def _granting(self, name: str | None, config: RunnableConfig) -> tuple[Granting, str]:
-        store: object = self.store and self.store.store
-        if self.store is None or not isinstance(store, Granting):
+        client = self.kernel.store
+        store: object = client and client.store
+        if client is None or not isinstance(store, Granting):
             raise TypeError(
                 f"{type(self).__name__} needs a store that gives grants, not {store!r}: pass "
                 "store=MemoryStore() or, for several processes, store=RedisStore()"
@@ -166,7 +169,7 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
                 f"limit must name one with a thread_limit, not {name!r}: {names}. More of a quota "
                 "is given by the store: store.grant(key, …)"
             )
-        prefix = prefix_in(config, self.store.prefix)
+        prefix = prefix_in(config, client.prefix)
         return store, str(CountKey(store_counter(found[name]), THREAD, str(thread), prefix=prefix))
 
 

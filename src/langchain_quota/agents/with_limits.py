@@ -69,7 +69,7 @@ def with_limits(
             f"with_limits takes create_deep_agent and a QuotaMiddleware, not {shown(create)} and "
             f"{shown(quota)}: write with_limits(create_deep_agent, quota)(model, …)"
         )
-    if quota.store is None:
+    if quota.kernel.store is None:
         raise ValueError(
             "quota has no store, so each agent would count for itself: give it one, "
             "QuotaMiddleware(limits, store=MemoryStore()) in one process, or a RedisStore in "

@@ -27,6 +27,7 @@ from langchain_quota.middleware.context import (
     running_runtime,
 )
 from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import Own, own_of
 from langchain_quota.runtime.sync_async import Mode, ask
 from langchain_quota.runtime.units import Unit, as_dollars, in_base_unit, shown
@@ -55,7 +56,7 @@ class Questions(Feature):
     name = "ask"
 
     @classmethod
-    def of(cls, kernel: Any) -> "Questions | None":
+    def of(cls, kernel: Kernel) -> "Questions | None":
         """The feature, if a limit asks."""
         asking = [
             each.name for each in kernel.limits if each.enforce and each.exit_behavior == "ask"
@@ -122,8 +123,7 @@ class Questions(Feature):
         more = {each.counter: each.amount for each in granted if each.key is None}
         again = batch.rebuild(batch.given.raised(more))
         assert again is not None  # noqa: S101 - for the type checker: the calls wait
-        for checks in self._kernel.hooks["checks"]:
-            checks(again)
+        self._kernel.adjust_checks(again)
         again.answer = batch.answer
         if more:
             known = _granted(batch.state)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
 from threading import Thread
-from typing import Any
 
 from langchain.agents.middleware.types import ToolCallRequest
 
@@ -15,6 +14,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.time import TimeLimit
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import answer
 from langchain_quota.runtime.sync_async import Mode, run_sync, runs_in_thread
 from langchain_quota.telemetry import names
@@ -24,7 +24,7 @@ class CallTimes(Feature):
     """Ends tool calls that take too long."""
 
     @classmethod
-    def of(cls, kernel: Any) -> "CallTimes | None":
+    def of(cls, kernel: Kernel) -> "CallTimes | None":
         """The feature, if a limit has a `call_limit`."""
         return cls(kernel) if _by_time(kernel.limits) else None
 
@@ -33,7 +33,7 @@ class CallTimes(Feature):
         """The hook around tools, if a limit has a `call_limit`."""
         return ("wrap_tool_call",) if _by_time(limits) else ()
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         limits = _by_time(kernel.limits)
         self._on_trial = [each for each in limits if not each[1].enforce]

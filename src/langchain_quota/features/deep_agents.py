@@ -19,6 +19,7 @@ from langgraph.pregel import Pregel
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import LEDGER
 from langchain_quota.telemetry.labels import UNNAMED
 
@@ -31,7 +32,7 @@ class DeepAgents(Feature):
     """Refuses code that can call a limited tool, and warns of sub-agents without limits."""
 
     @classmethod
-    def of(cls, kernel: Any) -> "DeepAgents":
+    def of(cls, kernel: Kernel) -> "DeepAgents":
         """The feature, which every middleware needs."""
         return cls(kernel)
 

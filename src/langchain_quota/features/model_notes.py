@@ -15,6 +15,7 @@ from langchain_quota.limits.options import INPUT_TOKENS, OUTPUT_TOKENS, TOTAL_TO
 from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.middleware.calls import model_counts
 from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import ledger, run_tools, thread_tools
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.runtime.units import Level, as_dollars, as_time, level
@@ -41,7 +42,7 @@ class ModelNotes(Feature):
     """Tells the model what is left, offers only tools that it may call, asks for a last answer."""
 
     @classmethod
-    def of(cls, kernel: Any) -> "ModelNotes | None":
+    def of(cls, kernel: Kernel) -> "ModelNotes | None":
         """The feature, if an option or a limit needs it."""
         made = cls(kernel)
         return made if made._tells or made._hides or cls.needs(kernel.limits) else None
@@ -52,7 +53,7 @@ class ModelNotes(Feature):
         finalizes = any(limit.exit_behavior == "finalize" for limit in limits)
         return ("after_model",) if finalizes else ()
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         options = kernel.options
         self._tells: bool = options["tell_model"]
@@ -76,11 +77,11 @@ class ModelNotes(Feature):
             limits, kept = limits.without_store("allow"), {}
         limits = limits.raised({key: each.granted for key, each in kept.items()})
         counts = _state_counts(state, limits)
-        for more in self._kernel.hooks["counts"]:
+        for more in self._kernel.counts_hooks:
             counts |= more(state)
         for check in (check for each in limits.limits for check in each.checks):
             counts.setdefault(check.counter, 0)
-            if check.key in kept:
+            if check.key is not None and check.key in kept:
                 counts[check.counter] = max(0, kept[check.key].used)
         notes: list[str | None] = []
         if self._tells:

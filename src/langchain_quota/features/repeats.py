@@ -27,6 +27,7 @@ from langchain_quota.limits.call import RUN, THREAD
 from langchain_quota.limits.repeats import MOST_KEPT, RepeatLimit
 from langchain_quota.middleware.calls import Batch, HookResult
 from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import Own, own_of
 
 _NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
@@ -78,12 +79,12 @@ class Repeats(Feature):
     """The tool calls of this run, as each limit remembers them, by middleware and name."""
 
     @classmethod
-    def of(cls, kernel: Any) -> "Repeats | None":
+    def of(cls, kernel: Kernel) -> "Repeats | None":
         """The feature, if a limit is one on repeats."""
         made = cls(kernel)
         return made if made._limits else None
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._limits = [each for each in kernel.limits if isinstance(each, RepeatLimit)]
 

@@ -16,6 +16,7 @@ from langgraph.checkpoint.base import WRITES_IDX_MAP
 from langchain_quota.middleware.calls import Batch, HookResult, Update
 from langchain_quota.middleware.context import digest, running_config, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import LEDGER, Ledger, ledger, merge_ledgers, own_of
 from langchain_quota.runtime.sync_async import Mode, ask
 
@@ -28,11 +29,11 @@ class Reruns(Feature):
     name = "reruns"
 
     @classmethod
-    def of(cls, kernel: Any) -> "Reruns | None":
+    def of(cls, kernel: Kernel) -> "Reruns | None":
         """The feature, if a store keeps counts."""
         return None if kernel.store is None else cls(kernel)
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         # By check: the task that made it. By check and call: the step that made the call first.
         self._claims: Callable[[Hashable], dict[str, str]] = lru_cache(20_000)(lambda _: {})
@@ -40,8 +41,8 @@ class Reruns(Feature):
     async def attempt(self, mode: Mode, runtime: Any) -> Any:
         """Name the running task anew if it was finished before, and its calls cannot be claimed."""
         info: Any = getattr(runtime, "execution_info", None)
-        apart = "model" not in self._kernel.checking_nodes()
-        if info is None or (apart and self._claims(info.task_id)):
+        has_own_node = not self._kernel.checks_inline
+        if info is None or (has_own_node and self._claims(info.task_id)):
             return runtime
         attempt, _ = await _earlier(mode, info)
         task = f"{info.task_id}/{attempt}"

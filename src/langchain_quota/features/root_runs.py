@@ -14,6 +14,7 @@ from langchain_quota.limits.call import ROOT_RUN
 from langchain_quota.middleware.calls import Batch, HookResult
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.root_run import (
     StoreSequence,
     log_lost,
@@ -38,7 +39,7 @@ class RootRuns(Feature):
     """Quotas need one."""
 
     @classmethod
-    def of(cls, kernel: Any) -> "RootRuns | None":
+    def of(cls, kernel: Kernel) -> "RootRuns | None":
         """The feature, if a quota is per root run."""
         if not cls.needs(kernel.limits):
             return None

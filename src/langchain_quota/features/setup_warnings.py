@@ -6,6 +6,7 @@ from typing import Any
 
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import Own
 from langchain_quota.telemetry.logs import agent_name, logger
 
@@ -17,12 +18,12 @@ class UnsavedThreadLimits(Feature):
     """Warns once, when a run begins, of thread limits whose counts do not outlive the run."""
 
     @classmethod
-    def of(cls, kernel: Any) -> "UnsavedThreadLimits | None":
+    def of(cls, kernel: Kernel) -> "UnsavedThreadLimits | None":
         """The feature, if there is a thread limit."""
         limited = any(limit.thread_limit is not None for limit in kernel.limits)
         return cls(kernel) if limited else None
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._warned = False
 
@@ -55,11 +56,11 @@ class MisspelledTools(Feature):
     """Advises once of names in limits that look misspelt."""
 
     @classmethod
-    def of(cls, kernel: Any) -> "MisspelledTools | None":
+    def of(cls, kernel: Kernel) -> "MisspelledTools | None":
         """The feature, if limits name tools."""
         return cls(kernel) if any(limit.named_tools for limit in kernel.limits) else None
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._named = {name for limit in kernel.limits for name in limit.named_tools}
 

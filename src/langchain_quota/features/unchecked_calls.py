@@ -17,6 +17,7 @@ from langchain_quota.limits.call import Kind
 from langchain_quota.middleware.calls import Batch, HookResult
 from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.root_run import DECISION, RootRun, root_run, watch_root_runs
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.logs import agent_name, logger
@@ -113,7 +114,7 @@ class Unchecked(Feature):
     """Notes which calls are judged."""
 
     @classmethod
-    def of(cls, kernel: Any) -> "Unchecked | None":
+    def of(cls, kernel: Kernel) -> "Unchecked | None":
         """The feature, if the telemetry counts unchecked calls."""
         made = cls(kernel)
         if not made.recorder.counts_unchecked_calls:

@@ -19,13 +19,13 @@ from langchain.agents.middleware.types import ToolCallRequest
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, Hits
 from langchain_quota.core.checks import CallChecks, Check, ResolvedLimit, ResolvedLimits
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import Call, Scope
+from langchain_quota.limits.call import Call, Kind, Scope
 from langchain_quota.limits.options import counts_calls
 from langchain_quota.middleware.calls import Batch, HookResult, taken
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
-from langchain_quota.middleware.flow import clock_of
+from langchain_quota.middleware.flow import Kernel, clock_of
 from langchain_quota.middleware.state import ledger, own_of
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Queues, Waiter, queues_of
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock, wait_for
@@ -47,7 +47,7 @@ class Waiting(Feature):
     name = "waiting"
 
     @classmethod
-    def of(cls, kernel: Any) -> "Waiting | None":
+    def of(cls, kernel: Kernel) -> "Waiting | None":
         """The feature, if a limit waits, or a quota is smooth."""
         smooth = any(quota.smooth for each in kernel.limits for quota in each.quotas)
         return cls(kernel) if smooth or _waiting(kernel.limits) else None
@@ -59,9 +59,10 @@ class Waiting(Feature):
         smooth = (each for each in limits if any(quota.smooth for quota in each.quotas))
         return ("wrap_tool_call",) if any(each.name in waits for each in smooth) else ()
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._seconds = _waiting(kernel.limits)
+        assert kernel.store is not None  # noqa: S101 - for the type checker: quotas need a store
         self._clock = clock_of(kernel.store.store)
         # When the first call of a message started, and the time when that was last looked up.
         self._begun: ExpiringDict[tuple[float, float]] = ExpiringDict(_MOST_KEPT)
@@ -168,18 +169,18 @@ class Waiting(Feature):
 
     async def _again(self, mode: Mode, batch: Batch) -> Batch:
         """The same calls at this moment."""
-        kernel, kind = self._kernel, "model" if batch.pending is None else "tool"
-        of = mode, kind, batch.state, batch.runtime
-        again = batch.rebuild(await kernel.resolve_limits(*of))
+        kernel = self._kernel
+        kind: Kind = "model" if batch.pending is None else "tool"
+        limits = await kernel.resolve_limits(mode, kind, batch.state, batch.runtime)
+        again = batch.rebuild(limits)
         assert again is not None  # noqa: S101 - for the type checker: the calls wait
-        for checks in kernel.hooks["checks"]:
-            checks(again)
+        kernel.adjust_checks(again)
         return again
 
     def _let_start_later(self, batch: Batch, until: float) -> Mapping[str, int]:
         """Let all but the first call of smooth quotas start later; return by how many calls."""
         # In a graph whose node of tools is not ours, nothing keeps a call from starting.
-        if batch.pending is None or not getattr(self._kernel, "has_tools", True):
+        if batch.pending is None or not self._kernel.runs_tools:
             return {}
         microseconds = max(0, int((until - time.monotonic()) * 10**6))
         later = {

@@ -1,7 +1,7 @@
 """The seam: what a feature may do around the one flow. Only what a feature overrides is called."""
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
 from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolCallRequest
 from langchain_core.messages import ToolMessage
@@ -10,19 +10,28 @@ from langgraph.types import Command
 from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.checks import ResolvedLimits
 from langchain_quota.limits import Limit
+from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Batch, HookResult, Update
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.state import Own
 from langchain_quota.runtime.sync_async import Mode
-from langchain_quota.stores.client import StoreClient
-from langchain_quota.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
-    from langchain_quota.middleware.flow import LimitMiddleware
+    from langchain_quota.middleware.flow import Kernel
 
 ToolAnswer = ToolMessage | Command[Any]
 Handler = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
 ToolHandler = Callable[[ToolCallRequest], Awaitable[ToolAnswer]]
+
+
+class Options(TypedDict, total=False):
+    """The settings of features, which `QuotaMiddleware` takes as arguments."""
+
+    tell_model: bool
+    hide_exhausted: bool
+    prices: Prices | Mapping[str, Price] | None
+    unknown_price: UnknownPrice
+    charge_all_models: bool
 
 
 class Feature:
@@ -35,14 +44,14 @@ class Feature:
     """What it keeps of a thread that has used nothing."""
 
     @classmethod
-    def of(cls, kernel: "LimitMiddleware[Any, Any, Any]") -> "Feature | None":
+    def of(cls, kernel: "Kernel") -> "Feature | None":
         """The feature for a middleware; `None` if nothing there needs it."""
         raise NotImplementedError
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: "Kernel") -> None:
         self._kernel = kernel
-        self.recorder: Recorder = kernel.recorder
-        self.store: StoreClient | None = kernel.store
+        self.recorder = kernel.recorder
+        self.store = kernel.store
 
     @classmethod
     def needs(cls, limits: Sequence[Limit]) -> Collection[str]:  # noqa: ARG003 - for some features

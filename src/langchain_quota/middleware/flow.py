@@ -2,18 +2,19 @@
 
 import time
 from collections import Counter as Counts
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cached_property, partial
-from inspect import signature
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import is_
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
-from langchain.agents.middleware.types import AgentMiddleware, ModelRequest, ResponseT, StateT
+from langchain.agents.middleware.types import (
+    AgentMiddleware,
+    ModelRequest,
+    ModelResponse,
+    ToolCallRequest,
+)
 from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
-from langgraph.runtime import Runtime
-from langsmith.utils import tracing_is_enabled
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.core.checks import OnStoreError, ResolvedLimits
@@ -36,7 +37,13 @@ from langchain_quota.middleware.context import (
     call_context,
     running_agent,
 )
-from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.feature import (
+    Feature,
+    Handler,
+    Options,
+    ToolAnswer,
+    ToolHandler,
+)
 from langchain_quota.middleware.history import repaired, since, unfinished_calls
 from langchain_quota.middleware.state import (
     LEDGER,
@@ -55,130 +62,110 @@ from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import Telemetry, names, recorder_of
 from langchain_quota.telemetry.observers import Observer, Observers
 
-if TYPE_CHECKING:
-    from langgraph._internal._typing import StateLike
-    from typing_extensions import TypeVar
+P = ParamSpec("P")
+T = TypeVar("T")
 
-    # `AgentMiddleware` is invariant in state and context, and a list of middlewares has one type of
-    # each. So ours say `Any` for the state, and for a context that is not given.
-    ContextT = TypeVar("ContextT", bound=StateLike | None, default=Any)
-else:
-    from langgraph.typing import ContextT
-
-_JUMPS = "__can_jump_to__"  # what `hook_config` sets
 ModelMode = Literal["admitted", "returned"]
+Conclude = Callable[[Batch, AcquireResult], HookResult]
 
-_STAND_INS = ("awrap_model_call", "awrap_tool_call")
 
-
-class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
-    """A middleware that holds agents to limits.
+class Kernel:
+    """The flow behind the hooks of one middleware, and what its features use.
 
     Args:
-        limits: The limits, judged together.
-        limit_name: The name that the user gave, if any.
-        telemetry: Where decisions are made visible; `None` for the process's default.
+        middleware: The middleware whose hooks call the kernel.
+        limits: The limits, checked together.
+        telemetry: Where decisions are recorded; `None` for the process's default.
         store: Where runs share counts, if they do.
-        on_store_error: What happens to calls while the store cannot be asked.
+        on_store_error: What happens to calls while the store is unavailable.
         on_decision: The user's functions that get every decision.
-        options: What features are told.
+        options: The settings of features, by name.
+        feature_kinds: The features that it may have, in the order in which they are called.
+        model_mode: When this middleware counts model calls; `None` if it does not.
+        checks_every_call: Whether tool calls that no limit matches are recorded, too.
+        why_nobody_is_asked: What the middleware needs in place of itself, if no limit of it can
+            ask a person.
+        checks_inline: Whether calls are checked in the model's own node.
 
     Raises:
         TypeError: `telemetry` has the wrong type.
     """
 
-    feature_kinds: ClassVar[Sequence[type[Feature]]] = ()
-    """The features that it may have, in the order in which they are called."""
-    _every_call: ClassVar[bool] = True
-    # Whether tool calls that no limit matches are visible, too.
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Raise a `TypeError` if LangChain would ignore that an override ends the run."""
-        super().__init_subclass__(**options)
-        for hook in ("before_model", "abefore_model", "after_model", "aafter_model"):
-            defined = [base for base in cls.__mro__ if hook in vars(base)]
-            ours = next(base for base in defined if is_own(base) or base is AgentMiddleware)
-            used, own = (getattr(vars(each)[hook], _JUMPS, ()) for each in (defined[0], ours))
-            if "end" in own and "end" not in used:
-                raise TypeError(
-                    f"{cls.__name__}.{hook} could not end a run, and calls over the limit would "
-                    'run: write @hook_config(can_jump_to=["end"]) above it, and from '
-                    "langchain.agents.middleware import hook_config"
-                )
-
     def __init__(  # noqa: PLR0913 - keyword-only, with defaults
         self,
+        middleware: AgentMiddleware[Any, Any, Any],
         limits: tuple[Limit, ...],
         *,
-        limit_name: str | None = None,
         telemetry: Telemetry | None,
         store: QuotaStore | None = None,
         on_store_error: OnStoreError = "block",
         on_decision: Observer | Sequence[Observer] = (),
-        options: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+        feature_kinds: Sequence[type[Feature]] = (),
+        model_mode: ModelMode | None = None,
+        checks_every_call: bool = True,
+        why_nobody_is_asked: str = "",
+        checks_inline: bool = False,
     ) -> None:
-        super().__init__()
         self.created_at = UserLine.of_caller()
         self.limits = limits
-        self._limit_name = limit_name
-        # The kinds of calls that are judged.
-        self._kinds = {kind for each in limits for kind in each.kinds}
+        self.kinds = {kind for limit in limits for kind in limit.kinds}
         self.recorder = recorder_of(telemetry)
         self.recorder.watch_limits(limits)
         self.observers = Observers(on_decision, self.recorder)
         self.store = None if store is None else StoreClient(store, self.recorder)
         self.on_store_error: OnStoreError = on_store_error
-        self.options = options or {}
-        self._model_mode: ModelMode | None = None
-        self._now = LimitResolver(
+        self.options = options or Options()
+        # What follows from a result; the drop-ins have their own.
+        self.conclude_model: Conclude = conclude_model
+        self.conclude_tools: Conclude = conclude_tools
+        self._middleware = middleware
+        self._model_mode = model_mode
+        self._checks_every_call = checks_every_call
+        self.why_nobody_is_asked = why_nobody_is_asked
+        self.checks_inline = checks_inline
+        self.runs_tools = True
+        """Whether it is around the tools that run. A graph may have a tool node of its own."""
+        self.resolver = LimitResolver(
             limits,
             self.recorder,
             prefix=getattr(store, "prefix", None),
             clock=None if store is None else clock_of(store),
         )
-        if not tracing_is_enabled():
-            vars(self).update({hook: untraced(self, hook) for hook in _STAND_INS})
         # Only one agent's tools are kept, so that those of agents that are gone can be freed.
         self._newest: tuple[str | None, list[Any]] = (None, [])
-        made = [kind.of(self) for kind in self.feature_kinds]
-        self.features = tuple(each for each in made if each is not None)
-        self.hooks = own_methods(self.features)
+        created = [kind.of(self) for kind in feature_kinds]
+        features = [feature for feature in created if feature is not None]
+        self.after_model_hooks = overriding(features, Feature.after_model)
+        self.answered_hooks = overriding(features, Feature.answered)
+        self.around_model_hooks = overriding(features, Feature.around_model)
+        self.around_tool_hooks = overriding(features, Feature.around_tool)
+        self.begin_hooks = overriding(features, Feature.begin)
+        self.attempt_hooks = overriding(features, Feature.attempt)
+        self.checks_hooks = overriding(features, Feature.checks)
+        self.concluded_hooks = overriding(features, Feature.concluded)
+        self.counts_hooks = overriding(features, Feature.counts)
+        self.judged_hooks = overriding(features, Feature.judged)
+        self.known_hooks = overriding(features, Feature.known)
+        self.learn_hooks = overriding(features, Feature.learn)
+        self.limits_hooks = overriding(features, Feature.limits)
+        self.refused_hooks = overriding(features, Feature.refused)
+        self.rerun_hooks = overriding(features, Feature.rerun)
+        self.root_run_hooks = overriding(features, Feature.root_run)
+        self.shape_hooks = overriding(features, Feature.shape)
+        self.unanswered_hooks = overriding(features, Feature.unanswered)
 
-    def __getstate__(self) -> dict[str, object]:
-        """What a copy has: not the tools, which may hold what cannot be copied."""
-        return {**vars(self), "_newest": (None, [])}
+    def __deepcopy__(self, _: dict[int, object]) -> Self:
+        """Share the kernel with a copy of its middleware: locks and clients have no copies."""
+        return self
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Take over what the original has, except its own stand-ins."""
-        stand_ins = {hook: untraced(self, hook) for hook in _STAND_INS if hook in state}
-        vars(self).update(state, **stand_ins)
-
-    @cached_property
+    @property
     def name(self) -> str:
-        """The middleware's name in the graph: its class, the limited tools and the limit's name."""
-        parts = [*self.limits[0].tools, *([self._limit_name] if self._limit_name else [])]
-        if not parts:
-            return type(self).__name__
-        # LangGraph reserves these two in the names of nodes.
-        inner = "/".join(parts).replace(":", "_").replace("|", "_")
-        return f"{type(self).__name__}[{inner}]"
+        """The middleware's name in the graph."""
+        return self._middleware.name
 
-    def before_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
-        """Begin a new run: set the run's counts to 0, and answer every call left without an answer.
-
-        LangGraph does not call this when a run is resumed.
-
-        Raises:
-            RuntimeError: Another middleware of this agent counts its model calls, too; or LangChain
-                is older than `InlineQuotaMiddleware` needs.
-        """
-        return self._begin_run("", state, runtime)
-
-    async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
-        """`before_agent`, without blocking the event loop."""
-        return self._begin_run("a", state, runtime)
-
-    def _begin_run(self, mode: Mode, state: Mapping[str, Any], runtime: Any) -> Update:
+    def begin_run(self, mode: Mode, state: Mapping[str, Any], runtime: Any) -> Update:
+        """Begin a new run, and return what is written; see `LimitMiddleware.before_agent`."""
         # Around the model call, another middleware could take the error for one of the model.
         self.observers.check(mode)
         context = call_context(runtime, model_name=None)
@@ -210,7 +197,7 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         batch = known.get("batch")
         if batch is not None:
             written["batch"] = {**batch, "calls": counts.calls}
-        for begin in self.hooks["begin"]:
+        for begin in self.begin_hooks:
             begin(state, written["own"])
         return {**update, LEDGER: written}
 
@@ -284,7 +271,7 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         if agent == known and len(tools) == len(newest) and all(map(is_, tools, newest)):
             return
         self.recorder.learn_tools(agent, [t.name for t in tools if not isinstance(t, dict)])
-        for learn in self.hooks["learn"]:
+        for learn in self.learn_hooks:
             learn(agent, tools)
         self._newest = agent, [*tools]
 
@@ -292,10 +279,10 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         self, mode: Mode, kind: Kind | None, state: Any, runtime: Any
     ) -> ResolvedLimits:
         """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
-        limits = self._now.fixed.get(kind)
+        limits = self.resolver.fixed.get(kind)
         if limits is None:
-            limits = await self._now.at(mode, kind, state, runtime, self.hooks["root_run"])
-        for change in self.hooks["limits"]:
+            limits = await self.resolver.at(mode, kind, state, runtime, self.root_run_hooks)
+        for change in self.limits_hooks:
             limits = change(state, limits)
         return limits
 
@@ -303,70 +290,69 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         self, mode: Mode, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
         """Judge the model call that is about to be made; what follows."""
-        if "model" not in self._kinds:
+        if "model" not in self.kinds:
             return None
         limits = await self.resolve_limits(mode, "model", state, runtime)
-        for known in self.hooks["known"]:
+        for known in self.known_hooks:
             await known(mode, state, runtime, limits)
-        for attempt in self.hooks["attempt"]:
+        for attempt in self.attempt_hooks:
             runtime = await attempt(mode, runtime)
         batch = model_batch(state, runtime, limits, task=self.name)
-        return await self._check_and_record(mode, batch, self._conclude_model)
+        return await self._check_and_record(mode, batch, self.conclude_model)
 
     async def check_tool_calls(
         self, mode: Mode, state: Mapping[str, Any], runtime: Any, *, task: str = ""
     ) -> Update | None:
         """Judge the tool calls that the model just made; what follows."""
-        if "tool" not in self._kinds and not ledger(state).get("final"):
+        if "tool" not in self.kinds and not ledger(state).get("final"):
             return None
         limits = await self.resolve_limits(mode, "tool", state, runtime)
-        for attempt in self.hooks["attempt"]:
+        for attempt in self.attempt_hooks:
             runtime = await attempt(mode, runtime)
         batch = tool_batch(
-            state, runtime, limits, middleware=self.name, every_call=self._every_call, task=task
+            state,
+            runtime,
+            limits,
+            middleware=self.name,
+            every_call=self._checks_every_call,
+            task=task,
         )
         if batch is None:
             return None
-        return await self._check_and_record(mode, batch, self._conclude_tools)
-
-    def _conclude_model(self, batch: Batch, result: AcquireResult) -> HookResult:
-        return conclude_model(batch, result)
-
-    def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
-        return conclude_tools(batch, result)
+        return await self._check_and_record(mode, batch, self.conclude_tools)
 
     def learn_answer(self, state: Mapping[str, Any], *, saved: bool) -> None:
         """Tell features what the model's step has written."""
-        for after_model in self.hooks["after_model"]:
+        for after_model in self.after_model_hooks:
             after_model(state, saved=saved)
 
-    def checking_nodes(self) -> tuple[str, ...]:
-        """The nodes of the graph in which this middleware judges."""
-        return f"{self.name}.before_model", f"{self.name}.after_model"
+    def adjust_checks(self, batch: Batch) -> None:
+        """Let the features change what the calls of a batch ask for."""
+        for adjust in self.checks_hooks:
+            adjust(batch)
 
     async def _check_and_record(
         self,
         mode: Mode,
         batch: Batch,
-        conclude: Callable[[Batch, AcquireResult], HookResult],
+        conclude: Conclude,
     ) -> Update | None:
         """Judge calls, make it visible, and let what follows take effect."""
-        for checks in self.hooks["checks"]:
-            checks(batch)
-        if self.hooks["judged"]:
-            (judged,) = self.hooks["judged"]
+        self.adjust_checks(batch)
+        if self.judged_hooks:
+            (judged,) = self.judged_hooks
             batch, result = await judged(mode, batch)
         else:
             result = await self.acquire(mode, batch)
         if result.stopped:
-            for refused in self.hooks["refused"]:
+            for refused in self.refused_hooks:
                 batch, result = await refused(mode, batch, result)
         batch.counted = result.used
         conclusion = conclude(batch, result)
         if batch.counts and batch.counts.refunds and not conclusion.error:
             step = batch.context.step(f"{batch.task}.refused")
             await self.release(mode, batch.known, step, batch.counts.refunds)
-        for change in self.hooks["concluded"]:
+        for change in self.concluded_hooks:
             conclusion = change(batch, conclusion)
         update = await self.record(mode, batch, conclusion)
         if conclusion.error is not None:
@@ -388,7 +374,7 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         batch.raise_limits(sent.keyed(result.granted))
         new = batch.limits.newly_raised(sent.keyed(result.newly_granted))
         self.recorder.record_granted(batch.context.agent, new)
-        for answered in self.hooks["answered"]:
+        for answered in self.answered_hooks:
             answered(batch, result)
         return result
 
@@ -396,7 +382,7 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         self, batch: Batch, sent: AcquireRequest, store: StoreClient
     ) -> AcquireResult:
         """The answer while the store cannot be asked; what runs is charged there later."""
-        for unanswered in self.hooks["unanswered"]:
+        for unanswered in self.unanswered_hooks:
             unanswered(batch)
         calls = sum(asked.shared for asked in batch.asked)
         result = batch.without_store(self.on_store_error)
@@ -435,40 +421,45 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
             await ask(mode, self.observers, "notify", conclusion.decisions, told)
         return update
 
+    async def call_model(
+        self, mode: Mode, request: ModelRequest[Any], handler: Handler, written: Update
+    ) -> ModelResponse[Any] | None:
+        """Make a model call that was let through; `None` if it is refused now."""
+        if not self.around_model_hooks:
+            return await handler(await self.shape_request(mode, request))
+        (around_model,) = self.around_model_hooks
+        response: ModelResponse[Any] | None = await around_model(mode, request, handler, written)
+        return response
 
-def is_own(cls: type) -> bool:
-    """Whether a class is one of this package."""
-    return cls.__module__.startswith("langchain_quota.")
+    async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
+        """The request as the model gets it."""
+        for shape in self.shape_hooks:
+            request = await shape(mode, request)
+        return request
+
+    async def call_tool(
+        self, mode: Mode, request: ToolCallRequest, call: ToolHandler
+    ) -> ToolAnswer:
+        """Make a tool call that is allowed, inside what the features do around it."""
+        for around_tool in reversed(self.around_tool_hooks):
+            call = partial(around_tool, mode, call=call)
+        return await call(request)
 
 
-def own_methods(features: Sequence[Feature]) -> Mapping[str, list[Callable[..., Any]]]:
-    """Each method of the seam, of those features that have one of their own."""
-    return {
-        name: [getattr(each, name) for each in features if getattr(type(each), name) is not base]
-        for name, base in vars(Feature).items()
-        if isinstance(base, FunctionType) and not name.startswith("_")
-    }
+def overriding(
+    features: Iterable[Feature], method: Callable[Concatenate[Any, P], T]
+) -> list[Callable[P, T]]:
+    """Return the methods by which features override one of the seam."""
+    name = method.__name__
+    return [
+        getattr(feature, name) for feature in features if getattr(type(feature), name) is not method
+    ]
 
 
 def clock_of(store: QuotaStore) -> Callable[[], float]:
     """What says which window of a store's counts it is."""
     clock: Callable[[], float] = getattr(store, "clock", time.time)
     return clock
-
-
-def untraced(middleware: Any, hook: str) -> Callable[..., Awaitable[Any]]:
-    """A stand-in for an async hook that is not `async` itself, while LangSmith is switched off."""
-    # LangChain then adds no wrapper for tracing, which costs two trips through threads a call.
-    stand_in: Any = partial(_call, middleware, hook)
-    # LangSmith reads the signature at every call. If it is missing, LangSmith computes it again.
-    stand_in.__signature__ = signature(stand_in)
-    made: Callable[..., Awaitable[Any]] = stand_in
-    return made
-
-
-def _call(middleware: Any, hook: str, request: Any, handler: Any) -> Awaitable[Any]:
-    made: Awaitable[Any] = getattr(type(middleware), hook)(middleware, request, handler)
-    return made
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:

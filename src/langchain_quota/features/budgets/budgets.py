@@ -39,6 +39,7 @@ from langchain_quota.features.budgets.model_runs import own_call, running_graph,
 from langchain_quota.features.budgets.prices import Pricing, check_prices
 from langchain_quota.features.budgets.work import Stopwatch, mark
 from langchain_quota.limits import Limit
+from langchain_quota.limits.budgets import CostLimit, TokenLimit
 from langchain_quota.limits.call import STORE, Call
 from langchain_quota.limits.options import MILLISECONDS, counts_calls
 from langchain_quota.middleware.calls import (
@@ -54,6 +55,7 @@ from langchain_quota.middleware.calls import (
 from langchain_quota.middleware.conclude import conclude_model
 from langchain_quota.middleware.context import CallContext, running_runtime
 from langchain_quota.middleware.feature import Feature, Handler, ToolAnswer, ToolHandler
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import (
     LEDGER,
     THREAD_MODEL,
@@ -92,7 +94,7 @@ class Budgets(Feature):
     unused: ClassVar[Mapping[str, Any]] = {"thread_spent": {}, **_NEW_RUN}
 
     @classmethod
-    def of(cls, kernel: Any) -> "Budgets | None":
+    def of(cls, kernel: Kernel) -> "Budgets | None":
         """The budgets among the limits; `None` if there are none."""
         options = kernel.options
         units = {limit.unit for limit in kernel.limits}
@@ -121,7 +123,7 @@ class Budgets(Feature):
         hooks = [] if all(limit.unit == "calls" for limit in limits) else ["after_model"]
         return (*hooks, "wrap_tool_call") if _of_time(limits) else hooks
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         limits, options = kernel.limits, kernel.options
         recorder, store = kernel.recorder, kernel.store
         allows = options["unknown_price"] == "allow"
@@ -137,9 +139,9 @@ class Budgets(Feature):
         # Whether a call asks for its reserve when its request is known.
         self._reserves = any(getattr(limit, "reserve", None) is not None for limit in limits)
         self._downgrades = {
-            each.name: each.downgrade_to
-            for each in limits
-            if getattr(each, "downgrade_to", None) is not None
+            limit.name: limit.downgrade_to
+            for limit in limits
+            if isinstance(limit, TokenLimit | CostLimit) and limit.downgrade_to is not None
         }
         # The settings of the first model of each of the newest steps, as a hash.
         self._first: OrderedDict[str, int] = OrderedDict()

@@ -23,6 +23,7 @@ from langchain_quota.middleware.calls import taken
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import answer, answer_of_blocked, newest_name
 from langchain_quota.middleware.state import ledger
 from langchain_quota.runtime.semaphores import Slot, semaphore_of
@@ -40,7 +41,7 @@ class ConcurrencySlots(Feature):
     """Holds tool calls to the number that may run at the same time, in this process or a store."""
 
     @classmethod
-    def of(cls, kernel: Any) -> "ConcurrencySlots | None":
+    def of(cls, kernel: Kernel) -> "ConcurrencySlots | None":
         """The caps of a middleware; `None` if it has none."""
         return cls(kernel) if cls.needs(kernel.limits) else None
 
@@ -49,7 +50,7 @@ class ConcurrencySlots(Feature):
         """The hook around tools, if a limit has a cap."""
         return ("wrap_tool_call",) if _caps(limits) else ()
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._limits = _caps(kernel.limits)
         self.on_store_error: OnStoreError = kernel.on_store_error
