@@ -111,3 +111,16 @@ async def test_logs_and_spans_name_every_agent(log: Log) -> None:
     assert len(log.records) >= 2
     assert all("agent 'boss'" in each.getMessage() for each in log.records)
     assert {attributes(each)["gen_ai.agent.name"] for each in signals.judged()} == {"boss"}
+
+
+async def test_a_store_that_is_nearly_full(log: Log, signals: Signals) -> None:
+    """At 80% of what cannot be dropped there is one line, before a call is refused for it."""
+    calls = ModelCallLimit(quotas=[Quota(9, per="user_id")])
+    scene = Scene(signals, ["Hi!"] * 5, [calls], store=MemoryStore(max_keys=5))
+    logged = []
+    for user in range(5):
+        await scene.play(context={"user_id": str(user)})
+        logged.append(sum("nearly full" in each.message for each in log.records))
+    assert logged == [0, 0, 0, 1, 1]
+    line = "WARNING the store is nearly full: 4 counts of at most 5 make no room for others"
+    assert line in lines(log.records)

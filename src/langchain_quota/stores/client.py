@@ -45,8 +45,8 @@ class StoreClient:
         self._lock = fork_safe_lock()
         self._down = False
         self._corrections = CorrectionQueue(self.forms, self.send_waiting)
-        # Whether it can be full, and has not been nearly so yet.
-        self._fills = recorder.watch_store(store)
+        # Whether the log may still have to say that the store is nearly full.
+        self._fills = True
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Itself: a copy of the middleware asks the same store."""

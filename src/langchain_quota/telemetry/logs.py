@@ -2,7 +2,6 @@
 
 import logging
 from datetime import UTC
-from typing import Any
 
 from langchain_quota.core.decision import LimitStatus
 from langchain_quota.limits.call import CONCURRENCY, STORE, Scope
@@ -72,8 +71,10 @@ def recovery(component: str) -> None:
     logger.warning("%s of langchain-quota works again", component)
 
 
-def nearly_full(store: Any) -> bool:
-    """Log that a store is nearly full, if it is; whether it is."""
+def nearly_full(store: object) -> bool:
+    """Log that a store is nearly full; return False if it says how full it is, and has room."""
+    if not hasattr(store, "occupancy"):
+        return True
     occupancy = Occupancy(*store.occupancy)
     is_full = occupancy.share >= NEARLY_FULL
     if is_full:

@@ -228,12 +228,6 @@ STORE_FALLBACKS = _counter(
     "Calls that were judged without the shared store, because it did not answer.",
     together=("block", "allow"),
 )
-STORE_KEYS = _of_table(
-    "store_keys",
-    "state",
-    "Counts that a store in memory keeps, and those for which it has room. Of several stores, the "
-    "fullest one.",
-)
 ERRORS = _counter(
     "errors_total",
     "component error_type",

@@ -270,13 +270,9 @@ class Recorder:
             self._shared.tools.keep(limit.named_tools)
             self._shared.quotas.update(each.name for each in limit.quotas)
 
-    def watch_store(self, store: object) -> bool:
-        """Show how full a store is, if it has a property `occupancy`; whether it has."""
-        return bool(self._guard("threads", self._usage.watch, store))
-
-    def store_nearly_full(self, store: Any) -> bool:
-        """Log that a watched store is nearly full, if it is; whether nothing is left to log."""
-        return self._guard("threads", logs.nearly_full, store) is not False
+    def store_nearly_full(self, store: object) -> bool:
+        """Log that a store is nearly full; return False as long as it may still become so."""
+        return self._guard("store", logs.nearly_full, store) is not False
 
     def learn_tools(self, agent: str | None, offered: Iterable[str]) -> None:
         """Learn an agent's tools: they get labels before names that its model invents."""

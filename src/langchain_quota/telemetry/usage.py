@@ -15,7 +15,6 @@ from heapq import nlargest
 from operator import itemgetter
 from pathlib import Path
 from threading import Timer
-from typing import Any
 from weakref import WeakSet
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -26,7 +25,6 @@ from langchain_quota.core.decision import CountStatus, LimitStatus, Refund
 from langchain_quota.limits.call import ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import Level, Unit, in_base_unit, level
-from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry import names, workers
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, Spent
 from langchain_quota.telemetry.labels import limit_label
@@ -79,8 +77,6 @@ class UsageTable(Collector):
         self._on_error = on_error
         self._near = near
         self._subject_label = subject_label
-        # A store that is no longer used leaves by itself.
-        self._stores = WeakSet[Any]()
         # Once known they are exported, at 0 too.
         self._series: dict[tuple[str, str, str], None] = {}
         self._lock = fork_safe_lock()
@@ -98,14 +94,6 @@ class UsageTable(Collector):
         self._path: Path | None = None
         if self._directory is not None:
             self._path = self._directory / workers.FILES.replace("*", secrets.token_hex(8))
-
-    def watch(self, store: object) -> bool:
-        """Show how full a store is, if it says that; whether it does."""
-        if not hasattr(store, "occupancy"):
-            return False
-        with self._lock:
-            self._stores.add(store)
-        return True
 
     def judged(self, told: DecisionEvent) -> None:
         """Add the decisions about calls of one agent and thread, in order."""
@@ -173,7 +161,7 @@ class UsageTable(Collector):
                 use.numbers = tuple((0, cap, None) for _, cap, _ in use.numbers)
         self._write_soon()
 
-    def write(self, *, is_end: bool = False) -> None:
+    def write(self) -> None:
         """Write the file of this process, if others read it; what fails is reported."""
         if self._path is None or self._own is None:
             return
@@ -187,15 +175,14 @@ class UsageTable(Collector):
                     for each in known:
                         each.line = each.line or workers.line_of(each)
                     lines = [each.line for each in known]
-                store = None if is_end else self._fullest_store()
-                workers.write(self._path, self._own._replace(store=store), lines)
+                workers.write(self._path, self._own, lines)
             except Exception as error:
                 self._on_error(error)
 
     def end(self) -> None:
         """Write what this process has to tell the others for the last time."""
         if self._subjects:
-            self.write(is_end=True)
+            self.write()
 
     def describe(self) -> Iterator[Metric]:
         """The families without samples: for the registry's check for duplicates."""
@@ -208,7 +195,7 @@ class UsageTable(Collector):
             with self._lock:
                 # Of equals the ones with the latest calls come first.
                 known = list(reversed(self._subjects.values()))
-            snapshots.append(self._own._replace(store=self._fullest_store(), subjects=known))
+            snapshots.append(self._own._replace(subjects=known))
         if self._directory is not None:
             snapshots += workers.read_others(self._directory, self._path, self._on_error)
         if not snapshots:
@@ -240,11 +227,6 @@ class UsageTable(Collector):
                 hidden = tracked[*series, state] - seen
                 found.add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, seen)
                 found.add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
-        store = _fullest(each.store for each in snapshots if each.store is not None)
-        if store is not None:
-            found.add(names.STORE_KEYS, {"state": "kept"}, store.keys - store.droppable)
-            found.add(names.STORE_KEYS, {"state": "droppable"}, store.droppable)
-            found.add(names.STORE_KEYS, {"state": "free"}, store.max_keys - store.keys)
         found.add(names.START_TIME, {}, min(each.started for each in snapshots))
         yield from found.values()
 
@@ -316,16 +298,6 @@ class UsageTable(Collector):
                 # Outside the lock: it is the user's function.
                 label = self._subject_label(quota.scope, quota.subject)
             yield key, label, status, quota
-
-    def _fullest_store(self) -> Occupancy | None:
-        """How full the store with the least room left is; `None` without a store."""
-        with self._lock:
-            stores = list(self._stores)
-        try:
-            return _fullest(Occupancy(*store.occupancy) for store in stores)
-        except Exception as error:
-            self._on_error(error)
-            return None
 
     def _write_soon(self) -> None:
         """Write a second after the last time, in a thread that ends with it: no loop waits."""
@@ -472,11 +444,6 @@ def _levels(subject: Subject, counts: list[_Count]) -> list[tuple[str, ...]]:
     """Of each limit: the agent's label, the limit, the scope, and the level."""
     agent, scope, _ = subject.key
     return [(agent, limit, scope, each) for limit, _, _, each in counts if each is not None]
-
-
-def _fullest(found: Iterable[Occupancy]) -> Occupancy | None:
-    """The one with the least room left, by share; `None` without one."""
-    return max(found, key=lambda each: each.share, default=None)
 
 
 _tables: WeakSet[UsageTable] = WeakSet()

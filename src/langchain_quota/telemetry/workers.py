@@ -13,7 +13,6 @@ from typing import NamedTuple
 from prometheus_client import values
 
 from langchain_quota.runtime.units import Unit
-from langchain_quota.stores import Occupancy
 
 Key = tuple[str, str, str]
 """The agent's label, the scope, and the label of a thread or the hash of another subject."""
@@ -21,7 +20,7 @@ Key = tuple[str, str, str]
 Number = tuple[int, int, float | None]
 """What is used, of how much (0 for no limit), and when its window ends."""
 
-FILES = "langchain_quota.usage-3.*.json"
+FILES = "langchain_quota.usage-4.*.json"
 """Their names; the number is that of their form. prometheus_client's are `*.db`."""
 
 _MIB = 2**20
@@ -68,7 +67,6 @@ class Snapshot(NamedTuple):
     max_threads: int
     max_subjects: int
     ttl: float
-    store: Occupancy | None = None
     subjects: Sequence[Subject] = ()
 
 
@@ -121,9 +119,8 @@ def _read(path: Path) -> Snapshot:
     with path.open(encoding="ascii") as file:
         written = Snapshot(*json.loads(next(file)))
         if time.time() - os.fstat(file.fileno()).st_mtime > written.ttl:
-            return written._replace(store=None)
-        store = written.store and Occupancy(*written.store)
-        return written._replace(store=store, subjects=list(map(_subject_of, file)))
+            return written
+        return written._replace(subjects=list(map(_subject_of, file)))
 
 
 def merged(snapshots: Sequence[Snapshot]) -> Sequence[Subject]:
