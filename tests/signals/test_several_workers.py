@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -269,46 +268,3 @@ def test_a_directory_that_cannot_be_used(name: str, before: str, told: str, tmp_
     assert done.returncode == 1
     assert f"{VARIABLE}='{tmp_path / name}' is " in done.stderr
     assert told in done.stderr
-
-
-SERVER = """
-import os, sys
-from langchain_quota import ModelCallLimit, Telemetry
-from tests.scene import Scene
-from tests.telemetry import telling
-import asyncio, logging, threading
-logging.basicConfig(stream=sys.stdout, level="WARNING", format="%(message)s")
-signals = telling()
-scene = Scene(signals, ["done", "done"], [ModelCallLimit(run_limit=9)], tools=())
-ended, ends = os.pipe()
-for number in range(2):
-    if not os.fork():
-        os.close(ends)
-        if number:
-            asyncio.run(scene.play())
-            asyncio.run(scene.play())
-            [each.join() for each in threading.enumerate() if "_look_beside" in each.name]
-            sys.stdout.flush()
-            os._exit(0)
-        os.read(ended, 1)
-        os._exit(0)
-os.wait()
-os.close(ends)
-os.wait()
-"""
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_workers_that_share_nothing(
-    shared: bool,  # noqa: FBT001 - a parameter of the test
-    tmp_path: Path,
-) -> None:
-    """A worker beside others says once that a scrape finds one of several."""
-    environment = os.environ | ({VARIABLE: str(tmp_path)} if shared else {})
-    # The servers are known by their names.
-    command = [sys.executable, "-c", SERVER, "gunicorn"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("set PROMETHEUS_MULTIPROC_DIR") == (not shared)

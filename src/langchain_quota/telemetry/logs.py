@@ -56,15 +56,6 @@ def estimated(model: str) -> None:
     logger.warning("model %r reports no usage: its tokens are estimated. %s", model, REPORT_IT)
 
 
-def several() -> None:
-    """Log that other processes answer on the same port."""
-    logger.warning(
-        "this process is one of several workers, and each counts for itself, so a scrape finds the "
-        "counts of one: set PROMETHEUS_MULTIPROC_DIR to an empty directory before they start "
-        "(docs/production.md), or run one worker per container"
-    )
-
-
 def recovery(component: str) -> None:
     """Log that a component which failed works again."""
     # A warning, so that it is seen where the failure was.

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, Call, Scope
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import fork_safe_lock
-from langchain_quota.telemetry import logs, names, preforked
+from langchain_quota.telemetry import logs, names
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, Granted, Spent
 from langchain_quota.telemetry.labels import (
     NONE,
@@ -459,13 +458,6 @@ class Recorder:
             self.created_at.warn(
                 f"subject_label has {quota!r}, and no quota has this name: they are {known}"
             )
-        if shared.directory is None:
-            # In a thread: to look at other processes is to read files.
-            Thread(target=self._look_beside, daemon=True).start()
-
-    def _look_beside(self) -> None:
-        if preforked.is_one_of_several():
-            self.log_first(logs.several)
 
     def _who(self, agent: str | None, thread_id: object = None) -> CallerLabels:
         """The labels of an agent and, if there is one, a thread."""
