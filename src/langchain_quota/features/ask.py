@@ -160,7 +160,7 @@ class Questions(Feature):
             self._count(agent, limits, answer.type)
             self.recorder.log(_log_answer, agent_name(agent), limits, answer)
             counted = (each for each in granted if each.key is None)
-            self.recorder.record_granted(
+            self.recorder.record_grants(
                 agent,
                 [(each.limit.name, each.scope, each.limit.unit, each.amount) for each in counted],
             )

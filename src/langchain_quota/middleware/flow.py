@@ -373,7 +373,7 @@ class Kernel:
         batch.answered = True
         batch.raise_limits(sent.keyed(result.granted))
         new = batch.limits.newly_raised(sent.keyed(result.newly_granted))
-        self.recorder.record_granted(batch.context.agent, new)
+        self.recorder.record_grants(batch.context.agent, new)
         for answered in self.answered_hooks:
             answered(batch, result)
         return result

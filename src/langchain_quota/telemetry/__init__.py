@@ -1,4 +1,4 @@
-"""How decisions are made visible: the settings, and the default of a process."""
+"""The settings of telemetry, and the default of a process."""
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -25,7 +25,7 @@ __all__ = ["Telemetry", "capturing", "default_telemetry", "hmac_label", "recorde
 
 
 class Telemetry:
-    """Makes every judged call visible: Prometheus metrics, an OpenTelemetry span, logs.
+    """Metrics in Prometheus, OpenTelemetry spans and log lines for every checked call.
 
     It never raises into the agent: a failure is counted in `langchain_quota_errors_total` and
     logged once. Only a cancellation or an interrupt passes through. Several `Telemetry` on one
@@ -123,9 +123,9 @@ class Telemetry:
         )
         instruments = instruments_of(registry, settings)
         tracing = Tracing(tracer_provider, spans, hashed_threads=thread_label is not None)
-        self._recorder = Recorder(
+        self.recorder = Recorder(
             *(instruments, tracing),
-            made_at=UserLine.of_caller(),
+            created_at=UserLine.of_caller(),
             count_unchecked_calls=count_unchecked_calls,
         )
 
@@ -148,13 +148,13 @@ def _check_labels(value: object) -> None:
 
 @cache
 def default_telemetry() -> Telemetry:
-    """The default `Telemetry` of middlewares: global registry and tracer provider."""
+    """Return the default `Telemetry` of middlewares: global registry and tracer provider."""
     return Telemetry()
 
 
 def recorder_of(telemetry: Telemetry | None) -> Recorder:
-    """The recorder to which middlewares give their decisions; `None` for the process's default."""
+    """Return the recorder of a `Telemetry`, by default of the process's one, for a middleware."""
     if telemetry is None:
         telemetry = default_telemetry()
     validate_type("telemetry", telemetry, Telemetry, "a Telemetry or None")
-    return telemetry._recorder  # noqa: SLF001 - users need not see it
+    return telemetry.recorder

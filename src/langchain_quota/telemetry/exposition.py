@@ -1,4 +1,4 @@
-"""/metrics: a server for agents that have none, and an ASGI app for those that have."""
+"""The ways to serve /metrics: a server of its own, and an ASGI app for a server that exists."""
 
 import asyncio
 import errno
@@ -24,7 +24,7 @@ from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.sync_async import as_async, run_sync
 from langchain_quota.telemetry.recorder import usage_of
 from langchain_quota.telemetry.usage import UsageTable
-from langchain_quota.telemetry.workers import multiprocess_directory, unusable
+from langchain_quota.telemetry.workers import directory_error, multiprocess_directory
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
 """The environment variable with the default address to bind."""
@@ -40,30 +40,30 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-def _log(error: Exception) -> None:
+def _log_unreadable(error: Exception) -> None:
     """Log an error where no telemetry counts errors yet."""
     logger.error("what other workers know cannot be read", exc_info=error)
 
 
-class _Workers(MultiProcessCollector):
-    """What all workers have counted and used, even if this process judges no calls."""
+class _WorkersCollector(MultiProcessCollector):
+    """A collector of the metrics of all workers, also for a process that checks no calls."""
 
     def __init__(self, registry: CollectorRegistry, directory: Path) -> None:
-        super().__init__(None, str(directory))  # type: ignore[no-untyped-call]  # so there
+        super().__init__(None, str(directory))  # type: ignore[no-untyped-call]  # no types there
         self._registry = registry
-        self._others = UsageTable(None, directory, _log)
+        self._table_of_others = UsageTable(None, directory, _log_unreadable)
 
     def collect(self) -> Iterator[Metric]:
-        """Render what all workers know, by this worker's settings, else by another's."""
-        # Files that a worker is just making are empty, which prometheus_client cannot read.
-        known = [each for each in Path(self._path).glob("*.db") if each.stat().st_size]
-        made = [str(each) for each in known if not _is_over(each)]
-        yield from self.merge(made, accumulate=True)  # type: ignore[no-untyped-call]
-        yield from (usage_of(self._registry) or self._others).collect()
+        """Render the metrics of all workers, by this worker's settings, else by another's."""
+        # A file is empty while a worker creates it, and prometheus_client cannot read it then.
+        files = [file for file in Path(self._path).glob("*.db") if file.stat().st_size]
+        current = [str(file) for file in files if not _is_outdated(file)]
+        yield from self.merge(current, accumulate=True)  # type: ignore[no-untyped-call]
+        yield from (usage_of(self._registry) or self._table_of_others).collect()
 
 
-def _is_over(file: Path) -> bool:
-    """Whether a file has what a process does now, and the process has died."""
+def _is_outdated(file: Path) -> bool:
+    """Return True if a file has what a process does now, and the process has died."""
     kind, _, pid = file.stem.rpartition("_")
     if kind == "gauge_livesum" and os.name == "posix":
         with suppress(PermissionError):
@@ -74,16 +74,16 @@ def _is_over(file: Path) -> bool:
     return False
 
 
-def _served(registry: CollectorRegistry) -> CollectorRegistry:
-    """The registry to serve: in multi-process mode one with what all workers have counted."""
+def _resolve_registry(registry: CollectorRegistry) -> CollectorRegistry:
+    """Return the registry to serve: in multi-process mode one with the metrics of all workers."""
     directory = multiprocess_directory()
     if directory is None:
         return registry
     if not directory.is_dir():
-        raise unusable(directory, "read")
-    of_all = CollectorRegistry()
-    of_all.register(_Workers(registry, directory))
-    return of_all
+        raise directory_error(directory, "read")
+    registry_of_all = CollectorRegistry()
+    registry_of_all.register(_WorkersCollector(registry, directory))
+    return registry_of_all
 
 
 class MetricsServer:
@@ -170,30 +170,30 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         raise ValueError(f"client_cafile={client_cafile} needs certfile and keyfile")
     if certfile is not None:
         _check_certificates(certfile, keyfile, client_cafile)
-    bound = addr or os.environ.get(ADDR_VARIABLE) or LOOPBACK
+    bound_addr = addr or os.environ.get(ADDR_VARIABLE) or LOOPBACK
     try:
         httpd, thread = start_http_server(
             port,
-            bound,
-            registry=_served(registry),
+            bound_addr,
+            registry=_resolve_registry(registry),
             certfile=certfile,
             keyfile=keyfile,
             client_cafile=client_cafile,
             client_auth_required=client_cafile is not None,
         )
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        reason = "the port is taken" if taken else error.strerror or str(error)
+        is_in_use = error.errno == errno.EADDRINUSE
+        reason = "the port is taken" if is_in_use else error.strerror or str(error)
         raise OSError(
             error.errno,
-            f"cannot serve metrics on {bound}:{port}: {reason}; give another port= (0 takes a free "
-            f"one), or another address with addr= or {ADDR_VARIABLE}",
+            f"cannot serve metrics on {bound_addr}:{port}: {reason}; give another port= (0 takes "
+            f"a free one), or another address with addr= or {ADDR_VARIABLE}",
         ) from error
 
     if isinstance(httpd.socket, ssl.SSLSocket):
-        # Shake hands in each connection's own thread: a silent client must not stop the others.
+        # Shake hands in each connection's own thread, because a silent client must not stop others.
         httpd.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
-    # A broken connection is the client's problem: no traceback on stderr.
+    # A broken connection is the client's problem and needs no traceback on stderr.
     httpd.handle_error = _log_broken_connection  # type: ignore[method-assign,assignment]
 
     def stop() -> None:
@@ -201,10 +201,10 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         httpd.server_close()
         thread.join()
 
-    server = MetricsServer(bound, httpd.server_port, tls=certfile is not None, stop=stop)
+    server = MetricsServer(bound_addr, httpd.server_port, tls=certfile is not None, stop=stop)
     hint = (
         f" (this machine only; in a container set addr or {ADDR_VARIABLE} to 0.0.0.0)"
-        if bound in {LOOPBACK, "localhost", "::1"}
+        if bound_addr in {LOOPBACK, "localhost", "::1"}
         else ""
     )
     logger.info("metrics are served on %s%s", server.url, hint)
@@ -216,7 +216,7 @@ def _log_broken_connection(_request: object, client: object) -> None:
 
 
 def _check_certificates(certfile: str, keyfile: str | None, client_cafile: str | None) -> None:
-    """Read the files before anything is bound."""
+    """Raise if the files cannot be read, before anything is bound."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certfile, keyfile)
@@ -231,29 +231,29 @@ def _check_certificates(certfile: str, keyfile: str | None, client_cafile: str |
 
 
 class _MetricsApp:
-    """An ASGI app; an instance, not a function, so that Starlette takes it as a route."""
+    """An ASGI app: an instance, not a function, so that Starlette takes it as a route."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._app = make_asgi_app(_served(registry))
+        self._app = make_asgi_app(_resolve_registry(registry))
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer one request; rendering happens in a worker thread."""
+        """Answer one request, and render in a worker thread."""
         request = await receive()
         sent: list[Message] = []
 
-        def asked() -> Message:
+        def get_request() -> Message:
             return request
 
-        # In a thread without an event loop: it awaits only the two functions that it is given.
-        rendered = self._app(scope, as_async(asked), as_async(sent.append))
-        await asyncio.to_thread(run_sync, rendered)
+        # The app awaits only these two functions, so its thread needs no event loop.
+        rendering = self._app(scope, as_async(get_request), as_async(sent.append))
+        await asyncio.to_thread(run_sync, rendering)
         for message in sent:
             await send(message)
 
 
-# By Starlette's types, `add_route` takes a function of a request: so the arguments are open.
+# By Starlette's types, `add_route` takes a function of a request, so the arguments are open.
 def metrics_app(registry: CollectorRegistry = REGISTRY) -> Callable[..., Any]:
-    """An ASGI app that answers with the metrics, rendered off the event loop.
+    """Return an ASGI app that answers with the metrics, rendered off the event loop.
 
     Add it as a route, not as a mount (a mount answers `/metrics` with a redirect); in FastAPI with
     `app.add_route("/metrics", metrics_app())`. It has no access control of its own:

@@ -16,15 +16,15 @@ _MIN_KEY_BYTES = 16
 MAX_LENGTH = 64
 MAX_DESCRIPTION = 1000
 """The longest text of an exception, in characters."""
-_KEPT = 40
-_LOOKED_AT = 256
-"""How many characters are searched for printable ones: callers may send a megabyte."""
+_PREFIX_LENGTH = 40
+_SEARCHED_LENGTH = 256
+"""Number of characters that are searched for printable ones: callers may send a megabyte."""
 _DIGITS = 12
 Label = Callable[[object], str]
-"""Makes the label of a thread or of a subject."""
+"""A function that makes the label of a thread or of a subject."""
 
 TOOL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-"""The names of tools that providers accept."""
+"""Pattern of the names of tools that providers accept."""
 
 UNNAMED = "unnamed"
 """The label of an agent without a name, and of a model without one."""
@@ -35,39 +35,40 @@ OTHER = "_other"
 
 
 def label(value: object) -> str:
-    """The label of a value: `str(value)` if that is short, printable and encodable.
+    """Return the label of a value: `str(value)` if that is short, printable and encodable.
 
-    Otherwise it has three parts: up to 40 printable characters from the first 256, `~`, and 12 hex
-    digits of the SHA-256 of the whole text. The empty string gets such a label, too: no label is
-    empty.
+    Otherwise the label has three parts: up to 40 printable characters from the first 256, `~`, and
+    12 hex digits of the SHA-256 of the whole text. The empty string gets such a label, too, so no
+    label is empty.
     """
     text = str(value)
     if 0 < len(text) <= MAX_LENGTH and text.isprintable():
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{_printable(text, _KEPT)}~{digest[:_DIGITS]}"
+    return f"{_printable(text, _PREFIX_LENGTH)}~{digest[:_DIGITS]}"
 
 
 limit_label = lru_cache(maxsize=1024)(label)
-"""`label` of a limit's or an agent's name, cached: there are few, and every call needs them."""
+"""`label` of a limit's or an agent's name, cached: there are few, and every call has some."""
 
 
-def described(error: BaseException) -> str:
-    """The exception's text, bounded and printable: it may have names that a model invented."""
+def describe(error: BaseException) -> str:
+    """Return the exception's text, bounded and printable: a model may have invented parts of it."""
     return _printable(str(error), MAX_DESCRIPTION, MAX_DESCRIPTION)
 
 
-def _printable(text: str, most: int, looked_at: int = _LOOKED_AT) -> str:
-    """The first printable characters of a text's beginning."""
-    return "".join(islice((char for char in text[:looked_at] if char.isprintable()), most))
+def _printable(text: str, max_length: int, searched_length: int = _SEARCHED_LENGTH) -> str:
+    """Return the first printable characters of a text's beginning."""
+    printable = (char for char in text[:searched_length] if char.isprintable())
+    return "".join(islice(printable, max_length))
 
 
-def own_label(make: Label, value: object, argument: str) -> str:
-    """The label that a user's function makes of a value."""
-    made: object = make(value)
-    if not isinstance(made, str):
-        raise TypeError(f"{argument} must return a string, not a {type(made).__name__}")
-    return label(made)
+def custom_label(make: Label, value: object, argument: str) -> str:
+    """Return the label that a user's function makes of a value."""
+    result: object = make(value)
+    if not isinstance(result, str):
+        raise TypeError(f"{argument} must return a string, not a {type(result).__name__}")
+    return label(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class _HmacLabel:
 
 
 def hmac_label(key: str | bytes) -> Label:
-    """A label that hides ids of threads and users: 20 hex digits of HMAC-SHA256 under a secret key.
+    """Return a function that hides ids: it makes 20 hex digits of HMAC-SHA256 under a secret key.
 
     Use it for `thread_label`, and for the quotas in `subject_label`. Ids are often e-mail addresses
     or phone numbers. A plain hash of one can be guessed in seconds, a keyed one cannot. With the
@@ -108,37 +109,37 @@ def hmac_label(key: str | bytes) -> Label:
 
 
 class BoundedLabels(dict[tuple[str, str | None], str]):
-    """The labels of names by group, such as an agent's tools, and at most so many of each group."""
+    """The labels of names by group, such as an agent's tools, with a bound for each group."""
 
-    # Models and callers invent names all the time. A name that is known costs one look into a dict.
+    # Models and callers invent names all the time. A known name costs one look into a dict.
 
     def __init__(
-        self, most: int, *, nameless: str = UNNAMED, allowed: re.Pattern[str] | None = None
+        self, max_names: int, *, nameless: str = UNNAMED, allowed: re.Pattern[str] | None = None
     ) -> None:
         super().__init__()
-        self._most = most
+        self._max_names = max_names
         self._nameless = nameless
         self._allowed = allowed
-        self._kept: set[str] = set()
+        self._exempt_names: set[str] = set()
         self._sizes = Counter[str]()
         self._lock = fork_safe_lock()
 
-    def keep(self, names: Iterable[str]) -> None:
-        """Always label these names by themselves, beside the bound."""
+    def exempt(self, names: Iterable[str]) -> None:
+        """Give these names their own labels, without counting them for the bound."""
         with self._lock:
-            self._kept.update(names)
+            self._exempt_names.update(names)
 
     def __missing__(self, key: tuple[str, str | None]) -> str:
         group, name = key
         if not name and (name is None or self._allowed is None):
             return self.setdefault(key, self._nameless)
         with self._lock:
-            # Another thread may have met the name in the meantime.
+            # Another thread may have added the name in the meantime.
             if key not in self:
-                if name not in self._kept:
+                if name not in self._exempt_names:
                     if self._allowed is not None and not self._allowed.fullmatch(name):
                         return OTHER
-                    if self._sizes[group] >= self._most:
+                    if self._sizes[group] >= self._max_names:
                         return OTHER
                     self._sizes[group] += 1
                 self[key] = label(name)

@@ -1,4 +1,4 @@
-"""The log lines."""
+"""The lines of the log, as functions."""
 
 import logging
 from datetime import UTC
@@ -13,31 +13,32 @@ from langchain_quota.telemetry.labels import UNNAMED, limit_label
 logger = logging.getLogger("langchain_quota")
 
 NEARLY_FULL = 0.8
-"""From this share on a store is logged as nearly full: the share that cannot be freed."""
+"""Share of a store's room that it cannot free, from which it is logged as nearly full."""
 
 
-REPORT_IT = (
+USAGE_REMEDY = (
     "ChatOpenAI with a base_url, or with an HTTP client of your own, reports it while it streams "
     "with stream_usage=True"
 )
 
 
-def noticed(told: DecisionEvent) -> None:
+def log_notices(event: DecisionEvent) -> None:
     """Log refusals, and the thresholds that charges have crossed."""
-    for status, scope, reached in told.notices:
+    for status, scope, reached in event.notices:
         if reached is not None:
             severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
-            _log(severity, reached, told, status, scope)
+            _log(severity, reached, event, status, scope)
         else:
-            event = "refused" if status.enforced else "would refuse"
+            result = "refused" if status.enforced else "would refuse"
             resets = status.resets_at
-            when = None if resets is None else resets.astimezone(UTC).isoformat()
-            subject = told.subjects.get((status.limit, scope))
-            _log(logging.DEBUG, event, told, status, scope, resets_at=when, subject=subject)
+            resets_at = None if resets is None else resets.astimezone(UTC).isoformat()
+            subject = event.subjects.get((status.limit, scope))
+            fields = {"resets_at": resets_at, "subject": subject}
+            _log(logging.DEBUG, result, event, status, scope, **fields)
 
 
 def no_price(agent: str | None, error: str) -> None:
-    """Log that a model has no price: what was looked up, and what to do."""
+    """Log that a model has no price; the error says what was looked up, and what to do."""
     logger.warning(
         "a model of agent %r has no price: %s. Its next calls are only counted",
         agent_name(agent),
@@ -46,19 +47,19 @@ def no_price(agent: str | None, error: str) -> None:
 
 
 def unpaid_tool(agent: str | None, tool: str) -> None:
-    """Log that what a provider's own tool costs is not charged."""
+    """Log that the cost of a provider's own tool is not charged."""
     name = agent_name(agent)
     logger.warning("provider's own tool %r in agent %r has no price: not charged", tool, name)
 
 
 def estimated(model: str) -> None:
     """Log that a model's tokens are estimated."""
-    logger.warning("model %r reports no usage: its tokens are estimated. %s", model, REPORT_IT)
+    logger.warning("model %r reports no usage: its tokens are estimated. %s", model, USAGE_REMEDY)
 
 
 def recovery(component: str) -> None:
     """Log that a component which failed works again."""
-    # A warning, so that it is seen where the failure was.
+    # Warn, so that the line is seen where the line about the failure was seen.
     logger.warning("%s of langchain-quota works again", component)
 
 
@@ -78,52 +79,52 @@ def nearly_full(store: object) -> bool:
 
 
 def agent_name(agent: str | None) -> str:
-    """An agent's name, which has no bound here."""
+    """Return the agent's name for logs, where the number of names has no bound."""
     return limit_label(agent) if agent else UNNAMED
 
 
 def fields_of(**fields: object) -> dict[str, object]:
-    """The fields of a record."""
+    """Return the fields of a log record, with the prefix of all our fields."""
     return {f"quota_{name}": value for name, value in fields.items()}
 
 
 def _log(
     severity: int,
-    event: str,
-    told: DecisionEvent,
+    result: str,
+    event: DecisionEvent,
     status: LimitStatus,
     scope: Scope,
-    **more: str | None,
+    **extra_fields: str | None,
 ) -> None:
     if not logger.isEnabledFor(severity):
         return
-    # If the store could not be asked, there is no count.
+    # If the store was unavailable, there is no count.
     count, unit = status.count_of(scope), status.unit
     used, threshold = (count.used, count.limit) if count else (None, None)
-    # In the user's words: an argument of the limit, or a quota.
-    what = f"quota {scope!r}" if count and count.per else f"{scope}_limit"
-    what = scope if scope == CONCURRENCY else what
-    amounts = f"{shown(used, unit)} of {shown(threshold, unit)} ({what})"
+    # Name the argument of the limit, or the quota, as the user wrote it.
+    source = f"quota {scope!r}" if count and count.per else f"{scope}_limit"
+    source = scope if scope == CONCURRENCY else source
+    amounts = f"{shown(used, unit)} of {shown(threshold, unit)} ({source})"
     if status.needs and used is not None and threshold is not None and used < threshold:
         amounts += f", the call may need {shown(status.needs, unit)}"
     fields = fields_of(
-        event=str(event),
+        event=str(result),
         limit=status.limit,
         scope=scope,
-        agent=told.who.name,
-        thread=told.who.thread,
+        agent=event.caller.name,
+        thread=event.caller.thread,
         used=None if used is None else in_base_unit(used, unit),
         threshold=None if threshold is None else in_base_unit(threshold, unit),
         unit=UNIT_LABELS[unit],
-        **more,
+        **extra_fields,
     )
     logger.log(
         severity,
         "limit %r %s: agent %r, thread %r, %s",
         status.limit,
-        event,
-        told.who.name,
-        told.who.thread,
+        result,
+        event.caller.name,
+        event.caller.thread,
         "store unavailable" if scope == STORE else amounts,
         extra=fields,
     )

@@ -1,4 +1,4 @@
-"""Every metric: its name, help, labels and type. Code, dashboards and tests read them here."""
+"""The specifications of all metrics, which code, dashboards and tests read."""
 
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -8,7 +8,7 @@ from langchain_quota.runtime.units import Unit
 STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 DECISION_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1)
 WAIT_BUCKETS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""The bounds of histograms, in seconds. The first one of waits has calls without a wait."""
+"""The bounds of histograms, in seconds. Calls that did not wait are in the first bucket."""
 
 
 class MetricSpec(NamedTuple):
@@ -19,53 +19,54 @@ class MetricSpec(NamedTuple):
     labels: tuple[str, ...] = ()
     kind: Literal["counter", "gauge", "histogram"] = "gauge"
     together: tuple[str, ...] = ()
-    """Values of the last label whose series begin together, at 0."""
+    """Values of the last label whose series are created together, at 0."""
     buckets: tuple[float, ...] = ()
     mode: Literal["mostrecent", "livesum"] = "mostrecent"
-    """What a gauge of several worker processes shows: the newest number, or `"livesum"`."""
+    """The value that a gauge of several workers has: the newest one, or the sum of live workers."""
     is_of_table: bool = False
-    """Whether a scrape computes it from the table of what subjects have used."""
+    """True if a scrape computes the metric from the table of what subjects have used."""
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names of its series."""
+        """Names of the metric's series."""
         if self.kind == "histogram":
             return tuple(f"{self.name}_{part}" for part in ("bucket", "count", "sum"))
         return (self.name,)
 
 
 ByUnit = dict[Unit, MetricSpec]
-"""The metrics of what is used, by its unit.
+"""Metrics of used amounts, by unit.
 
-Each unit has a metric of its own, named after it, so that no query adds calls to dollars. The
-metrics of calls have no unit in their names. What people set, limits and grants, is one metric with
-a label `unit`.
+Each unit has its own metric, so that no query adds calls to dollars. The names end in the unit,
+except for calls. What people set, limits and grants, is one metric with a label `unit`.
 """
 
 
-def _made(name: str, labels: str, text: str, **more: Any) -> MetricSpec:
-    return MetricSpec(f"langchain_quota_{name}", text, tuple(labels.split()), **more)
+def _metric(name: str, labels: str, text: str, **options: Any) -> MetricSpec:
+    return MetricSpec(f"langchain_quota_{name}", text, tuple(labels.split()), **options)
 
 
-def _amounts(name: str, labels: str, text: str, **more: Any) -> ByUnit:
+def _amounts(name: str, labels: str, text: str, **options: Any) -> ByUnit:
     stem = name.removesuffix("_total")
     end = name.removeprefix(stem)
     return {
-        "calls": _made(name, labels, f"{text}, in calls.", **more),
-        "tokens": _made(f"{stem}_tokens{end}", labels, f"{text}, in tokens.", **more),
-        "nanodollars": _made(f"{stem}_dollars{end}", labels, f"{text}, in US dollars.", **more),
-        "milliseconds": _made(f"{stem}_seconds{end}", labels, f"{text}, in seconds.", **more),
+        "calls": _metric(name, labels, f"{text}, in calls.", **options),
+        "tokens": _metric(f"{stem}_tokens{end}", labels, f"{text}, in tokens.", **options),
+        "nanodollars": _metric(
+            f"{stem}_dollars{end}", labels, f"{text}, in US dollars.", **options
+        ),
+        "milliseconds": _metric(f"{stem}_seconds{end}", labels, f"{text}, in seconds.", **options),
     }
 
 
-def _spent(name: str, labels: str, text: str, **more: Any) -> ByUnit:
-    made = _amounts(name, labels, text, kind="counter", **more)
-    return {unit: made[unit] for unit in made if unit != "calls"}
+def _spent(name: str, labels: str, text: str, **options: Any) -> ByUnit:
+    metrics = _amounts(name, labels, text, kind="counter", **options)
+    return {unit: metrics[unit] for unit in metrics if unit != "calls"}
 
 
-_counter = partial(_made, kind="counter")
-_histogram = partial(_made, kind="histogram")
-_of_table = partial(_made, is_of_table=True)
+_counter = partial(_metric, kind="counter")
+_histogram = partial(_metric, kind="histogram")
+_of_table = partial(_metric, is_of_table=True)
 
 CALLS = _counter(
     "calls_total",
@@ -85,13 +86,13 @@ CROSSINGS = _counter(
     "Calls after which a count is near its limit, or has used it up.",
     together=("near", "exhausted"),
 )
-LIMIT = _made(
+LIMIT = _metric(
     "limit",
     "agent limit scope unit",
     "The configured limit, in the unit of the label: calls, tokens, dollars or seconds. Grants are "
     "not in it. Absent if a function computes it.",
 )
-LIMIT_NEAR = _made(
+LIMIT_NEAR = _metric(
     "limit_near_ratio",
     "agent limit alert",
     "The used share from which a limit is near, from 0 to 1. Absent with enforce=False.",
@@ -161,7 +162,7 @@ WAIT_SECONDS = _histogram(
     together=("allowed", "blocked", "would_block", "cancelled"),
     buckets=WAIT_BUCKETS,
 )
-WAITING = _made("waiting_calls", "agent limit", "Calls that wait now.", mode="livesum")
+WAITING = _metric("waiting_calls", "agent limit", "Calls that wait now.", mode="livesum")
 SUBJECTS = _of_table(
     "subjects",
     "agent limit scope state shown",
@@ -239,12 +240,12 @@ START_TIME = _of_table(
     "When the counters of the process began at 0, in seconds since the Unix epoch. Of several "
     "workers on one port, the first one.",
 )
-BUILD_INFO = _made("build_info", "version", "1, with the version of langchain-quota.")
+BUILD_INFO = _metric("build_info", "version", "1, with the version of langchain-quota.")
 
 METRICS = tuple(
     spec
-    for each in tuple(globals().values())
-    for spec in (each.values() if isinstance(each, dict) else (each,))
+    for value in tuple(globals().values())
+    for spec in (value.values() if isinstance(value, dict) else (value,))
     if isinstance(spec, MetricSpec)
 )
-"""All of them."""
+"""The specifications of all metrics of this module, in its order."""

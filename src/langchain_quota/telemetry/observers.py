@@ -1,4 +1,4 @@
-"""The user's functions that see every decision: for billing, audit, alerts of their own."""
+"""The user's functions that are called with every decision, for billing, audits or alerts."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,36 +13,36 @@ Observer = Callable[[Decision], Awaitable[None] | None]
 
 
 class Observers:
-    """Functions that are called with every decision; what one raises is counted and logged."""
+    """The functions of `on_decision`; their exceptions are counted and logged."""
 
     def __init__(self, on_decision: Observer | Sequence[Observer], recorder: Recorder) -> None:
         observers = (on_decision,) if callable(on_decision) else on_decision
         if not isinstance(observers, Sequence) or not all(map(callable, observers)):
             raise TypeError(f"on_decision must be a function or several, not {on_decision!r}")
-        for each in observers:
-            validate_function("on_decision", each, "decision")
+        for observer in observers:
+            validate_function("on_decision", observer, "decision")
         self._observers: tuple[Observer, ...] = tuple(observers)
         self.present = bool(self._observers)
-        """Whether there are observers."""
+        """True if there are observers."""
         self._recorder = recorder
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
-        """Itself: a copy of the middleware notifies the same observers."""
+        """Return itself, so that a copy of the middleware notifies the same observers."""
         return self
 
     def check(self, mode: Mode) -> None:
-        """Refuse to go on in a sync run, which cannot wait for an async observer."""
+        """Raise in a sync run if an observer is async, because the run cannot wait for it."""
         for observer in self._observers if not mode else ():
             if is_async(observer):
                 raise _async_error(observer)
 
     async def _notify(
-        self, mode: Mode, decisions: Sequence[Decision], told: TaskRecord | None = None
+        self, mode: Mode, decisions: Sequence[Decision], record: TaskRecord | None = None
     ) -> None:
         """Call each observer with each decision, and wait for those that are async."""
-        told = told or TaskRecord()
+        record = record or TaskRecord()
         pairs = [(decision, observer) for decision in decisions for observer in self._observers]
-        for decision, observer in pairs[told.notified :]:
+        for decision, observer in pairs[record.notified :]:
             result: Any = None
             try:
                 result = observer(decision)
@@ -50,7 +50,7 @@ class Observers:
                     result = await result
             except Exception as error:
                 self._recorder.record_error("observer", error)
-            told.notified += 1
+            record.notified += 1
             if mode:
                 continue
             if inspect.iscoroutine(result):

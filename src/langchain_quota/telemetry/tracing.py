@@ -1,4 +1,4 @@
-"""The OpenTelemetry span of a judged call."""
+"""The OpenTelemetry spans of checked calls."""
 
 import math
 import time
@@ -13,7 +13,7 @@ from langchain_quota.core.decision import Answer, Decision, LimitStatus, Outcome
 from langchain_quota.limits.call import STORE, THREAD
 from langchain_quota.runtime.units import UNIT_LABELS, in_base_unit
 from langchain_quota.telemetry.events import DecisionEvent, Exemplar
-from langchain_quota.telemetry.labels import NONE, described, label, limit_label
+from langchain_quota.telemetry.labels import NONE, describe, label, limit_label
 
 Spans = Literal["all", "refused", "off"]
 
@@ -42,96 +42,96 @@ DOWNGRADED_BY = "langchain_quota.downgraded_by"
 SUBJECT = "langchain_quota.subject"
 THREAD_LABEL = "langchain_quota.thread.id"
 WAITED = "langchain_quota.waited"
-"""An event of a span."""
+"""The name of a span's event, where the others are names of attributes."""
 
 Attributes = dict[str, AttributeValue]
 
-_PATIENCE = 1.0
-"""For how many seconds it is not asked again whether there is an SDK."""
+_SDK_CHECK_INTERVAL = 1.0
+"""Seconds between two checks whether there is an SDK by now."""
 
 _SCHEMA = "https://opentelemetry.io/schemas/1.37.0"
 """The version of the semantic conventions that has all of the names above."""
 
 
 class Tracing:
-    """The sink that makes spans."""
+    """The sink of spans."""
 
     def __init__(
         self, provider: trace.TracerProvider | None, spans: Spans, *, hashed_threads: bool
     ) -> None:
         self._provider = provider
         self._tracer: trace.Tracer | None = None
-        self._asked_again = math.inf if spans == "off" else 0.0
+        self._next_sdk_check = math.inf if spans == "off" else 0.0
         self._spans = spans
         self._thread_key = THREAD_LABEL if hashed_threads else CONVERSATION_ID
 
-    def judged(self, told: DecisionEvent) -> None:
-        """Make the spans of decisions that get one, and their exemplars."""
-        tracer = self._tracer or self._found()
-        # A span is the exemplar of its call.
+    def make_spans(self, event: DecisionEvent) -> None:
+        """Make the spans of decisions that get one, and set the exemplars of all."""
+        tracer = self._tracer or self._find_tracer()
+        # A call's own span is its exemplar, so calls without one need another.
         if tracer is None or self._spans == "refused":
-            self.exemplify(told)
+            self.set_active_exemplar(event)
         if tracer is None:
             return
-        for index, decision in enumerate(told.decisions):
+        for index, decision in enumerate(event.decisions):
             if self._spans == "refused" and decision.outcome is Outcome.ALLOWED:
                 continue
-            error = told.error if decision.outcome is Outcome.BLOCKED else None
+            error = event.error if decision.outcome is Outcome.BLOCKED else None
             is_tool = decision.call.kind == "tool"
-            # The name has the bounded label of the metrics: backends group spans by it.
+            # Use the bounded label of the metrics in the name, because backends group spans by it.
             span = tracer.start_span(
-                f"check_quota tool {told.tools[index]}" if is_tool else "check_quota model",
-                attributes=self._attributes(told, decision, error),
-                start_time=told.started,
+                f"check_quota tool {event.tools[index]}" if is_tool else "check_quota model",
+                attributes=self._attributes(event, decision, error),
+                start_time=event.started,
             )
             if decision.waited:
                 span.add_event(WAITED, {"seconds": decision.waited})
             if error is not None:
-                span.set_status(trace.StatusCode.ERROR, described(error))
+                span.set_status(trace.StatusCode.ERROR, describe(error))
             span.end()
             if not span.get_span_context().is_valid:
-                # Instrumentation is suppressed.
+                # Instrumentation is suppressed, so the call has no span.
                 span = trace.get_current_span()
-            told.exemplars[index] = exemplar(span.get_span_context())
+            event.exemplars[index] = exemplar(span.get_span_context())
 
-    def exemplify(self, told: DecisionEvent) -> None:
-        """Give calls without spans of their own the active span as their exemplar."""
+    def set_active_exemplar(self, event: DecisionEvent) -> None:
+        """Set the active span as the exemplar of all calls."""
         active = exemplar(trace.get_current_span().get_span_context())
-        told.exemplars = [active] * len(told.decisions)
+        event.exemplars = [active] * len(event.decisions)
 
-    def _found(self) -> trace.Tracer | None:
-        """The tracer, if there is an SDK by now."""
+    def _find_tracer(self) -> trace.Tracer | None:
+        """Return the tracer, or `None` as long as there is no SDK."""
         now = time.monotonic()
-        if now >= self._asked_again:
-            self._asked_again = now + _PATIENCE
+        if now >= self._next_sdk_check:
+            self._next_sdk_check = now + _SDK_CHECK_INTERVAL
             provider = self._provider or trace.get_tracer_provider()
             if not isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
                 self._tracer = provider.get_tracer("langchain_quota", __version__, _SCHEMA)
         return self._tracer
 
     def _attributes(
-        self, told: DecisionEvent, decision: Decision, error: BaseException | None
+        self, event: DecisionEvent, decision: Decision, error: BaseException | None
     ) -> Attributes:
-        # All of them are there when the span begins, so that a sampler sees them.
-        call, leading, who = decision.call, decision.leading, told.who
+        # The span begins with all attributes, so that a sampler sees them.
+        call, leading, caller = decision.call, decision.leading, event.caller
         attributes: Attributes = {
             DECISION: decision.outcome.value,
             KIND: call.kind,
             LIMITS: tuple([limit_label(status.limit) for status in decision.limits]),
         }
         if call.agent:
-            attributes[AGENT_NAME] = who.name
-        if who.thread is not None:
-            attributes[self._thread_key] = who.thread
-        by = decision.downgraded_by
-        attributes |= {DOWNGRADED_BY: limit_label(by)} if by else {}
+            attributes[AGENT_NAME] = caller.name
+        if caller.thread is not None:
+            attributes[self._thread_key] = caller.thread
+        cause = decision.downgraded_by
+        attributes |= {DOWNGRADED_BY: limit_label(cause)} if cause else {}
         if call.kind == "tool":
             attributes[TOOL_NAME] = label(call.tool)
             if call.id is not None:
                 attributes[TOOL_CALL_ID] = label(call.id)
         if leading is not None:
             _add_limit(attributes, leading)
-            subject = told.subjects.get((leading.limit, leading.scope or NONE))
+            subject = event.subjects.get((leading.limit, leading.scope or NONE))
             if subject is not None:
                 attributes[SUBJECT] = subject
         if decision.answer is not None:
@@ -144,7 +144,7 @@ class Tracing:
 
 
 def _add_limit(attributes: Attributes, status: LimitStatus) -> None:
-    """Add the limit that leads a decision."""
+    """Add the attributes of the limit that leads a decision."""
     unit, scope = status.unit, status.reason and status.refusal_scope
     attributes[LIMIT] = limit_label(status.limit)
     attributes[SCOPE] = scope or NONE
@@ -152,12 +152,12 @@ def _add_limit(attributes: Attributes, status: LimitStatus) -> None:
     if unit != "calls":
         attributes[UNIT] = UNIT_LABELS[unit]
     for count in status.counts:
-        # Without the store, what other runs of the thread have used is not known.
+        # Without the store, the use of the thread's other runs is unknown.
         used = None if scope == STORE and count.scope == THREAD else count.used
         for name, amount in ((USED, used), (LIMIT_OF, count.limit)):
             if amount is not None:
-                shown = amount if unit == "calls" else in_base_unit(amount, unit)
-                attributes[name.format(scope=count.scope)] = shown
+                value = amount if unit == "calls" else in_base_unit(amount, unit)
+                attributes[name.format(scope=count.scope)] = value
 
 
 def _add_answer(attributes: Attributes, answer: Answer, status: LimitStatus | None) -> None:
@@ -171,7 +171,7 @@ def _add_answer(attributes: Attributes, answer: Answer, status: LimitStatus | No
 
 
 def exemplar(context: trace.SpanContext) -> Exemplar:
-    """The exemplar of a span, if it is sampled."""
+    """Return the exemplar of a span, or `None` if the span is not sampled."""
     if not (context.trace_flags.sampled and context.is_valid):
         return None
     return {

@@ -1,7 +1,7 @@
-"""What threads, users and other subjects have used of their limits: a bounded table for scrapes.
+"""A bounded table of what threads, users and other subjects have used of their limits.
 
-A decision changes one entry of a dict; sorting is left to the scrape. If several processes answer
-on one port, each writes its table to a file of their directory, and a scrape reads all the files.
+A decision changes one entry of a dict; a scrape sorts. If several processes answer on one port,
+each writes its table to a file of their directory, and a scrape reads all files.
 """
 
 import atexit
@@ -26,68 +26,66 @@ from langchain_quota.limits.call import ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import Level, Unit, in_base_unit, level
 from langchain_quota.telemetry import names, workers
-from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, Spent
+from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.workers import Key, Number, Snapshot, Subject, Use
 
 MAX_TRACKED = 100_000
-"""The most threads and other subjects that are remembered; the longest idle go first."""
+"""Maximum of threads and other subjects in the table; the longest idle ones go first."""
 
 INTERVAL = 1.0
-"""How long a worker waits at least from one write of its file to the next, in seconds."""
+"""Minimum time from one write of a worker's file to the next, in seconds."""
 
 OnError = Callable[[Exception], None]
 
 SubjectLabel = Callable[[str, str], str | None]
-"""Makes the label of a subject, by its quota's name; `None` for one that is not to be shown."""
+"""A function from a quota's name and a subject to its label, or `None` if it must not be shown."""
 
 _BOUNDED = ("agent", "global")
-"""The `per` of quotas with at most one subject for each agent, which always has series."""
+"""The `per` of quotas with one subject for each agent, which always has series."""
 
 _Count = tuple[str, Use, Number | None, Level | None]
 """A limit, its use, the number with the highest used share, and the level of an enforced limit."""
 
 _Rated = tuple[tuple[int, float, float], Subject, list[_Count]]
-"""A subject behind its place among those that are exported, and its counts."""
+"""The sort key of a subject for the export, the subject, and its counts."""
 
 _METRICS = {
     True: (names.THREAD_USED, names.THREAD_LIMIT, names.THREAD_TIMES, names.THREAD_BLOCKED),
     False: (names.SUBJECT_USED, names.SUBJECT_LIMIT, names.SUBJECT_TIMES, names.SUBJECT_BLOCKED),
 }
-"""By whether a subject is a thread: what is used, of how much, when, and the refusals."""
+"""The metrics of use, limit, times and refusals, for threads (`True`) and other subjects."""
 
 
 class UsageTable(Collector):
     """The sink that keeps what subjects have used of their limits, from the newest decisions."""
 
-    # A call without a thread changes nothing of threads.
-
     def __init__(
         self,
-        own: Snapshot | None,
+        settings: Snapshot | None,
         directory: Path | None,
         on_error: OnError,
         *,
         near: float = 1.0,
         subject_label: SubjectLabel | None = None,
     ) -> None:
-        # A process that only answers scrapes has no settings, and judges nothing.
-        self._own = own
+        # A process that only answers scrapes has no settings, because it checks no calls.
+        self._settings = settings
         self._directory = directory
         self._on_error = on_error
         self._near = near
         self._subject_label = subject_label
-        # Once known they are exported, at 0 too.
+        # Once a series exists, it is exported, even at 0.
         self._series: dict[tuple[str, str, str], None] = {}
         self._lock = fork_safe_lock()
-        # Held while the file is written; the other one is taken under it.
+        # Held while the file is written. Never acquire it while `_lock` is held.
         self._writing = fork_safe_lock()
         self.begin()
         _tables.add(self)
 
     def begin(self) -> None:
-        """Begin an empty table, also in a forked process: its parent tells what it knows itself."""
-        # Those without a call for longest come first.
+        """Begin an empty table, as in a forked process, whose parent exports its own subjects."""
+        # The longest idle subjects come first.
         self._subjects: OrderedDict[Key, Subject] = OrderedDict()
         self._is_due = False
         self._written = 0.0
@@ -95,189 +93,193 @@ class UsageTable(Collector):
         if self._directory is not None:
             self._path = self._directory / workers.FILES.replace("*", secrets.token_hex(8))
 
-    def judged(self, told: DecisionEvent) -> None:
+    def record_decisions(self, event: DecisionEvent) -> None:
         """Add the decisions about calls of one agent and thread, in order."""
-        now, who = time.time(), told.who
-        statuses = [status for decision in told.decisions for status in decision.limits]
+        now, caller = time.time(), event.caller
+        statuses = [status for decision in event.decisions for status in decision.limits]
         with self._lock:
-            # First: a subject that comes back gets its label anew.
+            # Forget idle subjects first, so that one which comes back gets a new label.
             self._forget(now)
-            if who.thread is not None:
-                thread = self._called((who.agent, THREAD, who.thread), who.thread, now)
+            if caller.thread is not None:
+                thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
                 for status in statuses:
-                    self._decide(_use(thread, status.limit, status.unit), status, now)
+                    self._record(_use_of(thread, status.limit, status.unit), status, now)
         quotas = [
-            each for status in statuses if status.quotas for each in self._quotas(who.agent, status)
+            entry
+            for status in statuses
+            if status.quotas
+            for entry in self._quotas(caller.agent, status)
         ]
         with self._lock:
             for key, label, status, quota in quotas:
-                subject = self._called(key, label, now)
-                use = _use(subject, status.limit, status.unit)
-                use.decided, use.near = now, self._near_of(status)
-                # Only enforced limits say how much a subject has used.
-                told_of = status.enforced and not quota.smooth
-                use.numbers = (_number(status, quota),) if told_of else ()
+                subject = self._touch(key, label, now)
+                use = _use_of(subject, status.limit, status.unit)
+                use.decided, use.near = now, self._near_share(status)
+                # Limits in dry run, and smooth quotas, export no amounts.
+                has_number = status.enforced and not quota.smooth
+                use.numbers = (_number(status, quota),) if has_number else ()
                 if status.scope == quota.scope:
-                    _refuse(use, status, now)
+                    _count_refusal(use, status, now)
                 if subject.label:
-                    told.subjects[status.limit, quota.scope] = subject.label
+                    event.subjects[status.limit, quota.scope] = subject.label
         self._write_soon()
 
-    def refund(self, who: CallerLabels, refund: Refund) -> None:
-        """Subtract calls from what a thread has used of a limit; other amounts are settled."""
+    def refund(self, caller: CallerLabels, refund: Refund) -> None:
+        """Subtract calls from what a thread has used of a limit; other units are settled."""
         with self._lock:
-            thread = self._subjects.get((who.agent, THREAD, who.thread or ""))
+            thread = self._subjects.get((caller.agent, THREAD, caller.thread or ""))
             use = None if thread is None else thread.uses.get(refund.limit)
             if thread is None or use is None or use.unit != "calls":
                 return
             thread.line = ""
             use.numbers = tuple(
-                (max(0, used - refund.call.amount), cap, ends) for used, cap, ends in use.numbers
+                (max(0, used - refund.call.amount), limit, ends)
+                for used, limit, ends in use.numbers
             )
         self._write_soon()
 
-    def spend(self, who: CallerLabels, spent: Sequence[Spent]) -> None:
+    def spend(self, caller: CallerLabels, spent: Sequence[LimitSpend]) -> None:
         """Add what a model call of a thread has spent, by limit."""
-        if who.thread is None:
+        if caller.thread is None:
             return
         with self._lock:
-            thread = self._called((who.agent, THREAD, who.thread), who.thread, time.time())
+            thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, time.time())
             for limit, unit, amount in spent:
-                _use(thread, limit, unit).spent += amount
+                _use_of(thread, limit, unit).spent += amount
         self._write_soon()
 
-    def reset(self, who: CallerLabels, limits: Sequence[LimitStatus]) -> None:
-        """Set what a thread has used to 0; `limits` is their status after it."""
-        if who.thread is None:
+    def reset(self, caller: CallerLabels, limits: Sequence[LimitStatus]) -> None:
+        """Set what a thread has used to 0; `limits` is their status after the reset."""
+        if caller.thread is None:
             return
         now = time.time()
         with self._lock:
-            thread = self._called((who.agent, THREAD, who.thread), who.thread, now)
+            thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
             for status in limits:
                 if status.limit not in thread.uses:
-                    self._decide(_use(thread, status.limit, status.unit), status, now)
+                    self._record(_use_of(thread, status.limit, status.unit), status, now)
             for use in thread.uses.values():
                 use.decided = now
-                use.numbers = tuple((0, cap, None) for _, cap, _ in use.numbers)
+                use.numbers = tuple((0, limit, None) for _, limit, _ in use.numbers)
         self._write_soon()
 
     def write(self) -> None:
-        """Write the file of this process, if others read it; what fails is reported."""
-        if self._path is None or self._own is None:
+        """Write the file of this process, if others read it, and report a failure."""
+        if self._path is None or self._settings is None:
             return
         with self._writing:
-            # Before the next one may become due, which waits from here.
+            # Set the time before `_is_due`, because the next write waits from this time on.
             self._written = time.monotonic()
             self._is_due = False
             try:
                 with self._lock:
-                    known = list(self._subjects.values())
-                    for each in known:
-                        each.line = each.line or workers.line_of(each)
-                    lines = [each.line for each in known]
-                workers.write(self._path, self._own, lines)
+                    subjects = list(self._subjects.values())
+                    for subject in subjects:
+                        subject.line = subject.line or workers.line_of(subject)
+                    lines = [subject.line for subject in subjects]
+                workers.write(self._path, self._settings, lines)
             except Exception as error:
                 self._on_error(error)
 
     def end(self) -> None:
-        """Write what this process has to tell the others for the last time."""
+        """Write the file for the last time, if it has subjects."""
         if self._subjects:
             self.write()
 
     def describe(self) -> Iterator[Metric]:
-        """The families without samples: for the registry's check for duplicates."""
+        """Return the families without samples, for the registry's check for duplicates."""
         return iter(_Families().values())
 
     def collect(self) -> Iterator[Metric]:
-        """Render what all processes know: by the settings of this one, else of another."""
+        """Render the subjects of all processes, by the settings of this one, else of another."""
         snapshots: list[Snapshot] = []
-        if self._own is not None:
+        if self._settings is not None:
             with self._lock:
-                # Of equals the ones with the latest calls come first.
-                known = list(reversed(self._subjects.values()))
-            snapshots.append(self._own._replace(subjects=known))
+                # Among equals, subjects with the latest calls come first.
+                subjects = list(reversed(self._subjects.values()))
+            snapshots.append(self._settings._replace(subjects=subjects))
         if self._directory is not None:
             snapshots += workers.read_others(self._directory, self._path, self._on_error)
         if not snapshots:
             return
-        found, now, bounds = _Families(), time.time(), snapshots[0]
+        families, now, bounds = _Families(), time.time(), snapshots[0]
         tracked, exported = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
-        known = [each for each in workers.merged(snapshots) if now - each.last <= bounds.ttl]
-        others = [each for each in known if each.key[1] != THREAD]
-        for subjects, most in (
-            ([each for each in known if each.key[1] == THREAD], bounds.max_threads),
-            # What an agent or all share has no label, and is always shown.
-            ([each for each in others if each.label == ""], len(others)),
-            ([each for each in others if each.label], bounds.max_subjects),
-            ([each for each in others if each.label is None], 0),
+        active = [one for one in workers.merge(snapshots) if now - one.last <= bounds.ttl]
+        of_quotas = [subject for subject in active if subject.key[1] != THREAD]
+        for subjects, max_exported in (
+            ([subject for subject in active if subject.key[1] == THREAD], bounds.max_threads),
+            # The subjects of quotas per agent or global have no label, and always have series.
+            ([subject for subject in of_quotas if subject.label == ""], len(of_quotas)),
+            ([subject for subject in of_quotas if subject.label], bounds.max_subjects),
+            ([subject for subject in of_quotas if subject.label is None], 0),
         ):
-            rated = self._rated(subjects, now, tracked)
-            # All are counted, if none is to be exported, too.
-            shown = nlargest(max(1, most), rated, key=itemgetter(0))[:most]
-            for _, subject, counts in shown:
+            rated = self._rate_all(subjects, now, tracked)
+            # Consume the iterator even if none is exported, because it counts all subjects.
+            top = nlargest(max(1, max_exported), rated, key=itemgetter(0))[:max_exported]
+            for _, subject, counts in top:
                 exported.update(_levels(subject, counts))
-            found.add_subjects(shown)
+            families.add_subjects(top)
         self._series |= dict.fromkeys((agent, limit, scope) for agent, limit, scope, _ in tracked)
-        # A copy: another scrape may add to it meanwhile.
+        # Copy, because a concurrent scrape may add series.
         for series in list(self._series):
             agent, limit, scope = series
             labels = {"agent": agent, "limit": limit_label(limit), "scope": scope}
             for state in Level:
-                seen = exported[*series, state]
-                hidden = tracked[*series, state] - seen
-                found.add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, seen)
-                found.add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
-        found.add(names.START_TIME, {}, min(each.started for each in snapshots))
-        yield from found.values()
+                visible = exported[*series, state]
+                hidden = tracked[*series, state] - visible
+                families.add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, visible)
+                families.add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
+        families.add(names.START_TIME, {}, min(snapshot.started for snapshot in snapshots))
+        yield from families.values()
 
-    def _rated(
+    def _rate_all(
         self, subjects: Iterable[Subject], now: float, tracked: Counter[tuple[str, ...]]
     ) -> Iterator[_Rated]:
         """Rate and count subjects: near ones by share come first, then exhausted ones."""
-        # One after the other: a list of many would make the garbage collector stop all threads.
-        for each in subjects:
+        # Yield them singly: for a list of many, the garbage collector would stop all threads.
+        for subject in subjects:
             try:
-                place, counts = _rate(each, now)
+                sort_key, counts = _rate(subject, now)
             except Exception as error:
                 self._on_error(error)
                 continue
-            tracked.update(_levels(each, counts))
-            yield place, each, counts
+            tracked.update(_levels(subject, counts))
+            yield sort_key, subject, counts
 
     def _forget(self, now: float) -> None:
         """Forget subjects that are idle or too many."""
-        known, ttl = self._subjects, self._own.ttl if self._own else 0.0
-        while known:
-            oldest = next(iter(known.values()))
-            if len(known) <= MAX_TRACKED and now - oldest.last <= ttl:
+        subjects, ttl = self._subjects, self._settings.ttl if self._settings else 0.0
+        while subjects:
+            oldest = next(iter(subjects.values()))
+            if len(subjects) <= MAX_TRACKED and now - oldest.last <= ttl:
                 return
-            known.popitem(last=False)
+            subjects.popitem(last=False)
 
-    def _called(self, key: Key, label: str | None, now: float) -> Subject:
-        """The subject of a key, with a call now, to be changed."""
-        found = self._subjects.get(key)
-        if found is None:
-            found = self._subjects[key] = Subject(key, label, now, {})
+    def _touch(self, key: Key, label: str | None, now: float) -> Subject:
+        """Return the subject of a key, created if needed, and note that it has a call now."""
+        subject = self._subjects.get(key)
+        if subject is None:
+            subject = self._subjects[key] = Subject(key, label, now, {})
         self._subjects.move_to_end(key)
-        found.last, found.line = now, ""
-        return found
+        subject.last, subject.line = now, ""
+        return subject
 
-    def _decide(self, use: Use, status: LimitStatus, now: float) -> None:
+    def _record(self, use: Use, status: LimitStatus, now: float) -> None:
         """Set what a thread has used of a limit, after a decision."""
-        # The call ran in an outage: no quota has an answer, and the state has no count. With a run
-        # limit alone, a store has no count of the thread.
-        limited = [each for each in status.counts if each.limit is not None]
-        is_silent = status.shared and all(each.scope == RUN for each in limited)
-        is_unknown = is_silent and (not limited or len(use.numbers) > 1)
+        # When the call ran in an outage, no quota has an answer, and the state has no count. With a
+        # run limit alone, a store has no count of the thread.
+        limited = [count for count in status.counts if count.limit is not None]
+        has_no_thread = status.shared and all(count.scope == RUN for count in limited)
+        is_unknown = has_no_thread and (not limited or len(use.numbers) > 1)
         if status.reason != STORE and not is_unknown:
             use.decided = now
-            own = (each for each in status.counts if THREAD in (each.scope, each.per))
-            use.numbers = tuple(_number(status, each) for each in own if not each.smooth)
-        _refuse(use, status, now)
-        use.near = self._near_of(status)
+            counts = [count for count in status.counts if THREAD in (count.scope, count.per)]
+            use.numbers = tuple(_number(status, count) for count in counts if not count.smooth)
+        _count_refusal(use, status, now)
+        use.near = self._near_share(status)
 
-    def _near_of(self, status: LimitStatus) -> float | None:
-        """The share from which a limit is near; nobody is near one on trial, which lets all run."""
+    def _near_share(self, status: LimitStatus) -> float | None:
+        """Return the share from which a limit is near, or `None` in dry run: no call is stopped."""
         if not status.enforced:
             return None
         return self._near if status.near is None else status.near
@@ -285,9 +287,9 @@ class UsageTable(Collector):
     def _quotas(
         self, agent: str, status: LimitStatus
     ) -> Iterator[tuple[Key, str | None, LimitStatus, CountStatus]]:
-        """The quotas of others than threads and root runs, with their keys and labels."""
+        """Return quotas with their keys and labels, except those per thread or root run."""
         for quota in status.quotas:
-            # Root runs come without end, and nobody looks for one by its name.
+            # Root runs come without end, and nobody searches for one by its id.
             if quota.per in (THREAD, ROOT_RUN):
                 continue
             key = (agent, quota.scope, _digest(quota.subject))
@@ -295,12 +297,12 @@ class UsageTable(Collector):
             if quota.per in _BOUNDED:
                 label = ""
             elif key not in self._subjects and self._subject_label is not None:
-                # Outside the lock: it is the user's function.
+                # Call the user's function outside the lock, because it may be slow.
                 label = self._subject_label(quota.scope, quota.subject)
             yield key, label, status, quota
 
     def _write_soon(self) -> None:
-        """Write a second after the last time, in a thread that ends with it: no loop waits."""
+        """Write a second after the last write, in a new thread, so that no event loop waits."""
         if self._path is None:
             return
         with self._lock:
@@ -312,34 +314,34 @@ class UsageTable(Collector):
             timer.daemon = True
             timer.start()
         except BaseException:
-            # No thread can be started: the next decision tries again.
+            # No thread can be started, so let the next decision try again.
             self._is_due = False
             raise
 
 
 class _Families(dict[str, Metric]):
-    """The families of the table by name, and their samples."""
+    """The families of the table, by name, with their samples."""
 
     def __init__(self) -> None:
-        made = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         super().__init__(
-            (spec.name, made[spec.kind](spec.name, spec.help, labels=spec.labels))
+            (spec.name, kinds[spec.kind](spec.name, spec.help, labels=spec.labels))
             for spec in names.METRICS
             if spec.is_of_table
         )
 
     def add(self, spec: names.MetricSpec, labels: dict[str, str], value: float) -> None:
         """Add a sample."""
-        # The metrics of a thread share their labels: `add_metric` would make them anew for each.
+        # The metrics of a thread share a dict of labels. `add_metric` would copy it for each.
         self[spec.name].samples.append(Sample(spec.name, labels, value))
 
-    def add_subjects(self, shown: Iterable[_Rated]) -> None:
-        """Add what is exported of subjects, of those with the same label as of the first one."""
+    def add_subjects(self, rated: Iterable[_Rated]) -> None:
+        """Add the samples of subjects; those with the same label are exported as the first one."""
         refusals = Counter[tuple[str, ...]]()
-        for _, subject, counts in shown:
+        for _, subject, counts in rated:
             for limit, use, *_ in counts:
                 refusals[*subject.key[:2], limit, subject.label or ""] += use.blocked
-        for _, subject, counts in shown:
+        for _, subject, counts in rated:
             agent, scope, _ = subject.key
             label = subject.label or ""
             for limit, use, number, _ in counts:
@@ -353,76 +355,77 @@ class _Families(dict[str, Metric]):
                     self._add_thread(use, labels)
                 else:
                     labels |= {"scope": scope, "subject": label}
-                used_of, limit_of, times, blocked_of = _METRICS[scope == THREAD]
+                used_specs, limit_specs, times, blocked_spec = _METRICS[scope == THREAD]
                 if number is not None:
-                    used, cap, ends = number
-                    self.add(used_of[use.unit], labels, in_base_unit(used, use.unit))
-                    self.add(limit_of[use.unit], labels, in_base_unit(cap, use.unit))
+                    used, maximum, ends = number
+                    self.add(used_specs[use.unit], labels, in_base_unit(used, use.unit))
+                    self.add(limit_specs[use.unit], labels, in_base_unit(maximum, use.unit))
                     self._add_time(times, labels, "reset", ends)
                 if number is not None or scope == THREAD:
                     self._add_time(times, labels, "decision", use.decided)
                 if blocked:
-                    self.add(blocked_of, labels, blocked)
+                    self.add(blocked_spec, labels, blocked)
 
     def _add_thread(self, use: Use, labels: dict[str, str]) -> None:
-        """Add what only threads have."""
+        """Add the samples that only threads have."""
         self._add_time(names.THREAD_TIMES, labels, "refusal", use.refused)
-        # From 0 on: `increase()` does not see the first value of a series.
+        # Export from 0 on, because `increase()` does not see the first value of a series.
         if use.unit != "calls":
             self.add(names.THREAD_SPENT[use.unit], labels, in_base_unit(use.spent, use.unit))
 
     def _add_time(
         self, spec: names.MetricSpec, labels: dict[str, str], event: str, when: float | None
     ) -> None:
-        # To the millisecond: a tenth of what a scrape transfers is times.
+        # Round to milliseconds, because a tenth of what a scrape transfers is times.
         if when:
             self.add(spec, {**labels, "event": event}, round(when, 3))
 
 
-def _use(subject: Subject, limit: str, unit: Unit) -> Use:
-    """What a subject has used of a limit."""
-    found = subject.uses.get(limit)
+def _use_of(subject: Subject, limit: str, unit: Unit) -> Use:
+    """Return a subject's use of a limit, created if needed."""
+    use = subject.uses.get(limit)
     # Two limits with different units may have the same name.
-    if found is None or found.unit != unit:
-        found = subject.uses[limit] = Use(unit=unit)
-    return found
+    if use is None or use.unit != unit:
+        use = subject.uses[limit] = Use(unit=unit)
+    return use
 
 
-def _refuse(use: Use, status: LimitStatus, now: float) -> None:
-    """Count a refusal, if a limit refuses the call because it is used up."""
+def _count_refusal(use: Use, status: LimitStatus, now: float) -> None:
+    """Count a refusal if the limit refuses the call because it is exhausted."""
     if status.reason is not None and status.enforced and status.reason != STORE:
         use.blocked += 1
         use.refused = now
 
 
-def _number(status: LimitStatus, quota: CountStatus) -> Number:
-    """What is used of a quota."""
-    ends = None if quota.resets_at is None else quota.resets_at.timestamp()
-    return quota.before if status.deferred else quota.used, quota.limit or 0, ends
+def _number(status: LimitStatus, count: CountStatus) -> Number:
+    """Return what is used of a limit in one scope."""
+    ends = None if count.resets_at is None else count.resets_at.timestamp()
+    return count.before if status.deferred else count.used, count.limit or 0, ends
 
 
 def _digest(subject: str) -> str:
-    """What is remembered of a subject: a hash, so that users' names are not kept."""
+    """Return the hash of a subject, which is stored so that users' names are not."""
     return hashlib.blake2b(subject.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _highest(numbers: Sequence[Number], now: float, *, is_thread: bool) -> Number | None:
-    """The number with the highest used share; of a window that has ended, nothing is used."""
+    """Return the number with the highest used share; an ended window of a thread has used 0."""
     if len(numbers) == 1 and numbers[0][2] is None:
         return numbers[0] if numbers[0][1] else None
-    limited = [each for each in numbers if each[1]]
-    running = [each for each in limited if each[2] is None or each[2] > now]
+    limited = [number for number in numbers if number[1]]
+    running = [number for number in limited if number[2] is None or number[2] > now]
     if is_thread:
-        running += [(0, cap, None) for _, cap, ends in limited if ends is not None and ends <= now]
-    return max(running, key=lambda each: each[0] / each[1], default=None)
+        over = [number for number in limited if number[2] is not None and number[2] <= now]
+        running += [(0, limit, None) for _, limit, _ in over]
+    return max(running, key=lambda number: number[0] / number[1], default=None)
 
 
 def _rate(subject: Subject, now: float) -> tuple[tuple[int, float, float], list[_Count]]:
-    """A subject's place, and its counts: near ones by share, then exhausted ones, then others."""
+    """Return a subject's sort key and counts; near subjects come first, then exhausted ones."""
     is_thread = subject.key[1] == THREAD
     counts: list[_Count] = []
     highest = refused = 0.0
-    # Copied at once: a decision may add a limit meanwhile.
+    # Copy, because a concurrent decision may add a limit.
     for limit, use in list(subject.uses.items()):
         number = _highest(use.numbers, now, is_thread=is_thread)
         reached = None
@@ -432,18 +435,18 @@ def _rate(subject: Subject, now: float) -> tuple[tuple[int, float, float], list[
             highest = max(highest, number[0] / float(number[1]))
         refused = max(refused, use.refused or 0.0)
         counts.append((limit, use, number, reached))
-    found = {each[3] for each in counts}
-    if Level.EXHAUSTED in found:
+    levels = {reached for _, _, _, reached in counts}
+    if Level.EXHAUSTED in levels:
         return (1, refused, subject.last), counts
-    if Level.NEAR in found:
+    if Level.NEAR in levels:
         return (2, highest, subject.last), counts
     return (0, subject.last, subject.last), counts
 
 
 def _levels(subject: Subject, counts: list[_Count]) -> list[tuple[str, ...]]:
-    """Of each limit: the agent's label, the limit, the scope, and the level."""
+    """Return the agent's label, the limit, the scope and the level, for each limit with a level."""
     agent, scope, _ = subject.key
-    return [(agent, limit, scope, each) for limit, _, _, each in counts if each is not None]
+    return [(agent, limit, scope, reached) for limit, _, _, reached in counts if reached]
 
 
 _tables: WeakSet[UsageTable] = WeakSet()

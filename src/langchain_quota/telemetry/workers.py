@@ -1,4 +1,4 @@
-"""What subjects have used, as rows: of one process, in the files of several workers, and joined."""
+"""The use of limits by subjects: of one process, in the files of workers, and merged."""
 
 import json
 import os
@@ -18,25 +18,25 @@ Key = tuple[str, str, str]
 """The agent's label, the scope, and the label of a thread or the hash of another subject."""
 
 Number = tuple[int, int, float | None]
-"""What is used, of how much (0 for no limit), and when its window ends."""
+"""What is used, the limit (0 for none), and when the window ends, in seconds since the epoch."""
 
 FILES = "langchain_quota.usage-4.*.json"
-"""Their names; the number is that of their form. prometheus_client's are `*.db`."""
+"""Pattern of the files' names, with the version of their format. prometheus_client's are `*.db`."""
 
 _MIB = 2**20
-_NEEDED = 4 * _MIB
+_NEEDED_SPACE = 4 * _MIB
 """The free space, in bytes, that a worker needs to begin.
 
 prometheus_client has one file for each of our types of metrics (counter, histogram, gauges of two
-modes). Each file begins with up to a MiB, and takes that from the disk step by step.
+modes). Each file begins with up to a MiB, and takes it from the disk step by step.
 """
 
 
 @dataclass(slots=True)
 class Use:
-    """What a subject has used of a limit; times are in seconds since the Unix epoch."""
+    """The use of a limit by a subject; times are in seconds since the Unix epoch."""
 
-    # It is changed in place, by one thread at a time. A scrape reads each field by itself.
+    # One thread at a time changes an object in place. A scrape reads each field separately.
 
     decided: float = 0.0
     unit: Unit = "calls"
@@ -53,15 +53,15 @@ class Subject:
 
     key: Key
     label: str | None
-    """A thread's is its key, what an agent or all share has an empty one; `None`: not shown."""
+    """A thread's label; `""` for subjects per agent or global; `None` for one that is not shown."""
     last: float
     uses: dict[str, Use]
     line: str = ""
-    """It in the file; empty if it has changed since that was written."""
+    """The subject's line in the file; empty if the subject has changed since it was written."""
 
 
 class Snapshot(NamedTuple):
-    """What a process knows, and its bounds on what is exported, the last in seconds."""
+    """The subjects of a process, and its bounds on what is exported; `ttl` is in seconds."""
 
     started: float
     max_threads: int
@@ -71,30 +71,30 @@ class Snapshot(NamedTuple):
 
 
 def line_of(subject: Subject) -> str:
-    """A subject as a line of the file."""
+    """Return a subject as a line of the file."""
     uses = {
         limit: [getattr(use, name) for name in Use.__slots__] for limit, use in subject.uses.items()
     }
     return json.dumps([subject.key, subject.label, subject.last, uses])
 
 
-# Most lines are those of the last scrape: to make all anew takes long, and as long the garbage
-# collector would stop all threads.
+# Most lines are the same as at the last scrape. To parse all of them again would take long, and the
+# garbage collector would stop all threads for it.
 @lru_cache(maxsize=20_000)
-def _subject_of(line: str) -> Subject:
+def _parse_subject(line: str) -> Subject:
     key, label, last, uses = json.loads(line)
     return Subject(tuple(key), label, last, {limit: Use(*use) for limit, use in uses.items()})
 
 
 def write(path: Path, snapshot: Snapshot, lines: Iterable[str]) -> None:
-    """Write the whole file in place of the one before, so that nobody reads half of it."""
+    """Replace the whole file at once, so that nobody reads half of it."""
     unfinished = path.with_suffix(".new")
     try:
-        # Only the owner may read it: it has the ids of threads. What others put there is removed:
-        # it may be a link.
+        # Only the owner may read the file, because it has the ids of threads. What others put there
+        # is removed: it may be a link.
         unfinished.unlink(missing_ok=True)
-        number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(number, "w", encoding="ascii") as file:  # noqa: PTH123 - no path
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="ascii") as file:  # noqa: PTH123 - a descriptor
             file.write("\n".join((json.dumps(snapshot[:-1]), *lines)))
         unfinished.replace(path)
     except BaseException:
@@ -103,11 +103,11 @@ def write(path: Path, snapshot: Snapshot, lines: Iterable[str]) -> None:
 
 
 def read_others(
-    directory: Path, own: Path | None, on_error: Callable[[Exception], None]
+    directory: Path, own_path: Path | None, on_error: Callable[[Exception], None]
 ) -> Iterator[Snapshot]:
-    """What the other processes have written; what cannot be read is reported, and left out."""
+    """Read the files of the other processes; report and skip those that cannot be read."""
     for path in directory.glob(FILES):
-        if path != own:
+        if path != own_path:
             try:
                 yield _read(path)
             except Exception as error:
@@ -115,55 +115,55 @@ def read_others(
 
 
 def _read(path: Path) -> Snapshot:
-    """What a process has written; of one that has written nothing for long, when it began."""
+    """Read the file of a process, without its subjects if the file is older than their `ttl`."""
     with path.open(encoding="ascii") as file:
-        written = Snapshot(*json.loads(next(file)))
-        if time.time() - os.fstat(file.fileno()).st_mtime > written.ttl:
-            return written
-        return written._replace(subjects=list(map(_subject_of, file)))
+        snapshot = Snapshot(*json.loads(next(file)))
+        if time.time() - os.fstat(file.fileno()).st_mtime > snapshot.ttl:
+            return snapshot
+        return snapshot._replace(subjects=list(map(_parse_subject, file)))
 
 
-def merged(snapshots: Sequence[Snapshot]) -> Sequence[Subject]:
-    """The subjects that several processes know."""
+def merge(snapshots: Sequence[Snapshot]) -> Sequence[Subject]:
+    """Return the subjects of all snapshots, each of them once."""
     if len(snapshots) == 1:
         return snapshots[0].subjects
-    found: dict[Key, Subject] = {}
+    merged: dict[Key, Subject] = {}
     for snapshot in snapshots:
-        for each in snapshot.subjects:
-            known = found.get(each.key)
-            found[each.key] = each if known is None else _joined(known, each)
-    return list(found.values())
+        for subject in snapshot.subjects:
+            first = merged.get(subject.key)
+            merged[subject.key] = subject if first is None else _merge_two(first, subject)
+    return list(merged.values())
 
 
-def _joined(one: Subject, other: Subject) -> Subject:
-    """The newest numbers of two processes, and the refusals and amounts of both."""
-    uses = dict(one.uses)
-    for limit, theirs in list(other.uses.items()):
-        ours = uses.get(limit)
-        if ours is None:
-            uses[limit] = theirs
+def _merge_two(first: Subject, second: Subject) -> Subject:
+    """Return a subject with the newest numbers of two processes, and the sums of their calls."""
+    uses = dict(first.uses)
+    for limit, use in list(second.uses.items()):
+        first_use = uses.get(limit)
+        if first_use is None:
+            uses[limit] = use
             continue
-        newest, older = (ours, theirs) if ours.decided >= theirs.decided else (theirs, ours)
+        newest, older = (first_use, use) if first_use.decided >= use.decided else (use, first_use)
         uses[limit] = replace(
             newest,
-            blocked=ours.blocked + theirs.blocked,
-            refused=max(ours.refused or 0, theirs.refused or 0) or None,
+            blocked=newest.blocked + older.blocked,
+            refused=max(newest.refused or 0, older.refused or 0) or None,
             spent=newest.spent + (older.spent if older.unit == newest.unit else 0),
         )
-    return Subject(one.key, one.label or other.label, max(one.last, other.last), uses)
+    return Subject(first.key, first.label or second.label, max(first.last, second.last), uses)
 
 
 def multiprocess_directory() -> Path | None:
-    """The directory that workers share; `None` unless prometheus_client has multi-process mode."""
-    # It chooses its mode when it is imported; the environment may have changed since.
-    if not values.ValueClass._multiprocess:  # noqa: SLF001 - it has no public name for it
+    """Return the directory that workers share, or `None` without multi-process mode."""
+    # prometheus_client chooses its mode at import; the environment may have changed since.
+    if values.ValueClass is values.MutexValue:
         return None
     names = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
     return next((Path(os.environ[name]) for name in names if name in os.environ), None)
 
 
-def unusable(directory: Path, purpose: str) -> ValueError:
-    """The error for a directory that cannot be read, or written to."""
+def directory_error(directory: Path, purpose: str) -> ValueError:
+    """Return the error for a directory that cannot be read, or written to."""
     return ValueError(
         f"PROMETHEUS_MULTIPROC_DIR={str(directory)!r} is no directory that this process can "
         f"{purpose}: make it before the workers start, or unset the variable where there is one "
@@ -171,19 +171,19 @@ def unusable(directory: Path, purpose: str) -> ValueError:
     )
 
 
-def checked_directory() -> Path | None:
-    """The directory in which this process shares its counts; `None` without multi-process mode."""
+def validate_directory() -> Path | None:
+    """Return the directory that workers share, or `None`; raise if it cannot be written to."""
     directory = multiprocess_directory()
     if directory is None:
         return None
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        raise unusable(directory, "write to")
+        raise directory_error(directory, "write to")
     disk = shutil.disk_usage(directory)
-    if disk.total and disk.free < _NEEDED:
-        free = disk.free * 10 // _MIB / 10  # rounded down, or it could look like enough
+    if disk.total and disk.free < _NEEDED_SPACE:
+        free = disk.free * 10 // _MIB / 10  # rounded down, so that it never looks like enough
         raise ValueError(
             f"PROMETHEUS_MULTIPROC_DIR={str(directory)!r} is on a disk with "
-            f"{free:.1f} MiB free, and a worker begins with {_NEEDED / _MIB:.1f} MiB "
+            f"{free:.1f} MiB free, and a worker begins with {_NEEDED_SPACE / _MIB:.1f} MiB "
             "there. On a full disk prometheus_client ends the process (SIGBUS): make room, or name "
             "a directory on another disk"
         )

@@ -182,9 +182,9 @@ class Charging:
         of_time = [each.limit for each in limits.budgets if each.limit.counter == MILLISECONDS]
         if worked:
             times = [(each.name, each.unit, worked) for each in of_time]
-            self._recorder.record_spent(call, times, model=NONE, price="")
+            self._recorder.record_spend(call, times, model=NONE, price="")
         for run, amounts, price in charged:
-            self._recorder.record_spent(
+            self._recorder.record_spend(
                 call,
                 [
                     (each.limit.name, each.limit.unit, amounts[each.limit.counter])
@@ -220,7 +220,7 @@ class Charging:
         if answer is not None:
             counts = answer.used
             _mirror_root_run(limits, counts)
-            self._recorder.record_granted(call.agent, limits.newly_raised(answer.newly_granted))
+            self._recorder.record_grants(call.agent, limits.newly_raised(answer.newly_granted))
             limits = limits.raised(answer.granted)
         elif self._store is not None:
             # What is used of quotas is not known.

@@ -88,7 +88,9 @@ class ConcurrencySlots(Feature):
         if turn.store_unavailable:
             self.recorder.count(names.STORE_FALLBACKS, turn.call.agent, self.on_store_error)
         decision = turn.decision(self.on_store_error)
-        self.recorder.record_turn(decision, turn.waited_for, turn.age if turn.waits else 0.0)
+        self.recorder.record_slot_decision(
+            decision, turn.waited_for, turn.age if turn.waits else 0.0
+        )
         if decision.outcome is not Outcome.ALLOWED:
             await ask(mode, self.observers, "notify", [decision], None)
         if decision.outcome is not Outcome.BLOCKED:
