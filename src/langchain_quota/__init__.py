@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-# The one place of the version; the build reads it from here.
+# The build reads the version from here.
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    # All public names of the package: others are public where they live.
+    # These are all public names of the package. Other public names are in their modules.
     from langchain_quota.agents.drop_ins import (
         ModelCallLimitMiddleware as ModelCallLimitMiddleware,
     )
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 else:
     from importlib import import_module
 
-    # Importing LangChain takes a second, and the command line does not need it. So a name is
+    # Importing LangChain takes a second, and the command line does not need it, so each name is
     # imported when it is first used. The imports above are for type checkers and editors.
-    _HOMES = {
+    _NAMES_BY_MODULE = {
         "core.decision": ("Decision",),
         "errors": ("ModelCallLimitExceededError", "QuotaWarning", "ToolCallLimitExceededError"),
         "features.budgets.estimates": ("max_usage",),
@@ -68,21 +68,21 @@ else:
         "telemetry": ("Telemetry", "hmac_label"),
         "telemetry.exposition": ("metrics_app", "start_metrics_server"),
     }
-    _HOME = {name: home for home, names in _HOMES.items() for name in names}
+    _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
     __all__ = ["__version__"]
-    __all__ += list(_HOME)
+    __all__ += list(_MODULES)
 
     def __getattr__(name: str) -> object:
-        """A public name, at its first use.
+        """Import a public name at its first use, and return its value.
 
         Raises:
             AttributeError: The package has no such name.
         """
-        if name not in _HOME:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         return value
 
     def __dir__() -> list[str]:
-        """All names, also the public ones that are not imported yet."""
+        """Return all names, including public ones that are not imported yet."""
         return sorted({*globals(), *__all__})

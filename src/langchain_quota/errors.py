@@ -1,4 +1,4 @@
-"""The exceptions and warnings. An `except` written for LangChain's limiters catches ours."""
+"""The exceptions and warnings. An `except` for LangChain's exceptions catches ours."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,8 @@ UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError
 class _CopiedError(Exception):
     """An exception that is copied and pickled with its text and its attributes."""
 
-    # By default a copy is made by `__init__` with the text alone, but `__init__` makes the text
-    # from other things.
+    # By default a copy is made by calling `__init__` with the text, but our `__init__` takes other
+    # arguments and makes the text from them.
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         return type(self).__new__, (type(self), *self.args), vars(self)
 
@@ -80,9 +80,9 @@ class ModelCallLimitExceededError(_RefusedError, model_call_limit.ModelCallLimit
 class QuotaWarning(UserWarning):
     """A limit is set up so that it does not hold as its user expects; the text says why.
 
-    It is given once, and points at the line that makes the middleware or the `GraphQuota`: in a
-    run, the stack may have no line of yours. Where warnings are errors, one about an answer that is
-    already paid is logged instead.
+    It is given once, and points at the line that creates the middleware or the `GraphQuota`,
+    because in a run the stack may have no line of yours. Where warnings are errors, a warning about
+    an answer that is already paid is logged instead.
 
     Examples:
         Fail on it, in tests:
@@ -104,11 +104,11 @@ class QuotaWarning(UserWarning):
 
 
 class QuotaStoreError(Exception):
-    """A store could not be asked, or could not answer.
+    """A store was unavailable, or could not do what was requested.
 
     Args:
         message: What happened; never with credentials.
-        timed_out: Whether it did not answer in time.
+        timed_out: Whether the store did not answer in time.
 
     Examples:
         >>> from langchain_quota import MemoryStore
@@ -128,12 +128,12 @@ class QuotaStoreError(Exception):
 class EventLoopBlockedError(QuotaStoreError):
     """A store did not answer in time, and for most of that time the event loop was blocked.
 
-    The store may work well: first look for what blocks the event loop. Raised by the async form of
-    `RedisStore` and `PostgresStore`, and counted by its name in `langchain_quota_errors_total`.
+    The store may work well, so first look for what blocks the event loop. The async methods of
+    `RedisStore` and `PostgresStore` raise it. `langchain_quota_errors_total` counts it by its name.
 
     Args:
         message: What happened; never with credentials.
-        timed_out: Whether it did not answer in time; true if this library raises the error.
+        timed_out: Whether the store did not answer in time; true if this library raises the error.
 
     Examples:
         >>> from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
@@ -147,7 +147,7 @@ class UnknownPriceError(_CopiedError, LookupError):
 
     Args:
         model: The model, by the most exact name that is known.
-        provider: Who serves it, as LangChain names it; empty if unknown.
+        provider: The provider that serves it, as LangChain names it; empty if unknown.
         reason: Why the price is not known, if it is not simply missing.
 
     Examples:

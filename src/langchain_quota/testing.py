@@ -1,4 +1,4 @@
-"""Tools for testing limits: a scripted model, the decisions made, whether a history is valid."""
+"""Tools for testing limits: a scripted model, captured decisions, a check of histories."""
 
 import json
 from collections import deque
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 ToolRequest = str | tuple[str, dict[str, Any]] | ToolCall
-"""A tool call of a script: a tool's name, its name and arguments, or LangChain's own form."""
+"""A tool call of a script: a tool's name, its name and arguments, or LangChain's `ToolCall`."""
 
 Turn = str | Sequence[ToolRequest] | AIMessage | BaseException
 """One answer of a script: a text, a batch of tool calls, a message, or an exception to raise."""
@@ -111,7 +111,7 @@ class ScriptedChatModel(BaseChatModel):
         return value
 
     def model_post_init(self, context: Any, /) -> None:
-        """Make the bounded list of requests; see pydantic's `BaseModel`."""
+        """Create the bounded list of requests; see pydantic's `BaseModel`."""
         super().model_post_init(context)
         self._calls = deque(maxlen=self.keep_calls)
 
@@ -135,9 +135,9 @@ class ScriptedChatModel(BaseChatModel):
         for chunk in _chunks(self._next(messages, options)):
             yield ChatGenerationChunk(message=chunk)
 
-    def _next(self, messages: Sequence[BaseMessage], kwargs: dict[str, Any]) -> AIMessage:
+    def _next(self, messages: Sequence[BaseMessage], options: dict[str, Any]) -> AIMessage:
         with self._lock:
-            self._calls.append(ModelCall(tuple(messages), kwargs.get("offered", ())))
+            self._calls.append(ModelCall(tuple(messages), options.get("offered", ())))
             self._position += 1
             position = self._position
         if callable(self.script):
@@ -165,7 +165,7 @@ class ScriptedChatModel(BaseChatModel):
 def captured_decisions() -> Iterator[list[Decision]]:
     """Capture the decisions made in this context, and in tasks and `asyncio.to_thread` begun in it.
 
-    They are in the list in the order in which they were made.
+    The list has them in the order in which they were made.
 
     Examples:
         >>> from langchain.agents import create_agent
@@ -191,7 +191,7 @@ def _tool_name(tool: Any) -> str:
 
 
 def _chunks(message: AIMessage) -> Iterator[AIMessageChunk]:
-    """The message in pieces: first what is not divided, then words, then the tool calls."""
+    """Yield the message in chunks: first what is not divided, then words, then the tool calls."""
     words = message.content.split(" ") if isinstance(message.content, str) else []
     whole = {"id", "name", "additional_kwargs", "response_metadata", "usage_metadata"}
     content = "" if words else message.content
@@ -200,9 +200,9 @@ def _chunks(message: AIMessage) -> Iterator[AIMessageChunk]:
         yield AIMessageChunk(content=word if index == 0 else f" {word}", id=message.id)
     calls = [
         tool_call_chunk(
-            name=each["name"], args=json.dumps(each["args"]), id=each["id"], index=index
+            name=call["name"], args=json.dumps(call["args"]), id=call["id"], index=index
         )
-        for index, each in enumerate(message.tool_calls)
+        for index, call in enumerate(message.tool_calls)
     ]
     yield AIMessageChunk(content="", id=message.id, tool_call_chunks=calls, chunk_position="last")
 
@@ -247,10 +247,10 @@ def assert_valid_history(messages: Sequence[BaseMessage]) -> None:
         Traceback (most recent call last):
         AssertionError: messages[1] (AIMessage) is empty and calls no tool: its content is ''. ...
     """
-    known: Any = messages
-    if not isinstance(known, list | tuple) or not all(isinstance(m, BaseMessage) for m in known):
+    value: object = messages
+    if not isinstance(value, list | tuple) or not all(isinstance(m, BaseMessage) for m in value):
         raise TypeError(
-            f"messages must be a list of LangChain messages, not {_brief(known)}: give "
+            f"messages must be a list of LangChain messages, not {_brief(value)}: give "
             'result["messages"], or what convert_to_messages makes'
         )
     if not messages:
@@ -260,17 +260,17 @@ def assert_valid_history(messages: Sequence[BaseMessage]) -> None:
 
 
 def _faults(messages: Sequence[BaseMessage]) -> Iterator[tuple[int, str, str]]:
-    """Where a history breaks a rule, what is wrong there, and the rule; the first one is right."""
-    caller = 0  # the newest message that is no answer
-    calls: dict[str | None, str] = {}  # the tools that it calls
+    """Yield index, fault and rule where a history breaks a rule; only the first one is reliable."""
+    caller = 0  # the index of the newest message that is no answer
+    calls: dict[str | None, str] = {}  # the names of the tools that it calls, by id
     answers: dict[str, int] = {}
     for index, message in enumerate((*messages, None)):
         if isinstance(message, ToolMessage):
             call_id = message.tool_call_id
             if call_id not in calls:
-                made = f"{_at(messages, caller)} does not make" if index else "no message makes"
+                origin = f"{_at(messages, caller)} does not make" if index else "no message makes"
                 rule = "A ToolMessage must directly follow the AIMessage that makes its call"
-                yield index, f"answers the call {_brief(call_id)}, which {made}", rule
+                yield index, f"answers the call {_brief(call_id)}, which {origin}", rule
             if call_id in answers:
                 first = _at(messages, answers[call_id])
                 rule = "Every tool call needs exactly one answer"
@@ -289,7 +289,7 @@ def _faults(messages: Sequence[BaseMessage]) -> Iterator[tuple[int, str, str]]:
 
 
 def _faults_of(message: BaseMessage) -> Iterator[tuple[str, str]]:
-    """What is wrong with a message by itself, and the rule."""
+    """Yield fault and rule where a message by itself breaks a rule."""
     ids: set[str | None] = set()
     for call in _calls(message):
         if not call["id"]:
@@ -300,8 +300,8 @@ def _faults_of(message: BaseMessage) -> Iterator[tuple[str, str]]:
             yield f"makes two calls with the id {_brief(call['id'])}", rule
         ids.add(call["id"])
     if isinstance(message, HumanMessage | AIMessage) and not ids and _is_empty(message):
-        what = " and calls no tool" if isinstance(message, AIMessage) else ""
-        fault = f"is empty{what}: its content is {_brief(message.content)}"
+        detail = " and calls no tool" if isinstance(message, AIMessage) else ""
+        fault = f"is empty{detail}: its content is {_brief(message.content)}"
         yield fault, "Some providers refuse an empty message"
 
 
@@ -312,12 +312,12 @@ def _calls(message: BaseMessage | None) -> Sequence[ToolCall | InvalidToolCall]:
 
 
 def _is_empty(message: BaseMessage) -> bool:
-    """Whether there is nothing but white space."""
+    """Return True if a message has no content but white space."""
     content = message.content
     blocks = [content] if isinstance(content, str) else content
-    texts = [each if isinstance(each, str) else each.get("text") for each in blocks]
-    others = [each for each in blocks if isinstance(each, dict) and each.get("type") != "text"]
-    return not others and not any(str(each or "").strip() for each in texts)
+    texts = [block if isinstance(block, str) else block.get("text") for block in blocks]
+    has_media = any(isinstance(block, dict) and block.get("type") != "text" for block in blocks)
+    return not has_media and not any(str(text or "").strip() for text in texts)
 
 
 def _at(messages: Sequence[BaseMessage], index: int) -> str:

@@ -19,11 +19,11 @@ _EXTRAS = ("demo", "top")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command with these arguments, by default those of the process; the exit code."""
+    """Run a command, by default with the process's arguments, and return the exit code."""
     arguments = parser().parse_args(argv)
     command: str = arguments.command
     try:
-        # Imported when it is needed, since its extra may be missing.
+        # Import the command only now, because its extra may be missing.
         return int(import_module(f"langchain_quota.cli.{command}").run(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = f'pip install "langchain-quota[{command}]"'
         complain(command, f"needs the package {missing}: {remedy}")
     except OSError as error:
-        # The reader of the output is gone, or the disk is full: the interpreter's last flush must
+        # The reader of the output is gone, or the disk is full. The interpreter's last flush must
         # not fail as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):

@@ -34,20 +34,22 @@ _URL = re.compile(r"https?://[!$%&()*+,./0-9:;=A-Z\[\]_a-z~-]+")
 
 
 def parser() -> ArgumentParser:
-    """The parser of the command line."""
-    made = ArgumentParser(
+    """Return the parser of the command line."""
+    command_line = ArgumentParser(
         prog="langchain-quota",
         description="Limits for LangChain agents: try, monitor and manage them.",
     )
-    made.add_argument("--version", action="version", version=f"langchain-quota {__version__}")
-    commands = made.add_subparsers(dest="command", required=True)
+    command_line.add_argument(
+        "--version", action="version", version=f"langchain-quota {__version__}"
+    )
+    commands = command_line.add_subparsers(dest="command", required=True)
     add = commands.add_parser
     _add_demo(add("demo", help="watch agents reach their limits"))
     text = "write dashboards, alert rules and an example for Alertmanager"
     _add_export(add("export", help=text))
     _add_quotas(add("quotas", help="see what is used of shared quotas, reset it, grant more"))
     _add_top(add("top", help="watch who is near a limit, and who is refused"))
-    return made
+    return command_line
 
 
 def _add_demo(demo: ArgumentParser) -> None:
@@ -62,7 +64,7 @@ def _add_demo(demo: ArgumentParser) -> None:
 
 
 def _add_export(export: ArgumentParser) -> None:
-    """Add to each subcommand only the options that apply to it; what is not given has no value."""
+    """Add to each subcommand only the options that apply to it; a missing option has no value."""
     options: Any = {"add_help": False, "argument_default": SUPPRESS}
     files = ArgumentParser(**options)
     text = "the directory to write to"
@@ -141,28 +143,28 @@ def _add_top(top: ArgumentParser) -> None:
 
 
 def _user() -> str:
-    """The system's name of the user; empty if there is none."""
+    """Return the system's name of the user; empty if there is none."""
     with suppress(ImportError, KeyError, OSError):
         return getuser()
     return ""
 
 
-def _number(kind: type[int | float], least: float, most: float) -> Callable[[str], float]:
+def _number(kind: type[int | float], minimum: float, maximum: float) -> Callable[[str], float]:
     def number(text: str) -> float:
         with suppress(ValueError):
-            if least <= kind(text) <= most:
+            if minimum <= kind(text) <= maximum:
                 return kind(text)
-        what = "a whole number" if kind is int else "a number"
-        raise ArgumentTypeError(f"must be {what} from {least} to {most}, not {text!r}")
+        kind_name = "a whole number" if kind is int else "a number"
+        raise ArgumentTypeError(f"must be {kind_name} from {minimum} to {maximum}, not {text!r}")
 
     return number
 
 
 def _duration(text: str) -> timedelta:
-    given = duration(text)
-    if given is None:
+    time = duration(text)
+    if time is None:
         raise ArgumentTypeError(f"must be a time such as 30m, 12h, 1d or 2w, not {text!r}")
-    return given
+    return time
 
 
 def _address(text: str) -> str:
@@ -171,7 +173,7 @@ def _address(text: str) -> str:
 
 
 def _selector(text: str) -> str:
-    """A selector: matchers, as PromQL has them between braces."""
+    """Check a selector: matchers, as PromQL has them between braces."""
     end = -1
     while end < len(text):
         matcher = _MATCHER.match(text, end + 1)
@@ -188,7 +190,7 @@ def _selector(text: str) -> str:
 
 
 def _url(text: str) -> str:
-    """An address that links begin with."""
+    """Check an address with which links begin."""
     with suppress(ValueError):  # a port that is no number, a broken IPv6 address
         parts = urlsplit(text)
         if _URL.fullmatch(text) and parts.hostname and parts.port != 0:

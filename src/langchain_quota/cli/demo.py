@@ -1,4 +1,4 @@
-"""The demo: agents on several threads, a table of what they use, and what /metrics says."""
+"""The demo: agents on several threads, a table of their use, and some lines of /metrics."""
 
 import asyncio
 import logging
@@ -86,21 +86,21 @@ _SCRIPT: dict[str, Sequence[Sequence[_Request]]] = {
 }
 """The calls that the scripted model asks for, answer by answer."""
 
-_SHOWN_METRICS = (
+_PRINTED_SERIES = (
     f'{names.CALLS.name}{{decision="allowed",kind="tool",tool="search"}}',
     f'{names.CALLS.name}{{decision="blocked",kind="tool",tool="search"}}',
     f'{names.SPENT["tokens"].name}{{limit="{TOKENS.name}",',
     f'{names.RUNS_ENDED.name}{{limit="{TOKENS.name}"}}',
     f'{names.THREAD_USED["calls"].name}{{limit="{MODEL.name}",thread_id="customer-1"}}',
 )
-"""How the series begin that are shown, without the agent's label: so they fit 80 columns."""
+"""The beginnings of the series to print, without the agent's label, to fit 80 columns."""
 
 
 def run(options: Namespace) -> int:
-    """Run the demo to its end, or with `serve` until Ctrl-C after its end; the exit code."""
+    """Run the demo, with `serve` until Ctrl-C after its end, and return the exit code."""
     code = 0
     with ExitStack() as stack:
-        # What the limits do is in the table already.
+        # Hide the log lines, because the table shows what the limits do.
         logger = logging.getLogger("langchain_quota")
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
@@ -114,19 +114,19 @@ def run(options: Namespace) -> int:
         heading = f"{options.threads} threads for {options.seconds} s, Ctrl-C ends them; "
         heading += f"metrics: {server.url}"
         say(heading)
-        # Without a terminal no colors, even where the environment forces them.
+        # Print no colors without a terminal, even if the environment forces them.
         console = Console(force_terminal=sys.stdout.isatty())
 
-        def drawn() -> Group:
+        def draw() -> Group:
             rows = traffic.rows()
-            # What happened last, where there is room below the heading, the table and a space.
+            # Show the newest events in the room below the heading, the table and a space.
             newest = list(traffic.events)[-max(1, console.height - len(rows) - 3) :]
             lines = Text("\n".join(["", *newest]), no_wrap=True, overflow="ellipsis")
             return Group(Text(heading, no_wrap=True), table(rows), lines)
 
-        # A screen of its own is not torn by keys.
-        screen = Live(get_renderable=drawn, console=console, screen=True, refresh_per_second=5)
-        # As Ctrl-C: the user's own screen must come back.
+        # Use a separate screen, because keys do not disturb it.
+        screen = Live(get_renderable=draw, console=console, screen=True, refresh_per_second=5)
+        # End like after Ctrl-C, because the user's own screen must come back.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         redraws = console.is_terminal and not console.is_dumb_terminal
         try:
@@ -144,12 +144,12 @@ def run(options: Namespace) -> int:
 
 
 def _summarize(traffic: "Traffic", url: str, *, serves: bool) -> None:
-    """Say what happened, and what to do next, in the lines of a small terminal."""
+    """Print what happened, and what to do next, in the lines of a small terminal."""
     say(f'\nSome of {url}, all with agent="{AGENT}":')
     samples = generate_latest().decode().replace(f'agent="{AGENT}",', "").splitlines()
-    for shown in _SHOWN_METRICS:
-        for series in [each for each in samples if each.startswith(shown)][:1]:
-            say(f"  {series.removesuffix('.0')}")
+    for beginning in _PRINTED_SERIES:
+        for sample in [sample for sample in samples if sample.startswith(beginning)][:1]:
+            say(f"  {sample.removesuffix('.0')}")
     say()
     worst = max(traffic.rows(), key=lambda row: row.blocked)
     say(f"Calls over its limits that {worst.thread} asked for: {worst.blocked}; none ran.")
@@ -181,7 +181,7 @@ def convert(amount: float) -> str:
 
 @dataclass
 class Row:
-    """A thread: its use and its number of each limit, and how many calls were refused."""
+    """A thread, with its use and the threshold of each limit, and the number of blocked calls."""
 
     thread: str
     uses: Sequence[tuple[int, int]] = ()
@@ -189,15 +189,15 @@ class Row:
 
 
 class Traffic:
-    """The conversations: each on its own thread, all at once, with a scripted model."""
+    """The conversations: concurrent, each on its own thread, with a scripted model."""
 
     def __init__(self, threads: int, seconds: float) -> None:
         self._seconds = seconds
         self.events: deque[str] = deque(maxlen=1_000)
-        """What happened, the newest last."""
+        """The events, the newest last."""
         self._tracer = trace.get_tracer("langchain_quota.demo")
-        named = (f"customer-{number}" for number in range(1, threads + 1))
-        self._rows = {thread: Row(thread) for thread in named}
+        names_of_threads = (f"customer-{number}" for number in range(1, threads + 1))
+        self._rows = {thread: Row(thread) for thread in names_of_threads}
         self._store = MemoryStore()
         # The more threads, the more searches run at the same time.
         concurrency = ConcurrencyLimit(
@@ -206,7 +206,7 @@ class Traffic:
         self._quota = QuotaMiddleware(
             [*LIMITS, concurrency, RepeatLimit(3)],
             store=self._store,
-            on_decision=self._take,
+            on_decision=self._count_decision,
             telemetry=Telemetry(near=NEAR),
         )
         self._agent: Any = create_agent(
@@ -219,7 +219,7 @@ class Traffic:
         )
 
     def rows(self) -> list[Row]:
-        """The threads as they are now."""
+        """Return the threads with their use at this moment."""
         for row in self._rows.values():
             row.uses = [self._use(row.thread, limit) for limit in LIMITS]
         return [*self._rows.values()]
@@ -227,14 +227,14 @@ class Traffic:
     async def run(self, screen: AbstractContextManager[Any]) -> None:
         """Hold the conversations, while a screen shows them."""
         conversations = map(self._converse, self._rows, count())
-        held = asyncio.gather(asyncio.sleep(self._seconds), *conversations)
+        running = asyncio.gather(asyncio.sleep(self._seconds), *conversations)
         with screen:
-            await held
+            await running
 
     async def _converse(self, thread: str, number: int) -> None:
         config: RunnableConfig = {"configurable": {"thread_id": thread}}
         turn_seconds = self._seconds / _TURNS
-        # Customers do not all begin at the same moment.
+        # Customers begin at different times.
         begin = time.monotonic() + turn_seconds / 2 * number / len(self._rows)
         for turn, question in enumerate(_CUSTOMERS[number % len(_CUSTOMERS)]):
             await asyncio.sleep(begin + turn * turn_seconds - time.monotonic())
@@ -242,54 +242,58 @@ class Traffic:
             with self._tracer.start_as_current_span("conversation turn", attributes=attributes):
                 await self._agent.ainvoke({"messages": [HumanMessage(question)]}, config)
 
-    def _take(self, decision: Decision) -> None:
+    def _count_decision(self, decision: Decision) -> None:
         row = self._rows[str(decision.call.thread_id)]
         row.blocked += decision.outcome is Outcome.BLOCKED
         for status in decision.limits:
             if status.refused:
-                called = decision.call.tool or "the model"
-                by = f"{_title(status.limit)} ({status.refusal_scope})"
-                self.events.append(f"{row.thread} may not call {called}: {by}")
+                callee = decision.call.tool or "the model"
+                reason = f"{_title(status.limit)} ({status.refusal_scope})"
+                self.events.append(f"{row.thread} may not call {callee}: {reason}")
 
     def _use(self, thread: str, limit: Limit) -> tuple[int, int]:
-        """How much is used of how much."""
-        [use] = self._store.peek([str(CountKey(limit.counter, THREAD, thread))])
-        most: Any = limit.thread_limit
-        return use.used if use else 0, most
+        """Return how much the thread has used of a limit, and the limit's threshold."""
+        [usage] = self._store.peek([str(CountKey(limit.counter, THREAD, thread))])
+        threshold: Any = limit.thread_limit
+        return usage.used if usage else 0, threshold
 
 
 def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:
-    """The scripted model's answer, which depends on the messages alone."""
-    asked = max(index for index, each in enumerate(messages) if isinstance(each, HumanMessage))
-    answers = sum(isinstance(each, AIMessage) for each in messages[asked:])
-    batches = _SCRIPT[str(messages[asked].content)]
+    """Return the scripted model's answer, which depends on the messages alone."""
+    last = max(i for i, message in enumerate(messages) if isinstance(message, HumanMessage))
+    answers = sum(isinstance(message, AIMessage) for message in messages[last:])
+    batches = _SCRIPT[str(messages[last].content)]
     calls = batches[answers] if answers < len(batches) else ()
     # As with real models, the input of a call is the whole history.
-    given, made = 120 + 22 * len(messages), 20 + 25 * len(calls)
+    input_tokens, output_tokens = 120 + 22 * len(messages), 20 + 25 * len(calls)
     return AIMessage(
         "" if calls else "That is all that I found.",
         tool_calls=[ToolCall(name=name, args=args, id=f"call_{uuid4()}") for name, args in calls],
         response_metadata={"model_name": "scripted"},
-        usage_metadata={"input_tokens": given, "output_tokens": made, "total_tokens": given + made},
+        usage_metadata={
+            "input_tokens": input_tokens,
+            "output_tokens": output_tokens,
+            "total_tokens": input_tokens + output_tokens,
+        },
     )
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The threads as a table; names are shown as they are, never read as markup."""
-    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True)
-    shown.add_column("thread", no_wrap=True)
+    """Return the threads as a table, with names that are never read as markup."""
+    result = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True)
+    result.add_column("thread", no_wrap=True)
     for limit in LIMITS:
-        shown.add_column(_title(limit.name), no_wrap=True)
-        shown.add_column(ratio=1)
-    shown.add_column("blocked", justify="right", no_wrap=True)
+        result.add_column(_title(limit.name), no_wrap=True)
+        result.add_column(ratio=1)
+    result.add_column("blocked", justify="right", no_wrap=True)
     for row in rows:
         cells: list[RenderableType] = [Text(row.thread)]
-        for used, most in row.uses:
+        for used, threshold in row.uses:
             # Only the bar has a color, so that the numbers can be read anywhere.
-            cells.append(Text(f"{compact(used)}/{compact(most)}"))
-            cells.append(gauge(used, most, STYLES[level(used, most, NEAR)]))
-        shown.add_row(*cells, Text(str(row.blocked), "red" if row.blocked else ""))
-    return shown
+            cells.append(Text(f"{compact(used)}/{compact(threshold)}"))
+            cells.append(gauge(used, threshold, STYLES[level(used, threshold, NEAR)]))
+        result.add_row(*cells, Text(str(row.blocked), "red" if row.blocked else ""))
+    return result
 
 
 def _title(limit: str) -> str:

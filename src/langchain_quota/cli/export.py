@@ -8,7 +8,7 @@ from pathlib import Path
 from langchain_quota.cli.printing import CommandError, say
 from langchain_quota.monitoring import exports
 
-_MADE_BY: dict[str, Callable[..., dict[str, str]]] = {
+_EXPORTS: dict[str, Callable[..., dict[str, str]]] = {
     "grafana": exports.dashboards,
     "prometheus": exports.rules,
     "kubernetes": exports.kubernetes,
@@ -19,19 +19,20 @@ _MADE_BY: dict[str, Callable[..., dict[str, str]]] = {
 def run(arguments: Namespace) -> int:
     """Write all files, or none if one of them may not be written, and print their names."""
     options = vars(arguments)
-    _, what, directory, force = (options.pop(each) for each in ("command", "what", "to", "force"))
-    made = _MADE_BY[what](**options)
-    paths: dict[Path, str] = {directory / name: text for name, text in made.items()}
+    names = ("command", "what", "to", "force")
+    _, target, directory, force = (options.pop(name) for name in names)
+    files = _EXPORTS[target](**options)
+    paths: dict[Path, str] = {directory / name: text for name, text in files.items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        taken = [path for path in paths if os.path.lexists(path)]
-        if taken and not force:
-            names = ", ".join(path.name for path in taken)
-            raise CommandError(f"{str(directory)!r} has {names}; --force overwrites")
-        for path in filter(Path.is_dir, taken):
+        existing = [path for path in paths if os.path.lexists(path)]
+        if existing and not force:
+            text = ", ".join(path.name for path in existing)
+            raise CommandError(f"{str(directory)!r} has {text}; --force overwrites")
+        for path in filter(Path.is_dir, existing):
             raise CommandError(f"cannot overwrite {str(path)!r}: it is a directory")
         for path, text in paths.items():
-            # What a link leads to is left alone: the file takes the link's place.
+            # Replace a link, so that the file to which it leads stays as it is.
             path.unlink(missing_ok=True)
             path.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
@@ -40,6 +41,6 @@ def run(arguments: Namespace) -> int:
         raise CommandError(fault) from error
     for path in paths:
         say(str(path))
-    if what in {"prometheus", "kubernetes"} and "grafana_url" not in options:
+    if target in {"prometheus", "kubernetes"} and "grafana_url" not in options:
         say(f"dashboard_url of the alerts leads to {exports.GRAFANA_URL}: set --grafana-url")
     return 0

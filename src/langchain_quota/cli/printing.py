@@ -1,20 +1,20 @@
-"""What the commands have in common: how they fail, and what they print."""
+"""The output and the errors of all commands."""
 
 import sys
 from collections.abc import Collection, Sequence
 
 
 class CommandError(Exception):
-    """A command cannot do what was asked; the message says why, in one line."""
+    """A command cannot do its work; the message says why, in one line."""
 
 
 def printable(text: str) -> str:
-    """The text without characters that could move the cursor or forge a line: they are escaped."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    """Return the text with characters escaped that could move the cursor or forge a line."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def one_line(error: Exception) -> str:
-    """An error's text on one line, without characters that could move the cursor."""
+    """Return an error's text on one line, without characters that could move the cursor."""
     return printable(" ".join(str(error).split()))
 
 
@@ -32,7 +32,7 @@ def complain(command: str, text: str) -> None:
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str]
 ) -> list[str]:
-    """The lines of a table; the columns with the headings in `right` are aligned to the right."""
+    """Return the lines of a table; columns with a heading in `right` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     aligns = [str.rjust if heading in right else str.ljust for heading in headings]
     lines = []

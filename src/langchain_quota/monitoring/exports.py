@@ -1,6 +1,6 @@
-"""The dashboards, the rules, a route for Alertmanager and a base for kustomize, as exported.
+"""The exported files: dashboards, rules, a route for Alertmanager and a base for kustomize.
 
-They are data files that work unchanged: for all jobs, with links to a Grafana on the same machine.
+The data files work unchanged, for all jobs and with links to a Grafana on the same machine.
 """
 
 import json
@@ -12,36 +12,36 @@ from pathlib import Path
 from typing import Any
 
 GRAFANA_URL = "http://localhost:3000"
-"""Where links to dashboards lead in the data: only the user knows where Grafana is."""
+"""The address of links to dashboards in the data, as only the user knows where Grafana is."""
 
 RUNBOOKS = "https://github.com/langchain-quota/langchain-quota/blob/main/docs/runbooks"
-"""Where links to runbooks lead in the data; a page there is named as its alert, and ends in .md."""
+"""The address of links to runbooks in the data; the name of a page is its alert's, and `.md`."""
 
 RULES = "langchain-quota-rules.yaml"
 """The name of the exported rules."""
 
 _DATA = resources.files(__package__)
 _PER_THREAD = "# Only with --per-thread-alerts"
-"""The rules after this comment are about single threads."""
+"""The comment after which the rules are about single threads."""
 
 _ALERT_OF_ROW = re.escape("${__data.fields.alertname:percentencode}")
-# The places to fill in: a metric, with the brace of its matchers if it has any; the beginning of a
-# link to a dashboard; a link to a runbook. A name after a colon is part of a recorded series, which
-# is not changed.
-_PLACE = re.compile(
+# The pattern finds what is replaced: a metric, with the brace of its matchers if it has any; the
+# beginning of a link to a dashboard; a link to a runbook. A name after a colon is not replaced,
+# because it is part of a recorded series.
+_PLACEHOLDER = re.compile(
     r"(?<!:)(?:langchain_quota_\w+|scrape_duration_seconds)\{?"
     rf"|{re.escape(GRAFANA_URL)}|{re.escape(RUNBOOKS)}/(?P<runbook>\w+|{_ALERT_OF_ROW})\.md"
 )
 
 
 def dashboards(*, selector: str = "", runbooks: str | None = None) -> dict[str, str]:
-    """The dashboards' JSON, by the names of their files."""
-    # In the package, or in the source tree that it runs from.
-    carried = _DATA / "dashboards"
-    boards = carried if carried.is_dir() else Path(__file__).parents[3] / "dashboards" / "grafana"
+    """Return the dashboards' JSON, by the names of their files."""
+    # A built package has the dashboards in it; in the source tree they are beside it.
+    packaged = _DATA / "dashboards"
+    boards = packaged if packaged.is_dir() else Path(__file__).parents[3] / "dashboards" / "grafana"
     files = [file for file in boards.iterdir() if file.name.endswith(".json")]
-    matchers, pages = _in_json(selector), _in_json(runbooks or "")
-    texts = {file.name: _filled(_read(file), selector=matchers, runbooks=pages) for file in files}
+    matchers, pages = _escape_json(selector), _escape_json(runbooks or "")
+    texts = {file.name: _fill(_read(file), selector=matchers, runbooks=pages) for file in files}
     return dict(sorted(texts.items()))
 
 
@@ -52,22 +52,22 @@ def rules(
     runbooks: str | None = None,
     per_thread: bool = False,
 ) -> dict[str, str]:
-    """The recording and alert rules, by the name of their file."""
+    """Return the recording and alert rules, by the name of their file."""
     text = _read(_DATA / "rules.yaml")
     if not per_thread:
         text = text[: text.index(_PER_THREAD)].rstrip() + "\n"
-    return {RULES: _filled(text, selector=selector, grafana_url=grafana_url, runbooks=runbooks)}
+    return {RULES: _fill(text, selector=selector, grafana_url=grafana_url, runbooks=runbooks)}
 
 
 def alertmanager() -> dict[str, str]:
-    """The part of Alertmanager's configuration about the alerts, by the name of its file."""
+    """Return the part of Alertmanager's configuration about the alerts, by its file's name."""
     return {"langchain-quota-route.yaml": _read(_DATA / "route.yaml")}
 
 
 def kubernetes(
     *, selector: str = "", runbooks: str | None = None, **options: Any
 ) -> dict[str, str]:
-    """A base for kustomize, by the names of its files: what scrapes agents, rules, dashboards."""
+    """Return a base for kustomize: scraping, rules and dashboards, by the names of its files."""
     [groups] = rules(selector=selector, runbooks=runbooks, **options).values()
     rules_object = _read(_DATA / "prometheusrule.yaml") + textwrap.indent(groups, "  ")
     objects = {
@@ -86,25 +86,23 @@ def _read(file: Traversable) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def _in_json(given: str) -> str:
-    """The user's text in the form that it has within a string of JSON."""
-    return json.dumps(given, ensure_ascii=False)[1:-1]
+def _escape_json(text: str) -> str:
+    """Return the user's text escaped for use within a string of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _filled(
-    text: str, *, selector: str, grafana_url: str = GRAFANA_URL, runbooks: str | None
-) -> str:
-    """The text with the user's matchers and addresses; one pass never changes the user's text."""
-    grafana, own_pages = grafana_url.rstrip("/"), (runbooks or "").rstrip("/")
+def _fill(text: str, *, selector: str, grafana_url: str = GRAFANA_URL, runbooks: str | None) -> str:
+    """Insert the user's matchers and addresses, in one pass that never changes inserted text."""
+    grafana, pages = grafana_url.rstrip("/"), (runbooks or "").rstrip("/")
 
-    def put(place: re.Match[str]) -> str:
-        found = place[0]
-        if found == GRAFANA_URL:
+    def replace(match: re.Match[str]) -> str:
+        text = match[0]
+        if text == GRAFANA_URL:
             return grafana
-        if place["runbook"]:
-            return f"{own_pages}/{place['runbook']}" if own_pages else found
+        if match["runbook"]:
+            return f"{pages}/{match['runbook']}" if pages else text
         if not selector:
-            return found
-        return f"{found}{selector}," if found.endswith("{") else f"{found}{{{selector}}}"
+            return text
+        return f"{text}{selector}," if text.endswith("{") else f"{text}{{{selector}}}"
 
-    return _PLACE.sub(put, text)
+    return _PLACEHOLDER.sub(replace, text)
