@@ -21,7 +21,7 @@ class _CopiedError(Exception):
         return type(self).__new__, (type(self), *self.args), vars(self)
 
 
-class _RefusedError(_CopiedError):
+class _LimitError(_CopiedError):
     def __init__(
         self,
         *counts: Any,
@@ -35,15 +35,15 @@ class _RefusedError(_CopiedError):
         self.decision = decision
 
 
-class ToolCallLimitExceededError(_RefusedError, tool_call_limit.ToolCallLimitExceededError):
+class ToolCallLimitExceededError(_LimitError, tool_call_limit.ToolCallLimitExceededError):
     """A tool call limit with `exit_behavior="error"` refused a call.
 
     A subclass of LangChain's exception of the same name, with its arguments and its text, or that
     of `message`.
 
     Attributes:
-        thread_count: The thread's count, in calls, as if the refused calls had run.
-        run_count: The run's count, in calls, as if the refused calls had run.
+        thread_count: The thread's count, in calls, as if the blocked calls had run.
+        run_count: The run's count, in calls, as if the blocked calls had run.
         thread_limit: The thread's limit, in calls; `None` for none.
         run_limit: The run's limit, in calls; `None` for none.
         tool_name: The limited tool, or tools; `None` for all tools.
@@ -56,7 +56,7 @@ class ToolCallLimitExceededError(_RefusedError, tool_call_limit.ToolCallLimitExc
     """
 
 
-class ModelCallLimitExceededError(_RefusedError, model_call_limit.ModelCallLimitExceededError):
+class ModelCallLimitExceededError(_LimitError, model_call_limit.ModelCallLimitExceededError):
     """A model call limit or a budget with `exit_behavior="error"` refused a model call.
 
     A subclass of LangChain's exception of the same name, with its arguments and its text, or that
@@ -64,8 +64,8 @@ class ModelCallLimitExceededError(_RefusedError, model_call_limit.ModelCallLimit
     milliseconds.
 
     Attributes:
-        thread_count: The thread's count, in the limit's unit, before the refused call.
-        run_count: The run's count, in the limit's unit, before the refused call.
+        thread_count: The thread's count, in the limit's unit, before the blocked call.
+        run_count: The run's count, in the limit's unit, before the blocked call.
         thread_limit: The thread's limit, in its unit; `None` for none.
         run_limit: The run's limit, in its unit; `None` for none.
         decision: The refusal; `None` for an exception that no middleware raised.

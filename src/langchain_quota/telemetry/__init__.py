@@ -56,7 +56,7 @@ class Telemetry:
             from 0; further ones are labelled `_other`.
         max_agents: The most names of agents that are labels, from 0; further ones are labelled
             `_other`. Logs and spans have every agent's own name.
-        count_unchecked_calls: Whether to count model and tool calls that no limit judges, in runs
+        count_unchecked_calls: Whether to count model and tool calls that no limit checks, in runs
             in which an agent with this `Telemetry` has limits. They are counted in
             `langchain_quota_unchecked_calls_total`, with one log line for each kind of call. Meant
             for staging: once a middleware has such a `Telemetry`, every run of the process takes a

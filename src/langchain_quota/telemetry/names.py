@@ -71,19 +71,19 @@ _of_table = partial(_metric, is_of_table=True)
 CALLS = _counter(
     "calls_total",
     "agent kind tool decision",
-    "Calls that limits judged, by decision. Every middleware that judges a call counts it.",
+    "Calls that limits checked, by decision. Every middleware that checks a call counts it.",
     together=("allowed", "blocked", "skipped", "would_block"),
 )
 LIMIT_DECISIONS = _counter(
     "limit_decisions_total",
     "agent limit scope decision",
-    "Calls that a limit judged, by its decision. Its count grows by allowed minus refunded.",
+    "Calls that a limit checked, by its decision. Its count grows by allowed minus refunded.",
     together=("allowed", "refunded"),
 )
 CROSSINGS = _counter(
     "crossings_total",
     "agent limit scope level",
-    "Calls after which a count is near its limit, or has used it up.",
+    "Calls after which a count is near its limit, or has exhausted it.",
     together=("near", "exhausted"),
 )
 LIMIT = _metric(
@@ -100,7 +100,7 @@ LIMIT_NEAR = _metric(
 UNCHECKED_CALLS = _counter(
     "unchecked_calls_total",
     "agent kind",
-    "Model and tool calls in runs with limits that no limit judged. Counted only with "
+    "Model and tool calls in runs with limits that no limit checked. Counted only with "
     "count_unchecked_calls=True.",
 )
 SPENT = _spent("spent_total", "agent limit model", "What model runs have spent of a limit")
@@ -119,7 +119,7 @@ GRANTED = _counter(
     "granted_total",
     "agent limit scope unit",
     "What was granted on top of a limit, in the unit of the label: calls, tokens, dollars or "
-    "seconds. The first process that judges a call with a grant of a store counts it.",
+    "seconds. The first process that checks a call with a grant of a store counts it.",
 )
 QUESTIONS = _counter(
     "questions_total",
@@ -139,7 +139,7 @@ RUNS = _counter("runs_total", "agent", "Runs that have begun.")
 RUNS_ENDED = _counter(
     "runs_ended_total",
     "agent limit",
-    "Runs that a used-up limit has ended. Those that end with a last answer do not count.",
+    "Runs that an exhausted limit has ended. Those that end with a last answer do not count.",
 )
 LONG_CALLS = _counter(
     "long_tool_calls_total",
@@ -150,15 +150,15 @@ LONG_CALLS = _counter(
 DECISION_SECONDS = _histogram(
     "decision_seconds",
     "kind counts",
-    "How long it took to judge the calls of a step.",
+    "How long it took to check the calls of a step.",
     together=("state", "store"),
     buckets=DECISION_BUCKETS,
 )
 WAIT_SECONDS = _histogram(
     "wait_seconds",
     "agent limit decision",
-    "How long calls waited: for other calls to end, under a limit of calls at once, or for room in "
-    "a quota, under a limit with wait. Calls that did not wait are in the first bucket.",
+    "How long calls waited: for other calls to end, under a concurrency limit, or for room in a "
+    "quota, under a limit with wait. Calls that did not wait are in the first bucket.",
     together=("allowed", "blocked", "would_block", "cancelled"),
     buckets=WAIT_BUCKETS,
 )
@@ -184,7 +184,7 @@ THREAD_SPENT = _spent(
 THREAD_BLOCKED = _of_table(
     "thread_blocked_total",
     "agent limit thread_id",
-    "Calls refused on a thread by a limit, at any scope. Begins with the first refusal.",
+    "Calls that a limit refused on a thread, at any scope. Begins with the first refusal.",
     kind="counter",
 )
 THREAD_TIMES = _of_table(
@@ -208,7 +208,7 @@ SUBJECT_LIMIT = _amounts(
 SUBJECT_BLOCKED = _of_table(
     "subject_blocked_total",
     "agent limit scope subject",
-    "Calls refused to a subject by a quota. Begins with the first refusal.",
+    "Calls that a quota refused to a subject. Begins with the first refusal.",
     kind="counter",
 )
 SUBJECT_TIMES = _of_table(
@@ -226,7 +226,7 @@ STORE_SECONDS = _histogram(
 STORE_FALLBACKS = _counter(
     "store_fallbacks_total",
     "agent action",
-    "Calls that were judged without the shared store, because it did not answer.",
+    "Calls that were checked without the shared store, because it was unavailable.",
     together=("block", "allow"),
 )
 ERRORS = _counter(
