@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Self
+from typing import Self
 
 from langchain_quota.core.decision import Decision
 from langchain_quota.runtime.arguments import is_async, validate_function
@@ -43,11 +43,11 @@ class Observers:
         record = record or TaskRecord()
         pairs = [(decision, observer) for decision in decisions for observer in self._observers]
         for decision, observer in pairs[record.notified :]:
-            result: Any = None
+            result: object = None
             try:
                 result = observer(decision)
                 if mode and inspect.isawaitable(result):
-                    result = await result
+                    await result
             except Exception as error:
                 self._recorder.record_error("observer", error)
             record.notified += 1

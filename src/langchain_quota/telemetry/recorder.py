@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Self
+from typing import ParamSpec, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
@@ -49,6 +49,9 @@ _MAX_MODELS = 100
 
 _MAX_FIRST_LINES = 1000
 """Maximum of lines that are logged once for each agent; metrics count all events."""
+
+_Event = ParamSpec("_Event")
+_Result = TypeVar("_Result")
 
 _captures: ContextVar[tuple[list[Decision], ...]] = ContextVar("captures", default=())
 
@@ -142,13 +145,19 @@ class Instruments:
         self.logged: defaultdict[object, set[tuple[object, ...]]] = defaultdict(set)
         registry.register(self.usage)
 
-    def guard(self, component: str, sink: Callable[..., Any], *event: Any) -> Any:
+    def guard(
+        self,
+        component: str,
+        sink: Callable[_Event, _Result],
+        *event: _Event.args,
+        **options: _Event.kwargs,
+    ) -> _Result | None:
         """Call a component's sink with an event, and return its result, or `None` if it failed.
 
         A failure is counted, and does not reach the agent.
         """
         try:
-            return sink(*event)
+            return sink(*event, **options)
         # A cancellation or an interrupt is no `Exception`, so it reaches the agent.
         except Exception as error:
             self.failed(component, error)
@@ -188,8 +197,7 @@ class Instruments:
         if make is None:
             return None
         argument = "subject_label"
-        result: str | None = self.guard(argument, custom_label, make, subject, argument)
-        return result
+        return self.guard(argument, custom_label, make, subject, argument)
 
 
 _instruments: WeakKeyDictionary[CollectorRegistry, Instruments] = WeakKeyDictionary()
@@ -430,16 +438,20 @@ class Recorder:
         """Add a duration to a histogram."""
         self._guard("metrics", self._metrics.observe, spec, seconds, *labels)
 
-    def log(self, line: Callable[..., None], *event: object) -> None:
+    def log(
+        self, line: Callable[_Event, None], *event: _Event.args, **options: _Event.kwargs
+    ) -> None:
         """Write a line to the log."""
-        self._guard("observer", line, *event)
+        self._guard("observer", line, *event, **options)
 
-    def log_first(self, line: Callable[..., None], *event: object) -> None:
+    def log_first(
+        self, line: Callable[_Event, None], *event: _Event.args, **options: _Event.kwargs
+    ) -> None:
         """Write a line to the log once for each event, and at most 1,000 times."""
         logged = self._shared.logged[line]
         if event not in logged and len(logged) < _MAX_FIRST_LINES:
             logged.add(event)
-            self.log(line, *event)
+            self.log(line, *event, **options)
 
     def _dispatch(
         self, event: DecisionEvent, sinks: Sequence[tuple[str, Callable[[DecisionEvent], None]]]
