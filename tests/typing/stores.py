@@ -19,6 +19,7 @@ from langchain_quota import (
 )
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, admit
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
+from langchain_quota.runtime.sync_async import Mode, call_variant
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.grants import Grant
 
@@ -110,3 +111,11 @@ PostgresStore()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 PostgresStore(5432)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 RedisStore(6379)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 RedisStore("redis://127.0.0.1/0", "mine")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
+async def misspelt(mode: Mode, store: QuotaStore, sent: AcquireRequest) -> None:
+    """Both variants of a method are passed as functions: what does not fit is found."""
+    assert_type(await call_variant(mode, store.acquire, store.aacquire, sent), AcquireResult)
+    await call_variant(mode, store.acquire, store.aaquire, sent)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    await call_variant(mode, store.apeek, store.peek, [])  # type: ignore[arg-type, unused-coroutine]  # pyright: ignore[reportArgumentType]
+    await call_variant(mode, store.peek, store.apeek, sent)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

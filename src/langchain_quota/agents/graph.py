@@ -31,7 +31,7 @@ from langchain_quota.middleware.history import answer_of_blocked, pending_calls,
 from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run, watch_root_runs
 from langchain_quota.middleware.state import LEDGER, Ledger, merge_ledgers
 from langchain_quota.runtime.arguments import UserLine
-from langchain_quota.runtime.sync_async import Mode, as_async, ask, run_sync, sync_and_async
+from langchain_quota.runtime.sync_async import Mode, as_async, call_variant, run_sync
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.stores.memory import MemoryStore
 
@@ -312,14 +312,19 @@ class _LimitedTools(ToolNode):
         with _running_as(self._limits.agent, config) as named:
             # The node itself says which calls it is to make.
             _calling.set(see)
-            given = await ask(mode, super(), "invoke", input, named, **more)
+            variants = super().invoke, super().ainvoke
+            given = await call_variant(mode, *variants, input, named, **more)
             if asked:
                 state, refused = await self._limits.refused(mode, asked, self._key)
                 _calling.set(make)
-                given = await ask(mode, super(), "invoke", input, named, **more)
+                given = await call_variant(mode, *variants, input, named, **more)
             return given
 
-    invoke, ainvoke = sync_and_async(_answered)
+    def invoke(self, *args: Any, **more: Any) -> Any:
+        return run_sync(self._answered("", *args, **more))
+
+    async def ainvoke(self, *args: Any, **more: Any) -> Any:
+        return await self._answered("a", *args, **more)
 
 
 class _LimitedModel(BaseChatModel):
@@ -356,12 +361,14 @@ class _LimitedModel(BaseChatModel):
         found: list[Any] = []
 
         async def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
-            bound: Any = request.model.bind(**request.model_settings)
+            bound: Runnable[Any, Any] = request.model.bind(**request.model_settings)
             if structured:
                 bound = structured(request.model)
             elif request.tools:
                 bound = request.model.bind_tools(request.tools, **request.model_settings)
-            found.append(await ask(mode, bound, "invoke", request.messages, config))
+            found.append(
+                await call_variant(mode, bound.invoke, bound.ainvoke, request.messages, config)
+            )
             # A tool that only gives the answer its form is no call to judge.
             return ModelResponse([AIMessage("") if structured else found[0]])
 
@@ -371,7 +378,11 @@ class _LimitedModel(BaseChatModel):
         answer = await self.limits.ask(mode, messages, call, model_settings=settings, **given)
         return next(iter(found), None) if structured else answer
 
-    invoke, ainvoke = sync_and_async(_asked)
+    def invoke(self, *args: Any, **more: Any) -> Any:
+        return run_sync(self._asked("", *args, **more))
+
+    async def ainvoke(self, *args: Any, **more: Any) -> Any:
+        return await self._asked("a", *args, **more)
 
     def _generate(self, messages: Any, *_: Any, **options: Any) -> ChatResult:
         return ChatResult(generations=[ChatGeneration(message=self.invoke(messages, **options))])

@@ -21,7 +21,7 @@ from langchain_quota.limits.windows import CalendarWindow
 from langchain_quota.middleware.base import ContextT, LimitMiddleware
 from langchain_quota.middleware.flow import clock_of
 from langchain_quota.middleware.state import LEDGER, UNUSED
-from langchain_quota.runtime.sync_async import Mode, ask, run_sync
+from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
 from langchain_quota.runtime.units import Dollars
 from langchain_quota.stores.grants import Grant, Granting
 from langchain_quota.stores.keys import CountKey, prefix_in
@@ -62,7 +62,7 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
         if node is None:
             raise ValueError(f"the agent does not have the middleware {self.name}")
         thread_id = config.get("configurable", {}).get("thread_id")
-        snapshot = await ask(mode, agent, "get_state", config)
+        snapshot = await call_variant(mode, agent.get_state, agent.aget_state, config)
         if not snapshot.values:
             raise RuntimeError(f"thread {thread_id!r} has no state: it has not run yet")
         if not all(map(self._has_stopped, snapshot.tasks)):
@@ -86,9 +86,10 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
             await store.reset(mode, sorted(keys))
         own = {each.name: {**each.unused} for each in self.feature_kinds if each.unused}
         unused = {**UNUSED, LEDGER: {**UNUSED[LEDGER], "own": own}}
-        await ask(mode, agent, "update_state", config, unused, as_node=node)
+        update = agent.update_state, agent.aupdate_state
+        await call_variant(mode, *update, config, unused, as_node=node)
         # The update has made nodes due that must not run.
-        await ask(mode, agent, "update_state", config, None, as_node=END)
+        await call_variant(mode, *update, config, None, as_node=END)
         name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
         self.kernel.recorder.record_reset(name, thread_id, list(map(_unused, self.limits)))
 

@@ -29,7 +29,7 @@ from langchain_quota.middleware.context import (
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import Own, own_of
-from langchain_quota.runtime.sync_async import Mode, ask
+from langchain_quota.runtime.sync_async import Mode, call_variant
 from langchain_quota.runtime.units import Unit, as_dollars, in_base_unit, shown
 from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, Granting
 from langchain_quota.telemetry import names
@@ -115,7 +115,9 @@ class Questions(Feature):
             for each in granted:
                 if each.key is not None:
                     given = _grant(batch, each)
-                    await ask(mode, self.store and self.store.store, "grant", each.key, **given)
+                    store: object = self.store and self.store.store
+                    assert isinstance(store, Granting)  # noqa: S101 - as `of` has checked
+                    await call_variant(mode, store.grant, store.agrant, each.key, **given)
         except QuotaStoreError as error:
             self.recorder.record_error("store", error)
             raise QuotaStoreError(KEPT) from error

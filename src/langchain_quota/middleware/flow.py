@@ -56,7 +56,7 @@ from langchain_quota.middleware.state import (
     thread_tools,
 )
 from langchain_quota.runtime.arguments import UserLine
-from langchain_quota.runtime.sync_async import Mode, ask
+from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import Telemetry, names, recorder_of
@@ -418,7 +418,7 @@ class Kernel:
             written = merge_ledgers((update or {}).get(LEDGER, {}), batch.written)
             update = {**(update or {}), LEDGER: written}
         if self.observers.present:
-            await ask(mode, self.observers, "notify", conclusion.decisions, told)
+            await self.observers.notify(mode, conclusion.decisions, told)
         return update
 
     async def call_model(

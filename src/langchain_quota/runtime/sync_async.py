@@ -6,21 +6,27 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from threading import RLock
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import ref
 
 P = ParamSpec("P")
-S = TypeVar("S")
 T = TypeVar("T")
 
 Mode = Literal["", "a"]
-"""What the names of methods in a form begin with."""
+"""The variant of a function to call: "" for sync, "a" for async."""
 
 
-async def ask(mode: Mode, whom: Any, method: str, *args: Any, **options: Any) -> Any:
-    """What a method gives, in a form."""
-    given = getattr(whom, mode + method)(*args, **options)
-    return await given if mode else given
+async def call_variant(
+    mode: Mode,
+    function: Callable[P, T],
+    async_function: Callable[P, Awaitable[T]],
+    *args: P.args,
+    **options: P.kwargs,
+) -> T:
+    """Call `function`, or await `async_function` in async mode."""
+    if mode:
+        return await async_function(*args, **options)
+    return function(*args, **options)
 
 
 def as_async(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
@@ -49,20 +55,6 @@ async def wait_for(mode: Mode, seconds: float) -> None:
         await asyncio.sleep(seconds)
     else:
         time.sleep(seconds)  # noqa: ASYNC251 - in the sync form
-
-
-def sync_and_async(
-    method: Callable[Concatenate[S, Mode, P], Coroutine[Any, Any, T]],
-) -> tuple[Callable[Concatenate[S, P], T], Callable[Concatenate[S, P], Coroutine[Any, Any, T]]]:
-    """The sync and the async method of one body."""
-
-    def called(self: S, /, *args: P.args, **options: P.kwargs) -> T:
-        return run_sync(method(self, "", *args, **options))
-
-    async def acalled(self: S, /, *args: P.args, **options: P.kwargs) -> T:
-        return await method(self, "a", *args, **options)
-
-    return called, acalled
 
 
 _RUNS = ("invoke", "ainvoke", "run", "arun", "_arun")

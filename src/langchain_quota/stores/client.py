@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import Mode, ask, fork_safe_lock, run_sync
+from langchain_quota.runtime.sync_async import Mode, call_variant, fork_safe_lock, run_sync
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.corrections import MAX_PENDING, CorrectionQueue
@@ -88,7 +88,7 @@ class StoreClient:
             return {}
         uses: dict[str, QuotaUsage] | None = None
         with self._asking("peek"):
-            found = await ask(mode, self.store, "peek", keys)
+            found = await call_variant(mode, self.store.peek, self.store.apeek, keys)
             uses = {each.key: each for each in found if each is not None}
         return uses  # noqa: RET504 - the same
 
@@ -97,7 +97,7 @@ class StoreClient:
         with self._timing("reset"):
             if self._corrections and keys:
                 await self._send(mode, AcquireRequest("", ""), keys)
-            await ask(mode, self.store, "reset", keys)
+            await call_variant(mode, self.store.reset, self.store.areset, keys)
 
     def correct_later(
         self, request: AcquireRequest, amounts: Mapping[str, int] | None = None
@@ -135,7 +135,10 @@ class StoreClient:
                         left = bool(carried)
                         if left:
                             alone = AcquireRequest("", "", corrections=carried)
-                            await ask(mode, self.store, "acquire", alone)
+                            await self._acquire(mode, alone)
+
+    async def _acquire(self, mode: Mode, sent: AcquireRequest) -> AcquireResult:
+        return await call_variant(mode, self.store.acquire, self.store.aacquire, sent)
 
     async def _send(
         self, mode: Mode, sent: AcquireRequest, reset: Sequence[str] = ()
@@ -143,7 +146,7 @@ class StoreClient:
         """The answer to a request, ahead of which the corrections go that it needs, or a reset."""
         last, answer = False, AcquireResult({})
         if not self._corrections:
-            return _checked(await ask(mode, self.store, "acquire", sent), sent)
+            return _checked(await self._acquire(mode, sent), sent)
         prefix = prefix_of(next(iter([*reset, *keys_of(sent)]), ""))
         # The counts that the caller has, or corrects.
         keys = {*reset, *(each.key or "" for each in sent.counters.values() if each.used)}
@@ -153,7 +156,7 @@ class StoreClient:
                 asked = sent if last else AcquireRequest("", "")
                 if carried:
                     asked = replace(asked, corrections=(*carried, *asked.corrections))
-                answer = await ask(mode, self.store, "acquire", asked)
+                answer = await self._acquire(mode, asked)
         return _checked(answer, sent)
 
     @contextmanager

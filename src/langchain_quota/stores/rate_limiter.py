@@ -1,16 +1,17 @@
 """LangChain's rate limiter, shared through a store."""
 
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
 from langchain_core.rate_limiters import BaseRateLimiter
 
-from langchain_quota.core.admission import AcquireRequest, CountRef, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, CountRef, Hits, Threshold
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.runtime.arguments import validate_count, validate_name
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, semaphore_of
-from langchain_quota.runtime.sync_async import Mode, ask, run_sync, wait_for
+from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync, wait_for
 from langchain_quota.stores.keys import CountKey, read_emission_interval, seconds_until_room
 
 _SCOPE = "rate_limiter"
@@ -22,6 +23,8 @@ class RateLimiting:
     """A store that makes rate limiters."""
 
     prefix: Any
+    acquire: Callable[[AcquireRequest], AcquireResult]
+    aacquire: Callable[[AcquireRequest], Coroutine[Any, Any, AcquireResult]]
 
     def rate_limiter(
         self, name: str, limit: int, window: timedelta | str, *, burst: int = 1
@@ -65,7 +68,7 @@ class RateLimiting:
 class _StoreRateLimiter(BaseRateLimiter):
     """A count of a store that drains."""
 
-    def __init__(self, store: object, key: str, burst: int) -> None:
+    def __init__(self, store: RateLimiting, key: str, burst: int) -> None:
         self._store, self._key, self._burst = store, key, burst
 
     def acquire(self, *, blocking: bool = True) -> bool:
@@ -94,7 +97,7 @@ class _StoreRateLimiter(BaseRateLimiter):
         most = Threshold(_SCOPE, _SCOPE, _SCOPE, self._burst)
         counters, hits = {_SCOPE: CountRef(self._key)}, (Hits({_SCOPE: 1}, (most,)),)
         asked = AcquireRequest(uuid4().hex, uuid4().hex, counters, hits)
-        result = await ask(mode, self._store, "acquire", asked)
+        result = await call_variant(mode, self._store.acquire, self._store.aacquire, asked)
         if result.admitted[0]:
             return 0
         return seconds_until_room(

@@ -6,7 +6,7 @@ from typing import Self
 
 from langchain_quota.core.decision import Decision
 from langchain_quota.runtime.arguments import is_async, validate_function
-from langchain_quota.runtime.sync_async import Mode, sync_and_async
+from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.telemetry.recorder import Recorder, TaskRecord
 
 Observer = Callable[[Decision], Awaitable[None] | None]
@@ -36,7 +36,7 @@ class Observers:
             if is_async(observer):
                 raise _async_error(observer)
 
-    async def _notify(
+    async def notify(
         self, mode: Mode, decisions: Sequence[Decision], record: TaskRecord | None = None
     ) -> None:
         """Call each observer with each decision, and wait for those that are async."""
@@ -57,8 +57,6 @@ class Observers:
                 result.close()
             if inspect.isawaitable(result):
                 raise _async_error(observer)
-
-    notify, anotify = sync_and_async(_notify)
 
 
 def _async_error(observer: Observer) -> RuntimeError:

@@ -27,7 +27,7 @@ from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import answer, answer_of_blocked, newest_name
 from langchain_quota.middleware.state import ledger
 from langchain_quota.runtime.semaphores import Slot, semaphore_of
-from langchain_quota.runtime.sync_async import Mode, ask, run_sync, runs_in_thread
+from langchain_quota.runtime.sync_async import Mode, run_sync, runs_in_thread
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import names
@@ -92,7 +92,7 @@ class ConcurrencySlots(Feature):
             decision, turn.waited_for, turn.age if turn.waits else 0.0
         )
         if decision.outcome is not Outcome.ALLOWED:
-            await ask(mode, self.observers, "notify", [decision], None)
+            await self.observers.notify(mode, [decision])
         if decision.outcome is not Outcome.BLOCKED:
             return None
         text, call_id = messages.refusal(decision, turn.limits), str(turn.call.id)
