@@ -13,7 +13,7 @@ from uuid import uuid4
 from langchain_quota.limits.options import MODEL, UNITS, whole_amount
 from langchain_quota.limits.windows import CalendarWindow, checked
 from langchain_quota.runtime.arguments import validate_type
-from langchain_quota.runtime.sync_async import Mode, ask, run_sync
+from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
 from langchain_quota.runtime.units import (
     MAX_DOLLARS,
     NANODOLLARS,
@@ -112,7 +112,7 @@ class Granting(ABC):
         Args:
             key: The count's key, as `QuotaUsage` has it.
             amount: How much more, above 0, as the key counts: calls, tokens, dollars or a time.
-            window: The quota's window, such as `quota.lasts`, if `key` is given without it: then
+            window: The quota's window, such as `quota.period`, if `key` is given without it: then
                 the present window is meant. `None`: the quota has none. By default, a key without
                 a window must have a count already.
             until: When the grant ends, with a time zone; stores count whole seconds, and round
