@@ -38,7 +38,6 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.middleware.base import untraced
 from langchain_quota.middleware.state import (
     LEDGER,
     NEW_RUN,
@@ -52,6 +51,7 @@ from langchain_quota.middleware.state import (
     ToolCallLimitState,
     merge_ledgers,
 )
+from langchain_quota.runtime.compat import untraced
 
 TOOLS = ("search", "fetch", "read", "write", "mail", "plan")
 """The tools of the agent; its steps call them in turn."""

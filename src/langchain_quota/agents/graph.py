@@ -25,11 +25,12 @@ from langchain_quota.agents.inline import InlineState, make_model_call
 from langchain_quota.agents.quota import QuotaMiddleware, SharedOptions
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.calls import Batch
-from langchain_quota.middleware.context import call_context, digest, is_answered, running_runtime
+from langchain_quota.middleware.context import call_context, digest, running_runtime
 from langchain_quota.middleware.flow import Conclude, Kernel
 from langchain_quota.middleware.history import answer_of_blocked, pending_calls, repaired
 from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run, watch_root_runs
 from langchain_quota.middleware.state import LEDGER, Ledger, merge_ledgers
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import Mode, as_async, call_variant, run_sync
 from langchain_quota.stores import QuotaStore, check_store
@@ -255,7 +256,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
         """Take an answer that is not needed any more: it must not be one to a tool's question."""
         resumes = self.asks and getattr(root_run(), "resumes", False)
         if resumes and await self.notes.read(mode, "asked", question) is not None:
-            is_answered()
+            compat.is_answered()
 
     async def _run(self, mode: Mode, given: list[Any]) -> _Run:
         """What is remembered of the run that is going on: of this graph, in this root run."""
@@ -391,7 +392,7 @@ class _LimitedModel(BaseChatModel):
 @contextmanager
 def _running_as(agent: str | None, config: RunnableConfig | None = None) -> Iterator[Any]:
     """Run under an agent's name, as LangGraph does for an agent that has one."""
-    named: Any = None if agent is None else {"metadata": {"lc_agent_name": agent}}
+    named: Any = None if agent is None else {"metadata": compat.agent_metadata(agent)}
     given = merge_configs(ensure_config(config), named)
     token = var_child_runnable_config.set(given)
     try:

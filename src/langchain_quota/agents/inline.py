@@ -12,11 +12,12 @@ from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage, ToolMe
 from langchain_quota.agents.quota import QuotaMiddleware, WrittenResponse
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.middleware.base import ContextT
-from langchain_quota.middleware.calls import Update, with_state
+from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Handler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import identified
 from langchain_quota.middleware.state import ledger, merge_ledgers, run_model, thread_model
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 
 
@@ -29,7 +30,7 @@ class InlineState(dict[str, Any]):
         self.written: Update = {}
         self.overruled = sorted(_overruled(known))
         super().__init__(request.state, messages=self._kept(known), structured_response=None)
-        self.request = with_state(request, self)
+        self.request = compat.with_state(request, self)
         if self.overruled:
             self.request = self.request.override(messages=self._kept(request.messages))
 

@@ -21,6 +21,7 @@ from langchain_quota.limits.windows import CalendarWindow
 from langchain_quota.middleware.base import ContextT, LimitMiddleware
 from langchain_quota.middleware.flow import clock_of
 from langchain_quota.middleware.state import LEDGER, UNUSED
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
 from langchain_quota.runtime.units import Dollars
 from langchain_quota.stores.grants import Grant, Granting
@@ -90,7 +91,7 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
         await call_variant(mode, *update, config, unused, as_node=node)
         # The update has made nodes due that must not run.
         await call_variant(mode, *update, config, None, as_node=END)
-        name = ((agent.config or {}).get("metadata") or {}).get("lc_agent_name")
+        name = compat.agent_name((agent.config or {}).get("metadata"))
         self.kernel.recorder.record_reset(name, thread_id, list(map(_unused, self.limits)))
 
     def _has_stopped(self, task: PregelTask) -> bool:

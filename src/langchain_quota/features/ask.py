@@ -22,13 +22,13 @@ from langchain_quota.limits.options import whole_amount
 from langchain_quota.middleware.calls import Batch
 from langchain_quota.middleware.context import (
     call_context,
-    is_answered,
     running_config,
     running_runtime,
 )
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import Own, own_of
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant
 from langchain_quota.runtime.units import Unit, as_dollars, in_base_unit, shown
 from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, Granting
@@ -98,7 +98,7 @@ class Questions(Feature):
     def unanswered(self, batch: Batch) -> None:
         """Fail a run that is resumed with an answer; it can be resumed again."""
         # Nothing is undone: a store that has received it answers the same when asked again.
-        if batch.answer is not None or (batch.limits.asking and is_answered()):
+        if batch.answer is not None or (batch.limits.asking and compat.is_answered()):
             raise QuotaStoreError(KEPT)
 
     async def refused(

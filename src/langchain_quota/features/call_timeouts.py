@@ -16,7 +16,8 @@ from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import answer
-from langchain_quota.runtime.sync_async import Mode, run_sync, runs_in_thread
+from langchain_quota.runtime import compat
+from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.telemetry import names
 
 
@@ -59,7 +60,7 @@ class CallTimes(Feature):
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler, most: int, limit: TimeLimit
     ) -> ToolAnswer:
         """The answer of a call, or the error that answers it in its place."""
-        runs_on = not mode or runs_in_thread(request.tool)
+        runs_on = not mode or compat.runs_in_thread(request.tool)
         if mode:
             # Not `wait_for`: the call stays in the task of the run, which may be cancelled itself.
             try:

@@ -4,9 +4,7 @@
 where no hook of a middleware sees the calls. The tool `task` of deepagents starts sub-agents.
 """
 
-import inspect
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import FunctionType
 from typing import Any
 from weakref import WeakSet
@@ -21,9 +19,9 @@ from langchain_quota.limits.call import Call
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import LEDGER
+from langchain_quota.runtime import compat
 from langchain_quota.telemetry.labels import UNNAMED
 
-_INTERPRETER = "langchain_quickjs"
 _TASK = "task"
 """The function by which code starts sub-agents, and the tool that it calls."""
 
@@ -49,7 +47,7 @@ class DeepAgents(Feature):
                     f"have no limits of langchain-quota: {unlimited}. Give them their parent's "
                     "limits: with_limits(create_deep_agent, quota)(…)"
                 )
-        if _INTERPRETER in sys.modules:
+        if compat.interpreters_exist():
             for limit in self._kernel.limits:
                 if limit.enforce:
                     _check_interpreters(limit, tools)
@@ -87,22 +85,18 @@ def _starters(tools: Iterable[Any]) -> list[FunctionType]:
     return [
         function
         for function in functions
-        if isinstance(function, FunctionType)
-        and function.__module__ == "deepagents.middleware.subagents"
+        if isinstance(function, FunctionType) and compat.starts_sub_agents(function)
     ]
 
 
 def _unlimited_sub_agents(start: FunctionType) -> list[str]:
     """The names of the sub-agents without limits that a function starts, as far as is known."""
-    agents = inspect.getclosurevars(start).nonlocals.get("subagent_graphs")
-    if not isinstance(agents, Mapping):
-        return []
     # Only certain cases: a sub-agent that `create_agent` has not made is never named.
-    made = {name: each for name, each in agents.items() if isinstance(each, Pregel)}
     return [
         name
-        for name, graph in made.items()
-        if "ls_integration" in ((graph.config or {}).get("metadata") or {})
+        for name, graph in compat.sub_agents_of(start).items()
+        if isinstance(graph, Pregel)
+        and compat.is_from_create_agent(graph)
         and not has_limits(graph)
     ]
 
@@ -129,12 +123,10 @@ def _called(interpreter: object, tools: Sequence[Any]) -> list[str]:
     function = isinstance(interpreter, StructuredTool) and (
         interpreter.func or interpreter.coroutine
     )
-    if not (inspect.isfunction(function) and function.__module__.startswith(f"{_INTERPRETER}.")):
-        return []
-    settings = vars(inspect.getclosurevars(function).nonlocals.get("middleware", object))
+    settings = compat.interpreter_settings(function)
     offered = [each.name for each in tools if isinstance(each, BaseTool)]
-    if not {"_ptc", "_subagents"} <= settings.keys():
+    if settings is None:
         # It is another version of the package: its code may call any tool.
         return offered
-    names = [getattr(each, "name", each) for each in settings["_ptc"] or ()]
-    return [*names, _TASK] if settings["_subagents"] and _TASK in offered else names
+    names, starts_sub_agents = settings
+    return [*names, _TASK] if starts_sub_agents and _TASK in offered else names

@@ -19,6 +19,7 @@ from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.root_run import DECISION, RootRun, root_run, watch_root_runs
+from langchain_quota.runtime import compat
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.logs import agent_name, logger
 from langchain_quota.telemetry.recorder import Recorder
@@ -91,9 +92,9 @@ class CountingRootRun(RootRun):
         self._waits |= isinstance(error, GraphInterrupt)
 
     def _start(self, kind: Kind, *_: object, **more: Any) -> None:
-        known: Mapping[str, Any] = more.get("metadata") or {}
-        graph = _graph_of(known.get("langgraph_checkpoint_ns") or "")
-        self.running[more["run_id"]] = graph, known.get("lc_agent_name"), kind
+        metadata: Mapping[str, Any] | None = more.get("metadata")
+        graph = compat.graph_namespace(compat.task_namespace(metadata))
+        self.running[more["run_id"]] = graph, compat.agent_name(metadata), kind
 
     def _end(self, *_: object, **more: Any) -> None:
         where = self.running.pop(more["run_id"], None)
@@ -137,12 +138,7 @@ class Unchecked(Feature):
         if isinstance(run, CountingRootRun):
             run.recorder = run.recorder or self.recorder
             task = running_config().get("configurable", {}).get("checkpoint_ns") or ""
-            run.judge(_graph_of(task), running_agent(), messages, models)
-
-
-def _graph_of(checkpoint_ns: str) -> str:
-    """The namespace of the graph that a task belongs to."""
-    return checkpoint_ns.rpartition("|")[0]
+            run.judge(compat.graph_namespace(task), running_agent(), messages, models)
 
 
 def _log(agent: str, kind: str) -> None:

@@ -1,8 +1,7 @@
 """The base of all middlewares: LangChain's hooks, which call the kernel."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from functools import cached_property, partial
-from inspect import signature
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from langchain.agents.middleware.types import AgentMiddleware, ResponseT, StateT
@@ -13,6 +12,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
+from langchain_quota.runtime import compat
 
 if TYPE_CHECKING:
     from langgraph._internal._typing import StateLike
@@ -29,7 +29,7 @@ _JUMPS = "__can_jump_to__"
 """The attribute that LangChain's `hook_config` sets."""
 
 _STAND_INS = ("awrap_model_call", "awrap_tool_call")
-"""The hooks that `untraced` replaces."""
+"""The hooks that have stand-ins while LangSmith is switched off."""
 
 
 def is_own(cls: type) -> bool:
@@ -73,11 +73,11 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         self._limit_name = limit_name
         self.kernel = self.kernel_kind(self, limits, feature_kinds=self.feature_kinds, **settings)
         if not tracing_is_enabled():
-            vars(self).update({hook: untraced(self, hook) for hook in _STAND_INS})
+            vars(self).update({hook: compat.untraced(self, hook) for hook in _STAND_INS})
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Take over what the original has, except its own stand-ins."""
-        stand_ins = {hook: untraced(self, hook) for hook in _STAND_INS if hook in state}
+        stand_ins = {hook: compat.untraced(self, hook) for hook in _STAND_INS if hook in state}
         vars(self).update(state, **stand_ins)
 
     @cached_property
@@ -108,18 +108,3 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
     def checking_nodes(self) -> tuple[str, ...]:
         """Return the graph nodes in which calls are checked."""
         return f"{self.name}.before_model", f"{self.name}.after_model"
-
-
-def untraced(middleware: Any, hook: str) -> Callable[..., Awaitable[Any]]:
-    """A stand-in for an async hook that is not `async` itself, while LangSmith is switched off."""
-    # LangChain then adds no wrapper for tracing, which costs two trips through threads a call.
-    stand_in: Any = partial(_call, middleware, hook)
-    # LangSmith reads the signature at every call. If it is missing, LangSmith computes it again.
-    stand_in.__signature__ = signature(stand_in)
-    made: Callable[..., Awaitable[Any]] = stand_in
-    return made
-
-
-def _call(middleware: Any, hook: str, request: Any, handler: Any) -> Awaitable[Any]:
-    made: Awaitable[Any] = getattr(type(middleware), hook)(middleware, request, handler)
-    return made

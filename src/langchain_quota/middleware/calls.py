@@ -7,12 +7,10 @@ conclusion = conclude(batch, result)
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any, NamedTuple
-
-from langchain.agents.middleware.types import ModelRequest
 
 from langchain_quota.core.admission import (
     AcquireRequest,
@@ -284,15 +282,6 @@ class Batch:
         if not any(result.refused):
             return decisions, []
         return decisions, breaches(self.limits, self.asked, self.index_of, decisions, result)
-
-
-def with_state(request: ModelRequest[Any], state: Any) -> ModelRequest[Any]:
-    """The request with another state."""
-    # `ModelRequest.override` is slower, and switches warnings off for all threads while it works.
-    made = copy(request)
-    # An assignment to the attribute would warn.
-    vars(made)["state"] = state
-    return made
 
 
 def model_counts(state: Mapping[str, Any]) -> dict[str, int]:

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
 from langgraph.config import get_config
-from langgraph.errors import GraphInterrupt
 from langgraph.runtime import get_runtime
-from langgraph.types import interrupt
 
 from langchain_quota.core.checks import (
     Check,
@@ -24,6 +22,7 @@ from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Kind
 from langchain_quota.limits.options import counts_calls, whole_amount
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.state import ledger
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.keys import CountKey, prefix_now, read_emission_interval
 from langchain_quota.telemetry.recorder import Recorder
@@ -44,13 +43,13 @@ class CallContext(NamedTuple):
     @property
     def is_nested(self) -> bool:
         """Whether the agent is a node of another graph, or runs inside one."""
-        return "|" in self.checkpoint_ns
+        return bool(compat.enclosing_tasks(self.checkpoint_ns))
 
     @property
     def graph(self) -> list[str]:
         """Names the graph that runs: the same if its node is entered again, but not in tools."""
-        around = self.checkpoint_ns.split("|")[:-1]
-        return [each if runs_tools(each) else each.partition(":")[0] for each in around]
+        tasks = compat.enclosing_tasks(self.checkpoint_ns)
+        return [task if compat.runs_tools(task) else compat.node_of(task) for task in tasks]
 
     def task(self, middleware: str) -> str | None:
         """The name of one piece of work inside a task of the graph."""
@@ -75,55 +74,35 @@ class CallContext(NamedTuple):
 def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
     """Read the context from what LangGraph gives a running hook; outside of a graph, nothing."""
     config = running_config()
-    agent = _agent(config)
+    agent = compat.agent_name(config.get("metadata"))
     info = getattr(runtime, "execution_info", None)
     if info is None:
         return CallContext(agent, own_name=agent)
-    enclosing = info.checkpoint_ns.split("|")[:-1]
-    in_a_tool = any(map(runs_tools, enclosing))
+    enclosing = compat.enclosing_tasks(info.checkpoint_ns)
+    in_a_tool = any(map(compat.runs_tools, enclosing))
     unnamed_inside = in_a_tool and (agent is None or model_name != agent)
-    checkpointer = (config.get("configurable") or {}).get("__pregel_checkpointer")
-    # A namespace with a task id in it belongs to one invocation.
-    is_one_call = any(":" in each for each in enclosing)
+    is_saved = compat.has_checkpointer(config.get("configurable"))
+    is_one_call = any(map(compat.is_one_call, enclosing))
     return CallContext(
         agent,
         None if unnamed_inside else info.thread_id,
-        info.task_id,
+        compat.task_id(info),
         info.thread_id,
         info.checkpoint_ns,
-        remembers=checkpointer is not None and not is_one_call,
-        invocation="|".join(enclosing) if checkpointer is not None and is_one_call else "",
+        remembers=is_saved and not is_one_call,
+        invocation="|".join(enclosing) if is_saved and is_one_call else "",
         own_name=None if unnamed_inside else agent,
     )
 
 
-def runs_tools(namespace: str) -> bool:
-    """Whether a part of a checkpoint namespace is a node that runs tools: `tools`, `….tools`."""
-    return f".{namespace.partition(':')[0]}".endswith(".tools") and ":" in namespace
-
-
 def running_agent() -> str | None:
     """The name of the agent that runs, if it has one."""
-    return _agent(running_config())
+    return compat.agent_name(running_config().get("metadata"))
 
 
 def digest(*parts: str) -> str:
     """A name made of others."""
     return sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()
-
-
-def _agent(config: Mapping[str, Any]) -> str | None:
-    name: str | None = (config.get("metadata") or {}).get("lc_agent_name")
-    return name
-
-
-def is_answered() -> bool:
-    """Whether a question of the running task has been answered."""
-    try:
-        interrupt(None)
-    except GraphInterrupt:
-        return False
-    return True
 
 
 def running_runtime(work: str = "") -> Any:

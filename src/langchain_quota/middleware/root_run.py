@@ -30,6 +30,7 @@ from langchain_quota.middleware.context import (
     running_config,
     running_runtime,
 )
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey, prefix_now
@@ -87,7 +88,7 @@ class RootRun(BaseCallbackHandler):
             inputs is None and self.thread_id is not None
         )
         has_parent = getattr(around.get("callbacks"), "parent_run_id", None) is not None
-        self.is_lost = "langgraph_node" in nested or (has_parent and root_run() is None)
+        self.is_lost = compat.is_in_node(nested) or (has_parent and root_run() is None)
 
     def learn_used(self, counts: Mapping[str, int]) -> None:
         """Learn what a store has counted; the highest count, since answers may arrive late."""

@@ -9,6 +9,8 @@ from threading import RLock
 from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import ref
 
+from langchain_quota.runtime import compat
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -55,17 +57,6 @@ async def wait_for(mode: Mode, seconds: float) -> None:
         await asyncio.sleep(seconds)
     else:
         time.sleep(seconds)  # noqa: ASYNC251 - in the sync form
-
-
-_RUNS = ("invoke", "ainvoke", "run", "arun", "_arun")
-"""The methods by which LangChain runs a tool; without an async form of its own, in a thread."""
-
-
-def runs_in_thread(tool: Any, mode: Mode = "a") -> bool:
-    """Whether LangChain runs a tool in a thread in the async form, or as it would there."""
-    own = (getattr(getattr(type(tool), each, None), "__module__", "") for each in _RUNS)
-    is_async = mode and getattr(tool, "coroutine", None)
-    return not is_async and all(each.startswith("langchain_core.") for each in own)
 
 
 # A forked child has a copy of every lock, but only the thread that forked: a lock that another
@@ -122,9 +113,7 @@ def _reset_locks_in_child() -> None:
     for each in list(_locks):
         lock = each()
         if lock is not None:
-            # As the standard library does with its own: a release would not mend a lock that a
-            # thread was just waiting for. It is in no type stub.
-            lock._at_fork_reinit()  # noqa: SLF001
+            compat.reset_lock(lock)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from langchain_quota.runtime.units import (
     in_base_unit,
     shown,
 )
+from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import idle_time
 from langchain_quota.stores.keys import CountKey, parsed, read_emission_interval, window_end
 
@@ -227,6 +228,14 @@ class Granting(ABC):
         return str(CountKey.at(*values, self.clock(), prefix=key.prefix))
 
     @abstractmethod
+    def peek(self, keys: Sequence[str]) -> Sequence[QuotaUsage | None]:
+        """Return what is counted under each key; see `QuotaStore`."""
+
+    @abstractmethod
+    async def apeek(self, keys: Sequence[str]) -> Sequence[QuotaUsage | None]:
+        """`peek`, without blocking the event loop."""
+
+    @abstractmethod
     def _given(self, pattern: str) -> list[Grant]:
         """The grants that have not ended, under the keys that match, in any order."""
 
@@ -243,9 +252,9 @@ class Granting(ABC):
         counter = f"{MODEL}.{_NAMES.get(key.counter, key.counter)}"
         # A tool may have such a name, too.
         if counter in UNITS or (is_begun and key.window is None):
-            [use] = await ask(mode, self, "peek", [asked.key])
+            [use] = await call_variant(mode, self.peek, self.apeek, [asked.key])
             if use is None:
-                remedy = "give the quota's window, window=quota.lasts, or window=None for none"
+                remedy = "give the quota's window, window=quota.period, or window=None for none"
                 if counter in UNITS:
                     remedy = f"write {str(replace(key, counter=counter))!r}"
                 raise ValueError(f"nothing is counted under {asked.key!r}: {remedy}")

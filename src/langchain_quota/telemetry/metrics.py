@@ -1,14 +1,14 @@
 """The Prometheus counters, gauges and histograms of decisions, created once per registry."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.samples import Sample
 
 from langchain_quota import __version__
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.limits.call import Scope
+from langchain_quota.runtime.compat import without_created
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit
 from langchain_quota.telemetry import names
@@ -20,20 +20,8 @@ _LimitSettings = tuple[object, ...]
 """The settings that a limit's series depend on; not the subjects of quotas."""
 
 
-class _Counter(Counter):
-    def _child_samples(self) -> Iterable[Sample]:
-        return _without_created(super()._child_samples())
-
-
-class _Histogram(Histogram):
-    def _child_samples(self) -> Iterable[Sample]:
-        return _without_created(super()._child_samples())
-
-
-def _without_created(samples: Iterable[Sample]) -> Iterable[Sample]:
-    """Return the samples without the time of creation, which would double counters for no use."""
-    return [sample for sample in samples if sample.name != "_created"]
-
+_Counter = without_created(Counter)
+_Histogram = without_created(Histogram)
 
 _Metric = TypeVar("_Metric", Counter, Histogram)
 

@@ -10,8 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from prometheus_client import values
-
+from langchain_quota.runtime.compat import is_multiprocess
 from langchain_quota.runtime.units import Unit
 
 Key = tuple[str, str, str]
@@ -156,7 +155,7 @@ def _merge_two(first: Subject, second: Subject) -> Subject:
 def multiprocess_directory() -> Path | None:
     """Return the directory that workers share, or `None` without multi-process mode."""
     # prometheus_client chooses its mode at import; the environment may have changed since.
-    if values.ValueClass is values.MutexValue:
+    if not is_multiprocess():
         return None
     names = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
     return next((Path(os.environ[name]) for name in names if name in os.environ), None)

@@ -50,7 +50,6 @@ from langchain_quota.middleware.calls import (
     Update,
     model_batch,
     model_context,
-    with_state,
 )
 from langchain_quota.middleware.conclude import conclude_model
 from langchain_quota.middleware.context import CallContext, running_runtime
@@ -67,6 +66,7 @@ from langchain_quota.middleware.state import (
     merge_ledgers,
     own_of,
 )
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.runtime.units import near_threshold
@@ -453,7 +453,7 @@ def _with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]
     """The request, with something else in its ledger."""
     state: Any = copy(request.state)
     state[LEDGER] = merge_ledgers(ledger(state), known)
-    return with_state(request, state)
+    return compat.with_state(request, state)
 
 
 def _form_after(mode: Mode, error: BaseException) -> Mode | None:

@@ -13,6 +13,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from langchain_quota.features.budgets.reports import counted
 from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.runtime import compat
 
 DEFAULT_MAX_TOKENS = 16_384
 """The bound of an answer where the request, the model and its profile have none."""
@@ -112,7 +113,7 @@ def max_usage(request: ModelRequest[Any]) -> ModelUsage:
 
 def asked_of(model: BaseChatModel, settings: Mapping[str, Any]) -> ModelUsage:
     """The name of a model and its provider, before it is called: settings may name another one."""
-    return asked_in(model._get_ls_params(**settings))  # noqa: SLF001 - as LangChain's middlewares
+    return asked_in(compat.model_parameters(model, settings))
 
 
 def asked_in(metadata: Mapping[str, Any] | None, *, speed: str = "") -> ModelUsage:

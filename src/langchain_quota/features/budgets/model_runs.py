@@ -27,6 +27,7 @@ from langchain_quota.features.budgets.reports import reported_usage
 from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.middleware.context import running_config
 from langchain_quota.middleware.root_run import DECISION, HandlerVar, register_root_runs
+from langchain_quota.runtime import compat
 
 MAX_ENDED = 10_000
 """The most ended runs that a root run keeps: what they have started may go on."""
@@ -285,7 +286,7 @@ class ModelRuns(BaseCallbackHandler):
             runs, running = _running()
             parent_run_id = running if runs is self else None
         around = self.places.get(parent_run_id, _Place())
-        task = (metadata or {}).get("langgraph_checkpoint_ns") or around.task
+        task = compat.task_namespace(metadata) or around.task
         graphs = around.graphs
         if task != around.task and parent_run_id in self.places:
             # It is a node of the graph that has started it.

@@ -3,8 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,8 +25,9 @@ from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import answer, answer_of_blocked, newest_name
 from langchain_quota.middleware.state import ledger
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.semaphores import Slot, semaphore_of
-from langchain_quota.runtime.sync_async import Mode, run_sync, runs_in_thread
+from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import names
@@ -172,7 +172,7 @@ class _SlotRequest:
         if result.admitted[0]:
             self._lease = lease
             # A thread may outlive the event loop.
-            in_thread = "sync" in store.forms and runs_in_thread(tool)
+            in_thread = "sync" in store.forms and compat.runs_in_thread(tool)
             lease.keep("" if in_thread else mode)
 
     def _needs(self) -> Mapping[str, int | None]:
@@ -235,28 +235,28 @@ class _SlotRequest:
         """The request for the tool; if that runs in a thread, the thread keeps the places, too."""
         _tried[id(self._runtime)] = self._runtime
         # In the sync form, too, a call that takes too long may be left running.
-        if not runs_in_thread(request.tool, mode):
+        if request.tool is None or not compat.runs_in_thread(request.tool, mode):
             return request
-        # A cancelled run does not end the thread. The tool is a copy, with the original's `_run`.
+        # A cancelled run does not end the thread.
         loop = asyncio.get_running_loop() if mode else None
-        tool: Any = request.tool
-        tool, run = copy(tool), tool._run  # noqa: SLF001 - what all its sync forms call
 
-        @wraps(run)
-        def watched(*args: Any, **options: Any) -> Any:
-            self._threads.append(None)
-            try:
-                if self._task_over:
-                    raise asyncio.CancelledError("the run was cancelled before its tool began")
-                return run(*args, **options)
-            finally:
-                self._threads.pop()
-                over = self._task_over or (loop is not None and loop.is_closed())
-                if over and not self._threads:
-                    run_sync(self.end(""))
+        def watched(run: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(run)
+            def run_watched(*args: Any, **options: Any) -> Any:
+                self._threads.append(None)
+                try:
+                    if self._task_over:
+                        raise asyncio.CancelledError("the run was cancelled before its tool began")
+                    return run(*args, **options)
+                finally:
+                    self._threads.pop()
+                    over = self._task_over or (loop is not None and loop.is_closed())
+                    if over and not self._threads:
+                        run_sync(self.end(""))
 
-        vars(tool)["_run"] = watched
-        return request.override(tool=tool)
+            return run_watched
+
+        return request.override(tool=compat.with_run(request.tool, watched))
 
     def task_over(self) -> bool:
         """Note that the task has ended; whether the whole call has."""

@@ -1,0 +1,285 @@
+"""What the package relies on in other packages without their promise, in one place.
+
+Each function names the package and what it relies on. `tests/rule/test_compat.py` has a test with
+the name of each function, which fails with a version in which that has changed. A package is
+imported when its function is called, so that the command does not wait for imports.
+"""
+# ruff: noqa: SLF001, PLC0415 - this is what the module is for
+
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from copy import copy
+from functools import partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    from langchain.agents.middleware.types import ModelRequest
+    from langchain_core.language_models import BaseChatModel
+    from langchain_core.tools import BaseTool
+    from langgraph.pregel import Pregel
+    from prometheus_client import Counter, Histogram
+    from prometheus_client.samples import Sample
+
+    Metric = TypeVar("Metric", bound=Counter | Histogram)
+
+_Metadata = Mapping[str, Any] | None
+_AGENT_NAME = "lc_agent_name"
+
+# LangChain
+
+
+def agent_name(metadata: _Metadata) -> str | None:
+    """Return the name of the agent that runs, from the metadata of its config.
+
+    LangChain: `create_agent(name=…)` adds the name to the metadata under `lc_agent_name`.
+    """
+    return (metadata or {}).get(_AGENT_NAME)
+
+
+def agent_metadata(name: str) -> dict[str, str]:
+    """Return the metadata of an agent with a name; see `agent_name`."""
+    return {_AGENT_NAME: name}
+
+
+def is_from_create_agent(graph: "Pregel[Any, Any, Any, Any]") -> bool:
+    """Return whether `create_agent` has made a graph.
+
+    LangChain: `create_agent` adds `ls_integration` to the metadata of its graph.
+    """
+    return "ls_integration" in ((graph.config or {}).get("metadata") or {})
+
+
+def with_state(request: "ModelRequest[Any]", state: Any) -> "ModelRequest[Any]":
+    """Return the request with another state.
+
+    LangChain: a `ModelRequest` is a dataclass without slots. Its method `override` is slower, and
+    switches warnings off for all threads while it works; an assignment to the attribute warns.
+    """
+    copied = copy(request)
+    vars(copied)["state"] = state
+    return copied
+
+
+def untraced(middleware: Any, hook: str) -> Callable[..., Awaitable[Any]]:
+    """Return a stand-in for an async hook that is not itself a coroutine function.
+
+    LangChain: a hook that is no coroutine function gets no wrapper for tracing, which costs two
+    trips through threads for each call. LangSmith computes the signature of a hook at each call if
+    it has none.
+    """
+    stand_in: Any = partial(_call_hook, middleware, hook)
+    stand_in.__signature__ = inspect.signature(stand_in)
+    return cast("Callable[..., Awaitable[Any]]", stand_in)
+
+
+def _call_hook(middleware: Any, hook: str, request: Any, handler: Any) -> Awaitable[Any]:
+    return cast("Awaitable[Any]", getattr(type(middleware), hook)(middleware, request, handler))
+
+
+_RUN_METHODS = ("invoke", "ainvoke", "run", "arun", "_arun")
+
+
+def runs_in_thread(tool: Any, mode: str = "a") -> bool:
+    """Return whether LangChain runs a tool in a thread: in async mode, or if a sync run did so.
+
+    LangChain: a tool runs in a thread unless it has a coroutine, or overrides one of the methods
+    of `BaseTool` by which tools run.
+    """
+    methods = (getattr(type(tool), method, None) for method in _RUN_METHODS)
+    has_coroutine = mode and getattr(tool, "coroutine", None)
+    return not has_coroutine and all(
+        getattr(method, "__module__", "").startswith("langchain_core.") for method in methods
+    )
+
+
+def with_run(
+    tool: "BaseTool", wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> "BaseTool":
+    """Return a copy of a tool that runs a wrapped method; `wrap` keeps the method's signature.
+
+    LangChain: all sync methods by which a tool runs call its attribute `_run`.
+    """
+    copied = copy(tool)
+    vars(copied)["_run"] = wrap(tool._run)
+    return copied
+
+
+def model_parameters(model: "BaseChatModel", settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the provider and the name of the model that a call with these settings reaches.
+
+    LangChain: `_get_ls_params`, by which callbacks and LangChain's own middlewares learn these.
+    """
+    return cast("Mapping[str, Any]", model._get_ls_params(**settings))
+
+
+# LangGraph
+
+
+def has_checkpointer(configurable: _Metadata) -> bool:
+    """Return whether the running graph, or one around it, has a checkpointer.
+
+    LangGraph: the checkpointer is in `configurable` under `__pregel_checkpointer`.
+    """
+    return (configurable or {}).get("__pregel_checkpointer") is not None
+
+
+def task_namespace(metadata: _Metadata) -> str:
+    """Return the checkpoint namespace of the task that starts a run, from the run's metadata.
+
+    LangGraph: the metadata have it under `langgraph_checkpoint_ns`.
+    """
+    return (metadata or {}).get("langgraph_checkpoint_ns") or ""
+
+
+def is_in_node(metadata: _Metadata) -> bool:
+    """Return whether a run begins inside a node of a graph.
+
+    LangGraph: the metadata of such a run name the node under `langgraph_node`.
+    """
+    return "langgraph_node" in (metadata or {})
+
+
+def graph_namespace(checkpoint_ns: str) -> str:
+    """Return the namespace of the graph that a task belongs to.
+
+    LangGraph: a checkpoint namespace is a path of tasks, joined by `|`; the last one is the task.
+    """
+    return checkpoint_ns.rpartition("|")[0]
+
+
+def enclosing_tasks(checkpoint_ns: str) -> list[str]:
+    """Return the tasks around a task, the outermost first; see `graph_namespace`."""
+    return checkpoint_ns.split("|")[:-1]
+
+
+def is_one_call(task: str) -> bool:
+    """Return whether a part of a checkpoint namespace belongs to one invocation.
+
+    LangGraph: a part is the node's name, with `:` and the task's id if each call has its own state.
+    """
+    return ":" in task
+
+
+def node_of(task: str) -> str:
+    """Return the node's name of a part of a checkpoint namespace; see `is_one_call`."""
+    return task.partition(":")[0]
+
+
+def runs_tools(task: str) -> bool:
+    """Return whether a part of a checkpoint namespace is a node that runs tools.
+
+    LangChain: `create_agent` names this node `tools`; agents within a graph have `….tools`.
+    """
+    return f".{node_of(task)}".endswith(".tools") and is_one_call(task)
+
+
+def task_id(execution_info: Any) -> str | None:
+    """Return the id of the running task.
+
+    LangGraph: when a task runs again, after a failure or an interrupt, its id is the same.
+    """
+    return cast("str | None", execution_info.task_id)
+
+
+def is_answered() -> bool:
+    """Return whether the next question of the running task has an answer, and take the answer.
+
+    LangGraph: `interrupt` gives the answers of a task in their order, and raises without one.
+    """
+    from langgraph.errors import GraphInterrupt
+    from langgraph.types import interrupt
+
+    try:
+        interrupt(None)
+    except GraphInterrupt:
+        return False
+    return True
+
+
+# deepagents and langchain-quickjs
+
+
+def starts_sub_agents(function: object) -> bool:
+    """Return whether a tool's function starts the sub-agents of a deep agent.
+
+    deepagents: the function of its tool `task` is defined in its module of sub-agents.
+    """
+    return (
+        isinstance(function, FunctionType)
+        and function.__module__ == "deepagents.middleware.subagents"
+    )
+
+
+def sub_agents_of(function: FunctionType) -> Mapping[str, object]:
+    """Return the sub-agents by name that a function of `starts_sub_agents` starts.
+
+    deepagents: the function is a closure over `subagent_graphs`.
+    """
+    agents = inspect.getclosurevars(function).nonlocals.get("subagent_graphs")
+    return agents if isinstance(agents, Mapping) else {}
+
+
+def interpreters_exist() -> bool:
+    """Return whether tools can be code interpreters.
+
+    langchain-quickjs: its tools are made in the package `langchain_quickjs`.
+    """
+    return "langchain_quickjs" in sys.modules
+
+
+def interpreter_settings(function: object) -> tuple[list[str], bool] | None:
+    """Return the tools that an interpreter's code calls, and whether it can start sub-agents.
+
+    Return `([], False)` if the function is not that of an interpreter, and `None` if it is one of
+    another version, whose settings are unknown.
+
+    langchain-quickjs: the function of its tool is a closure over its middleware, which has the
+    tools as `_ptc`, and `_subagents`.
+    """
+    if not (inspect.isfunction(function) and function.__module__.startswith("langchain_quickjs.")):
+        return [], False
+    settings = vars(inspect.getclosurevars(function).nonlocals.get("middleware", object))
+    if not {"_ptc", "_subagents"} <= settings.keys():
+        return None
+    tools = [getattr(tool, "name", tool) for tool in settings["_ptc"] or ()]
+    return tools, bool(settings["_subagents"])
+
+
+# prometheus_client
+
+
+def without_created(metric: "type[Metric]") -> "type[Metric]":
+    """Return a type of metric that has no series of times of creation, which double the series.
+
+    prometheus_client: `_child_samples` gives the samples; those of creation are named `_created`.
+    """
+
+    def samples(self: Any) -> "Iterable[Sample]":
+        return [each for each in metric._child_samples(self) if each.name != "_created"]
+
+    kind = type(metric.__name__, (metric,), {"_child_samples": samples})
+    return cast("type[Metric]", kind)
+
+
+def is_multiprocess() -> bool:
+    """Return whether prometheus_client keeps its values in files that processes share.
+
+    prometheus_client: it decides this when it is imported, as `values.ValueClass._multiprocess`.
+    """
+    from prometheus_client import values
+
+    return bool(values.ValueClass._multiprocess)
+
+
+# Python
+
+
+def reset_lock(lock: Any) -> None:
+    """Free a lock in a forked child.
+
+    Python: `_at_fork_reinit`, by which the standard library resets its own locks. A release would
+    not mend a lock that a thread was just waiting for.
+    """
+    lock._at_fork_reinit()
