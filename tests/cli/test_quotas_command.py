@@ -359,7 +359,7 @@ def test_a_window_of_the_calendar(
 ) -> None:
     """The present one is granted more; its end is shown in its zone and in UTC."""
     base = str(CountKey("mail", "tenant", "acme"))
-    month: Any = Quota(5, per="tenant", window="month", tz="Asia/Kolkata", starts="15 09:00").period
+    month: Any = Quota(5, per="tenant", window="month", tz="Asia/Kolkata", starts=15).period
     key = CountKey.at("mail", "tenant", "acme", month, time.time())
     store.acquire(batch({str(key): 2}, ends={str(key): key.ends or 0}))
     assert run("grant", "--key", base, "5", "--reason", "more", "--id", "a") == 0

@@ -137,7 +137,7 @@ quotas = [
     Quota(5, per=looked_up, name="account"),
     Quota(20, per="thread", window="7d"),
     Quota(500, per="user_id", window="month", tz="Europe/Berlin", starts=15),
-    Quota(5, per="thread", window="week", starts="monday 09:00"),
+    Quota(5, per="thread", window="week", starts="sunday"),
 ]
 ToolCallLimit("email", quotas=quotas)
 ModelCallLimit(quotas=tuple(quotas))

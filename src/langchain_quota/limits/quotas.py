@@ -55,14 +55,12 @@ class Quota:
             calendar.
         tz: The time zone of a window of the calendar: an IANA name, such as `"Europe/Berlin"`. By
             default UTC.
-        starts: When such a window starts: of a day the time, `"09:00"`; of a week the day,
-            `"monday"` or `"monday 09:00"`; of a month the day, `15` or `"15 09:00"`. In a month
-            without this day it is the last one. By default a day starts at midnight, a week on
-            Monday, a month on the 1st.
+        starts: The day on which such a week or month starts, at midnight: `"monday"` (the
+            default), or from 1 (the default) to 31. In a month without this day it is the last one.
         smooth: Whether calls are spread evenly over the window: `Quota(60, per="global",
-            window="1m", smooth=True)` admits a call each second. It counts calls, not tokens or
-            dollars, and its window is none of the calendar. Such quotas share a count only if their
-            limits are equal, too.
+            window="1m", smooth=True)` admits a call each second. It counts calls, not tokens or dollars, and
+            its window is none of the calendar. Such quotas share a count only if their limits are
+            equal, too.
         burst: With `smooth`: how many calls may come at once after a pause, from 1 (the default)
             and at most `limit`. Messages and metrics show it as the quota's number.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.

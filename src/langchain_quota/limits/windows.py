@@ -1,11 +1,10 @@
 """Windows of the calendar in a time zone: hours, days, weeks and months."""
 
-import re
 from bisect import bisect_left
 from calendar import monthrange
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time, timedelta, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from functools import cache, lru_cache
 from typing import Any, cast
 from zoneinfo import ZoneInfo
@@ -14,10 +13,14 @@ from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.units import duration
 
 _WEEK = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
-CALENDAR = {"hour": (), "day": ("",), "week": _WEEK, "month": tuple(map(str, range(1, 32)))}
+CALENDAR = {"hour": (), "day": (), "week": _WEEK, "month": tuple(map(str, range(1, 32)))}
 """The windows of the calendar, and the days on which they may start."""
-_STARTS = {"hour": "None", "day": '"09:00"', "week": '"monday 09:00"', "month": '15 or "15 09:00"'}
-_CLOCK = re.compile("(?:[01][0-9]|2[0-3]):[0-5][0-9]")
+_REMEDIES = {
+    "hour": "leave it out",
+    "day": "leave it out, for a day starts at midnight",
+    "week": 'write "monday"',
+    "month": "write 15",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +30,23 @@ class CalendarWindow:
     unit: str
     tz: str
     day: int = 0  # of the week or month, from 0
-    at: time = time()
 
     def near(self, here: datetime) -> Iterator[datetime]:
         """By the zone's clock, the starts of some windows before and after a time."""
+        hour = here.replace(minute=0, second=0, microsecond=0)
+        midnight = hour.replace(hour=0)
         # A clock is set back by three hours at most.
         for n in range(-4, 4):
             if self.unit == "hour":
-                yield here.replace(minute=0, second=0, microsecond=0) + timedelta(hours=n)
+                yield hour + timedelta(hours=n)
             elif self.unit == "month":
                 year, month = divmod(here.year * 12 + here.month - 1 + n, 12)
                 last = monthrange(year, month + 1)[1]
-                yield datetime.combine(date(year, month + 1, min(self.day + 1, last)), self.at)
+                yield midnight.replace(year, month + 1, min(self.day + 1, last))
             else:
                 days = 7 if self.unit == "week" else 1
                 since = (here.weekday() - self.day) % days
-                yield datetime.combine(here.date() + timedelta(days=n * days - since), self.at)
+                yield midnight + timedelta(days=n * days - since)
 
 
 def checked(
@@ -65,7 +69,7 @@ def checked(
             f'tz must be the name of a time zone, such as "Europe/Berlin", not {name!r}. If this '
             "system has no time zones, install the package tzdata"
         ) from error
-    return CalendarWindow(window, name, *_checked_start(window, starts))
+    return CalendarWindow(window, name, _checked_start(window, starts))
 
 
 def _checked_length(window: object) -> timedelta | None:
@@ -80,14 +84,14 @@ def _checked_length(window: object) -> timedelta | None:
     return cast("timedelta | None", length)
 
 
-def _checked_start(unit: str, starts: object) -> tuple[int, time]:
-    """The day on which windows start, from 0, and the time."""
+def _checked_start(unit: str, starts: object) -> int:
+    """Return the day on which windows start, from 0."""
     if starts is None:
-        return 0, time()
-    day, space, clock = f"{' ' * (unit == 'day')}{starts}".partition(" ")
-    if day not in CALENDAR[unit] or (space and not _CLOCK.fullmatch(clock)):
-        raise ValueError(f"starts={starts!r} does not fit window={unit!r}: write {_STARTS[unit]}")
-    return CALENDAR[unit].index(day), time.fromisoformat(clock or "00:00")
+        return 0
+    days = CALENDAR[unit]
+    if str(starts) not in days:
+        raise ValueError(f"starts={starts!r} does not fit window={unit!r}: {_REMEDIES[unit]}")
+    return days.index(str(starts))
 
 
 @cache  # to read it again would block the event loop
