@@ -150,7 +150,6 @@ OF_BUDGETS: Rows = [
     (ValueError, "At least one limit must be specified", {}),
     (ValueError, "run_limit must be", {"run_limit": -1}),
     (ValueError, "reserve must be above 0", {**RUN, "reserve": 0}),
-    (ValueError, "reserve=1 cannot be used with", {**DAILY, "wait": 5, "reserve": 1}),
     (ValueError, "quota 'user_id' is smooth, and counts", {"quotas": [SMOOTH]}),
     (ValueError, "keep must be above 0, not 0", {**LAST, "keep": 0}),
     (ValueError, "Invalid exit_behavior", {**RUN, "exit_behavior": "continue"}),
@@ -172,6 +171,7 @@ OF_BUDGETS: Rows = [
     (ValueError, "needs enforce=True", {**LAST, **KEEP, "enforce": False}),
 ]
 OF_DOLLARS: Rows = [
+    (TypeError, "unexpected keyword argument 'wait'", {**RUN, "wait": 5}),
     (TypeError, "run_limit must be dollars, such as 0.50, not True", {"run_limit": True}),
     *((ValueError, "in digits", {"run_limit": each}) for each in ("$5", "")),
     *(
@@ -192,6 +192,7 @@ OF_DOLLARS: Rows = [
     ),
 ]
 OF_TOKENS: Rows = [
+    (ValueError, "reserve=1 cannot be used with", {**DAILY, "wait": 5, "reserve": 1}),
     *((TypeError, f"{x} must be a whole number", {**LAST, **KEEP, x: "5"}) for x in AMOUNTS),
     (TypeError, "limit of quota 'global' must be a whole number", IN_DOLLARS),
     (ValueError, "limit of quota 'x' must be 0 or more, not -1", {"quotas": [Quota(-1, per="x")]}),
@@ -215,6 +216,7 @@ OF_REPEATS: Rows = [
     (ValueError, "needs exit_behavior='continue'", {"give_up_after": 2, "exit_behavior": "end"}),
 ]
 OF_TIME: Rows = [
+    (TypeError, "unexpected keyword argument 'wait'", {**RUN, "wait": 5}),
     *(
         (ValueError, f'a time such as "30s", "5m" or "1h", not {each!r}', {argument: each})
         for each in ("", "soon", "1.5h")

@@ -170,8 +170,9 @@ class CostLimit(Budget[Dollars]):
     nine decimal places. They are counted exactly as written, floats too. See `TokenLimit` for when
     a call is refused, and `prices` of `QuotaMiddleware` for what tokens cost.
 
-    `TokenLimit` says what the other arguments mean, here in dollars. If `reserve` is a function
-    that gives a `ModelUsage`, the highest price of this usage is held.
+    `TokenLimit` says what the other arguments mean, here in dollars, except `wait`, which it does
+    not have. If `reserve` is a function that gives a `ModelUsage`, the highest price of this usage
+    is reserved.
 
     Args:
         tool_prices: What a call of a tool costs, by the tool's name: dollars, or a sync function of
@@ -195,6 +196,8 @@ class CostLimit(Budget[Dollars]):
     """What is counted."""
     counter: ClassVar[str] = NANODOLLARS
     """The key under which money is counted: limits with one counter share its count."""
+    wait: ClassVar[None] = None  # type: ignore[misc]  # no provider limits dollars in a window
+    """Calls never wait for money."""
 
     tool_prices: Mapping[str, Dollars | Callable[[Any], Dollars]] = field(
         default_factory=dict, hash=False

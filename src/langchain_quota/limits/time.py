@@ -49,6 +49,8 @@ class TimeLimit(Budget[Time]):
     """The key under which time is counted: limits with one counter share its count."""
     reserve: ClassVar[None] = None  # type: ignore[misc]  # nobody knows how long a call takes
     """Nothing is held for a call."""
+    wait: ClassVar[None] = None  # type: ignore[misc]  # no provider limits time in a window
+    """Calls never wait for time."""
     downgrade_to: ClassVar[None] = None  # type: ignore[misc]  # another model may be slower
     """All calls go to the agent's own model."""
     downgrade_at: ClassVar[float] = 1.0  # type: ignore[misc]
