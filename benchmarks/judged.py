@@ -94,7 +94,7 @@ def judge(
         task="judge",
         limits=resolved,
         calls=calls,
-        asked=[resolved.asked(call) for call in calls],
+        asked=[resolved.checks_for(call) for call in calls],
         used=counts,
         stops=resolved.stops if stops else {},
         rebuild=_never,
@@ -125,7 +125,7 @@ def request_of(
     resolved = ResolvedLimit.of(limit, thread=most, run=None)
     limits = ResolvedLimits([resolved.stored(KEY, None, (), remembers=False)])
     searches = [Call("tool", "search", f"call-{index}") for index in range(calls)]
-    asked = [limits.asked(call) for call in searches]
+    asked = [limits.checks_for(call) for call in searches]
     return Batch(
         state={},
         known=Ledger(),

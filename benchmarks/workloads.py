@@ -175,7 +175,7 @@ def _judging(limits: int) -> Repeat:
     def judged() -> None:
         # What each tool asks is looked up anew, as it is where a store keeps the counts.
         resolved = ResolvedLimits(_limits(limits))
-        asked = [resolved.asked(call) for call in calls]
+        asked = [resolved.checks_for(call) for call in calls]
         hits, index_of = hits_of(calls, asked)
         decide(calls, asked, index_of, admit(hits, used, resolved.stops))
 

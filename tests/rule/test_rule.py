@@ -9,7 +9,7 @@ from tests.examples import examples
 
 def most(number: int, counter: str = "n", **options: object) -> Threshold:
     given: dict[str, object] = {"limit": "limit", "scope": "run", "enforced": True, **options}
-    return Threshold(counter=counter, most=number, **given)  # type: ignore[arg-type]
+    return Threshold(counter=counter, maximum=number, **given)  # type: ignore[arg-type]
 
 
 def call(*over: Threshold, **amounts: int) -> Hits:
@@ -40,7 +40,7 @@ THRESHOLDS = st.builds(
     limit=st.sampled_from(LIMITS),
     scope=st.sampled_from(["thread", "run", "user_id"]),
     counter=st.sampled_from(COUNTERS),
-    most=st.integers(-1, 9),
+    maximum=st.integers(-1, 9),
     enforced=st.sampled_from([True, True, False]),
 )
 AMOUNTS = st.dictionaries(st.sampled_from(COUNTERS), st.integers(0, 3), max_size=3)
@@ -65,7 +65,7 @@ def test_a_call_is_judged_by_what_was_admitted_before_it(
         exceeded = [
             over
             for over in each.thresholds
-            if used[over.counter] + sum(n.get(over.counter, 0) for n in counted) > over.most
+            if used[over.counter] + sum(n.get(over.counter, 0) for n in counted) > over.maximum
         ]
         assert refused == {over.limit: over.scope for over in reversed(exceeded)}
         assert result.admitted[index] == (not any(over.enforced for over in exceeded))

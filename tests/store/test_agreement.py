@@ -96,7 +96,7 @@ def requests(draw: st.DrawFn) -> AcquireRequest:
         limit=st.sampled_from(LIMITS),
         scope=st.sampled_from(SCOPES),
         counter=st.sampled_from(names),
-        most=st.sampled_from([0, 1, 2, 3, 4, 5, -2, 8 * 10**15 + 10**12, 2**53 - 1]),
+        maximum=st.sampled_from([0, 1, 2, 3, 4, 5, -2, 8 * 10**15 + 10**12, 2**53 - 1]),
         enforced=st.booleans(),
     )
     thresholds = draw(st.lists(over, max_size=4))
@@ -345,7 +345,7 @@ class Model:
             Hits(
                 each.amounts,
                 tuple(
-                    over._replace(most=over.most + granted[over.counter])
+                    over._replace(maximum=over.maximum + granted[over.counter])
                     for over in each.thresholds
                 ),
             )

@@ -9,7 +9,7 @@ from langchain.agents.middleware.types import AgentMiddleware
 
 from langchain_quota.agents.quota import QuotaMiddleware
 from langchain_quota.features.deep_agents import has_limits, trust_sub_agents
-from langchain_quota.runtime.arguments import shown
+from langchain_quota.runtime.arguments import short_repr
 
 Arguments = ParamSpec("Arguments")
 Agent = TypeVar("Agent")
@@ -66,8 +66,9 @@ def with_limits(
     """
     if not (callable(create) and isinstance(quota, QuotaMiddleware)):
         raise TypeError(
-            f"with_limits takes create_deep_agent and a QuotaMiddleware, not {shown(create)} and "
-            f"{shown(quota)}: write with_limits(create_deep_agent, quota)(model, …)"
+            "with_limits takes create_deep_agent and a QuotaMiddleware, not "
+            f"{short_repr(create)} and {short_repr(quota)}: write "
+            "with_limits(create_deep_agent, quota)(model, …)"
         )
     if quota.kernel.store is None:
         raise ValueError(

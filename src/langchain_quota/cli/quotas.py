@@ -14,7 +14,7 @@ from langchain_quota.cli.printing import CommandError, one_line, printable, say,
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.limits.options import UNITS
-from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, shown
+from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.grants import Grant, in_utc, unit_of
 from langchain_quota.stores.keys import (
@@ -109,10 +109,10 @@ def _row(usage: QuotaUsage) -> tuple[str, ...]:
     key = CountKey.parse(usage.key)
     names = (printable(key.counter), printable(key.dimension), repr(key.subject))
     unit = UNITS.get(names[0], "calls")
-    limit = "-" if usage.limit is None else shown(usage.limit + usage.granted, unit)
+    limit = "-" if usage.limit is None else format_amount(usage.limit + usage.granted, unit)
     drains = read_emission_interval(usage.key)
     until = "it drains" if drains else _format_time(usage.expires_at, usage.key)
-    return (*names, shown(usage.used, unit), limit, until)
+    return (*names, format_amount(usage.used, unit), limit, until)
 
 
 def _grant(store: Store, arguments: Namespace) -> int:
@@ -159,7 +159,7 @@ def _grants(store: Store, arguments: Namespace) -> int:
     rows = [
         (
             printable(grant.key),
-            shown(grant.amount, grant.unit),
+            format_amount(grant.amount, grant.unit),
             _format_time(grant.ends, grant.key),
             *(repr(grant.by), repr(grant.reason), printable(grant.id)),
         )
@@ -204,7 +204,7 @@ def _escape_glob(text: str) -> str:
 
 def _line(grant: Grant) -> str:
     """Return a grant in one line, for an audit log."""
-    amount = shown(grant.amount, grant.unit) + (" calls" if grant.unit == "calls" else "")
+    amount = format_amount(grant.amount, grant.unit) + (" calls" if grant.unit == "calls" else "")
     key, name = printable(grant.key), printable(grant.id)
     cause = f"by {grant.by!r}, reason {grant.reason!r}"
     return f"{amount} under {key} until {_format_time(grant.ends, grant.key)}, {cause}, id {name}"

@@ -1,7 +1,8 @@
 """The one rule that admits calls, and the types of its requests and answers.
 
-A count has a name. A threshold is a number that a count must not exceed. `admit` says for each call
-which limits refuse it, and at which scope. Only `admit`, and a store's copy of it, admits calls.
+A count has a name. A threshold is a number that a count must not exceed. `admit` finds for each
+call the limits that refuse it, and their scopes. Only `admit`, and a store's copy of it, admits
+calls.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,22 +19,23 @@ class Threshold(NamedTuple):
         limit: The name of the limit that it belongs to.
         scope: What the count is kept for.
         counter: The name of the counter.
-        most: The most that the count may be, a whole number; a negative one refuses every call.
-        enforced: Whether it refuses calls; if not, it only says that it would.
+        maximum: The highest count that is allowed, a whole number; a negative one refuses every
+            call.
+        enforced: Whether a refusal blocks the call. In a dry run it is only recorded.
     """
 
     limit: str
     scope: Scope
     counter: str
-    most: int
+    maximum: int
     enforced: bool = True
 
 
 class Hits(NamedTuple):
-    """What one call, or several calls with one id, would add to counts.
+    """The amounts that one call, or several calls with one id, would add to counts.
 
     Attributes:
-        amounts: What is added, by the name of the count; whole numbers from 0.
+        amounts: The amounts, by the name of the count; whole numbers from 0.
         thresholds: The thresholds over these counts, in the order in which a refusal is attributed.
     """
 
@@ -50,11 +52,11 @@ class CountRef:
         used: The caller's count. A store starts from it if the key is new.
         expires_at: When the key's window ends, in seconds since the Unix epoch; `None` for one
             that lasts until it is reset.
-        mirrored: Whether the caller keeps the count, too, and sends it again as `used`: a store
-            that is full may drop it.
-        lease: For how many seconds, from 1, the request holds what it charges under the key. Then
-            the store gives it back, unless a correction that `settles` the request comes first.
-            `None`: what is charged stays charged.
+        mirrored: Whether the caller keeps the count, too, and sends it again as `used`. Then a
+            full store may drop it.
+        lease: How many seconds, from 1, the request reserves what it charges under the key. After
+            that the store releases it, unless a correction that `settles` the request comes first.
+            `None`: the charge is final.
     """
 
     key: str | None = None
@@ -70,15 +72,15 @@ class Correction:
 
     Attributes:
         id: Names the correction.
-        amounts: What is added to the counts under keys; negative to take back.
+        amounts: The amounts that are added to the counts under keys; negative for refunds.
         attempt_id: An attempt to acquire whose result is unknown: what it charged is undone, and
             it is refused if it arrives later.
         idempotency_key: The request of this attempt: if another attempt of it was answered, the
             amounts are counted already.
         starts: The caller's counts, by key: where a key begins if nothing is kept under it.
-        settles: The idempotency key of a request that holds something under the keys of the
-            amounts: what it still holds there is given back first. So the amounts, 0 included,
-            replace what was held. They may exceed limits.
+        settles: The idempotency key of a request with reservations under the keys of the amounts.
+            What is still reserved there is released first. So the amounts, including 0, replace
+            the reservations. They may exceed limits.
         limits: The limits of keys, which a store shows beside their counts.
     """
 
@@ -99,10 +101,10 @@ class AcquireRequest:
         idempotency_key: Names the request: one that was answered before is not charged again.
         attempt_id: Names this attempt to make it.
         counters: The counts, by name.
-        hits: What each call, in order, would add to them.
+        hits: The amounts that each call, in order, would add to them.
         stops: The limits whose refusals stop the batch, and after how many refused calls. A
             stopped batch charges nothing.
-        corrections: CorrectionQueue that are made first.
+        corrections: The corrections that are made first.
     """
 
     idempotency_key: str
@@ -113,17 +115,17 @@ class AcquireRequest:
     corrections: tuple[Correction, ...] = ()
 
     def keyed(self, amounts: Mapping[str, int]) -> dict[str, int]:
-        """The amounts of those counts that a store keeps, by key.
+        """Return the amounts of the counts that a store keeps, by key.
 
         Args:
             amounts: By the name of the count.
         """
-        found: dict[str, int] = {}
+        by_key: dict[str, int] = {}
         for name, amount in amounts.items():
             key = self.counters[name].key
             if key is not None:
-                found[key] = found.get(key, 0) + amount
-        return found
+                by_key[key] = by_key.get(key, 0) + amount
+        return by_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,9 @@ class AcquireResult:
         admitted: For each of the hits, whether no enforced limit refuses it.
         stopped: Whether refusals stopped the batch: nothing of it is charged.
         replayed: Whether the request was answered before, and is not charged again.
-        granted: What grants added to the thresholds over counts, by name; without zeros.
-        newly_granted: The part of `granted` by which no call has been judged before.
+        granted: The amounts that grants added to the thresholds over counts, by name; without
+            zeros.
+        newly_granted: The part of `granted` that no earlier request has used.
         drained_in: In how many microseconds each count that drains is 0, by name; before the batch.
     """
 
@@ -152,10 +155,10 @@ class AcquireResult:
     drained_in: Mapping[str, int] = field(default_factory=dict)
 
     def charged(self, hits: Iterable[Hits]) -> dict[str, int]:
-        """What is added to each count.
+        """Return the amounts that the batch adds to each count.
 
         Args:
-            hits: What was asked.
+            hits: The hits of the request.
         """
         amounts = dict.fromkeys(self.used, 0)
         if not self.stopped:
@@ -174,14 +177,14 @@ def admit(
 ) -> AcquireResult:
     """Admit each call against the thresholds over the counts that it would hit.
 
-    Calls are judged in order, each on what the ones before it left. A refused call is charged
-    nowhere. If refusals stop the batch, nothing of it is charged.
+    Calls are admitted in order, each against the counts after the ones before it. A blocked call
+    is not charged. If refusals stop the batch, none of its calls is charged.
 
     Args:
-        hits: What each call would add to which counts.
+        hits: The amounts that each call would add to counts.
         used: The counts before the batch, by name.
         stops: The limits whose refusals stop the batch, and after how many refused calls.
-        granted: What is added to the thresholds over counts, by name.
+        granted: The amounts that are added to the thresholds over counts, by name.
     """
     granted = granted or {}
     counts = dict(used)
@@ -191,8 +194,8 @@ def admit(
     for amounts, thresholds in hits:
         refusing: dict[str, Scope] = {}
         runs = True
-        for limit, scope, counter, most, enforced in thresholds:
-            if counts[counter] + amounts[counter] > most + granted.get(counter, 0):
+        for limit, scope, counter, maximum, enforced in thresholds:
+            if counts[counter] + amounts[counter] > maximum + granted.get(counter, 0):
                 refusing.setdefault(limit, scope)
                 runs = runs and not enforced
         if runs:

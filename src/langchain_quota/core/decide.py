@@ -1,6 +1,6 @@
-"""Decides about each call of a batch, and finds the limits whose refusals hold."""
+"""The decision about each call of a batch, and the limits whose refusals hold."""
 
-from collections import Counter as Counts
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,22 +21,22 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
     refusal_does: Exit | None = None,
     spent: int | None = None,
 ) -> LimitStatus:
-    """The status of a limit at one call."""
-    limit, of_run = resolved.limit, resolved.checks[1]
+    """Return the status of a limit at one call."""
+    limit, run_check = resolved.limit, resolved.checks[1]
     is_budget, runs = limit.unit != "calls", amount > 0
     if is_budget:
-        # What a call uses is known when it has returned.
+        # What a call uses is only known after it finishes.
         amount, charging = spent or 0, spent is not None
     reason: Reason | None = None
     exit_behavior: Exit = limit.exit_behavior
     if refusal_does and (refused_at is not None or exit_behavior != "ask"):
         exit_behavior = refusal_does
     if refused_at is not None:
-        reason = "store" if refused_at == STORE else of_run.reason
+        reason = "store" if refused_at == STORE else run_check.reason
     return LimitStatus(
         limit=limit.name,
         exit_behavior=exit_behavior,
-        counts=tuple([each.status(counts[each.counter], amount) for each in resolved.checks]),
+        counts=tuple([check.status(counts[check.counter], amount) for check in resolved.checks]),
         reason=reason,
         scope=None if reason == "store" else refused_at,
         charged=charging and runs and reason is None,
@@ -44,29 +44,29 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         enforced=limit.enforce,
         near=limit.near,
         alert=limit.alert,
-        computed=tuple([each.scope for each in resolved.checks if each.computed]),
+        computed=tuple([check.scope for check in resolved.checks if check.computed]),
         shared=resolved.shared,
         unit=limit.unit,
-        needs=of_run.needs if is_budget and reason == "exhausted" else 0,
+        needs=run_check.needs if is_budget and reason == "exhausted" else 0,
     )
 
 
 def decide(  # noqa: PLR0913 - keyword-only, with defaults
     calls: Sequence[Call],
-    asked: Sequence[CallChecks],
+    call_checks: Sequence[CallChecks],
     index_of: Sequence[int],
     result: AcquireResult,
     *,
     charging: bool = True,
     exits: Mapping[str, Exit] = MappingProxyType({}),
 ) -> list[Decision]:
-    """The decision about each call."""
-    # A call runs only if every limit that matches it admits it; a refused call is charged to none.
-    # If refusals stop the batch, what was not refused is skipped. A limit that is not enforced
-    # refuses nothing: the call runs, and is counted.
+    """Return the decision about each call."""
+    # A call runs only if every limit that matches it admits it; a blocked call is charged to none.
+    # If refusals stop the batch, the calls that no limit refuses are skipped. A limit in a dry run
+    # blocks nothing: the call runs, and is counted.
     counts = dict(result.used)
     decisions = []
-    for call, (limits, hits), index in zip(calls, asked, index_of, strict=True):
+    for call, (limits, hits), index in zip(calls, call_checks, index_of, strict=True):
         refused, admitted = result.refused[index], result.admitted[index]
         runs = admitted and not result.stopped
         statuses = [
@@ -88,8 +88,8 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
             outcome = Outcome.BLOCKED
         elif result.stopped:
             outcome = Outcome.SKIPPED
-        # Calls can share an id. The refusal may belong to the other call.
-        elif refused and any(each.reason for each in statuses):
+        # Calls can share an id, and the refusal may belong to the other call.
+        elif refused and any(limit_status.reason for limit_status in statuses):
             outcome = Outcome.WOULD_BLOCK
         else:
             outcome = Outcome.ALLOWED
@@ -106,53 +106,53 @@ class Breach:
     decision: Decision
     refusals: int
     store_unavailable: bool
-    # The thread's and the run's count as if the refused calls had run, and the checks that fail.
+    # The counts of the thread and the run as if the refused calls had run, and the failed checks.
     thread_count: int
     run_count: int
     exceeded: tuple[tuple[Check, int], ...]
 
 
-def breaches(
+def find_breaches(
     limits: ResolvedLimits,
-    asked: Sequence[CallChecks],
+    call_checks: Sequence[CallChecks],
     index_of: Sequence[int],
     decisions: Sequence[Decision],
     result: AcquireResult,
 ) -> list[Breach]:
-    """The limits whose refusals hold, in their order."""
-    found = []
-    for each in limits.limits:
-        refused: dict[int, tuple[Decision, LimitStatus]] = {}
+    """Return the enforced limits that refuse calls, in their order."""
+    breaches = []
+    for resolved in limits.limits:
+        refusals: dict[int, tuple[Decision, LimitStatus]] = {}
         checks: Sequence[Check] = ()
-        more = Counts[str]()
-        for decision, one, index in zip(decisions, asked, index_of, strict=True):
-            for how, matched in zip(decision.limits, one.limits, strict=True):
-                if matched.limit is each.limit:
-                    if not each.is_budget:
-                        more.update({check.counter for check in matched.checks})
-                    if how.refused and how.enforced:
+        demand = Counter[str]()
+        for decision, of_call, index in zip(decisions, call_checks, index_of, strict=True):
+            for limit_status, matched in zip(decision.limits, of_call.limits, strict=True):
+                if matched.limit is resolved.limit:
+                    if not resolved.is_budget:
+                        demand.update({check.counter for check in matched.checks})
+                    if limit_status.refused and limit_status.enforced:
                         # Which counts a limit has may depend on the call.
                         checks = checks or matched.checks
-                        refused.setdefault(index, (decision, how))
-        if not refused:
+                        refusals.setdefault(index, (decision, limit_status))
+        if not refusals:
             continue
-        decision, first = next(iter(refused.values()))
-        counts = [(one, result.used[one.counter] + more[one.counter]) for one in checks]
-        needs = checks[0].needs if each.is_budget else 0
-        found.append(
+        decision, refusal = next(iter(refusals.values()))
+        counts = [(check, result.used[check.counter] + demand[check.counter]) for check in checks]
+        needs = checks[0].needs if resolved.is_budget else 0
+        breaches.append(
             Breach(
-                each,
-                first.exit_behavior,
+                resolved,
+                refusal.exit_behavior,
                 decision,
-                len(refused),
-                first.reason == "store",
+                len(refusals),
+                refusal.reason == "store",
                 counts[0][1],
                 counts[1][1],
                 tuple(
-                    (one, count)
-                    for one, count in counts
-                    if one.most is not None and count + needs > one.most - one.kept
+                    (check, count)
+                    for check, count in counts
+                    if check.maximum is not None and count + needs > check.maximum - check.keep
                 ),
             )
         )
-    return found
+    return breaches

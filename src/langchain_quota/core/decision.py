@@ -1,4 +1,4 @@
-"""The frozen record of one judged call, with the limits that judged it."""
+"""The frozen record of one checked call, with the limits that it was checked against."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ from langchain_quota.runtime.units import Level, Unit, near_threshold
 
 Reason = Literal["exhausted", "failing", "store"]
 """Why a limit refuses a call: a threshold is exhausted, the tool keeps failing in the same way, or
-the store could not be asked."""
+the store is unavailable."""
 
 
 class Outcome(StrEnum):
-    """What was decided about a call; outcomes exclude each other.
+    """The decision about a call; outcomes exclude each other.
 
     The values are the label `decision` in metrics, and `langchain_quota.decision` in spans.
 
@@ -48,13 +48,13 @@ class CountStatus(NamedTuple):
         scope: `"thread"`, `"run"`, or the quota's name.
         before: The count before the call.
         used: The count after the call.
-        limit: Its number; `None` for none. Of a smooth quota its burst.
+        limit: Its maximum; `None` for none. For a smooth quota, its burst.
         subject: Whose calls a quota counts; empty for all.
         resets_at: When a quota's window ends, in its zone; `None` if it lasts until it is reset.
-            If it is smooth: when the next call fits.
+            For a smooth quota: when the next call fits.
         per: What a quota counts by: `"thread"`, `"agent"`, `"global"`, or a name in
             `runtime.context`. If `per` is a function, the quota's name. Empty if it is no quota.
-        smooth: Whether the count falls evenly.
+        smooth: Whether the count drains at an even rate.
 
     Examples:
         >>> from langchain_quota.core.decision import CountStatus
@@ -77,8 +77,8 @@ class CountStatus(NamedTuple):
         return self.used / self.limit if self.limit else float(self.limit is not None)
 
     def crossed(self, near: float) -> Level | None:
-        """The level that the count has newly reached with this call; `None` if it has not."""
-        if self.limit is None or self.smooth:  # the count of a smooth quota comes and goes
+        """Return the level that the count has newly reached with this call, or `None`."""
+        if self.limit is None or self.smooth:  # the count of a smooth quota rises and falls
             return None
         if self.before < self.limit <= self.used:
             return Level.EXHAUSTED
@@ -90,16 +90,17 @@ class LimitStatus(NamedTuple):
 
     Attributes:
         limit: The limit's name.
-        exit_behavior: What a refusal by it does.
+        exit_behavior: What a refusal by the limit does.
         counts: Its counts: the thread's, the run's, and those of its quotas.
         reason: Why it refuses the call: a threshold is `"exhausted"`, the tool is `"failing"` in
-            the same way again and again, or the shared `"store"` could not be asked; `None` if it
+            the same way again and again, or the shared `"store"` is unavailable; `None` if it
             admits the call.
-        scope: The count that is exhausted; `None` for none. If there are several, the first.
+        scope: The scope that is exhausted; `None` for none. If there are several, the first.
         charged: Whether the call is charged to this limit by this decision.
         deferred: Whether the call runs now and is counted when it has returned, as every call is
             in budgets of tokens and money.
-        enforced: Whether its refusals hold; if not, a call that it refuses runs and is counted.
+        enforced: Whether its refusals block calls. In a dry run a call that it refuses runs and is
+            counted.
         near: The limit's own near share; `None` for that of the telemetry.
         alert: Whether its refusals are worth an alert.
         computed: The scopes whose limit was computed for this call, or raised by a grant.
@@ -132,7 +133,7 @@ class LimitStatus(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """What the call is charged of a limit of dollars, in nanodollars; else 0."""
+        """The charge of the call to a limit in dollars, in nanodollars; else 0."""
         if self.unit != "nanodollars":
             return 0
         run = self.count_of(RUN)
@@ -147,7 +148,7 @@ class LimitStatus(NamedTuple):
     def refusal_scope(self) -> str | None:
         """The scope of a refusal, as in metrics and spans; `None` if it admits the call.
 
-        It is the exhausted scope, or `"store"` if the store could not be asked.
+        It is the exhausted scope, or `"store"` if the store is unavailable.
         """
         return STORE if self.reason == "store" else self.scope
 
@@ -158,30 +159,32 @@ class LimitStatus(NamedTuple):
     @property
     def quotas(self) -> tuple[CountStatus, ...]:
         """The counts of quotas."""
-        return tuple(each for each in self.counts if each.per)
+        return tuple(count for count in self.counts if count.per)
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
         """The scopes that have a limit: thread, run, and the quotas."""
-        return tuple(each.scope for each in self.counts if each.limit is not None)
+        return tuple(count.scope for count in self.counts if count.limit is not None)
 
     @property
     def share(self) -> float:
         """The largest used share of a limit, from 0; a limit of 0 counts as fully used."""
-        return max((each.share for each in self.counts), default=0.0)
+        return max((count.share for count in self.counts), default=0.0)
 
     @property
     def resets_at(self) -> datetime | None:
-        """When the windows of all exhausted quotas have ended; `None` if one has no end."""
+        """The end of the last window of all exhausted quotas; `None` if one has no end."""
         first = self.count_of(self.scope)
         if first is None or not first.per:
             return None
-        over = [each for each in self.quotas if each is first or each.before >= (each.limit or 0)]
-        ends = [each.resets_at for each in over if each.resets_at is not None]
-        return max(ends) if len(ends) == len(over) else None
+        exhausted = [
+            quota for quota in self.quotas if quota is first or quota.before >= (quota.limit or 0)
+        ]
+        ends = [quota.resets_at for quota in exhausted if quota.resets_at is not None]
+        return max(ends) if len(ends) == len(exhausted) else None
 
     def threshold_events(self, near: float) -> list[tuple[Scope, Level]]:
-        """The scopes whose count has reached a new level with this call.
+        """Return the scopes whose count has reached a new level with this call.
 
         Args:
             near: The share, above 0 and at most 1, from which a limit without a share of its own
@@ -190,7 +193,7 @@ class LimitStatus(NamedTuple):
         if not (self.charged and self.enforced):
             return []
         near = near if self.near is None else self.near
-        return [(each.scope, level) for each in self.counts if (level := each.crossed(near))]
+        return [(count.scope, level) for count in self.counts if (level := count.crossed(near))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +203,8 @@ class Answer:
     Attributes:
         type: `"approve"` grants what was offered, or another amount; `"reject"` ends the run.
         granted: How much more is granted, by the name of the limit, in the limit's unit.
-        by: Who has answered, if the answer or LangGraph's authentication says it; else empty.
-        message: What they say about it; a rejected run ends with it.
+        by: Who has answered, if the answer or LangGraph's authentication names them; else empty.
+        message: Their message; a rejected run ends with it.
 
     Examples:
         >>> from langchain_quota import Decision
@@ -218,17 +221,17 @@ class Answer:
 
 
 class Decision(NamedTuple):
-    """What was decided about one call, and by which limits.
+    """The decision about one call, and the limits that made it.
 
     Enforcement and telemetry read the same decision.
 
     Attributes:
         call: The call.
-        outcome: What was decided.
+        outcome: Whether the call runs.
         limits: One status for each limit that matches the call, in the order of the limits.
-        answer: What a person answered before the decision, if one was asked.
+        answer: The answer of a person before the decision, if one was asked.
         waited: How long the call waited for room in a quota before, in seconds.
-        downgraded_by: The limit that has a model call go to its `downgrade_to`; empty if none does.
+        downgraded_by: The limit that sends a model call to its `downgrade_to`; empty if none does.
 
     Examples:
         >>> from langchain_quota import Decision, ModelCallLimit, QuotaMiddleware
@@ -255,15 +258,15 @@ class Decision(NamedTuple):
 
     @property
     def refused_by(self) -> tuple[LimitStatus, ...]:
-        """The limits that refuse the call. Those that are enforced come first."""
+        """The limits that refuse the call. Enforced limits come first."""
         refusing = (status for status in self.limits if status.refused)
         return tuple(sorted(refusing, key=lambda status: not status.enforced))
 
     @property
     def resets_at(self) -> datetime | None:
-        """When a refused call could be admitted; `None` if no window's end helps."""
-        resets = [each.resets_at for each in self.refused_by if each.enforced]
-        times = [each for each in resets if each is not None]
+        """The time when a blocked call could be allowed; `None` if no window's end helps."""
+        resets = [status.resets_at for status in self.refused_by if status.enforced]
+        times = [time for time in resets if time is not None]
         return max(times) if times and len(times) == len(resets) else None
 
     @property
@@ -277,7 +280,7 @@ class Decision(NamedTuple):
 
 
 class Refund(NamedTuple):
-    """A charge taken back: the call was admitted by this limit, and then did not run."""
+    """A refunded charge: the limit admitted the call, which then did not run."""
 
     call: Call
     limit: str

@@ -1,6 +1,6 @@
-"""The words that the model and the user read when a call is refused.
+"""The texts that the model and the user read when a call is blocked.
 
-The default texts of refused calls and of final messages are those of LangChain's limiters:
+The default texts of blocked calls and of final messages are those of LangChain's limiters:
 applications match on them.
 """
 
@@ -13,7 +13,7 @@ from langchain_quota.core.decision import Decision, LimitStatus
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY
 from langchain_quota.limits.repeats import RepeatLimit
-from langchain_quota.runtime.units import PER_BASE_UNIT, Unit, as_dollars, as_time, shown
+from langchain_quota.runtime.units import PER_BASE_UNIT, Unit, as_dollars, as_time, format_amount
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "
@@ -28,7 +28,7 @@ ABANDONED = "This tool call was not completed: the run that made it was stopped.
 """The answer that is added to a tool call which an earlier run left without one."""
 
 NOT_RUN = "quota_not_run"
-"""The mark on the answer of a call that was let through and then did not run.
+"""The mark on the answer of a call that was allowed and then did not run.
 
 The mark is not sent to models.
 """
@@ -42,31 +42,32 @@ _BUDGETS: Mapping[Unit, str] = {
 
 
 def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
-    """What the model reads as the answer of a refused tool call, from each limit that refuses."""
-    refusing = [each for each in decision.refused_by if each.enforced]
-    texts = [_refusal(limits[each.limit], decision, each) for each in refusing]
+    """Return the answer of a blocked tool call, for the model, from each limit that refuses."""
+    refusing = [status for status in decision.refused_by if status.enforced]
+    texts = [_refusal(limits[status.limit], decision, status) for status in refusing]
     # No limit refuses this call, but one refuses another call with its id.
     texts = texts or [f"{_EXCEEDED} Do not make additional tool calls."]
     resets_at = decision.resets_at
-    if resets_at is not None and any(limits[each.limit].message is None for each in refusing):
+    if resets_at is not None and any(limits[status.limit].message is None for status in refusing):
         texts.append(f"It resets at {_when(resets_at)}.")
     return " ".join(dict.fromkeys(texts))
 
 
-def took_too_long(tool: str, most: int, *, runs_on: bool) -> str:
-    """What the model reads as the answer of a call that took longer than so many milliseconds."""
+def took_too_long(tool: str, maximum: int, *, runs_on: bool) -> str:
+    """Return the answer of a call that took longer than `maximum` milliseconds, for the model."""
     what = "and nobody waits for it any more. It may still run" if runs_on else "and was stopped"
     return (
-        f"The call of '{tool}' took longer than {as_time(most)}, {what}. It may have done its "
+        f"The call of '{tool}' took longer than {as_time(maximum)}, {what}. It may have done its "
         "work, or a part of it. Look at what it did, try a smaller step, or go on without it."
     )
 
 
 def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
-    """What the user reads when the run ends at limits: every limit that was hit, with counts."""
-    # Never blank: providers refuse a message without text, and supervisors pass on another one.
+    """Return the final text of a run that ends at limits: every limit that was hit, with counts."""
+    # It is never blank: providers refuse a message without text, and supervisors pass on another.
     texts = [
-        _own_final(breach.limit.limit.message, breach.decision) or reached(breach, is_last=is_last)
+        _custom_final(breach.limit.limit.message, breach.decision)
+        or reached(breach, is_last=is_last)
         for breach in breaches
     ]
     return " ".join(dict.fromkeys(texts))
@@ -75,22 +76,22 @@ def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
 def question(
     breaches: Sequence[Breach], offered: Mapping[str, int], units: Mapping[str, Unit]
 ) -> str:
-    """The question that a person reads: whether a run may go on."""
-    more = ", ".join(_more(name, amount, units[name]) for name, amount in offered.items())
-    what = " ".join(f"{reached(each).rstrip('.')}." for each in breaches)
-    return f"{what} Approve to allow {more}. Reject to end the run."
+    """Return the question to a person whether a run may go on."""
+    grants = ", ".join(_grant(name, amount, units[name]) for name, amount in offered.items())
+    reasons = " ".join(f"{reached(breach).rstrip('.')}." for breach in breaches)
+    return f"{reasons} Approve to allow {grants}. Reject to end the run."
 
 
-def _more(name: str, amount: int, unit: Unit) -> str:
+def _grant(name: str, amount: int, unit: Unit) -> str:
     if unit in PER_BASE_UNIT:
-        return f"{shown(amount, unit)} more for {name!r}"
+        return f"{format_amount(amount, unit)} more for {name!r}"
     noun = unit.removesuffix("s") if amount == 1 else unit
     return f"{amount:,} more {noun} for {name!r}"
 
 
 def reached(breach: Breach, *, is_last: bool = False) -> str:
-    """Which thresholds of a limit are reached, with counts, and when quotas reset."""
-    # For tools the counts are as if the refused calls had run, for the model those before the call.
+    """Return which thresholds of a limit are reached, with counts, and when quotas reset."""
+    # Tool counts are as if the refused calls had run; model counts are those before the call.
     limit = breach.limit.limit
     if breach.store_unavailable:
         return _unchecked(limit)
@@ -99,19 +100,24 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
         return f"{repeats}."
     if breach.limit.is_budget:
         parts = [
-            f"{each.scope} limit ({_of_budget(each, used, limit.unit, is_last=is_last)}"
-            f"{_resets(each.resets_at)})"
-            for each, used in breach.exceeded
+            f"{check.scope} limit ({_of_budget(check, used, limit.unit, is_last=is_last)}"
+            f"{_resets(check.resets_at)})"
+            for check, used in breach.exceeded
         ]
         return f"{_BUDGETS[limit.unit]} limits exceeded: {', '.join(parts)}"
     exceeded = [
-        (each.scope, used, each.most, _resets(each.resets_at)) for each, used in breach.exceeded
+        (check.scope, used, check.maximum, _resets(check.resets_at))
+        for check, used in breach.exceeded
     ]
     if limit.kind == "model":
-        parts = [f"{scope} limit ({n - 1}/{most}{resets})" for scope, n, most, resets in exceeded]
+        parts = [
+            f"{scope} limit ({used - 1}/{maximum}{resets})"
+            for scope, used, maximum, resets in exceeded
+        ]
         return f"Model call limits exceeded: {', '.join(parts)}"
     parts = [
-        f"{scope} limit exceeded ({n}/{most} calls{resets})" for scope, n, most, resets in exceeded
+        f"{scope} limit exceeded ({used}/{maximum} calls{resets})"
+        for scope, used, maximum, resets in exceeded
     ]
     names = ", ".join(f"'{tool}'" for tool in limit.tools)
     return f"{names + ' tool' if names else 'Tool'} call limit reached: {' and '.join(parts)}."
@@ -119,14 +125,14 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
 
 def _refusal(limit: Limit, decision: Decision, status: LimitStatus) -> str:
     if limit.message is not None:
-        return _own(limit.message, decision)
+        return _custom(limit.message, decision)
     if status.reason == "store":
         return _unchecked(limit)
     if (count := status.count_of(CONCURRENCY)) is not None:
-        most = count.limit
+        maximum = count.limit
         return (
-            f"This call was not run: other calls were running, and at most {most} "
-            f"call{'' if most == 1 else 's'} of {_tools(limit) or 'tools'} may run at the same "
+            f"This call was not run: other calls were running, and at most {maximum} "
+            f"call{'' if maximum == 1 else 's'} of {_tools(limit) or 'tools'} may run at the same "
             "time. Try again later, or go on without it."
         )
     if limit.unit == "nanodollars" or isinstance(limit, RepeatLimit):
@@ -144,8 +150,8 @@ def _tools(limit: Limit) -> str:
 
 
 def _why(limit: Limit, decision: Decision) -> tuple[str, str]:
-    """What costs too much, or repeats itself, and what the model can do instead."""
-    status = next(each for each in decision.limits if each.limit == limit.name)
+    """Return why a call costs too much or repeats itself, and what the model can do instead."""
+    status = next(status for status in decision.limits if status.limit == limit.name)
     tool = f"'{decision.call.tool}'"
     if not isinstance(limit, RepeatLimit):
         cost = as_dollars(status.needs)
@@ -175,14 +181,15 @@ def _unchecked(limit: Limit) -> str:
 
 
 def _of_budget(check: Check, used: int, unit: Unit, *, is_last: bool) -> str:
-    """What is used of a budget, and why that is too much if something is left."""
-    # Such as `"950/1000 tokens"`, or `"$0.12/$0.50, the call may need $0.40"`.
-    most = check.most or 0
+    """Return how much of a budget is used, and why that is too much if something is left."""
+    # For example `"950/1000 tokens"`, or `"$0.12/$0.50, the call may need $0.40"`.
+    maximum = check.maximum or 0
     if unit in PER_BASE_UNIT:
-        text, needs = f"{shown(used, unit)}/{shown(most, unit)}", shown(check.needs, unit)
+        text = f"{format_amount(used, unit)}/{format_amount(maximum, unit)}"
+        needs = format_amount(check.needs, unit)
     else:
-        text, needs = f"{used}/{most} {unit}", str(check.needs)
-    if used >= most:
+        text, needs = f"{used}/{maximum} {unit}", str(check.needs)
+    if used >= maximum:
         return text
     if is_last:
         return f"{text}, the rest was kept for the last answer"
@@ -194,15 +201,15 @@ def _resets(moment: datetime | None) -> str:
 
 
 def _when(moment: datetime) -> str:
-    """A time in UTC, and before that in its zone, if it has another one."""
+    """Return a time in UTC, after the time in its own zone if that is another one."""
     utc = f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
     return f"{moment.isoformat()} ({utc})" if moment.utcoffset() else utc
 
 
-def _own_final(message: str | Callable[[Decision], str] | None, decision: Decision) -> str:
-    text = "" if message is None else _own(message, decision)
+def _custom_final(message: str | Callable[[Decision], str] | None, decision: Decision) -> str:
+    text = "" if message is None else _custom(message, decision)
     return text if text.strip() else ""
 
 
-def _own(message: str | Callable[[Decision], str], decision: Decision) -> str:
+def _custom(message: str | Callable[[Decision], str], decision: Decision) -> str:
     return message(decision) if callable(message) else message

@@ -30,7 +30,7 @@ from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import Own, own_of
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant
-from langchain_quota.runtime.units import Unit, as_dollars, in_base_unit, shown
+from langchain_quota.runtime.units import Unit, as_dollars, format_amount, in_base_unit
 from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, Granting
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
@@ -213,7 +213,7 @@ def _offered(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Offer]
             continue
         # By default as much as the limit says without grants.
         own = min(
-            (row.most or 0) - result.granted.get(row.counter, 0) - in_state.get(row.counter, 0)
+            (row.maximum or 0) - result.granted.get(row.counter, 0) - in_state.get(row.counter, 0)
             for row in rows
         )
         if limit.grant is not None:
@@ -241,7 +241,7 @@ def _needed(batch: Batch, result: AcquireResult, granted: Sequence[_Offer]) -> _
     added = free.charged(hits)
     for (_, thresholds), runs in zip(batch.hits, free.admitted, strict=True):
         for each in thresholds if runs else ():
-            lacking = result.used[each.counter] + added[each.counter] - each.most
+            lacking = result.used[each.counter] + added[each.counter] - each.maximum
             if each.limit in asking and lacking > 0:
                 needs[each.limit, each.scope] = lacking
     return needs
@@ -311,7 +311,9 @@ def _amount(value: object, offers: Sequence[_Offer]) -> int:
     except TypeError as error:
         raise ValueError(str(error)) from None
     if amount > MAX_AMOUNT:
-        raise ValueError(f'"amount" must be at most {shown(MAX_AMOUNT, unit)}, not {value!r}')
+        raise ValueError(
+            f'"amount" must be at most {format_amount(MAX_AMOUNT, unit)}, not {value!r}'
+        )
     return amount
 
 

@@ -111,7 +111,7 @@ def _remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float
     parts = []
     for limit, checks in ((each.limit, each.checks) for each in limits.limits):
         # The count of a smooth quota comes and goes with each call.
-        limited = ((counts[each.counter], each.most) for each in checks if not each.spacing)
+        limited = ((counts[each.counter], each.maximum) for each in checks if not each.spacing)
         numbers = [(count, most) for count, most in limited if most is not None]
         if not limit.enforce or not numbers:
             continue
@@ -184,7 +184,7 @@ def _without_exhausted(
     # Or if they have its calls wait.
 
     def is_left(tool: str) -> bool:
-        (refused,) = admit([limits.asked(Call("tool", tool)).hits], counts, {}).refused
+        (refused,) = admit([limits.checks_for(Call("tool", tool)).hits], counts, {}).refused
         named = [limits.by_name[name] for name in refused if name not in limits.asking]
         return not any(each.enforce and getattr(each, "wait", None) is None for each in named)
 

@@ -147,7 +147,7 @@ def _asked(
             yield each
         elif (check := judged.check(index, used)) is not None:
             # A thread has no count of its own.
-            yield each._replace(checks=(check._replace(scope=THREAD, most=None), check))
+            yield each._replace(checks=(check._replace(scope=THREAD, maximum=None), check))
 
 
 class _RepeatCheck:

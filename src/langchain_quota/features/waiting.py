@@ -79,7 +79,7 @@ class Waiting(Feature):
         def timed(check: Check) -> Check:
             if not check.spacing:
                 return check
-            room = (check.most or 0) - check.hit - charged[check.counter]
+            room = (check.maximum or 0) - check.hit - charged[check.counter]
             seconds = seconds_until_room(result.drained_in[check.counter], room, check.spacing)
             return check._replace(resets_at=in_utc(now + seconds))
 
@@ -194,7 +194,7 @@ class Waiting(Feature):
         seen, hits = set[str](), []
         for amounts, over in batch.hits:
             raised = [
-                each._replace(most=each.most + later.get(each.counter, 0))
+                each._replace(maximum=each.maximum + later.get(each.counter, 0))
                 if each.counter in seen and each.limit in self._seconds
                 else each
                 for each in over
@@ -226,13 +226,15 @@ class Waiting(Feature):
             return _Lack()
         found = []
         for each in over:
-            check, room = checks[each.limit, each.scope], each.most - wanted[each.counter]
+            check, room = checks[each.limit, each.scope], each.maximum - wanted[each.counter]
             if result.used[each.counter] <= room:
                 continue
             pause = last = math.inf
             if each.counter in later:
                 spacing, level = check.spacing, result.drained_in[each.counter]
-                last, pause = (seconds_until_room(level, n, spacing) for n in (room, each.most - 1))
+                last, pause = (
+                    seconds_until_room(level, n, spacing) for n in (room, each.maximum - 1)
+                )
                 # Start times are whole calls later.
                 pause = pause if pause > 0 else last % (spacing / 10**6)
             elif room >= 0 and check.resets_at is not None:
@@ -258,7 +260,7 @@ class Waiting(Feature):
             ]
             for limit, check in smooth:
                 seconds = seconds_until_room(
-                    levels[check.counter], (check.most or 0) - 1, check.spacing
+                    levels[check.counter], (check.maximum or 0) - 1, check.spacing
                 )
                 start = max(0.0, seconds), limit, check.scope
                 starts[str(call.id)] = max(start, starts.get(str(call.id), start))

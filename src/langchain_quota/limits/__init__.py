@@ -1,4 +1,4 @@
-"""What may be spent: the limits that a user sets, frozen and validated."""
+"""The limits that a user sets, frozen and validated."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from langchain_quota.limits.calls import ModelCallLimit, ToolCallLimit
 from langchain_quota.limits.concurrency import ConcurrencyLimit
 from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.limits.time import TimeLimit
-from langchain_quota.runtime.arguments import shown
+from langchain_quota.runtime.arguments import short_repr
 
 Limit = (
     ToolCallLimit
@@ -19,23 +19,23 @@ Limit = (
     | RepeatLimit
     | TimeLimit
 )
-"""What a middleware of many limits takes: for the type of a list of several kinds."""
+"""Any kind of limit: for the type of a list of several kinds."""
 
 
 def is_dynamic(limit: Limit) -> bool:
-    """Whether the limit of a thread or run is a function."""
+    """Return whether the limit of a thread or run is a function."""
     return callable(limit.thread_limit) or callable(limit.run_limit)
 
 
 def check_together(limits: Sequence[Limit]) -> None:
-    """Check that limits can be judged together."""
-    given: object = limits
-    several = isinstance(given, Sequence) and not isinstance(given, str)
-    wrong = [each for each in limits if not isinstance(each, Limit)] if several else [given]
+    """Check that limits can be used together."""
+    argument: object = limits
+    is_list = isinstance(argument, Sequence) and not isinstance(argument, str)
+    wrong = [limit for limit in limits if not isinstance(limit, Limit)] if is_list else [argument]
     if wrong:
         raise TypeError(
             "limits must be a sequence of limits, such as [ToolCallLimit(…)], not "
-            f"{shown(wrong[0])}"
+            f"{short_repr(wrong[0])}"
         )
     if not limits:
         raise ValueError("limits must have at least one limit, such as ToolCallLimit(…)")

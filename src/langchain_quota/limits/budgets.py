@@ -1,4 +1,4 @@
-"""What model calls may use up: limits in tokens and in US dollars, and what tokens cost."""
+"""Limits on what model calls use, in tokens and in US dollars, and the prices of tokens."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -17,7 +17,7 @@ from langchain_quota.limits.options import (
 )
 from langchain_quota.runtime.arguments import (
     parse_tool_names,
-    shown,
+    short_repr,
     validate_choice,
     validate_share,
     validate_sync_function,
@@ -26,7 +26,7 @@ from langchain_quota.runtime.arguments import (
 from langchain_quota.runtime.units import Dollars, Unit, parse_dollars, parse_nanodollars
 
 Prices = Callable[[ModelUsage], Decimal | None]
-"""What one model run costs, in dollars; `None` where that is not known."""
+"""A function that gives the price of one model run in dollars, or `None` if it is unknown."""
 
 UnknownPrice = Literal["error", "allow"]
 """What happens to a call of a model without a price."""
@@ -40,7 +40,7 @@ _COUNTERS: dict[TokenKind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget(ModelLimit[Amount]):
-    """The base of limits on what model calls use up."""
+    """The base of limits on what model calls use."""
 
     reserve: Amount | Callable[[Any], ModelUsage | Amount] | None = None
     keep: Amount | None = None
@@ -48,13 +48,13 @@ class Budget(ModelLimit[Amount]):
     downgrade_at: float = 0.8
 
     def _check_budget(self) -> None:
-        """Check that a budget admits a call, and that its first call is not its last."""
+        """Check that the budget allows a call, and that its first call is not its last."""
         self._validate_numbers()
         validate_share("downgrade_at", self.downgrade_at)
         if self.downgrade_to is not None and not hasattr(self.downgrade_to, "bind_tools"):
             raise TypeError(
                 "downgrade_to must be a chat model, such as init_chat_model(…), not "
-                f"{shown(self.downgrade_to)}"
+                f"{short_repr(self.downgrade_to)}"
             )
         if self.downgrade_to is not None and not self.enforce:
             raise ValueError("downgrade_to needs enforce=True")
@@ -69,44 +69,47 @@ class Budget(ModelLimit[Amount]):
                 "'finalize' needs keep, what is kept for the last answer, and only 'finalize' has "
                 "it"
             )
-        keep, hold = self._known(self.keep), self._known(self.reserve)
-        given: list[tuple[Any, str]] = [
+        keep, reserve = self._counted(self.keep), self._counted(self.reserve)
+        maxima: list[tuple[Any, str]] = [
             (self.thread_limit, f"thread_limit={self.thread_limit!r}"),
             (self.run_limit, f"run_limit={self.run_limit!r}"),
-            *((each.limit, f"limit={each.limit!r} of quota {each.name!r}") for each in self.quotas),
+            *(
+                (quota.limit, f"limit={quota.limit!r} of quota {quota.name!r}")
+                for quota in self.quotas
+            ),
         ]
-        for value, text in given:
+        for value, text in maxima:
             # A limit of 0 refuses all calls on purpose.
-            most = self._known(value)
-            if most and keep >= most:
+            maximum = self._counted(value)
+            if maximum and keep >= maximum:
                 raise ValueError(
                     f"keep={self.keep!r} must be less than {text}: the first call would be the "
                     "last one; keep less, or raise the limit"
                 )
-            if most and self.enforce and hold > most:
+            if maximum and self.enforce and reserve > maximum:
                 raise ValueError(
                     f"reserve={self.reserve!r} must be at most {text}: every call would be "
                     "refused; reserve less, or raise the limit"
                 )
-        if keep and keep < hold:
+        if keep and keep < reserve:
             raise ValueError(
                 f"keep={self.keep!r} must be at least reserve={self.reserve!r}: the last answer "
                 "needs that, too; keep more, or reserve less"
             )
 
-    def _known(self, amount: object) -> int:
-        """An amount as it is counted; 0 for none, and for one that is not computed yet."""
-        known = amount is not None and not callable(amount)
-        return whole_amount(self.unit, "limit", amount) if known else 0
+    def _counted(self, amount: object) -> int:
+        """Return an amount as it is counted; 0 for `None` and for a function."""
+        is_amount = amount is not None and not callable(amount)
+        return whole_amount(self.unit, "limit", amount) if is_amount else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimit(Budget[int]):
     """How many tokens the model calls of a thread and of a run may use.
 
-    A model call is refused when nothing is left. What a call uses is known only when it is done.
-    So all calls that run at the same time can exceed the budget. A `reserve` that is never too low
-    prevents this.
+    A model call is blocked when nothing is left. The tokens of a call are only known after it
+    finishes. So the calls that run at the same time can together exceed the budget. A `reserve`
+    that is never too low prevents this.
 
     `ToolCallLimit` says what the other arguments mean, here in tokens: `thread_limit`, `run_limit`,
     `grant`, `message`, `near`, `enforce`, `alert`, `quotas` and `wait`.
@@ -115,25 +118,26 @@ class TokenLimit(Budget[int]):
     Args:
         tokens: Which tokens are counted: those of the prompt (`"input"`, with cached ones), those
             of the answer (`"output"`, with reasoning), or both (`"total"`).
-        reserve: How many tokens of the budget a call holds while it runs, from 1; `None` for none.
-            When the call is done, the tokens that it used replace them. A call is refused if its
-            reserve is more than what is left. A number must not exceed any limit or quota, except
-            those of 0. A function of the `ModelRequest`, such as `max_usage`, gives a number, or
-            a `ModelUsage` with the most that the call can use. A call that is cut off is charged
-            its reserve, or an estimate if that is higher. With `enforce=False` no reserve is held.
-            List the middleware after those that retry or fall back: else all attempts of a call
-            share one reserve, and can exceed the budget.
-        exit_behavior: What reaching the limit does; see `ModelCallLimit`. `"ask"` cannot be used
-            with a `reserve`.
+        reserve: How many tokens of the budget a call reserves while it runs, from 1; `None` for
+            none. When the call is done, the tokens that it used replace them. A call is blocked if
+            its reserve is more than what is left. A number must not exceed any limit or quota,
+            except those of 0. A function of the `ModelRequest`, such as `max_usage`, gives a
+            number, or a `ModelUsage` with the maximum that the call can use. A call that is cut off
+            is charged its reserve, or an estimate if that is higher. With `enforce=False` nothing
+            is reserved. List the middleware after those that retry or fall back. Otherwise all
+            attempts of a call share one reserve, and can exceed the budget.
+        exit_behavior: What happens when the limit is reached; see `ModelCallLimit`. `"ask"` cannot
+            be used with a `reserve`.
         keep: How many tokens are kept for the last answer, from 1. `"finalize"` needs it, and it
             needs `"finalize"`. When no more than these are left, the next call is the last one.
             It must be at least a `reserve` that is a number, and less than every limit and quota
             except those of 0. If `reserve` is a function, a call whose reserve is more than what
             is left becomes the last one, too. The last call has no tools. If its reserve does not
             fit either, the run ends as with `"end"`: keep twice as much as `reserve` gives.
-        downgrade_to: Another chat model, or `None`. The agent's model calls go to it from a share
-            of the thread's, the run's or a quota's number on. It needs `enforce=True`.
-        downgrade_at: This share, from 0 to 1, as it is when the call is judged.
+        downgrade_to: Another chat model, or `None`. The agent's model calls go to it once the share
+            `downgrade_at` of this limit's thread, run or quota amount is used. It needs
+            `enforce=True`.
+        downgrade_at: This share, above 0 and at most 1, as it is when the call is checked.
         name: By default `tokens`, `input_tokens` or `output_tokens`; see `ToolCallLimit`.
 
     Raises:
@@ -167,19 +171,19 @@ class CostLimit(Budget[Dollars]):
     """How much the model calls of a thread and of a run may cost, in US dollars.
 
     Amounts of money are numbers, strings or `Decimal`, up to nine million dollars, with at most
-    nine decimal places. They are counted exactly as written, floats too. See `TokenLimit` for when
-    a call is refused, and `prices` of `QuotaMiddleware` for what tokens cost.
+    nine decimal places. They are counted exactly as written, including floats. See `TokenLimit` for
+    when a call is blocked, and `prices` of `QuotaMiddleware` for the prices of tokens.
 
     `TokenLimit` says what the other arguments mean, here in dollars, except `wait`, which it does
     not have. If `reserve` is a function that gives a `ModelUsage`, the highest price of this usage
     is reserved.
 
     Args:
-        tool_prices: What a call of a tool costs, by the tool's name: dollars, or a sync function of
+        tool_prices: The price of a call by the tool's name: dollars, or a sync function of
             LangChain's `ToolCall` that gives dollars, at most nine million. A call is charged once
-            when it is let through, and gets it back if it does not run. One whose price is more
-            than what is left, or any when nothing is left, is refused. The model is told, and the
-            run goes on, whatever `exit_behavior` is.
+            when it is allowed, and refunded if it does not run. It is blocked if its price is more
+            than what is left, or if nothing is left. Then the model gets an error message, and the
+            run continues, whatever `exit_behavior` is.
         name: By default `cost`; see `ToolCallLimit`.
 
     Raises:
@@ -219,7 +223,7 @@ class CostLimit(Budget[Dollars]):
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """What the tokens of a model cost, in US dollars per million tokens.
+    """The prices of a model's tokens, in US dollars per million tokens.
 
     An amount is a number, a string or a `Decimal`, and counts exactly as written.
 
@@ -256,7 +260,7 @@ class Price:
     reasoning: Dollars | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for price in fields(self):
+            value = getattr(self, price.name)
             if value is not None:
-                parse_dollars(each.name, value)
+                parse_dollars(price.name, value)

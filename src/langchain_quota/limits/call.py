@@ -1,11 +1,11 @@
-"""What a limit sees of a call, the scopes that it counts by, and what a refusal by it does."""
+"""The call that a limit checks, the scopes of counts, and the effects of a refusal."""
 
 from typing import Literal, NamedTuple
 
 Kind = Literal["model", "tool"]
 
 Scope = str
-"""What a count is kept for: `"thread"`, `"run"`, or the name of a quota."""
+"""The scope of a count: `"thread"`, `"run"`, or the name of a quota."""
 
 THREAD: Scope = "thread"
 RUN: Scope = "run"
@@ -14,26 +14,25 @@ ROOT_RUN: Scope = "root_run"
 """A run that no other run encloses, with everything that it starts."""
 
 STORE: Scope = "store"
-"""In place of a scope, if a limit refuses because the store could not be asked."""
+"""In place of a scope, if a limit refuses because the store is unavailable."""
 
 CONCURRENCY: Scope = "concurrency"
-"""The scope of calls that run at the same time. Their count includes the refused call."""
+"""The scope of calls that run at the same time. Their count includes the blocked call."""
 
 Exit = Literal["continue", "error", "end", "finalize", "ask"]
 
 
 class Call(NamedTuple):
-    """A call that is to be judged.
+    """A call that limits check.
 
     Attributes:
         kind: `"model"` or `"tool"`.
         tool: The tool's name as the model gave it; `None` for a model call.
         id: The tool call's id; `None` for a model call.
-        amount: What the call costs, in calls; a whole number from 1.
+        amount: How many calls it counts as; a whole number from 1.
         agent: The name of the agent that makes the call, if it has one.
         thread_id: The thread's id as the caller gave it. `None` if there is no thread. Also `None`
-            if the agent runs inside another one, and what it uses cannot be separated from what the
-            other uses.
+            if the agent runs inside another agent, and its use cannot be told from the other's.
 
     Examples:
         >>> from langchain_quota import ToolCallLimit

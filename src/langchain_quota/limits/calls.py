@@ -18,35 +18,36 @@ class ToolCallLimit(CallLimit[int]):
     Args:
         tool_name: The tool that is limited, or several that share one count; `None` for all
             tools together.
-        exclude: With all tools: those that are not limited.
-        thread_limit: Most calls over the life of a thread, a whole number from 0 (0 refuses every
-            call); `None` for no limit. Or a function of the agent's state and runtime, sync or
-            async, that gives either: for example by the tenant's plan in `runtime.context`.
+        exclude: With all tools: the tools that are not limited.
+        thread_limit: Maximum of calls over the life of a thread, a whole number from 0 (0 refuses
+            every call); `None` for no limit. Or a function of the agent's state and runtime, sync
+            or async, that gives either: for example by the tenant's plan in `runtime.context`.
         run_limit: The same for one run (one invocation). At most `thread_limit`.
-        exit_behavior: What a call over the limit does. `"continue"` answers it with an error
-            message and lets the agent go on, `"end"` ends the run, `"error"` raises
-            `ToolCallLimitExceededError`. `"ask"` interrupts the run and asks a person, who grants
-            more or ends the run. It needs a `QuotaMiddleware`, and an agent with a checkpointer.
+        exit_behavior: What happens when a call would exceed the limit. `"continue"` answers the
+            call with an error message, and the agent continues. `"end"` ends the run. `"error"`
+            raises `ToolCallLimitExceededError`. `"ask"` interrupts the run and asks a person, who
+            grants more or ends the run. It needs a `QuotaMiddleware`, and an agent with a
+            checkpointer.
         grant: With `"ask"`: how many more calls an approval grants, from 1; by default as many as
-            the limit that is reached. If the refused calls need more, it grants what they need.
-        message: What the model reads as the answer of a refused call (and, with `"end"`, the
-            user as the final message) instead of the default text: a text, or a function from
-            the `Decision` to a text.
+            the limit that is reached. If the blocked calls need more, it grants what they need.
+        message: The text that the model reads as the answer of a blocked call (and, with `"end"`,
+            the user as the final message) instead of the default: a text, or a function from the
+            `Decision` to a text.
         name: The limit's name in metrics and spans, 1 to 64 printable characters. By default
             `tool:<tools>`, `tool:*` for all tools, or `tool:*-<excluded>`.
         near: The used share, above 0 and at most 1, from which this limit counts as near; by
             default that of the `Telemetry`.
-        enforce: Whether the limit refuses calls. With `False` it judges and counts every call, and
-            a call that it would refuse runs, as `would_block`: try a limit before you enforce it.
-        alert: Whether a refusal is worth an alert. `False` for a limit that is meant to be hit.
-            The exported alert rules leave out such a limit, and one that is not enforced.
+        enforce: Whether the limit blocks calls. `False` is a dry run: the limit checks and counts
+            every call, and a call that it would block runs, as `would_block`.
+        alert: Whether a refusal is worth an alert. Set `False` for a limit that is meant to be
+            reached. The exported alert rules leave out such limits, and dry runs.
         give_up_after: With `"continue"`: after so many refusals in one run, from 1, the run ends
             as with `"end"`.
         quotas: Further limits, per user, tenant or window, counted in a store that runs share. They
             need a `QuotaMiddleware` with a `store`. A call runs only if all of them admit it.
             With quotas, neither `thread_limit` nor `run_limit` is needed.
         wait: How long a call waits for room in a quota with a window: seconds from 0, text such as
-            `"30s"`, or a `timedelta`; `None` to refuse it at once. A call waits only behind those
+            `"30s"`, or a `timedelta`; `None` for no wait. A call waits only behind those
             of its process that came before and lack room in the same quota. The calls of a message
             are admitted together; under a smooth quota they start one after the other. A call that
             would have to wait longer is treated as `exit_behavior` says, as is every call with
@@ -101,7 +102,7 @@ class ModelCallLimit(ModelLimit[int]):
     `message`, `near`, `enforce`, `alert`, `quotas` and `wait`.
 
     Args:
-        exit_behavior: What reaching the limit does. `"end"` ends the run with a message,
+        exit_behavior: What happens when the limit is reached. `"end"` ends the run with a message,
             `"error"` raises `ModelCallLimitExceededError`. `"finalize"` tells the model in the last
             call that this call is the last one, and that it may call no tool. The run ends with the
             model's answer. `"ask"` asks a person; see `ToolCallLimit`.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencyLimit(LimitOptions):
-    """How many tool calls may run at the same time; further calls wait.
+    """The number of tool calls that may run at the same time; further calls wait.
 
     The calls of this process are counted, or with a `RedisStore` or `PostgresStore` those of all
     processes that share it. It needs a `QuotaMiddleware` or a `GraphQuota`.
@@ -22,16 +22,17 @@ class ConcurrencyLimit(LimitOptions):
     Args:
         tool_name: The tool that is limited, or several that share one count; `None` for all
             tools together.
-        max_concurrency: Most calls that run at the same time, a whole number from 1.
-        wait: How long a call waits: seconds from 0, text such as `"30s"`, or a `timedelta`. After
-            that it is answered with an error message, counts for no limit, and the agent goes on.
+        max_concurrency: Maximum of calls that run at the same time, a whole number from 1.
+        wait: How long a call waits: seconds from 0, text such as `"30s"`, or a `timedelta`. A call
+            that gets no slot in time is answered with an error message and charged to no limit,
+            and the agent continues.
             The default of 30 is less than the minute after which many gateways give up.
         exclude: With all tools: those that are not limited.
-        message: What the model reads as the answer of a refused call; see `ToolCallLimit`.
+        message: The text that the model reads as the answer of a blocked call; see `ToolCallLimit`.
         name: By default `concurrency:<tools>`, `concurrency:*` for all tools, or
             `concurrency:*-<excluded>`.
-        enforce: Whether calls wait. With `False` no call waits, and a call that would have to is
-            `would_block`.
+        enforce: Whether calls wait. `False` is a dry run: no call waits, and a call that would have
+            to wait is `would_block`.
         alert: Whether a refusal is worth an alert; see `ToolCallLimit`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What one model run has used."""
+"""The tokens that one model run has used."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ TokenKind = Literal["total", "input", "output"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelUsage:
-    """The tokens of one model run, and what their price depends on.
+    """The tokens of one model run, and all that their price depends on.
 
     The details are parts of `input_tokens` and `output_tokens`, as in LangChain's
     `usage_metadata`: they are not added to them.

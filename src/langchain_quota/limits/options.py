@@ -1,4 +1,4 @@
-"""What the kinds of limits have in common: their options, and the checks of these."""
+"""The options that all kinds of limits share, and their validation."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from langchain_quota.runtime.arguments import (
     ALL_TOOLS,
     NoHook,
     parse_tool_names,
-    shown,
+    short_repr,
     validate_choice,
     validate_count,
     validate_function,
@@ -52,10 +52,10 @@ UNITS = MappingProxyType[str, Unit](
 
 if TYPE_CHECKING:
     from langchain_quota.core.decision import Decision
-"""What the counters of the model count; those of tools count calls."""
+"""The units of the counters of the model; the counters of tools count calls."""
 
 BUDGETS = tuple(counter for counter, unit in UNITS.items() if unit != "calls")
-"""The counters of what calls use up."""
+"""The counters of budgets: tokens, money and time."""
 
 Amount = TypeVar("Amount")
 """A number in the unit of a limit: whole calls or tokens, or US dollars."""
@@ -64,24 +64,24 @@ Most: TypeAlias = Amount | Callable[[Any, Any], Amount | Awaitable[Amount | None
 
 
 class LimitOptions:
-    """The base of all kinds of limits, with what all do."""
+    """The base of all kinds of limits."""
 
     # A kind also has `kind`, `run_limit`, `exit_behavior`, `counter`, `message`, `name`, `enforce`
     # and `alert`, as a field or for the whole class. Limits with one counter share a count, so two
-    # kinds must not take the same one. Its `__post_init__` calls `_check_options`. `Limit` lists
-    # all kinds.
+    # kinds must not use the same counter. A kind's `__post_init__` calls `_validate_options`.
+    # `Limit` lists all kinds.
 
     __slots__ = ()
 
     unit: ClassVar[Unit] = "calls"
     """What is counted."""
     counted: ClassVar[bool] = True
-    """Whether the state and a store keep its counts; else they follow from the history."""
+    """Whether the state and a store keep its counts; otherwise they follow from the history."""
     _exits: ClassVar[Any]
     """The exit behaviours that the kind knows."""
     wrap_tool_call: ClassVar[Any] = NoHook("{}(…)")
 
-    # What a kind does not have, unless it says so.
+    # The defaults of a kind that does not have the option.
     thread_limit: Any = None
     quotas: Sequence[Quota] = ()
     tools: Sequence[str] = ()
@@ -97,27 +97,27 @@ class LimitOptions:
 
     @property
     def seconds(self: Any) -> float:
-        """How long a call waits, in seconds."""
+        """The time that a call waits at most, in seconds."""
         return parse_milliseconds("wait", self.wait or 0) / 1000
 
     @property
     def named_tools(self: Any) -> tuple[str, ...]:
-        """The tools that the limit names: those that it limits, and those that it excludes."""
+        """The tools that the limit names, because it limits, excludes or prices them."""
         return tuple(self.tools or self.exclude or self.tool_prices)
 
     @property
     def kinds(self: Any) -> frozenset[Kind]:
-        """The kinds of calls that it judges: its own, and tool calls that have a price."""
+        """The kinds of calls that it checks: its own kind, and tool calls that have a price."""
         return frozenset({self.kind, "tool"} if self.tool_prices else {self.kind})
 
     def matches(self: Any, call: Call) -> bool:
-        """Whether the limit applies to the call."""
+        """Return whether the limit applies to the call."""
         if call.kind != self.kind:
             return call.kind == "tool" and call.tool in self.tool_prices
         return call.tool in self.tools if self.tools else call.tool not in self.exclude
 
     def _validate_options(self: Any, default_name: str) -> None:
-        """Check each option by itself, then those that go together, and make their final values."""
+        """Validate each option, then their combinations, and set their final values."""
         amount = partial(validate_amount, self.unit)
         optional: dict[str, Callable[[str, Any], object]] = {
             "thread_limit": partial(_validate_maximum, self.unit),
@@ -144,15 +144,15 @@ class LimitOptions:
             raise ValueError(f"grant={self.grant!r} needs exit_behavior='ask'")
         if self.exit_behavior == "finalize" and not self.enforce:
             raise ValueError("exit_behavior='finalize' needs enforce=True")
-        goes_on = self.exit_behavior == "continue" and self.enforce
-        if self.give_up_after is not None and not goes_on:
+        continues = self.exit_behavior == "continue" and self.enforce
+        if self.give_up_after is not None and not continues:
             raise ValueError(
                 f"give_up_after={self.give_up_after!r} needs exit_behavior='continue' "
                 "and enforce=True"
             )
 
     def _validate_tools(self: Any, prefix: str) -> None:
-        """Check the tools that are limited, and the options; make the final values of both."""
+        """Validate the tools that are limited and the options, and set their final values."""
         tools = parse_tool_names("tool_name", self.tool_name)
         excluded = parse_tool_names("exclude", self.exclude, or_none=True)
         if tools and excluded:
@@ -162,12 +162,12 @@ class LimitOptions:
         if not isinstance(self.tool_name, str | None):
             self._set(tool_name=tools)
         counter = ",".join(tools) or ALL_TOOLS + without
-        # A tool may be named as what paid calls cost, which the state has among its tools.
+        # A tool may have the name of the counter of money, which the state keeps among its tools.
         counter = f",{counter}" if counter == NANODOLLARS else counter
         self._set(tools=tools, exclude=excluded, counter=counter)
 
     def _set(self, **values: object) -> None:
-        """Set fields of a frozen limit, while it is made."""
+        """Set fields of a frozen limit in its `__post_init__`."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -189,16 +189,16 @@ class CallLimit(LimitOptions, Generic[Amount]):
     wait: Time | None = None
 
     def _validate_numbers(self) -> None:
-        """Check that there is one, and that no two have one scope."""
+        """Check that there is a number, and that no two have the same scope."""
         self._set(quotas=tuple(self.quotas))
-        given = f"wait={self.wait!r}"
-        if self.wait is not None and not any(each.period for each in self.quotas):
-            raise ValueError(f'{given} needs a quota with a window: Quota(…, window="1m")')
+        wait = f"wait={self.wait!r}"
+        if self.wait is not None and not any(quota.period for quota in self.quotas):
+            raise ValueError(f'{wait} needs a quota with a window: Quota(…, window="1m")')
         if self.wait is not None and self.exit_behavior == "finalize":
             raise ValueError(
-                f"{given} cannot be used with exit_behavior='finalize': no call is the last one"
+                f"{wait} cannot be used with exit_behavior='finalize': no call is the last one"
             )
-        if self.exit_behavior == "ask" and any(each.smooth for each in self.quotas):
+        if self.exit_behavior == "ask" and any(quota.smooth for quota in self.quotas):
             raise ValueError("exit_behavior='ask' cannot be used with a smooth quota: use wait")
         if not counts_calls(self):
             raise ValueError(
@@ -229,12 +229,12 @@ class ModelLimit(CallLimit[Amount]):
 
 
 def counts_calls(limit: Any) -> bool:
-    """Whether a limit has a number of calls, tokens, dollars or time."""
+    """Return whether a limit has a number of calls, tokens, dollars or time."""
     return bool(limit.quotas) or limit.thread_limit is not None or limit.run_limit is not None
 
 
 def whole_amount(unit: Unit, argument: str, value: Any) -> int:
-    """An amount as it is counted, once it is checked: dollars become nanodollars."""
+    """Validate an amount, and return it as it is counted: dollars become nanodollars."""
     if unit == "nanodollars":
         return parse_nanodollars(argument, value)
     if unit == "milliseconds":
@@ -270,10 +270,10 @@ def _validate_message(argument: str, value: object) -> None:
 
 
 def _validate_quotas(unit: Unit, quotas: object) -> None:
-    if not isinstance(quotas, Sequence) or not all(isinstance(each, Quota) for each in quotas):
+    if not isinstance(quotas, Sequence) or not all(isinstance(quota, Quota) for quota in quotas):
         raise TypeError(
             'quotas must be a sequence of Quota, such as [Quota(5, per="user_id")], not '
-            f"{shown(quotas)}"
+            f"{short_repr(quotas)}"
         )
     for quota in quotas:
         if quota.smooth and unit != "calls":

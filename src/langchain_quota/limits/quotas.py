@@ -1,4 +1,4 @@
-"""A quota: how much a subject, such as a user, may use in a window or in all."""
+"""A quota: the amount that a subject, such as a user, may use in a window or in total."""
 
 import re
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from langchain_quota.limits.call import CONCURRENCY, ROOT_RUN, RUN, STORE, THREAD
-from langchain_quota.limits.windows import CalendarWindow, checked
+from langchain_quota.limits.windows import CalendarWindow, parse_window
 from langchain_quota.runtime.arguments import (
     NoHook,
     validate_count,
@@ -58,9 +58,9 @@ class Quota:
         starts: The day on which such a week or month starts, at midnight: `"monday"` (the
             default), or from 1 (the default) to 31. In a month without this day it is the last one.
         smooth: Whether calls are spread evenly over the window: `Quota(60, per="global",
-            window="1m", smooth=True)` admits a call each second. It counts calls, not tokens or dollars, and
-            its window is none of the calendar. Such quotas share a count only if their limits are
-            equal, too.
+            window="1m", smooth=True)` admits a call each second. It counts calls, not tokens or
+            dollars, and its window is none of the calendar. Such quotas share a count only if their
+            limits are equal, too.
         burst: With `smooth`: how many calls may come at once after a pause, from 1 (the default)
             and at most `limit`. Messages and metrics show it as the quota's number.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
@@ -101,7 +101,7 @@ class Quota:
         validate_function("limit", self.limit, "state", "runtime")
         validate_type("per", self.per, str | Callable, _CHOICES)
         validate_function("per", self.per, "state", "runtime")
-        object.__setattr__(self, "period", checked(self.window, self.tz, self.starts))
+        object.__setattr__(self, "period", parse_window(self.window, self.tz, self.starts))
         if self.window is not None and self.per == ROOT_RUN:
             raise ValueError(
                 f"window={self.window!r} cannot be used with per={ROOT_RUN!r}: a run's count ends "
@@ -118,9 +118,9 @@ class Quota:
             raise ValueError(f"burst={self.burst!r} needs smooth=True")
         if self.burst is not None:
             validate_count("burst", self.burst, least=1)
-            most: Any = self.limit
-            if isinstance(most, int) and self.burst > max(1, most):
-                raise ValueError(f"burst must be at most the limit, {most}, not {self.burst}")
+            limit: Any = self.limit
+            if isinstance(limit, int) and self.burst > max(1, limit):
+                raise ValueError(f"burst must be at most the limit, {limit}, not {self.burst}")
         validate_type("name", self.name, str, "a string")
         if not self.name and not isinstance(self.per, str):
             raise ValueError(f"per={self.per!r} is a function: give the quota a name")

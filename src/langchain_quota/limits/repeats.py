@@ -17,34 +17,34 @@ if TYPE_CHECKING:
     from langchain_quota.core.decision import Decision
 
 MOST_KEPT = 100
-"""How many of a run's newest calls a limit remembers: about 5 kB of a checkpoint."""
+"""The number of a run's newest calls that a limit remembers: about 5 kB of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatLimit(LimitOptions):
     """How often a run may make the same tool call without getting a new answer.
 
-    `run_limit` equal calls are admitted, and the next one is refused: its answer says to the model
+    `run_limit` equal calls are allowed, and the next one is blocked: its answer tells the model
     that it repeats itself. Calls are equal if they have the same tool and the same arguments.
 
     An answer is new if the call has not had it before in this run: of a text of more than 20,000
     characters the beginning, the end and the length are compared. A new answer sets the counts of
-    all calls back to one. So polling is not refused while the answer changes, and tests that run
-    after every change are not refused. But calls that alternate without new answers are refused.
+    all calls back to one. So polling is not blocked while the answer changes, and tests that run
+    after every change are not blocked. But calls that alternate without new answers are blocked.
 
     If a tool has failed in the same way in `run_limit` answers of the model, further calls of it
-    are refused, whatever their arguments, until something new comes. With a `run_limit` of 1 it may
-    fail twice.
+    are blocked, whatever their arguments, until there is a new answer. With a `run_limit` of 1 it
+    may fail twice.
 
     Args:
-        run_limit: Most equal calls, a whole number from 1 to 100. With 1 no call is admitted twice.
-            Of a run, the newest 100 calls are remembered.
-        key: What is compared instead of tool and arguments: a function from the tool call (`name`,
-            `args`, `id`) to a string or another JSON value. Calls with equal values are equal. A
-            call with `None` is ignored.
-        tools: The tools whose calls are refused, one or several; empty for all.
-        exclude: With all tools: the tools to ignore. They are never refused, and their answers do
-            not count as new.
+        run_limit: Maximum of equal calls, a whole number from 1 to 100. With 1 no call is allowed
+            twice. The newest 100 calls of a run are remembered.
+        key: The value to compare instead of tool and arguments: a function from the tool call
+            (`name`, `args`, `id`) to a string or another JSON value. Calls with equal values are
+            equal. A call with `None` is ignored.
+        tools: The tools whose calls are blocked, one or several; empty for all.
+        exclude: With all tools: the tools to ignore. Their calls are never blocked, and their
+            answers do not count as new.
         name: By default `repeats`; see `ToolCallLimit`.
 
     Raises:
@@ -112,6 +112,6 @@ class RepeatLimit(LimitOptions):
 
     @property
     def most_failures(self) -> int:
-        """In how many answers of the model a tool may fail in the same way."""
+        """The number of the model's answers in which a tool may fail in the same way."""
         # With 1, the model could not even correct its arguments after the first failure.
         return max(2, self.run_limit)

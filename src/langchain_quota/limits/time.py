@@ -13,12 +13,12 @@ class TimeLimit(Budget[Time]):
     """How long an agent may work in a thread and in a run, and how long each tool call may take.
 
     Work is wall-clock time in model calls and in tool calls. Tool calls that run at the same time
-    count once. Time in which nothing of this runs does not count: a person is asked, a call waits
-    for its turn, the run has not begun.
+    count once. Time in which neither runs does not count: while a person is asked, while a call
+    waits for its turn, or before the run begins.
 
-    A model call is refused when no time is left. Tool calls of an admitted model call run. A call
-    that runs is not ended, except by `call_limit`. So a run can exceed its time by one model call,
-    and by the tool calls that it asks for.
+    A model call is blocked when no time is left. The tool calls of an allowed model call run. A
+    running call is not ended, except by `call_limit`. So a run can exceed its time by one model
+    call and the tool calls that it makes.
 
     A time is text such as `"30s"`, `"5m"` or `"1h"`, a `timedelta`, or a number of seconds. It is
     kept in whole milliseconds. `ToolCallLimit` says what the other arguments mean: `thread_limit`,
@@ -27,9 +27,9 @@ class TimeLimit(Budget[Time]):
     Args:
         call_limit: How long a tool call may take, above 0; `None` for any time. Then the model
             reads an error in place of the tool's answer. An async tool is cancelled. A sync tool
-            cannot be ended: nobody waits for it any more, but it runs on. The call stays counted.
-            It holds for all tools, also for those that run a sub-agent.
-        exit_behavior: What reaching the limit does; see `ModelCallLimit`.
+            cannot be ended: the run no longer waits for it, but it runs on. The call stays counted.
+            The time holds for all tools, including those that run a sub-agent.
+        exit_behavior: What happens when the limit is reached; see `ModelCallLimit`.
         keep: How much time is kept for the last answer; see `TokenLimit`.
         name: By default `time`; see `ToolCallLimit`.
 
@@ -48,7 +48,7 @@ class TimeLimit(Budget[Time]):
     counter: ClassVar[str] = MILLISECONDS
     """The key under which time is counted: limits with one counter share its count."""
     reserve: ClassVar[None] = None  # type: ignore[misc]  # nobody knows how long a call takes
-    """Nothing is held for a call."""
+    """Nothing is reserved for a call."""
     wait: ClassVar[None] = None  # type: ignore[misc]  # no provider limits time in a window
     """Calls never wait for time."""
     downgrade_to: ClassVar[None] = None  # type: ignore[misc]  # another model may be slower
@@ -71,6 +71,6 @@ class TimeLimit(Budget[Time]):
 
     @property
     def call_milliseconds(self) -> int | None:
-        """How long a tool call may take, in milliseconds."""
-        given = self.call_limit
-        return None if given is None else parse_milliseconds("call_limit", given)
+        """The time that a tool call may take, in milliseconds; `None` for any time."""
+        time = self.call_limit
+        return None if time is None else parse_milliseconds("call_limit", time)

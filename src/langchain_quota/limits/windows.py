@@ -1,4 +1,4 @@
-"""Windows of the calendar in a time zone: hours, days, weeks and months."""
+"""Calendar windows in a time zone: hours, days, weeks and months."""
 
 from bisect import bisect_left
 from calendar import monthrange
@@ -14,7 +14,7 @@ from langchain_quota.runtime.units import duration
 
 _WEEK = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 CALENDAR = {"hour": (), "day": (), "week": _WEEK, "month": tuple(map(str, range(1, 32)))}
-"""The windows of the calendar, and the days on which they may start."""
+"""The calendar windows, and the days on which they may start."""
 _REMEDIES = {
     "hour": "leave it out",
     "day": "leave it out, for a day starts at midnight",
@@ -32,7 +32,7 @@ class CalendarWindow:
     day: int = 0  # of the week or month, from 0
 
     def near(self, here: datetime) -> Iterator[datetime]:
-        """By the zone's clock, the starts of some windows before and after a time."""
+        """Yield the starts of some windows before and after a time, by the zone's clock."""
         hour = here.replace(minute=0, second=0, microsecond=0)
         midnight = hour.replace(hour=0)
         # A clock is set back by three hours at most.
@@ -49,17 +49,17 @@ class CalendarWindow:
                 yield midnight + timedelta(days=n * days - since)
 
 
-def checked(
+def parse_window(
     window: object, tz: object = None, starts: object = None
 ) -> timedelta | CalendarWindow | None:
-    """The window that arguments name; `None` for none."""
+    """Return the window that the arguments describe; `None` for none."""
     if isinstance(window, CalendarWindow):
         return window
     if not isinstance(window, str) or window not in CALENDAR:
         if tz is not None or starts is not None:
-            given = f"starts={starts!r}" if tz is None else f"tz={tz!r}"
-            raise ValueError(f"{given} needs a window of {', '.join(CALENDAR)}, not {window!r}")
-        return _checked_length(window)
+            option = f"starts={starts!r}" if tz is None else f"tz={tz!r}"
+            raise ValueError(f"{option} needs a window of {', '.join(CALENDAR)}, not {window!r}")
+        return _parse_length(window)
     validate_type("tz", tz, str | None, 'a string, such as "Europe/Berlin", or None')
     name = "UTC" if tz is None else str(tz)
     try:
@@ -69,11 +69,11 @@ def checked(
             f'tz must be the name of a time zone, such as "Europe/Berlin", not {name!r}. If this '
             "system has no time zones, install the package tzdata"
         ) from error
-    return CalendarWindow(window, name, _checked_start(window, starts))
+    return CalendarWindow(window, name, _parse_start(window, starts))
 
 
-def _checked_length(window: object) -> timedelta | None:
-    """The length of a window, given as text or as a `timedelta`; `None` for none."""
+def _parse_length(window: object) -> timedelta | None:
+    """Return the length of a window of a text or a `timedelta`; `None` for none."""
     length: Any = duration(window) if isinstance(window, str) else window
     if length is None and window is not None:
         units = 'window must be "hour", "day", "week", "month" or a time such as '
@@ -84,7 +84,7 @@ def _checked_length(window: object) -> timedelta | None:
     return cast("timedelta | None", length)
 
 
-def _checked_start(unit: str, starts: object) -> int:
+def _parse_start(unit: str, starts: object) -> int:
     """Return the day on which windows start, from 0."""
     if starts is None:
         return 0
@@ -94,32 +94,32 @@ def _checked_start(unit: str, starts: object) -> int:
     return days.index(str(starts))
 
 
-@cache  # to read it again would block the event loop
+@cache  # reading it again would block the event loop
 def _zone(name: str) -> tzinfo:
     return UTC if name == "UTC" else ZoneInfo(name)
 
 
 @lru_cache(maxsize=256)
 def around(window: CalendarWindow, now: int) -> tuple[int, int, int]:
-    """The start and the end of the window at a moment, and the zone's offset at its end."""
+    """Return the start and end of the window at a moment, and the zone's offset at its end."""
     zone = _zone(window.tz)
     times = 2 if window.unit == "hour" else 1  # an hour that comes twice is two windows
-    near = window.near(_shown(now, zone))
-    starts = [at for each in near for at in _moments(each, zone)[:times]]
-    end = min(each for each in starts if each > now)
+    near = window.near(_local_time(now, zone))
+    starts = [moment for local in near for moment in _moments(local, zone)[:times]]
+    end = min(start for start in starts if start > now)
     offset = datetime.fromtimestamp(end, zone).utcoffset() or timedelta(0)
-    return max(each for each in starts if each <= now), end, round(offset.total_seconds())
+    return max(start for start in starts if start <= now), end, round(offset.total_seconds())
 
 
-def _shown(now: int, zone: tzinfo) -> datetime:
+def _local_time(now: int, zone: tzinfo) -> datetime:
     return datetime.fromtimestamp(now, zone).replace(tzinfo=None, fold=0)
 
 
 def _moments(local: datetime, zone: tzinfo) -> tuple[int, int]:
-    """When a zone's clock first shows a time, or skips it; and when again, if it does."""
+    """Return when a zone's clock first shows or skips a time, and when it shows it again."""
     first, again = (int(local.replace(tzinfo=zone, fold=fold).timestamp()) for fold in (0, 1))
     if first > again:  # the clock skips it: when?
         first = again + bisect_left(
-            range(again, first), True, key=lambda now: _shown(now, zone) >= local
+            range(again, first), True, key=lambda now: _local_time(now, zone) >= local
         )
     return first, max(first, again)

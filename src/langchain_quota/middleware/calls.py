@@ -21,7 +21,7 @@ from langchain_quota.core.admission import (
     admit,
 )
 from langchain_quota.core.checks import CallChecks, OnStoreError, ResolvedLimits, hits_of
-from langchain_quota.core.decide import Breach, breaches, decide
+from langchain_quota.core.decide import Breach, decide, find_breaches
 from langchain_quota.core.decision import Answer, Decision, Refund
 from langchain_quota.limits.call import RUN, THREAD, Call, Exit
 from langchain_quota.limits.options import MODEL
@@ -281,7 +281,7 @@ class Batch:
             decisions = [each._replace(answer=self.answer) for each in decisions]
         if not any(result.refused):
             return decisions, []
-        return decisions, breaches(self.limits, self.asked, self.index_of, decisions, result)
+        return decisions, find_breaches(self.limits, self.asked, self.index_of, decisions, result)
 
 
 def model_counts(state: Mapping[str, Any]) -> dict[str, int]:
@@ -302,7 +302,7 @@ def model_batch(
         task=task,
         limits=limits,
         calls=[call],
-        asked=[limits.asked(call)],
+        asked=[limits.checks_for(call)],
         used=model_counts(state),
         runtime=runtime,
         rebuild=lambda other: model_batch(state, runtime, other, task=task),
@@ -338,7 +338,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         Call("tool", each["name"], each["id"], 1, context.agent, context.thread_id)
         for each in waiting.calls
     ]
-    asks = [(call, limits.asked(call)) for call in calls]
+    asks = [(call, limits.checks_for(call)) for call in calls]
     # After the last call of a budget no tool runs.
     judged = [] if final else [(call, each) for call, each in asks if each.limits or every_call]
     counts = ToolCounts.of(state, known, waiting.message.id)
@@ -395,4 +395,4 @@ def _concerns(limits: ResolvedLimits, waiting: PendingCalls, known: Ledger) -> b
     batch = known.get("batch")
     charged = batch is not None and batch["message"] == waiting.message.id
     calls = (*waiting.calls, *(waiting.message.tool_calls if charged else ()))
-    return any(limits.asked(Call("tool", call["name"])).limits for call in calls)
+    return any(limits.checks_for(Call("tool", call["name"])).limits for call in calls)

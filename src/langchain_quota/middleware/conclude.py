@@ -66,7 +66,7 @@ def _final(batch: Batch, after: Mapping[str, int]) -> str:
     (asked,) = batch.asked
     # Ask for one more call: if it is refused, this one is the last. What this call will use of
     # budgets is not known.
-    kept = CallChecks.of(each.with_checks(kept=each.keep) for each in asked.limits)
+    kept = CallChecks.of(each.with_checks(keep=each.keep) for each in asked.limits)
     next_call = replace(batch, asked=[kept])
     result = admit(next_call.hits, after, next_call.stops)
     if finalizing.isdisjoint(result.refused[0]):
@@ -84,8 +84,8 @@ def _model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | No
     return ModelCallLimitExceededError(
         thread_count=breach.thread_count - calls,
         run_count=breach.run_count - calls,
-        thread_limit=breach.limit.checks[0].most,
-        run_limit=breach.limit.checks[1].most,
+        thread_limit=breach.limit.checks[0].maximum,
+        run_limit=breach.limit.checks[1].maximum,
         message=" ".join(map(messages.reached, breaches)),
         decision=breach.decision,
     )
@@ -156,8 +156,8 @@ def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
     return ToolCallLimitExceededError(
         thread_count=breach.thread_count,
         run_count=breach.run_count,
-        thread_limit=breach.limit.checks[0].most,
-        run_limit=breach.limit.checks[1].most,
+        thread_limit=breach.limit.checks[0].maximum,
+        run_limit=breach.limit.checks[1].maximum,
         tool_name=", ".join(breach.limit.limit.tools) or None,
         message=" ".join(map(messages.reached, breaches)),
         decision=breach.decision,

@@ -16,7 +16,7 @@ from langgraph.types import StateSnapshot
 from typing_extensions import TypedDict
 
 from langchain_quota.limits.options import NANODOLLARS
-from langchain_quota.runtime.arguments import shown
+from langchain_quota.runtime.arguments import short_repr
 
 LEDGER = "langchain_quota"
 """The state key of our own part of the ledger."""
@@ -297,7 +297,7 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
     """
     state = getattr(snapshot, "values", None)
     if state is None or callable(state):
-        given = shown(snapshot)
+        given = short_repr(snapshot)
         raise TypeError(f"snapshot must be what agent.get_state(config) gives, not {given}")
     of_thread, of_run = spent(state)
     return ThreadUsage(

@@ -1,6 +1,6 @@
-"""Checks of arguments, and warnings, which point at the user's line.
+"""Validation of arguments, and warnings that point at the user's line.
 
-Each message of a check names the argument, the value and the remedy.
+Each message names the argument, the value and the remedy.
 """
 
 import sys
@@ -23,14 +23,14 @@ _LONGEST_VALUE = 80
 _MAY_BE_LEFT_OUT = ("thread_limit", "run_limit")
 
 
-def shown(value: object) -> str:
-    """A value as a message shows it; if its text is long, only its type: `ToolCallLimit(…)`."""
+def short_repr(value: object) -> str:
+    """Return the `repr` of a value, or only its type, as `ToolCallLimit(…)`, if that is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{type(value).__name__}(…)"
 
 
 class NoHook:
-    """Says what to write where LangChain looks for a middleware's hook."""
+    """An attribute that says what to write where LangChain looks for a middleware's hook."""
 
     def __init__(self, limit: str) -> None:
         self._limit = limit  # in the list of a QuotaMiddleware; {} is the name of the class
@@ -43,7 +43,7 @@ class NoHook:
 
 
 def validate_type(argument: str, value: object, types: Any, what: str) -> None:
-    """Check that a value has one of some types; `True` and `False` are no numbers."""
+    """Check that a value has one of the types; `True` and `False` are no numbers."""
     if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
         raise TypeError(f"{argument} must be {what}, not {value!r}")
 
@@ -54,32 +54,32 @@ def validate_switch(argument: str, value: object) -> None:
 
 
 def validate_function(argument: str, value: object, *parameters: str) -> None:
-    """Check that a value, if it is a function, can be called with what it will be given."""
+    """Check that a value, if it is a function, accepts these positional arguments."""
     if not callable(value):
         return
     try:
-        taken = signature(value)
+        accepted = signature(value)
     except (TypeError, ValueError):  # no signature: not written in Python
         return
     try:
-        taken.bind(*parameters)
+        accepted.bind(*parameters)
     except TypeError:
         name = getattr(value, "__name__", type(value).__name__)
         raise TypeError(
             f"{argument} must be a function of {' and '.join(parameters)}, as in "
-            f"lambda {', '.join(parameters)}: …, not {name}{taken}"
+            f"lambda {', '.join(parameters)}: …, not {name}{accepted}"
         ) from None
 
 
 def validate_sync_function(argument: str, value: object, *parameters: str) -> None:
-    """Check a function as `check_function` does, and that it is not async."""
+    """Check a function as `validate_function` does, and that it is not async."""
     validate_function(argument, value, *parameters)
     if is_async(value):
         raise TypeError(f"{argument} must be a function that is not async, not {value!r}")
 
 
 def is_async(function: object) -> bool:
-    """Whether a function, or an object that can be called, is async."""
+    """Return whether a function, or a callable object, is async."""
     return iscoroutinefunction(function) or iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - of an object
     )
@@ -111,7 +111,7 @@ def validate_choice(argument: str, value: object, choices: tuple[str, ...]) -> N
 
 
 def parse_tool_names(argument: str, value: object, *, or_none: bool = False) -> tuple[str, ...]:
-    """The names of tools, sorted and without duplicates; none for `None`."""
+    """Return the names of tools, sorted and without duplicates; none for `None`."""
     if value is None or (or_none and value in ((), [])):
         return ()
     names = (value,) if isinstance(value, str) else value
@@ -119,7 +119,7 @@ def parse_tool_names(argument: str, value: object, *, or_none: bool = False) -> 
         name = getattr(value, "name", None) or getattr(value, "__name__", None)
         remedy = f": write {name!r}" if isinstance(name, str) else ""
         raise TypeError(
-            f"{argument} must be a string, several strings or None, not {shown(value)}{remedy}"
+            f"{argument} must be a string, several strings or None, not {short_repr(value)}{remedy}"
         )
     if not names:
         raise ValueError(f"{argument} must name a tool, not {value!r}")
@@ -145,8 +145,9 @@ _NOT_THE_USERS = {"langchain_quota", "typing"}
 class UserLine(NamedTuple):
     """A line of the user's code."""
 
-    # LangGraph runs hooks in tasks and threads of its own. So when a hook warns, the stack may have
-    # no line of the user: the line is remembered when the user makes the object that will warn.
+    # LangGraph runs hooks in tasks and threads of its own, so the stack of a hook that warns may
+    # have no line of the user. The line is recorded when the user creates the object that will
+    # warn.
 
     filename: str
     number: int
@@ -154,7 +155,7 @@ class UserLine(NamedTuple):
 
     @classmethod
     def of_caller(cls) -> "UserLine":
-        """The newest line on the stack that is not the package's own."""
+        """Return the newest line on the stack that is not in this package."""
         frame = sys._getframe()  # noqa: SLF001 - `inspect.currentframe` without the frames' source
         while _module(frame).partition(".")[0] in _NOT_THE_USERS and frame.f_back is not None:
             frame = frame.f_back
@@ -162,9 +163,11 @@ class UserLine(NamedTuple):
 
     def warn(self, text: str) -> None:
         """Warn, and point at this line."""
-        # As in `warnings.warn`, a text is shown once for each line.
-        known = vars(sys.modules.get(self.module, sys)).setdefault("__warningregistry__", {})
-        warnings.warn_explicit(text, QuotaWarning, self.filename, self.number, self.module, known)
+        # As in `warnings.warn`, the registry has a text shown once for each line.
+        registry = vars(sys.modules.get(self.module, sys)).setdefault("__warningregistry__", {})
+        warnings.warn_explicit(
+            text, QuotaWarning, self.filename, self.number, self.module, registry
+        )
 
 
 def _module(frame: FrameType) -> str:

@@ -1,8 +1,8 @@
-"""What the package relies on in other packages without their promise, in one place.
+"""The private ground of other packages that this package relies on.
 
 Each function names the package and what it relies on. `tests/rule/test_compat.py` has a test with
-the name of each function, which fails with a version in which that has changed. A package is
-imported when its function is called, so that the command does not wait for imports.
+the name of each function, which fails with a version in which that has changed. The functions
+import packages when they are called, so that the command line starts fast.
 """
 # ruff: noqa: SLF001, PLC0415 - this is what the module is for
 
@@ -87,7 +87,7 @@ def runs_in_thread(tool: Any, mode: str = "a") -> bool:
     LangChain: a tool runs in a thread unless it has a coroutine, or overrides one of the methods
     of `BaseTool` by which tools run.
     """
-    methods = (getattr(type(tool), method, None) for method in _RUN_METHODS)
+    methods = (getattr(type(tool), name, None) for name in _RUN_METHODS)
     has_coroutine = mode and getattr(tool, "coroutine", None)
     return not has_coroutine and all(
         getattr(method, "__module__", "").startswith("langchain_core.") for method in methods
@@ -257,7 +257,7 @@ def without_created(metric: "type[Metric]") -> "type[Metric]":
     """
 
     def samples(self: Any) -> "Iterable[Sample]":
-        return [each for each in metric._child_samples(self) if each.name != "_created"]
+        return [sample for sample in metric._child_samples(self) if sample.name != "_created"]
 
     kind = type(metric.__name__, (metric,), {"_child_samples": samples})
     return cast("type[Metric]", kind)
@@ -279,7 +279,7 @@ def is_multiprocess() -> bool:
 def reset_lock(lock: Any) -> None:
     """Free a lock in a forked child.
 
-    Python: `_at_fork_reinit`, by which the standard library resets its own locks. A release would
-    not mend a lock that a thread was just waiting for.
+    Python: `_at_fork_reinit`, by which the standard library resets its locks. A release would not
+    repair a lock that a thread was just waiting for.
     """
     lock._at_fork_reinit()

@@ -1,8 +1,8 @@
-"""Calls that wait in line in this process, whatever they wait for.
+"""Queues of calls in this process, whatever they wait for.
 
-Threads and event loops share a semaphore for each count of calls that run, and queues for what is
-kept in a store. Locks are held for a few operations, however many calls wait, and never during a
-wait. Who comes first is served first.
+Threads and event loops share a semaphore for each count of calls that run, and queues for counts
+of a store. Locks are held for a few operations, however many calls wait, and never during a wait.
+Calls get slots, and leave queues, in the order of arrival.
 """
 
 import asyncio
@@ -26,89 +26,92 @@ LOOKS_AGAIN = 1.0
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One call in one count: what it `found` running, whether it `waits`, and has `taken` it."""
+    """One call in one queue: how many calls were `running` before it, and whether it has waited."""
 
     semaphore: "Semaphore"
-    most: int | None
+    maximum: int | None
     wake: Callable[[], object]
-    found: int = 0
-    taken: bool = False
+    running: int = 0
+    acquired: bool = False
     waits: bool = False
 
     def release(self) -> None:
-        """Note that the call no longer runs or waits. A second time does nothing."""
+        """Release the slot. Releasing it twice is harmless."""
         self.semaphore.ended.append(self)
         self.semaphore.change()
 
 
 class Semaphore:
-    """The calls of one count that run, those that wait, and those that have `ended`."""
+    """The calls of one count: the number that run, the queue, and the slots that have `ended`."""
 
     def __init__(self) -> None:
         self.ended: deque[Slot] = deque()
         self._running = 0
         self._lock = fork_safe_lock(Lock)
-        self._line: OrderedDict[Slot, None] = OrderedDict()
+        self._queue: OrderedDict[Slot, None] = OrderedDict()
 
-    async def take(self, mode: Mode, most: int | None, seconds: float) -> Slot:
-        """Wait until fewer than `most` run (`None`: only count); not `taken` if the time is up."""
+    async def acquire(self, mode: Mode, maximum: int | None, seconds: float) -> Slot:
+        """Wait until fewer than `maximum` calls run, and return a slot.
+
+        The slot is not `acquired` if the time is over first. With `None` a call is only counted.
+        """
         waiter = Waiter(mode)
-        slot = Slot(self, most, waiter.wake)
+        slot = Slot(self, maximum, waiter.wake)
         try:
             self.change(slot, sure=True)
             if slot.waits and seconds > 0:
                 await waiter.sleep(seconds)
         except BaseException:
-            # Cancelled, perhaps just when it got its slot.
+            # The call was cancelled, possibly after it got its slot.
             slot.release()
             raise
-        if not slot.taken:
+        if not slot.acquired:
             self.ended.append(slot)
             self.change(sure=True)
         return slot
 
-    def change(self, asks: Slot | None = None, *, sure: bool = False) -> None:
-        """Count a call that asks and those that have ended, and wake those that may run."""
+    def change(self, arriving: Slot | None = None, *, sure: bool = False) -> None:
+        """Count a call that arrives and the ended ones, and wake the calls that may run."""
         # An abandoned call ends when garbage is collected: perhaps here, while this thread holds
-        # the lock. So an end does not wait for the lock: who holds it counts the end, too.
+        # the lock. So the end of a call does not wait for the lock: its holder counts the end, too.
         while sure or self.ended:
             if not self._lock.acquire(blocking=sure):
                 return
             try:
-                granted = self._counted(asks)
+                granted = self._update(arriving)
             finally:
                 self._lock.release()
             for slot in granted:
                 try:
                     slot.wake()
                 except RuntimeError:
-                    # Its event loop is closed: the call no longer waits.
+                    # The event loop is closed, so the call no longer waits.
                     self.ended.append(slot)
-            asks, sure = None, False
+            arriving, sure = None, False
 
-    def _counted(self, asks: Slot | None) -> list[Slot]:
-        """Count, with the lock held; the calls that have waited and may run now."""
+    def _update(self, arriving: Slot | None) -> list[Slot]:
+        """Update the counts with the lock held; return the slots that have waited and may run."""
         while self.ended:
             slot = self.ended.popleft()
-            self._line.pop(slot, None)
-            self._running -= slot.taken
-            slot.taken = False
+            self._queue.pop(slot, None)
+            self._running -= slot.acquired
+            slot.acquired = False
         granted: list[Slot] = []
-        if asks is not None:
-            asks.found = self._running
-            self._line[asks] = None
-            if asks.most is None:
-                self._line.move_to_end(asks, last=False)
-        while self._line:
-            slot = next(iter(self._line))
-            if slot.most is not None and self._running >= slot.most:
+        if arriving is not None:
+            arriving.running = self._running
+            self._queue[arriving] = None
+            if arriving.maximum is None:
+                self._queue.move_to_end(arriving, last=False)
+        while self._queue:
+            slot = next(iter(self._queue))
+            if slot.maximum is not None and self._running >= slot.maximum:
                 break
-            del self._line[slot]
-            slot.taken = True
+            del self._queue[slot]
+            slot.acquired = True
             self._running += 1
             granted += [slot] if slot.waits else []
-        if asks is not None:
-            asks.waits = not asks.taken
+        if arriving is not None:
+            arriving.waits = not arriving.acquired
         return granted
 
 
@@ -119,7 +122,7 @@ class Waiter:
     """A call that came, and that any thread can wake; the queue in which it stands, if it waits."""
 
     def __init__(self, mode: Mode) -> None:
-        self._form = mode
+        self._mode = mode
         self._woken: Any = asyncio.Event() if mode else Event()
         self.wake: Callable[[], object] = self._woken.set
         if mode:
@@ -128,7 +131,7 @@ class Waiter:
 
     async def sleep(self, seconds: float) -> None:
         """Wait until it is woken, for so many seconds at most."""
-        if self._form:
+        if self._mode:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._woken.wait()
@@ -179,9 +182,9 @@ class Queues:
                 self.move(first)
 
 
-_making = fork_safe_lock()
+_creation_lock = fork_safe_lock()
 _semaphores: WeakValueDictionary[tuple[int, int, str], Semaphore] = WeakValueDictionary()
-"""Those that calls are in. A forked child has its own: it runs no calls of its parent."""
+"""The semaphores in use. A forked child has its own, because it runs no calls of its parent."""
 
 _queues: WeakValueDictionary[tuple[int, int], Queues] = WeakValueDictionary()
 
@@ -189,15 +192,15 @@ _queues: WeakValueDictionary[tuple[int, int], Queues] = WeakValueDictionary()
 def queues_of(store: object) -> Queues:
     """Return the queues of this process for a store."""
     key = os.getpid(), id(store)
-    with _making:
+    with _creation_lock:
         return _queues.setdefault(key, Queues())
 
 
 def semaphore_of(store: object, count: str) -> Semaphore:
-    """The semaphore of a count, for a store; `None` for the calls that no store counts."""
+    """Return the semaphore of a count in a store, or with `None` of calls that no store counts."""
     key = os.getpid(), id(store), count
-    with _making:
-        found = _semaphores.get(key)
-        if found is None:
-            found = _semaphores[key] = Semaphore()
-        return found
+    with _creation_lock:
+        semaphore = _semaphores.get(key)
+        if semaphore is None:
+            semaphore = _semaphores[key] = Semaphore()
+        return semaphore

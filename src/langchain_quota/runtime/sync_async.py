@@ -1,4 +1,4 @@
-"""One body for the sync and the async form of a method, and locks that outlive a fork."""
+"""One body for the sync and the async variant of a method, and locks that survive a fork."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ async def call_variant(
 
 
 def as_async(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
-    """A sync function that can be awaited; to await it never waits."""
+    """Wrap a sync function so that it can be awaited; it never suspends."""
 
     async def called(*args: P.args, **kwargs: P.kwargs) -> T:
         return call(*args, **kwargs)
@@ -41,14 +41,16 @@ def as_async(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine gives that waits for nothing: in the sync form."""
+    """Run a coroutine that never suspends, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as done:
-        given: T = done.value
-        return given
+        result: T = done.value
+        return result
     coroutine.close()
-    raise RuntimeError("the sync form of a method waits for an event loop: call the async form")
+    raise RuntimeError(
+        "this sync method needs an event loop: use its async variant, such as `ainvoke`"
+    )
 
 
 async def wait_for(mode: Mode, seconds: float) -> None:
@@ -56,18 +58,18 @@ async def wait_for(mode: Mode, seconds: float) -> None:
     if mode:
         await asyncio.sleep(seconds)
     else:
-        time.sleep(seconds)  # noqa: ASYNC251 - in the sync form
+        time.sleep(seconds)  # noqa: ASYNC251 - in sync mode
 
 
-# A forked child has a copy of every lock, but only the thread that forked: a lock that another
-# thread held is never released in the child. So a fork first waits until the other threads have
-# finished their changes, and in the child every lock is free.
+# A forked child has a copy of every lock, but only one thread: a lock that another thread held is
+# never released in the child. So a fork first waits until the other threads have finished their
+# changes, and in the child every lock is free.
 
 _PATIENCE = 1.0
 """How long a fork waits for a lock, in seconds."""
 
 _locks: dict[ref[Any], None] = {}
-"""All locks, in the order in which they were made."""
+"""All locks, in the order of their creation."""
 
 
 class _Held(threading.local):
@@ -81,11 +83,11 @@ _held = _Held()
 
 
 def fork_safe_lock(kind: Callable[[], Any] = RLock) -> Any:
-    """A lock that is free in a forked child, where no change that it guards is half done."""
-    # The code that holds it must not wait for anything. If it takes another lock, that one must be
-    # the older of the two: a fork takes the newest lock first. The garbage collector may end an
-    # abandoned call in the thread that holds the lock, and an end takes locks, too: so by default
-    # a thread that has the lock gets it again.
+    """Return a lock that is free in a forked child, with no change that it guards half done."""
+    # The code that holds the lock must not wait for anything. If it acquires another lock, that one
+    # must be the older of the two, because a fork acquires the newest lock first. The garbage
+    # collector may end an abandoned call in the thread that holds the lock, and this acquires
+    # locks, too. So by default a thread can acquire the lock again.
     lock = kind()
     _locks[ref(lock, _forget)] = None
     return lock
@@ -96,27 +98,27 @@ def _forget(gone: ref[Any], locks: dict[ref[Any], None] = _locks) -> None:
     locks.pop(gone, None)
 
 
-def _hold_all() -> None:
-    for each in reversed(list(_locks)):
-        lock = each()
+def _acquire_all() -> None:
+    for reference in reversed(list(_locks)):
+        lock = reference()
         if lock is not None and lock.acquire(timeout=_PATIENCE):
             _held.locks.append(lock)
 
 
-def _let_go() -> None:
+def _release_all() -> None:
     while _held.locks:
         _held.locks.pop().release()
 
 
 def _reset_locks_in_child() -> None:
     _held.locks.clear()
-    for each in list(_locks):
-        lock = each()
+    for reference in list(_locks):
+        lock = reference()
         if lock is not None:
             compat.reset_lock(lock)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
     os.register_at_fork(
-        before=_hold_all, after_in_parent=_let_go, after_in_child=_reset_locks_in_child
+        before=_acquire_all, after_in_parent=_release_all, after_in_child=_reset_locks_in_child
     )

@@ -10,30 +10,30 @@ from math import ceil
 from typing import Any, Literal
 
 Unit = Literal["calls", "tokens", "nanodollars", "milliseconds"]
-"""What a limit counts, always in whole numbers: money in billionths of a US dollar."""
+"""The unit of a limit's counts, which are whole numbers: money is in billionths of a US dollar."""
 
 Time = timedelta | str | float
 """A time: a `timedelta`, text such as `"30s"`, or a number of seconds."""
 
 Dollars = Decimal | str | float
-"""An amount of US dollars, exactly as it is written: a float, too, as Python prints it."""
+"""An amount of US dollars, exactly as it is written. A float counts as Python prints it."""
 
 NANODOLLARS = 10**9
-"""How many nanodollars make a dollar."""
+"""The number of nanodollars in a dollar."""
 
 MAX_DOLLARS = 9 * 10**6
-"""The most dollars of a limit or a price: Redis adds in Lua, exactly up to 2**53 nanodollars."""
+"""The maximum of a limit or a price in dollars: Lua adds exactly up to 2**53 nanodollars."""
 
 _MAX_SECONDS = 10**9
-"""The most seconds of a limit."""
+"""The maximum of a limit in seconds."""
 
 
 def parse_dollars(argument: str, value: object) -> Decimal:
-    """An amount of dollars, exactly as it is written; from 0 to nine million."""
+    """Return an amount of dollars, from 0 to nine million, exactly as it is written."""
     if isinstance(value, bool) or not isinstance(value, Decimal | str | int | float):
         raise TypeError(f"{argument} must be dollars, such as 0.50, not {value!r}")
     try:
-        # A float holds most amounts only nearly: its shortest text is what was written.
+        # Few amounts are exact in a float, but its shortest text is what the user wrote.
         dollars = Decimal(float.__repr__(value) if isinstance(value, float) else value)
     except DecimalException:
         raise ValueError(
@@ -45,8 +45,8 @@ def parse_dollars(argument: str, value: object) -> Decimal:
 
 
 def parse_nanodollars(argument: str, value: object) -> int:
-    """The nanodollars of an amount of dollars."""
-    # The application's decimal context may round decimals; fractions are never rounded.
+    """Return the nanodollars of an amount of dollars."""
+    # The application's decimal context may round decimals, but fractions are never rounded.
     amount = Fraction(parse_dollars(argument, value)) * NANODOLLARS
     if amount.denominator != 1:
         raise ValueError(f"{argument} must have at most nine decimal places, not {value!r}")
@@ -54,12 +54,12 @@ def parse_nanodollars(argument: str, value: object) -> int:
 
 
 def nanodollars(dollars: Decimal) -> int:
-    """The nanodollars of a price, rounded up to a whole one."""
+    """Return the nanodollars of a price, rounded up to a whole number."""
     return ceil(Fraction(dollars) * NANODOLLARS)
 
 
 def as_dollars(amount: int) -> str:
-    """An amount of nanodollars as people read it: `"$0.50"`, with up to nine decimal places."""
+    """Format nanodollars for people: `"$0.50"`, with up to nine decimal places."""
     whole, rest = divmod(abs(amount), NANODOLLARS)
     places = f"{rest:09d}".rstrip("0").ljust(2, "0")
     return f"{'-' if amount < 0 else ''}${whole:,}.{places}"
@@ -70,27 +70,27 @@ _DURATION = re.compile(r"([1-9][0-9]{0,4})([smhdw])")
 
 
 def duration(text: str) -> timedelta | None:
-    """A time as people write it, such as `"30s"`, `"1h"` or `"7d"`; `None` if it is none."""
+    """Return the time of a text such as `"30s"`, `"1h"` or `"7d"`; `None` for any other text."""
     match = _DURATION.fullmatch(text)
     return match and timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
 
 
 def parse_milliseconds(argument: str, value: object) -> int:
-    """The milliseconds of a time, rounded to a whole one; from 0 to a billion seconds."""
+    """Return the whole milliseconds of a time, which may be from 0 to a billion seconds."""
     time: Any = duration(value) if isinstance(value, str) else value
     if time is None and value is not None:
         raise ValueError(f'{argument} must be a time such as "30s", "5m" or "1h", not {value!r}')
     if isinstance(time, bool) or not isinstance(time, int | float | timedelta):
         raise TypeError(f'{argument} must be a time, such as "5m", or seconds, not {value!r}')
     seconds = time.total_seconds() if isinstance(time, timedelta) else time
-    # No comparison is true of what is not a number.
+    # NaN compares false with every number, so it is refused here, too.
     if not 0 <= seconds <= _MAX_SECONDS:
         raise ValueError(f"{argument} must be from 0 to {_MAX_SECONDS} seconds, not {value!r}")
     return round(seconds * 1000)
 
 
 def as_time(amount: int) -> str:
-    """An amount of milliseconds as people read it: `"1h 30m"`, `"2.5s"`."""
+    """Format milliseconds for people: `"1h 30m"`, `"2.5s"`."""
     minutes, rest = divmod(amount, 60_000)
     hours, minutes = divmod(minutes, 60)
     parts = [(hours, "h"), (minutes, "m"), (rest / 1000, "s")]
@@ -103,19 +103,19 @@ UNIT_LABELS: dict[Unit, str] = {
     "nanodollars": "dollars",
     "milliseconds": "seconds",
 }
-"""The names of units where amounts are shown."""
+"""The names of units as people and metrics see them."""
 
 PER_BASE_UNIT: dict[Unit, int] = {"nanodollars": NANODOLLARS, "milliseconds": 1000}
-"""How many of a unit make one of those that are shown; 1 of the others."""
+"""How many of a unit are one dollar or one second; other units are shown as they are."""
 
 
 def in_base_unit(amount: int, unit: Unit) -> float:
-    """An amount for metrics, spans and log records, in dollars or seconds if it is one of these."""
+    """Return an amount for metrics, spans and logs: money in dollars, time in seconds."""
     return amount / PER_BASE_UNIT[unit] if unit in PER_BASE_UNIT else amount
 
 
-def shown(amount: int | None, unit: Unit) -> str:
-    """An amount as people read it: `"3"`, `"1,200 tokens"`, `"$0.50"`, `"5m"`."""
+def format_amount(amount: int | None, unit: Unit) -> str:
+    """Format an amount for people: `"3"`, `"1,200 tokens"`, `"$0.50"`, `"5m"`."""
     if amount is None or unit == "calls":
         return str(amount)
     if unit == "milliseconds":
@@ -124,7 +124,7 @@ def shown(amount: int | None, unit: Unit) -> str:
 
 
 class Level(StrEnum):
-    """How much of a limit is used.
+    """The level of use of a limit.
 
     Examples:
         >>> from langchain_quota.runtime.units import Level
@@ -133,22 +133,22 @@ class Level(StrEnum):
     """
 
     OK = "ok"
-    """Less than the near share."""
+    """Less than the near share is used."""
     NEAR = "near"
-    """The near share or more, rounded up to whole calls; see `near` of `Telemetry`."""
+    """At least the near share is used, rounded up to whole calls; see `near` of `Telemetry`."""
     EXHAUSTED = "exhausted"
-    """All of it: the next call is over the limit."""
+    """All is used: the next call would exceed the limit."""
 
 
 @lru_cache(maxsize=1024)
 def near_threshold(limit: int, near: float) -> int:
-    """The smallest count that is near the limit; `near` is a share from 0 to 1."""
-    # The share is rounded, so that 0.55 of 100 is 55 and not the 56 of binary fractions.
+    """Return the smallest count that is near the limit; `near` is a share from 0 to 1."""
+    # Round the share, so that 0.55 of 100 is 55, and not 56 as in binary fractions.
     return ceil(limit * Fraction(near).limit_denominator(10**9))
 
 
 def level(used: int, limit: int, near: float) -> Level:
-    """How much of a limit is used, by count."""
+    """Return the level of a count."""
     if used >= limit:
         return Level.EXHAUSTED
     if used >= near_threshold(limit, near):

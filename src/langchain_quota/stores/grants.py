@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from langchain_quota.limits.options import MODEL, UNITS, whole_amount
-from langchain_quota.limits.windows import CalendarWindow, checked
+from langchain_quota.limits.windows import CalendarWindow, parse_window
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
 from langchain_quota.runtime.units import (
@@ -21,8 +21,8 @@ from langchain_quota.runtime.units import (
     Dollars,
     Time,
     Unit,
+    format_amount,
     in_base_unit,
-    shown,
 )
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import idle_time
@@ -210,8 +210,8 @@ class Granting(ABC):
         unit = unit_of(counted)
         given = whole_amount(unit, "amount", amount)
         if not 0 < given <= MAX_AMOUNT:
-            most = shown(MAX_AMOUNT, unit)
-            raise ValueError(f"amount must be above 0, and at most {most}, not {amount!r}")
+            maximum = format_amount(MAX_AMOUNT, unit)
+            raise ValueError(f"amount must be above 0, and at most {maximum}, not {amount!r}")
         asked = Grant(counted, given, str(name), in_utc(now), until, str(reason), str(by))
         ends = [each for each in (asked.ends, window_end(counted)) if each is not None]
         last = math.ceil(now) + idle_time(counted, self._idle)
@@ -224,7 +224,7 @@ class Granting(ABC):
             return text
         if key.window is not None:
             raise ValueError(f"key has a window, so window must be None: {text!r}")
-        values = key.counter, key.dimension, key.subject, checked(window)
+        values = key.counter, key.dimension, key.subject, parse_window(window)
         return str(CountKey.at(*values, self.clock(), prefix=key.prefix))
 
     @abstractmethod
@@ -295,7 +295,7 @@ def _log(event: str, grant: Grant) -> None:
         "%s under %r: %s until %s, by %r, reason %r, id %r",
         event,
         grant.key,
-        shown(grant.amount, grant.unit),
+        format_amount(grant.amount, grant.unit),
         *(until, grant.by, grant.reason, grant.id),
         extra={
             "quota_event": event,

@@ -81,9 +81,9 @@ class _StoreRateLimiter(BaseRateLimiter):
 
     async def _acquire(self, mode: Mode, *, blocking: bool) -> bool:
         seconds = _FOREVER if blocking else 0
-        slot = await semaphore_of(self._store, self._key).take(mode, 1, seconds)
+        slot = await semaphore_of(self._store, self._key).acquire(mode, 1, seconds)
         try:
-            while slot.taken:
+            while slot.acquired:
                 lacks = await self._lacks(mode)
                 if lacks <= 0 or not blocking:
                     return lacks <= 0

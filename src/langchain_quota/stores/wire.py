@@ -73,7 +73,7 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> CallChecks:
                 limits.setdefault(each.limit, len(limits)),
                 number[each.counter],
                 # It may be below 0, and grants may raise it.
-                max(-MAX_COUNT, min(each.most * units[each.counter], MAX_COUNT)),
+                max(-MAX_COUNT, min(each.maximum * units[each.counter], MAX_COUNT)),
                 bool(each.enforced),
                 f"{_quoted(each.limit)} {_quoted(each.scope)}",
             )

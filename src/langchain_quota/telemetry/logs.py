@@ -5,7 +5,7 @@ from datetime import UTC
 
 from langchain_quota.core.decision import LimitStatus
 from langchain_quota.limits.call import CONCURRENCY, STORE, Scope
-from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit, shown
+from langchain_quota.runtime.units import UNIT_LABELS, Level, format_amount, in_base_unit
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.events import DecisionEvent
 from langchain_quota.telemetry.labels import UNNAMED, limit_label
@@ -104,9 +104,9 @@ def _log(
     # Name the argument of the limit, or the quota, as the user wrote it.
     source = f"quota {scope!r}" if count and count.per else f"{scope}_limit"
     source = scope if scope == CONCURRENCY else source
-    amounts = f"{shown(used, unit)} of {shown(threshold, unit)} ({source})"
+    amounts = f"{format_amount(used, unit)} of {format_amount(threshold, unit)} ({source})"
     if status.needs and used is not None and threshold is not None and used < threshold:
-        amounts += f", the call may need {shown(status.needs, unit)}"
+        amounts += f", the call may need {format_amount(status.needs, unit)}"
     fields = fields_of(
         event=str(result),
         limit=status.limit,

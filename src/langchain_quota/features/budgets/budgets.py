@@ -195,7 +195,7 @@ class Budgets(Feature):
         calls = {each["id"]: each for each in made.calls}
         batch.ask(
             CallChecks.of(
-                each.with_checks(hit=price, kept=each.keep) if each.is_budget else each
+                each.with_checks(hit=price, keep=each.keep) if each.is_budget else each
                 for each in asked.limits
                 if (
                     price := self._pricing.of_tool(each.limit, calls[call.id]) or not each.is_budget
@@ -441,9 +441,9 @@ def _downgraded_by(batch: Batch) -> str:
     for each in batch.limits.budgets:
         limit: Any = each.limit
         if limit.downgrade_to is not None and any(
-            batch.counted[check.counter] >= near_threshold(check.most, limit.downgrade_at)
+            batch.counted[check.counter] >= near_threshold(check.maximum, limit.downgrade_at)
             for check in each.checks
-            if check.most is not None
+            if check.maximum is not None
         ):
             return str(limit.name)
     return ""

@@ -301,8 +301,8 @@ def settlements(
     starts = {key: counts.get(check.counter, 0) for key, check, _ in checks}
     most: Amounts = {}
     for key, check, _ in checks:
-        if check.most is not None:
-            most[key] = min(check.most, most.get(key, check.most))
+        if check.maximum is not None:
+            most[key] = min(check.maximum, most.get(key, check.maximum))
     made: list[Correction] = []
 
     def add(name: str, amounts: Amounts, settles: str) -> None:

@@ -153,10 +153,10 @@ class _SlotRequest:
         until = self._began + min(waits, default=0)
         for count, most in self._needs().items():
             semaphore = semaphore_of(store and store.store, count)
-            slot = await semaphore.take(mode, most, until - time.monotonic())
+            slot = await semaphore.acquire(mode, most, until - time.monotonic())
             self._slots.append(slot)
             self._met(count, slot)
-            if not slot.taken:
+            if not slot.acquired:
                 return
         if store is None:
             return
@@ -191,15 +191,15 @@ class _SlotRequest:
 
     def _met(self, count: str, slot: Slot) -> None:
         """Note what it has found in a count of this process, and which limits refuse it."""
-        self._running = {**self._running, count: slot.found}
+        self._running = {**self._running, count: slot.running}
         for name, limit in self.limits.items():
             if store_counter(limit) != count:
                 continue
-            if not limit.enforce and slot.found >= limit.max_concurrency:
+            if not limit.enforce and slot.running >= limit.max_concurrency:
                 self._refused.append(name)
-            if limit.enforce and slot.waits and limit.max_concurrency == slot.most:
+            if limit.enforce and slot.waits and limit.max_concurrency == slot.maximum:
                 self.waits, self.waited_for = True, name
-                self._refused += [] if slot.taken else [name]
+                self._refused += [] if slot.acquired else [name]
 
     def decision(self, outage: OnStoreError) -> Decision:
         """What is decided about the call, also while the store cannot be asked."""
