@@ -39,7 +39,7 @@ class Check(NamedTuple):
 
     @property
     def needs(self) -> int:
-        """The amount that must be left."""
+        """Amount that must be left."""
         return max(1, self.hit)
 
     def status(self, before: int, amount: int) -> CountStatus:
@@ -192,7 +192,7 @@ class CallChecks(NamedTuple):
 
     @property
     def checks(self) -> list[Check]:
-        """The checks of all limits."""
+        """Checks of all limits."""
         return [check for resolved in self.limits for check in resolved.checks]
 
 

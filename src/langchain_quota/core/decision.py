@@ -73,7 +73,7 @@ class CountStatus(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The used share, from 0; a limit of 0 counts as fully used."""
+        """Used share, from 0; a limit of 0 counts as fully used."""
         return self.used / self.limit if self.limit else float(self.limit is not None)
 
     def crossed(self, near: float) -> Level | None:
@@ -133,7 +133,7 @@ class LimitStatus(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """The charge of the call to a limit in dollars, in nanodollars; else 0."""
+        """Charge of the call to a limit in dollars, in nanodollars; else 0."""
         if self.unit != "nanodollars":
             return 0
         run = self.count_of(RUN)
@@ -146,7 +146,7 @@ class LimitStatus(NamedTuple):
 
     @property
     def refusal_scope(self) -> str | None:
-        """The scope of a refusal, as in metrics and spans; `None` if it admits the call.
+        """Scope of a refusal, as in metrics and spans; `None` if it admits the call.
 
         It is the exhausted scope, or `"store"` if the store is unavailable.
         """
@@ -158,22 +158,22 @@ class LimitStatus(NamedTuple):
 
     @property
     def quotas(self) -> tuple[CountStatus, ...]:
-        """The counts of quotas."""
+        """Counts of quotas."""
         return tuple(count for count in self.counts if count.per)
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
-        """The scopes that have a limit: thread, run, and the quotas."""
+        """Scopes that have a limit: thread, run, and the quotas."""
         return tuple(count.scope for count in self.counts if count.limit is not None)
 
     @property
     def share(self) -> float:
-        """The largest used share of a limit, from 0; a limit of 0 counts as fully used."""
+        """Largest used share of a limit, from 0; a limit of 0 counts as fully used."""
         return max((count.share for count in self.counts), default=0.0)
 
     @property
     def resets_at(self) -> datetime | None:
-        """The end of the last window of all exhausted quotas; `None` if one has no end."""
+        """End of the last window of all exhausted quotas; `None` if one has no end."""
         first = self.count_of(self.scope)
         if first is None or not first.per:
             return None
@@ -258,20 +258,20 @@ class Decision(NamedTuple):
 
     @property
     def refused_by(self) -> tuple[LimitStatus, ...]:
-        """The limits that refuse the call. Enforced limits come first."""
+        """Limits that refuse the call, enforced ones first."""
         refusing = (status for status in self.limits if status.refused)
         return tuple(sorted(refusing, key=lambda status: not status.enforced))
 
     @property
     def resets_at(self) -> datetime | None:
-        """The time when a blocked call could be allowed; `None` if no window's end helps."""
+        """Time when a blocked call could be allowed; `None` if no window's end helps."""
         resets = [status.resets_at for status in self.refused_by if status.enforced]
         times = [time for time in resets if time is not None]
         return max(times) if times and len(times) == len(resets) else None
 
     @property
     def leading(self) -> LimitStatus | None:
-        """The limit to show: the first that refuses, else the one with the highest used share."""
+        """Limit to show: the first that refuses, else the one with the highest used share."""
         if len(self.limits) == 1:
             return self.limits[0]
         if refused_by := self.refused_by:

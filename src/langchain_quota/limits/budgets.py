@@ -126,8 +126,8 @@ class TokenLimit(Budget[int]):
             is charged its reserve, or an estimate if that is higher. With `enforce=False` nothing
             is reserved. List the middleware after those that retry or fall back. Otherwise all
             attempts of a call share one reserve, and can exceed the budget.
-        exit_behavior: What happens when the limit is reached; see `ModelCallLimit`. `"ask"` cannot
-            be used with a `reserve`.
+        exit_behavior: What happens when the limit is reached; see `ModelCallLimit`. `"ask"` needs
+            `reserve=None`.
         keep: How many tokens are kept for the last answer, from 1. `"finalize"` needs it, and it
             needs `"finalize"`. When no more than these are left, the next call is the last one.
             It must be at least a `reserve` that is a number, and less than every limit and quota

@@ -68,6 +68,6 @@ class ModelUsage:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The names of the model, the most exact one first."""
+        """Names of the model, the most exact one first."""
         names = (self.response_model, self.request_model)
         return tuple(name for name in dict.fromkeys(names) if name)

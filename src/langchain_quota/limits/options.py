@@ -97,17 +97,17 @@ class LimitOptions:
 
     @property
     def seconds(self: Any) -> float:
-        """The time that a call waits at most, in seconds."""
+        """Longest time that a call waits, in seconds."""
         return parse_milliseconds("wait", self.wait or 0) / 1000
 
     @property
     def named_tools(self: Any) -> tuple[str, ...]:
-        """The tools that the limit names, because it limits, excludes or prices them."""
+        """Tools that the limit names, because it limits, excludes or prices them."""
         return tuple(self.tools or self.exclude or self.tool_prices)
 
     @property
     def kinds(self: Any) -> frozenset[Kind]:
-        """The kinds of calls that it checks: its own kind, and tool calls that have a price."""
+        """Kinds of calls that it checks: its own kind, and tool calls that have a price."""
         return frozenset({self.kind, "tool"} if self.tool_prices else {self.kind})
 
     def matches(self: Any, call: Call) -> bool:

@@ -30,15 +30,15 @@ _SCOPE_NAME = re.compile(r"[a-z_]{1,32}")
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How many calls a subject, such as a user or a tenant, may make; runs share the count.
+    """The number of calls that a subject, such as a user or a tenant, may make in all its runs.
 
-    Quotas share one count if they are on the same calls, and have the same `per` (for functions,
+    Quotas share one count if they limit the same calls, and have the same `per` (for functions,
     the same name), the same window and the same store. They may be in several limits and agents.
 
     Args:
-        limit: Most calls in a window, a whole number from 0 (0 refuses every call). In a
-            `TokenLimit` most tokens, in a `CostLimit` most dollars, in a `TimeLimit` the longest
-            time. Or a function of the agent's state and runtime, sync or async, that gives it, or
+        limit: Maximum of calls in a window, a whole number from 0 (0 refuses every call); in a
+            `TokenLimit` of tokens, in a `CostLimit` of dollars, in a `TimeLimit` of time. Or a
+            function of the agent's state and runtime, sync or async, that gives the maximum, or
             `None` for no limit now.
         per: Whose calls are counted together: those of a `"thread"`, of a `"root_run"` (the
             outermost run, with every sub-agent and sub-graph that it starts), of an `"agent"` (by
@@ -47,22 +47,23 @@ class Quota:
             async, gives the subject. Subjects are strings (not empty), whole numbers or UUIDs;
             equal texts are one subject. A missing subject, or one of another type, fails the run,
             and nothing is charged.
-        window: How long a count period, such as `"30s"`, `"10m"`, `"1h"` or `"7d"`, or a
+        window: How long a count lasts, such as `"30s"`, `"10m"`, `"1h"` or `"7d"`, or a
             `timedelta` of whole seconds, from 1. Windows are fixed and aligned to the Unix epoch in
             UTC. So around the start of a window, up to twice the limit can run in a short time,
-            unless it is `smooth`. `None`: the count period until it is reset. A quota per
-            `"root_run"` has no window. Or `"hour"`, `"day"`, `"week"` or `"month"`: those of the
-            calendar.
-        tz: The time zone of a window of the calendar: an IANA name, such as `"Europe/Berlin"`. By
+            unless the quota is `smooth`. `None`: the count lasts until it is reset. A quota per
+            `"root_run"` has no window. Or a calendar window: `"hour"`, `"day"`, `"week"` or
+            `"month"`.
+        tz: The time zone of a calendar window: an IANA name, such as `"Europe/Berlin"`. By
             default UTC.
-        starts: The day on which such a week or month starts, at midnight: `"monday"` (the
-            default), or from 1 (the default) to 31. In a month without this day it is the last one.
-        smooth: Whether calls are spread evenly over the window: `Quota(60, per="global",
-            window="1m", smooth=True)` admits a call each second. It counts calls, not tokens or
-            dollars, and its window is none of the calendar. Such quotas share a count only if their
-            limits are equal, too.
-        burst: With `smooth`: how many calls may come at once after a pause, from 1 (the default)
-            and at most `limit`. Messages and metrics show it as the quota's number.
+        starts: The day on which a calendar week or month starts, at midnight: a name, by default
+            `"monday"`, or a number from 1 (the default) to 31. In a month without this day it is
+            the last one.
+        smooth: Whether calls are spread over the window at an even rate (GCRA, a form of leaky
+            bucket): `Quota(60, per="global", window="1m", smooth=True)` allows a call each second.
+            A smooth quota counts calls, not tokens or dollars, and has no calendar window. Smooth
+            quotas share a count only if their limits are equal, too.
+        burst: With `smooth`: how many calls may come together after a pause, from 1 (the default)
+            and at most `limit`. Messages and metrics show the burst as the quota's limit.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
             A function needs a name. Two quotas of one limit need different names. Names of scopes,
             such as `"run"` and `"thread"`, are taken.
@@ -91,8 +92,8 @@ class Quota:
     smooth: bool = False
     burst: int | None = None
     period: timedelta | CalendarWindow | None = field(init=False, repr=False)
-    """The window as a `timedelta`, or as one of the calendar."""
-    # Without a type: it is no field.
+    """The window as a `timedelta` or a `CalendarWindow`."""
+    # No type, so that the dataclass does not take it for a field.
     wrap_tool_call = NoHook("ToolCallLimit(quotas=[{}(…)])")
 
     def __post_init__(self) -> None:
@@ -134,7 +135,7 @@ class Quota:
 
     @property
     def dimension(self) -> str:
-        """The name under which its subjects are kept: quotas with one dimension share a count."""
+        """Name under which its subjects are kept: quotas with one dimension share a count."""
         return self.per if isinstance(self.per, str) else self.name
 
 

@@ -112,6 +112,6 @@ class RepeatLimit(LimitOptions):
 
     @property
     def most_failures(self) -> int:
-        """The number of the model's answers in which a tool may fail in the same way."""
+        """Number of the model's answers in which a tool may fail in the same way."""
         # With 1, the model could not even correct its arguments after the first failure.
         return max(2, self.run_limit)

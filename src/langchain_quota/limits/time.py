@@ -71,6 +71,6 @@ class TimeLimit(Budget[Time]):
 
     @property
     def call_milliseconds(self) -> int | None:
-        """The time that a tool call may take, in milliseconds; `None` for any time."""
+        """Time that a tool call may take, in milliseconds; `None` for any time."""
         time = self.call_limit
         return None if time is None else parse_milliseconds("call_limit", time)

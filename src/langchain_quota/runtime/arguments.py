@@ -6,7 +6,7 @@ Each message names the argument, the value and the remedy.
 import sys
 import warnings
 from collections.abc import Sequence
-from inspect import iscoroutinefunction, signature
+from inspect import currentframe, iscoroutinefunction, signature
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -156,7 +156,8 @@ class UserLine(NamedTuple):
     @classmethod
     def of_caller(cls) -> "UserLine":
         """Return the newest line on the stack that is not in this package."""
-        frame = sys._getframe()  # noqa: SLF001 - `inspect.currentframe` without the frames' source
+        frame = currentframe()
+        assert frame is not None  # noqa: S101 - for the type checker: CPython has frames
         while _module(frame).partition(".")[0] in _NOT_THE_USERS and frame.f_back is not None:
             frame = frame.f_back
         return cls(frame.f_code.co_filename, frame.f_lineno, _module(frame))

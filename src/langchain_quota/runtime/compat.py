@@ -4,7 +4,6 @@ Each function names the package and what it relies on. `tests/rule/test_compat.p
 the name of each function, which fails with a version in which that has changed. The functions
 import packages when they are called, so that the command line starts fast.
 """
-# ruff: noqa: SLF001, PLC0415 - this is what the module is for
 
 import inspect
 import sys
