@@ -8,6 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from inspect import iscoroutinefunction, signature
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, ModelRequest
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.tools import BaseTool, StructuredTool
+from langchain_core.tools import StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.config import get_config
 from langgraph.graph import START, MessagesState, StateGraph
@@ -31,7 +32,7 @@ GO: Any = {"messages": [("user", "Go!")]}
 CONFIG: Any = {"configurable": {"thread_id": "7"}}
 
 
-def spy(see: Callable[[], Any]) -> tuple[BaseTool, list[Any]]:
+def spy(see: Callable[[], Any]) -> tuple[Any, list[Any]]:
     """A tool that looks at something each time it runs, and what it has seen."""
     seen: list[Any] = []
 
@@ -43,7 +44,7 @@ def spy(see: Callable[[], Any]) -> tuple[BaseTool, list[Any]]:
     return StructuredTool.from_function(look), seen
 
 
-def agent(*tools: BaseTool, **options: Any) -> Any:
+def agent(*tools: Any, **options: Any) -> Any:
     return create_agent(ScriptedChatModel(script=[["look"], "Done."]), [*tools], **options)
 
 
@@ -55,9 +56,25 @@ def around(inner: Any, **options: Any) -> Any:
     return graph.compile(**options)
 
 
-def namespace() -> str:
-    found: str = get_config()["configurable"]["checkpoint_ns"]
-    return found
+def is_saved(_: str) -> bool:
+    return compat.has_checkpointer(get_config()["configurable"])
+
+
+def name(_: str) -> str | None:
+    return compat.agent_name(get_config()["metadata"])
+
+
+IN_A_TOOL: dict[str, tuple[Callable[[str], Any], int, dict[str, Any], object]] = {
+    "agent_name": (name, 0, {"name": "writer"}, "writer"),
+    "has_checkpointer": (is_saved, 1, {"checkpointer": InMemorySaver()}, True),
+    "has_checkpointer, without one": (is_saved, 1, {}, False),
+    "graph_namespace": (lambda ns: compat.graph_namespace(ns)[:6], 1, {}, "inner:"),
+    "enclosing_tasks": (lambda ns: len(compat.enclosing_tasks(ns)), 2, {}, 2),
+    "is_one_call": (compat.is_one_call, 0, {}, True),
+    "node_of": (compat.node_of, 0, {}, "tools"),
+    "runs_tools": (lambda ns: [*map(compat.runs_tools, ns.split("|"))], 1, {}, [False, True]),
+}
+"""What a tool sees in an agent, inside so many graphs of which the outermost has options."""
 
 
 class Runs(BaseCallbackHandler):
@@ -77,21 +94,21 @@ def test_each_function_has_a_test() -> None:
     public = {each for each in functions if not each.startswith("_")}
     page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     assert {each for each in public if f"`{each}`" not in page} == set()
-    assert {each for each in public if f"test_{each}" not in globals()} == set()
+    tests = " ".join([*globals(), *IN_A_TOOL])
+    assert {each for each in public if each not in tests} == set()
 
 
-def test_agent_name() -> None:
-    """An agent's name is in the metadata of its tools."""
-    look, seen = spy(lambda: compat.agent_name(get_config()["metadata"]))
-    agent(look, name="researcher").invoke(GO)
-    assert seen == ["researcher"]
-
-
-def test_agent_metadata() -> None:
-    """Metadata that name an agent are read like its own."""
-    look, seen = spy(lambda: compat.agent_name(get_config()["metadata"]))
-    agent(look).invoke(GO, {"metadata": compat.agent_metadata("writer")})
-    assert seen == ["writer"]
+@pytest.mark.parametrize(("see", "depth", "options", "seen"), IN_A_TOOL.values(), ids=IN_A_TOOL)
+def test_in_a_tool(
+    see: Callable[[str], Any], depth: int, options: dict[str, Any], seen: object
+) -> None:
+    """A tool finds its agent, its task and the graphs around them where LangGraph puts them."""
+    look, found = spy(lambda: see(get_config()["configurable"]["checkpoint_ns"]))
+    graph = agent(look, **({} if depth else options))
+    for level in range(depth):
+        graph = around(graph, **(options if level == depth - 1 else {}))
+    graph.invoke(GO, CONFIG)
+    assert found == [seen]
 
 
 def test_is_from_create_agent() -> None:
@@ -103,10 +120,9 @@ def test_is_from_create_agent() -> None:
 def test_with_state() -> None:
     """A request with another state leaves the first one as it is, and warns of nothing."""
     given: Any = {"model": ScriptedChatModel(script=[]), "messages": [], "state": {"a": 1}}
-    request: Any = ModelRequest(**given)
-    other: Any = compat.with_state(request, {"a": 2})
-    assert other.state == {"a": 2}
-    assert request.state == {"a": 1}
+    first: Any = ModelRequest(**given)
+    second: Any = compat.with_state(first, {"a": 2})
+    assert (first.state, second.state) == ({"a": 1}, {"a": 2})
 
 
 async def test_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,11 +140,8 @@ async def test_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = compat.untraced(middleware, "awrap_model_call")
     monkeypatch.setattr(middleware, "awrap_model_call", stand_in)
     await agent(middleware=[middleware]).ainvoke(GO)
-    assert len(ran) == 1
-    assert (iscoroutinefunction(stand_in), [*signature(stand_in).parameters]) == (
-        False,
-        ["request", "handler"],
-    )
+    assert (len(ran), iscoroutinefunction(stand_in)) == (1, False)
+    assert [*signature(stand_in).parameters] == ["request", "handler"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -139,7 +152,6 @@ async def test_runs_in_thread(*, is_async: bool) -> None:
         seen.append(threading.current_thread())
 
     look, seen = spy(threading.current_thread)
-    assert isinstance(look, StructuredTool)
     look.coroutine = alook if is_async else None
     in_thread = compat.runs_in_thread(look)
     await agent(look).ainvoke(GO)
@@ -150,105 +162,44 @@ async def test_runs_in_thread(*, is_async: bool) -> None:
 async def test_with_run() -> None:
     """A wrapped copy is what runs, in every way; the tool itself is as before."""
     look, seen = spy(bool)
-    wrapped: list[Any] = []
-
-    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(run)
-        def counted(*given: Any, **more: Any) -> Any:
-            wrapped.append(1)
-            return run(*given, **more)
-
-        return counted
-
-    copied = compat.with_run(look, wrap)
+    wrapped = count()
+    copied = compat.with_run(
+        look, lambda run: wraps(run)(lambda *args, **more: (next(wrapped), run(*args, **more))[1])
+    )
     assert (copied.invoke({}), await copied.ainvoke({}), look.invoke({})) == ("seen",) * 3
-    assert (len(wrapped), len(seen)) == (2, 3)
+    assert (next(wrapped), len(seen)) == (2, 3)
 
 
 def test_model_parameters() -> None:
     """A model says its provider before it is called."""
     model, handler = ScriptedChatModel(script=["Hi."]), Runs()
     model.invoke("Hi!", {"callbacks": [handler]})
-    known = compat.model_parameters(model, {})
-    assert known["ls_provider"]
-    assert handler.seen[0]["ls_provider"] == known["ls_provider"]
+    provider = compat.model_parameters(model, {})["ls_provider"]
+    assert provider
+    assert handler.seen[0]["ls_provider"] == provider
 
 
-@pytest.mark.parametrize("saver", [None, InMemorySaver()])
-def test_has_checkpointer(saver: InMemorySaver | None) -> None:
-    """A checkpointer is seen in an agent, and in an agent within a graph that has it."""
-    look, seen = spy(lambda: compat.has_checkpointer(get_config()["configurable"]))
-    agent(look, checkpointer=saver).invoke(GO, CONFIG)
-    around(agent(look), checkpointer=saver).invoke(GO, CONFIG)
-    assert seen == [saver is not None] * 2
-
-
-def test_task_namespace() -> None:
-    """A model's run knows the task that has started it."""
-    handler = Runs()
-    agent().invoke(GO, {"callbacks": [handler]})
-    assert compat.task_namespace(handler.seen[0]).startswith("model:")
-
-
-def test_is_in_node() -> None:
-    """A run inside a node is told from one that nothing encloses."""
+def test_is_in_node_and_task_namespace() -> None:
+    """A run inside a node knows its task, and is told from one that nothing encloses."""
     handler = Runs()
     agent().invoke(GO, {"callbacks": [handler]})
     ScriptedChatModel(script=["Hi."]).invoke("Hi!", {"callbacks": [handler]})
     assert [*map(compat.is_in_node, handler.seen)] == [True, False]
-
-
-def test_graph_namespace() -> None:
-    """The tasks of one graph share its namespace; the outermost graph has none."""
-    look, seen = spy(lambda: compat.graph_namespace(namespace()))
-    agent(look).invoke(GO)
-    around(agent(look)).invoke(GO)
-    assert (seen[0], seen[1].partition(":")[0]) == ("", "inner")
-
-
-def test_enclosing_tasks() -> None:
-    """The tasks around a tool: none in an agent, the node of an agent in a graph."""
-    look, seen = spy(lambda: [*map(compat.node_of, compat.enclosing_tasks(namespace()))])
-    agent(look).invoke(GO)
-    around(around(agent(look))).invoke(GO)
-    assert seen == [[], ["inner", "inner"]]
-
-
-def test_is_one_call() -> None:
-    """A task of a graph has an id."""
-    look, seen = spy(lambda: [*map(compat.is_one_call, compat.enclosing_tasks(namespace()))])
-    around(agent(look)).invoke(GO)
-    assert seen == [[True]]
-
-
-def test_node_of() -> None:
-    """The name of the running node."""
-    look, seen = spy(lambda: compat.node_of(namespace()))
-    agent(look).invoke(GO)
-    assert seen == ["tools"]
-
-
-def test_runs_tools() -> None:
-    """The node of an agent's tools is told from a node of a graph."""
-    look, seen = spy(lambda: [*map(compat.runs_tools, namespace().split("|"))])
-    around(agent(look)).invoke(GO)
-    assert seen == [[False, True]]
+    assert compat.task_namespace(handler.seen[0]).startswith("model:")
 
 
 def test_task_id() -> None:
     """A task that runs again, when it is resumed, has the id that it had."""
 
-    def see() -> str:
+    def see() -> Any:
         ids.append(compat.task_id(get_runtime().execution_info))
-        return str(interrupt("?"))
+        return interrupt("?")
 
     ids: list[Any] = []
-    look, _ = spy(see)
-    asking = agent(look, checkpointer=InMemorySaver())
+    asking = agent(spy(see)[0], checkpointer=InMemorySaver())
     asking.invoke(GO, CONFIG)
     asking.invoke(Command(resume="yes"), CONFIG)
-    assert (len(ids), len({*ids})) == (2, 1)
-    assert ids[0]
+    assert (len(ids), len({*ids}), bool(ids[0])) == (2, 1, True)
 
 
 def test_is_answered() -> None:
@@ -261,29 +212,14 @@ def test_is_answered() -> None:
     assert seen == [(True, "second")]
 
 
-def starter() -> Any:
-    """The function by which a deep agent starts its sub-agents."""
+def test_starts_sub_agents_and_sub_agents_of() -> None:
+    """The function of a deep agent's tool `task` is told from others, with its sub-agents."""
     deepagents = pytest.importorskip("deepagents")  # not among the oldest versions
     spec = {"name": "helper", "description": "Helps.", "system_prompt": "Help!"}
     made = deepagents.create_deep_agent(ScriptedChatModel(script=["Hi."]), subagents=[spec])
-    return made.nodes["tools"].bound.tools_by_name["task"].func
-
-
-def test_starts_sub_agents() -> None:
-    """The function of the tool `task` is told from others."""
-    assert compat.starts_sub_agents(starter())
-    assert not compat.starts_sub_agents(starter)
-
-
-def test_sub_agents_of() -> None:
-    """The sub-agents are known by name."""
-    assert {"helper", "general-purpose"} <= {*compat.sub_agents_of(starter())}
-
-
-def test_interpreters_exist() -> None:
-    """That the package is imported is seen."""
-    pytest.importorskip("langchain_quickjs")
-    assert compat.interpreters_exist()
+    function = made.nodes["tools"].bound.tools_by_name["task"].func
+    assert (compat.starts_sub_agents(function), compat.starts_sub_agents(spy)) == (True, False)
+    assert {"helper", "general-purpose"} <= {*compat.sub_agents_of(function)}
 
 
 @pytest.mark.filterwarnings("ignore:The class `CodeInterpreterMiddleware` is in beta")
@@ -309,20 +245,19 @@ def test_without_created(kind: type[Counter] | type[Histogram]) -> None:
 
 def test_is_multiprocess(tmp_path: Path) -> None:
     """Whether processes share files is seen."""
-    assert not compat.is_multiprocess()
     program = (
         f"import os; os.environ['PROMETHEUS_MULTIPROC_DIR'] = {str(tmp_path)!r}\n"
         "from langchain_quota.runtime import compat; print(compat.is_multiprocess())\n"
     )
-    assert run_python(program).stdout.strip() == "True"
+    assert (compat.is_multiprocess(), run_python(program).stdout) == (False, "True\n")
 
 
-def test_reset_lock() -> None:
-    """A lock that is held is free after it is reset."""
-    for lock in (threading.Lock(), threading.RLock()):
-        taken: Any = lock
-        threading.Thread(target=taken.acquire).start()
-        while taken.acquire(blocking=False):
-            taken.release()
-        compat.reset_lock(taken)
-        assert taken.acquire(blocking=False)
+@pytest.mark.parametrize("kind", [threading.Lock, threading.RLock])
+def test_reset_lock(kind: Callable[[], Any]) -> None:
+    """A lock that another thread holds is free after it is reset."""
+    lock = kind()
+    thread = threading.Thread(target=lock.acquire)
+    thread.start()
+    thread.join()
+    compat.reset_lock(lock)
+    assert lock.acquire(blocking=False)

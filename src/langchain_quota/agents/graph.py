@@ -392,7 +392,7 @@ class _LimitedModel(BaseChatModel):
 @contextmanager
 def _running_as(agent: str | None, config: RunnableConfig | None = None) -> Iterator[Any]:
     """Run under an agent's name, as LangGraph does for an agent that has one."""
-    named: Any = None if agent is None else {"metadata": compat.agent_metadata(agent)}
+    named: Any = None if agent is None else {"metadata": {compat.AGENT_NAME: agent}}
     given = merge_configs(ensure_config(config), named)
     token = var_child_runnable_config.set(given)
     try:

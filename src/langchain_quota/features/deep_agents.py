@@ -47,10 +47,9 @@ class DeepAgents(Feature):
                     f"have no limits of langchain-quota: {unlimited}. Give them their parent's "
                     "limits: with_limits(create_deep_agent, quota)(…)"
                 )
-        if compat.interpreters_exist():
-            for limit in self._kernel.limits:
-                if limit.enforce:
-                    _check_interpreters(limit, tools)
+        for limit in self._kernel.limits:
+            if limit.enforce:
+                _check_interpreters(limit, tools)
 
 
 _checked: WeakSet[FunctionType] = WeakSet()

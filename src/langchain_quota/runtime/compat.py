@@ -6,7 +6,6 @@ import packages when they are called, so that the command line starts fast.
 """
 
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from copy import copy
 from functools import partial
@@ -24,7 +23,9 @@ if TYPE_CHECKING:
     Metric = TypeVar("Metric", bound=Counter | Histogram)
 
 _Metadata = Mapping[str, Any] | None
-_AGENT_NAME = "lc_agent_name"
+
+AGENT_NAME = "lc_agent_name"
+"""The key of an agent's name in the metadata of its config; see `agent_name`."""
 
 # LangChain
 
@@ -34,12 +35,7 @@ def agent_name(metadata: _Metadata) -> str | None:
 
     LangChain: `create_agent(name=…)` adds the name to the metadata under `lc_agent_name`.
     """
-    return (metadata or {}).get(_AGENT_NAME)
-
-
-def agent_metadata(name: str) -> dict[str, str]:
-    """Return the metadata of an agent with a name; see `agent_name`."""
-    return {_AGENT_NAME: name}
+    return (metadata or {}).get(AGENT_NAME)
 
 
 def is_from_create_agent(graph: "Pregel[Any, Any, Any, Any]") -> bool:
@@ -220,22 +216,14 @@ def sub_agents_of(function: FunctionType) -> Mapping[str, object]:
     return agents if isinstance(agents, Mapping) else {}
 
 
-def interpreters_exist() -> bool:
-    """Return whether tools can be code interpreters.
-
-    langchain-quickjs: its tools are made in the package `langchain_quickjs`.
-    """
-    return "langchain_quickjs" in sys.modules
-
-
 def interpreter_settings(function: object) -> tuple[list[str], bool] | None:
     """Return the tools that an interpreter's code calls, and whether it can start sub-agents.
 
     Return `([], False)` if the function is not that of an interpreter, and `None` if it is one of
     another version, whose settings are unknown.
 
-    langchain-quickjs: the function of its tool is a closure over its middleware, which has the
-    tools as `_ptc`, and `_subagents`.
+    langchain-quickjs: the function of its tool, in the package `langchain_quickjs`, is a closure
+    over its middleware, which has the tools as `_ptc`, and `_subagents`.
     """
     if not (inspect.isfunction(function) and function.__module__.startswith("langchain_quickjs.")):
         return [], False
