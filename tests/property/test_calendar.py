@@ -60,7 +60,8 @@ def starts_of(zone: ZoneInfo, cycle: Cycle, since: int, until: int) -> set[int]:
     now=st.integers(100_000_000, 2_500_000_000),
 )
 @example(name="Pacific/Apia", cycle=("day", 0), now=1_325_200_000)  # a day that never was
-@example(name="America/Havana", cycle=("day", 0), now=1_772_880_000)  # a skipped start
+@example(name="Pacific/Chatham", cycle=("hour", 0), now=1_790_429_400)  # 3:00 is skipped at 2:45
+@example(name="Europe/Berlin", cycle=("month", 30), now=1_774_700_000)  # the last day of February
 @example(name="Europe/Berlin", cycle=("hour", 0), now=1_792_883_400)  # 2:00 comes twice
 @example(name="Australia/Lord_Howe", cycle=("hour", 0), now=1_775_312_000)
 @example(name="America/Toronto", cycle=("day", 0), now=562_125_000)  # set back at 0:01

@@ -38,7 +38,8 @@ def scene_of(signals: Signals, store: MemoryStore, *quotas: Quota) -> Scene:
         # Days of 23 and of 25 hours.
         (("day", BERLIN, None), "2026-03-28T23:00Z", "2026-03-30T00:00:00+02:00"),
         (("day", BERLIN, None), "2026-10-24T22:00Z", "2026-10-26T00:00:00+01:00"),
-        # A start that the clock skips, and one that comes twice.
+        # Starts that the clock skips, the first at 2:45, and one that comes twice.
+        (("hour", "Pacific/Chatham", None), "2026-09-26T13:30Z", "2026-09-27T03:45:00+13:45"),
         (("day", HAVANA, None), "2026-03-07T12:00Z", "2026-03-08T01:00:00-04:00"),
         (("day", HAVANA, None), "2026-10-31T12:00Z", "2026-11-01T00:00:00-04:00"),
         (("week", None, None), "2026-11-23T00:00Z", "2026-11-30T00:00:00Z"),
