@@ -266,7 +266,7 @@ class QuotaMiddleware(
     ) -> ModelResponse[ResponseT]:
         self.kernel.learn_tools(request)
         written: Update = {}
-        for rerun in self.kernel.rerun_hooks:
+        for rerun in self.kernel.check_rerun_hooks:
             if (refused := await rerun(mode, request)) is not None:
                 return WrittenResponse(None, refused)
         response = await self.kernel.call_model(mode, request, handler, written)
@@ -319,7 +319,7 @@ def _unneeded(kinds: Sequence[type[Feature]], limits: Any) -> tuple[str, ...]:
         return ()
     hooks = {"model": "before_model", "tool": "after_model"}
     needed = {hooks[kind] for each in limits for kind in each.kinds}
-    needed.update(*(each.needs(limits) for each in kinds))
+    needed.update(*(kind.needed_hooks(limits) for kind in kinds))
     return tuple(each for each in _OPTIONAL if each not in needed)
 
 

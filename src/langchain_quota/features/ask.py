@@ -56,7 +56,7 @@ class Questions(Feature):
     name = "ask"
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "Questions | None":
+    def create(cls, kernel: Kernel) -> "Questions | None":
         """The feature, if a limit asks."""
         asking = [
             each.name for each in kernel.limits if each.enforce and each.exit_behavior == "ask"
@@ -78,7 +78,7 @@ class Questions(Feature):
 
     _first: str
 
-    def begin(self, state: Any, own: Own) -> None:
+    def begin_run(self, state: Any, own: Own) -> None:
         """Check that a run can wait for the answer of a person; it has no grants of its own yet."""
         context = call_context(running_runtime(), model_name=None)
         if not (context.remembers or context.invocation):
@@ -91,17 +91,17 @@ class Questions(Feature):
             of_thread = {name: n for name, n in granted.items() if name.endswith(f"/{THREAD}")}
             own[self.name] = {"granted": of_thread}
 
-    def limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
+    def adjust_limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
         """Raise limits by what people have granted in the thread's state."""
         return limits.raised(_granted(state))
 
-    def unanswered(self, batch: Batch) -> None:
+    def on_store_unavailable(self, batch: Batch) -> None:
         """Fail a run that is resumed with an answer; it can be resumed again."""
         # Nothing is undone: a store that has received it answers the same when asked again.
         if batch.answer is not None or (batch.limits.asking and compat.is_answered()):
             raise QuotaStoreError(KEPT)
 
-    async def refused(
+    async def recheck_stopped(
         self, mode: Mode, batch: Batch, result: AcquireResult
     ) -> tuple[Batch, AcquireResult]:
         """Ask a person about refused calls, if that helps; the newest batch, and its result."""

@@ -25,12 +25,12 @@ class CallTimes(Feature):
     """Ends tool calls that take too long."""
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "CallTimes | None":
+    def create(cls, kernel: Kernel) -> "CallTimes | None":
         """The feature, if a limit has a `call_limit`."""
         return cls(kernel) if _by_time(kernel.limits) else None
 
     @classmethod
-    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+    def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
         """The hook around tools, if a limit has a `call_limit`."""
         return ("wrap_tool_call",) if _by_time(limits) else ()
 

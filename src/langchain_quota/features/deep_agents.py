@@ -30,11 +30,11 @@ class DeepAgents(Feature):
     """Refuses code that can call a limited tool, and warns of sub-agents without limits."""
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "DeepAgents":
+    def create(cls, kernel: Kernel) -> "DeepAgents":
         """The feature, which every middleware needs."""
         return cls(kernel)
 
-    def learn(self, agent: str | None, tools: Sequence[Any]) -> None:
+    def learn_tools(self, agent: str | None, tools: Sequence[Any]) -> None:
         """Refuse to run an agent whose code can call a limited tool; warn of the rest once."""
         for start in _starters(tools):
             if start in _checked:

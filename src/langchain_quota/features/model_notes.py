@@ -42,13 +42,13 @@ class ModelNotes(Feature):
     """Tells the model what is left, offers only tools that it may call, asks for a last answer."""
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "ModelNotes | None":
+    def create(cls, kernel: Kernel) -> "ModelNotes | None":
         """The feature, if an option or a limit needs it."""
         made = cls(kernel)
-        return made if made._tells or made._hides or cls.needs(kernel.limits) else None
+        return made if made._tells or made._hides or cls.needed_hooks(kernel.limits) else None
 
     @classmethod
-    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+    def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
         """The hook after the model, which answers what the last call asks for."""
         finalizes = any(limit.exit_behavior == "finalize" for limit in limits)
         return ("after_model",) if finalizes else ()
@@ -59,7 +59,7 @@ class ModelNotes(Feature):
         self._tells: bool = options["tell_model"]
         self._hides: bool = options["hide_exhausted"]
 
-    async def shape(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
+    async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
         """The request as the model gets it: with what is left, and the tools that it may call."""
         state: Any = request.state
         if ledger(state).get("final"):
@@ -77,7 +77,7 @@ class ModelNotes(Feature):
             limits, kept = limits.without_store("allow"), {}
         limits = limits.raised({key: each.granted for key, each in kept.items()})
         counts = _state_counts(state, limits)
-        for more in self._kernel.counts_hooks:
+        for more in self._kernel.state_counts_hooks:
             counts |= more(state)
         for check in (check for each in limits.limits for check in each.checks):
             counts.setdefault(check.counter, 0)

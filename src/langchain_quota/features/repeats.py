@@ -79,7 +79,7 @@ class Repeats(Feature):
     """The tool calls of this run, as each limit remembers them, by middleware and name."""
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "Repeats | None":
+    def create(cls, kernel: Kernel) -> "Repeats | None":
         """The feature, if a limit is one on repeats."""
         made = cls(kernel)
         return made if made._limits else None
@@ -88,12 +88,12 @@ class Repeats(Feature):
         super().__init__(kernel)
         self._limits = [each for each in kernel.limits if isinstance(each, RepeatLimit)]
 
-    def begin(self, state: Any, own: Own) -> None:
+    def begin_run(self, state: Any, own: Own) -> None:
         """A new run may repeat what an earlier one did."""
         if _records(state):
             own[self.name] = {**self.unused}
 
-    def counts(self, state: Any) -> dict[str, int]:
+    def state_counts(self, state: Any) -> dict[str, int]:
         """How often the most repeated call or failure has come, by the name of the counter."""
         records = _records(state).get(self._kernel.name, {})
         found: dict[str, int] = {}
@@ -106,7 +106,7 @@ class Repeats(Feature):
             found[thread_counter(limit)] = found[run_counter(limit)] = max(counts, default=0)
         return found
 
-    def checks(self, batch: Batch) -> None:
+    def adjust_checks(self, batch: Batch) -> None:
         """Ask of each call how often it, or its failure, came before."""
         if batch.pending is None or not batch.calls:
             return
@@ -121,7 +121,7 @@ class Repeats(Feature):
             for index, asked in enumerate(batch.asked)
         )
 
-    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Remember the calls."""
         known: Mapping[str, _RepeatCheck] | None = batch.own.get(self.name)
         if known is not None and conclusion.error is None:

@@ -18,7 +18,7 @@ from langchain_quota.middleware.context import digest, running_config, running_r
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import LEDGER, Ledger, ledger, merge_ledgers, own_of
-from langchain_quota.runtime.sync_async import Mode, ask
+from langchain_quota.runtime.sync_async import Mode, call_variant
 
 _RERUN = "reruns"  # in the state with which a call is checked that runs again
 
@@ -29,7 +29,7 @@ class Reruns(Feature):
     name = "reruns"
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "Reruns | None":
+    def create(cls, kernel: Kernel) -> "Reruns | None":
         """The feature, if a store keeps counts."""
         return None if kernel.store is None else cls(kernel)
 
@@ -38,7 +38,7 @@ class Reruns(Feature):
         # By check: the task that made it. By check and call: the step that made the call first.
         self._claims: Callable[[Hashable], dict[str, str]] = lru_cache(20_000)(lambda _: {})
 
-    async def attempt(self, mode: Mode, runtime: Any) -> Any:
+    async def name_attempt(self, mode: Mode, runtime: Any) -> Any:
         """Name the running task anew if it was finished before, and its calls cannot be claimed."""
         info: Any = getattr(runtime, "execution_info", None)
         has_own_node = not self._kernel.checks_inline
@@ -48,12 +48,12 @@ class Reruns(Feature):
         task = f"{info.task_id}/{attempt}"
         return runtime.override(execution_info=replace(info, task_id=task)) if attempt else runtime
 
-    def checks(self, batch: Batch) -> None:
+    def adjust_checks(self, batch: Batch) -> None:
         """Have a call that runs again refused where it runs: nobody is asked, and no run ends."""
         if _RERUN in batch.state:
             batch.stops = {}
 
-    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Name the check in the state."""
         if batch.sent is not None and batch.context.task_id is not None:
             check = digest(batch.sent.idempotency_key)[:16]
@@ -62,7 +62,7 @@ class Reruns(Feature):
             batch.keep(self.name, {batch.calls[0].kind: check})
         return conclusion
 
-    async def rerun(self, mode: Mode, request: ModelRequest[Any]) -> Update | None:
+    async def check_rerun(self, mode: Mode, request: ModelRequest[Any]) -> Update | None:
         """Check a model call that runs again; what ends the run, or `None` if the call may run."""
         runtime = await self._runs_again(mode, "model", request.state)
         state = {**request.state, _RERUN: True}
@@ -107,7 +107,8 @@ async def _earlier(mode: Mode, info: Any) -> tuple[str, bool]:
     """Return a name for this attempt if its task was finished before, and whether its step was."""
     config = running_config()
     known = config.get("configurable") or {}
-    saver, graphs = known.get("__pregel_checkpointer"), known.get("checkpoint_map") or {}
+    saver: Any = known.get("__pregel_checkpointer")
+    graphs = known.get("checkpoint_map") or {}
     # LangGraph says so in the first step of a run that goes on at a checkpoint, and only there.
     if not known.get("__pregel_resuming") or not hasattr(saver, "get_tuple"):
         return "", False
@@ -117,7 +118,7 @@ async def _earlier(mode: Mode, info: Any) -> tuple[str, bool]:
     at = {"thread_id": known.get("thread_id"), "checkpoint_ns": around}
     while found is None and ids:
         of: Any = {"configurable": {**at, "checkpoint_id": ids.pop(0)}}
-        found = await ask(mode, saver, "get_tuple", of)
+        found = await call_variant(mode, saver.get_tuple, saver.aget_tuple, of)
         is_copy = not ids
     while found:
         writes = found.pending_writes or ()
@@ -127,5 +128,5 @@ async def _earlier(mode: Mode, info: Any) -> tuple[str, bool]:
         if found.metadata.get("source") not in {"fork", "update"}:
             return "", False
         is_copy, of = True, found.parent_config
-        found = of and await ask(mode, saver, "get_tuple", of)
+        found = of and await call_variant(mode, saver.get_tuple, saver.aget_tuple, of)
     return "", True

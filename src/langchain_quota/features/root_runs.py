@@ -39,25 +39,27 @@ class RootRuns(Feature):
     """Quotas need one."""
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "RootRuns | None":
+    def create(cls, kernel: Kernel) -> "RootRuns | None":
         """The feature, if a quota is per root run."""
-        if not cls.needs(kernel.limits):
+        if not cls.needed_hooks(kernel.limits):
             return None
         watch_root_runs()
         return cls(kernel)
 
     @classmethod
-    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+    def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
         """The hook around tools, which pass a root run on, if a quota is per root run."""
         per = [each.per for limit in limits for each in limit.quotas]
         return ("wrap_tool_call",) if ROOT_RUN in per else ()
 
-    def begin(self, state: Any, own: Own) -> None:
+    def begin_run(self, state: Any, own: Own) -> None:
         """A new run finds its root run again."""
         if own_of(state, self.name):
             own[self.name] = {**self.unused}
 
-    async def root_run(self, mode: Mode, state: Any, caller: CallContext, prefix: str) -> str:
+    async def root_run_subject(
+        self, mode: Mode, state: Any, caller: CallContext, prefix: str
+    ) -> str:
         """Whose calls a store counts together with those of the running node."""
         run, known = root_run(), own_of(state, self.name)
         kept: str | None = known.get("root_run")
@@ -82,13 +84,13 @@ class RootRuns(Feature):
             log_lost()
         return run.subject
 
-    def checks(self, batch: Batch) -> None:
+    def adjust_checks(self, batch: Batch) -> None:
         """Know what the root run has used."""
         run = root_run()
         if run is not None:
             batch.used |= run.used
 
-    def answered(self, batch: Batch, result: AcquireResult) -> None:
+    def on_store_result(self, batch: Batch, result: AcquireResult) -> None:
         """Keep what the store has counted of the root run."""
         # What the store only holds is not counted yet: it is learned when it is settled.
         run = root_run()
@@ -104,7 +106,7 @@ class RootRuns(Feature):
             }
         )
 
-    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Write what a resumed run needs to go on with the same counts."""
         run = root_run()
         if run is not None:

@@ -18,7 +18,7 @@ class UnsavedThreadLimits(Feature):
     """Warns once, when a run begins, of thread limits whose counts do not outlive the run."""
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "UnsavedThreadLimits | None":
+    def create(cls, kernel: Kernel) -> "UnsavedThreadLimits | None":
         """The feature, if there is a thread limit."""
         limited = any(limit.thread_limit is not None for limit in kernel.limits)
         return cls(kernel) if limited else None
@@ -27,7 +27,7 @@ class UnsavedThreadLimits(Feature):
         super().__init__(kernel)
         self._warned = False
 
-    def begin(self, state: Any, own: Own) -> None:  # noqa: ARG002 - not of interest
+    def begin_run(self, state: Any, own: Own) -> None:  # noqa: ARG002 - not of interest
         """Warn if neither a checkpointer nor a store keeps the counts of threads."""
         context = call_context(running_runtime(), model_name=None)
         has_store = self.store is not None
@@ -56,7 +56,7 @@ class MisspelledTools(Feature):
     """Advises once of names in limits that look misspelt."""
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "MisspelledTools | None":
+    def create(cls, kernel: Kernel) -> "MisspelledTools | None":
         """The feature, if limits name tools."""
         return cls(kernel) if any(limit.named_tools for limit in kernel.limits) else None
 
@@ -64,7 +64,7 @@ class MisspelledTools(Feature):
         super().__init__(kernel)
         self._named = {name for limit in kernel.limits for name in limit.named_tools}
 
-    def learn(self, agent: str | None, tools: Sequence[Any]) -> None:
+    def learn_tools(self, agent: str | None, tools: Sequence[Any]) -> None:
         """Compare the names of the first tools that are offered."""
         offered = {*map(_tool_name, tools)}
         # A tool that a limit names is meant by that name only: agents share their limits.

@@ -115,7 +115,7 @@ class Unchecked(Feature):
     """Notes which calls are judged."""
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "Unchecked | None":
+    def create(cls, kernel: Kernel) -> "Unchecked | None":
         """The feature, if the telemetry counts unchecked calls."""
         made = cls(kernel)
         if not made.recorder.counts_unchecked_calls:
@@ -127,7 +127,7 @@ class Unchecked(Feature):
         """Note that the running agent's newest model call is judged, and its tool calls."""
         self._note(state.get("messages") or (), models=1)
 
-    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Note tool calls that are judged without the call of the model that has made them."""
         if batch.pending is not None:
             self._note([batch.pending.message], models=0)

@@ -47,13 +47,13 @@ class Waiting(Feature):
     name = "waiting"
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "Waiting | None":
+    def create(cls, kernel: Kernel) -> "Waiting | None":
         """The feature, if a limit waits, or a quota is smooth."""
         smooth = any(quota.smooth for each in kernel.limits for quota in each.quotas)
         return cls(kernel) if smooth or _waiting(kernel.limits) else None
 
     @classmethod
-    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+    def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
         """The hook around tools, if calls of a message can start one after the other."""
         waits = _waiting(limits)
         smooth = (each for each in limits if any(quota.smooth for quota in each.quotas))
@@ -70,7 +70,7 @@ class Waiting(Feature):
         self._id = token_hex(8)
         self._lock = fork_safe_lock()
 
-    def answered(self, batch: Batch, result: AcquireResult) -> None:
+    def on_store_result(self, batch: Batch, result: AcquireResult) -> None:
         """Note when the next call fits into smooth quotas."""
         if not result.drained_in:
             return
@@ -89,11 +89,11 @@ class Waiting(Feature):
         batch.limits = ResolvedLimits(map(known, batch.limits.limits))
         batch.ask(CallChecks.of(map(known, each.limits)) for each in batch.asked)
 
-    def unanswered(self, batch: Batch) -> None:
+    def on_store_unavailable(self, batch: Batch) -> None:
         """Wait for nothing while the store cannot be asked."""
         batch.stops = batch.own.get(self.name, batch.stops)
 
-    async def judged(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
+    async def check_batch(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
         """Judge a batch when there is room for it, or when it may wait no longer."""
         waits = [
             (limit, scope, _queue_of(check))
@@ -101,7 +101,7 @@ class Waiting(Feature):
             if limit in self._seconds and check.key and _has_window(check)
         ]
         if not waits:
-            return await super().judged(mode, batch)
+            return await super().check_batch(mode, batch)
         began = time.monotonic()
         until = began + min(self._seconds[limit] for limit, *_ in waits)
         queues = queues_of(self.store and self.store.store)
@@ -120,7 +120,7 @@ class Waiting(Feature):
             done = batch.context.agent, wait.limit, decision, waited, wait.scope
             self.recorder.record_wait(*done)
 
-    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Say in the decisions how long the calls have waited."""
         waited = batch.own.get("waited")
         if not waited:
@@ -139,7 +139,7 @@ class Waiting(Feature):
             if in_time:
                 batch.stops = {**stops, **dict.fromkeys(self._seconds, 1)}
             later = self._let_start_later(batch, wait.until)
-            batch, result = await super().judged(mode, batch)
+            batch, result = await super().check_batch(mode, batch)
             if not (in_time and result.stopped and batch.answered):
                 return batch, result
             lack = self._lack(batch, result, stops, later)
@@ -151,7 +151,7 @@ class Waiting(Feature):
                     await wait_for(mode, min(lack.pause, LOOKS_AGAIN))
         batch = await self._again(mode, batch)
         self._let_start_later(batch, wait.until)
-        return await super().judged(mode, batch)
+        return await super().check_batch(mode, batch)
 
     async def _comes_next(self, agent: str | None, wait: "_Wait") -> bool:
         """Wait behind earlier calls that lack room; return whether the turn comes in time."""

@@ -44,7 +44,7 @@ class Feature:
     """What it keeps of a thread that has used nothing."""
 
     @classmethod
-    def of(cls, kernel: "Kernel") -> "Feature | None":
+    def create(cls, kernel: "Kernel") -> "Feature | None":
         """The feature for a middleware; `None` if nothing there needs it."""
         raise NotImplementedError
 
@@ -54,7 +54,7 @@ class Feature:
         self.store = kernel.store
 
     @classmethod
-    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:  # noqa: ARG003 - for some features
+    def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:  # noqa: ARG003 - for some features
         """The hooks that it needs, beyond those of the limits' kinds."""
         return ()
 
@@ -62,62 +62,66 @@ class Feature:
         """Itself: copies of a middleware share what it knows."""
         return self
 
-    def learn(self, agent: str | None, tools: Sequence[Any]) -> None:
+    def learn_tools(self, agent: str | None, tools: Sequence[Any]) -> None:
         """Learn the tools that an agent offers its model."""
 
-    def begin(self, state: Any, own: Own) -> None:
+    def begin_run(self, state: Any, own: Own) -> None:
         """Add to what a new run writes for features."""
 
-    async def root_run(self, mode: Mode, state: Any, caller: CallContext, prefix: str) -> str:
+    async def root_run_subject(
+        self, mode: Mode, state: Any, caller: CallContext, prefix: str
+    ) -> str:
         """Whose calls a store counts together in a root run."""
         raise NotImplementedError
 
-    async def attempt(self, mode: Mode, runtime: Any) -> Any:
+    async def name_attempt(self, mode: Mode, runtime: Any) -> Any:
         """Change the runtime in which calls are checked."""
         return runtime
 
-    def limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
+    def adjust_limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
         """Change the limits of this moment."""
         return limits
 
-    async def known(self, mode: Mode, state: Any, runtime: Any, limits: ResolvedLimits) -> None:
+    async def before_model_check(
+        self, mode: Mode, state: Any, runtime: Any, limits: ResolvedLimits
+    ) -> None:
         """Learn what other calls have used, before a model call is judged."""
 
-    def counts(self, state: Any) -> Mapping[str, int]:
+    def state_counts(self, state: Any) -> Mapping[str, int]:
         """What this feature alone can count, by the name of the counter."""
         raise NotImplementedError
 
-    def checks(self, batch: Batch) -> None:
+    def adjust_checks(self, batch: Batch) -> None:
         """Change what calls ask for."""
 
-    async def judged(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
+    async def check_batch(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
         """Judge a batch; the newest one, and its result."""
         return batch, await self._kernel.acquire(mode, batch)
 
-    def answered(self, batch: Batch, result: AcquireResult) -> None:
+    def on_store_result(self, batch: Batch, result: AcquireResult) -> None:
         """Learn what a store has answered."""
 
-    def unanswered(self, batch: Batch) -> None:
+    def on_store_unavailable(self, batch: Batch) -> None:
         """Learn that a store has not answered; an exception keeps the call from being judged."""
 
-    async def refused(
+    async def recheck_stopped(
         self, mode: Mode, batch: Batch, result: AcquireResult
     ) -> tuple[Batch, AcquireResult]:
         """Judge a stopped batch once more."""
         return batch, result
 
-    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Change what follows."""
         return conclusion
 
     def after_model(self, state: Any, *, saved: bool) -> None:
         """Learn what the model's step has written; raise what it could not raise."""
 
-    async def shape(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
+    async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
         """Change what the model gets."""
         return request
 
-    async def rerun(self, mode: Mode, request: ModelRequest[Any]) -> Update | None:
+    async def check_rerun(self, mode: Mode, request: ModelRequest[Any]) -> Update | None:
         """Check a model call that runs again; return what ends the run, if it is refused."""
         return None
 

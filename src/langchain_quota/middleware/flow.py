@@ -134,26 +134,26 @@ class Kernel:
         )
         # Only one agent's tools are kept, so that those of agents that are gone can be freed.
         self._newest: tuple[str | None, list[Any]] = (None, [])
-        created = [kind.of(self) for kind in feature_kinds]
+        created = [kind.create(self) for kind in feature_kinds]
         features = [feature for feature in created if feature is not None]
         self.after_model_hooks = overriding(features, Feature.after_model)
-        self.answered_hooks = overriding(features, Feature.answered)
+        self.on_store_result_hooks = overriding(features, Feature.on_store_result)
         self.around_model_hooks = overriding(features, Feature.around_model)
         self.around_tool_hooks = overriding(features, Feature.around_tool)
-        self.begin_hooks = overriding(features, Feature.begin)
-        self.attempt_hooks = overriding(features, Feature.attempt)
-        self.checks_hooks = overriding(features, Feature.checks)
-        self.concluded_hooks = overriding(features, Feature.concluded)
-        self.counts_hooks = overriding(features, Feature.counts)
-        self.judged_hooks = overriding(features, Feature.judged)
-        self.known_hooks = overriding(features, Feature.known)
-        self.learn_hooks = overriding(features, Feature.learn)
-        self.limits_hooks = overriding(features, Feature.limits)
-        self.refused_hooks = overriding(features, Feature.refused)
-        self.rerun_hooks = overriding(features, Feature.rerun)
-        self.root_run_hooks = overriding(features, Feature.root_run)
-        self.shape_hooks = overriding(features, Feature.shape)
-        self.unanswered_hooks = overriding(features, Feature.unanswered)
+        self.begin_run_hooks = overriding(features, Feature.begin_run)
+        self.name_attempt_hooks = overriding(features, Feature.name_attempt)
+        self.adjust_checks_hooks = overriding(features, Feature.adjust_checks)
+        self.on_hook_result_hooks = overriding(features, Feature.on_hook_result)
+        self.state_counts_hooks = overriding(features, Feature.state_counts)
+        self.check_batch_hooks = overriding(features, Feature.check_batch)
+        self.before_model_check_hooks = overriding(features, Feature.before_model_check)
+        self.learn_tools_hooks = overriding(features, Feature.learn_tools)
+        self.adjust_limits_hooks = overriding(features, Feature.adjust_limits)
+        self.recheck_stopped_hooks = overriding(features, Feature.recheck_stopped)
+        self.check_rerun_hooks = overriding(features, Feature.check_rerun)
+        self.root_run_subject_hooks = overriding(features, Feature.root_run_subject)
+        self.shape_request_hooks = overriding(features, Feature.shape_request)
+        self.on_store_unavailable_hooks = overriding(features, Feature.on_store_unavailable)
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Share the kernel with a copy of its middleware: locks and clients have no copies."""
@@ -197,7 +197,7 @@ class Kernel:
         batch = known.get("batch")
         if batch is not None:
             written["batch"] = {**batch, "calls": counts.calls}
-        for begin in self.begin_hooks:
+        for begin in self.begin_run_hooks:
             begin(state, written["own"])
         return {**update, LEDGER: written}
 
@@ -271,7 +271,7 @@ class Kernel:
         if agent == known and len(tools) == len(newest) and all(map(is_, tools, newest)):
             return
         self.recorder.learn_tools(agent, [t.name for t in tools if not isinstance(t, dict)])
-        for learn in self.learn_hooks:
+        for learn in self.learn_tools_hooks:
             learn(agent, tools)
         self._newest = agent, [*tools]
 
@@ -281,8 +281,8 @@ class Kernel:
         """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
         limits = self.resolver.fixed.get(kind)
         if limits is None:
-            limits = await self.resolver.at(mode, kind, state, runtime, self.root_run_hooks)
-        for change in self.limits_hooks:
+            limits = await self.resolver.at(mode, kind, state, runtime, self.root_run_subject_hooks)
+        for change in self.adjust_limits_hooks:
             limits = change(state, limits)
         return limits
 
@@ -293,9 +293,9 @@ class Kernel:
         if "model" not in self.kinds:
             return None
         limits = await self.resolve_limits(mode, "model", state, runtime)
-        for known in self.known_hooks:
+        for known in self.before_model_check_hooks:
             await known(mode, state, runtime, limits)
-        for attempt in self.attempt_hooks:
+        for attempt in self.name_attempt_hooks:
             runtime = await attempt(mode, runtime)
         batch = model_batch(state, runtime, limits, task=self.name)
         return await self._check_and_record(mode, batch, self.conclude_model)
@@ -307,7 +307,7 @@ class Kernel:
         if "tool" not in self.kinds and not ledger(state).get("final"):
             return None
         limits = await self.resolve_limits(mode, "tool", state, runtime)
-        for attempt in self.attempt_hooks:
+        for attempt in self.name_attempt_hooks:
             runtime = await attempt(mode, runtime)
         batch = tool_batch(
             state,
@@ -328,7 +328,7 @@ class Kernel:
 
     def adjust_checks(self, batch: Batch) -> None:
         """Let the features change what the calls of a batch ask for."""
-        for adjust in self.checks_hooks:
+        for adjust in self.adjust_checks_hooks:
             adjust(batch)
 
     async def _check_and_record(
@@ -339,20 +339,20 @@ class Kernel:
     ) -> Update | None:
         """Judge calls, make it visible, and let what follows take effect."""
         self.adjust_checks(batch)
-        if self.judged_hooks:
-            (judged,) = self.judged_hooks
+        if self.check_batch_hooks:
+            (judged,) = self.check_batch_hooks
             batch, result = await judged(mode, batch)
         else:
             result = await self.acquire(mode, batch)
         if result.stopped:
-            for refused in self.refused_hooks:
+            for refused in self.recheck_stopped_hooks:
                 batch, result = await refused(mode, batch, result)
         batch.counted = result.used
         conclusion = conclude(batch, result)
         if batch.counts and batch.counts.refunds and not conclusion.error:
             step = batch.context.step(f"{batch.task}.refused")
             await self.release(mode, batch.known, step, batch.counts.refunds)
-        for change in self.concluded_hooks:
+        for change in self.on_hook_result_hooks:
             conclusion = change(batch, conclusion)
         update = await self.record(mode, batch, conclusion)
         if conclusion.error is not None:
@@ -374,7 +374,7 @@ class Kernel:
         batch.raise_limits(sent.keyed(result.granted))
         new = batch.limits.newly_raised(sent.keyed(result.newly_granted))
         self.recorder.record_grants(batch.context.agent, new)
-        for answered in self.answered_hooks:
+        for answered in self.on_store_result_hooks:
             answered(batch, result)
         return result
 
@@ -382,7 +382,7 @@ class Kernel:
         self, batch: Batch, sent: AcquireRequest, store: StoreClient
     ) -> AcquireResult:
         """The answer while the store cannot be asked; what runs is charged there later."""
-        for unanswered in self.unanswered_hooks:
+        for unanswered in self.on_store_unavailable_hooks:
             unanswered(batch)
         calls = sum(asked.shared for asked in batch.asked)
         result = batch.without_store(self.on_store_error)
@@ -433,7 +433,7 @@ class Kernel:
 
     async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
         """The request as the model gets it."""
-        for shape in self.shape_hooks:
+        for shape in self.shape_request_hooks:
             request = await shape(mode, request)
         return request
 

@@ -94,7 +94,7 @@ class Budgets(Feature):
     unused: ClassVar[Mapping[str, Any]] = {"thread_spent": {}, **_NEW_RUN}
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "Budgets | None":
+    def create(cls, kernel: Kernel) -> "Budgets | None":
         """The budgets among the limits; `None` if there are none."""
         options = kernel.options
         units = {limit.unit for limit in kernel.limits}
@@ -115,7 +115,7 @@ class Budgets(Feature):
         return cls(kernel) if units != {"calls"} else None
 
     @classmethod
-    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+    def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
         """The hook after the model: there it learns what is written, and raises.
 
         That around tools measures their time.
@@ -155,12 +155,14 @@ class Budgets(Feature):
         if self._charges_all:
             watch_all_models()
 
-    def begin(self, state: Any, own: Own) -> None:
+    def begin_run(self, state: Any, own: Own) -> None:
         """A new run has used nothing; its thread has what calls of the last run have used."""
         self._late.forget(state)
         own[self.name] = {**self._late.of(state), **_NEW_RUN}
 
-    async def known(self, mode: Mode, state: Any, runtime: Any, limits: ResolvedLimits) -> None:
+    async def before_model_check(
+        self, mode: Mode, state: Any, runtime: Any, limits: ResolvedLimits
+    ) -> None:
         """Charge what tools, sub-agents and other middlewares have used."""
         graph = running_graph() if self._charges_all else None
         if graph is not None:
@@ -171,11 +173,11 @@ class Budgets(Feature):
             if runs:
                 await charge(mode, graph.step, runs)
 
-    def counts(self, state: Any) -> Mapping[str, int]:
+    def state_counts(self, state: Any) -> Mapping[str, int]:
         """What the state has of the budgets' use."""
         return counts_of(state)
 
-    def checks(self, batch: Batch) -> None:
+    def adjust_checks(self, batch: Batch) -> None:
         """Know what is used of the budgets; ask for the prices of paid tool calls."""
         if batch.pending is not None:
             self._pay_tools(batch)
@@ -204,7 +206,7 @@ class Budgets(Feature):
             for call, asked in zip(batch.calls, batch.asked, strict=True)
         )
 
-    def concluded(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Have calls go to another model; a call with a reserve is told with its request."""
         update = conclusion.update
         if batch.pending is not None or update is None or "jump_to" in update:
@@ -234,7 +236,7 @@ class Budgets(Feature):
             known = self._errors.pop(ledger(state).get("ended") or "", None)
             raise known or ModelCallLimitExceededError(*numbers, message=text)
 
-    async def shape(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:  # noqa: ARG002 - as for every feature
+    async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:  # noqa: ARG002 - as for every feature
         """Have the call go to the other model, where the budget is nearly used up."""
         other = self._downgrades.get(ledger(request.state).get("downgraded") or "")
         if other is None:
@@ -255,7 +257,7 @@ class Budgets(Feature):
         """Hold what the call can use, make it, and charge what it has used."""
         kernel, state, runtime = self._kernel, request.state, request.runtime
         limits: ResolvedLimits = await kernel.resolve_limits(mode, "model", state, runtime)
-        await self.known(mode, state, runtime, limits)
+        await self.before_model_check(mode, state, runtime, limits)
         context = model_context(state, runtime)
         step, task = _step(state, limits, context), context.task(kernel.name)
         hold: Reservation | None = Reservation()

@@ -41,12 +41,12 @@ class ConcurrencySlots(Feature):
     """Holds tool calls to the number that may run at the same time, in this process or a store."""
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "ConcurrencySlots | None":
+    def create(cls, kernel: Kernel) -> "ConcurrencySlots | None":
         """The caps of a middleware; `None` if it has none."""
-        return cls(kernel) if cls.needs(kernel.limits) else None
+        return cls(kernel) if cls.needed_hooks(kernel.limits) else None
 
     @classmethod
-    def needs(cls, limits: Sequence[Limit]) -> Collection[str]:
+    def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
         """The hook around tools, if a limit has a cap."""
         return ("wrap_tool_call",) if _caps(limits) else ()
 
