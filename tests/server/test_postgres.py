@@ -139,19 +139,20 @@ class TestTable:
         change = found.replace(
             "SELECT value FROM langchain_quota", "UPDATE langchain_quota SET value = %s"
         )
-        of_search = [store.prefix, '"search"']
+        email, search = "email:user_id:ann", "search:user_id:ann"
+        of_search = [store.prefix, '"search:user_id:ann"']
         for value in odd:
-            store.acquire(calls("email", 1))
-            store.acquire(calls("search", 1))
+            store.acquire(calls(email, 1))
+            store.acquire(calls(search, 1))
             beside.execute(change, [value, *of_search])
-            with pytest.raises(QuotaStoreError, match="no count is kept under 'search'"):
-                store.acquire(calls("search", 1, limit=5))
-            with pytest.raises(QuotaStoreError, match="no count is kept under 'search'"):
-                store.peek(["email", "search"])
-            assert [use.key for use in store.usages()] == ["email"]
+            with pytest.raises(QuotaStoreError, match="no count is kept under 'search:"):
+                store.acquire(calls(search, 1, limit=5))
+            with pytest.raises(QuotaStoreError, match="no count is kept under 'search:"):
+                store.peek([email, search])
+            assert [use.key for use in store.usages()] == [email]
             assert beside.execute(found, of_search).fetchall() == [(value,)]
-            store.reset(["search"])
-            assert store.acquire(calls("search", 1, limit=5)).used == {"search": 0}
+            store.reset([search])
+            assert store.acquire(calls(search, 1, limit=5)).used == {search: 0}
 
     def test_all_counts_are_listed(self, store: PostgresStore) -> None:
         """A listing goes on behind the first five hundred."""

@@ -24,19 +24,20 @@ OF_CONNECTIONS = {"hello", "auth", "info", "config|resetstat", "client|setinfo"}
 """What clients say that are connected, and what the test asks itself."""
 
 [(KEYS, WORDS)] = re.findall(r"ACL SETUSER quota on >\S+ (\S+) ((?:\+\w+ )+)", PAGE)
+COUNT = "search:user_id:ann"
 COMMANDS = [each.removeprefix("+") for each in WORDS.split()]
 
 
 def use_all_of_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a store and the command ask of Redis."""
     with closing(RedisStore(url, timeout=30)) as store:
-        lost = calls("search", 1)
+        lost = calls(COUNT, 1)
         store.acquire(lost)
         store.acquire(correcting(Correction(lost.attempt_id, attempt_id=lost.attempt_id)))
-        store.peek(["search"])
-        asyncio.run(store.aacquire(calls("search", 1)))
+        store.peek([COUNT])
+        asyncio.run(store.aacquire(calls(COUNT, 1)))
         # What is only held is given back by the reset.
-        store.acquire(batch({"search": 1}, leases={"search": 900}))
+        store.acquire(batch({COUNT: 1}, leases={COUNT: 900}))
     monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", url)
     assert main(["quotas", "show"]) == 0
     assert main(["quotas", "reset", "--yes"]) == 0
