@@ -8,6 +8,7 @@ BOOSTS = {
     "reference/": 0.2,
     "runbooks/": 0.2,
     "changelog": 0.2,
+    "glossary": 0.2,
     "benchmarks": 0.2,
     "troubleshooting": 0.2,
     "comparison": 0.5,
