@@ -89,18 +89,18 @@ def judge(
             counts.setdefault(row.counter, number)
     request = Batch(
         state={},
-        known={},
+        ledger={},
         context=CallContext(),
         task="judge",
         limits=resolved,
         calls=calls,
-        asked=[resolved.checks_for(call) for call in calls],
+        call_checks=[resolved.checks_for(call) for call in calls],
         used=counts,
         stops=resolved.stops if stops else {},
         rebuild=_never,
     )
     result = request.by_state()
-    decisions, breaches = request.decided(result, charging=charging)
+    decisions, breaches = request.decide(result, charging=charging)
     return Judged(tuple(decisions), breaches, request, result)
 
 
@@ -128,12 +128,12 @@ def request_of(
     asked = [limits.checks_for(call) for call in searches]
     return Batch(
         state={},
-        known=Ledger(),
+        ledger=Ledger(),
         context=CallContext(task_id=task),
         task="QuotaMiddleware",
         limits=limits,
         calls=searches,
-        asked=asked,
+        call_checks=asked,
         used={**dict.fromkeys(asked[0].hits.amounts, 0), thread_counter(limit): own},
         stops=limits.stops,
         rebuild=_never,

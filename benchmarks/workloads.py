@@ -186,7 +186,7 @@ def _asking(whom: str) -> Callable[[], object]:
     store = MemoryStore()
     request = request_of(most=scenes.UNREACHED)
     if whom == "state":
-        return lambda: request.decided(request.by_state())
+        return lambda: request.decide(request.by_state())
     if whom == "hooks":
         client = StoreClient(store, recorder_of(scenes.telemetry("not sampled")))
 
@@ -195,7 +195,7 @@ def _asking(whom: str) -> Callable[[], object]:
             request.name = token_hex(16)
             result = run_sync(client.acquire("", request.to_store()))
             assert result is not None
-            request.decided(result)
+            request.decide(result)
 
         return hooked
     sent, names = request.to_store(), count()

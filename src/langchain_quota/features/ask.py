@@ -27,7 +27,7 @@ from langchain_quota.middleware.context import (
 )
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import Own, own_of
+from langchain_quota.middleware.state import FeatureData, feature_ledger
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant
 from langchain_quota.runtime.units import Unit, as_dollars, format_amount, in_base_unit
@@ -78,7 +78,7 @@ class Questions(Feature):
 
     _first: str
 
-    def begin_run(self, state: Any, own: Own) -> None:
+    def begin_run(self, state: Any, feature_data: FeatureData) -> None:
         """Check that a run can wait for the answer of a person; it has no grants of its own yet."""
         context = call_context(running_runtime(), model_name=None)
         if not (context.remembers or context.invocation):
@@ -89,7 +89,7 @@ class Questions(Feature):
         granted = _granted(state)
         if granted:
             of_thread = {name: n for name, n in granted.items() if name.endswith(f"/{THREAD}")}
-            own[self.name] = {"granted": of_thread}
+            feature_data[self.name] = {"granted": of_thread}
 
     def adjust_limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
         """Raise limits by what people have granted in the thread's state."""
@@ -123,14 +123,14 @@ class Questions(Feature):
             raise QuotaStoreError(KEPT) from error
         # A store that has charged the request once answers the same when the run is resumed again.
         more = {each.counter: each.amount for each in granted if each.key is None}
-        again = batch.rebuild(batch.given.raised(more))
+        again = batch.rebuild(batch.original_limits.raised(more))
         assert again is not None  # noqa: S101 - for the type checker: the calls wait
         self._kernel.adjust_checks(again)
         again.answer = batch.answer
         if more:
             known = _granted(batch.state)
             more = {name: known.get(name, 0) + amount for name, amount in more.items()}
-            again.keep(self.name, {"granted": {**known, **more}})
+            again.save(self.name, {"granted": {**known, **more}})
         # Nobody is asked about what is refused now.
         asking = again.limits.asking
         again.stops = {name: n for name, n in batch.stops.items() if name not in asking}
@@ -269,7 +269,7 @@ def _payload(
     offered = _amounts(offers)
     units = {each.limit.name: each.limit.unit for each in offers}
     args = {name: _given(amount, units[name]) for name, amount in offered.items()}
-    _, breaches = batch.decided(result)
+    _, breaches = batch.decide(result)
     asked = [each for each in breaches if each.limit.limit.name in offered]
     text = problem + messages.question(asked, offered, units)
     return {
@@ -341,7 +341,7 @@ def _given(amount: int, unit: Unit) -> float | str:
 
 def _granted(state: Mapping[str, Any]) -> Mapping[str, int]:
     """What people have granted to the thread and to this run, if the state counts them."""
-    return own_of(state, Questions.name).get("granted") or {}
+    return feature_ledger(state, Questions.name).get("granted") or {}
 
 
 def _log_question(agent: str, limits: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ from langchain_quota.limits.repeats import MOST_KEPT, RepeatLimit
 from langchain_quota.middleware.calls import Batch, HookResult
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import Own, own_of
+from langchain_quota.middleware.state import FeatureData, feature_ledger
 
 _NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
 
@@ -88,10 +88,10 @@ class Repeats(Feature):
         super().__init__(kernel)
         self._limits = [each for each in kernel.limits if isinstance(each, RepeatLimit)]
 
-    def begin_run(self, state: Any, own: Own) -> None:
+    def begin_run(self, state: Any, feature_data: FeatureData) -> None:
         """A new run may repeat what an earlier one did."""
         if _records(state):
-            own[self.name] = {**self.unused}
+            feature_data[self.name] = {**self.unused}
 
     def state_counts(self, state: Any) -> dict[str, int]:
         """How often the most repeated call or failure has come, by the name of the counter."""
@@ -115,26 +115,26 @@ class Repeats(Feature):
             each.name: _RepeatCheck(each, records.get(each.name, _NOTHING), batch)
             for each in self._limits
         }
-        batch.own[self.name] = known
-        batch.ask(
+        batch.feature_data[self.name] = known
+        batch.set_checks(
             CallChecks.of(_asked(asked, known, index, batch.used))
-            for index, asked in enumerate(batch.asked)
+            for index, asked in enumerate(batch.call_checks)
         )
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Remember the calls."""
-        known: Mapping[str, _RepeatCheck] | None = batch.own.get(self.name)
+        known: Mapping[str, _RepeatCheck] | None = batch.feature_data.get(self.name)
         if known is not None and conclusion.error is None:
             runs = [each.outcome not in _NOT_RUN for each in conclusion.decisions]
             own = {name: each.noted(runs) for name, each in known.items()}
             records = {**_records(batch.state), batch.middleware: own}
-            batch.keep(self.name, {"repeats": records})
+            batch.save(self.name, {"repeats": records})
         return conclusion
 
 
 def _records(state: Mapping[str, Any]) -> Mapping[str, dict[str, Record]]:
     """What the limits of all middlewares remember."""
-    return own_of(state, Repeats.name).get("repeats") or {}
+    return feature_ledger(state, Repeats.name).get("repeats") or {}
 
 
 def _asked(

@@ -17,7 +17,7 @@ from langchain_quota.middleware.calls import Batch, HookResult, Update
 from langchain_quota.middleware.context import digest, running_config, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import LEDGER, Ledger, ledger, merge_ledgers, own_of
+from langchain_quota.middleware.state import LEDGER, Ledger, feature_ledger, ledger, merge_ledgers
 from langchain_quota.runtime.sync_async import Mode, call_variant
 
 _RERUN = "reruns"  # in the state with which a call is checked that runs again
@@ -59,7 +59,7 @@ class Reruns(Feature):
             check = digest(batch.sent.idempotency_key)[:16]
             for each in (check, batch.context.task_id):
                 self._claims(each).setdefault("by", batch.context.task_id)
-            batch.keep(self.name, {batch.calls[0].kind: check})
+            batch.save(self.name, {batch.calls[0].kind: check})
         return conclusion
 
     async def check_rerun(self, mode: Mode, request: ModelRequest[Any]) -> Update | None:
@@ -92,7 +92,7 @@ class Reruns(Feature):
         info = getattr(running_runtime(), "execution_info", None)
         if info is None or not isinstance(state, Mapping):
             return None
-        check = own_of(state, self.name).get(kind, "")
+        check = feature_ledger(state, self.name).get(kind, "")
         attempt, again = await _earlier(mode, info)
         checked_by = self._claims(check).get("by", "")
         if checked_by.partition("/")[0] == info.task_id and checked_by.endswith(attempt):

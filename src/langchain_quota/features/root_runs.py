@@ -23,7 +23,7 @@ from langchain_quota.middleware.root_run import (
     thread_of,
     watch_root_runs,
 )
-from langchain_quota.middleware.state import Own, own_of
+from langchain_quota.middleware.state import FeatureData, feature_ledger
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.client import StoreClient
 
@@ -52,16 +52,16 @@ class RootRuns(Feature):
         per = [each.per for limit in limits for each in limit.quotas]
         return ("wrap_tool_call",) if ROOT_RUN in per else ()
 
-    def begin_run(self, state: Any, own: Own) -> None:
+    def begin_run(self, state: Any, feature_data: FeatureData) -> None:
         """A new run finds its root run again."""
-        if own_of(state, self.name):
-            own[self.name] = {**self.unused}
+        if feature_ledger(state, self.name):
+            feature_data[self.name] = {**self.unused}
 
     async def root_run_subject(
         self, mode: Mode, state: Any, caller: CallContext, prefix: str
     ) -> str:
         """Whose calls a store counts together with those of the running node."""
-        run, known = root_run(), own_of(state, self.name)
+        run, known = root_run(), feature_ledger(state, self.name)
         kept: str | None = known.get("root_run")
         if run is None:
             return kept or caller.run()
@@ -100,7 +100,7 @@ class RootRuns(Feature):
         run.learn_used(
             {
                 each.counter: result.used[each.counter] + charged[each.counter]
-                for asked in batch.asked
+                for asked in batch.call_checks
                 for each in asked.checks
                 if each.per == ROOT_RUN and each.lease is None
             }
@@ -110,7 +110,7 @@ class RootRuns(Feature):
         """Write what a resumed run needs to go on with the same counts."""
         run = root_run()
         if run is not None:
-            batch.keep(self.name, run.unsaved(own_of(batch.state, self.name)))
+            batch.save(self.name, run.unsaved(feature_ledger(batch.state, self.name)))
         return conclusion
 
     async def around_tool(

@@ -21,12 +21,12 @@ from langchain_quota.core.checks import CallChecks, Check, ResolvedLimit, Resolv
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind, Scope
 from langchain_quota.limits.options import counts_calls
-from langchain_quota.middleware.calls import Batch, HookResult, taken
+from langchain_quota.middleware.calls import Batch, HookResult, refunded_limits
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel, clock_of
-from langchain_quota.middleware.state import ledger, own_of
+from langchain_quota.middleware.state import feature_ledger, ledger
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Queues, Waiter, queues_of
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock, wait_for
 from langchain_quota.stores.expiring_dict import ExpiringDict
@@ -87,11 +87,11 @@ class Waiting(Feature):
             return limit._replace(checks=tuple(map(timed, limit.checks)))
 
         batch.limits = ResolvedLimits(map(known, batch.limits.limits))
-        batch.ask(CallChecks.of(map(known, each.limits)) for each in batch.asked)
+        batch.set_checks(CallChecks.of(map(known, each.limits)) for each in batch.call_checks)
 
     def on_store_unavailable(self, batch: Batch) -> None:
         """Wait for nothing while the store cannot be asked."""
-        batch.stops = batch.own.get(self.name, batch.stops)
+        batch.stops = batch.feature_data.get(self.name, batch.stops)
 
     async def check_batch(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
         """Judge a batch when there is room for it, or when it may wait no longer."""
@@ -116,13 +116,15 @@ class Waiting(Feature):
             return batch, result
         finally:
             queues.move(wait.waiter)
-            waited = batch.own["waited"] = time.monotonic() - began if wait.has_waited else 0.0
+            waited = batch.feature_data["waited"] = (
+                time.monotonic() - began if wait.has_waited else 0.0
+            )
             done = batch.context.agent, wait.limit, decision, waited, wait.scope
             self.recorder.record_wait(*done)
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Say in the decisions how long the calls have waited."""
-        waited = batch.own.get("waited")
+        waited = batch.feature_data.get("waited")
         if not waited:
             return conclusion
         decisions = [each._replace(waited=waited) for each in conclusion.decisions]
@@ -135,7 +137,7 @@ class Waiting(Feature):
             if wait.has_waited:
                 batch = await self._again(mode, batch)
             # A stopped batch charges nothing.
-            stops = batch.own[self.name] = batch.stops
+            stops = batch.feature_data[self.name] = batch.stops
             if in_time:
                 batch.stops = {**stops, **dict.fromkeys(self._seconds, 1)}
             later = self._let_start_later(batch, wait.until)
@@ -251,7 +253,7 @@ class Waiting(Feature):
         if batch.pending is None or batch.sent is None or not batch.answered or result.stopped:
             return
         levels, starts = dict(result.drained_in), dict[str, tuple[float, str, Scope]]()
-        for call, asked, index in zip(batch.calls, batch.asked, batch.index_of, strict=True):
+        for call, asked, index in zip(batch.calls, batch.call_checks, batch.index_of, strict=True):
             smooth = [
                 (each.limit.name, check)
                 for each in asked.limits
@@ -268,7 +270,7 @@ class Waiting(Feature):
                 levels[counter] += spacing
         if any(seconds for seconds, *_ in starts.values()):
             noted = {"message": batch.message, "name": batch.sent.attempt_id, "by": self._id}
-            batch.keep(self.name, {**noted, "starts": starts})
+            batch.save(self.name, {**noted, "starts": starts})
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
@@ -276,7 +278,7 @@ class Waiting(Feature):
         """Make a tool call when its start time has come. Refund it if it is cancelled before."""
         state, call_id = request.state, str(request.tool_call["id"])
         state = state if isinstance(state, Mapping) else {}
-        own, judged = own_of(state, self.name), ledger(state).get("batch")
+        own, judged = feature_ledger(state, self.name), ledger(state).get("batch")
         charge = judged and judged["calls"].get(call_id)
         start = own.get("starts", {}).get(call_id)
         if not (judged and charge and start and own["message"] == judged["message"]):
@@ -295,7 +297,7 @@ class Waiting(Feature):
                 self._cancelled.put(name, True, began)
                 self._settle_soon(refund)
                 of = Call("tool", request.tool_call["name"], call_id, 1, agent)
-                self.recorder.record_refunds(refunds_of(of, taken(charge)))
+                self.recorder.record_refunds(refunds_of(of, refunded_limits(charge)))
             raise
         finally:
             waited = time.monotonic() - began
@@ -356,7 +358,7 @@ def _waiting(limits: Sequence[Limit]) -> dict[str, float]:
 
 def _checks(batch: Batch) -> dict[tuple[str, Scope], Check]:
     """The checks of the calls, by limit and scope."""
-    limits = (limit for asked in batch.asked for limit in asked.limits)
+    limits = (limit for asked in batch.call_checks for limit in asked.limits)
     return {(each.limit.name, check.scope): check for each in limits for check in each.checks}
 
 

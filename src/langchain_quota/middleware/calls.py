@@ -95,7 +95,7 @@ class ToolCounts:
             self.refunds[call_id] = charge["keys"]
         for counter, amount in charge["counters"].items():
             self._add(counter, -amount)
-        return taken(charge)
+        return refunded_limits(charge)
 
     def forget_keys(self, call_id: str, keys: Collection[str]) -> Amounts:
         """Forget, and return, what a store charged for a call under keys: it charges it anew."""
@@ -107,7 +107,7 @@ class ToolCounts:
         self.run[counter] = max(0, self.run.get(counter, 0) + amount)
 
 
-def taken(charge: Charge) -> list[tuple[str, int, int]]:
+def refunded_limits(charge: Charge) -> list[tuple[str, int, int]]:
     """What is taken back with a charge: each limit's name, its calls, and its nanodollars."""
     costs = dict(charge.get("costs", {}))
     calls = [one for by_limit in charge["limits"].values() for one in by_limit.items()]
@@ -116,7 +116,7 @@ def taken(charge: Charge) -> list[tuple[str, int, int]]:
     return made + [(name, 0, cost) for name, cost in costs.items()]
 
 
-def refunding(step: str, refunds: Mapping[str, Amounts]) -> tuple[Correction, ...]:
+def refund_corrections(step: str, refunds: Mapping[str, Amounts]) -> tuple[Correction, ...]:
     """Return the corrections that take calls back from a store, each once in a step."""
     return tuple(
         Correction(f"{step}/{call_id}", {key: -amount for key, amount in amounts.items()})
@@ -138,17 +138,17 @@ class Batch:
     """Calls that are judged together, and what they ask of counts."""
 
     state: Mapping[str, Any]
-    known: Ledger
+    ledger: Ledger
     context: CallContext
     task: str
     limits: ResolvedLimits
     calls: Sequence[Call]
-    asked: Sequence[CallChecks]
+    call_checks: Sequence[CallChecks]
     used: dict[str, int]
     # The same batch under other limits.
     rebuild: Callable[[ResolvedLimits], "Batch | None"]
     runtime: Any = None
-    given: ResolvedLimits = field(init=False)
+    original_limits: ResolvedLimits = field(init=False)
     stops: Mapping[str, int] = field(default_factory=dict)
     started: int = field(default_factory=time.time_ns)
     hits: Sequence[Hits] = field(init=False)
@@ -162,9 +162,9 @@ class Batch:
     # What a person answered at a limit.
     answer: Answer | None = None
     # What features know of it, by their names.
-    own: dict[str, Any] = field(default_factory=dict)
+    feature_data: dict[str, Any] = field(default_factory=dict)
     # What is written beside what follows.
-    written: Ledger = field(default_factory=Ledger)
+    ledger_update: Ledger = field(default_factory=Ledger)
     # Of tool calls: the id of their message, those that wait, and what is charged to them.
     message: str | None = None
     middleware: str = ""
@@ -174,18 +174,20 @@ class Batch:
     renewed: Sequence[Correction] = ()
 
     def __post_init__(self) -> None:
-        self.given = self.limits
-        self.ask(self.asked)
+        self.original_limits = self.limits
+        self.set_checks(self.call_checks)
 
-    def ask(self, asked: Iterable[CallChecks]) -> None:
+    def set_checks(self, call_checks: Iterable[CallChecks]) -> None:
         """Ask for something else."""
-        self.asked = [*asked]
-        self.hits, self.index_of = hits_of(self.calls, self.asked)
+        self.call_checks = [*call_checks]
+        self.hits, self.index_of = hits_of(self.calls, self.call_checks)
 
-    def keep(self, feature: str, kept: Mapping[str, Any]) -> None:
+    def save(self, feature: str, values: Mapping[str, Any]) -> None:
         """Write what a feature keeps."""
-        if kept:
-            self.written = merge_ledgers(self.written, Ledger(own={feature: {**kept}}))
+        if values:
+            self.ledger_update = merge_ledgers(
+                self.ledger_update, Ledger(own={feature: {**values}})
+            )
 
     @property
     def question(self) -> str:
@@ -200,7 +202,7 @@ class Batch:
         """The names under which the state counts each call."""
         return [
             counter
-            for asked in self.asked
+            for asked in self.call_checks
             for counter in {each.limit.counter for each in asked.limits if each.limit.counted}
         ]
 
@@ -211,7 +213,7 @@ class Batch:
     def to_store(self) -> AcquireRequest:
         """What a store is asked; kept as `sent`."""
         counters: dict[str, CountRef] = {}
-        for check in (check for each in self.asked for check in each.checks):
+        for check in (check for each in self.call_checks for check in each.checks):
             known = counters.get(check.counter)
             if known is None:
                 counters[check.counter] = CountRef(
@@ -240,8 +242,9 @@ class Batch:
         # "block" refuses every call of a limit with a count in the store, by a threshold of -1.
         # "allow" leaves out quotas.
         self.limits = self.limits.without_store(outage)
-        self.ask(
-            CallChecks.of(one.without_store(outage) for one in each.limits) for each in self.asked
+        self.set_checks(
+            CallChecks.of(one.without_store(outage) for one in each.limits)
+            for each in self.call_checks
         )
         return self.by_state()
 
@@ -250,11 +253,12 @@ class Batch:
         limits = self.limits.raised(granted)
         if limits is not self.limits:
             self.limits = limits
-            self.ask(
-                CallChecks.of(one.raised(granted) for one in each.limits) for each in self.asked
+            self.set_checks(
+                CallChecks.of(one.raised(granted) for one in each.limits)
+                for each in self.call_checks
             )
 
-    def decided(
+    def decide(
         self, result: AcquireResult, *, charging: bool = True
     ) -> tuple[list[Decision], list[Breach]]:
         """The decision about each call, and the limits whose refusals hold."""
@@ -275,13 +279,15 @@ class Batch:
             # What is left may be enough for the model.
             exits |= {each.limit.name: "continue" for each in self.limits.budgets}
         decisions = decide(
-            self.calls, self.asked, self.index_of, result, charging=charging, exits=exits
+            self.calls, self.call_checks, self.index_of, result, charging=charging, exits=exits
         )
         if self.answer is not None:
             decisions = [each._replace(answer=self.answer) for each in decisions]
         if not any(result.refused):
             return decisions, []
-        return decisions, find_breaches(self.limits, self.asked, self.index_of, decisions, result)
+        return decisions, find_breaches(
+            self.limits, self.call_checks, self.index_of, decisions, result
+        )
 
 
 def model_counts(state: Mapping[str, Any]) -> dict[str, int]:
@@ -297,12 +303,12 @@ def model_batch(
     call = Call("model", agent=context.agent, thread_id=context.thread_id)
     return Batch(
         state=state,
-        known=known,
+        ledger=known,
         context=context,
         task=task,
         limits=limits,
         calls=[call],
-        asked=[limits.checks_for(call)],
+        call_checks=[limits.checks_for(call)],
         used=model_counts(state),
         runtime=runtime,
         rebuild=lambda other: model_batch(state, runtime, other, task=task),
@@ -364,15 +370,17 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         # again, so that no refund is made twice.
         keys = {each: counts.forget_keys(each, limits.keys()) for each in sorted(matched)}
         step = context.step(task or middleware)
-        renewed = refunding(step, {each: amounts for each, amounts in keys.items() if amounts})
+        renewed = refund_corrections(
+            step, {each: amounts for each, amounts in keys.items() if amounts}
+        )
     return Batch(
         state=state,
-        known=known,
+        ledger=known,
         context=context,
         task=task or middleware,
         limits=limits,
         calls=[call for call, _ in judged],
-        asked=[asked for _, asked in judged],
+        call_checks=[asked for _, asked in judged],
         used=used,
         runtime=runtime,
         rebuild=lambda other: tool_batch(

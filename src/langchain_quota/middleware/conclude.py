@@ -33,7 +33,7 @@ _EXITS: tuple[Exit, ...] = ("continue", "end", "error")
 
 def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True) -> HookResult:
     """What follows for a model call."""
-    decisions, breaches = batch.decided(result, charging=charging)
+    decisions, breaches = batch.decide(result, charging=charging)
     error = _model_error(breaches) if breaches else None
     if error is not None:
         return HookResult(decisions, error=error)
@@ -42,7 +42,7 @@ def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True
         message = _final_message(batch, breaches, batch.context.own_name)
         written["ended"] = message.id
         return HookResult(decisions, {"jump_to": "end", "messages": [message], LEDGER: written})
-    (asked,) = batch.asked
+    (asked,) = batch.call_checks
     if not charging or not asked.limits:
         return HookResult(decisions)
     charged = result.charged(batch.hits)
@@ -63,15 +63,15 @@ def _final(batch: Batch, after: Mapping[str, int]) -> str:
     finalizing = batch.limits.finalizing
     if not finalizing:
         return ""
-    (asked,) = batch.asked
+    (asked,) = batch.call_checks
     # Ask for one more call: if it is refused, this one is the last. What this call will use of
     # budgets is not known.
     kept = CallChecks.of(each.with_checks(keep=each.keep) for each in asked.limits)
-    next_call = replace(batch, asked=[kept])
+    next_call = replace(batch, call_checks=[kept])
     result = admit(next_call.hits, after, next_call.stops)
     if finalizing.isdisjoint(result.refused[0]):
         return ""
-    _, breaches = next_call.decided(result)
+    _, breaches = next_call.decide(result)
     return messages.final(breaches, is_last=True)
 
 
@@ -100,15 +100,15 @@ def _final_message(batch: Batch, breaches: Sequence[Breach], name: str | None) -
 
 def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
     """What follows for the tool calls of a message."""
-    if batch.known.get("final"):
+    if batch.ledger.get("final"):
         return _finalized(batch)
     pending: Any = batch.pending
-    if not (batch.limits.limits or batch.known.get("batch")):
+    if not (batch.limits.limits or batch.ledger.get("batch")):
         # Without limits nothing is counted. Calls without an id still get one.
         allowed = [Decision(call, Outcome.ALLOWED) for call in batch.calls]
         answers = _answers((), batch, "")
         return HookResult(allowed, {"messages": answers} if answers else None)
-    decisions, breaches = batch.decided(result)
+    decisions, breaches = batch.decide(result)
     ends: Exit = "continue"
     if result.stopped:
         ends = max((each.exit_behavior for each in breaches), key=_EXITS.index)
@@ -144,7 +144,7 @@ def _finalized(batch: Batch) -> HookResult:
     if not pending.structured:
         message = pending.message
         text = str(message.text)
-        content = text if text.strip() else batch.known.get("final") or ""
+        content = text if text.strip() else batch.ledger.get("final") or ""
         answers.append(AIMessage(content=content, name=message.name, id=str(uuid4())))
         update[LEDGER] = Ledger(ended=answers[-1].id)
     return HookResult(decisions, update)
@@ -210,7 +210,7 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
     counts: Any = batch.counts
     if batch.answered:
         charged = result.charged(batch.hits)
-        for limit in (each for asked in batch.asked for each in asked.limits):
+        for limit in (each for asked in batch.call_checks for each in asked.limits):
             if limit.is_budget:
                 # The store's count has what models have used, too.
                 continue
@@ -230,7 +230,7 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
 
 def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
     """The counts, and what the ledger keeps of the message."""
-    known, message = batch.known, batch.message or ""
+    known, message = batch.ledger, batch.message or ""
     counts: Any = batch.counts
     for counter in batch.counters:
         counts.thread.setdefault(counter, 0)

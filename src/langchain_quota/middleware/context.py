@@ -164,7 +164,7 @@ class LimitResolver:
                 for kind, of_kind in self.of_kind.items()
             }
 
-    async def at(
+    async def resolve(
         self, mode: Mode, kind: Kind | None, state: Any, runtime: Any, root_runs: Sequence[Subject]
     ) -> ResolvedLimits:
         """The limits on calls of a kind, or on all calls, with their numbers at this moment."""

@@ -13,7 +13,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Batch, HookResult, Update
 from langchain_quota.middleware.context import CallContext
-from langchain_quota.middleware.state import Own
+from langchain_quota.middleware.state import FeatureData
 from langchain_quota.runtime.sync_async import Mode
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Feature:
     def learn_tools(self, agent: str | None, tools: Sequence[Any]) -> None:
         """Learn the tools that an agent offers its model."""
 
-    def begin_run(self, state: Any, own: Own) -> None:
+    def begin_run(self, state: Any, feature_data: FeatureData) -> None:
         """Add to what a new run writes for features."""
 
     async def root_run_subject(

@@ -27,7 +27,7 @@ from langchain_quota.middleware.calls import (
     ToolCounts,
     Update,
     model_batch,
-    refunding,
+    refund_corrections,
     tool_batch,
 )
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools, refunds_of
@@ -261,7 +261,7 @@ class Kernel:
         # the run began.
         client = self.store or StoreClient.by_name.get(known.get("store") or "")
         if client is not None:
-            sent = AcquireRequest("", "", corrections=refunding(step, refunds))
+            sent = AcquireRequest("", "", corrections=refund_corrections(step, refunds))
             await client.settle(mode, sent)
 
     def learn_tools(self, request: ModelRequest[Any]) -> None:
@@ -281,7 +281,9 @@ class Kernel:
         """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
         limits = self.resolver.fixed.get(kind)
         if limits is None:
-            limits = await self.resolver.at(mode, kind, state, runtime, self.root_run_subject_hooks)
+            limits = await self.resolver.resolve(
+                mode, kind, state, runtime, self.root_run_subject_hooks
+            )
         for change in self.adjust_limits_hooks:
             limits = change(state, limits)
         return limits
@@ -351,7 +353,7 @@ class Kernel:
         conclusion = conclude(batch, result)
         if batch.counts and batch.counts.refunds and not conclusion.error:
             step = batch.context.step(f"{batch.task}.refused")
-            await self.release(mode, batch.known, step, batch.counts.refunds)
+            await self.release(mode, batch.ledger, step, batch.counts.refunds)
         for change in self.on_hook_result_hooks:
             conclusion = change(batch, conclusion)
         update = await self.record(mode, batch, conclusion)
@@ -361,7 +363,7 @@ class Kernel:
 
     async def acquire(self, mode: Mode, batch: Batch) -> AcquireResult:
         """The answer: from the state's counts, or from the store's if it keeps any of them."""
-        if self.store is None or not any(each.shared for each in batch.asked):
+        if self.store is None or not any(each.shared for each in batch.call_checks):
             return batch.by_state()
         # Fail before anything is charged.
         self.observers.check(mode)
@@ -384,7 +386,7 @@ class Kernel:
         """The answer while the store cannot be asked; what runs is charged there later."""
         for unanswered in self.on_store_unavailable_hooks:
             unanswered(batch)
-        calls = sum(asked.shared for asked in batch.asked)
+        calls = sum(asked.shared for asked in batch.call_checks)
         result = batch.without_store(self.on_store_error)
         # What would only be held is charged when it is known what was used.
         held = {name for name, each in sent.counters.items() if each.lease is not None}
@@ -414,8 +416,8 @@ class Kernel:
         )
         if told.is_new and conclusion.refunds:
             self.recorder.record_refunds(conclusion.refunds)
-        if batch.written:
-            written = merge_ledgers((update or {}).get(LEDGER, {}), batch.written)
+        if batch.ledger_update:
+            written = merge_ledgers((update or {}).get(LEDGER, {}), batch.ledger_update)
             update = {**(update or {}), LEDGER: written}
         if self.observers.present:
             await self.observers.notify(mode, conclusion.decisions, told)

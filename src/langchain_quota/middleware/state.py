@@ -30,7 +30,7 @@ RUN_MODEL = "run_model_call_count"
 Amounts = dict[str, int]
 """Numbers of calls, by a store's key."""
 
-Own = dict[str, dict[str, Any]]
+FeatureData = dict[str, dict[str, Any]]
 """What features keep, by their names."""
 
 
@@ -93,7 +93,7 @@ class Ledger(TypedDict, total=False):
     """The id of the message with which a limit ended this run."""
     store: str | None
     """Names the agent's store among those of a process; `None` if its limits have none."""
-    own: Own
+    own: FeatureData
     """What each feature alone reads and writes, by its name."""
 
 
@@ -198,7 +198,7 @@ def ledger(state: Mapping[str, Any]) -> Ledger:
     return state.get(LEDGER) or Ledger()
 
 
-def own_of(state: Mapping[str, Any], feature: str) -> Mapping[str, Any]:
+def feature_ledger(state: Mapping[str, Any], feature: str) -> Mapping[str, Any]:
     """What a feature keeps in the ledger; empty if it has kept nothing."""
     return ledger(state).get("own", {}).get(feature, {})
 
@@ -233,7 +233,7 @@ def spent(
 
     `kept` has newer counts of model calls. Paid tool calls are among the counts of tool calls.
     """
-    known = {**own_of(state, "budgets"), **kept}
+    known = {**feature_ledger(state, "budgets"), **kept}
     of_thread, of_run = dict(known.get("thread_spent") or {}), dict(known.get("run_spent") or {})
     for used, tools in ((of_thread, thread_tools(state)), (of_run, run_tools(state))):
         if NANODOLLARS in tools:

@@ -60,11 +60,11 @@ from langchain_quota.middleware.state import (
     THREAD_MODEL,
     THREAD_TOOLS,
     Counts,
+    FeatureData,
     Ledger,
-    Own,
+    feature_ledger,
     ledger,
     merge_ledgers,
-    own_of,
 )
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import validate_choice, validate_switch
@@ -155,10 +155,10 @@ class Budgets(Feature):
         if self._charges_all:
             watch_all_models()
 
-    def begin_run(self, state: Any, own: Own) -> None:
+    def begin_run(self, state: Any, feature_data: FeatureData) -> None:
         """A new run has used nothing; its thread has what calls of the last run have used."""
         self._late.forget(state)
-        own[self.name] = {**self._late.of(state), **_NEW_RUN}
+        feature_data[self.name] = {**self._late.of(state), **_NEW_RUN}
 
     async def before_model_check(
         self, mode: Mode, state: Any, runtime: Any, limits: ResolvedLimits
@@ -184,7 +184,7 @@ class Budgets(Feature):
         else:
             self._late.forget(batch.state)
             batch.used |= self._late.counts(batch.state)
-            batch.keep(self.name, self._late.of(batch.state))
+            batch.save(self.name, self._late.of(batch.state))
 
     def _pay_tools(self, batch: Batch) -> None:
         """Have paid tool calls ask for their price; the batch knows what paid calls have used."""
@@ -195,7 +195,7 @@ class Budgets(Feature):
             batch.used[name] = batch.used.get(name, 0) + amount
         made: Any = batch.pending
         calls = {each["id"]: each for each in made.calls}
-        batch.ask(
+        batch.set_checks(
             CallChecks.of(
                 each.with_checks(hit=price, keep=each.keep) if each.is_budget else each
                 for each in asked.limits
@@ -203,7 +203,7 @@ class Budgets(Feature):
                     price := self._pricing.of_tool(each.limit, calls[call.id]) or not each.is_budget
                 )
             )
-            for call, asked in zip(batch.calls, batch.asked, strict=True)
+            for call, asked in zip(batch.calls, batch.call_checks, strict=True)
         )
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
@@ -213,14 +213,14 @@ class Budgets(Feature):
             return conclusion
         if self._downgrades:
             by = _downgraded_by(batch)
-            batch.written = merge_ledgers(batch.written, Ledger(downgraded=by))
+            batch.ledger_update = merge_ledgers(batch.ledger_update, Ledger(downgraded=by))
             told = [each._replace(downgraded_by=by) for each in conclusion.decisions]
             conclusion = conclusion._replace(decisions=told)
         if not self._reserves:
             return conclusion
         keys = batch.sent.keyed(batch.hits[0].amounts) if batch.sent else {}
         charged = {key: amount for key, amount in keys.items() if amount}
-        batch.keep(self.name, {"admitted": {"used": dict(batch.counted), "keys": charged}})
+        batch.save(self.name, {"admitted": {"used": dict(batch.counted), "keys": charged}})
         return conclusion._replace(decisions=())
 
     def after_model(self, state: Any, *, saved: bool) -> None:
@@ -230,7 +230,7 @@ class Budgets(Feature):
             graph = running_graph() if self._charges_all else None
             if graph is not None and graph.step is not None:
                 graph.step = graph.step._replace(state=_counts_in(state))
-        error = own_of(state, self.name).get("error")
+        error = feature_ledger(state, self.name).get("error")
         if error is not None:
             *numbers, text = error
             known = self._errors.pop(ledger(state).get("ended") or "", None)
@@ -264,7 +264,7 @@ class Budgets(Feature):
         # The call was judged before, but not what the task has used since.
         made_before = self._late.has_made(task, state)
         if self._reserves or made_before:
-            admitted = None if made_before else own_of(state, self.name).get("admitted")
+            admitted = None if made_before else feature_ledger(state, self.name).get("admitted")
             request, hold = await self._hold(mode, request, step, admitted, written)
             if hold is None:
                 return None
@@ -330,14 +330,14 @@ class Budgets(Feature):
             if last or all(result.admitted) or not _may_be_the_last(batch, result):
                 break
             # Ask for a call without tools, the last one of its budget.
-            _, breaches = batch.decided(result)
+            _, breaches = batch.decide(result)
             final = messages.final(breaches, is_last=True)
             last, request = True, _with_ledger(request, Ledger(final=final))
         if not all(result.admitted):
             conclusion = conclude_model(batch, result)
             written.update(await self._refuse(mode, batch, conclusion, admitted))
             return shaped, None
-        (asked,) = batch.asked
+        (asked,) = batch.call_checks
         of = asked.hits.amounts
         hold = Reservation(
             {each.limit.counter: of[run_counter(each.limit)] for each in asked.limits}
@@ -352,8 +352,8 @@ class Budgets(Feature):
             # The call is not made.
             await self._charging.settle(mode, settlements(step.limits, batch.used, (), hold))
             raise
-        if last and batch.known.get("final"):
-            own = merge_ledgers(written.get(LEDGER, {}), Ledger(final=batch.known["final"]))
+        if last and batch.ledger.get("final"):
+            own = merge_ledgers(written.get(LEDGER, {}), Ledger(final=batch.ledger["final"]))
             written[LEDGER] = own
         return shaped, hold
 
@@ -377,7 +377,7 @@ class Budgets(Feature):
         batch.used |= self._late.counts(batch.state)
         batch.limits = ResolvedLimits(holding)
         batch.stops = batch.limits.stops
-        batch.ask([CallChecks.of(holding)])
+        batch.set_checks([CallChecks.of(holding)])
         return batch
 
     async def _refuse(
@@ -404,7 +404,7 @@ class Budgets(Feature):
             # It was let through and counted before.
             known = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
             of_thread = max(0, batch.used[OF_THREAD] - 1)
-            if any(not each.is_budget for each in batch.given.limits):
+            if any(not each.is_budget for each in batch.original_limits.limits):
                 update[THREAD_MODEL] = of_thread
             else:
                 known["thread_model"] = of_thread
@@ -413,7 +413,7 @@ class Budgets(Feature):
                 back = {key: -amount for key, amount in admitted["keys"].items()}
                 made = (Correction(uuid4().hex, back),)
                 await self._charging.settle(mode, AcquireRequest("", "", corrections=made))
-        batch.keep(self.name, self._late.of(batch.state))
+        batch.save(self.name, self._late.of(batch.state))
         told = conclusion._replace(update=update)
         return await self._kernel.record(mode, batch, told) or update
 
@@ -423,7 +423,9 @@ def _told(
 ) -> HookResult:
     """What is decided about the call by all limits, those that judged it before included."""
     # The state has counted the call by now.
-    used = before | {check.counter: result.used[check.counter] for check in batch.asked[0].checks}
+    used = before | {
+        check.counter: result.used[check.counter] for check in batch.call_checks[0].checks
+    }
     holding = {each.limit.name: each for each in batch.limits.limits}
     both = ResolvedLimits(
         holding.get(each.limit.name)
@@ -431,9 +433,9 @@ def _told(
         or each._replace(checks=tuple(one for one in each.checks if one.counter in used))
         for each in limits.limits
     )
-    every = replace(batch, limits=both, asked=[CallChecks.of(both.limits)], used=used)
-    decisions, _ = every.decided(admit(every.hits, used, {}))
-    by = batch.known.get("downgraded") or ""
+    every = replace(batch, limits=both, call_checks=[CallChecks.of(both.limits)], used=used)
+    decisions, _ = every.decide(admit(every.hits, used, {}))
+    by = batch.ledger.get("downgraded") or ""
     decisions = [each._replace(downgraded_by=by) for each in decisions]
     return HookResult(decisions)
 

@@ -19,7 +19,7 @@ from langchain_quota.features.budgets.work import Work, marked, pass_on
 from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Call
 from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS
 from langchain_quota.middleware.root_run import root_run
-from langchain_quota.middleware.state import Amounts, ledger, own_of, spent
+from langchain_quota.middleware.state import Amounts, feature_ledger, ledger, spent
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.labels import NONE
@@ -83,7 +83,7 @@ class UnsavedUsage:
         """The newest counts of the state's run; empty if the state has them."""
         kept, newest = self._known(state)
         counts = kept.counts if newest in kept.names[:-1] else {}
-        known = counts or own_of(state, OWN)
+        known = counts or feature_ledger(state, OWN)
         # Tools of this step may have run in another process.
         found = marked(state, _run(state)).items()
         other = {name: amount for name, amount in found if name not in known.get("tools", ())}
@@ -122,7 +122,7 @@ class UnsavedUsage:
             kept, newest = self._known(state)
             # The newest counts that the state has may have more than these.
             if newest not in kept.names[:-1]:
-                kept = _Kept((newest,), own_of(state, OWN))
+                kept = _Kept((newest,), feature_ledger(state, OWN))
             name = uuid4().hex
             counts = _plus(kept.counts, amounts, [name] if is_tool else ())
             counts["spent_by"] = name
@@ -135,7 +135,9 @@ class UnsavedUsage:
 
     def _known(self, state: Mapping[str, Any]) -> tuple[_Kept, str]:
         """What is kept of the state's run, and the newest use that the state has."""
-        return self._kept.get(_run(state), _Kept()), own_of(state, OWN).get("spent_by") or ""
+        return self._kept.get(_run(state), _Kept()), feature_ledger(state, OWN).get(
+            "spent_by"
+        ) or ""
 
 
 class Charging:

@@ -18,7 +18,7 @@ from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, Call
 from langchain_quota.limits.concurrency import ConcurrencyLimit
-from langchain_quota.middleware.calls import taken
+from langchain_quota.middleware.calls import refunded_limits
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
@@ -107,7 +107,7 @@ class ConcurrencySlots(Feature):
         batch = turn.known.get("batch")
         charge = None if batch is None else batch["calls"].get(call_id)
         if charge is not None and charge["keys"]:
-            self.recorder.record_refunds(refunds_of(turn.call, taken(charge)))
+            self.recorder.record_refunds(refunds_of(turn.call, refunded_limits(charge)))
             refunds = {call_id: charge["keys"]}
             await self._kernel.release(mode, turn.known, turn.context.step("waited"), refunds)
 
