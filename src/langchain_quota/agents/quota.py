@@ -242,7 +242,8 @@ class QuotaMiddleware(
     async def _after_model(
         self, mode: Mode, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
-        self.kernel.learn_answer(state, saved=True)
+        if self.kernel.after_model_hooks:
+            self.kernel.learn_answer(state, saved=True)
         return await self.kernel.check_tool_calls(mode, state, runtime)
 
     def wrap_model_call(

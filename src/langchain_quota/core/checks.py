@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 from langchain_quota.core.admission import Hits, Threshold
-from langchain_quota.core.decision import CountStatus, Reason
+from langchain_quota.core.decision import Reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import RUN, STORE, THREAD, Call, Kind, Scope
 from langchain_quota.limits.options import UNITS, LimitOptions, whole_amount
@@ -41,13 +41,6 @@ class Check(NamedTuple):
     def needs(self) -> int:
         """Amount that must be left."""
         return max(1, self.hit)
-
-    def status(self, before: int, amount: int) -> CountStatus:
-        """Return the count at a call that adds an amount."""
-        used, quota = before + amount, (self.subject, self.resets_at, self.per)
-        return CountStatus(
-            self.scope, before, used, self.maximum, *quota, smooth=bool(self.spacing)
-        )
 
     def raised(self, granted: Mapping[str, int]) -> "Check":
         """Return the check raised by grants; they are given by a store's key or a count's name."""

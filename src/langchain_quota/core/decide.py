@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.checks import CallChecks, Check, ResolvedLimit, ResolvedLimits
-from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Reason
+from langchain_quota.core.decision import CountStatus, Decision, LimitStatus, Outcome, Reason
 from langchain_quota.limits.call import STORE, Call, Exit, Scope
 
 
@@ -36,7 +36,21 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
     return LimitStatus(
         limit=limit.name,
         exit_behavior=exit_behavior,
-        counts=tuple([check.status(counts[check.counter], amount) for check in resolved.checks]),
+        counts=tuple(
+            [
+                CountStatus(
+                    check.scope,
+                    counts[check.counter],
+                    counts[check.counter] + amount,
+                    check.maximum,
+                    check.subject,
+                    check.resets_at,
+                    check.per,
+                    smooth=check.spacing > 0,
+                )
+                for check in resolved.checks
+            ]
+        ),
         reason=reason,
         scope=None if reason == "store" else refused_at,
         charged=charging and runs and reason is None,

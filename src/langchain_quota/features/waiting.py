@@ -24,7 +24,7 @@ from langchain_quota.limits.options import counts_calls
 from langchain_quota.middleware.calls import Batch, HookResult, refunded_limits
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import running_agent
-from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
+from langchain_quota.middleware.feature import BatchCheck, Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel, clock_of
 from langchain_quota.middleware.state import feature_ledger, ledger
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Queues, Waiter, queues_of
@@ -93,7 +93,9 @@ class Waiting(Feature):
         """Wait for nothing while the store cannot be asked."""
         batch.stops = batch.feature_data.get(self.name, batch.stops)
 
-    async def check_batch(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
+    async def check_batch(
+        self, mode: Mode, batch: Batch, acquire: BatchCheck
+    ) -> tuple[Batch, AcquireResult]:
         """Judge a batch when there is room for it, or when it may wait no longer."""
         waits = [
             (limit, scope, _queue_of(check))
@@ -101,7 +103,7 @@ class Waiting(Feature):
             if limit in self._seconds and check.key and _has_window(check)
         ]
         if not waits:
-            return await super().check_batch(mode, batch)
+            return await acquire(batch)
         began = time.monotonic()
         until = began + min(self._seconds[limit] for limit, *_ in waits)
         queues = queues_of(self.store and self.store.store)
@@ -109,7 +111,7 @@ class Waiting(Feature):
         wait = _Wait(until, queues, of, Waiter(mode), *waits[0][:2])
         decision = "cancelled"
         try:
-            batch, result = await self._judged(mode, batch, wait)
+            batch, result = await self._judged(mode, batch, wait, acquire)
             self._note_starts(batch, result)
             refused = {name for each in result.refused for name in each}
             decision = "blocked" if wait.limit in refused else "allowed"
@@ -130,7 +132,9 @@ class Waiting(Feature):
         decisions = [each._replace(waited=waited) for each in conclusion.decisions]
         return conclusion._replace(decisions=decisions)
 
-    async def _judged(self, mode: Mode, batch: Batch, wait: "_Wait") -> tuple[Batch, AcquireResult]:
+    async def _judged(
+        self, mode: Mode, batch: Batch, wait: "_Wait", acquire: BatchCheck
+    ) -> tuple[Batch, AcquireResult]:
         in_time, agent = True, batch.context.agent
         while in_time:
             in_time = await self._comes_next(agent, wait)
@@ -141,7 +145,7 @@ class Waiting(Feature):
             if in_time:
                 batch.stops = {**stops, **dict.fromkeys(self._seconds, 1)}
             later = self._let_start_later(batch, wait.until)
-            batch, result = await super().check_batch(mode, batch)
+            batch, result = await acquire(batch)
             if not (in_time and result.stopped and batch.answered):
                 return batch, result
             lack = self._lack(batch, result, stops, later)
@@ -153,7 +157,7 @@ class Waiting(Feature):
                     await wait_for(mode, min(lack.pause, LOOKS_AGAIN))
         batch = await self._again(mode, batch)
         self._let_start_later(batch, wait.until)
-        return await super().check_batch(mode, batch)
+        return await acquire(batch)
 
     async def _comes_next(self, agent: str | None, wait: "_Wait") -> bool:
         """Wait behind earlier calls that lack room; return whether the turn comes in time."""

@@ -82,9 +82,10 @@ class ToolCounts:
     def charge(self, call_id: str, counter: str, amount: int) -> None:
         """Charge a call to a counter, which counts it once, however many limits it has."""
         counters = self.of_call(call_id)["counters"]
-        before = counters.get(counter, 0)
-        counters[counter] = max(before, amount)
-        self._add(counter, counters[counter] - before)
+        added = max(0, amount - counters.get(counter, 0))
+        counters[counter] = counters.get(counter, 0) + added
+        self.thread[counter] = self.thread.get(counter, 0) + added
+        self.run[counter] = self.run.get(counter, 0) + added
 
     def refund(self, call_id: str) -> list[tuple[str, int, int]]:
         """Take all charges of a call back; each limit's name, its calls, and its nanodollars."""
@@ -94,17 +95,14 @@ class ToolCounts:
         if charge["keys"]:
             self.refunds[call_id] = charge["keys"]
         for counter, amount in charge["counters"].items():
-            self._add(counter, -amount)
+            self.thread[counter] = max(0, self.thread.get(counter, 0) - amount)
+            self.run[counter] = max(0, self.run.get(counter, 0) - amount)
         return refunded_limits(charge)
 
     def forget_keys(self, call_id: str, keys: Collection[str]) -> Amounts:
         """Forget, and return, what a store charged for a call under keys: it charges it anew."""
         charged = self.calls[call_id]["keys"] if call_id in self.calls else {}
         return {key: charged.pop(key) for key in sorted(charged.keys() & set(keys))}
-
-    def _add(self, counter: str, amount: int) -> None:
-        self.thread[counter] = max(0, self.thread.get(counter, 0) + amount)
-        self.run[counter] = max(0, self.run.get(counter, 0) + amount)
 
 
 def refunded_limits(charge: Charge) -> list[tuple[str, int, int]]:
@@ -175,7 +173,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.original_limits = self.limits
-        self.set_checks(self.call_checks)
+        self.hits, self.index_of = hits_of(self.calls, self.call_checks)
 
     def set_checks(self, call_checks: Iterable[CallChecks]) -> None:
         """Ask for something else."""

@@ -182,12 +182,13 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
         added: dict[str, int] = {}
         for limit, each in [both for both in known if both[0].counted]:
             # Limits that share a counter add the most to it.
-            added[limit.counter] = max(each.cost or call.amount, added.get(limit.counter, 0))
+            cost = each.cost if limit.unit == "nanodollars" else 0
+            added[limit.counter] = max(cost or call.amount, added.get(limit.counter, 0))
             if each.charged:
                 names = charged.setdefault(call_id, {})
                 names[each.limit] = names.get(each.limit, 0) + call.amount
-            if each.cost:
-                paid.setdefault(call_id, Counter())[each.limit] += each.cost
+            if cost:
+                paid.setdefault(call_id, Counter())[each.limit] += cost
         for counter, amount in added.items():
             amounts[call_id, counter] = amounts.get((call_id, counter), 0) + amount
     for (call_id, counter), amount in amounts.items():

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 ToolAnswer = ToolMessage | Command[Any]
 Handler = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
+ModelCall = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any] | None]]
+"""Makes a model call, or returns `None` if the call is blocked."""
 ToolHandler = Callable[[ToolCallRequest], Awaitable[ToolAnswer]]
+BatchCheck = Callable[[Batch], Awaitable[tuple[Batch, AcquireResult]]]
+"""Checks a batch; returns the newest batch of the same calls, and its result."""
 
 
 class Options(TypedDict, total=False):
@@ -42,6 +46,9 @@ class Feature:
 
     unused: ClassVar[Mapping[str, Any]] = {}
     """What it keeps of a thread that has used nothing."""
+
+    shapes_requests: ClassVar[bool] = False
+    """Whether its `around_model` shapes the request, because it needs the final one."""
 
     @classmethod
     def create(cls, kernel: "Kernel") -> "Feature | None":
@@ -94,9 +101,11 @@ class Feature:
     def adjust_checks(self, batch: Batch) -> None:
         """Change what calls ask for."""
 
-    async def check_batch(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
-        """Judge a batch; the newest one, and its result."""
-        return batch, await self._kernel.acquire(mode, batch)
+    async def check_batch(
+        self, mode: Mode, batch: Batch, acquire: BatchCheck
+    ) -> tuple[Batch, AcquireResult]:
+        """Check a batch; return the newest batch of the same calls, and its result."""
+        return await acquire(batch)
 
     def on_store_result(self, batch: Batch, result: AcquireResult) -> None:
         """Learn what a store has answered."""
@@ -126,9 +135,12 @@ class Feature:
         return None
 
     async def around_model(
-        self, mode: Mode, request: ModelRequest[Any], call: Handler, written: Update
+        self, mode: Mode, request: ModelRequest[Any], call: ModelCall, written: Update
     ) -> ModelResponse[Any] | None:
-        """Make a model call that was let through, and write what follows; `None` if refused."""
+        """Make an allowed model call, and add its state update to `written`.
+
+        Return `None` if the call is blocked now.
+        """
         return await call(request)
 
     async def around_tool(

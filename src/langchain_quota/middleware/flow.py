@@ -3,7 +3,7 @@
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import is_
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
@@ -38,8 +38,10 @@ from langchain_quota.middleware.context import (
     running_agent,
 )
 from langchain_quota.middleware.feature import (
+    BatchCheck,
     Feature,
     Handler,
+    ModelCall,
     Options,
     ToolAnswer,
     ToolHandler,
@@ -136,6 +138,7 @@ class Kernel:
         self._newest: tuple[str | None, list[Any]] = (None, [])
         created = [kind.create(self) for kind in feature_kinds]
         features = [feature for feature in created if feature is not None]
+        self._feature_shapes_requests = any(feature.shapes_requests for feature in features)
         self.after_model_hooks = overriding(features, Feature.after_model)
         self.on_store_result_hooks = overriding(features, Feature.on_store_result)
         self.around_model_hooks = overriding(features, Feature.around_model)
@@ -159,7 +162,7 @@ class Kernel:
         """Share the kernel with a copy of its middleware: locks and clients have no copies."""
         return self
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The middleware's name in the graph."""
         return self._middleware.name
@@ -340,10 +343,15 @@ class Kernel:
         conclude: Conclude,
     ) -> Update | None:
         """Judge calls, make it visible, and let what follows take effect."""
-        self.adjust_checks(batch)
+        if self.adjust_checks_hooks:
+            self.adjust_checks(batch)
         if self.check_batch_hooks:
-            (judged,) = self.check_batch_hooks
-            batch, result = await judged(mode, batch)
+            check: BatchCheck = partial(self._acquire, mode)
+            for check_batch in reversed(self.check_batch_hooks):
+                check = partial(check_batch, mode, acquire=check)
+            batch, result = await check(batch)
+        elif self.store is None:
+            result = batch.by_state()
         else:
             result = await self.acquire(mode, batch)
         if result.stopped:
@@ -360,6 +368,10 @@ class Kernel:
         if conclusion.error is not None:
             raise conclusion.error
         return update
+
+    async def _acquire(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
+        """Check a batch, and return it with its result."""
+        return batch, await self.acquire(mode, batch)
 
     async def acquire(self, mode: Mode, batch: Batch) -> AcquireResult:
         """The answer: from the state's counts, or from the store's if it keeps any of them."""
@@ -426,12 +438,19 @@ class Kernel:
     async def call_model(
         self, mode: Mode, request: ModelRequest[Any], handler: Handler, written: Update
     ) -> ModelResponse[Any] | None:
-        """Make a model call that was let through; `None` if it is refused now."""
-        if not self.around_model_hooks:
-            return await handler(await self.shape_request(mode, request))
-        (around_model,) = self.around_model_hooks
-        response: ModelResponse[Any] | None = await around_model(mode, request, handler, written)
-        return response
+        """Make an allowed model call; return `None` if it is blocked now."""
+        call: ModelCall = handler
+        if not self._feature_shapes_requests:
+            call = partial(self._call_shaped, mode, handler)
+        for around_model in reversed(self.around_model_hooks):
+            call = partial(around_model, mode, call=call, written=written)
+        return await call(request)
+
+    async def _call_shaped(
+        self, mode: Mode, handler: Handler, request: ModelRequest[Any]
+    ) -> ModelResponse[Any]:
+        """Shape a request, and make the model call."""
+        return await handler(await self.shape_request(mode, request))
 
     async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
         """The request as the model gets it."""

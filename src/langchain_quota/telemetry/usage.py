@@ -107,7 +107,7 @@ class UsageTable(Collector):
         quotas = [
             entry
             for status in statuses
-            if status.quotas
+            if any(count.per for count in status.counts)
             for entry in self._quotas(caller.agent, status)
         ]
         with self._lock:
@@ -122,7 +122,8 @@ class UsageTable(Collector):
                     _count_refusal(use, status, now)
                 if subject.label:
                     event.subjects[status.limit, quota.scope] = subject.label
-        self._write_soon()
+        if self._path is not None:
+            self._write_soon()
 
     def refund(self, caller: CallerLabels, refund: Refund) -> None:
         """Subtract calls from what a thread has used of a limit; other units are settled."""
@@ -275,7 +276,8 @@ class UsageTable(Collector):
             use.decided = now
             counts = [count for count in status.counts if THREAD in (count.scope, count.per)]
             use.numbers = tuple(_number(status, count) for count in counts if not count.smooth)
-        _count_refusal(use, status, now)
+        if status.reason is not None:
+            _count_refusal(use, status, now)
         use.near = self._near_share(status)
 
     def _near_share(self, status: LimitStatus) -> float | None:

@@ -53,7 +53,7 @@ from langchain_quota.middleware.calls import (
 )
 from langchain_quota.middleware.conclude import conclude_model
 from langchain_quota.middleware.context import CallContext, running_runtime
-from langchain_quota.middleware.feature import Feature, Handler, ToolAnswer, ToolHandler
+from langchain_quota.middleware.feature import Feature, ModelCall, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import (
     LEDGER,
@@ -91,6 +91,7 @@ class Budgets(Feature):
     #   counter, and what a store charged, by key.
     # - `error`: what is raised behind the model's step: the counts, the limits, and the text.
     name = OWN
+    shapes_requests = True
     unused: ClassVar[Mapping[str, Any]] = {"thread_spent": {}, **_NEW_RUN}
 
     @classmethod
@@ -252,7 +253,7 @@ class Budgets(Feature):
         return request.override(model=other) if first == settings else request
 
     async def around_model(
-        self, mode: Mode, request: ModelRequest[Any], call: Handler, written: Update
+        self, mode: Mode, request: ModelRequest[Any], call: ModelCall, written: Update
     ) -> ModelResponse[Any] | None:
         """Hold what the call can use, make it, and charge what it has used."""
         kernel, state, runtime = self._kernel, request.state, request.runtime
