@@ -151,7 +151,7 @@ class ToolCallLimitMiddleware(
     def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
         conclusion = conclude_tools(batch, result)
         decisions, update = conclusion.decisions, conclusion.update
-        others = {str(each.call.tool) for each in decisions if not each.limits}
+        others = {str(decision.call.tool) for decision in decisions if not decision.limits}
         if self._on_pending == "raise" and result.stopped and others and update is not None:
             error = NotImplementedError(
                 f"Cannot end the run with other tool calls pending: {', '.join(sorted(others))}. "

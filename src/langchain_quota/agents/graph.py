@@ -78,7 +78,7 @@ class GraphQuota:
     ) -> None:
         check_together(limits)
         check_store(store, limits)
-        if store is None and any(each.thread_limit is not None for each in limits):
+        if store is None and any(limit.thread_limit is not None for limit in limits):
             UserLine.of_caller().warn(
                 "GraphQuota has a thread limit and no store: the count of a thread ends with this "
                 "process. Give it store=RedisStore(), or store=MemoryStore() if that is meant"
@@ -170,7 +170,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
         self.kernel.graph = self
         self.agent, self._is_shared = agent, shared
         self.kernel.runs_tools = False
-        asking = {each.kind for each in limits if each.exit_behavior == "ask"}
+        asking = {limit.kind for limit in limits if limit.exit_behavior == "ask"}
         self.asks, self._asks_at_tools = bool(asking), bool(asking - {"model"})
         self.notes = StoreSequence(self.kernel.store)
         self._runs: OrderedDict[str, _Run] = OrderedDict()
@@ -212,21 +212,21 @@ class _Limits(QuotaMiddleware[Any, Any]):
 
     async def refused(self, mode: Mode, asked: list[Any], key: str) -> tuple[Any, Refused]:
         """The state in which calls of tools run, and what answers those that do not."""
-        known, calls = asked[0].state, [each.tool_call for each in asked]
+        known, calls = asked[0].state, [request.tool_call for request in asked]
         known = known.get(key) if isinstance(known, Mapping) else getattr(known, key, known)
-        history = [each for each in known or () if not isinstance(each, dict)]
+        history = [message for message in known or () if not isinstance(message, dict)]
         run = await self._run(mode, history)
         waiting = pending_calls({"messages": history})
-        ids = {each["id"] for each in waiting.calls} if waiting else set[Any]()
+        ids = {call["id"] for call in waiting.calls} if waiting else set[Any]()
         made_by = waiting.message if waiting and ids.issuperset(c["id"] for c in calls) else None
-        names = [(made_by and made_by.id, each["id"], each["name"]) for each in calls]
+        names = [(made_by and made_by.id, call["id"], call["name"]) for call in calls]
         work = call_context(running_runtime(), model_name=None).step(repr(names))
         if work in run.taken:
             await self.pass_over(mode, work)
         else:
             if made_by is not None and names[0] not in run.judged:
                 await self._read_mark(mode, run, made_by)
-            refused: Refused = {each[1]: run.judged.get(each, _TAKEN) for each in names}
+            refused: Refused = {key[1]: run.judged.get(key, _TAKEN) for key in names}
             run.judged |= dict.fromkeys(names, _TAKEN)
             if _TAKEN in refused.values():
                 judged = AIMessage("", id=work, tool_calls=calls)
@@ -250,7 +250,9 @@ class _Limits(QuotaMiddleware[Any, Any]):
         answers: list[Any] = update.get("messages") or []
         final = answers[-1] if run.learn(update) else None
         run.ended = final or run.ended
-        return final, {each.tool_call_id: each.text for each in answers if each.type == "tool"}
+        return final, {
+            answer.tool_call_id: answer.text for answer in answers if answer.type == "tool"
+        }
 
     async def pass_over(self, mode: Mode, question: str) -> None:
         """Take an answer that is not needed any more: it must not be one to a tool's question."""
@@ -286,7 +288,7 @@ class _LimitedTools(ToolNode):
     def __init__(self, limits: _Limits, tools: Tools, options: dict[str, Any]) -> None:
         self._limits, self._key = limits, options.get("messages_key", "messages")
         super().__init__(
-            [each for each in tools if not isinstance(each, dict)],
+            [tool for tool in tools if not isinstance(tool, dict)],
             wrap_tool_call=lambda request, call: run_sync(
                 _calling.get()("", request, as_async(call))
             ),
@@ -407,4 +409,4 @@ def _judged(message: AIMessage, refused: Refused) -> dict[Any, str | None]:
 
 
 def _as_tools(tools: Tools) -> tuple[Any, ...]:
-    return tuple(each if isinstance(each, BaseTool | dict) else as_tool(each) for each in tools)
+    return tuple(tool if isinstance(tool, BaseTool | dict) else as_tool(tool) for tool in tools)

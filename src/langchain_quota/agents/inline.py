@@ -35,7 +35,7 @@ class InlineState(dict[str, Any]):
             self.request = self.request.override(messages=self._kept(request.messages))
 
     def _kept(self, messages: list[Any]) -> list[Any]:
-        return [each for each in messages if each.id not in self.overruled]
+        return [message for message in messages if message.id not in self.overruled]
 
     def write(self, update: Update | None) -> None:
         """Take in what is to be written to the state."""
@@ -48,7 +48,9 @@ class InlineState(dict[str, Any]):
 
     def answer(self, response: ModelResponse[Any]) -> None:
         """Add the model's answer, with the ids under which charges are kept."""
-        answered = {each.tool_call_id for each in response.result if isinstance(each, ToolMessage)}
+        answered = {
+            message.tool_call_id for message in response.result if isinstance(message, ToolMessage)
+        }
         for message in response.result:
             made = message
             if isinstance(made, AIMessage):

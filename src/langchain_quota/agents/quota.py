@@ -316,10 +316,10 @@ _OPTIONAL = ("before_model", "after_model", "wrap_tool_call")
 
 def _unneeded(kinds: Sequence[type[Feature]], limits: Any) -> tuple[str, ...]:
     """The hooks that limits do not need; none if these are no limits."""
-    if not isinstance(limits, Sequence) or not all(isinstance(each, Limit) for each in limits):
+    if not isinstance(limits, Sequence) or not all(isinstance(limit, Limit) for limit in limits):
         return ()
     hooks = {"model": "before_model", "tool": "after_model"}
-    needed = {hooks[kind] for each in limits for kind in each.kinds}
+    needed = {hooks[kind] for limit in limits for kind in limit.kinds}
     needed.update(*(kind.needed_hooks(limits) for kind in kinds))
     return tuple(each for each in _OPTIONAL if each not in needed)
 

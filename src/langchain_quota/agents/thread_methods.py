@@ -59,7 +59,7 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
                 f"agent must be what create_agent made, not a {type(agent).__name__}: do this "
                 "where the agent runs"
             )
-        node = next((each for each in agent.nodes if _is(each, f"{self.name}.before_agent")), None)
+        node = next((node for node in agent.nodes if _is(node, f"{self.name}.before_agent")), None)
         if node is None:
             raise ValueError(f"the agent does not have the middleware {self.name}")
         thread_id = config.get("configurable", {}).get("thread_id")
@@ -78,14 +78,14 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
             keys = {
                 str(
                     CountKey.at(
-                        store_counter(each), THREAD, str(thread_id), window, at, prefix=prefix
+                        store_counter(limit), THREAD, str(thread_id), window, at, prefix=prefix
                     )
                 )
-                for each in self.limits
-                for window in _windows(each)
+                for limit in self.limits
+                for window in _windows(limit)
             }
             await store.reset(mode, sorted(keys))
-        own = {each.name: {**each.unused} for each in self.feature_kinds if each.unused}
+        own = {kind.name: {**kind.unused} for kind in self.feature_kinds if kind.unused}
         unused = {**UNUSED, LEDGER: {**UNUSED[LEDGER], "own": own}}
         update = agent.update_state, agent.aupdate_state
         await call_variant(mode, *update, config, unused, as_node=node)
@@ -159,7 +159,7 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
                 f"{type(self).__name__} needs a store that gives grants, not {store!r}: pass "
                 "store=MemoryStore() or, for several processes, store=RedisStore()"
             )
-        found = {each.name: each for each in self.limits if each.thread_limit is not None}
+        found = {limit.name: limit for limit in self.limits if limit.thread_limit is not None}
         thread = config.get("configurable", {}).get("thread_id")
         if thread is None:
             raise ValueError('config names no thread: {"configurable": {"thread_id": …}}')
@@ -183,7 +183,7 @@ def _is(node: str, hook: str) -> bool:
 def _windows(limit: Limit) -> list[timedelta | CalendarWindow | None]:
     """The windows in which a store counts what a thread uses of a limit; `None` for no window."""
     in_all = [] if limit.thread_limit is None else [None]
-    return [*in_all, *(each.period for each in limit.quotas if each.per == THREAD)]
+    return [*in_all, *(quota.period for quota in limit.quotas if quota.per == THREAD)]
 
 
 def _unused(limit: Limit) -> LimitStatus:
@@ -191,8 +191,8 @@ def _unused(limit: Limit) -> LimitStatus:
     thread = None if callable(limit.thread_limit) else limit.thread_limit
     unused = ResolvedLimit.of(limit, thread=thread, run=None)
     quotas = (
-        Check(each.name, "", whole_amount(limit.unit, "limit", each.limit), per=THREAD)
-        for each in limit.quotas
-        if each.per == THREAD and not each.smooth and not callable(each.limit)
+        Check(quota.name, "", whole_amount(limit.unit, "limit", quota.limit), per=THREAD)
+        for quota in limit.quotas
+        if quota.per == THREAD and not quota.smooth and not callable(quota.limit)
     )
     return status(unused._replace(checks=(*unused.checks, *quotas)), Counter(), 0)

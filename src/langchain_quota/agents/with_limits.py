@@ -78,7 +78,11 @@ def with_limits(
         )
     made: Any = create
     parameters = signature(made).parameters.values()
-    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.default is not parameter.empty
+    }
 
     @wraps(create)
     def create_with_limits(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Agent:
@@ -90,7 +94,7 @@ def with_limits(
         middleware = list(given.get("middleware") or ())
         specs = list(given.get("subagents") or ())
         names = {spec["name"] for spec in specs}
-        if any(isinstance(each, QuotaMiddleware) and each is not quota for each in middleware):
+        if any(isinstance(item, QuotaMiddleware) and item is not quota for item in middleware):
             raise ValueError(
                 "middleware has a QuotaMiddleware which is not the quota of with_limits: put all "
                 "limits into one QuotaMiddleware, and give it to with_limits"
@@ -149,7 +153,7 @@ def _with_quota(
 ) -> list[AgentMiddleware[Any, Any, Any]]:
     """The middlewares with the quota, unless they have one."""
     present = list(middleware or ())
-    if any(isinstance(each, QuotaMiddleware) for each in present):
+    if any(isinstance(item, QuotaMiddleware) for item in present):
         return present
     # One that judges in the model's own node comes first; any other comes after those whose hooks
     # can jump.

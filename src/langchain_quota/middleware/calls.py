@@ -69,9 +69,9 @@ class ToolCounts:
     def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
         """The thread's and the run's count of a counter, without the charges of these calls."""
         own = 0
-        for each in ids:
-            if each in self.calls:
-                own += self.calls[each]["counters"].get(counter, 0)
+        for call_id in ids:
+            if call_id in self.calls:
+                own += self.calls[call_id]["counters"].get(counter, 0)
         # Never below zero, even where someone else reset the counts.
         return max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
 
@@ -201,7 +201,7 @@ class Batch:
         return [
             counter
             for asked in self.call_checks
-            for counter in {each.limit.counter for each in asked.limits if each.limit.counted}
+            for counter in {limit.limit.counter for limit in asked.limits if limit.limit.counted}
         ]
 
     def by_state(self) -> AcquireResult:
@@ -211,7 +211,7 @@ class Batch:
     def to_store(self) -> AcquireRequest:
         """What a store is asked; kept as `sent`."""
         counters: dict[str, CountRef] = {}
-        for check in (check for each in self.call_checks for check in each.checks):
+        for check in (check for checks in self.call_checks for check in checks.checks):
             known = counters.get(check.counter)
             if known is None:
                 counters[check.counter] = CountRef(
@@ -241,8 +241,8 @@ class Batch:
         # "allow" leaves out quotas.
         self.limits = self.limits.without_store(outage)
         self.set_checks(
-            CallChecks.of(one.without_store(outage) for one in each.limits)
-            for each in self.call_checks
+            CallChecks.of(one.without_store(outage) for one in checks.limits)
+            for checks in self.call_checks
         )
         return self.by_state()
 
@@ -252,8 +252,8 @@ class Batch:
         if limits is not self.limits:
             self.limits = limits
             self.set_checks(
-                CallChecks.of(one.raised(granted) for one in each.limits)
-                for each in self.call_checks
+                CallChecks.of(one.raised(granted) for one in checks.limits)
+                for checks in self.call_checks
             )
 
     def decide(
@@ -266,7 +266,7 @@ class Batch:
                 name: "end"
                 for name, after in self.stops.items()
                 if self.limits.by_name[name].exit_behavior == "continue"
-                and sum(name in each for each in result.refused) >= after
+                and sum(name in names for names in result.refused) >= after
             }
         if self.limits.asking:
             # After a person was asked, or could not be asked.
@@ -275,12 +275,12 @@ class Batch:
             exits |= dict.fromkeys(self.limits.asking, then)
         if self.pending is not None and self.limits.budgets:
             # What is left may be enough for the model.
-            exits |= {each.limit.name: "continue" for each in self.limits.budgets}
+            exits |= {budget.limit.name: "continue" for budget in self.limits.budgets}
         decisions = decide(
             self.calls, self.call_checks, self.index_of, result, charging=charging, exits=exits
         )
         if self.answer is not None:
-            decisions = [each._replace(answer=self.answer) for each in decisions]
+            decisions = [decision._replace(answer=self.answer) for decision in decisions]
         if not any(result.refused):
             return decisions, []
         return decisions, find_breaches(
@@ -339,8 +339,8 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         return None
     context = call_context(runtime, model_name=waiting.message.name)
     calls = [
-        Call("tool", each["name"], each["id"], 1, context.agent, context.thread_id)
-        for each in waiting.calls
+        Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
+        for call in waiting.calls
     ]
     asks = [(call, limits.checks_for(call)) for call in calls]
     # After the last call of a budget no tool runs.
@@ -349,10 +349,10 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     matched = {str(call.id) for call, each in asks if each.limits}
     used: dict[str, int] = {}
     for _, asked in judged:
-        for each in asked.limits:
-            thread, run, *_ = each.checks
+        for limit in asked.limits:
+            thread, run, *_ = limit.checks
             if thread.counter not in used:
-                used[thread.counter], used[run.counter] = counts.used(each.limit.counter, matched)
+                used[thread.counter], used[run.counter] = counts.used(limit.limit.counter, matched)
     # With the structured response the run ends anyway.
     stops: dict[str, int] = {}
     if limits.stops and not waiting.structured:
@@ -366,7 +366,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     if counts.calls:
         # What a store charged for these calls before. The names are the same if the request is made
         # again, so that no refund is made twice.
-        keys = {each: counts.forget_keys(each, limits.keys()) for each in sorted(matched)}
+        keys = {call_id: counts.forget_keys(call_id, limits.keys()) for call_id in sorted(matched)}
         step = context.step(task or middleware)
         renewed = refund_corrections(
             step, {each: amounts for each, amounts in keys.items() if amounts}

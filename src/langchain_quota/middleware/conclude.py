@@ -66,7 +66,7 @@ def _final(batch: Batch, after: Mapping[str, int]) -> str:
     (asked,) = batch.call_checks
     # Ask for one more call: if it is refused, this one is the last. What this call will use of
     # budgets is not known.
-    kept = CallChecks.of(each.with_checks(keep=each.keep) for each in asked.limits)
+    kept = CallChecks.of(limit.with_checks(keep=limit.keep) for limit in asked.limits)
     next_call = replace(batch, call_checks=[kept])
     result = admit(next_call.hits, after, next_call.stops)
     if finalizing.isdisjoint(result.refused[0]):
@@ -77,7 +77,7 @@ def _final(batch: Batch, after: Mapping[str, int]) -> str:
 
 def _model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | None:
     """The exception to raise at limits on model calls, if any."""
-    breach = next((each for each in breaches if each.exit_behavior == "error"), None)
+    breach = next((breach for breach in breaches if breach.exit_behavior == "error"), None)
     if breach is None:
         return None
     calls = 0 if breach.limit.is_budget else 1
@@ -111,7 +111,7 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
     decisions, breaches = batch.decide(result)
     ends: Exit = "continue"
     if result.stopped:
-        ends = max((each.exit_behavior for each in breaches), key=_EXITS.index)
+        ends = max((breach.exit_behavior for breach in breaches), key=_EXITS.index)
         judged = iter(decisions)
         decisions = [
             next(judged) if call in batch.calls else Decision(call, Outcome.SKIPPED)
@@ -152,7 +152,7 @@ def _finalized(batch: Batch) -> HookResult:
 
 def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
     """The exception to raise at limits on tool calls."""
-    breach = next(each for each in breaches if each.exit_behavior == "error")
+    breach = next(breach for breach in breaches if breach.exit_behavior == "error")
     return ToolCallLimitExceededError(
         thread_count=breach.thread_count,
         run_count=breach.run_count,
@@ -178,7 +178,7 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
             continue
         # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
         # charged to that limit, and so never refunded by its name.
-        known = [(batch.limits.by_name[each.limit], each) for each in decision.limits]
+        known = [(batch.limits.by_name[limit.limit], limit) for limit in decision.limits]
         added: dict[str, int] = {}
         for limit, each in [both for both in known if both[0].counted]:
             # Limits that share a counter add the most to it.
@@ -211,7 +211,7 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
     counts: Any = batch.counts
     if batch.answered:
         charged = result.charged(batch.hits)
-        for limit in (each for asked in batch.call_checks for each in asked.limits):
+        for limit in (limit for asked in batch.call_checks for limit in asked.limits):
             if limit.is_budget:
                 # The store's count has what models have used, too.
                 continue
@@ -242,7 +242,7 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
     judged = ToolBatch(
         message=message,
         calls=counts.calls,
-        waiting=[each for each in waiting if each != batch.middleware],
+        waiting=[name for name in waiting if name != batch.middleware],
     )
     written = Ledger(counts={"run_tools": counts.run}, batch=judged)
     for breach in breaches:

@@ -145,7 +145,9 @@ class LimitResolver:
     ) -> None:
         # Caps on calls at once are handled elsewhere.
         self.of_kind: dict[Kind | None, list[Limit]] = {
-            kind: [each for each in limits if counts_calls(each) and kind in {*each.kinds, None}]
+            kind: [
+                limit for limit in limits if counts_calls(limit) and kind in {*limit.kinds, None}
+            ]
             for kind in ("model", "tool", None)
         }
         self.recorder = recorder
@@ -153,14 +155,14 @@ class LimitResolver:
         # That of the store; `None` without one.
         self._clock = clock
         # The limits whose numbers are no functions.
-        self._numbers = {each.name: fixed(each) for each in limits if not is_dynamic(each)}
+        self._numbers = {limit.name: fixed(limit) for limit in limits if not is_dynamic(limit)}
         # Those of the newest moment, with what they ask of calls.
         self._newest: dict[Kind | None, ResolvedLimits] = {}
         self.fixed: dict[Kind | None, ResolvedLimits] = {}
         """Those that are always the same."""
         if clock is None and len(self._numbers) == len(limits):
             self.fixed = {
-                kind: ResolvedLimits(self._numbers[each.name] for each in of_kind)
+                kind: ResolvedLimits(self._numbers[limit.name] for limit in of_kind)
                 for kind, of_kind in self.of_kind.items()
             }
 
@@ -175,7 +177,7 @@ class LimitResolver:
             subject = await root_run(mode, state, caller, prefix)
         now = None if self._clock is None else self._clock()
         moment = _ResolutionContext(mode, state, runtime, caller, prefix, subject, now)
-        found = tuple([await self._resolved(moment, each) for each in self.of_kind[kind]])
+        found = tuple([await self._resolved(moment, limit) for limit in self.of_kind[kind]])
         newest = self._newest.get(kind)
         if newest is None or newest.limits != found:
             newest = self._newest[kind] = ResolvedLimits(found)

@@ -235,7 +235,7 @@ class Kernel:
     def _also_begun(self, begun_by: Mapping[str, str | None]) -> dict[str, str | None]:
         """The middlewares that have begun a run, this one included."""
         made = {**begun_by, self.name: self._model_mode}
-        counting = [each for each in made.values() if each is not None]
+        counting = [mode for mode in made.values() if mode is not None]
         if self._model_mode is None or len(counting) == 1 or {*counting} == {"returned"}:
             return made
         raise RuntimeError(
@@ -375,7 +375,7 @@ class Kernel:
 
     async def acquire(self, mode: Mode, batch: Batch) -> AcquireResult:
         """The answer: from the state's counts, or from the store's if it keeps any of them."""
-        if self.store is None or not any(each.shared for each in batch.call_checks):
+        if self.store is None or not any(checks.shared for checks in batch.call_checks):
             return batch.by_state()
         # Fail before anything is charged.
         self.observers.check(mode)
@@ -486,7 +486,7 @@ def clock_of(store: QuotaStore) -> Callable[[], float]:
 def _has_begun(state: Mapping[str, Any]) -> bool:
     """Whether another limiter has begun this run: the model has not answered since."""
     messages = since(state.get("messages") or (), ledger(state).get("turn"))
-    return messages is not None and not any(isinstance(each, AIMessage) for each in messages)
+    return messages is not None and not any(isinstance(message, AIMessage) for message in messages)
 
 
 def _turn(history: Sequence[AnyMessage]) -> str | int | None:

@@ -39,7 +39,7 @@ def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
     taken = {call["id"] for call in message.tool_calls}
     calls = list(message.tool_calls)
     for index in missing:
-        call_id = next(each for each in _ids(message.id, index) if each not in taken)
+        call_id = next(call_id for call_id in _ids(message.id, index) if call_id not in taken)
         calls[index] = {**calls[index], "id": call_id}
     content: Any = message.content
     if isinstance(content, list):

@@ -159,7 +159,7 @@ def root_run() -> RootRun | None:
     if not _kinds:
         return None
     handlers = getattr(running_config().get("callbacks"), "inheritable_handlers", ())
-    found = next((each for each in handlers if isinstance(each, RootRun)), None)
+    found = next((handler for handler in handlers if isinstance(handler, RootRun)), None)
     return found and (found.joined or found)
 
 
