@@ -129,7 +129,7 @@ class ToolCallLimitMiddleware(
     def after_model(
         self, state: ToolCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """Judge the tool calls that the model just made.
+        """Check the tool calls that the model just made.
 
         Raises:
             ToolCallLimitExceededError: A call is over the limit and `exit_behavior` is `"error"`.
@@ -141,7 +141,7 @@ class ToolCallLimitMiddleware(
     async def aafter_model(
         self, state: ToolCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """`after_model`, without blocking the event loop."""
+        """Call `after_model` without blocking the event loop."""
         return await self._judge("a", state, runtime)
 
     async def _judge(self, mode: Mode, state: Mapping[str, Any], runtime: Any) -> Update | None:
@@ -233,7 +233,7 @@ class ModelCallLimitMiddleware(
     def before_model(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """Judge the model call that is about to be made.
+        """Check the model call that is about to be made.
 
         Raises:
             ModelCallLimitExceededError: The limit is reached and `exit_behavior` is `"error"`.
@@ -244,7 +244,7 @@ class ModelCallLimitMiddleware(
     async def abefore_model(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """`before_model`, without blocking the event loop."""
+        """Call `before_model` without blocking the event loop."""
         return self._judge_next(state, runtime)
 
     def wrap_model_call(
@@ -261,7 +261,7 @@ class ModelCallLimitMiddleware(
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ExtendedModelResponse[ResponseT]:
-        """`wrap_model_call`, without blocking the event loop."""
+        """Call `wrap_model_call` without blocking the event loop."""
         self.kernel.learn_tools(request)
         return self._counted(request, await handler(request))
 
@@ -274,7 +274,7 @@ class ModelCallLimitMiddleware(
     async def aafter_model(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """`after_model`, without blocking the event loop."""
+        """Call `after_model` without blocking the event loop."""
         return self._count_uncounted(state, runtime)
 
     def _judge_next(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
@@ -313,7 +313,7 @@ class ModelCallLimitMiddleware(
 
 
 def _is_counted(state: Mapping[str, Any]) -> bool:
-    """Whether the model call of this step is counted already."""
+    """Return whether the model call of this step is counted already."""
     return ledger(state).get("counts", {}).get("model_counted", False)
 
 

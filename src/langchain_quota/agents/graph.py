@@ -89,7 +89,7 @@ class GraphQuota:
         watch_root_runs()
 
     def model(self, llm: str | BaseChatModel, tools: Tools = ()) -> BaseChatModel:
-        """A chat model that is held to the limits, as are the tool calls that it makes.
+        """Return a chat model that is held to the limits, as are the tool calls that it makes.
 
         Where a limit refuses its call, or ends the run, its answer is the final text. It streams
         its own answer in one piece, and to LangGraph's `stream_mode="messages"` word by word.
@@ -110,9 +110,9 @@ class GraphQuota:
         return _LimitedModel(limits=self._limits, inner=inner, offered=_as_tools(tools))
 
     def tools(self, tools: Tools, **options: Any) -> ToolNode:
-        """A node of tools: it answers the calls that a limit refuses, and runs the others.
+        """Return a node of tools: it answers the calls that a limit refuses, and runs the others.
 
-        It also judges the calls of a model without limits, and all calls if a tool limit can
+        It also checks the calls of a model without limits, and all calls if a tool limit can
         `"ask"`: the question comes before any call of the message runs.
 
         Args:
@@ -124,7 +124,7 @@ class GraphQuota:
 
 
 class _Run:
-    """What is remembered of a run, in place of a graph's state."""
+    """The memory of a run, in place of a graph's state."""
 
     def __init__(self, root: str, state: dict[str, Any]) -> None:
         self.root, self.state = root, state
@@ -134,7 +134,7 @@ class _Run:
         self.taken: dict[str, Refused] = {}
 
     def learn(self, update: Any) -> bool:
-        """Take in what is written to the state; whether it ends the run."""
+        """Apply an update of the state; return whether it ends the run."""
         new = {key: each for key, each in update.items() if key not in {"messages", "jump_to"}}
         known = merge_ledgers(self.state[LEDGER], new.get(LEDGER) or Ledger())
         self.state.update(new, langchain_quota=known)
@@ -142,7 +142,7 @@ class _Run:
 
 
 class _GraphKernel(Kernel):
-    """Remembers the questions that a graph was asked, and whose answers are not needed any more."""
+    """Stores the questions to people, and drops answers that are not needed any more."""
 
     graph: "_Limits"
 
@@ -159,7 +159,7 @@ class _GraphKernel(Kernel):
 
 
 class _Limits(QuotaMiddleware[Any, Any]):
-    """Judges the calls of a graph."""
+    """Checks the calls of a graph."""
 
     name = "GraphQuota"
     kernel: _GraphKernel
@@ -177,7 +177,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
         self._roots: WeakKeyDictionary[RootRun, str] = WeakKeyDictionary()
 
     async def ask(self, mode: Mode, given: list[Any], call: Any, **request: Any) -> Any:
-        """The answer of a model, or of the limits in its place."""
+        """Return the answer of a model, or of the limits in its place."""
         with _running_as(self.agent):
             run = await self._run(mode, given)
             if run.ended is not None:
@@ -211,7 +211,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
             return answer.model_copy(update={"response_metadata": marked})
 
     async def refused(self, mode: Mode, asked: list[Any], key: str) -> tuple[Any, Refused]:
-        """The state in which calls of tools run, and what answers those that do not."""
+        """Return the state in which tool calls run, and the answers of those that do not run."""
         known, calls = asked[0].state, [request.tool_call for request in asked]
         known = known.get(key) if isinstance(known, Mapping) else getattr(known, key, known)
         history = [message for message in known or () if not isinstance(message, dict)]
@@ -236,7 +236,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
         return {**run.state, "messages": history}, run.taken[work]
 
     async def _read_mark(self, mode: Mode, run: _Run, message: AIMessage) -> None:
-        """Learn from a message what another process has judged, if it really has."""
+        """Read decisions of another process from a message, if it really made them."""
         mark = message.response_metadata.get(_MARK)
         if self._is_shared and isinstance(mark, dict) and isinstance(mark.get("refused"), dict):
             judged = _judged(message, mark["refused"])
@@ -245,7 +245,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
                     run.judged.setdefault(name, text)
 
     async def _judge(self, mode: Mode, run: _Run, state: Any, work: str) -> tuple[Any, Any]:
-        """Judge the newest calls; the final text if that ends the run, and what answers calls."""
+        """Check the newest calls; return the final text if the run ends, and answers of calls."""
         update = await self.kernel.check_tool_calls(mode, state, running_runtime(work)) or {}
         answers: list[Any] = update.get("messages") or []
         final = answers[-1] if run.learn(update) else None
@@ -255,13 +255,13 @@ class _Limits(QuotaMiddleware[Any, Any]):
         }
 
     async def pass_over(self, mode: Mode, question: str) -> None:
-        """Take an answer that is not needed any more: it must not be one to a tool's question."""
+        """Drop an answer that is not needed any more: a tool's question must not get it."""
         resumes = self.asks and getattr(root_run(), "resumes", False)
         if resumes and await self.notes.read(mode, "asked", question) is not None:
             compat.is_answered()
 
     async def _run(self, mode: Mode, given: list[Any]) -> _Run:
-        """What is remembered of the run that is going on: of this graph, in this root run."""
+        """Return the memory of the current run: of this graph, in this root run."""
         root = root_run()
         if root is None:
             raise RuntimeError(
@@ -283,7 +283,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
 
 
 class _LimitedTools(ToolNode):
-    """A node of tools that judges all its calls before it runs one."""
+    """A node of tools that checks all its calls before it runs one."""
 
     def __init__(self, limits: _Limits, tools: Tools, options: dict[str, Any]) -> None:
         self._limits, self._key = limits, options.get("messages_key", "messages")
@@ -341,7 +341,7 @@ class _LimitedModel(BaseChatModel):
 
     @property
     def bind_tools(self) -> Any:
-        """`bind_tools` of the model, with its parameters: frameworks look at them."""
+        """The model's `bind_tools`, with its parameters, because frameworks inspect them."""
 
         def bound(tools: Tools, **options: Any) -> BaseChatModel:
             settings = {**self.settings, **options}
@@ -350,7 +350,7 @@ class _LimitedModel(BaseChatModel):
         return wraps(self.inner.bind_tools)(bound)
 
     def with_structured_output(self, schema: Any, **options: Any) -> Runnable[Any, Any]:
-        """`with_structured_output` of the model; `None` in place of a refused answer."""
+        """Call the model's `with_structured_output`; a blocked call returns `None`."""
         own = self.inner.with_structured_output(schema, **options)
 
         def structured(model: BaseChatModel) -> Runnable[Any, Any]:
@@ -404,7 +404,7 @@ def _running_as(agent: str | None, config: RunnableConfig | None = None) -> Iter
 
 
 def _judged(message: AIMessage, refused: Refused) -> dict[Any, str | None]:
-    """What was judged about each call of a message."""
+    """Return the decision about each call of a message: its answer, or `None` if it runs."""
     return {(message.id, c["id"], c["name"]): refused.get(c["id"]) for c in message.tool_calls}
 
 

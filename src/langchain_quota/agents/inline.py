@@ -38,7 +38,7 @@ class InlineState(dict[str, Any]):
         return [message for message in messages if message.id not in self.overruled]
 
     def write(self, update: Update | None) -> None:
-        """Take in what is to be written to the state."""
+        """Apply an update of the state."""
         new = {**(update or {})}
         made = new.pop("messages", [])
         self.made += made
@@ -61,7 +61,7 @@ class InlineState(dict[str, Any]):
 
 
 async def make_model_call(kernel: Kernel, mode: Mode, step: InlineState, handler: Handler) -> None:
-    """Judge a model call, and make it if it is let through."""
+    """Check a model call, and make it if it is allowed."""
     step.write(await kernel.check_model_call(mode, step, step.request.runtime))
     if "jump_to" in step.written:
         return
@@ -76,7 +76,7 @@ async def make_model_call(kernel: Kernel, mode: Mode, step: InlineState, handler
 
 
 def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
-    """The ids of our refusals whose calls a reviewer has answered, too."""
+    """Return the ids of our refusals whose calls a reviewer has answered, too."""
     refusals: dict[str, str] = {}
     answered: set[str] = set()
     for message in reversed(messages):
@@ -94,7 +94,7 @@ def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
 class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     """`QuotaMiddleware` that adds no graph node to a step; experimental.
 
-    It judges inside the model's own step, and adds one superstep, at the beginning of a run.
+    It checks calls inside the model's own step, and adds one superstep, at the beginning of a run.
     Arguments, counts and telemetry are those of `QuotaMiddleware`, but no limit can `"ask"`. List
     it first: it does not see what a middleware listed before it answers, drops or tries again. It
     needs LangChain 1.4. A run that a limit has ended raises a `ModelCallLimitExceededError` if it
@@ -144,7 +144,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         return super().before_agent(state, runtime)
 
     async def abefore_agent(self, state: Any, runtime: Any) -> Update | None:
-        """`before_agent`, without blocking the event loop."""
+        """Call `before_agent` without blocking the event loop."""
         self._check_version()
         return await super().abefore_agent(state, runtime)
 

@@ -1,4 +1,4 @@
-"""QuotaMiddleware: many limits in one middleware, judged together."""
+"""QuotaMiddleware: many limits in one middleware, checked together."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
@@ -194,7 +194,7 @@ class QuotaMiddleware(
     def before_model(
         self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """Judge the model call that is about to be made, and charge it.
+        """Check the model call that is about to be made, and charge it.
 
         Raises:
             ModelCallLimitExceededError: A limit with `exit_behavior="error"` is reached.
@@ -209,7 +209,7 @@ class QuotaMiddleware(
     async def abefore_model(
         self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """`before_model`, without blocking the event loop."""
+        """Call `before_model` without blocking the event loop."""
         return await self._before_model("a", state, runtime)
 
     async def _before_model(
@@ -225,7 +225,7 @@ class QuotaMiddleware(
     def after_model(
         self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """Judge the tool calls that the model just made; other errors are those of `before_model`.
+        """Check the tool calls that the model just made; other errors are those of `before_model`.
 
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
@@ -236,7 +236,7 @@ class QuotaMiddleware(
     async def aafter_model(
         self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
-        """`after_model`, without blocking the event loop."""
+        """Call `after_model` without blocking the event loop."""
         return await self._after_model("a", state, runtime)
 
     async def _after_model(
@@ -259,7 +259,7 @@ class QuotaMiddleware(
         request: ModelRequest[ContextT],
         handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
     ) -> ModelResponse[ResponseT]:
-        """`wrap_model_call`, without blocking the event loop."""
+        """Call `wrap_model_call` without blocking the event loop."""
         return await self._wrap_model_call("a", request, handler)
 
     async def _wrap_model_call(
@@ -285,12 +285,12 @@ class QuotaMiddleware(
         return run_sync(self.kernel.call_tool("", request, as_async(handler)))
 
     async def awrap_tool_call(self, request: ToolCallRequest, handler: ToolHandler) -> ToolAnswer:
-        """`wrap_tool_call`, without blocking the event loop."""
+        """Call `wrap_tool_call` without blocking the event loop."""
         return await self.kernel.call_tool("a", request, handler)
 
     @property
     def name(self) -> str:
-        """The middleware's name in the graph: the name of the class."""
+        """Name in the graph: the name of the class."""
         return type(self).__name__
 
 
@@ -306,7 +306,7 @@ class WrittenResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
 
     @property
     def model_response(self) -> ModelResponse[Any]:  # type: ignore[override]  # as it is now
-        """The answer alone."""
+        """Response without the update."""
         return ModelResponse(self.result, self.structured_response)
 
 
@@ -315,7 +315,7 @@ _OPTIONAL = ("before_model", "after_model", "wrap_tool_call")
 
 
 def _unneeded(kinds: Sequence[type[Feature]], limits: Any) -> tuple[str, ...]:
-    """The hooks that limits do not need; none if these are no limits."""
+    """Return the hooks that limits do not need; none if these are no limits."""
     if not isinstance(limits, Sequence) or not all(isinstance(limit, Limit) for limit in limits):
         return ()
     hooks = {"model": "before_model", "tool": "after_model"}
@@ -326,7 +326,7 @@ def _unneeded(kinds: Sequence[type[Feature]], limits: Any) -> tuple[str, ...]:
 
 @cache
 def _with_hooks(cls: Any, unneeded: Any) -> Any:
-    """The same class without some hooks."""
+    """Return the same class without some hooks."""
     both = [*unneeded, *(f"a{hook}" for hook in unneeded)]
     own = {hook: vars(AgentMiddleware)[hook] for hook in both}
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

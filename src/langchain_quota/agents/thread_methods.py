@@ -31,7 +31,7 @@ _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededErro
 
 
 class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
-    """A limiter whose threads can be reset, in its state and in the store, and granted more."""
+    """A middleware whose threads can be reset and granted more."""
 
     def reset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
         """Set a thread's counts to 0, in its state and in the store.
@@ -45,12 +45,12 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
             TypeError: `agent` is not an agent of `create_agent`, but a remote one, for example.
             ValueError: The agent does not have this middleware, or the config names no prefix.
             RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
-            QuotaStoreError: The store could not be asked.
+            QuotaStoreError: The store was unavailable.
         """
         run_sync(self._reset("", agent, config))
 
     async def areset(self, agent: Pregel[Any, Any, Any, Any], config: RunnableConfig) -> None:
-        """`reset`, without blocking the event loop."""
+        """Call `reset` without blocking the event loop."""
         await self._reset("a", agent, config)
 
     async def _reset(self, mode: Mode, agent: Any, config: RunnableConfig) -> None:
@@ -95,7 +95,7 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
         self.kernel.recorder.record_reset(name, thread_id, list(map(_unused, self.limits)))
 
     def _has_stopped(self, task: PregelTask) -> bool:
-        """Whether a task failed because a limit ended the run with an exception."""
+        """Return whether a task failed because a limit ended the run with an exception."""
         # A checkpoint keeps an exception's `repr`, which begins with the name of its class.
         error = task.error if isinstance(task.error, str) else repr(task.error)
         judges = any(_is(task.name, each) for each in self.checking_nodes())
@@ -129,7 +129,7 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
             TypeError: An argument has the wrong type, or the middleware has no store that gives
                 grants.
             ValueError: An argument is out of bounds, or no such limit has a `thread_limit`.
-            QuotaStoreError: The store could not be asked.
+            QuotaStoreError: The store was unavailable.
         """
         store, key = self._granting(limit, config)
         return store.grant(key, amount, window=None, until=until, reason=reason, by=by, id=id)
@@ -145,7 +145,7 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
         by: str = "",
         id: str | None = None,  # noqa: A002 - as the field is called
     ) -> Grant:
-        """`grant`, without blocking the event loop."""
+        """Call `grant` without blocking the event loop."""
         store, key = self._granting(limit, config)
         return await store.agrant(
             key, amount, window=None, until=until, reason=reason, by=by, id=id
@@ -176,18 +176,18 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
 
 
 def _is(node: str, hook: str) -> bool:
-    """Whether a node is that of a hook; in a graph with several loops, its name has a prefix."""
+    """Return whether a node is that of a hook; with several loops, its name has a prefix."""
     return node == hook or node.endswith(f".{hook}")
 
 
 def _windows(limit: Limit) -> list[timedelta | CalendarWindow | None]:
-    """The windows in which a store counts what a thread uses of a limit; `None` for no window."""
+    """Return the windows in which a store counts a thread for a limit; `None` for no window."""
     in_all = [] if limit.thread_limit is None else [None]
     return [*in_all, *(quota.period for quota in limit.quotas if quota.per == THREAD)]
 
 
 def _unused(limit: Limit) -> LimitStatus:
-    """The status of a thread's limit when it has used nothing."""
+    """Return the status of a thread's limit when it has used nothing."""
     thread = None if callable(limit.thread_limit) else limit.thread_limit
     unused = ResolvedLimit.of(limit, thread=thread, run=None)
     quotas = (

@@ -116,7 +116,7 @@ def with_limits(
 
 
 def _general_purpose(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec of the sub-agent that deepagents would add itself."""
+    """Return the spec of the sub-agent that deepagents would add itself."""
     # deepagents is no dependency of ours, but the caller of this has it.
     from deepagents.middleware.subagents import GENERAL_PURPOSE_SUBAGENT  # noqa: PLC0415
 
@@ -131,7 +131,7 @@ def _general_purpose(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _limited(spec: Mapping[str, Any], quota: QuotaMiddleware[Any, Any]) -> Mapping[str, Any]:
-    """A sub-agent's spec with limits."""
+    """Return a sub-agent's spec with limits."""
     name = spec["name"]
     if "graph_id" in spec:
         raise ValueError(
@@ -151,11 +151,11 @@ def _limited(spec: Mapping[str, Any], quota: QuotaMiddleware[Any, Any]) -> Mappi
 def _with_quota(
     middleware: Sequence[AgentMiddleware[Any, Any, Any]] | None, quota: QuotaMiddleware[Any, Any]
 ) -> list[AgentMiddleware[Any, Any, Any]]:
-    """The middlewares with the quota, unless they have one."""
+    """Return the middlewares with the quota, unless they have one."""
     present = list(middleware or ())
     if any(isinstance(item, QuotaMiddleware) for item in present):
         return present
-    # One that judges in the model's own node comes first; any other comes after those whose hooks
-    # can jump.
+    # A middleware that checks in the model's own node comes first; any other comes after those
+    # whose hooks can jump.
     inline = "model" in quota.checking_nodes()
     return [quota, *present] if inline else [*present, quota]

@@ -38,7 +38,7 @@ def is_own(cls: type) -> bool:
 
 
 class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
-    """A middleware that holds agents to limits.
+    """A middleware that limits agents.
 
     Args:
         limits: The limits, checked together.
@@ -47,9 +47,9 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
     """
 
     feature_kinds: ClassVar[Sequence[type[Feature]]] = ()
-    """The features that it may have, in the order in which they are called."""
+    """Kinds of features, in the order in which they are called."""
     kernel_kind: ClassVar[type[Kernel]] = Kernel
-    """The class of its kernel."""
+    """Class of the kernel."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raise a `TypeError` if LangChain would ignore that an override ends the run."""
@@ -76,13 +76,13 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
             vars(self).update({hook: compat.untraced(self, hook) for hook in _STAND_INS})
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Take over what the original has, except its own stand-ins."""
+        """Copy the state of the original, with new stand-ins."""
         stand_ins = {hook: compat.untraced(self, hook) for hook in _STAND_INS if hook in state}
         vars(self).update(state, **stand_ins)
 
     @cached_property
     def name(self) -> str:
-        """The middleware's name in the graph: its class, the limited tools and the limit's name."""
+        """Name in the graph: its class, the limited tools and the limit's name."""
         parts = [*self.limits[0].tools, *([self._limit_name] if self._limit_name else [])]
         if not parts:
             return type(self).__name__
@@ -102,7 +102,7 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         return self.kernel.begin_run("", state, runtime)
 
     async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
-        """`before_agent`, without blocking the event loop."""
+        """Call `before_agent` without blocking the event loop."""
         return self.kernel.begin_run("a", state, runtime)
 
     def checking_nodes(self) -> tuple[str, ...]:

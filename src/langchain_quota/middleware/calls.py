@@ -1,4 +1,4 @@
-"""The calls of a step: what they ask of counts, and what is decided about them.
+"""The calls of a step, their checks, and the decisions about them.
 
 batch = tool_batch(…) or model_batch(…)
 result = batch.by_state(), the store's answer to batch.to_store(), or batch.without_store(…)
@@ -40,7 +40,7 @@ from langchain_quota.middleware.state import (
 )
 
 Update = dict[str, Any]
-"""What a hook writes to the state."""
+"""A hook's update of the state."""
 
 OF_THREAD = f"{MODEL}/{THREAD}"
 OF_RUN = f"{MODEL}/{RUN}"
@@ -59,7 +59,7 @@ class ToolCounts:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], known: Ledger, message: str | None) -> "ToolCounts":
-        """The counts in a state, with what is charged to the calls of a message."""
+        """Return the counts in a state, with the charges of the calls of a message."""
         # No message says that a call did not run: a caller can write it, too.
         batch = known.get("batch")
         is_of_message = batch is not None and message in (None, batch["message"])
@@ -67,7 +67,7 @@ class ToolCounts:
         return cls(thread_tools(state), run_tools(state), calls)
 
     def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
-        """The thread's and the run's count of a counter, without the charges of these calls."""
+        """Return the thread's and the run's count, without the charges of these calls."""
         own = 0
         for call_id in ids:
             if call_id in self.calls:
@@ -76,7 +76,7 @@ class ToolCounts:
         return max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
 
     def of_call(self, call_id: str) -> Charge:
-        """What is charged to a call."""
+        """Return the charges of a call."""
         return self.calls.setdefault(call_id, {"counters": {}, "limits": {}, "keys": {}})
 
     def charge(self, call_id: str, counter: str, amount: int) -> None:
@@ -88,7 +88,7 @@ class ToolCounts:
         self.run[counter] = self.run.get(counter, 0) + added
 
     def refund(self, call_id: str) -> list[tuple[str, int, int]]:
-        """Take all charges of a call back; each limit's name, its calls, and its nanodollars."""
+        """Refund a call; return each limit's name, its calls, and its nanodollars."""
         charge = self.calls.pop(call_id, None)
         if charge is None:
             return []
@@ -100,13 +100,13 @@ class ToolCounts:
         return refunded_limits(charge)
 
     def forget_keys(self, call_id: str, keys: Collection[str]) -> Amounts:
-        """Forget, and return, what a store charged for a call under keys: it charges it anew."""
+        """Remove and return what a store charged for a call under keys that it charges again."""
         charged = self.calls[call_id]["keys"] if call_id in self.calls else {}
         return {key: charged.pop(key) for key in sorted(charged.keys() & set(keys))}
 
 
 def refunded_limits(charge: Charge) -> list[tuple[str, int, int]]:
-    """What is taken back with a charge: each limit's name, its calls, and its nanodollars."""
+    """Return what a refund returns: each limit's name, its calls, and its nanodollars."""
     costs = dict(charge.get("costs", {}))
     calls = [one for by_limit in charge["limits"].values() for one in by_limit.items()]
     made = [(name, amount, costs.pop(name, 0)) for name, amount in calls]
@@ -115,7 +115,7 @@ def refunded_limits(charge: Charge) -> list[tuple[str, int, int]]:
 
 
 def refund_corrections(step: str, refunds: Mapping[str, Amounts]) -> tuple[Correction, ...]:
-    """Return the corrections that take calls back from a store, each once in a step."""
+    """Return the corrections that refund calls in a store, each once in a step."""
     return tuple(
         Correction(f"{step}/{call_id}", {key: -amount for key, amount in amounts.items()})
         for call_id, amounts in refunds.items()
@@ -123,7 +123,7 @@ def refund_corrections(step: str, refunds: Mapping[str, Amounts]) -> tuple[Corre
 
 
 class HookResult(NamedTuple):
-    """What a hook decided, and what follows from it."""
+    """Decisions of a hook, and its update, refunds and exception."""
 
     decisions: Sequence[Decision]
     update: Update | None = None
@@ -133,7 +133,7 @@ class HookResult(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Calls that are judged together, and what they ask of counts."""
+    """Calls that are checked together, and their checks."""
 
     state: Mapping[str, Any]
     ledger: Ledger
@@ -176,12 +176,12 @@ class Batch:
         self.hits, self.index_of = hits_of(self.calls, self.call_checks)
 
     def set_checks(self, call_checks: Iterable[CallChecks]) -> None:
-        """Ask for something else."""
+        """Replace the checks of the calls."""
         self.call_checks = [*call_checks]
         self.hits, self.index_of = hits_of(self.calls, self.call_checks)
 
     def save(self, feature: str, values: Mapping[str, Any]) -> None:
-        """Write what a feature keeps."""
+        """Add a feature's values to the update of the ledger."""
         if values:
             self.ledger_update = merge_ledgers(
                 self.ledger_update, Ledger(own={feature: {**values}})
@@ -189,7 +189,7 @@ class Batch:
 
     @property
     def question(self) -> str:
-        """Names what a person is asked about them: the same if the node runs again."""
+        """Name of the question to a person about the calls; the same if the node runs again."""
         # In a graph, a model call is then another one.
         said = [(each.type, each.content) for each in self.state.get("messages") or ()]
         node = call_context(running_runtime(), model_name=None)
@@ -197,7 +197,7 @@ class Batch:
 
     @property
     def counters(self) -> list[str]:
-        """The names under which the state counts each call."""
+        """Names under which the state counts each call."""
         return [
             counter
             for asked in self.call_checks
@@ -205,11 +205,11 @@ class Batch:
         ]
 
     def by_state(self) -> AcquireResult:
-        """The answer by the state's counts."""
+        """Return the result by the state's counts."""
         return admit(self.hits, self.used, self.stops)
 
     def to_store(self) -> AcquireRequest:
-        """What a store is asked; kept as `sent`."""
+        """Return the request to a store, and keep it as `sent`."""
         counters: dict[str, CountRef] = {}
         for check in (check for checks in self.call_checks for check in checks.checks):
             known = counters.get(check.counter)
@@ -236,7 +236,7 @@ class Batch:
         return self.sent
 
     def without_store(self, outage: OnStoreError) -> AcquireResult:
-        """The answer while the store cannot be asked: what the state alone knows."""
+        """Return the result by the state's counts alone, while the store is unavailable."""
         # "block" refuses every call of a limit with a count in the store, by a threshold of -1.
         # "allow" leaves out quotas.
         self.limits = self.limits.without_store(outage)
@@ -247,7 +247,7 @@ class Batch:
         return self.by_state()
 
     def raise_limits(self, granted: Mapping[str, int]) -> None:
-        """Raise the limits by what a store has granted, by key."""
+        """Raise the limits by grants of the store, by key."""
         limits = self.limits.raised(granted)
         if limits is not self.limits:
             self.limits = limits
@@ -259,7 +259,7 @@ class Batch:
     def decide(
         self, result: AcquireResult, *, charging: bool = True
     ) -> tuple[list[Decision], list[Breach]]:
-        """The decision about each call, and the limits whose refusals hold."""
+        """Return the decision about each call, and the enforced limits that refuse calls."""
         exits: dict[str, Exit] = {}
         if any(result.refused):
             exits = {
@@ -289,14 +289,14 @@ class Batch:
 
 
 def model_counts(state: Mapping[str, Any]) -> dict[str, int]:
-    """The state's counts of model calls, by the name of the counter."""
+    """Return the state's counts of model calls, by the name of the counter."""
     return {OF_THREAD: thread_model(state), OF_RUN: run_model(state)}
 
 
 def model_batch(
     state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits, *, task: str
 ) -> Batch:
-    """The model call that is about to be made, and what it asks."""
+    """Return the batch of the next model call."""
     known, context = ledger(state), model_context(state, runtime)
     call = Call("model", agent=context.agent, thread_id=context.thread_id)
     return Batch(
@@ -315,7 +315,7 @@ def model_batch(
 
 
 def model_context(state: Mapping[str, Any], runtime: Any) -> CallContext:
-    """The agent and thread of a model call."""
+    """Return the agent and thread of a model call."""
     name = newest_name(state.get("messages") or ()) if run_model(state) else None
     return call_context(runtime, model_name=name)
 
@@ -329,7 +329,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     every_call: bool = True,
     task: str = "",
 ) -> Batch | None:
-    """The tool calls that wait for an answer, and what they ask; `None` if there are none."""
+    """Return the batch of the tool calls that wait for an answer, or `None` without any."""
     waiting = pending_calls(state)
     if waiting is None or not waiting.calls:
         return None
@@ -395,7 +395,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
 
 
 def _concerns(limits: ResolvedLimits, waiting: PendingCalls, known: Ledger) -> bool:
-    """Whether limits match a call that waits."""
+    """Return whether limits match a call that waits."""
     # If a middleware has charged calls of the message, its answered calls matter, too: it is
     # recorded that these limits have judged the message.
     batch = known.get("batch")

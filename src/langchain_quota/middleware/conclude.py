@@ -1,4 +1,4 @@
-"""What follows from the answer about calls: decisions, what is written, refunds, an exception."""
+"""The results of checks: decisions, state updates, refunds, and exceptions."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,11 +28,11 @@ from langchain_quota.middleware.state import (
 
 _NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
 _EXITS: tuple[Exit, ...] = ("continue", "end", "error")
-"""The strongest last."""
+"""Exit behaviors, the strongest last."""
 
 
 def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True) -> HookResult:
-    """What follows for a model call."""
+    """Return the hook result of a model call."""
     decisions, breaches = batch.decide(result, charging=charging)
     error = _model_error(breaches) if breaches else None
     if error is not None:
@@ -59,7 +59,7 @@ def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True
 
 
 def _final(batch: Batch, after: Mapping[str, int]) -> str:
-    """The run's final text if this is its budget's last call and answers nothing; else empty."""
+    """Return the run's final text if this is the last call of its budget; else an empty one."""
     finalizing = batch.limits.finalizing
     if not finalizing:
         return ""
@@ -76,7 +76,7 @@ def _final(batch: Batch, after: Mapping[str, int]) -> str:
 
 
 def _model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | None:
-    """The exception to raise at limits on model calls, if any."""
+    """Return the exception to raise at limits on model calls, or `None`."""
     breach = next((breach for breach in breaches if breach.exit_behavior == "error"), None)
     if breach is None:
         return None
@@ -92,14 +92,14 @@ def _model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | No
 
 
 def _final_message(batch: Batch, breaches: Sequence[Breach], name: str | None) -> AIMessage:
-    """The message with which a run ends at limits, or by the person who ended it."""
+    """Return the message that ends a run at limits, or that of the person who ended it."""
     said = batch.answer.message if batch.answer and batch.answer.type == "reject" else ""
     text = said if said.strip() else messages.final(breaches)
     return AIMessage(content=text, name=name, id=str(uuid4()))
 
 
 def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
-    """What follows for the tool calls of a message."""
+    """Return the hook result of the tool calls of a message."""
     if batch.ledger.get("final"):
         return _finalized(batch)
     pending: Any = batch.pending
@@ -135,7 +135,7 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
 
 
 def _finalized(batch: Batch) -> HookResult:
-    """No tool runs after the last model call of the budget; the run ends with its text."""
+    """Skip all tools after the last model call of the budget, and end the run with its text."""
     pending: Any = batch.pending
     decisions = [Decision(call, Outcome.SKIPPED) for call in batch.every_call]
     answers = _answers(decisions, batch, messages.FINALIZED)
@@ -151,7 +151,7 @@ def _finalized(batch: Batch) -> HookResult:
 
 
 def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
-    """The exception to raise at limits on tool calls."""
+    """Return the exception to raise at limits on tool calls."""
     breach = next(breach for breach in breaches if breach.exit_behavior == "error")
     return ToolCallLimitExceededError(
         thread_count=breach.thread_count,
@@ -165,7 +165,7 @@ def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
 
 
 def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
-    """Charge calls that are let through; take back what others charged for those that are not."""
+    """Charge allowed calls, and refund what other middlewares charged for blocked ones."""
     counts: Any = batch.counts
     refunds: list[Refund] = []
     amounts: dict[tuple[str, str], int] = {}
@@ -201,12 +201,12 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
 
 
 def refunds_of(call: Call, taken: Sequence[tuple[str, int, int]]) -> list[Refund]:
-    """What is taken back of a call, for the metrics."""
+    """Return the refunds of a call, for the metrics."""
     return [Refund(call._replace(amount=amount), limit, cost) for limit, amount, cost in taken]
 
 
 def _mirror(batch: Batch, result: AcquireResult) -> None:
-    """Note what the store counts, and what it charges for which call, now or later."""
+    """Copy the store's counts to the state, with its charges for each call."""
     sent: Any = batch.sent
     counts: Any = batch.counts
     if batch.answered:
@@ -230,7 +230,7 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
 
 
 def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
-    """The counts, and what the ledger keeps of the message."""
+    """Return the update of the counts and of the ledger's entry for the message."""
     known, message = batch.ledger, batch.message or ""
     counts: Any = batch.counts
     for counter in batch.counters:
@@ -256,7 +256,7 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
 
 
 def _answers(decisions: Sequence[Decision], batch: Batch, skipped: str) -> list[AnyMessage]:
-    """One answer for each call that does not run; the refused ones first."""
+    """Return one answer for each call that does not run, blocked ones first."""
     # Before them the message itself, under its id, if its calls had none.
     pending: Any = batch.pending
     found: dict[str, AnyMessage] = {}

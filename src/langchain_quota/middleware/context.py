@@ -42,28 +42,28 @@ class CallContext(NamedTuple):
 
     @property
     def is_nested(self) -> bool:
-        """Whether the agent is a node of another graph, or runs inside one."""
+        """Whether the agent is a node of another graph or runs inside one."""
         return bool(compat.enclosing_tasks(self.checkpoint_ns))
 
     @property
     def graph(self) -> list[str]:
-        """Names the graph that runs: the same if its node is entered again, but not in tools."""
+        """Name of the running graph; the same if its node is entered again, but not in tools."""
         tasks = compat.enclosing_tasks(self.checkpoint_ns)
         return [task if compat.runs_tools(task) else compat.node_of(task) for task in tasks]
 
     def task(self, middleware: str) -> str | None:
-        """The name of one piece of work inside a task of the graph."""
+        """Return the name of a middleware's work inside a task of the graph."""
         return None if self.task_id is None else f"{self.task_id}/{middleware}"
 
     def step(self, middleware: str) -> str:
-        """A unique name for a middleware's work in this task; the same when it runs again."""
+        """Return a unique name of a middleware's work in this task; the same in a re-run."""
         # Outside of a graph every call is a step of its own.
         if self.task_id is None:
             return uuid4().hex
         return digest(str(self.run_thread_id), self.checkpoint_ns, self.task_id, middleware)
 
     def run(self) -> str:
-        """A name for the run that begins in this task; the same if it begins again."""
+        """Return the name of the run that begins in this task; the same in a re-run."""
         # LangGraph runs the task again from its checkpoint, with the same id. The checkpoint of a
         # sub-agent's call may be lost: then the call is made again in the place of the first one.
         if self.invocation:
@@ -72,7 +72,7 @@ class CallContext(NamedTuple):
 
 
 def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
-    """Read the context from what LangGraph gives a running hook; outside of a graph, nothing."""
+    """Return the context of a running hook; outside of a graph, an empty one."""
     config = running_config()
     agent = compat.agent_name(config.get("metadata"))
     info = getattr(runtime, "execution_info", None)
@@ -96,17 +96,17 @@ def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
 
 
 def running_agent() -> str | None:
-    """The name of the agent that runs, if it has one."""
+    """Return the name of the running agent, if it has one."""
     return compat.agent_name(running_config().get("metadata"))
 
 
 def digest(*parts: str) -> str:
-    """A name made of others."""
+    """Return a digest of the parts."""
     return sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()
 
 
 def running_runtime(work: str = "") -> Any:
-    """The runtime of the running node, as if a piece of work in it were a task of its own.
+    """Return the runtime of the running node, as if `work` in it were a task of its own.
 
     `None` outside of a graph.
     """
@@ -121,7 +121,7 @@ def running_runtime(work: str = "") -> Any:
 
 
 def running_config() -> Mapping[str, Any]:
-    """The config of the running node; empty outside of a graph."""
+    """Return the config of the running node; empty outside of a graph."""
     try:
         return get_config()
     except RuntimeError:
@@ -129,11 +129,11 @@ def running_config() -> Mapping[str, Any]:
 
 
 Subject = Callable[[Mode, Any, CallContext, str], Awaitable[str]]
-"""Whose calls are counted together in a root run: of the form, state, caller and prefix."""
+"""Returns the subject of a root run, by mode, state, caller and prefix."""
 
 
 class LimitResolver:
-    """Gives the numbers of limits for a state, a runtime and a time."""
+    """Resolves limits for a state, a runtime and a time."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class LimitResolver:
         prefix: object,
         clock: Callable[[], float] | None,
     ) -> None:
-        # Caps on calls at once are handled elsewhere.
+        # Limits on concurrency have a feature of their own.
         self.of_kind: dict[Kind | None, list[Limit]] = {
             kind: [
                 limit for limit in limits if counts_calls(limit) and kind in {*limit.kinds, None}
@@ -152,14 +152,14 @@ class LimitResolver:
         }
         self.recorder = recorder
         self._prefix = prefix
-        # That of the store; `None` without one.
+        # The store's clock, or `None` without a store.
         self._clock = clock
         # The limits whose numbers are no functions.
         self._numbers = {limit.name: fixed(limit) for limit in limits if not is_dynamic(limit)}
-        # Those of the newest moment, with what they ask of calls.
+        # The newest limits, which are reused with their checks as long as nothing changes.
         self._newest: dict[Kind | None, ResolvedLimits] = {}
         self.fixed: dict[Kind | None, ResolvedLimits] = {}
-        """Those that are always the same."""
+        """Limits whose maximum never changes, by kind of call."""
         if clock is None and len(self._numbers) == len(limits):
             self.fixed = {
                 kind: ResolvedLimits(self._numbers[limit.name] for limit in of_kind)
@@ -169,7 +169,7 @@ class LimitResolver:
     async def resolve(
         self, mode: Mode, kind: Kind | None, state: Any, runtime: Any, root_runs: Sequence[Subject]
     ) -> ResolvedLimits:
-        """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
+        """Return the limits on calls of a kind, or on all calls, as they are now."""
         caller = call_context(runtime, model_name=None)
         prefix = prefix_now(self._prefix, state, runtime)
         subject = ""
@@ -205,7 +205,7 @@ class LimitResolver:
         return resolved.stored(of_thread, of_run, quotas, remembers=caller.remembers)
 
     async def _subject(self, moment: "_ResolutionContext", limit: Limit, quota: Quota) -> str:
-        """Whose calls a quota counts together."""
+        """Return the subject of a quota."""
         what = f"quota {quota.name!r} of limit {limit.name!r}"
         if callable(quota.per):
             return _subject(what, await self._given(moment, limit, "per", quota.per))
@@ -216,7 +216,10 @@ class LimitResolver:
     async def _given(
         self, moment: "_ResolutionContext", limit: Limit, argument: str, value: Any
     ) -> Any:
-        """A value, or what a limit's function gives; what it raises is counted, and names it."""
+        """Return a value, or evaluate the user's function for it.
+
+        Errors are counted and name the argument.
+        """
         if not callable(value):
             return value
         try:
@@ -238,7 +241,7 @@ class LimitResolver:
 
 
 class _ResolutionContext(NamedTuple):
-    """What limits depend on."""
+    """Values on which limits depend."""
 
     mode: Mode
     state: Any
@@ -251,14 +254,14 @@ class _ResolutionContext(NamedTuple):
 
 
 def fixed(limit: Limit) -> ResolvedLimit:
-    """A limit whose numbers are no functions."""
+    """Resolve a limit whose numbers are no functions."""
     return ResolvedLimit.of(limit, thread=limit.thread_limit, run=limit.run_limit)
 
 
 def _check(
     limit: Limit, quota: Quota, most: object, subject: str, moment: _ResolutionContext
 ) -> Check:
-    """The check of a quota."""
+    """Return the check of a quota."""
     what = f"limit of quota {quota.name!r} of limit {limit.name!r}"
     counter, window, now = store_counter(limit), quota.period, moment.now or 0
     number = whole_amount(limit.unit, what, most)
@@ -284,7 +287,7 @@ def _check(
 
 
 def _named(what: str, per: str, runtime: Any, caller: CallContext) -> str:
-    """The subject of a quota whose `per` is a name."""
+    """Return the subject of a quota whose `per` is a name."""
     if per == "global":
         return ""
     if per == THREAD:
@@ -309,7 +312,7 @@ def _named(what: str, per: str, runtime: Any, caller: CallContext) -> str:
 
 
 def _subject(what: str, value: object) -> str:
-    """The text of a subject."""
+    """Validate a subject, and return its text."""
     if isinstance(value, bool) or not isinstance(value, str | int | UUID):
         raise TypeError(
             f"the subject of {what} must be a string, a whole number or a UUID, not "

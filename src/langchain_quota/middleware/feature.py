@@ -1,4 +1,4 @@
-"""The seam: what a feature may do around the one flow. Only what a feature overrides is called."""
+"""The seam: the methods of features. The kernel calls only those that a feature overrides."""
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
@@ -42,17 +42,17 @@ class Feature:
     """A part of a middleware that is there only if one of its limits or options needs it."""
 
     name: ClassVar[str] = ""
-    """The name under which the ledger has what it keeps, if it keeps anything."""
+    """Name of the feature's data in the ledger."""
 
     unused: ClassVar[Mapping[str, Any]] = {}
-    """What it keeps of a thread that has used nothing."""
+    """Data of a thread that has used nothing."""
 
     shapes_requests: ClassVar[bool] = False
     """Whether its `around_model` shapes the request, because it needs the final one."""
 
     @classmethod
     def create(cls, kernel: "Kernel") -> "Feature | None":
-        """The feature for a middleware; `None` if nothing there needs it."""
+        """Return the feature of a middleware, or `None` if no limit or option needs it."""
         raise NotImplementedError
 
     def __init__(self, kernel: "Kernel") -> None:
@@ -62,23 +62,23 @@ class Feature:
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:  # noqa: ARG003 - for some features
-        """The hooks that it needs, beyond those of the limits' kinds."""
+        """Return the hooks that the feature needs, beyond those of the limits' kinds."""
         return ()
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
-        """Itself: copies of a middleware share what it knows."""
+        """Return itself, so that copies of a middleware share the feature."""
         return self
 
     def learn_tools(self, agent: str | None, tools: Sequence[Any]) -> None:
         """Learn the tools that an agent offers its model."""
 
     def begin_run(self, state: Any, feature_data: FeatureData) -> None:
-        """Add to what a new run writes for features."""
+        """Add to the data of features that a new run writes."""
 
     async def root_run_subject(
         self, mode: Mode, state: Any, caller: CallContext, prefix: str
     ) -> str:
-        """Whose calls a store counts together in a root run."""
+        """Return the subject under which a store counts a root run."""
         raise NotImplementedError
 
     async def name_attempt(self, mode: Mode, runtime: Any) -> Any:
@@ -86,20 +86,20 @@ class Feature:
         return runtime
 
     def adjust_limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
-        """Change the limits of this moment."""
+        """Return the limits as they are now, perhaps changed."""
         return limits
 
     async def before_model_check(
         self, mode: Mode, state: Any, runtime: Any, limits: ResolvedLimits
     ) -> None:
-        """Learn what other calls have used, before a model call is judged."""
+        """Learn what other calls have used, before a model call is checked."""
 
     def state_counts(self, state: Any) -> Mapping[str, int]:
-        """What this feature alone can count, by the name of the counter."""
+        """Return counts that only this feature can know, by the name of the counter."""
         raise NotImplementedError
 
     def adjust_checks(self, batch: Batch) -> None:
-        """Change what calls ask for."""
+        """Change the checks of calls."""
 
     async def check_batch(
         self, mode: Mode, batch: Batch, acquire: BatchCheck
@@ -108,30 +108,30 @@ class Feature:
         return await acquire(batch)
 
     def on_store_result(self, batch: Batch, result: AcquireResult) -> None:
-        """Learn what a store has answered."""
+        """Use the result of a store."""
 
     def on_store_unavailable(self, batch: Batch) -> None:
-        """Learn that a store has not answered; an exception keeps the call from being judged."""
+        """Handle an unavailable store; an exception keeps the call from being checked."""
 
     async def recheck_stopped(
         self, mode: Mode, batch: Batch, result: AcquireResult
     ) -> tuple[Batch, AcquireResult]:
-        """Judge a stopped batch once more."""
+        """Check a stopped batch again."""
         return batch, result
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
-        """Change what follows."""
+        """Return the hook result, perhaps changed."""
         return conclusion
 
     def after_model(self, state: Any, *, saved: bool) -> None:
-        """Learn what the model's step has written; raise what it could not raise."""
+        """Use the state after the model's step; raise what that step could not raise."""
 
     async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        """Change what the model gets."""
+        """Return the request that the model gets."""
         return request
 
     async def check_rerun(self, mode: Mode, request: ModelRequest[Any]) -> Update | None:
-        """Check a model call that runs again; return what ends the run, if it is refused."""
+        """Check a model call that runs again; return the update that ends a blocked run."""
         return None
 
     async def around_model(
@@ -146,5 +146,5 @@ class Feature:
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
-        """Make a tool call that was let through, or answer it instead."""
+        """Make an allowed tool call, or answer it instead."""
         return await call(request)

@@ -1,4 +1,4 @@
-"""The one flow of every limiting middleware: a run begins, its calls are judged."""
+"""The one flow of every middleware: a run begins, and its calls are checked."""
 
 import time
 from collections import Counter as Counts
@@ -127,7 +127,7 @@ class Kernel:
         self.why_nobody_is_asked = why_nobody_is_asked
         self.checks_inline = checks_inline
         self.runs_tools = True
-        """Whether it is around the tools that run. A graph may have a tool node of its own."""
+        """Whether the kernel is around the tools that run. A graph may have its own tool node."""
         self.resolver = LimitResolver(
             limits,
             self.recorder,
@@ -168,7 +168,7 @@ class Kernel:
         return self._middleware.name
 
     def begin_run(self, mode: Mode, state: Mapping[str, Any], runtime: Any) -> Update:
-        """Begin a new run, and return what is written; see `LimitMiddleware.before_agent`."""
+        """Begin a new run, and return the update; see `LimitMiddleware.before_agent`."""
         # Around the model call, another middleware could take the error for one of the model.
         self.observers.check(mode)
         context = call_context(runtime, model_name=None)
@@ -205,7 +205,7 @@ class Kernel:
         return {**update, LEDGER: written}
 
     def _refund_stopped_calls(self, state: Mapping[str, Any], context: CallContext) -> ToolCounts:
-        """The counts without what the last run was charged for calls that these limits stopped."""
+        """Refund calls of the last run that these limits stopped, and return the counts."""
         # They did so if a limit raised, or if a review stopped the calls before it: then no call of
         # the message has started. What a store was charged stays: a caller who begins at an old
         # checkpoint would have it taken back for calls that ran behind that checkpoint.
@@ -233,7 +233,7 @@ class Kernel:
         return counts
 
     def _also_begun(self, begun_by: Mapping[str, str | None]) -> dict[str, str | None]:
-        """The middlewares that have begun a run, this one included."""
+        """Return the middlewares that have begun a run, this one included."""
         made = {**begun_by, self.name: self._model_mode}
         counting = [mode for mode in made.values() if mode is not None]
         if self._model_mode is None or len(counting) == 1 or {*counting} == {"returned"}:
@@ -244,7 +244,7 @@ class Kernel:
         )
 
     def _only_store(self, known: str | None) -> str | None:
-        """Name the agent's store; raise if this middleware has another one than an earlier one."""
+        """Return the name of the agent's store; raise if another middleware has a different one."""
         # The charges in the ledger do not say which store has them.
         client = StoreClient.by_name.get(known or "")
         if self.store is None or (client is not None and client.store is self.store.store):
@@ -259,7 +259,7 @@ class Kernel:
     async def release(
         self, mode: Mode, known: Ledger, step: str, refunds: Mapping[str, Amounts]
     ) -> None:
-        """Give back now what the agent's store was charged for calls that do not run."""
+        """Refund now what the agent's store was charged for calls that do not run."""
         # Another middleware may have charged them. Its store is only found in the process in which
         # the run began.
         client = self.store or StoreClient.by_name.get(known.get("store") or "")
@@ -281,7 +281,7 @@ class Kernel:
     async def resolve_limits(
         self, mode: Mode, kind: Kind | None, state: Any, runtime: Any
     ) -> ResolvedLimits:
-        """The limits on calls of a kind, or on all calls, with their numbers at this moment."""
+        """Return the limits on calls of a kind, or on all calls, as they are now."""
         limits = self.resolver.fixed.get(kind)
         if limits is None:
             limits = await self.resolver.resolve(
@@ -294,7 +294,7 @@ class Kernel:
     async def check_model_call(
         self, mode: Mode, state: Mapping[str, Any], runtime: Any
     ) -> Update | None:
-        """Judge the model call that is about to be made; what follows."""
+        """Check the next model call, and return the update."""
         if "model" not in self.kinds:
             return None
         limits = await self.resolve_limits(mode, "model", state, runtime)
@@ -308,7 +308,7 @@ class Kernel:
     async def check_tool_calls(
         self, mode: Mode, state: Mapping[str, Any], runtime: Any, *, task: str = ""
     ) -> Update | None:
-        """Judge the tool calls that the model just made; what follows."""
+        """Check the newest tool calls, and return the update."""
         if "tool" not in self.kinds and not ledger(state).get("final"):
             return None
         limits = await self.resolve_limits(mode, "tool", state, runtime)
@@ -327,12 +327,12 @@ class Kernel:
         return await self._check_and_record(mode, batch, self.conclude_tools)
 
     def learn_answer(self, state: Mapping[str, Any], *, saved: bool) -> None:
-        """Tell features what the model's step has written."""
+        """Pass the state after the model's step to features."""
         for after_model in self.after_model_hooks:
             after_model(state, saved=saved)
 
     def adjust_checks(self, batch: Batch) -> None:
-        """Let the features change what the calls of a batch ask for."""
+        """Let the features change the checks of a batch."""
         for adjust in self.adjust_checks_hooks:
             adjust(batch)
 
@@ -342,7 +342,7 @@ class Kernel:
         batch: Batch,
         conclude: Conclude,
     ) -> Update | None:
-        """Judge calls, make it visible, and let what follows take effect."""
+        """Check calls, record the decisions, and return the update or raise."""
         if self.adjust_checks_hooks:
             self.adjust_checks(batch)
         if self.check_batch_hooks:
@@ -374,10 +374,10 @@ class Kernel:
         return batch, await self.acquire(mode, batch)
 
     async def acquire(self, mode: Mode, batch: Batch) -> AcquireResult:
-        """The answer: from the state's counts, or from the store's if it keeps any of them."""
+        """Check a batch by the store's counts, or by the state's if the store has none of them."""
         if self.store is None or not any(checks.shared for checks in batch.call_checks):
             return batch.by_state()
-        # Fail before anything is charged.
+        # Raise configuration errors before anything is charged.
         self.observers.check(mode)
         sent = batch.to_store()
         result = await self.store.acquire(mode, sent)
@@ -395,28 +395,28 @@ class Kernel:
     def _without_store(
         self, batch: Batch, sent: AcquireRequest, store: StoreClient
     ) -> AcquireResult:
-        """The answer while the store cannot be asked; what runs is charged there later."""
+        """Check a batch while the store is unavailable; allowed calls are charged there later."""
         for unanswered in self.on_store_unavailable_hooks:
             unanswered(batch)
         calls = sum(asked.shared for asked in batch.call_checks)
         result = batch.without_store(self.on_store_error)
-        # What would only be held is charged when it is known what was used.
+        # A reservation is not charged: the use is charged when it is known.
         held = {name for name, each in sent.counters.items() if each.lease is not None}
-        # With "block" a call runs only if limits on trial alone refuse it.
+        # With "block" a call runs only if limits in a dry run alone refuse it.
         ran = Counts[str]()
         for hits, admitted in zip(sent.hits, result.admitted, strict=True):
             if admitted and not result.stopped:
                 ran.update(
                     sent.keyed({name: n for name, n in hits.amounts.items() if name not in held})
                 )
-        # A request that was charged after all is taken back, too.
+        # The request is refunded if the store did charge it.
         store.correct_later(sent, ran)
         labels = batch.context.agent, self.on_store_error
         self.recorder.count(names.STORE_FALLBACKS, *labels, amount=calls)
         return result
 
     async def record(self, mode: Mode, batch: Batch, conclusion: HookResult) -> Update | None:
-        """Make a conclusion visible, unless the hook runs again; what is written."""
+        """Record the decisions unless the task is a re-run, and return the update."""
         if self.observers.present:
             self.observers.check(mode)
         update = conclusion.update
@@ -453,7 +453,7 @@ class Kernel:
         return await handler(await self.shape_request(mode, request))
 
     async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        """The request as the model gets it."""
+        """Return the request that the model gets."""
         for shape in self.shape_request_hooks:
             request = await shape(mode, request)
         return request
@@ -478,19 +478,19 @@ def overriding(
 
 
 def clock_of(store: QuotaStore) -> Callable[[], float]:
-    """What says which window of a store's counts it is."""
+    """Return the clock of a store, by which its windows begin and end."""
     clock: Callable[[], float] = getattr(store, "clock", time.time)
     return clock
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:
-    """Whether another limiter has begun this run: the model has not answered since."""
+    """Return whether another middleware has begun this run: no answer of the model since."""
     messages = since(state.get("messages") or (), ledger(state).get("turn"))
     return messages is not None and not any(isinstance(message, AIMessage) for message in messages)
 
 
 def _turn(history: Sequence[AnyMessage]) -> str | int | None:
-    """How the newest message is found again, after the run has added others."""
+    """Return the id or number by which the newest message is found again."""
     if not history:
         return None
     # Not every reducer gives messages an id.

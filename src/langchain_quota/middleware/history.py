@@ -22,7 +22,7 @@ _CALLS = {"tool_calls", "function_call"}
 
 
 def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
-    """The message with an id for every tool call; itself, if none lacks one."""
+    """Return the message with an id for every tool call; itself, if none lacks one."""
     # Without an id a call cannot be answered: some providers and parsers give none, or an empty
     # one. The ids follow from the message's id, so that a hook that runs again gives the same ones.
     # Every provider takes them: they are short, and have letters, digits and `_` only.
@@ -43,26 +43,26 @@ def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
         calls[index] = {**calls[index], "id": call_id}
     content: Any = message.content
     if isinstance(content, list):
-        given = [calls[index] for index in missing]
-        content = [_identified_block(block, given) for block in content]
+        unnamed = [calls[index] for index in missing]
+        content = [_identified_block(block, unnamed) for block in content]
     return message.model_copy(update={"tool_calls": calls, "content": content})
 
 
 def _ids(message_id: str, index: int) -> Iterator[str]:
-    """The ids for a call of a message, the first choice first."""
+    """Yield the ids for a call of a message, the first choice first."""
     for choice in count():
         source = f"{message_id}/{index}/{choice}".encode(errors="backslashreplace")
         yield f"call_{sha256(source).hexdigest()[:24]}"
 
 
-def _identified_block(block: Any, given: list[ToolCall]) -> Any:
-    """A block of content with the id of its call; the call is removed from `given`."""
+def _identified_block(block: Any, calls: list[ToolCall]) -> Any:
+    """Return a content block with the id of its call, and remove the call from `calls`."""
     key = _ID_OF_BLOCK.get(_type(block))
     if key is None or block.get(key):
         return block
-    for index, call in enumerate(given):
+    for index, call in enumerate(calls):
         if call["name"] == block.get("name"):
-            return {**block, key: given.pop(index)["id"]}
+            return {**block, key: calls.pop(index)["id"]}
     return block
 
 
@@ -77,7 +77,7 @@ class PendingCalls:
 
 
 def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
-    """The calls that are about to run; `None` if the newest AIMessage made none."""
+    """Return the calls that are about to run, or `None` if the newest AIMessage made none."""
     # A call that a reviewer edited (`hitl_edited_tool_calls`, written by LangChain's human review)
     # is given in its edited form.
     messages: Sequence[AnyMessage] = state.get("messages") or ()
@@ -102,7 +102,7 @@ def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
 def unfinished_calls(
     state: Mapping[str, Any], message_id: str
 ) -> tuple[AIMessage, tuple[ToolCall, ...]] | None:
-    """The calls of a message that no tool is known to have finished, and the message."""
+    """Return a message, and those of its calls that no tool is known to have finished."""
     # They have no answer. Or they have only an error, and the model has not answered since: then
     # another middleware may have added that error.
     messages: Sequence[AnyMessage] = state.get("messages") or ()
@@ -123,7 +123,7 @@ def unfinished_calls(
 
 
 def repaired(state: Mapping[str, Any], *, is_shared: bool) -> list[AnyMessage] | None:
-    """The messages with an answer for each call that earlier runs left without one, in its place.
+    """Return the messages with an answer after each call that earlier runs left without one.
 
     `None` if there is none. In a history that a graph shares, calls further up are taken out.
     """
@@ -155,7 +155,7 @@ def repaired(state: Mapping[str, Any], *, is_shared: bool) -> list[AnyMessage] |
 
 
 def _without(message: AIMessage, calls: Sequence[ToolCall], text: str) -> AIMessage:
-    """The message without some of its calls; with a text if nothing is left."""
+    """Return the message without some of its calls, or with a text if nothing is left."""
     removed = {call["id"] for call in calls}
     kept = [call for call in message.tool_calls if call["id"] not in removed]
     content: Any = message.content
@@ -171,7 +171,7 @@ def _without(message: AIMessage, calls: Sequence[ToolCall], text: str) -> AIMess
 
 
 def _without_blocks(content: Sequence[Any], removed: Collection[Any]) -> list[Any]:
-    """The blocks without those of some calls, and without reasoning that led only to these."""
+    """Return the blocks without those of some calls and the reasoning that led only to them."""
     kept: list[Any] = []
     led_to_removed = False
     for block in reversed(content):
@@ -191,20 +191,20 @@ def _type(block: Any) -> str:
 
 
 def answer(call_id: str, tool: str | None, content: str) -> ToolMessage:
-    """The error message that answers a call which does not run."""
+    """Return the error message that answers a call which does not run."""
     return ToolMessage(content=content, tool_call_id=call_id, name=tool, status="error")
 
 
 def answer_of_blocked(call_id: str, tool: str | None, content: str) -> ToolMessage:
-    """The answer of a call that a limit refuses, perhaps after another limit let it through."""
+    """Return the answer of a blocked call, which another middleware may have allowed before."""
     message = answer(call_id, tool, content)
-    # Not sent to the model. A `RepeatLimit` reads it; no count is taken back because of it.
+    # The mark is not sent to the model. A `RepeatLimit` reads it; no call is refunded by it.
     message.response_metadata[NOT_RUN] = True
     return message
 
 
 def since(messages: Sequence[AnyMessage], turn: str | int | None) -> Sequence[AnyMessage] | None:
-    """The messages after the one that was the newest when a run began; `None` if it is unknown."""
+    """Return the messages since a run began, or `None` if its first message is unknown."""
     if isinstance(turn, int):
         return messages[turn:]
     for index in range(len(messages) - 1, -1, -1):
@@ -214,7 +214,7 @@ def since(messages: Sequence[AnyMessage], turn: str | int | None) -> Sequence[An
 
 
 def newest_name(messages: Sequence[BaseMessage]) -> str | None:
-    """The name on the newest AIMessage."""
+    """Return the name of the newest AIMessage."""
     for message in reversed(messages):
         if isinstance(message, AIMessage):
             return message.name

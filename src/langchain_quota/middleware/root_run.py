@@ -54,7 +54,7 @@ class RootRun(BaseCallbackHandler):
     key = ""
     thread_id: object = None
     resumes = False
-    # Whose calls a store counts together.
+    # The subject under which a store counts the run.
     subject: str | None = None
     used: Mapping[str, int] = MappingProxyType({})
     joined: "RootRun | None" = None
@@ -63,7 +63,7 @@ class RootRun(BaseCallbackHandler):
 
     @property
     def ignore_chain(self) -> bool:
-        """Whether it has begun: later chains do not matter."""
+        """Whether the run has begun: later chains do not matter."""
         return bool(self.key)
 
     def on_chain_start(
@@ -96,7 +96,7 @@ class RootRun(BaseCallbackHandler):
         self.used = {**known, **{key: max(n, known.get(key, 0)) for key, n in counts.items()}}
 
     def unsaved(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """What the state has to keep, so that a resumed run goes on with the same counts."""
+        """Return what the state must store, so that a resumed run continues with its counts."""
         found: dict[str, Any] = {}
         if self.subject != known.get("root_run"):
             found["root_run"] = self.subject
@@ -138,7 +138,7 @@ _kinds: list[type[RootRun]] = []
 
 @cache
 def register_root_runs() -> None:
-    """Have LangChain ask for a handler for every run that has inherited none."""
+    """Have LangChain request a handler for every run that has inherited none."""
     # It asks in the context of whoever starts the run. So a run that was started without the
     # handlers around it gets that of its root run.
     var: Any = HandlerVar(
@@ -155,7 +155,7 @@ def watch_root_runs(kind: type[RootRun] | None = None) -> None:
 
 
 def root_run() -> RootRun | None:
-    """The root run that the running node belongs to; `None` outside of a graph."""
+    """Return the root run of the running node, or `None` outside of a graph."""
     if not _kinds:
         return None
     handlers = getattr(running_config().get("callbacks"), "inheritable_handlers", ())
@@ -186,7 +186,7 @@ class StoreSequence:
         return str(CountKey(kind, ROOT_RUN, subject, prefix=prefix))
 
     async def numbered(self, mode: Mode, run: RootRun, caller: CallContext) -> str | None:
-        """The thread of a root run and its number there; `None` without one of them."""
+        """Return the thread of a root run and its number there; `None` without one of them."""
         thread = thread_of(run, caller)
         if thread is None:
             return None
@@ -196,13 +196,13 @@ class StoreSequence:
         return None if number is None else f"{thread}@{number}"
 
     async def read(self, mode: Mode, kind: str, subject: str) -> int | None:
-        """The number of something; `None` if there is none."""
+        """Return a number, or `None` if the store has none."""
         key = self._key(kind, subject)
         found = (await self._store.peek(mode, [key]) or {}).get(key)
         return None if found is None else found.used
 
     async def add(self, mode: Mode, kind: str, subject: str, name: str = "") -> int | None:
-        """One more, once for a name; `None` if the store does not answer."""
+        """Add 1, once for a name; return the number, or `None` if the store is unavailable."""
         # It begins with the time: one that has expired is not given again.
         key = self._key(kind, subject)
         counters = {key: CountRef(key, used=int(time.time()), mirrored=True)}
@@ -212,5 +212,5 @@ class StoreSequence:
 
 
 def thread_of(run: RootRun, caller: CallContext) -> object:
-    """The thread of a root run, or that of who asks."""
+    """Return the thread of a root run, or that of the caller."""
     return caller.run_thread_id if run.thread_id is None else run.thread_id

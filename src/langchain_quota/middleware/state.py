@@ -31,7 +31,7 @@ Amounts = dict[str, int]
 """Numbers of calls, by a store's key."""
 
 FeatureData = dict[str, dict[str, Any]]
-"""What features keep, by their names."""
+"""Data of features, by their names."""
 
 
 class Charge(TypedDict):
@@ -48,17 +48,17 @@ class Charge(TypedDict):
 
 
 class ToolBatch(TypedDict):
-    """The newest tool calls that were judged: those of one AIMessage."""
+    """The newest tool calls that were checked: those of one AIMessage."""
 
     message: str
     calls: dict[str, Charge]
-    """What each call that was let through is charged, by its id."""
+    """Charges of each allowed call, by its id."""
     waiting: list[str]
-    """The names of the middlewares of this run that have not judged them yet."""
+    """Names of the middlewares of this run that have not checked them yet."""
 
 
 class Counts(TypedDict, total=False):
-    """How many calls were let through, where LangChain's keys do not say it."""
+    """Numbers of allowed calls that LangChain's keys do not have."""
 
     run_tools: dict[str, int]
     """Tool calls of this run, by counter."""
@@ -94,11 +94,11 @@ class Ledger(TypedDict, total=False):
     store: str | None
     """Names the agent's store among those of a process; `None` if its limits have none."""
     own: FeatureData
-    """What each feature alone reads and writes, by its name."""
+    """Data that each feature alone reads and writes, by its name."""
 
 
 def merge_ledgers(old: Ledger, new: Ledger) -> Ledger:
-    """The reducer: keys that are written replace the old ones, also within counts and features."""
+    """Return the old ledger with the new keys, merged within counts and features (reducer)."""
     merged: Ledger = {**old, **new}
     if "counts" in new:
         merged["counts"] = {**old.get("counts", {}), **new["counts"]}
@@ -110,7 +110,7 @@ def merge_ledgers(old: Ledger, new: Ledger) -> Ledger:
 
 
 def latest(_old: int, new: int) -> int:
-    """The reducer of a count to which several middlewares write the same value in one superstep."""
+    """Return the new count: several middlewares write the same in one superstep (reducer)."""
     return new
 
 
@@ -194,34 +194,34 @@ NEW_RUN: Ledger = {
 
 
 def ledger(state: Mapping[str, Any]) -> Ledger:
-    """Our part of the ledger; empty on a thread that never ran under our limits."""
+    """Return our part of the ledger; empty on a thread that never ran under our limits."""
     return state.get(LEDGER) or Ledger()
 
 
 def feature_ledger(state: Mapping[str, Any], feature: str) -> Mapping[str, Any]:
-    """What a feature keeps in the ledger; empty if it has kept nothing."""
+    """Return the data of a feature in the ledger; empty if it has none."""
     return ledger(state).get("own", {}).get(feature, {})
 
 
 def thread_tools(state: Mapping[str, Any]) -> dict[str, int]:
-    """Tool calls of the thread, by counter."""
+    """Return the tool calls of the thread, by counter."""
     return dict(state.get(THREAD_TOOLS) or {})
 
 
 def run_tools(state: Mapping[str, Any]) -> dict[str, int]:
-    """Tool calls let through in the run, by counter; LangChain's count if ours is missing."""
+    """Return the allowed tool calls of the run by counter, or LangChain's count without ours."""
     own = ledger(state).get("counts", {}).get("run_tools")
     return dict(own if own is not None else state.get(RUN_TOOLS) or {})
 
 
 def thread_model(state: Mapping[str, Any]) -> int:
-    """Model calls of the thread."""
+    """Return the model calls of the thread."""
     own = ledger(state).get("counts", {}).get("thread_model", 0)
     return max(int(state.get(THREAD_MODEL) or 0), own)
 
 
 def run_model(state: Mapping[str, Any]) -> int:
-    """Model calls let through in the run; LangChain's count if ours is missing."""
+    """Return the allowed model calls of the run, or LangChain's count without ours."""
     own = ledger(state).get("counts", {}).get("run_model")
     return int(own if own is not None else state.get(RUN_MODEL) or 0)
 
@@ -229,7 +229,7 @@ def run_model(state: Mapping[str, Any]) -> int:
 def spent(
     state: Mapping[str, Any], kept: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What the calls of the thread, and of the run, have used of budgets, by counter.
+    """Return what the thread and the run have used of budgets, by counter.
 
     `kept` has newer counts of model calls. Paid tool calls are among the counts of tool calls.
     """
@@ -272,7 +272,7 @@ class ThreadUsage:
 
 
 def usage(snapshot: StateSnapshot) -> ThreadUsage:
-    """What a thread has used, read from its state; zero for a thread without a state.
+    """Return what a thread has used, from its state; zero for a thread without a state.
 
     Args:
         snapshot: What `agent.get_state(config)` or `await agent.aget_state(config)` gives.
