@@ -149,12 +149,12 @@ class ToolCallLimitMiddleware(
         return await self.kernel.check_tool_calls(mode, state, runtime)
 
     def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
-        conclusion = conclude_tools(batch, result)
-        decisions, update = conclusion.decisions, conclusion.update
-        others = {str(decision.call.tool) for decision in decisions if not decision.limits}
-        if self._on_pending == "raise" and result.stopped and others and update is not None:
+        hook_result = conclude_tools(batch, result)
+        decisions, update = hook_result.decisions, hook_result.update
+        pending = {str(decision.call.tool) for decision in decisions if not decision.limits}
+        if self._on_pending == "raise" and result.stopped and pending and update is not None:
             error = NotImplementedError(
-                f"Cannot end the run with other tool calls pending: {', '.join(sorted(others))}. "
+                f"Cannot end the run with other tool calls pending: {', '.join(sorted(pending))}. "
                 "Use on_pending='skip', or exit_behavior 'continue' or 'error'"
             )
             return HookResult(decisions, error=error)
@@ -163,7 +163,7 @@ class ToolCallLimitMiddleware(
             attempted = Counter(batch.state.get(RUN_TOOLS) or {})
             attempted.update(batch.counters)
             update[RUN_TOOLS] = {**attempted}
-        return conclusion
+        return hook_result
 
 
 class ModelCallLimitMiddleware(

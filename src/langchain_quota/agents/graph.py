@@ -135,9 +135,9 @@ class _Run:
 
     def learn(self, update: Any) -> bool:
         """Apply an update of the state; return whether it ends the run."""
-        new = {key: each for key, each in update.items() if key not in {"messages", "jump_to"}}
-        known = merge_ledgers(self.state[LEDGER], new.get(LEDGER) or Ledger())
-        self.state.update(new, langchain_quota=known)
+        new = {key: value for key, value in update.items() if key not in {"messages", "jump_to"}}
+        new_ledger = merge_ledgers(self.state[LEDGER], new.get(LEDGER) or Ledger())
+        self.state.update(new, langchain_quota=new_ledger)
         return "jump_to" in update
 
 
@@ -176,14 +176,14 @@ class _Limits(QuotaMiddleware[Any, Any]):
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._roots: WeakKeyDictionary[RootRun, str] = WeakKeyDictionary()
 
-    async def ask(self, mode: Mode, given: list[Any], call: Any, **request: Any) -> Any:
+    async def ask(self, mode: Mode, messages: list[Any], call: Any, **request: Any) -> Any:
         """Return the answer of a model, or of the limits in its place."""
         with _running_as(self.agent):
-            run = await self._run(mode, given)
+            run = await self._run(mode, messages)
             if run.ended is not None:
                 return run.ended.model_copy(update={"id": str(uuid4())})
-            state: Any = {**run.state, "messages": given}
-            request["messages"] = repaired(state, is_shared=False) or given
+            state: Any = {**run.state, "messages": messages}
+            request["messages"] = repaired(state, is_shared=False) or messages
             # Each call is charged, also if a node calls its model twice or runs again.
             runtime = running_runtime(uuid4().hex)
             step = InlineState(ModelRequest(state=state, runtime=runtime, **request))
@@ -210,11 +210,11 @@ class _Limits(QuotaMiddleware[Any, Any]):
             marked = {**answer.response_metadata, _MARK: {"refused": refused}}
             return answer.model_copy(update={"response_metadata": marked})
 
-    async def refused(self, mode: Mode, asked: list[Any], key: str) -> tuple[Any, Refused]:
+    async def refused(self, mode: Mode, requests: list[Any], key: str) -> tuple[Any, Refused]:
         """Return the state in which tool calls run, and the answers of those that do not run."""
-        known, calls = asked[0].state, [request.tool_call for request in asked]
-        known = known.get(key) if isinstance(known, Mapping) else getattr(known, key, known)
-        history = [message for message in known or () if not isinstance(message, dict)]
+        state, calls = requests[0].state, [request.tool_call for request in requests]
+        state = state.get(key) if isinstance(state, Mapping) else getattr(state, key, state)
+        history = [message for message in state or () if not isinstance(message, dict)]
         run = await self._run(mode, history)
         waiting = pending_calls({"messages": history})
         ids = {call["id"] for call in waiting.calls} if waiting else set[Any]()
@@ -230,8 +230,8 @@ class _Limits(QuotaMiddleware[Any, Any]):
             run.judged |= dict.fromkeys(names, _TAKEN)
             if _TAKEN in refused.values():
                 judged = AIMessage("", id=work, tool_calls=calls)
-                given = {**run.state, "messages": [*history, judged]}
-                _, refused = await self._judge(mode, run, given, work)
+                call_state = {**run.state, "messages": [*history, judged]}
+                _, refused = await self._judge(mode, run, call_state, work)
             run.taken[work] = refused
         return {**run.state, "messages": history}, run.taken[work]
 
@@ -260,7 +260,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
         if resumes and await self.notes.read(mode, "asked", question) is not None:
             compat.is_answered()
 
-    async def _run(self, mode: Mode, given: list[Any]) -> _Run:
+    async def _run(self, mode: Mode, messages: list[Any]) -> _Run:
         """Return the memory of the current run: of this graph, in this root run."""
         root = root_run()
         if root is None:
@@ -273,7 +273,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
             self._roots[root] = await self.notes.numbered(mode, root, caller) or root.key
         name = digest(self._roots[root], *caller.graph)
         if name not in self._runs:
-            begun = self.kernel.begin_run(mode, {"messages": given}, running_runtime())
+            begun = self.kernel.begin_run(mode, {"messages": messages}, running_runtime())
             begun[LEDGER]["run"] = name
             begun.pop("messages", None)  # each call has its own history
             self._runs.setdefault(name, _Run(self._roots[root], begun))
@@ -296,11 +296,11 @@ class _LimitedTools(ToolNode):
             **options,
         )
 
-    async def _answered(self, mode: Mode, /, input: Any, config: Any = None, **more: Any) -> Any:  # noqa: A002
-        asked: list[Any] = []
+    async def _answered(self, mode: Mode, /, input: Any, config: Any = None, **options: Any) -> Any:  # noqa: A002
+        requests: list[Any] = []
 
         async def see(_: Mode, request: Any, __: Any) -> ToolMessage:
-            asked.append(request)
+            requests.append(request)
             return ToolMessage("", tool_call_id=request.tool_call["id"])
 
         async def make(mode: Mode, request: Any, call: Any) -> Any:
@@ -308,26 +308,26 @@ class _LimitedTools(ToolNode):
             text = refused.get(call_id)
             if text is not None:
                 return answer_of_blocked(call_id, name, text)
-            given = request.override(state=state)
-            inner = lambda each: call(each.override(state=request.state))  # noqa: E731
-            return await self._limits.kernel.call_tool(mode, given, inner)
+            limited = request.override(state=state)
+            inner = lambda inner_request: call(inner_request.override(state=request.state))  # noqa: E731
+            return await self._limits.kernel.call_tool(mode, limited, inner)
 
         with _running_as(self._limits.agent, config) as named:
             # The node itself says which calls it is to make.
             _calling.set(see)
             variants = super().invoke, super().ainvoke
-            given = await call_variant(mode, *variants, input, named, **more)
-            if asked:
-                state, refused = await self._limits.refused(mode, asked, self._key)
+            result = await call_variant(mode, *variants, input, named, **options)
+            if requests:
+                state, refused = await self._limits.refused(mode, requests, self._key)
                 _calling.set(make)
-                given = await call_variant(mode, *variants, input, named, **more)
-            return given
+                result = await call_variant(mode, *variants, input, named, **options)
+            return result
 
-    def invoke(self, *args: Any, **more: Any) -> Any:
-        return run_sync(self._answered("", *args, **more))
+    def invoke(self, *args: Any, **options: Any) -> Any:
+        return run_sync(self._answered("", *args, **options))
 
-    async def ainvoke(self, *args: Any, **more: Any) -> Any:
-        return await self._answered("a", *args, **more)
+    async def ainvoke(self, *args: Any, **options: Any) -> Any:
+        return await self._answered("a", *args, **options)
 
 
 class _LimitedModel(BaseChatModel):
@@ -351,17 +351,21 @@ class _LimitedModel(BaseChatModel):
 
     def with_structured_output(self, schema: Any, **options: Any) -> Runnable[Any, Any]:
         """Call the model's `with_structured_output`; a blocked call returns `None`."""
-        own = self.inner.with_structured_output(schema, **options)
+        inner_output = self.inner.with_structured_output(schema, **options)
 
         def structured(model: BaseChatModel) -> Runnable[Any, Any]:
-            return own if model is self.inner else model.with_structured_output(schema, **options)
+            return (
+                inner_output
+                if model is self.inner
+                else model.with_structured_output(schema, **options)
+            )
 
-        given: Any = {"structured": structured}
-        return RunnableLambda(partial(self.invoke, **given), partial(self.ainvoke, **given))
+        bound: Any = {"structured": structured}
+        return RunnableLambda(partial(self.invoke, **bound), partial(self.ainvoke, **bound))
 
-    async def _asked(self, mode: Mode, /, input: Any, config: Any = None, **more: Any) -> Any:  # noqa: A002
-        structured = more.pop("structured", None)
-        found: list[Any] = []
+    async def _asked(self, mode: Mode, /, input: Any, config: Any = None, **options: Any) -> Any:  # noqa: A002
+        structured = options.pop("structured", None)
+        responses: list[Any] = []
 
         async def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
             bound: Runnable[Any, Any] = request.model.bind(**request.model_settings)
@@ -369,23 +373,25 @@ class _LimitedModel(BaseChatModel):
                 bound = structured(request.model)
             elif request.tools:
                 bound = request.model.bind_tools(request.tools, **request.model_settings)
-            found.append(
+            responses.append(
                 await call_variant(mode, bound.invoke, bound.ainvoke, request.messages, config)
             )
             # A tool that only gives the answer its form is no call to judge.
-            return ModelResponse([AIMessage("") if structured else found[0]])
+            return ModelResponse([AIMessage("") if structured else responses[0]])
 
-        given: Any = {"model": self.inner, "tools": [] if structured else [*self.offered]}
-        settings = {**self.settings, **{k: v for k, v in more.items() if v is not None}}
+        request_options: Any = {"model": self.inner, "tools": [] if structured else [*self.offered]}
+        settings = {**self.settings, **{k: v for k, v in options.items() if v is not None}}
         messages = self._convert_input(input).to_messages()
-        answer = await self.limits.ask(mode, messages, call, model_settings=settings, **given)
-        return next(iter(found), None) if structured else answer
+        answer = await self.limits.ask(
+            mode, messages, call, model_settings=settings, **request_options
+        )
+        return next(iter(responses), None) if structured else answer
 
-    def invoke(self, *args: Any, **more: Any) -> Any:
-        return run_sync(self._asked("", *args, **more))
+    def invoke(self, *args: Any, **options: Any) -> Any:
+        return run_sync(self._asked("", *args, **options))
 
-    async def ainvoke(self, *args: Any, **more: Any) -> Any:
-        return await self._asked("a", *args, **more)
+    async def ainvoke(self, *args: Any, **options: Any) -> Any:
+        return await self._asked("a", *args, **options)
 
     def _generate(self, messages: Any, *_: Any, **options: Any) -> ChatResult:
         return ChatResult(generations=[ChatGeneration(message=self.invoke(messages, **options))])
@@ -395,10 +401,10 @@ class _LimitedModel(BaseChatModel):
 def _running_as(agent: str | None, config: RunnableConfig | None = None) -> Iterator[Any]:
     """Run under an agent's name, as LangGraph does for an agent that has one."""
     named: Any = None if agent is None else {"metadata": {compat.AGENT_NAME: agent}}
-    given = merge_configs(ensure_config(config), named)
-    token = var_child_runnable_config.set(given)
+    merged = merge_configs(ensure_config(config), named)
+    token = var_child_runnable_config.set(merged)
     try:
-        yield given
+        yield merged
     finally:
         var_child_runnable_config.reset(token)
 

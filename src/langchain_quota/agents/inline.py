@@ -25,11 +25,11 @@ class InlineState(dict[str, Any]):
     """The state in one step of the model, with what the step has written."""
 
     def __init__(self, request: ModelRequest[Any]) -> None:
-        known = request.state.get("messages") or []
+        messages = request.state.get("messages") or []
         self.made: list[Any] = []
         self.written: Update = {}
-        self.overruled = sorted(_overruled(known))
-        super().__init__(request.state, messages=self._kept(known), structured_response=None)
+        self.overruled = sorted(_overruled(messages))
+        super().__init__(request.state, messages=self._kept(messages), structured_response=None)
         self.request = compat.with_state(request, self)
         if self.overruled:
             self.request = self.request.override(messages=self._kept(request.messages))
@@ -40,11 +40,11 @@ class InlineState(dict[str, Any]):
     def write(self, update: Update | None) -> None:
         """Apply an update of the state."""
         new = {**(update or {})}
-        made = new.pop("messages", [])
-        self.made += made
-        self["messages"] = [*self["messages"], *made]
-        for each in (self, self.written):
-            each.update(new, langchain_quota=merge_ledgers(ledger(each), ledger(new)))
+        messages = new.pop("messages", [])
+        self.made += messages
+        self["messages"] = [*self["messages"], *messages]
+        for target in (self, self.written):
+            target.update(new, langchain_quota=merge_ledgers(ledger(target), ledger(new)))
 
     def answer(self, response: ModelResponse[Any]) -> None:
         """Add the model's answer, with the ids under which charges are kept."""
@@ -52,11 +52,16 @@ class InlineState(dict[str, Any]):
             message.tool_call_id for message in response.result if isinstance(message, ToolMessage)
         }
         for message in response.result:
-            made = message
-            if isinstance(made, AIMessage):
+            identified_message = message
+            if isinstance(identified_message, AIMessage):
                 # A copy: a cache may give the same message again.
-                made = identified(made.model_copy(update={"id": made.id or str(uuid4())}), answered)
-            self.write({"messages": [made]})
+                identified_message = identified(
+                    identified_message.model_copy(
+                        update={"id": identified_message.id or str(uuid4())}
+                    ),
+                    answered,
+                )
+            self.write({"messages": [identified_message]})
         self["structured_response"] = response.structured_response
 
 
@@ -83,7 +88,9 @@ def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
         if isinstance(message, AIMessage):
             ids = [call["id"] for call in message.tool_calls]
             # Two calls under one id have two answers.
-            return {each for each, call_id in refusals.items() if ids.count(call_id) == 1}
+            return {
+                message_id for message_id, call_id in refusals.items() if ids.count(call_id) == 1
+            }
         if isinstance(message, ToolMessage):
             if message.tool_call_id in answered and message.status == "error" and message.id:
                 refusals[message.id] = message.tool_call_id
@@ -122,7 +129,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             )
         step = InlineState(request)
         ended = ledger(step).get("ended")
-        if ended and any(each.id == ended for each in step["messages"]):
+        if ended and any(message.id == ended for message in step["messages"]):
             # Another middleware, or LangChain itself, leads it back, and could do so forever.
             text, counts = "a limit has ended this run", (thread_model(step), run_model(step))
             raise ModelCallLimitExceededError(*counts, None, None, message=text)
@@ -131,8 +138,8 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             # When the step runs again, the model may make other calls.
             task = f"{self.name}.tools.{step.made[-1].id}"
             step.write(await self.kernel.check_tool_calls(mode, step, request.runtime, task=task))
-        made = [*step.made, *map(RemoveMessage, step.overruled)]
-        return WrittenResponse(ModelResponse(made, step["structured_response"]), step.written)
+        messages = [*step.made, *map(RemoveMessage, step.overruled)]
+        return WrittenResponse(ModelResponse(messages, step["structured_response"]), step.written)
 
     def before_agent(self, state: Any, runtime: Any) -> Update | None:
         """Begin a new run; see `QuotaMiddleware`.

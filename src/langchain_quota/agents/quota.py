@@ -145,12 +145,12 @@ class QuotaMiddleware(
         # LangChain makes a node for each hook that the class overrides, and a wrapper around each
         # tool call. A subclass of the user's own keeps all hooks.
         if is_own(cls):
-            own: Any = cls
+            package_class: Any = cls
             unneeded = _unneeded(cls.feature_kinds, limits)
             if __.get("store") is not None and "after_model" not in unneeded:
-                unneeded = tuple(each for each in unneeded if each != "wrap_tool_call")
-            made: Self = super().__new__(_with_hooks(own, unneeded))
-            return made
+                unneeded = tuple(hook for hook in unneeded if hook != "wrap_tool_call")
+            instance: Self = super().__new__(_with_hooks(package_class, unneeded))
+            return instance
         return super().__new__(cls)
 
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
@@ -321,13 +321,13 @@ def _unneeded(kinds: Sequence[type[Feature]], limits: Any) -> tuple[str, ...]:
     hooks = {"model": "before_model", "tool": "after_model"}
     needed = {hooks[kind] for limit in limits for kind in limit.kinds}
     needed.update(*(kind.needed_hooks(limits) for kind in kinds))
-    return tuple(each for each in _OPTIONAL if each not in needed)
+    return tuple(hook for hook in _OPTIONAL if hook not in needed)
 
 
 @cache
 def _with_hooks(cls: Any, unneeded: Any) -> Any:
     """Return the same class without some hooks."""
-    both = [*unneeded, *(f"a{hook}" for hook in unneeded)]
-    own = {hook: vars(AgentMiddleware)[hook] for hook in both}
+    hooks = [*unneeded, *(f"a{hook}" for hook in unneeded)]
+    removed = {hook: vars(AgentMiddleware)[hook] for hook in hooks}
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls,), {**named, **own}) if unneeded else cls
+    return type(cls)(cls.__name__, (cls,), {**named, **removed}) if unneeded else cls

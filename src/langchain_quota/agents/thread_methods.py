@@ -85,8 +85,8 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
                 for window in _windows(limit)
             }
             await store.reset(mode, sorted(keys))
-        own = {kind.name: {**kind.unused} for kind in self.feature_kinds if kind.unused}
-        unused = {**UNUSED, LEDGER: {**UNUSED[LEDGER], "own": own}}
+        feature_data = {kind.name: {**kind.unused} for kind in self.feature_kinds if kind.unused}
+        unused = {**UNUSED, LEDGER: {**UNUSED[LEDGER], "own": feature_data}}
         update = agent.update_state, agent.aupdate_state
         await call_variant(mode, *update, config, unused, as_node=node)
         # The update has made nodes due that must not run.
@@ -98,7 +98,7 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
         """Return whether a task failed because a limit ended the run with an exception."""
         # A checkpoint keeps an exception's `repr`, which begins with the name of its class.
         error = task.error if isinstance(task.error, str) else repr(task.error)
-        judges = any(_is(task.name, each) for each in self.checking_nodes())
+        judges = any(_is(task.name, node) for node in self.checking_nodes())
         return judges and error.startswith(_LIMIT_ERRORS)
 
     def grant(  # noqa: PLR0913 - keyword-only, with defaults
@@ -159,20 +159,22 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
                 f"{type(self).__name__} needs a store that gives grants, not {store!r}: pass "
                 "store=MemoryStore() or, for several processes, store=RedisStore()"
             )
-        found = {limit.name: limit for limit in self.limits if limit.thread_limit is not None}
+        by_name = {limit.name: limit for limit in self.limits if limit.thread_limit is not None}
         thread = config.get("configurable", {}).get("thread_id")
         if thread is None:
             raise ValueError('config names no thread: {"configurable": {"thread_id": …}}')
-        if name is None and len(found) == 1:
-            (name,) = found
-        if name is None or name not in found:
-            names = ", ".join(map(repr, found)) or "there is none"
+        if name is None and len(by_name) == 1:
+            (name,) = by_name
+        if name is None or name not in by_name:
+            names = ", ".join(map(repr, by_name)) or "there is none"
             raise ValueError(
                 f"limit must name one with a thread_limit, not {name!r}: {names}. More of a quota "
                 "is given by the store: store.grant(key, …)"
             )
         prefix = prefix_in(config, client.prefix)
-        return store, str(CountKey(store_counter(found[name]), THREAD, str(thread), prefix=prefix))
+        return store, str(
+            CountKey(store_counter(by_name[name]), THREAD, str(thread), prefix=prefix)
+        )
 
 
 def _is(node: str, hook: str) -> bool:

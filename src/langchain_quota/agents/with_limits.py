@@ -76,8 +76,8 @@ def with_limits(
             "QuotaMiddleware(limits, store=MemoryStore()) in one process, or a RedisStore in "
             "several"
         )
-    made: Any = create
-    parameters = signature(made).parameters.values()
+    create_agent: Any = create
+    parameters = signature(create_agent).parameters.values()
     defaults = {
         parameter.name: parameter.default
         for parameter in parameters
@@ -87,46 +87,46 @@ def with_limits(
     @wraps(create)
     def create_with_limits(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Agent:
         # The signature of a `partial` does not show all that is preset.
-        given = {**defaults, **getattr(made, "keywords", {}), **kwargs}
+        settings = {**defaults, **getattr(create_agent, "keywords", {}), **kwargs}
         # The model may be the first argument.
-        for model in (*getattr(made, "args", ()), *args)[:1]:
-            given["model"] = model
-        middleware = list(given.get("middleware") or ())
-        specs = list(given.get("subagents") or ())
+        for model in (*getattr(create_agent, "args", ()), *args)[:1]:
+            settings["model"] = model
+        middleware = list(settings.get("middleware") or ())
+        specs = list(settings.get("subagents") or ())
         names = {spec["name"] for spec in specs}
         if any(isinstance(item, QuotaMiddleware) and item is not quota for item in middleware):
             raise ValueError(
                 "middleware has a QuotaMiddleware which is not the quota of with_limits: put all "
                 "limits into one QuotaMiddleware, and give it to with_limits"
             )
-        known = {_GENERAL_PURPOSE, *names}
-        if not known.issuperset(leave_out):
+        all_names = {_GENERAL_PURPOSE, *names}
+        if not all_names.issuperset(leave_out):
             raise ValueError(
-                f"leave_out={[*leave_out]!r} names no sub-agent: name some of {sorted(known)!r}"
+                f"leave_out={[*leave_out]!r} names no sub-agent: name some of {sorted(all_names)!r}"
             )
         if _GENERAL_PURPOSE not in {*leave_out, *names}:
-            specs.insert(0, _general_purpose({**given, "middleware": middleware}))
+            specs.insert(0, _general_purpose({**settings, "middleware": middleware}))
         specs = [spec if spec["name"] in leave_out else _limited(spec, quota) for spec in specs]
         limited = {"middleware": _with_quota(middleware, quota), "subagents": specs}
-        agent: Agent = made(*args, **{**kwargs, **limited})
+        agent: Agent = create_agent(*args, **{**kwargs, **limited})
         trust_sub_agents(agent)
         return agent
 
     return create_with_limits
 
 
-def _general_purpose(given: Mapping[str, Any]) -> dict[str, Any]:
+def _general_purpose(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the spec of the sub-agent that deepagents would add itself."""
     # deepagents is no dependency of ours, but the caller of this has it.
     from deepagents.middleware.subagents import GENERAL_PURPOSE_SUBAGENT  # noqa: PLC0415
 
     spec: dict[str, Any] = {**GENERAL_PURPOSE_SUBAGENT}
-    spec["middleware"] = [each for each in given["middleware"] if each.name in _INHERITED]
-    if given.get("skills") is not None:
-        spec["skills"] = given["skills"]
-    if isinstance(given.get("model"), str):
+    spec["middleware"] = [item for item in settings["middleware"] if item.name in _INHERITED]
+    if settings.get("skills") is not None:
+        spec["skills"] = settings["skills"]
+    if isinstance(settings.get("model"), str):
         # deepagents looks for the model's profile by this text.
-        spec["model"] = given["model"]
+        spec["model"] = settings["model"]
     return spec
 
 

@@ -57,8 +57,10 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         for hook in ("before_model", "abefore_model", "after_model", "aafter_model"):
             defined = [base for base in cls.__mro__ if hook in vars(base)]
             ours = next(base for base in defined if is_own(base) or base is AgentMiddleware)
-            used, own = (getattr(vars(base)[hook], _JUMPS, ()) for base in (defined[0], ours))
-            if "end" in own and "end" not in used:
+            overridden_jumps, jumps = (
+                getattr(vars(base)[hook], _JUMPS, ()) for base in (defined[0], ours)
+            )
+            if "end" in jumps and "end" not in overridden_jumps:
                 raise TypeError(
                     f"{cls.__name__}.{hook} could not end a run, and calls over the limit would "
                     'run: write @hook_config(can_jump_to=["end"]) above it, and from '

@@ -58,22 +58,24 @@ class ToolCounts:
     refunds: dict[str, Amounts] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], known: Ledger, message: str | None) -> "ToolCounts":
+    def of(cls, state: Mapping[str, Any], old: Ledger, message: str | None) -> "ToolCounts":
         """Return the counts in a state, with the charges of the calls of a message."""
         # No message says that a call did not run: a caller can write it, too.
-        batch = known.get("batch")
+        batch = old.get("batch")
         is_of_message = batch is not None and message in (None, batch["message"])
         calls = deepcopy(batch["calls"]) if batch is not None and is_of_message else {}
         return cls(thread_tools(state), run_tools(state), calls)
 
     def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
         """Return the thread's and the run's count, without the charges of these calls."""
-        own = 0
+        charged = 0
         for call_id in ids:
             if call_id in self.calls:
-                own += self.calls[call_id]["counters"].get(counter, 0)
+                charged += self.calls[call_id]["counters"].get(counter, 0)
         # Never below zero, even where someone else reset the counts.
-        return max(0, self.thread.get(counter, 0) - own), max(0, self.run.get(counter, 0) - own)
+        return max(0, self.thread.get(counter, 0) - charged), max(
+            0, self.run.get(counter, 0) - charged
+        )
 
     def of_call(self, call_id: str) -> Charge:
         """Return the charges of a call."""
@@ -109,9 +111,9 @@ def refunded_limits(charge: Charge) -> list[tuple[str, int, int]]:
     """Return what a refund returns: each limit's name, its calls, and its nanodollars."""
     costs = dict(charge.get("costs", {}))
     calls = [one for by_limit in charge["limits"].values() for one in by_limit.items()]
-    made = [(name, amount, costs.pop(name, 0)) for name, amount in calls]
+    charged = [(name, amount, costs.pop(name, 0)) for name, amount in calls]
     # A limit on trial is not charged a call that it would refuse, but what it costs.
-    return made + [(name, 0, cost) for name, cost in costs.items()]
+    return charged + [(name, 0, cost) for name, cost in costs.items()]
 
 
 def refund_corrections(step: str, refunds: Mapping[str, Amounts]) -> tuple[Correction, ...]:
@@ -191,17 +193,17 @@ class Batch:
     def question(self) -> str:
         """Name of the question to a person about the calls; the same if the node runs again."""
         # In a graph, a model call is then another one.
-        said = [(each.type, each.content) for each in self.state.get("messages") or ()]
+        contents = [(message.type, message.content) for message in self.state.get("messages") or ()]
         node = call_context(running_runtime(), model_name=None)
-        return node.step(f"{self.middleware}/{self.message or said}")
+        return node.step(f"{self.middleware}/{self.message or contents}")
 
     @property
     def counters(self) -> list[str]:
         """Names under which the state counts each call."""
         return [
             counter
-            for asked in self.call_checks
-            for counter in {limit.limit.counter for limit in asked.limits if limit.limit.counted}
+            for checks in self.call_checks
+            for counter in {limit.limit.counter for limit in checks.limits if limit.limit.counted}
         ]
 
     def by_state(self) -> AcquireResult:
@@ -212,8 +214,8 @@ class Batch:
         """Return the request to a store, and keep it as `sent`."""
         counters: dict[str, CountRef] = {}
         for check in (check for checks in self.call_checks for check in checks.checks):
-            known = counters.get(check.counter)
-            if known is None:
+            counter_ref = counters.get(check.counter)
+            if counter_ref is None:
                 counters[check.counter] = CountRef(
                     check.key,
                     self.used.get(check.counter, 0),
@@ -221,8 +223,8 @@ class Batch:
                     check.mirrored,
                     check.lease,
                 )
-            elif known.key is None and check.key is not None:
-                counters[check.counter] = replace(known, key=check.key)
+            elif counter_ref.key is None and check.key is not None:
+                counters[check.counter] = replace(counter_ref, key=check.key)
         name = self.name or self.context.step(self.task)
         self.sent = AcquireRequest(
             # An answer that is remembered is matched by position.
@@ -270,8 +272,8 @@ class Batch:
             }
         if self.limits.asking:
             # After a person was asked, or could not be asked.
-            rejected = self.answer is not None and self.answer.type == "reject"
-            then: Exit = "end" if rejected or self.pending is None else "continue"
+            is_rejected = self.answer is not None and self.answer.type == "reject"
+            then: Exit = "end" if is_rejected or self.pending is None else "continue"
             exits |= dict.fromkeys(self.limits.asking, then)
         if self.pending is not None and self.limits.budgets:
             # What is left may be enough for the model.
@@ -297,11 +299,11 @@ def model_batch(
     state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits, *, task: str
 ) -> Batch:
     """Return the batch of the next model call."""
-    known, context = ledger(state), model_context(state, runtime)
+    run_ledger, context = ledger(state), model_context(state, runtime)
     call = Call("model", agent=context.agent, thread_id=context.thread_id)
     return Batch(
         state=state,
-        ledger=known,
+        ledger=run_ledger,
         context=context,
         task=task,
         limits=limits,
@@ -309,7 +311,7 @@ def model_batch(
         call_checks=[limits.checks_for(call)],
         used=model_counts(state),
         runtime=runtime,
-        rebuild=lambda other: model_batch(state, runtime, other, task=task),
+        rebuild=lambda new_limits: model_batch(state, runtime, new_limits, task=task),
         stops=limits.stops,
     )
 
@@ -333,30 +335,32 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     waiting = pending_calls(state)
     if waiting is None or not waiting.calls:
         return None
-    known = ledger(state)
-    final = known.get("final")
-    if not (every_call or final or _concerns(limits, waiting, known)):
+    run_ledger = ledger(state)
+    final = run_ledger.get("final")
+    if not (every_call or final or _concerns(limits, waiting, run_ledger)):
         return None
     context = call_context(runtime, model_name=waiting.message.name)
     calls = [
         Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
         for call in waiting.calls
     ]
-    asks = [(call, limits.checks_for(call)) for call in calls]
+    call_checks = [(call, limits.checks_for(call)) for call in calls]
     # After the last call of a budget no tool runs.
-    judged = [] if final else [(call, each) for call, each in asks if each.limits or every_call]
-    counts = ToolCounts.of(state, known, waiting.message.id)
-    matched = {str(call.id) for call, each in asks if each.limits}
+    checked = (
+        [] if final else [(call, each) for call, each in call_checks if each.limits or every_call]
+    )
+    counts = ToolCounts.of(state, run_ledger, waiting.message.id)
+    matched = {str(call.id) for call, each in call_checks if each.limits}
     used: dict[str, int] = {}
-    for _, asked in judged:
-        for limit in asked.limits:
+    for _, checks in checked:
+        for limit in checks.limits:
             thread, run, *_ = limit.checks
             if thread.counter not in used:
                 used[thread.counter], used[run.counter] = counts.used(limit.limit.counter, matched)
     # With the structured response the run ends anyway.
     stops: dict[str, int] = {}
     if limits.stops and not waiting.structured:
-        refusals = (known.get("refusals") or {}).get(middleware, {})
+        refusals = (run_ledger.get("refusals") or {}).get(middleware, {})
         stops = {
             name: max(1, n - refusals.get(name, 0))
             for name, n in limits.stops.items()
@@ -373,16 +377,16 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         )
     return Batch(
         state=state,
-        ledger=known,
+        ledger=run_ledger,
         context=context,
         task=task or middleware,
         limits=limits,
-        calls=[call for call, _ in judged],
-        call_checks=[asked for _, asked in judged],
+        calls=[call for call, _ in checked],
+        call_checks=[checks for _, checks in checked],
         used=used,
         runtime=runtime,
-        rebuild=lambda other: tool_batch(
-            state, runtime, other, middleware=middleware, every_call=every_call, task=task
+        rebuild=lambda new_limits: tool_batch(
+            state, runtime, new_limits, middleware=middleware, every_call=every_call, task=task
         ),
         stops=stops,
         message=waiting.message.id or "",
@@ -394,11 +398,11 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     )
 
 
-def _concerns(limits: ResolvedLimits, waiting: PendingCalls, known: Ledger) -> bool:
+def _concerns(limits: ResolvedLimits, waiting: PendingCalls, run_ledger: Ledger) -> bool:
     """Return whether limits match a call that waits."""
     # If a middleware has charged calls of the message, its answered calls matter, too: it is
     # recorded that these limits have judged the message.
-    batch = known.get("batch")
+    batch = run_ledger.get("batch")
     charged = batch is not None and batch["message"] == waiting.message.id
     calls = (*waiting.calls, *(waiting.message.tool_calls if charged else ()))
     return any(limits.checks_for(Call("tool", call["name"])).limits for call in calls)

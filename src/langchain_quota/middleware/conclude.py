@@ -42,13 +42,13 @@ def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True
         message = _final_message(batch, breaches, batch.context.own_name)
         written["ended"] = message.id
         return HookResult(decisions, {"jump_to": "end", "messages": [message], LEDGER: written})
-    (asked,) = batch.call_checks
-    if not charging or not asked.limits:
+    (checks,) = batch.call_checks
+    if not charging or not checks.limits:
         return HookResult(decisions)
     charged = result.charged(batch.hits)
     after = {name: used + charged[name] for name, used in result.used.items()}
     update: Update = {LEDGER: written}
-    if OF_RUN in asked.hits.amounts:
+    if OF_RUN in checks.hits.amounts:
         update[THREAD_MODEL], written["counts"] = after[OF_THREAD], {"run_model": after[OF_RUN]}
     else:
         # Budgets alone: another middleware may count calls where LangChain does.
@@ -63,11 +63,11 @@ def _final(batch: Batch, after: Mapping[str, int]) -> str:
     finalizing = batch.limits.finalizing
     if not finalizing:
         return ""
-    (asked,) = batch.call_checks
+    (checks,) = batch.call_checks
     # Ask for one more call: if it is refused, this one is the last. What this call will use of
     # budgets is not known.
-    kept = CallChecks.of(limit.with_checks(keep=limit.keep) for limit in asked.limits)
-    next_call = replace(batch, call_checks=[kept])
+    final_checks = CallChecks.of(limit.with_checks(keep=limit.keep) for limit in checks.limits)
+    next_call = replace(batch, call_checks=[final_checks])
     result = admit(next_call.hits, after, next_call.stops)
     if finalizing.isdisjoint(result.refused[0]):
         return ""
@@ -93,8 +93,8 @@ def _model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | No
 
 def _final_message(batch: Batch, breaches: Sequence[Breach], name: str | None) -> AIMessage:
     """Return the message that ends a run at limits, or that of the person who ended it."""
-    said = batch.answer.message if batch.answer and batch.answer.type == "reject" else ""
-    text = said if said.strip() else messages.final(breaches)
+    reason = batch.answer.message if batch.answer and batch.answer.type == "reject" else ""
+    text = reason if reason.strip() else messages.final(breaches)
     return AIMessage(content=text, name=name, id=str(uuid4()))
 
 
@@ -178,17 +178,17 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
             continue
         # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
         # charged to that limit, and so never refunded by its name.
-        known = [(batch.limits.by_name[limit.limit], limit) for limit in decision.limits]
+        statuses = [(batch.limits.by_name[limit.limit], limit) for limit in decision.limits]
         added: dict[str, int] = {}
-        for limit, each in [both for both in known if both[0].counted]:
+        for limit, status in [pair for pair in statuses if pair[0].counted]:
             # Limits that share a counter add the most to it.
-            cost = each.cost if limit.unit == "nanodollars" else 0
+            cost = status.cost if limit.unit == "nanodollars" else 0
             added[limit.counter] = max(cost or call.amount, added.get(limit.counter, 0))
-            if each.charged:
+            if status.charged:
                 names = charged.setdefault(call_id, {})
-                names[each.limit] = names.get(each.limit, 0) + call.amount
+                names[status.limit] = names.get(status.limit, 0) + call.amount
             if cost:
-                paid.setdefault(call_id, Counter())[each.limit] += cost
+                paid.setdefault(call_id, Counter())[status.limit] += cost
         for counter, amount in added.items():
             amounts[call_id, counter] = amounts.get((call_id, counter), 0) + amount
     for (call_id, counter), amount in amounts.items():
@@ -200,9 +200,9 @@ def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
     return refunds
 
 
-def refunds_of(call: Call, taken: Sequence[tuple[str, int, int]]) -> list[Refund]:
+def refunds_of(call: Call, charges: Sequence[tuple[str, int, int]]) -> list[Refund]:
     """Return the refunds of a call, for the metrics."""
-    return [Refund(call._replace(amount=amount), limit, cost) for limit, amount, cost in taken]
+    return [Refund(call._replace(amount=amount), limit, cost) for limit, amount, cost in charges]
 
 
 def _mirror(batch: Batch, result: AcquireResult) -> None:
@@ -211,7 +211,7 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
     counts: Any = batch.counts
     if batch.answered:
         charged = result.charged(batch.hits)
-        for limit in (limit for asked in batch.call_checks for limit in asked.limits):
+        for limit in (limit for checks in batch.call_checks for limit in checks.limits):
             if limit.is_budget:
                 # The store's count has what models have used, too.
                 continue
@@ -231,12 +231,12 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
 
 def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
     """Return the update of the counts and of the ledger's entry for the message."""
-    known, message = batch.ledger, batch.message or ""
+    old, message = batch.ledger, batch.message or ""
     counts: Any = batch.counts
     for counter in batch.counters:
         counts.thread.setdefault(counter, 0)
-    before = known.get("batch")
-    waiting: Iterable[str] = known.get("begun_by", ())
+    before = old.get("batch")
+    waiting: Iterable[str] = old.get("begun_by", ())
     if before is not None and before["message"] == message:
         waiting = before.get("waiting", ())
     judged = ToolBatch(
@@ -248,10 +248,10 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
     for breach in breaches:
         limit = breach.limit.limit
         if limit.give_up_after is not None:
-            refusals = written.get("refusals") or known.get("refusals") or {}
-            own = refusals.get(batch.middleware, {})
-            own = {**own, limit.name: own.get(limit.name, 0) + breach.refusals}
-            written["refusals"] = {**refusals, batch.middleware: own}
+            refusals = written.get("refusals") or old.get("refusals") or {}
+            by_limit = refusals.get(batch.middleware, {})
+            by_limit = {**by_limit, limit.name: by_limit.get(limit.name, 0) + breach.refusals}
+            written["refusals"] = {**refusals, batch.middleware: by_limit}
     return {THREAD_TOOLS: counts.thread, LEDGER: written}
 
 
@@ -259,13 +259,13 @@ def _answers(decisions: Sequence[Decision], batch: Batch, skipped: str) -> list[
     """Return one answer for each call that does not run, blocked ones first."""
     # Before them the message itself, under its id, if its calls had none.
     pending: Any = batch.pending
-    found: dict[str, AnyMessage] = {}
+    answers: dict[str, AnyMessage] = {}
     for outcome in _NOT_RUN:
         for decision in decisions:
             call_id = str(decision.call.id)
-            if decision.outcome is outcome and call_id not in found:
+            if decision.outcome is outcome and call_id not in answers:
                 text = skipped
                 if outcome is Outcome.BLOCKED:
                     text = messages.refusal(decision, batch.limits.by_name)
-                found[call_id] = answer_of_blocked(call_id, decision.call.tool, text)
-    return [*([pending.message] if pending.replaces else []), *found.values()]
+                answers[call_id] = answer_of_blocked(call_id, decision.call.tool, text)
+    return [*([pending.message] if pending.replaces else []), *answers.values()]

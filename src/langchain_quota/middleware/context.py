@@ -177,10 +177,10 @@ class LimitResolver:
             subject = await root_run(mode, state, caller, prefix)
         now = None if self._clock is None else self._clock()
         moment = _ResolutionContext(mode, state, runtime, caller, prefix, subject, now)
-        found = tuple([await self._resolved(moment, limit) for limit in self.of_kind[kind]])
+        resolved = tuple([await self._resolved(moment, limit) for limit in self.of_kind[kind]])
         newest = self._newest.get(kind)
-        if newest is None or newest.limits != found:
-            newest = self._newest[kind] = ResolvedLimits(found)
+        if newest is None or newest.limits != resolved:
+            newest = self._newest[kind] = ResolvedLimits(resolved)
         return newest
 
     async def _resolved(self, moment: "_ResolutionContext", limit: Limit) -> ResolvedLimit:
@@ -192,15 +192,17 @@ class LimitResolver:
         if moment.now is None or not limit.counted:
             return resolved
         quotas = [
-            _check(limit, quota, most, await self._subject(moment, limit, quota), moment)
+            _check(limit, quota, maximum, await self._subject(moment, limit, quota), moment)
             for quota in limit.quotas
-            if (most := await self._given(moment, limit, "limit", quota.limit)) is not None
+            if (maximum := await self._given(moment, limit, "limit", quota.limit)) is not None
         ]
         counter, caller = store_counter(limit), moment.caller
-        known = caller.run_thread_id, ledger(moment.state).get("run")
+        subjects = caller.run_thread_id, ledger(moment.state).get("run")
         of_thread, of_run = (
-            None if each is None else str(CountKey(counter, scope, str(each), prefix=moment.prefix))
-            for scope, each in zip((THREAD, RUN), known, strict=True)
+            None
+            if subject is None
+            else str(CountKey(counter, scope, str(subject), prefix=moment.prefix))
+            for scope, subject in zip((THREAD, RUN), subjects, strict=True)
         )
         return resolved.stored(of_thread, of_run, quotas, remembers=caller.remembers)
 
@@ -259,12 +261,12 @@ def fixed(limit: Limit) -> ResolvedLimit:
 
 
 def _check(
-    limit: Limit, quota: Quota, most: object, subject: str, moment: _ResolutionContext
+    limit: Limit, quota: Quota, maximum: object, subject: str, moment: _ResolutionContext
 ) -> Check:
     """Return the check of a quota."""
     what = f"limit of quota {quota.name!r} of limit {limit.name!r}"
     counter, window, now = store_counter(limit), quota.period, moment.now or 0
-    number = whole_amount(limit.unit, what, most)
+    number = whole_amount(limit.unit, what, maximum)
     rate = max(1, number) if quota.smooth else None
     key = CountKey.at(
         counter, quota.dimension, subject, window, now, prefix=moment.prefix, limit=rate

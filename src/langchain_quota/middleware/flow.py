@@ -174,8 +174,8 @@ class Kernel:
         context = call_context(runtime, model_name=None)
         update: Update = {}
         history = state.get("messages") or ()
-        known = ledger(state)
-        begun = _has_begun(state) and self.name not in known.get("begun_by", ())
+        old = ledger(state)
+        begun = _has_begun(state) and self.name not in old.get("begun_by", ())
         counts = self._refund_stopped_calls(state, context)
         if counts.thread != thread_tools(state):
             update[THREAD_TOOLS] = counts.thread
@@ -188,16 +188,16 @@ class Kernel:
             update["structured_response"] = None
         if not begun and self.recorder.is_new(context.task("run")):
             self.recorder.count(names.RUNS, context.agent)
-        before: Ledger = known if begun else {}
+        before: Ledger = old if begun else {}
         written: Ledger = {
             **NEW_RUN,
             "run": before.get("run") or context.run(),
-            "turn": known.get("turn") if begun else _turn(history),
+            "turn": old.get("turn") if begun else _turn(history),
             "begun_by": self._also_begun(before.get("begun_by", {})),
             "store": self._only_store(before.get("store")),
             "own": {},
         }
-        batch = known.get("batch")
+        batch = old.get("batch")
         if batch is not None:
             written["batch"] = {**batch, "calls": counts.calls}
         for begin in self.begin_run_hooks:
@@ -209,12 +209,12 @@ class Kernel:
         # They did so if a limit raised, or if a review stopped the calls before it: then no call of
         # the message has started. What a store was charged stays: a caller who begins at an old
         # checkpoint would have it taken back for calls that ran behind that checkpoint.
-        known = ledger(state)
-        counts, batch = ToolCounts.of(state, known, None), known.get("batch")
-        found = unfinished_calls(state, batch["message"]) if batch else None
-        if batch is None or found is None or self.name not in batch.get("waiting", ()):
+        old = ledger(state)
+        counts, batch = ToolCounts.of(state, old, None), old.get("batch")
+        unfinished = unfinished_calls(state, batch["message"]) if batch else None
+        if batch is None or unfinished is None or self.name not in batch.get("waiting", ()):
             return counts
-        message, calls = found
+        message, calls = unfinished
         original = {call["id"]: Call("tool", call["name"]) for call in message.tool_calls}
         if not any(
             limit.matches(Call("tool", call["name"])) and limit.matches(original[call["id"]])
@@ -227,28 +227,28 @@ class Kernel:
             charge = counts.calls.get(str(call["id"]))
             if charge is None or charge["keys"]:
                 continue
-            made = Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
-            refunds += refunds_of(made, counts.refund(str(call["id"])))
+            refunded = Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
+            refunds += refunds_of(refunded, counts.refund(str(call["id"])))
         self.recorder.record_refunds(refunds)
         return counts
 
     def _also_begun(self, begun_by: Mapping[str, str | None]) -> dict[str, str | None]:
         """Return the middlewares that have begun a run, this one included."""
-        made = {**begun_by, self.name: self._model_mode}
-        counting = [mode for mode in made.values() if mode is not None]
+        begun = {**begun_by, self.name: self._model_mode}
+        counting = [mode for mode in begun.values() if mode is not None]
         if self._model_mode is None or len(counting) == 1 or {*counting} == {"returned"}:
-            return made
+            return begun
         raise RuntimeError(
             f"{self.name} and another middleware of this agent both count its model calls: put "
             "all model limits into one QuotaMiddleware"
         )
 
-    def _only_store(self, known: str | None) -> str | None:
+    def _only_store(self, name: str | None) -> str | None:
         """Return the name of the agent's store; raise if another middleware has a different one."""
         # The charges in the ledger do not say which store has them.
-        client = StoreClient.by_name.get(known or "")
+        client = StoreClient.by_name.get(name or "")
         if self.store is None or (client is not None and client.store is self.store.store):
-            return known
+            return name
         if client is None:
             return self.store.name
         raise RuntimeError(
@@ -257,12 +257,12 @@ class Kernel:
         )
 
     async def release(
-        self, mode: Mode, known: Ledger, step: str, refunds: Mapping[str, Amounts]
+        self, mode: Mode, run_ledger: Ledger, step: str, refunds: Mapping[str, Amounts]
     ) -> None:
         """Refund now what the agent's store was charged for calls that do not run."""
         # Another middleware may have charged them. Its store is only found in the process in which
         # the run began.
-        client = self.store or StoreClient.by_name.get(known.get("store") or "")
+        client = self.store or StoreClient.by_name.get(run_ledger.get("store") or "")
         if client is not None:
             sent = AcquireRequest("", "", corrections=refund_corrections(step, refunds))
             await client.settle(mode, sent)
@@ -270,8 +270,12 @@ class Kernel:
     def learn_tools(self, request: ModelRequest[Any]) -> None:
         """Learn which tools there really are, before the model invents others."""
         agent, tools = running_agent(), request.tools
-        known, newest = self._newest
-        if agent == known and len(tools) == len(newest) and all(map(is_, tools, newest)):
+        newest_agent, newest_tools = self._newest
+        if (
+            agent == newest_agent
+            and len(tools) == len(newest_tools)
+            and all(map(is_, tools, newest_tools))
+        ):
             return
         self.recorder.learn_tools(agent, [t.name for t in tools if not isinstance(t, dict)])
         for learn in self.learn_tools_hooks:
@@ -298,8 +302,8 @@ class Kernel:
         if "model" not in self.kinds:
             return None
         limits = await self.resolve_limits(mode, "model", state, runtime)
-        for known in self.before_model_check_hooks:
-            await known(mode, state, runtime, limits)
+        for prepare in self.before_model_check_hooks:
+            await prepare(mode, state, runtime, limits)
         for attempt in self.name_attempt_hooks:
             runtime = await attempt(mode, runtime)
         batch = model_batch(state, runtime, limits, task=self.name)
@@ -358,15 +362,15 @@ class Kernel:
             for refused in self.recheck_stopped_hooks:
                 batch, result = await refused(mode, batch, result)
         batch.counted = result.used
-        conclusion = conclude(batch, result)
-        if batch.counts and batch.counts.refunds and not conclusion.error:
+        hook_result = conclude(batch, result)
+        if batch.counts and batch.counts.refunds and not hook_result.error:
             step = batch.context.step(f"{batch.task}.refused")
             await self.release(mode, batch.ledger, step, batch.counts.refunds)
         for change in self.on_hook_result_hooks:
-            conclusion = change(batch, conclusion)
-        update = await self.record(mode, batch, conclusion)
-        if conclusion.error is not None:
-            raise conclusion.error
+            hook_result = change(batch, hook_result)
+        update = await self.record(mode, batch, hook_result)
+        if hook_result.error is not None:
+            raise hook_result.error
         return update
 
     async def _acquire(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
@@ -398,10 +402,10 @@ class Kernel:
         """Check a batch while the store is unavailable; allowed calls are charged there later."""
         for unanswered in self.on_store_unavailable_hooks:
             unanswered(batch)
-        calls = sum(asked.shared for asked in batch.call_checks)
+        calls = sum(checks.shared for checks in batch.call_checks)
         result = batch.without_store(self.on_store_error)
         # A reservation is not charged: the use is charged when it is known.
-        held = {name for name, each in sent.counters.items() if each.lease is not None}
+        held = {name for name, counter in sent.counters.items() if counter.lease is not None}
         # With "block" a call runs only if limits in a dry run alone refuse it.
         ran = Counts[str]()
         for hits, admitted in zip(sent.hits, result.admitted, strict=True):
@@ -415,24 +419,24 @@ class Kernel:
         self.recorder.count(names.STORE_FALLBACKS, *labels, amount=calls)
         return result
 
-    async def record(self, mode: Mode, batch: Batch, conclusion: HookResult) -> Update | None:
+    async def record(self, mode: Mode, batch: Batch, hook_result: HookResult) -> Update | None:
         """Record the decisions unless the task is a re-run, and return the update."""
         if self.observers.present:
             self.observers.check(mode)
-        update = conclusion.update
-        told = self.recorder.record(
-            conclusion.decisions,
+        update = hook_result.update
+        record = self.recorder.record(
+            hook_result.decisions,
             started=batch.started,
-            error=conclusion.error,
+            error=hook_result.error,
             task_id=batch.context.task(batch.task),
         )
-        if told.is_new and conclusion.refunds:
-            self.recorder.record_refunds(conclusion.refunds)
+        if record.is_new and hook_result.refunds:
+            self.recorder.record_refunds(hook_result.refunds)
         if batch.ledger_update:
             written = merge_ledgers((update or {}).get(LEDGER, {}), batch.ledger_update)
             update = {**(update or {}), LEDGER: written}
         if self.observers.present:
-            await self.observers.notify(mode, conclusion.decisions, told)
+            await self.observers.notify(mode, hook_result.decisions, record)
         return update
 
     async def call_model(

@@ -36,10 +36,10 @@ def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
     if message.id is None:
         # As LangGraph's reducer does. Otherwise our message would follow it, not replace it.
         message.id = str(uuid4())
-    taken = {call["id"] for call in message.tool_calls}
+    used_ids = {call["id"] for call in message.tool_calls}
     calls = list(message.tool_calls)
     for index in missing:
-        call_id = next(call_id for call_id in _ids(message.id, index) if call_id not in taken)
+        call_id = next(call_id for call_id in _ids(message.id, index) if call_id not in used_ids)
         calls[index] = {**calls[index], "id": call_id}
     content: Any = message.content
     if isinstance(content, list):
@@ -91,9 +91,11 @@ def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
         return None
     if not message.tool_calls:
         return None
-    answered = {each.tool_call_id for each in answers}
+    answered = {answer_message.tool_call_id for answer_message in answers}
     has_response = state.get("structured_response") is not None
-    structured = has_response and any(each.status != "error" for each in answers)
+    structured = has_response and any(
+        answer_message.status != "error" for answer_message in answers
+    )
     named = identified(message, answered)
     calls = _unanswered(named, answered, state)
     return PendingCalls(named, calls, structured, replaces=named is not message)
@@ -114,7 +116,9 @@ def unfinished_calls(
         elif isinstance(message, AIMessage):
             if message.id == message_id:
                 finished = {
-                    each.tool_call_id for each in answers if not is_newest or each.status != "error"
+                    answer_message.tool_call_id
+                    for answer_message in answers
+                    if not is_newest or answer_message.status != "error"
                 }
                 named = identified(message, finished)
                 return named, _unanswered(named, finished, state)
@@ -129,7 +133,7 @@ def repaired(state: Mapping[str, Any], *, is_shared: bool) -> list[AnyMessage] |
     """
     history: list[AnyMessage] = [*(state.get("messages") or ())]
     answered: set[str] = set()
-    found = False
+    has_changed = False
     for index in reversed(range(len(history))):
         message = history[index]
         if isinstance(message, ToolMessage):
@@ -141,7 +145,7 @@ def repaired(state: Mapping[str, Any], *, is_shared: bool) -> list[AnyMessage] |
         answered = set()
         if not calls:
             continue
-        found = True
+        has_changed = True
         end = index + 1
         while end < len(history) and isinstance(history[end], ToolMessage):
             end += 1
@@ -151,39 +155,39 @@ def repaired(state: Mapping[str, Any], *, is_shared: bool) -> list[AnyMessage] |
         history[index] = named
         names = {str(call["id"]): call["name"] for call in calls}
         history[end:end] = [answer(call_id, name, ABANDONED) for call_id, name in names.items()]
-    return history if found else None
+    return history if has_changed else None
 
 
 def _without(message: AIMessage, calls: Sequence[ToolCall], text: str) -> AIMessage:
     """Return the message without some of its calls, or with a text if nothing is left."""
     removed = {call["id"] for call in calls}
-    kept = [call for call in message.tool_calls if call["id"] not in removed]
+    remaining = [call for call in message.tool_calls if call["id"] not in removed]
     content: Any = message.content
     gone = _CALLS
-    if not kept and not str(message.text).strip():
+    if not remaining and not str(message.text).strip():
         content, gone = text, _CALLS | _REASONING
     elif isinstance(content, list):
         content = _without_blocks(content, removed)
-    others = {key: value for key, value in message.additional_kwargs.items() if key not in gone}
+    kwargs = {key: value for key, value in message.additional_kwargs.items() if key not in gone}
     return message.model_copy(
-        update={"tool_calls": kept, "content": content, "additional_kwargs": others}
+        update={"tool_calls": remaining, "content": content, "additional_kwargs": kwargs}
     )
 
 
 def _without_blocks(content: Sequence[Any], removed: Collection[Any]) -> list[Any]:
     """Return the blocks without those of some calls and the reasoning that led only to them."""
-    kept: list[Any] = []
+    remaining: list[Any] = []
     led_to_removed = False
     for block in reversed(content):
         key = _ID_OF_BLOCK.get(_type(block))
         if key and block.get(key) in removed:
             led_to_removed = True
             continue
-        leads_nowhere = led_to_removed and (not kept or _type(kept[-1]) in _REASONING)
+        leads_nowhere = led_to_removed and (not remaining or _type(remaining[-1]) in _REASONING)
         if not (leads_nowhere and _type(block) in _REASONING):
-            kept.append(block)
+            remaining.append(block)
             led_to_removed = False
-    return kept[::-1]
+    return remaining[::-1]
 
 
 def _type(block: Any) -> str:

@@ -75,15 +75,15 @@ class RootRun(BaseCallbackHandler):
         **_: object,
     ) -> None:
         """Learn how the root run begins, or to which one it belongs."""
-        given, around = metadata or {}, running_config()
+        own_metadata, around = metadata or {}, running_config()
         # Up to LangGraph 1.1, an agent's own metadata replace those around it.
-        nested = {**(around.get("metadata") or {}), **given}
-        known = _named.get(str(nested.get(_METADATA)))
-        if known is not None:
-            self.joined, self.key = known, known.key
+        nested = {**(around.get("metadata") or {}), **own_metadata}
+        named = _named.get(str(nested.get(_METADATA)))
+        if named is not None:
+            self.joined, self.key = named, named.key
             return
         self.key = uuid4().hex
-        self.thread_id = given.get("thread_id")
+        self.thread_id = own_metadata.get("thread_id")
         self.resumes = isinstance(inputs, Command) or (
             inputs is None and self.thread_id is not None
         )
@@ -92,17 +92,17 @@ class RootRun(BaseCallbackHandler):
 
     def learn_used(self, counts: Mapping[str, int]) -> None:
         """Learn what a store has counted; the highest count, since answers may arrive late."""
-        known = self.used
-        self.used = {**known, **{key: max(n, known.get(key, 0)) for key, n in counts.items()}}
+        used = self.used
+        self.used = {**used, **{key: max(n, used.get(key, 0)) for key, n in counts.items()}}
 
-    def unsaved(self, known: Mapping[str, Any]) -> dict[str, Any]:
+    def unsaved(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the state must store, so that a resumed run continues with its counts."""
-        found: dict[str, Any] = {}
-        if self.subject != known.get("root_run"):
-            found["root_run"] = self.subject
-        if self.used != (known.get("root_used") or {}):
-            found["root_used"] = {**self.used}
-        return found
+        values: dict[str, Any] = {}
+        if self.subject != saved.get("root_run"):
+            values["root_run"] = self.subject
+        if self.used != (saved.get("root_used") or {}):
+            values["root_used"] = {**self.used}
+        return values
 
 
 _named: WeakValueDictionary[str, RootRun] = WeakValueDictionary()
@@ -159,8 +159,8 @@ def root_run() -> RootRun | None:
     if not _kinds:
         return None
     handlers = getattr(running_config().get("callbacks"), "inheritable_handlers", ())
-    found = next((handler for handler in handlers if isinstance(handler, RootRun)), None)
-    return found and (found.joined or found)
+    root = next((handler for handler in handlers if isinstance(handler, RootRun)), None)
+    return root and (root.joined or root)
 
 
 def name_in_tool(request: ToolCallRequest) -> None:
@@ -198,8 +198,8 @@ class StoreSequence:
     async def read(self, mode: Mode, kind: str, subject: str) -> int | None:
         """Return a number, or `None` if the store has none."""
         key = self._key(kind, subject)
-        found = (await self._store.peek(mode, [key]) or {}).get(key)
-        return None if found is None else found.used
+        counts = (await self._store.peek(mode, [key]) or {}).get(key)
+        return None if counts is None else counts.used
 
     async def add(self, mode: Mode, kind: str, subject: str, name: str = "") -> int | None:
         """Add 1, once for a name; return the number, or `None` if the store is unavailable."""

@@ -103,9 +103,11 @@ def merge_ledgers(old: Ledger, new: Ledger) -> Ledger:
     if "counts" in new:
         merged["counts"] = {**old.get("counts", {}), **new["counts"]}
     if "own" in new:
-        own = old.get("own", {})
-        written = {name: {**own.get(name, {}), **kept} for name, kept in new["own"].items()}
-        merged["own"] = {**own, **written}
+        features = old.get("own", {})
+        written = {
+            name: {**features.get(name, {}), **values} for name, values in new["own"].items()
+        }
+        merged["own"] = {**features, **written}
     return merged
 
 
@@ -210,20 +212,20 @@ def thread_tools(state: Mapping[str, Any]) -> dict[str, int]:
 
 def run_tools(state: Mapping[str, Any]) -> dict[str, int]:
     """Return the allowed tool calls of the run by counter, or LangChain's count without ours."""
-    own = ledger(state).get("counts", {}).get("run_tools")
-    return dict(own if own is not None else state.get(RUN_TOOLS) or {})
+    count = ledger(state).get("counts", {}).get("run_tools")
+    return dict(count if count is not None else state.get(RUN_TOOLS) or {})
 
 
 def thread_model(state: Mapping[str, Any]) -> int:
     """Return the model calls of the thread."""
-    own = ledger(state).get("counts", {}).get("thread_model", 0)
-    return max(int(state.get(THREAD_MODEL) or 0), own)
+    count = ledger(state).get("counts", {}).get("thread_model", 0)
+    return max(int(state.get(THREAD_MODEL) or 0), count)
 
 
 def run_model(state: Mapping[str, Any]) -> int:
     """Return the allowed model calls of the run, or LangChain's count without ours."""
-    own = ledger(state).get("counts", {}).get("run_model")
-    return int(own if own is not None else state.get(RUN_MODEL) or 0)
+    count = ledger(state).get("counts", {}).get("run_model")
+    return int(count if count is not None else state.get(RUN_MODEL) or 0)
 
 
 def spent(
@@ -233,8 +235,8 @@ def spent(
 
     `kept` has newer counts of model calls. Paid tool calls are among the counts of tool calls.
     """
-    known = {**feature_ledger(state, "budgets"), **kept}
-    of_thread, of_run = dict(known.get("thread_spent") or {}), dict(known.get("run_spent") or {})
+    values = {**feature_ledger(state, "budgets"), **kept}
+    of_thread, of_run = dict(values.get("thread_spent") or {}), dict(values.get("run_spent") or {})
     for used, tools in ((of_thread, thread_tools(state)), (of_run, run_tools(state))):
         if NANODOLLARS in tools:
             used[NANODOLLARS] = used.get(NANODOLLARS, 0) + tools[NANODOLLARS]
@@ -297,8 +299,8 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
     """
     state = getattr(snapshot, "values", None)
     if state is None or callable(state):
-        given = short_repr(snapshot)
-        raise TypeError(f"snapshot must be what agent.get_state(config) gives, not {given}")
+        text = short_repr(snapshot)
+        raise TypeError(f"snapshot must be what agent.get_state(config) gives, not {text}")
     of_thread, of_run = spent(state)
     return ThreadUsage(
         tools=_calls(thread_tools(state)),
@@ -311,8 +313,8 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
 
 
 def _calls(counts: Mapping[str, int]) -> Mapping[str, int]:
-    calls = {each: count for each, count in counts.items() if each != NANODOLLARS}
-    return MappingProxyType({each.removeprefix(","): count for each, count in calls.items()})
+    calls = {counter: count for counter, count in counts.items() if counter != NANODOLLARS}
+    return MappingProxyType({counter.removeprefix(","): count for counter, count in calls.items()})
 
 
 UNUSED: Mapping[str, Any] = {
