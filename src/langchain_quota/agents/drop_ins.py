@@ -1,7 +1,7 @@
 """Drop-ins for LangChain's two limiters, with exact counts and telemetry."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Generic, Literal
 
@@ -36,6 +36,7 @@ from langchain_quota.middleware.state import (
     THREAD_TOOLS,
     Ledger,
     ModelCallLimitState,
+    State,
     ToolCallLimitState,
     ledger,
     merge_ledgers,
@@ -144,7 +145,7 @@ class ToolCallLimitMiddleware(
         """Call `after_model` without blocking the event loop."""
         return await self._judge("a", state, runtime)
 
-    async def _judge(self, mode: Mode, state: Mapping[str, Any], runtime: Any) -> Update | None:
+    async def _judge(self, mode: Mode, state: State, runtime: object) -> Update | None:
         self.kernel.learn_answer(state, saved=True)
         return await self.kernel.check_tool_calls(mode, state, runtime)
 
@@ -277,7 +278,7 @@ class ModelCallLimitMiddleware(
         """Call `after_model` without blocking the event loop."""
         return self._count_uncounted(state, runtime)
 
-    def _judge_next(self, state: Mapping[str, Any], runtime: Any) -> Update | None:
+    def _judge_next(self, state: State, runtime: object) -> Update | None:
         update = run_sync(self.kernel.check_model_call("", state, runtime)) or {}
         if "jump_to" not in update and _is_counted(state):
             begins = Ledger(counts={"model_counted": False})
@@ -300,7 +301,7 @@ class ModelCallLimitMiddleware(
         name = newest_name(state.get("messages") or ())
         return {**self._count(state, runtime, name), RUN_MODEL: attempted}
 
-    def _count(self, state: Mapping[str, Any], runtime: Any, name: str | None) -> Update:
+    def _count(self, state: State, runtime: object, name: str | None) -> Update:
         context = call_context(runtime, model_name=name)
         call = Call("model", agent=context.agent, thread_id=context.thread_id)
         (limit,) = self.kernel.resolver.fixed["model"].limits
@@ -312,7 +313,7 @@ class ModelCallLimitMiddleware(
         return {THREAD_MODEL: thread.used, LEDGER: written}
 
 
-def _is_counted(state: Mapping[str, Any]) -> bool:
+def _is_counted(state: State) -> bool:
     """Return whether the model call of this step is counted already."""
     return ledger(state).get("counts", {}).get("model_counted", False)
 

@@ -26,6 +26,7 @@ from langchain_quota.agents.quota import QuotaMiddleware, SharedOptions
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.calls import Batch
 from langchain_quota.middleware.context import call_context, digest, running_runtime
+from langchain_quota.middleware.feature import Request, Response
 from langchain_quota.middleware.flow import Conclude, Kernel
 from langchain_quota.middleware.history import answer_of_blocked, pending_calls, repaired
 from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run, watch_root_runs
@@ -367,7 +368,7 @@ class _LimitedModel(BaseChatModel):
         structured = options.pop("structured", None)
         responses: list[Any] = []
 
-        async def call(request: ModelRequest[Any]) -> ModelResponse[Any]:
+        async def call(request: Request) -> Response:
             bound: Runnable[Any, Any] = request.model.bind(**request.model_settings)
             if structured:
                 bound = structured(request.model)

@@ -5,15 +5,16 @@ from importlib.metadata import version
 from typing import Any
 from uuid import uuid4
 
-from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
+from langchain.agents.middleware import AgentMiddleware, ModelResponse
 from langchain.agents.middleware.types import ResponseT
 from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage, ToolMessage
+from langgraph.runtime import Runtime
 
 from langchain_quota.agents.quota import QuotaMiddleware, WrittenResponse
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.middleware.base import ContextT
 from langchain_quota.middleware.calls import Update
-from langchain_quota.middleware.feature import Handler
+from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import identified
 from langchain_quota.middleware.state import ledger, merge_ledgers, run_model, thread_model
@@ -24,7 +25,7 @@ from langchain_quota.runtime.sync_async import Mode
 class InlineState(dict[str, Any]):
     """The state in one step of the model, with what the step has written."""
 
-    def __init__(self, request: ModelRequest[Any]) -> None:
+    def __init__(self, request: Request) -> None:
         messages = request.state.get("messages") or []
         self.made: list[Any] = []
         self.written: Update = {}
@@ -46,7 +47,7 @@ class InlineState(dict[str, Any]):
         for target in (self, self.written):
             target.update(new, langchain_quota=merge_ledgers(ledger(target), ledger(new)))
 
-    def answer(self, response: ModelResponse[Any]) -> None:
+    def answer(self, response: Response) -> None:
         """Add the model's answer, with the ids under which charges are kept."""
         answered = {
             message.tool_call_id for message in response.result if isinstance(message, ToolMessage)
@@ -141,7 +142,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         messages = [*step.made, *map(RemoveMessage, step.overruled)]
         return WrittenResponse(ModelResponse(messages, step["structured_response"]), step.written)
 
-    def before_agent(self, state: Any, runtime: Any) -> Update | None:
+    def before_agent(self, state: Any, runtime: Runtime[ContextT]) -> Update | None:
         """Begin a new run; see `QuotaMiddleware`.
 
         Raises:
@@ -150,7 +151,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         self._check_version()
         return super().before_agent(state, runtime)
 
-    async def abefore_agent(self, state: Any, runtime: Any) -> Update | None:
+    async def abefore_agent(self, state: Any, runtime: Runtime[ContextT]) -> Update | None:
         """Call `before_agent` without blocking the event loop."""
         self._check_version()
         return await super().abefore_agent(state, runtime)

@@ -34,8 +34,16 @@ from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.base import ContextT, LimitMiddleware, is_own
 from langchain_quota.middleware.calls import Update
-from langchain_quota.middleware.feature import Feature, Handler, Options, ToolAnswer, ToolHandler
-from langchain_quota.middleware.state import QuotaState, ledger
+from langchain_quota.middleware.feature import (
+    Feature,
+    Handler,
+    Options,
+    Request,
+    Response,
+    ToolAnswer,
+    ToolHandler,
+)
+from langchain_quota.middleware.state import QuotaState, State, ledger
 from langchain_quota.runtime.arguments import validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
 from langchain_quota.stores import QuotaStore, check_store
@@ -212,9 +220,7 @@ class QuotaMiddleware(
         """Call `before_model` without blocking the event loop."""
         return await self._before_model("a", state, runtime)
 
-    async def _before_model(
-        self, mode: Mode, state: Mapping[str, Any], runtime: Any
-    ) -> Update | None:
+    async def _before_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
         newest = (state.get("messages") or (None,))[-1]
         if newest is not None and newest.id is not None and newest.id == ledger(state).get("ended"):
             # The graph goes on nevertheless: LangChain waits for a structured response.
@@ -239,9 +245,7 @@ class QuotaMiddleware(
         """Call `after_model` without blocking the event loop."""
         return await self._after_model("a", state, runtime)
 
-    async def _after_model(
-        self, mode: Mode, state: Mapping[str, Any], runtime: Any
-    ) -> Update | None:
+    async def _after_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
         if self.kernel.after_model_hooks:
             self.kernel.learn_answer(state, saved=True)
         return await self.kernel.check_tool_calls(mode, state, runtime)
@@ -263,7 +267,7 @@ class QuotaMiddleware(
         return await self._wrap_model_call("a", request, handler)
 
     async def _wrap_model_call(
-        self, mode: Mode, request: ModelRequest[Any], handler: Handler
+        self, mode: Mode, request: Request, handler: Handler
     ) -> ModelResponse[ResponseT]:
         self.kernel.learn_tools(request)
         written: Update = {}
@@ -297,7 +301,7 @@ class QuotaMiddleware(
 class WrittenResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
     """An answer, with what is written to the state. A subclass can use it as any response."""
 
-    def __init__(self, response: ModelResponse[Any] | None, update: Update) -> None:
+    def __init__(self, response: Response | None, update: Update) -> None:
         written = {**update}
         # Without an answer, the messages are the final ones of a refused call.
         self.result = response.result if response else written.pop("messages", [])
@@ -305,7 +309,7 @@ class WrittenResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
         self.command = Command(update=written)
 
     @property
-    def model_response(self) -> ModelResponse[Any]:  # type: ignore[override]  # as it is now
+    def model_response(self) -> Response:  # type: ignore[override]  # as it is now
         """Response without the update."""
         return ModelResponse(self.result, self.structured_response)
 

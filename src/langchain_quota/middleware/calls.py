@@ -31,6 +31,7 @@ from langchain_quota.middleware.state import (
     Amounts,
     Charge,
     Ledger,
+    State,
     ledger,
     merge_ledgers,
     run_model,
@@ -58,7 +59,7 @@ class ToolCounts:
     refunds: dict[str, Amounts] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], old: Ledger, message: str | None) -> "ToolCounts":
+    def of(cls, state: State, old: Ledger, message: str | None) -> "ToolCounts":
         """Return the counts in a state, with the charges of the calls of a message."""
         # No message says that a call did not run: a caller can write it, too.
         batch = old.get("batch")
@@ -137,7 +138,7 @@ class HookResult(NamedTuple):
 class Batch:
     """Calls that are checked together, and their checks."""
 
-    state: Mapping[str, Any]
+    state: State
     ledger: Ledger
     context: CallContext
     task: str
@@ -147,7 +148,7 @@ class Batch:
     used: dict[str, int]
     # The same batch under other limits.
     rebuild: Callable[[ResolvedLimits], "Batch | None"]
-    runtime: Any = None
+    runtime: object = None
     original_limits: ResolvedLimits = field(init=False)
     stops: Mapping[str, int] = field(default_factory=dict)
     started: int = field(default_factory=time.time_ns)
@@ -290,14 +291,12 @@ class Batch:
         )
 
 
-def model_counts(state: Mapping[str, Any]) -> dict[str, int]:
+def model_counts(state: State) -> dict[str, int]:
     """Return the state's counts of model calls, by the name of the counter."""
     return {OF_THREAD: thread_model(state), OF_RUN: run_model(state)}
 
 
-def model_batch(
-    state: Mapping[str, Any], runtime: Any, limits: ResolvedLimits, *, task: str
-) -> Batch:
+def model_batch(state: State, runtime: object, limits: ResolvedLimits, *, task: str) -> Batch:
     """Return the batch of the next model call."""
     run_ledger, context = ledger(state), model_context(state, runtime)
     call = Call("model", agent=context.agent, thread_id=context.thread_id)
@@ -316,15 +315,15 @@ def model_batch(
     )
 
 
-def model_context(state: Mapping[str, Any], runtime: Any) -> CallContext:
+def model_context(state: State, runtime: object) -> CallContext:
     """Return the agent and thread of a model call."""
     name = newest_name(state.get("messages") or ()) if run_model(state) else None
     return call_context(runtime, model_name=name)
 
 
 def tool_batch(  # noqa: PLR0913 - what a hook knows
-    state: Mapping[str, Any],
-    runtime: Any,
+    state: State,
+    runtime: object,
     limits: ResolvedLimits,
     *,
     middleware: str,

@@ -21,7 +21,7 @@ from langchain_quota.limits import Limit, is_dynamic
 from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Kind
 from langchain_quota.limits.options import counts_calls, whole_amount
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.middleware.state import ledger
+from langchain_quota.middleware.state import State, ledger
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.keys import CountKey, prefix_now, read_emission_interval
@@ -71,7 +71,7 @@ class CallContext(NamedTuple):
         return self.step("run")
 
 
-def call_context(runtime: Any, *, model_name: str | None) -> CallContext:
+def call_context(runtime: object, *, model_name: str | None) -> CallContext:
     """Return the context of a running hook; outside of a graph, an empty one."""
     config = running_config()
     agent = compat.agent_name(config.get("metadata"))
@@ -167,7 +167,12 @@ class LimitResolver:
             }
 
     async def resolve(
-        self, mode: Mode, kind: Kind | None, state: Any, runtime: Any, root_runs: Sequence[Subject]
+        self,
+        mode: Mode,
+        kind: Kind | None,
+        state: State,
+        runtime: object,
+        root_runs: Sequence[Subject],
     ) -> ResolvedLimits:
         """Return the limits on calls of a kind, or on all calls, as they are now."""
         caller = call_context(runtime, model_name=None)
@@ -246,8 +251,8 @@ class _ResolutionContext(NamedTuple):
     """Values on which limits depend."""
 
     mode: Mode
-    state: Any
-    runtime: Any
+    state: State
+    runtime: object
     caller: CallContext
     prefix: str
     subject: str
@@ -288,7 +293,7 @@ def _check(
     )
 
 
-def _named(what: str, per: str, runtime: Any, caller: CallContext) -> str:
+def _named(what: str, per: str, runtime: object, caller: CallContext) -> str:
     """Return the subject of a quota whose `per` is a name."""
     if per == "global":
         return ""

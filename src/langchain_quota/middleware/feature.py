@@ -13,15 +13,17 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Batch, HookResult, Update
 from langchain_quota.middleware.context import CallContext
-from langchain_quota.middleware.state import FeatureData
+from langchain_quota.middleware.state import FeatureData, State
 from langchain_quota.runtime.sync_async import Mode
 
 if TYPE_CHECKING:
     from langchain_quota.middleware.flow import Kernel
 
+Request = ModelRequest[Any]
+Response = ModelResponse[Any]
 ToolAnswer = ToolMessage | Command[Any]
-Handler = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
-ModelCall = Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any] | None]]
+Handler = Callable[[Request], Awaitable[Response]]
+ModelCall = Callable[[Request], Awaitable[Response | None]]
 """Makes a model call, or returns `None` if the call is blocked."""
 ToolHandler = Callable[[ToolCallRequest], Awaitable[ToolAnswer]]
 BatchCheck = Callable[[Batch], Awaitable[tuple[Batch, AcquireResult]]]
@@ -72,29 +74,29 @@ class Feature:
     def learn_tools(self, agent: str | None, tools: Sequence[Any]) -> None:
         """Learn the tools that an agent offers its model."""
 
-    def begin_run(self, state: Any, feature_data: FeatureData) -> None:
+    def begin_run(self, state: State, feature_data: FeatureData) -> None:
         """Add to the data of features that a new run writes."""
 
     async def root_run_subject(
-        self, mode: Mode, state: Any, caller: CallContext, prefix: str
+        self, mode: Mode, state: State, caller: CallContext, prefix: str
     ) -> str:
         """Return the subject under which a store counts a root run."""
         raise NotImplementedError
 
-    async def name_attempt(self, mode: Mode, runtime: Any) -> Any:
+    async def name_attempt(self, mode: Mode, runtime: object) -> object:
         """Change the runtime in which calls are checked."""
         return runtime
 
-    def adjust_limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
+    def adjust_limits(self, state: State, limits: ResolvedLimits) -> ResolvedLimits:
         """Return the limits as they are now, perhaps changed."""
         return limits
 
     async def before_model_check(
-        self, mode: Mode, state: Any, runtime: Any, limits: ResolvedLimits
+        self, mode: Mode, state: State, runtime: object, limits: ResolvedLimits
     ) -> None:
         """Learn what other calls have used, before a model call is checked."""
 
-    def state_counts(self, state: Any) -> Mapping[str, int]:
+    def state_counts(self, state: State) -> Mapping[str, int]:
         """Return counts that only this feature can know, by the name of the counter."""
         raise NotImplementedError
 
@@ -123,20 +125,20 @@ class Feature:
         """Return the hook result, perhaps changed."""
         return conclusion
 
-    def after_model(self, state: Any, *, saved: bool) -> None:
+    def after_model(self, state: State, *, saved: bool) -> None:
         """Use the state after the model's step; raise what that step could not raise."""
 
-    async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
+    async def shape_request(self, mode: Mode, request: Request) -> Request:
         """Return the request that the model gets."""
         return request
 
-    async def check_rerun(self, mode: Mode, request: ModelRequest[Any]) -> Update | None:
+    async def check_rerun(self, mode: Mode, request: Request) -> Update | None:
         """Check a model call that runs again; return the update that ends a blocked run."""
         return None
 
     async def around_model(
-        self, mode: Mode, request: ModelRequest[Any], call: ModelCall, written: Update
-    ) -> ModelResponse[Any] | None:
+        self, mode: Mode, request: Request, call: ModelCall, written: Update
+    ) -> Response | None:
         """Make an allowed model call, and add its state update to `written`.
 
         Return `None` if the call is blocked now.

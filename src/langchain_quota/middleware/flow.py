@@ -9,8 +9,6 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from langchain.agents.middleware.types import (
     AgentMiddleware,
-    ModelRequest,
-    ModelResponse,
     ToolCallRequest,
 )
 from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage
@@ -43,6 +41,8 @@ from langchain_quota.middleware.feature import (
     Handler,
     ModelCall,
     Options,
+    Request,
+    Response,
     ToolAnswer,
     ToolHandler,
 )
@@ -53,6 +53,7 @@ from langchain_quota.middleware.state import (
     THREAD_TOOLS,
     Amounts,
     Ledger,
+    State,
     ledger,
     merge_ledgers,
     thread_tools,
@@ -167,7 +168,7 @@ class Kernel:
         """The middleware's name in the graph."""
         return self._middleware.name
 
-    def begin_run(self, mode: Mode, state: Mapping[str, Any], runtime: Any) -> Update:
+    def begin_run(self, mode: Mode, state: State, runtime: object) -> Update:
         """Begin a new run, and return the update; see `LimitMiddleware.before_agent`."""
         # Around the model call, another middleware could take the error for one of the model.
         self.observers.check(mode)
@@ -204,7 +205,7 @@ class Kernel:
             begin(state, written["own"])
         return {**update, LEDGER: written}
 
-    def _refund_stopped_calls(self, state: Mapping[str, Any], context: CallContext) -> ToolCounts:
+    def _refund_stopped_calls(self, state: State, context: CallContext) -> ToolCounts:
         """Refund calls of the last run that these limits stopped, and return the counts."""
         # They did so if a limit raised, or if a review stopped the calls before it: then no call of
         # the message has started. What a store was charged stays: a caller who begins at an old
@@ -267,7 +268,7 @@ class Kernel:
             sent = AcquireRequest("", "", corrections=refund_corrections(step, refunds))
             await client.settle(mode, sent)
 
-    def learn_tools(self, request: ModelRequest[Any]) -> None:
+    def learn_tools(self, request: Request) -> None:
         """Learn which tools there really are, before the model invents others."""
         agent, tools = running_agent(), request.tools
         newest_agent, newest_tools = self._newest
@@ -283,7 +284,7 @@ class Kernel:
         self._newest = agent, [*tools]
 
     async def resolve_limits(
-        self, mode: Mode, kind: Kind | None, state: Any, runtime: Any
+        self, mode: Mode, kind: Kind | None, state: State, runtime: object
     ) -> ResolvedLimits:
         """Return the limits on calls of a kind, or on all calls, as they are now."""
         limits = self.resolver.fixed.get(kind)
@@ -295,9 +296,7 @@ class Kernel:
             limits = change(state, limits)
         return limits
 
-    async def check_model_call(
-        self, mode: Mode, state: Mapping[str, Any], runtime: Any
-    ) -> Update | None:
+    async def check_model_call(self, mode: Mode, state: State, runtime: object) -> Update | None:
         """Check the next model call, and return the update."""
         if "model" not in self.kinds:
             return None
@@ -310,7 +309,7 @@ class Kernel:
         return await self._check_and_record(mode, batch, self.conclude_model)
 
     async def check_tool_calls(
-        self, mode: Mode, state: Mapping[str, Any], runtime: Any, *, task: str = ""
+        self, mode: Mode, state: State, runtime: object, *, task: str = ""
     ) -> Update | None:
         """Check the newest tool calls, and return the update."""
         if "tool" not in self.kinds and not ledger(state).get("final"):
@@ -330,7 +329,7 @@ class Kernel:
             return None
         return await self._check_and_record(mode, batch, self.conclude_tools)
 
-    def learn_answer(self, state: Mapping[str, Any], *, saved: bool) -> None:
+    def learn_answer(self, state: State, *, saved: bool) -> None:
         """Pass the state after the model's step to features."""
         for after_model in self.after_model_hooks:
             after_model(state, saved=saved)
@@ -440,8 +439,8 @@ class Kernel:
         return update
 
     async def call_model(
-        self, mode: Mode, request: ModelRequest[Any], handler: Handler, written: Update
-    ) -> ModelResponse[Any] | None:
+        self, mode: Mode, request: Request, handler: Handler, written: Update
+    ) -> Response | None:
         """Make an allowed model call; return `None` if it is blocked now."""
         call: ModelCall = handler
         if not self._feature_shapes_requests:
@@ -450,13 +449,11 @@ class Kernel:
             call = partial(around_model, mode, call=call, written=written)
         return await call(request)
 
-    async def _call_shaped(
-        self, mode: Mode, handler: Handler, request: ModelRequest[Any]
-    ) -> ModelResponse[Any]:
+    async def _call_shaped(self, mode: Mode, handler: Handler, request: Request) -> Response:
         """Shape a request, and make the model call."""
         return await handler(await self.shape_request(mode, request))
 
-    async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
+    async def shape_request(self, mode: Mode, request: Request) -> Request:
         """Return the request that the model gets."""
         for shape in self.shape_request_hooks:
             request = await shape(mode, request)
@@ -487,7 +484,7 @@ def clock_of(store: QuotaStore) -> Callable[[], float]:
     return clock
 
 
-def _has_begun(state: Mapping[str, Any]) -> bool:
+def _has_begun(state: State) -> bool:
     """Return whether another middleware has begun this run: no answer of the model since."""
     messages = since(state.get("messages") or (), ledger(state).get("turn"))
     return messages is not None and not any(isinstance(message, AIMessage) for message in messages)

@@ -10,6 +10,7 @@ from uuid import uuid4
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall, ToolMessage
 
 from langchain_quota.core.messages import ABANDONED, NOT_RUN
+from langchain_quota.middleware.state import State
 
 _ID_OF_BLOCK = {"tool_use": "id", "tool_call": "id", "function_call": "call_id"}
 """The key that has the tool call's id in a block of a message's content, by the block's type."""
@@ -76,7 +77,7 @@ class PendingCalls:
     replaces: bool = False
 
 
-def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
+def pending_calls(state: State) -> PendingCalls | None:
     """Return the calls that are about to run, or `None` if the newest AIMessage made none."""
     # A call that a reviewer edited (`hitl_edited_tool_calls`, written by LangChain's human review)
     # is given in its edited form.
@@ -102,7 +103,7 @@ def pending_calls(state: Mapping[str, Any]) -> PendingCalls | None:
 
 
 def unfinished_calls(
-    state: Mapping[str, Any], message_id: str
+    state: State, message_id: str
 ) -> tuple[AIMessage, tuple[ToolCall, ...]] | None:
     """Return a message, and those of its calls that no tool is known to have finished."""
     # They have no answer. Or they have only an error, and the model has not answered since: then
@@ -126,7 +127,7 @@ def unfinished_calls(
     return None
 
 
-def repaired(state: Mapping[str, Any], *, is_shared: bool) -> list[AnyMessage] | None:
+def repaired(state: State, *, is_shared: bool) -> list[AnyMessage] | None:
     """Return the messages with an answer after each call that earlier runs left without one.
 
     `None` if there is none. In a history that a graph shares, calls further up are taken out.
@@ -225,9 +226,7 @@ def newest_name(messages: Sequence[BaseMessage]) -> str | None:
     return None
 
 
-def _unanswered(
-    message: AIMessage, answered: set[str], state: Mapping[str, Any]
-) -> tuple[ToolCall, ...]:
+def _unanswered(message: AIMessage, answered: set[str], state: State) -> tuple[ToolCall, ...]:
     edited: Mapping[str, Any] = state.get("hitl_edited_tool_calls") or {}
     waiting = (call for call in message.tool_calls if call["id"] not in answered)
     return tuple(

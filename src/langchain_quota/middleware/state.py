@@ -27,6 +27,9 @@ THREAD_MODEL = "thread_model_call_count"
 RUN_MODEL = "run_model_call_count"
 
 
+State = Mapping[str, Any]
+"""A graph's state, by key."""
+
 Amounts = dict[str, int]
 """Numbers of calls, by a store's key."""
 
@@ -195,41 +198,41 @@ NEW_RUN: Ledger = {
 """What a run begins with: its counts are 0."""
 
 
-def ledger(state: Mapping[str, Any]) -> Ledger:
+def ledger(state: State) -> Ledger:
     """Return our part of the ledger; empty on a thread that never ran under our limits."""
     return state.get(LEDGER) or Ledger()
 
 
-def feature_ledger(state: Mapping[str, Any], feature: str) -> Mapping[str, Any]:
+def feature_ledger(state: State, feature: str) -> Mapping[str, Any]:
     """Return the data of a feature in the ledger; empty if it has none."""
     return ledger(state).get("own", {}).get(feature, {})
 
 
-def thread_tools(state: Mapping[str, Any]) -> dict[str, int]:
+def thread_tools(state: State) -> dict[str, int]:
     """Return the tool calls of the thread, by counter."""
     return dict(state.get(THREAD_TOOLS) or {})
 
 
-def run_tools(state: Mapping[str, Any]) -> dict[str, int]:
+def run_tools(state: State) -> dict[str, int]:
     """Return the allowed tool calls of the run by counter, or LangChain's count without ours."""
-    count = ledger(state).get("counts", {}).get("run_tools")
+    count = (state.get(LEDGER) or Ledger()).get("counts", {}).get("run_tools")
     return dict(count if count is not None else state.get(RUN_TOOLS) or {})
 
 
-def thread_model(state: Mapping[str, Any]) -> int:
+def thread_model(state: State) -> int:
     """Return the model calls of the thread."""
     count = ledger(state).get("counts", {}).get("thread_model", 0)
     return max(int(state.get(THREAD_MODEL) or 0), count)
 
 
-def run_model(state: Mapping[str, Any]) -> int:
+def run_model(state: State) -> int:
     """Return the allowed model calls of the run, or LangChain's count without ours."""
     count = ledger(state).get("counts", {}).get("run_model")
     return int(count if count is not None else state.get(RUN_MODEL) or 0)
 
 
 def spent(
-    state: Mapping[str, Any], kept: Mapping[str, Any] = MappingProxyType({})
+    state: State, kept: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return what the thread and the run have used of budgets, by counter.
 
