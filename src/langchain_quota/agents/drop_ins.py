@@ -43,7 +43,7 @@ from langchain_quota.middleware.state import (
     run_model,
 )
 from langchain_quota.runtime.arguments import validate_choice, validate_type
-from langchain_quota.runtime.sync_async import Mode, run_sync
+from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.telemetry import Telemetry
 
 OnPending = Literal["skip", "raise"]
@@ -136,18 +136,14 @@ class ToolCallLimitMiddleware(
             ToolCallLimitExceededError: A call is over the limit and `exit_behavior` is `"error"`.
             NotImplementedError: Calls of other tools are pending and `on_pending` is `"raise"`.
         """
-        return run_sync(self._judge("", state, runtime))
+        return run_sync(self.kernel.after_model("", state, runtime))
 
     @hook_config(can_jump_to=["end"])
     async def aafter_model(
         self, state: ToolCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
         """Call `after_model` without blocking the event loop."""
-        return await self._judge("a", state, runtime)
-
-    async def _judge(self, mode: Mode, state: State, runtime: object) -> Update | None:
-        self.kernel.learn_answer(state, saved=True)
-        return await self.kernel.check_tool_calls(mode, state, runtime)
+        return await self.kernel.after_model("a", state, runtime)
 
     def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
         hook_result = conclude_tools(batch, result)
@@ -239,14 +235,14 @@ class ModelCallLimitMiddleware(
         Raises:
             ModelCallLimitExceededError: The limit is reached and `exit_behavior` is `"error"`.
         """
-        return self._judge_next(state, runtime)
+        return self._check_next(state, runtime)
 
     @hook_config(can_jump_to=["end"])
     async def abefore_model(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
         """Call `before_model` without blocking the event loop."""
-        return self._judge_next(state, runtime)
+        return self._check_next(state, runtime)
 
     def wrap_model_call(
         self,
@@ -278,7 +274,7 @@ class ModelCallLimitMiddleware(
         """Call `after_model` without blocking the event loop."""
         return self._count_uncounted(state, runtime)
 
-    def _judge_next(self, state: State, runtime: object) -> Update | None:
+    def _check_next(self, state: State, runtime: object) -> Update | None:
         update = run_sync(self.kernel.check_model_call("", state, runtime)) or {}
         if "jump_to" not in update and _is_counted(state):
             begins = Ledger(counts={"model_counted": False})

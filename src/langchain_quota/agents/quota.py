@@ -236,19 +236,14 @@ class QuotaMiddleware(
         Raises:
             ToolCallLimitExceededError: A limit with `exit_behavior="error"` refuses a call.
         """
-        return run_sync(self._after_model("", state, runtime))
+        return run_sync(self.kernel.after_model("", state, runtime))
 
     @hook_config(can_jump_to=["end"])
     async def aafter_model(
         self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
         """Call `after_model` without blocking the event loop."""
-        return await self._after_model("a", state, runtime)
-
-    async def _after_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
-        if self.kernel.after_model_hooks:
-            self.kernel.learn_answer(state, saved=True)
-        return await self.kernel.check_tool_calls(mode, state, runtime)
+        return await self.kernel.after_model("a", state, runtime)
 
     def wrap_model_call(
         self,

@@ -196,7 +196,9 @@ class LimitStatus(NamedTuple):
         return [
             (count.scope, level)
             for count in self.counts
-            if count.limit is not None and (level := count.crossed(near))
+            if count.limit is not None
+            and count.used >= near_threshold(count.limit, near)
+            and (level := count.crossed(near))
         ]
 
 

@@ -329,6 +329,12 @@ class Kernel:
             return None
         return await self._check_and_record(mode, batch, self.conclude_tools)
 
+    async def after_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
+        """Pass the newest state to features, then check the newest tool calls."""
+        if self.after_model_hooks:
+            self.learn_answer(state, saved=True)
+        return await self.check_tool_calls(mode, state, runtime)
+
     def learn_answer(self, state: State, *, saved: bool) -> None:
         """Pass the state after the model's step to features."""
         for after_model in self.after_model_hooks:
