@@ -793,7 +793,7 @@ async def test_the_oldest_run_is_forgotten(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of more runs than are remembered, those that began first are forgotten, with no harm."""
-    monkeypatch.setattr("langchain_quota.agents.graph._MOST_RUNS", 1)
+    monkeypatch.setattr("langchain_quota.agents.graph._MAX_RUNS", 1)
     limit = ToolCallLimit("search", run_limit=1, thread_limit=2)
     given: Any = {"kind": "graph", "store": MemoryStore()}
     scene = Scene(signals, asking("search", "search"), [limit], **given)

@@ -170,7 +170,7 @@ class ModelCallLimitMiddleware(
 
     A drop-in for LangChain's middleware of the same name: the same arguments, state keys,
     messages and exceptions; `limit_name`, `message`, `alert` and `telemetry` are ours. A call is
-    judged before the model is called, and counted when the model has returned: a call that raises
+    checked before the model is called, and counted when the model has returned: a call that raises
     is not counted, a call retried within one step counts once.
 
     Args:

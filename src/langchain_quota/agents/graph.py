@@ -43,7 +43,7 @@ Refused = Mapping[Any, str | None]  # what answers a call that does not run, by 
 _calling: ContextVar[Any] = ContextVar("_calling")  # what becomes of a call in a node of tools
 _MARK = "langchain_quota"  # in a message's `response_metadata`: which of its calls are refused
 _TAKEN = "\0"  # in place of an answer: a task has taken the call, another one makes a further call
-_MOST_RUNS = 10_000  # that are remembered; of one that is forgotten the store keeps the counts
+_MAX_RUNS = 10_000  # that are remembered; of one that is forgotten the store keeps the counts
 
 
 class GraphQuota:
@@ -278,7 +278,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
             begun[LEDGER]["run"] = name
             begun.pop("messages", None)  # each call has its own history
             self._runs.setdefault(name, _Run(self._roots[root], begun))
-        while len(self._runs) > _MOST_RUNS:
+        while len(self._runs) > _MAX_RUNS:
             self._runs.popitem(last=False)
         return self._runs[name]
 
@@ -377,7 +377,7 @@ class _LimitedModel(BaseChatModel):
             responses.append(
                 await call_variant(mode, bound.invoke, bound.ainvoke, request.messages, config)
             )
-            # A tool that only gives the answer its form is no call to judge.
+            # A tool that only gives the answer its form is no call to check.
             return ModelResponse([AIMessage("") if structured else responses[0]])
 
         request_options: Any = {"model": self.inner, "tools": [] if structured else [*self.offered]}

@@ -68,11 +68,11 @@ class QuotaMiddleware(
     LimitMiddleware[Any, ContextT, ResponseT],
     Generic[ContextT, ResponseT],
 ):
-    """Holds an agent to many limits at once, and makes every call visible.
+    """Holds an agent to many limits, and makes every call visible.
 
-    Without a limit on tools, tool calls are not judged, counted or traced.
+    Without a limit on tools, tool calls are not checked, counted or traced.
 
-    All limits are judged together: a call runs only if every limit that matches it admits it, and
+    All limits are checked together: a call runs only if every limit that matches it admits it, and
     a refused call is charged to none. There is one count for a tool, a set of tools, all tools or
     the model, so two limits on one tool are two thresholds over one count. If a batch of calls
     hits several limits, `"error"` wins over `"end"`, and `"end"` over `"continue"`. A model
@@ -93,8 +93,8 @@ class QuotaMiddleware(
             `MemoryStore` in one process, a `RedisStore` or `PostgresStore` in many. `thread_limit`
             is then exact for concurrent runs of a thread, and needs a thread id but no
             checkpointer. Without a store, threads are counted in the agent's state.
-        on_store_error: What happens to calls when the store cannot be asked. `"block"` refuses
-            them, with the scope `"store"`; `"allow"` judges them by the state's counts, without
+        on_store_error: What happens to calls while the store is unavailable. `"block"` refuses
+            them, with the scope `"store"`; `"allow"` checks them by the state's counts, without
             quotas, and adds them to the store later. Every call asks the store again.
         prices: What tokens cost; needs a `CostLimit`. A table of `Price` by model, or a function
             from the `ModelUsage` of one model run to a `Decimal` of dollars. By default, and for

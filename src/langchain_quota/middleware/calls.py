@@ -113,7 +113,7 @@ def refunded_limits(charge: Charge) -> list[tuple[str, int, int]]:
     costs = dict(charge.get("costs", {}))
     calls = [one for by_limit in charge["limits"].values() for one in by_limit.items()]
     charged = [(name, amount, costs.pop(name, 0)) for name, amount in calls]
-    # A limit on trial is not charged a call that it would refuse, but what it costs.
+    # A limit in a dry run is not charged a call that it would refuse, but what it costs.
     return charged + [(name, 0, cost) for name, cost in costs.items()]
 
 
@@ -157,7 +157,7 @@ class Batch:
     # Of a request that is never made again, in place of the task's name.
     name: str = ""
     sent: AcquireRequest | None = None
-    # The counts with which they were judged.
+    # The counts with which they were checked.
     counted: Mapping[str, int] = field(default_factory=dict)
     answered: bool = False
     # What a person answered at a limit.
@@ -400,7 +400,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
 def _concerns(limits: ResolvedLimits, waiting: PendingCalls, run_ledger: Ledger) -> bool:
     """Return whether limits match a call that waits."""
     # If a middleware has charged calls of the message, its answered calls matter, too: it is
-    # recorded that these limits have judged the message.
+    # recorded that these limits have checked the message.
     batch = run_ledger.get("batch")
     charged = batch is not None and batch["message"] == waiting.message.id
     calls = (*waiting.calls, *(waiting.message.tool_calls if charged else ()))

@@ -191,15 +191,15 @@ class LimitResolver:
     async def _resolved(self, moment: "_ResolutionContext", limit: Limit) -> ResolvedLimit:
         resolved = self._numbers.get(limit.name)
         if resolved is None:
-            thread = await self._given(moment, limit, "thread_limit", limit.thread_limit)
-            run = await self._given(moment, limit, "run_limit", limit.run_limit)
+            thread = await self._evaluate(moment, limit, "thread_limit", limit.thread_limit)
+            run = await self._evaluate(moment, limit, "run_limit", limit.run_limit)
             resolved = ResolvedLimit.of(limit, thread=thread, run=run)
         if moment.now is None or not limit.counted:
             return resolved
         quotas = [
             _check(limit, quota, maximum, await self._subject(moment, limit, quota), moment)
             for quota in limit.quotas
-            if (maximum := await self._given(moment, limit, "limit", quota.limit)) is not None
+            if (maximum := await self._evaluate(moment, limit, "limit", quota.limit)) is not None
         ]
         counter, caller = store_counter(limit), moment.caller
         subjects = caller.run_thread_id, ledger(moment.state).get("run")
@@ -215,12 +215,12 @@ class LimitResolver:
         """Return the subject of a quota."""
         what = f"quota {quota.name!r} of limit {limit.name!r}"
         if callable(quota.per):
-            return _subject(what, await self._given(moment, limit, "per", quota.per))
+            return _subject(what, await self._evaluate(moment, limit, "per", quota.per))
         if quota.per == ROOT_RUN:
             return moment.subject
         return _named(what, quota.per, moment.runtime, moment.caller)
 
-    async def _given(
+    async def _evaluate(
         self, moment: "_ResolutionContext", limit: Limit, argument: str, value: Any
     ) -> Any:
         """Return a value, or evaluate the user's function for it.

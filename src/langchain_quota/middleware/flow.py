@@ -209,7 +209,7 @@ class Kernel:
         """Refund calls of the last run that these limits stopped, and return the counts."""
         # They did so if a limit raised, or if a review stopped the calls before it: then no call of
         # the message has started. What a store was charged stays: a caller who begins at an old
-        # checkpoint would have it taken back for calls that ran behind that checkpoint.
+        # checkpoint would have it refunded for calls that ran behind that checkpoint.
         old = ledger(state)
         counts, batch = ToolCounts.of(state, old, None), old.get("batch")
         unfinished = unfinished_calls(state, batch["message"]) if batch else None
