@@ -57,9 +57,9 @@ class Questions(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "Questions | None":
-        """The feature, if a limit asks."""
+        """Return the feature if a limit asks."""
         asking = [
-            each.name for each in kernel.limits if each.enforce and each.exit_behavior == "ask"
+            limit.name for limit in kernel.limits if limit.enforce and limit.exit_behavior == "ask"
         ]
         if not asking:
             return None
@@ -139,9 +139,9 @@ class Questions(Feature):
     def _answered(
         self, batch: Batch, result: AcquireResult, offers: Sequence["_Offer"]
     ) -> tuple[Answer, Sequence["_Offer"]]:
-        """What a person answers, and what it grants: LangGraph interrupts the run here."""
+        """Return a person's answer and what it grants: LangGraph interrupts the run here."""
         agent, name = batch.context.agent, batch.question
-        limits = sorted({each.limit.name for each in offers})
+        limits = sorted({offer.limit.name for offer in offers})
         problem = ""
         while True:
             try:
@@ -188,7 +188,7 @@ _Needs = dict[tuple[str, Scope], int]  # how much more calls need, by limit and 
 
 
 def _offers(batch: Batch, result: AcquireResult) -> list[_Offer]:
-    """The thresholds to raise so that refused calls run; none if that would not help."""
+    """Return the thresholds to raise so that refused calls run; none if that would not help."""
     needs: _Needs = {}
     while True:
         offers = _offered(batch, result, needs)
@@ -203,12 +203,12 @@ def _offers(batch: Batch, result: AcquireResult) -> list[_Offer]:
 
 
 def _offered(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Offer]:
-    """What is offered if calls need so much: of each limit the same for all its thresholds."""
+    """Return the offer that covers a need: of each limit the same for all its thresholds."""
     offers = []
     in_state = _granted(batch.state)
     for resolved in batch.limits.limits:
         limit = resolved.limit
-        rows = [each for each in resolved.checks if (limit.name, each.scope) in needs]
+        rows = [check for check in resolved.checks if (limit.name, check.scope) in needs]
         if not rows:
             continue
         # By default as much as the limit says without grants.
@@ -226,7 +226,7 @@ def _offered(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Offer]
 
 
 def _needed(batch: Batch, result: AcquireResult, granted: Sequence[_Offer]) -> _Needs | None:
-    """How much more the calls need that no other limit refuses; `None` if they never run."""
+    """Return how much more the calls need that no other limit refuses; `None` if none can run."""
     asking = batch.limits.asking
     # The answer if all that these calls need were granted.
     hits = [
@@ -240,37 +240,37 @@ def _needed(batch: Batch, result: AcquireResult, granted: Sequence[_Offer]) -> _
     needs: _Needs = {}
     added = free.charged(hits)
     for (_, thresholds), runs in zip(batch.hits, free.admitted, strict=True):
-        for each in thresholds if runs else ():
-            lacking = result.used[each.counter] + added[each.counter] - each.maximum
-            if each.limit in asking and lacking > 0:
-                needs[each.limit, each.scope] = lacking
+        for threshold in thresholds if runs else ():
+            lacking = result.used[threshold.counter] + added[threshold.counter] - threshold.maximum
+            if threshold.limit in asking and lacking > 0:
+                needs[threshold.limit, threshold.scope] = lacking
     return needs
 
 
 def _amounts(offers: Sequence[_Offer]) -> dict[str, int]:
-    """What is offered, by the name of the limit."""
-    return {each.limit.name: each.amount for each in offers}
+    """Return the offered amounts by the name of the limit."""
+    return {offer.limit.name: offer.amount for offer in offers}
 
 
 def _by_count(offers: Sequence[_Offer], given: Mapping[str, int]) -> list[_Offer]:
-    """What is granted, once for each count: limits can share one, and the most is granted."""
+    """Return the grants, one for each count: limits can share one, and the highest counts."""
     most: dict[str, _Offer] = {}
-    for each in offers:
-        amount = given.get(each.limit.name, 0)
-        if amount > (most[each.counter].amount if each.counter in most else 0):
-            most[each.counter] = each._replace(amount=amount)
+    for offer in offers:
+        amount = given.get(offer.limit.name, 0)
+        if amount > (most[offer.counter].amount if offer.counter in most else 0):
+            most[offer.counter] = offer._replace(amount=amount)
     return [*most.values()]
 
 
 def _payload(
     batch: Batch, result: AcquireResult, offers: Sequence[_Offer], problem: str
 ) -> dict[str, Any]:
-    """The question as a `HITLRequest`, after an answer with a problem, if there was one."""
+    """Return the question as a `HITLRequest`, with the problem of an earlier answer, if any."""
     offered = _amounts(offers)
-    units = {each.limit.name: each.limit.unit for each in offers}
+    units = {offer.limit.name: offer.limit.unit for offer in offers}
     args = {name: _given(amount, units[name]) for name, amount in offered.items()}
     _, breaches = batch.decide(result)
-    asked = [each for each in breaches if each.limit.limit.name in offered]
+    asked = [breach for breach in breaches if breach.limit.limit.name in offered]
     text = problem + messages.question(asked, offered, units)
     return {
         "action_requests": [{"name": ACTION, "args": args, "description": text}],
@@ -279,7 +279,7 @@ def _payload(
 
 
 def _read(resumed: object, offers: Sequence[_Offer]) -> Answer:
-    """The answer that a run is resumed with: a `HITLResponse`, which may have an amount."""
+    """Read the answer that resumes a run: a `HITLResponse`, which may have an amount."""
     match resumed:
         case {"decisions": [{"type": "approve" | "reject" as kind, **said}], **others}:
             pass
@@ -302,8 +302,8 @@ def _read(resumed: object, offers: Sequence[_Offer]) -> Answer:
 
 
 def _amount(value: object, offers: Sequence[_Offer]) -> int:
-    """The amount that a person gives to each limit of the question."""
-    unit, *others = sorted({each.limit.unit for each in offers})
+    """Return the amount that a person gives to each limit of the question."""
+    unit, *others = sorted({offer.limit.unit for offer in offers})
     if others:
         raise ValueError('the limits do not count the same: approve without an "amount"')
     try:
@@ -318,7 +318,7 @@ def _amount(value: object, offers: Sequence[_Offer]) -> int:
 
 
 def _grant(batch: Batch, granted: _Offer) -> dict[str, Any]:
-    """The arguments of `store.grant`, which are the same each time the run is resumed."""
+    """Return the arguments of `store.grant`, which are the same each time the run is resumed."""
     answer, known = batch.answer, batch.context.run_thread_id
     assert answer is not None  # noqa: S101 - for the type checker: it is granted
     thread = "" if known is None else str(known)
@@ -333,14 +333,14 @@ def _grant(batch: Batch, granted: _Offer) -> dict[str, Any]:
 
 
 def _given(amount: int, unit: Unit) -> float | str:
-    """An amount as people and stores are given it: dollars exactly, as text."""
+    """Return an amount as people and stores are given it: dollars exactly, as text."""
     if unit == "nanodollars":
         return as_dollars(amount).replace("$", "").replace(",", "")
     return in_base_unit(amount, unit)
 
 
 def _granted(state: Mapping[str, Any]) -> Mapping[str, int]:
-    """What people have granted to the thread and to this run, if the state counts them."""
+    """Return what people have granted to the thread and to this run, if the state counts them."""
     return feature_ledger(state, Questions.name).get("granted") or {}
 
 

@@ -26,20 +26,20 @@ class CallTimes(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "CallTimes | None":
-        """The feature, if a limit has a `call_limit`."""
+        """Return the feature if a limit has a `call_limit`."""
         return cls(kernel) if _by_time(kernel.limits) else None
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
-        """The hook around tools, if a limit has a `call_limit`."""
+        """Return the hook around tools if a limit has a `call_limit`."""
         return ("wrap_tool_call",) if _by_time(limits) else ()
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         limits = _by_time(kernel.limits)
-        self._on_trial = [each for each in limits if not each[1].enforce]
+        self._on_trial = [limit for limit in limits if not limit[1].enforce]
         # The shortest one that is enforced ends every call.
-        self._enforced = next((each for each in limits if each[1].enforce), None)
+        self._enforced = next((limit for limit in limits if limit[1].enforce), None)
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
@@ -59,7 +59,7 @@ class CallTimes(Feature):
     async def _ended(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler, most: int, limit: TimeLimit
     ) -> ToolAnswer:
-        """The answer of a call, or the error that answers it in its place."""
+        """Return the answer of a call, or the error that answers in its place."""
         runs_on = not mode or compat.runs_in_thread(request.tool)
         if mode:
             # Not `wait_for`: the call stays in the task of the run, which may be cancelled itself.
@@ -101,10 +101,10 @@ class CallTimes(Feature):
 
 
 def _by_time(limits: Sequence[Limit]) -> list[tuple[int, TimeLimit]]:
-    """The limits on the time of a call, the shortest first, in milliseconds."""
+    """Return the limits on the time of a call, the shortest first, in milliseconds."""
     found = [
-        (each.call_milliseconds, each)
-        for each in limits
-        if isinstance(each, TimeLimit) and each.call_milliseconds is not None
+        (limit.call_milliseconds, limit)
+        for limit in limits
+        if isinstance(limit, TimeLimit) and limit.call_milliseconds is not None
     ]
     return sorted(found, key=lambda each: each[0])

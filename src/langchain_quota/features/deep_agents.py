@@ -31,7 +31,7 @@ class DeepAgents(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "DeepAgents":
-        """The feature, which every middleware needs."""
+        """Return the feature, which every middleware needs."""
         return cls(kernel)
 
     def learn_tools(self, agent: str | None, tools: Sequence[Any]) -> None:
@@ -64,12 +64,12 @@ def trust_sub_agents(agent: object) -> None:
 
 
 def has_limits(runnable: object) -> bool:
-    """Whether an agent, or a graph within it, keeps counts of ours."""
+    """Return whether an agent, or a graph within it, keeps our counts."""
     return any(LEDGER in graph.channels for graph in _graphs_of(runnable))
 
 
 def _graphs_of(runnable: object) -> list[Pregel[Any, Any, Any, Any]]:
-    """A graph and those within it; none if it is no graph."""
+    """Return a graph and those within it; nothing if it is no graph."""
     while isinstance(runnable, RunnableBindingBase):
         runnable = runnable.bound
     if not isinstance(runnable, Pregel):
@@ -79,7 +79,7 @@ def _graphs_of(runnable: object) -> list[Pregel[Any, Any, Any, Any]]:
 
 
 def _starters(tools: Iterable[Any]) -> list[FunctionType]:
-    """The functions that start sub-agents in tools: every agent of deepagents has its own one."""
+    """Return the functions in tools that start sub-agents: each deep agent has its own one."""
     functions = (tool.func for tool in tools if isinstance(tool, StructuredTool))
     return [
         function
@@ -89,7 +89,7 @@ def _starters(tools: Iterable[Any]) -> list[FunctionType]:
 
 
 def _unlimited_sub_agents(start: FunctionType) -> list[str]:
-    """The names of the sub-agents without limits that a function starts, as far as is known."""
+    """Return the names of the sub-agents without limits that a function starts, if known."""
     # Only certain cases: a sub-agent that `create_agent` has not made is never named.
     return [
         name
@@ -118,12 +118,12 @@ def _check_interpreters(limit: Limit, tools: Sequence[Any]) -> None:
 
 
 def _called(interpreter: object, tools: Sequence[Any]) -> list[str]:
-    """The names of the tools that the code of an interpreter's tool can call."""
+    """Return the names of the tools that the code of an interpreter's tool can call."""
     function = isinstance(interpreter, StructuredTool) and (
         interpreter.func or interpreter.coroutine
     )
     settings = compat.interpreter_settings(function)
-    offered = [each.name for each in tools if isinstance(each, BaseTool)]
+    offered = [tool.name for tool in tools if isinstance(tool, BaseTool)]
     if settings is None:
         # It is another version of the package: its code may call any tool.
         return offered

@@ -43,13 +43,13 @@ class ModelNotes(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "ModelNotes | None":
-        """The feature, if an option or a limit needs it."""
+        """Return the feature if an option or a limit needs it."""
         made = cls(kernel)
         return made if made._tells or made._hides or cls.needed_hooks(kernel.limits) else None
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
-        """The hook after the model, which answers what the last call asks for."""
+        """Return the hook after the model, which answers what the last call asks for."""
         finalizes = any(limit.exit_behavior == "finalize" for limit in limits)
         return ("after_model",) if finalizes else ()
 
@@ -60,7 +60,7 @@ class ModelNotes(Feature):
         self._hides: bool = options["hide_exhausted"]
 
     async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        """The request as the model gets it: with what is left, and the tools that it may call."""
+        """Return the request for the model: with a note, and only the tools that it may call."""
         state: Any = request.state
         if ledger(state).get("final"):
             # The last admitted call has no tools, except for the structured response.
@@ -79,7 +79,7 @@ class ModelNotes(Feature):
         counts = _state_counts(state, limits)
         for more in self._kernel.state_counts_hooks:
             counts |= more(state)
-        for check in (check for each in limits.limits for check in each.checks):
+        for check in (check for limit in limits.limits for check in limit.checks):
             counts.setdefault(check.counter, 0)
             if check.key is not None and check.key in kept:
                 counts[check.counter] = max(0, kept[check.key].used)
@@ -95,7 +95,7 @@ class ModelNotes(Feature):
 
 
 def _state_counts(state: Mapping[str, Any], limits: ResolvedLimits) -> dict[str, int]:
-    """The state's counts, by the name of the counter."""
+    """Return the state's counts, by the name of the counter."""
     thread, run = thread_tools(state), run_tools(state)
     counts = model_counts(state)
     for limit in limits.by_name.values():
@@ -106,12 +106,12 @@ def _state_counts(state: Mapping[str, Any], limits: ResolvedLimits) -> dict[str,
 
 
 def _remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float) -> str | None:
-    """The note on what is left; `None` while no limit is near."""
+    """Return the note on what is left; `None` while no limit is near."""
     is_near = False
     parts = []
-    for limit, checks in ((each.limit, each.checks) for each in limits.limits):
+    for limit, checks in ((limit.limit, limit.checks) for limit in limits.limits):
         # The count of a smooth quota comes and goes with each call.
-        limited = ((counts[each.counter], each.maximum) for each in checks if not each.spacing)
+        limited = ((counts[check.counter], check.maximum) for check in checks if not check.spacing)
         numbers = [(count, most) for count, most in limited if most is not None]
         if not limit.enforce or not numbers:
             continue
@@ -140,7 +140,7 @@ def _remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float
 
 
 def _subject(limit: Limit) -> str:
-    """What a limit counts, in a note."""
+    """Return what a limit counts, as a note says it."""
     if limit.kind == "model":
         return _SPENT[limit.counter]
     if limit.tools:
@@ -149,7 +149,7 @@ def _subject(limit: Limit) -> str:
 
 
 def _with_note(messages: Sequence[AnyMessage], note: str) -> list[AnyMessage]:
-    """The messages with a note at the end of the newest one."""
+    """Return the messages with a note at the end of the newest one."""
     # The note changes with each request. At the end, it leaves the provider's prompt cache usable.
     # It is no system message: some providers refuse one in the middle of the list.
     if not messages or not _takes_note(messages[-1]):
@@ -166,20 +166,20 @@ def _with_note(messages: Sequence[AnyMessage], note: str) -> list[AnyMessage]:
 
 
 def _takes_note(message: AnyMessage) -> bool:
-    """Whether a text may be added to a message."""
+    """Return whether a text may be added to a message."""
     # It may not be added to the model's own messages, nor to an answer in a provider's own form.
     if not isinstance(message, ToolMessage):
         return isinstance(message, HumanMessage)
     parts = message.content if isinstance(message.content, list) else ()
-    blocks = [each for each in parts if isinstance(each, dict)]
-    kinds = [message.additional_kwargs.get("type"), *(each.get("type") for each in blocks)]
+    blocks = [part for part in parts if isinstance(part, dict)]
+    kinds = [message.additional_kwargs.get("type"), *(block.get("type") for block in blocks)]
     return not any(kind in _OF_ONE_PROVIDER for kind in kinds)
 
 
 def _without_exhausted(
     request: ModelRequest[Any], limits: ResolvedLimits, counts: Mapping[str, int]
 ) -> tuple[ModelRequest[Any], str | None]:
-    """The request without the tools that have nothing left, and a note if they have to stay."""
+    """Return the request without exhausted tools, and a note if they have to stay."""
     # A tool stays if all limits that refuse it ask a person: without a call nobody would be asked.
     # Or if they have its calls wait.
 
@@ -208,7 +208,7 @@ def _offer(request: ModelRequest[Any], tools: list[Any]) -> tuple[ModelRequest[A
 
 
 def _has_structured_tool(request: ModelRequest[Any]) -> bool:
-    """Whether LangChain is sure to add a tool for the structured response to the request."""
+    """Return whether LangChain is sure to add a tool for the structured response."""
     # With an automatic strategy it adds one unless it knows that the model has structured output.
     # It knows this from the model's profile or, without one, from the model's name.
     strategy = request.response_format
@@ -223,7 +223,7 @@ def _has_structured_tool(request: ModelRequest[Any]) -> bool:
 
 
 def _chosen(tool_choice: Any) -> Any:
-    """The tool that a choice names: as a plain name, or in OpenAI's or Anthropic's form."""
+    """Return the tool that a choice names: a plain name, or OpenAI's or Anthropic's form."""
     if isinstance(tool_choice, dict):
         return (tool_choice.get("function") or tool_choice).get("name")
     return tool_choice

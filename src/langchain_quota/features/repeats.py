@@ -80,21 +80,21 @@ class Repeats(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "Repeats | None":
-        """The feature, if a limit is one on repeats."""
+        """Return the feature if a limit is a `RepeatLimit`."""
         made = cls(kernel)
         return made if made._limits else None
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
-        self._limits = [each for each in kernel.limits if isinstance(each, RepeatLimit)]
+        self._limits = [limit for limit in kernel.limits if isinstance(limit, RepeatLimit)]
 
     def begin_run(self, state: Any, feature_data: FeatureData) -> None:
-        """A new run may repeat what an earlier one did."""
+        """Forget the calls of the last run: a new run may repeat them."""
         if _records(state):
             feature_data[self.name] = {**self.unused}
 
     def state_counts(self, state: Any) -> dict[str, int]:
-        """How often the most repeated call or failure has come, by the name of the counter."""
+        """Return how often the most repeated call or failure came, by the name of the counter."""
         records = _records(state).get(self._kernel.name, {})
         found: dict[str, int] = {}
         for limit in self._limits:
@@ -112,8 +112,8 @@ class Repeats(Feature):
             return
         records = _records(batch.state).get(batch.middleware, {})
         known = {
-            each.name: _RepeatCheck(each, records.get(each.name, _NOTHING), batch)
-            for each in self._limits
+            limit.name: _RepeatCheck(limit, records.get(limit.name, _NOTHING), batch)
+            for limit in self._limits
         }
         batch.feature_data[self.name] = known
         batch.set_checks(
@@ -125,7 +125,7 @@ class Repeats(Feature):
         """Remember the calls."""
         known: Mapping[str, _RepeatCheck] | None = batch.feature_data.get(self.name)
         if known is not None and conclusion.error is None:
-            runs = [each.outcome not in _NOT_RUN for each in conclusion.decisions]
+            runs = [decision.outcome not in _NOT_RUN for decision in conclusion.decisions]
             own = {name: each.noted(runs) for name, each in known.items()}
             records = {**_records(batch.state), batch.middleware: own}
             batch.save(self.name, {"repeats": records})
@@ -133,21 +133,21 @@ class Repeats(Feature):
 
 
 def _records(state: Mapping[str, Any]) -> Mapping[str, dict[str, Record]]:
-    """What the limits of all middlewares remember."""
+    """Return what the limits of all middlewares remember."""
     return feature_ledger(state, Repeats.name).get("repeats") or {}
 
 
 def _asked(
     asked: CallChecks, known: Mapping[str, "_RepeatCheck"], index: int, used: dict[str, int]
 ) -> Iterator[ResolvedLimit]:
-    """The limits on a call, with what repeat limits count of it."""
-    for each in asked.limits:
-        judged = known.get(each.limit.name)
+    """Yield the limits on a call, with what repeat limits count of it."""
+    for limit in asked.limits:
+        judged = known.get(limit.limit.name)
         if judged is None:
-            yield each
+            yield limit
         elif (check := judged.check(index, used)) is not None:
             # A thread has no count of its own.
-            yield each._replace(checks=(check._replace(scope=THREAD, maximum=None), check))
+            yield limit._replace(checks=(check._replace(scope=THREAD, maximum=None), check))
 
 
 class _RepeatCheck:
@@ -176,7 +176,7 @@ class _RepeatCheck:
             self._digests.append(found)
 
     def check(self, index: int, used: dict[str, int]) -> Check | None:
-        """What the limit counts of a call, whose count is added; `None` if it ignores the call."""
+        """Return the check of a call, and add its count; `None` if the limit ignores the call."""
         digests, limit = self._digests[index], self._limit
         if digests is None:
             return None
@@ -191,7 +191,7 @@ class _RepeatCheck:
         return Check(RUN, counter, limit.run_limit, mirrored=True)
 
     def noted(self, let_through: Sequence[bool]) -> Record:
-        """What is remembered when these calls are judged."""
+        """Return the record after these calls are checked."""
         waiting = {
             call_id: [*digests]
             for call_id, digests, runs in zip(self._ids, self._digests, let_through, strict=True)
@@ -239,7 +239,7 @@ class PastCall(NamedTuple):
 
 
 def _made(record: Record, messages: Sequence[AnyMessage]) -> list[PastCall]:
-    """The calls that a record knows, with the answers that they have now."""
+    """Return the calls that a record has, with the answers that they have now."""
     made, waiting = [PastCall(*each) for each in record["made"]], record["waiting"]
     answers: dict[str, ToolMessage] = {}
     args: dict[str | None, object] = {}
@@ -265,7 +265,7 @@ def _made(record: Record, messages: Sequence[AnyMessage]) -> list[PastCall]:
 
 
 def repeated(made: Iterable[PastCall]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """How often equal calls were made, by key, and tools have failed, since something new came.
+    """Return how often calls came and tools failed since something new came, by key and tool.
 
     Of the ways in which a tool failed the most frequent one counts, once in an answer of the model.
     """
@@ -306,12 +306,12 @@ def repeated(made: Iterable[PastCall]) -> tuple[Mapping[str, int], Mapping[str, 
 
 
 def _tool_digest(name: str, *, matches: bool) -> str:
-    """A digest of a tool; begins with `-` if the limit never refuses its calls."""
+    """Return a digest of a tool; it begins with `-` if the limit never refuses its calls."""
     return ("" if matches else "-") + _digest(name, size=4)
 
 
 def _key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) -> str | None:
-    """A digest that equal calls share; `None` for a call that is ignored."""
+    """Return a digest that equal calls share; `None` for a call that is ignored."""
     if not matches and not limit.tools:
         return None
     # The function does not get calls that are never refused.
@@ -327,7 +327,7 @@ def _key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) -
 
 
 def _answer_digest(content: object, call_id: str, args: object, *, failed: bool) -> str:
-    """A digest of what an answer says."""
+    """Return a digest of an answer's content."""
     text = content if isinstance(content, str) else _text(content)
     if len(text) > MOST_COMPARED:
         half, length = MOST_COMPARED // 2, "" if failed else len(text)
@@ -345,14 +345,14 @@ def _answer_digest(content: object, call_id: str, args: object, *, failed: bool)
 
 
 def _without_arguments(error: str) -> str:
-    """An error without the call's arguments, which LangGraph's messages repeat."""
+    """Return an error without the call's arguments, which LangGraph's messages repeat."""
     before, begins, rest = error.partition(" with kwargs {")
     _, ends, after = rest.partition("} with error:")
     return before + after if begins and ends else error
 
 
 def _text(value: object) -> str:
-    """A value as a text: equal values have equal texts."""
+    """Return a value as a text: equal values have equal texts."""
     try:
         return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     except (TypeError, ValueError):  # its keys cannot be sorted, or it contains itself

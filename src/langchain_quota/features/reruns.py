@@ -30,7 +30,7 @@ class Reruns(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "Reruns | None":
-        """The feature, if a store keeps counts."""
+        """Return the feature if a store keeps counts."""
         return None if kernel.store is None else cls(kernel)
 
     def __init__(self, kernel: Kernel) -> None:
@@ -114,7 +114,7 @@ async def _earlier(mode: Mode, info: Any) -> tuple[str, bool]:
         return "", False
     # The step runs at a copy of the checkpoint that a caller names. The copy may not be saved yet.
     found, is_copy, ids = None, False, [info.checkpoint_id, config["metadata"].get("checkpoint_id")]
-    around = next((each for each in graphs if graphs[each] == info.checkpoint_id), "")
+    around = next((graph for graph in graphs if graphs[graph] == info.checkpoint_id), "")
     at = {"thread_id": known.get("thread_id"), "checkpoint_ns": around}
     while found is None and ids:
         of: Any = {"configurable": {**at, "checkpoint_id": ids.pop(0)}}

@@ -40,7 +40,7 @@ class RootRuns(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "RootRuns | None":
-        """The feature, if a quota is per root run."""
+        """Return the feature if a quota is per root run."""
         if not cls.needed_hooks(kernel.limits):
             return None
         watch_root_runs()
@@ -48,12 +48,12 @@ class RootRuns(Feature):
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
-        """The hook around tools, which pass a root run on, if a quota is per root run."""
-        per = [each.per for limit in limits for each in limit.quotas]
+        """Return the hook around tools, which pass a root run on, if a quota is per root run."""
+        per = [quota.per for limit in limits for quota in limit.quotas]
         return ("wrap_tool_call",) if ROOT_RUN in per else ()
 
     def begin_run(self, state: Any, feature_data: FeatureData) -> None:
-        """A new run finds its root run again."""
+        """Let a new run find its root run again."""
         if feature_ledger(state, self.name):
             feature_data[self.name] = {**self.unused}
 
@@ -99,10 +99,10 @@ class RootRuns(Feature):
         charged = result.charged(batch.hits)
         run.learn_used(
             {
-                each.counter: result.used[each.counter] + charged[each.counter]
+                check.counter: result.used[check.counter] + charged[check.counter]
                 for asked in batch.call_checks
-                for each in asked.checks
-                if each.per == ROOT_RUN and each.lease is None
+                for check in asked.checks
+                if check.per == ROOT_RUN and check.lease is None
             }
         )
 

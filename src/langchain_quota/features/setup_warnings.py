@@ -19,7 +19,7 @@ class UnsavedThreadLimits(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "UnsavedThreadLimits | None":
-        """The feature, if there is a thread limit."""
+        """Return the feature if there is a thread limit."""
         limited = any(limit.thread_limit is not None for limit in kernel.limits)
         return cls(kernel) if limited else None
 
@@ -57,7 +57,7 @@ class MisspelledTools(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "MisspelledTools | None":
-        """The feature, if limits name tools."""
+        """Return the feature if limits name tools."""
         return cls(kernel) if any(limit.named_tools for limit in kernel.limits) else None
 
     def __init__(self, kernel: Kernel) -> None:
@@ -80,7 +80,7 @@ class MisspelledTools(Feature):
 
 
 def _tool_name(tool: Any) -> str:
-    """The name of a tool, also of a provider's own tool, or of one in OpenAI's form."""
+    """Return the name of a tool, including a provider's own tool or one in OpenAI's form."""
     if not isinstance(tool, dict):
         return str(tool.name)
     return str((tool.get("function") or tool).get("name") or tool.get("type"))

@@ -116,7 +116,7 @@ class Unchecked(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "Unchecked | None":
-        """The feature, if the telemetry counts unchecked calls."""
+        """Return the feature if the telemetry counts unchecked calls."""
         made = cls(kernel)
         if not made.recorder.counts_unchecked_calls:
             return None

@@ -48,15 +48,15 @@ class Waiting(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "Waiting | None":
-        """The feature, if a limit waits, or a quota is smooth."""
-        smooth = any(quota.smooth for each in kernel.limits for quota in each.quotas)
+        """Return the feature if a limit waits or a quota is smooth."""
+        smooth = any(quota.smooth for limit in kernel.limits for quota in limit.quotas)
         return cls(kernel) if smooth or _waiting(kernel.limits) else None
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
-        """The hook around tools, if calls of a message can start one after the other."""
+        """Return the hook around tools if calls of a message can start one after the other."""
         waits = _waiting(limits)
-        smooth = (each for each in limits if any(quota.smooth for quota in each.quotas))
+        smooth = (limit for limit in limits if any(quota.smooth for quota in limit.quotas))
         return ("wrap_tool_call",) if any(each.name in waits for each in smooth) else ()
 
     def __init__(self, kernel: Kernel) -> None:
@@ -129,7 +129,7 @@ class Waiting(Feature):
         waited = batch.feature_data.get("waited")
         if not waited:
             return conclusion
-        decisions = [each._replace(waited=waited) for each in conclusion.decisions]
+        decisions = [decision._replace(waited=waited) for decision in conclusion.decisions]
         return conclusion._replace(decisions=decisions)
 
     async def _judged(
@@ -174,7 +174,7 @@ class Waiting(Feature):
                 return False
 
     async def _again(self, mode: Mode, batch: Batch) -> Batch:
-        """The same calls at this moment."""
+        """Return a batch of the same calls at this moment."""
         kernel = self._kernel
         kind: Kind = "model" if batch.pending is None else "tool"
         limits = await kernel.resolve_limits(mode, kind, batch.state, batch.runtime)
@@ -213,7 +213,7 @@ class Waiting(Feature):
     def _lack(
         self, batch: Batch, result: AcquireResult, stops: Any, later: Mapping[str, int]
     ) -> "_Lack":
-        """The quota that has room last: never, if waiting does not help."""
+        """Return the quota that has room last: never, if waiting does not help."""
         checks = _checks(batch)
         others, wanted = Counts[str](), Counts[str]()
         over = []
@@ -227,7 +227,9 @@ class Waiting(Feature):
             others.update(lasting)
             if not lasting:
                 wanted.update(hits.amounts)
-                over += [each for each in hits.thresholds if each.limit in self._seconds]
+                over += [
+                    threshold for threshold in hits.thresholds if threshold.limit in self._seconds
+                ]
         if any(others[name] >= after for name, after in stops.items()):
             return _Lack()
         found = []
@@ -259,10 +261,10 @@ class Waiting(Feature):
         levels, starts = dict(result.drained_in), dict[str, tuple[float, str, Scope]]()
         for call, asked, index in zip(batch.calls, batch.call_checks, batch.index_of, strict=True):
             smooth = [
-                (each.limit.name, check)
-                for each in asked.limits
-                for check in each.checks
-                if check.spacing and each.limit.name in self._seconds and result.admitted[index]
+                (limit.limit.name, check)
+                for limit in asked.limits
+                for check in limit.checks
+                if check.spacing and limit.limit.name in self._seconds and result.admitted[index]
             ]
             for limit, check in smooth:
                 seconds = seconds_until_room(
@@ -352,18 +354,18 @@ class _Lack(NamedTuple):
 
 
 def _waiting(limits: Sequence[Limit]) -> dict[str, float]:
-    """How long calls wait, by the name of the limit."""
+    """Return how long calls wait, in seconds, by the name of the limit."""
     return {
-        each.name: each.seconds
-        for each in limits
-        if counts_calls(each) and each.enforce and getattr(each, "wait", None) is not None
+        limit.name: limit.seconds
+        for limit in limits
+        if counts_calls(limit) and limit.enforce and getattr(limit, "wait", None) is not None
     }
 
 
 def _checks(batch: Batch) -> dict[tuple[str, Scope], Check]:
-    """The checks of the calls, by limit and scope."""
+    """Return the checks of the calls, by limit and scope."""
     limits = (limit for asked in batch.call_checks for limit in asked.limits)
-    return {(each.limit.name, check.scope): check for each in limits for check in each.checks}
+    return {(limit.limit.name, check.scope): check for limit in limits for check in limit.checks}
 
 
 def _has_window(check: Check) -> bool:
@@ -371,6 +373,6 @@ def _has_window(check: Check) -> bool:
 
 
 def _queue_of(check: Check) -> str:
-    """The queue of a count: the same in all its windows."""
+    """Return the queue of a count: the same in all its windows."""
     key = check.key or ""
     return key if check.spacing else key.rpartition(":")[0]

@@ -148,7 +148,7 @@ class QuotaStore(Protocol):
         """
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        """What is kept under keys, in their order; `None` if nothing is.
+        """Return what is counted under keys, in their order; `None` where nothing is.
 
         A key with grants and without a count has 0 used.
 
@@ -189,7 +189,7 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
                 "store=MemoryStore() in one process, store=RedisStore() in several, or "
                 "PostgresStore(…)"
             )
-        wide = [f"per={each.per!r}" for each in limit.quotas if each.per in ("global", "agent")]
+        wide = [f"per={quota.per!r}" for quota in limit.quotas if quota.per in ("global", "agent")]
         wide += ["concurrency"] if isinstance(limit, ConcurrencyLimit) else []
         if wide and callable(getattr(store, "prefix", None)):
             raise ValueError(

@@ -55,7 +55,7 @@ class StoreClient:
     async def acquire(
         self, mode: Mode, sent: AcquireRequest, *, undo: bool = True
     ) -> AcquireResult | None:
-        """The store's answer; `None` if there is none: then the caller compensates later.
+        """Return the store's result; `None` if it is unavailable: then the caller corrects later.
 
         Where the caller is cancelled, the request is undone later, if there is anything to undo.
         """
@@ -83,7 +83,7 @@ class StoreClient:
             self._make_later(sent.corrections)
 
     async def peek(self, mode: Mode, keys: Sequence[str]) -> dict[str, QuotaUsage] | None:
-        """What is kept under each key that the store has; `None` if it does not answer."""
+        """Return what is counted under each key that the store has; `None` if it is unavailable."""
         if not keys:
             return {}
         uses: dict[str, QuotaUsage] | None = None
@@ -109,7 +109,11 @@ class StoreClient:
             amounts or {},
             attempt,
             request.idempotency_key,
-            {each.key: each.used for each in request.counters.values() if each.key is not None},
+            {
+                counter.key: counter.used
+                for counter in request.counters.values()
+                if counter.key is not None
+            },
         )
         # What the request was to take back is taken back, too.
         self._make_later([correction, *request.corrections])
@@ -143,14 +147,14 @@ class StoreClient:
     async def _send(
         self, mode: Mode, sent: AcquireRequest, reset: Sequence[str] = ()
     ) -> AcquireResult:
-        """The answer to a request, ahead of which the corrections go that it needs, or a reset."""
+        """Send a request, and before it the corrections that it needs, and return the result."""
         last, answer = False, AcquireResult({})
         if not self._corrections:
             return _checked(await self._acquire(mode, sent), sent)
         prefix = prefix_of(next(iter([*reset, *keys_of(sent)]), ""))
         # The counts that the caller has, or corrects.
-        keys = {*reset, *(each.key or "" for each in sent.counters.values() if each.used)}
-        keys.update(*(each.amounts for each in sent.corrections))
+        keys = {*reset, *(counter.key or "" for counter in sent.counters.values() if counter.used)}
+        keys.update(*(correction.amounts for correction in sent.corrections))
         while not last:
             with self._corrections.carried(prefix, keys, sent.idempotency_key) as (carried, last):
                 asked = sent if last else AcquireRequest("", "")
@@ -201,7 +205,7 @@ class StoreClient:
 
 
 def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
-    """The answer of a store, which may be a user's own."""
+    """Return a store's result once it is validated: the store may be a user's own."""
     if {len(result.admitted), len(result.refused)} != {len(request.hits)}:
         raise QuotaStoreError("the store's answer does not say of each call what refuses it")
     return result

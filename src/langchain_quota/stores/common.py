@@ -26,7 +26,7 @@ class Metadata:
 
 
 def metadata(request: AcquireRequest) -> dict[str | None, Metadata]:
-    """What a charge writes beside the counts, by key."""
+    """Return what a charge writes beside the counts, by key."""
     found: dict[str | None, Metadata] = {}
     counters = request.counters
     for each in counters.values():
@@ -50,7 +50,7 @@ def metadata(request: AcquireRequest) -> dict[str | None, Metadata]:
 
 
 def replay(known: AcquireResult, request: AcquireRequest) -> AcquireResult:
-    """A remembered answer, given again; the request may have other names for its counters."""
+    """Return a remembered result again; the request may have other names for its counters."""
     check_fits(len(known.used), len(known.admitted), request)
     names = dict(zip(known.used, request.counters, strict=True))
     return replace(
@@ -68,16 +68,20 @@ def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
 
 
 def keys_of(request: AcquireRequest) -> list[str]:
-    """The keys that a request and its corrections name."""
-    keys = [each.key for each in request.counters.values() if each.key is not None]
+    """Return the keys that a request and its corrections name."""
+    keys = [counter.key for counter in request.counters.values() if counter.key is not None]
     return [
         *keys,
-        *(key for each in request.corrections for key in (*each.amounts, *each.starts)),
+        *(
+            key
+            for correction in request.corrections
+            for key in (*correction.amounts, *correction.starts)
+        ),
     ]
 
 
 def idle_time(key: str, idle: int) -> int:
-    """How long a key's count is kept when nobody charges it, in seconds."""
+    """Return how long the count of a key is kept without a charge, in seconds."""
     return min(idle, _IDLE_AT_MOST.get(dimension_of(key), idle))
 
 
@@ -100,7 +104,7 @@ def check_keys(keys: object, *, of_counts: bool = False) -> None:
 
 
 def idle_seconds(idle_ttl: timedelta) -> int:
-    """How long an idle count is kept, in seconds."""
+    """Return how long an idle count is kept, in seconds."""
     validate_type("idle_ttl", idle_ttl, timedelta, "a timedelta")
     if idle_ttl < timedelta(seconds=1):
         raise ValueError(f"idle_ttl must be a second or more, not {idle_ttl!r}")

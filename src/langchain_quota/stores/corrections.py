@@ -49,18 +49,18 @@ class CorrectionQueue:
         return len(self._waiting)
 
     def prefixes(self) -> list[str]:
-        """The prefixes of the keys that corrections are of."""
+        """Return the prefixes of the keys of corrections."""
         with self._lock:
             return [text for kind, text in self._index if kind == "prefix"]
 
     def add(self, corrections: Sequence[Correction]) -> int:
         """Keep corrections; how many old ones were dropped for them."""
         with self._lock:
-            for each in corrections:
-                self._remove(each.id)
-                self._waiting[each.id] = each
-                for word in _words(each):
-                    self._index[word][each.id] = next(self._numbers)
+            for correction in corrections:
+                self._remove(correction.id)
+                self._waiting[correction.id] = correction
+                for word in _words(correction):
+                    self._index[word][correction.id] = next(self._numbers)
             dropped = [*islice(self._waiting, max(0, len(self) - MAX_PENDING))]
             for name in dropped:
                 self._remove(name)
@@ -72,7 +72,7 @@ class CorrectionQueue:
     def carried(
         self, prefix: str, keys: Collection[str] = (), name: str = ""
     ) -> Iterator[tuple[tuple[Correction, ...], bool]]:
-        """The corrections to send next, and whether a request itself can be sent with them.
+        """Return the corrections to send next, and whether a request can be sent with them.
 
         They are forgotten unless sending them fails.
         """
@@ -112,7 +112,7 @@ class CorrectionQueue:
         return sent, len(first) <= most
 
     def _found(self, *words: tuple[str, str], most: int | None = None) -> list[str]:
-        """The ids of the oldest under some words."""
+        """Return the ids of the oldest corrections under some words."""
         found: dict[str, int] = {}
         for word in words:
             found.update(islice(self._index.get(word, {}).items(), most))

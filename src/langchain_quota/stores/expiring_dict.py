@@ -20,7 +20,7 @@ class ExpiringDict(Generic[V]):
         self._due: list[tuple[float, str]] = []
 
     def get(self, name: str, now: float) -> V | None:
-        """A value; `None` if there is none."""
+        """Return a value; `None` if there is none."""
         value, expires = self.all.get(name, (None, now))
         return None if expires <= now else value
 

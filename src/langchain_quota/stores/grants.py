@@ -172,7 +172,7 @@ class Granting(ABC):
         return await self._end("a", key, id)
 
     def grants(self, pattern: str = "*") -> list[Grant]:
-        """The grants that have not ended, sorted by key and time; see `usages`.
+        """Return the grants that have not ended, sorted by key and time; see `usages`.
 
         Args:
             pattern: A glob pattern of keys, as in Python's `fnmatch.fnmatchcase`.
@@ -194,7 +194,7 @@ class Granting(ABC):
         by: object,
         name: object,
     ) -> Grant:
-        """The grant that is asked for, with its end."""
+        """Return the requested grant with its end."""
         name = uuid4().hex if name is None else name
         _check_texts(key=key, reason=reason, by=by, id=name)
         if not name:
@@ -218,7 +218,7 @@ class Granting(ABC):
         return replace(asked, until=in_utc(min(ends, default=last)))
 
     def _counted(self, text: str, window: timedelta | str | CalendarWindow | None) -> str:
-        """The key of a count; if a window is given, of the present one."""
+        """Return the key of a count; if a window is given, of the present one."""
         key = CountKey.parse(text)
         if window in (None, ""):
             return text
@@ -237,15 +237,15 @@ class Granting(ABC):
 
     @abstractmethod
     def _given(self, pattern: str) -> list[Grant]:
-        """The grants that have not ended, under the keys that match, in any order."""
+        """Return the grants that have not ended, under the keys that match, in any order."""
 
     @abstractmethod
     async def _grant(self, mode: Mode, asked: Grant) -> tuple[Grant | None, bool]:
-        """The grant that is kept, and whether it is new; `None` if it would have ended."""
+        """Return the stored grant and whether it is new; `None` if it would have ended."""
 
     @abstractmethod
     async def _revoke(self, mode: Mode, key: str, name: str) -> Grant | None:
-        """The grant that is ended; `None` if there is none."""
+        """End a grant and return it; `None` if there is none."""
 
     async def _give(self, mode: Mode, asked: Grant, *, is_begun: bool) -> Grant:
         key = CountKey.parse(asked.key)
@@ -276,7 +276,7 @@ class Granting(ABC):
 
 
 def unit_of(key: str) -> Unit:
-    """What is counted under a key, by its text."""
+    """Return the unit of a count, by the text of its key."""
     known = parsed(key)
     return UNITS.get(known.counter, "calls") if known else "calls"
 
@@ -311,7 +311,7 @@ def _log(event: str, grant: Grant) -> None:
 
 
 def in_utc(seconds: float) -> datetime:
-    """A time in UTC; the end of the year 9999 for any later time."""
+    """Return a time in UTC; the end of the year 9999 for any later time."""
     try:
         return _EPOCH + timedelta(seconds=seconds)
     except OverflowError:

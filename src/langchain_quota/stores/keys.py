@@ -76,7 +76,7 @@ class CountKey:
         prefix: str = "",
         limit: int | None = None,
     ) -> "CountKey":
-        """The key of a count at a moment; with a limit, of one that drains."""
+        """Return the key of a count at a moment; with a limit, of one that drains."""
         if window is None:
             return cls(counter, dimension, subject, prefix=prefix)
         if isinstance(window, CalendarWindow):
@@ -90,7 +90,7 @@ class CountKey:
 
     @classmethod
     def parse(cls, text: str) -> "CountKey":
-        """The key of a text; a value that was shortened stays so."""
+        """Return the key of a text; a value that was shortened stays so."""
         match = _TEXT.fullmatch(text)
         no_key = (
             "key must be the key of a count, such as 'email:user_id:ada', as store.usages() has "
@@ -101,7 +101,7 @@ class CountKey:
         *values, window, index, offset, limit = match.groups()
         try:
             prefix, counter, dimension, subject = (
-                unquote(each or "", errors="surrogatepass") for each in values
+                unquote(value or "", errors="surrogatepass") for value in values
             )
         except UnicodeDecodeError as error:
             raise ValueError(no_key) from error
@@ -145,7 +145,7 @@ class CountKey:
 
 @lru_cache(maxsize=4096)
 def parsed(text: str) -> CountKey | None:
-    """The key of a text; `None` if it is none of a count."""
+    """Return the key of a text; `None` if the text is not the key of a count."""
     try:
         return CountKey.parse(text)
     except ValueError:
@@ -171,7 +171,7 @@ def seconds_until_room(drained_in: int, room: int, spacing: int) -> float:
 
 
 def unit_in(key: str | None) -> int:
-    """What one call is in a count: 1, or microseconds where it drains."""
+    """Return what one call adds to a count: 1, or microseconds where the count drains."""
     return read_emission_interval(key) or 1
 
 
@@ -189,7 +189,7 @@ def check_prefix(what: str, prefix: Any) -> str:
 
 
 def prefix_of(key: str) -> str:
-    """What a key begins with in a store whose prefix is a function; empty in others."""
+    """Return the prefix of a key in a store whose prefix is a function; empty in others."""
     return key.rpartition("/")[0]
 
 
@@ -220,7 +220,7 @@ def _quoted(value: str) -> str:
 
 
 def prefix_now(prefix: object, state: Any, runtime: Any) -> str:
-    """What the store's keys begin with; empty where its prefix is no function."""
+    """Return the prefix of the store's keys now; empty where its prefix is no function."""
     if not callable(prefix):
         return ""
     try:
@@ -234,7 +234,7 @@ def prefix_now(prefix: object, state: Any, runtime: Any) -> str:
 
 
 def prefix_in(config: Mapping[str, Any], prefix: object) -> str:
-    """What a thread's keys begin with, where no run's context can say it."""
+    """Return the prefix of a thread's keys, where no run's context can say it."""
     if not callable(prefix):
         return ""
     named = config.get("configurable", {}).get("quota_prefix")

@@ -109,7 +109,7 @@ class MemoryStore(Granting, RateLimiting):
             return self._admit(request, now) if made is None else replay(made.result, request)
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        """What is kept under keys, in their order; `None` if nothing is."""
+        """Return what is counted under keys, in their order; `None` where nothing is."""
         check_keys(keys)
         with self._lock:
             now = self.clock()
@@ -126,7 +126,7 @@ class MemoryStore(Granting, RateLimiting):
                 self._write(key, count, 0, window_end(key), now).holds = None
 
     def usages(self, pattern: str = "*") -> list[QuotaUsage]:
-        """What is kept under the keys that match a glob pattern, sorted by key.
+        """Return what is counted under the keys that match a glob pattern, sorted by key.
 
         Args:
             pattern: As in Python's `fnmatch.fnmatchcase`.
@@ -183,7 +183,7 @@ class MemoryStore(Granting, RateLimiting):
             return [each.grant for key in keys for each in self._granted(key, now)]
 
     def _granted(self, key: str | None, now: float) -> list["StoredGrant"]:
-        """The grants that have not ended."""
+        """Return the grants that have not ended."""
         given, _ = self._grants.all.get(key or "", ((), 0))
         return [each for each in given if each.ends > now]
 
@@ -319,7 +319,7 @@ class StoredGrant:
 
 
 def _amount(grants: Iterable[StoredGrant]) -> int:
-    return sum(each.grant.amount for each in grants)
+    return sum(grant.grant.amount for grant in grants)
 
 
 @dataclass(slots=True, eq=False)
@@ -354,7 +354,7 @@ class Count:
     """If it drains, when it was last changed: a clock that goes back takes the count with it."""
 
     def at(self, key: str | None, now: float) -> int:
-        """What is used now; microseconds if it drains."""
+        """Return the count at a time; in microseconds if it drains."""
         return max(0, self.used - _micros(now)) if read_emission_interval(key) else self.used
 
     def hold(self, name: str, amount: int, ends: int) -> None:

@@ -213,7 +213,7 @@ class PostgresStore(ServerStore):
     async def _read(
         self, connection: "Connection", prefix: str, names: set[Name], begin: str
     ) -> Rows:
-        """What is kept under names, which are locked if a transaction is to begin."""
+        """Read what is kept under names, and lock it if a transaction is to begin."""
         by_id = {_id(prefix, name): name for name in names}
         # What is kept under a key has one lock.
         locks = {int(each[:16], 16) - 2**63 for each, (kind, _) in by_id.items() if kind != GRANTS}
@@ -271,7 +271,7 @@ class PostgresStore(ServerStore):
 
 
 def _id(prefix: str, name: Name) -> str:
-    """The id of a row; a key may begin with the prefix."""
+    """Return the id of a row; a key may begin with the prefix."""
     kind, text = name
     if kind in _LISTED:
         text = text.removeprefix(f"{prefix}/")
@@ -280,7 +280,7 @@ def _id(prefix: str, name: Name) -> str:
 
 
 def _table(results: list[Any]) -> list[tuple[str, str]]:
-    """The two columns of the last result."""
+    """Return the two columns of the last result."""
     last = results[-1]
     cells = [
         [last.get_value(row, column) or b"" for column in (0, 1)] for row in range(last.ntuples)

@@ -39,7 +39,7 @@ _stalled: WeakSet[Connection] = WeakSet()
 
 
 def connections(source: object, timeout: float) -> "Connections":
-    """The connections of a source; a thread waits for one until the timeout."""
+    """Return the connections of a source; a thread waits for one until the timeout."""
     if isinstance(source, ConnectionPool | AsyncConnectionPool):
         return _UserConnections(source, timeout)
     if not isinstance(source, str):
@@ -84,7 +84,7 @@ def _consume(pgconn: Any) -> None:
 
 
 def _is_open(connection: Connection) -> bool:
-    """Whether the server has not closed, and does not close, a connection that waits for us."""
+    """Return whether the server keeps an idle connection open."""
     try:
         # The first takes what the server said last, the second sees that it is gone.
         connection.pgconn.consume_input()
@@ -96,7 +96,7 @@ def _is_open(connection: Connection) -> bool:
 
 @asynccontextmanager
 async def _closed_by_failures(connection: Connection) -> AsyncIterator[Connection]:
-    """A connection of which nobody knows, after a failure, where it stands."""
+    """Close a connection whose state is unknown after a failure."""
 
     def heard(notice: errors.Diagnostic) -> None:
         # What comes right behind an answer is no error to libpq.
@@ -130,10 +130,10 @@ class Connections(Server, ABC):
 
     @abstractmethod
     def taken(self, mode: Mode) -> AbstractAsyncContextManager[Connection]:
-        """A connection that nobody else uses meanwhile."""
+        """Yield a connection that nobody else uses meanwhile."""
 
     async def send(self, connection: Connection, statements: str) -> list[Any]:
-        """What the server answers to statements that are sent together."""
+        """Send statements together, and return the server's results."""
         # Not its own `wait`: if a caller is cancelled, that one waits for a server that hangs.
         is_sync, pgconn = isinstance(connection, psycopg.Connection), connection.pgconn
         sent = _sent(pgconn, statements.encode(), self._timeout if is_sync else math.inf)
@@ -148,11 +148,11 @@ class Connections(Server, ABC):
         await self.send(connection, f"{statements}COMMIT")
 
     def quoted(self, connection: Connection, text: str) -> str:
-        """A text in ASCII as it stands in a statement."""
+        """Return a text in ASCII as it is written in a statement."""
         return bytes(pq.Escaping(connection.pgconn).escape_literal(text.encode("ascii"))).decode()
 
     def remedies(self, error: BaseException) -> Sequence[str]:
-        """What helps against a failure, if that is known."""
+        """Return what helps against a failure, if that is known."""
         if isinstance(error, errors.UndefinedTable):
             return ("make the store's table once, with its method setup() or asetup()",)
         if isinstance(error, errors.InsufficientPrivilege):
@@ -193,7 +193,7 @@ class _Idle:
         self._connections: list[Any] = []
 
     def take(self) -> Any:
-        """One that the server has not closed, if there is one."""
+        """Return a connection that the server has not closed, if there is one."""
         while self._connections:
             found = self._connections.pop()
             if _is_open(found):

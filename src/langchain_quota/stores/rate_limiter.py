@@ -29,7 +29,7 @@ class RateLimiting:
     def rate_limiter(
         self, name: str, limit: int, window: timedelta | str, *, burst: int = 1
     ) -> BaseRateLimiter:
-        """A rate limiter for chat models, shared by all that use the store: `rate_limiter=…`.
+        """Return a rate limiter for chat models, shared by all that use the store.
 
         Calls are spread evenly over the window. Those of one process are admitted in the order in
         which they come. Only limiters with the same name, limit and window share a count. A call

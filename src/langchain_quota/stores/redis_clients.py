@@ -47,7 +47,7 @@ AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
 
 def clients(source: object, timeout: float) -> "Clients":
-    """The clients of a source; a thread waits for a connection and an answer until the timeout."""
+    """Return the clients of a source; a thread waits for a connection until the timeout."""
     if isinstance(source, SyncClient | AsyncClient):
         return _UserClients(source)
     url = os.environ.get(URL_VARIABLE) if source is None else source
@@ -76,10 +76,10 @@ class Clients(Server, ABC):
 
     @abstractmethod
     async def opened(self, mode: Mode) -> Any:
-        """A client that runs scripts in a form."""
+        """Return a client that runs scripts in a mode."""
 
     async def run(self, mode: Mode, script: Script, arguments: Sequence[int | bytes | str]) -> Any:
-        """The reply of a script; the server may have to be told what it is."""
+        """Run a script, load it first if the server does not know it, and return the reply."""
         client = await self.opened(mode)
         try:
             reply = client.evalsha(script.sha, *arguments)
@@ -104,7 +104,7 @@ class Clients(Server, ABC):
                 )
 
     def remedies(self, error: BaseException) -> Sequence[str]:
-        """What helps against a failure, if that is known."""
+        """Return what helps against a failure, if that is known."""
         if isinstance(error, exceptions.MovedError):
             return (
                 "the server is one node of a Redis Cluster, and another node has the key",
@@ -270,7 +270,7 @@ class _OwnedClients(Clients):
         await self._loops.close()
 
     def _of_loop(self) -> _PipeliningClient:
-        """The client of an event loop."""
+        """Return the client of an event loop."""
         # The store has its own timeout: the client's would ignore that the event loop was blocked.
         pool = self._pool(redis.asyncio.ConnectionPool, AsyncRetry, 2**31, None)
         return _PipeliningClient(redis.asyncio.Redis.from_pool(pool), _CONNECTIONS)
@@ -291,7 +291,7 @@ class _OwnedClients(Clients):
 
 
 def _is_url(url: str) -> bool:
-    """Whether redis-py understands a URL, and takes no part of the password for something else."""
+    """Return whether redis-py reads a URL, and takes no part of the password for something else."""
     # redis-py's own errors quote what they do not understand.
     try:
         pool = redis.ConnectionPool.from_url(url)

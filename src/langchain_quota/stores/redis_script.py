@@ -18,7 +18,7 @@ class Script(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "Script":
-        """The script of a text."""
+        """Return the script of a text."""
         return cls(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
@@ -44,11 +44,11 @@ class ScriptCall:
         self._asked = _compact(ask(lambda kind, key: self._number(name_of(prefix, kind, key))))
 
     def arguments(self) -> list[int | bytes | str]:
-        """The arguments of `EVALSHA` after the script: number of keys, keys, what is asked."""
+        """Return the arguments of `EVALSHA` after the script: number of keys, keys, request."""
         return [len(self._keys), *self._keys, self._asked]
 
     def again(self, reply: object) -> bool:
-        """Whether the script must be called again, with further keys that it needs."""
+        """Return whether the script must be called again, with further keys that it needs."""
         if not (isinstance(reply, list) and reply and reply[0] in (b"again", "again")):
             return False
         known = len(self._keys)
@@ -63,13 +63,13 @@ class ScriptCall:
 
 
 def name_of(prefix: str, kind: str, key: str) -> bytes:
-    """The name of what is kept of a kind for a key, which may begin with the prefix."""
+    """Return the name of what is kept of a kind for a key, which may begin with the prefix."""
     # The prefix is the hash tag, by which a cluster finds the node.
     return f"{{{prefix}}}:{kind}:{key.removeprefix(f'{prefix}/')}".encode(errors="surrogatepass")
 
 
 def key_of(prefix: str, kind: str, name: bytes | str) -> str | None:
-    """The key of a name in Redis, which the client may have decoded; `None` for another's."""
+    """Return the key of a name in Redis, which may be decoded; `None` for another's name."""
     try:
         text = name if isinstance(name, str) else name.decode(errors="surrogatepass")
     except UnicodeDecodeError:
@@ -78,7 +78,7 @@ def key_of(prefix: str, kind: str, name: bytes | str) -> str | None:
 
 
 def pattern_of(prefix: str, kind: str, keys: str) -> bytes:
-    """The pattern for Redis that finds all names whose keys match a glob, and maybe others."""
+    """Return a pattern that finds all names whose keys match a glob, and maybe others."""
     # Redis reads character classes and escapes differently.
     simple, *others = re.split(r"[\[\\]", keys, maxsplit=1)
     return name_of(prefix, kind, f"{simple}{'*' if others else ''}")

@@ -62,7 +62,7 @@ class Rows(MemoryStore):
         return super().acquire(request)
 
     def operate(self, op: str, keys: Sequence[str], *more: Any) -> list[Any]:
-        """What an operation answers; see `ServerStore`."""
+        """Run an operation and return its result; see `ServerStore`."""
         if op == "peek":
             uses = {**dict(zip(keys, self.peek(keys), strict=True)), **dict.fromkeys(self._odd)}
             return [(key, use) for key, use in uses.items() if use or key in self._odd]
@@ -76,16 +76,16 @@ class Rows(MemoryStore):
         return []
 
     def undone(self, request: AcquireRequest) -> set[Name]:
-        """What is changed where the request's corrections undo attempts that are among these."""
+        """Return what changes where the request's corrections undo one of these attempts."""
         found: set[Name] = set()
-        for each in request.corrections:
-            made, _ = self._attempts.all.get(each.attempt_id or "", (REFUSED, 0))
+        for correction in request.corrections:
+            made, _ = self._attempts.all.get(correction.attempt_id or "", (REFUSED, 0))
             found.update(names_of_keys(key for key, *_ in made.charged))
             found.update({(RESULT, made.name)} if made.name else ())
         return found
 
     def changed(self) -> Iterator[tuple[Name, str | None, float]]:
-        """Each row that is not as it was read, and when it expires; `None` for one that is gone."""
+        """Return each changed row, and when it expires; `None` for one that is gone."""
         for kind, table in self._tables.items():
             for name, (value, expires) in table.all.items():
                 kept = None if value is REFUSED else value
@@ -107,25 +107,25 @@ class Rows(MemoryStore):
 
 
 def names_of(request: AcquireRequest) -> set[Name]:
-    """What a request reads, or may change."""
+    """Return the names of what a request reads or may change."""
     found = names_of_keys(keys_of(request))
     found |= {(RESULT, request.idempotency_key), (ATTEMPT, request.attempt_id)}
-    for each in request.corrections:
+    for correction in request.corrections:
         found |= {
-            (SETTLED if each.settles else CORRECTED, each.id),
-            (RESULT, each.idempotency_key),
-            (ATTEMPT, each.attempt_id or ""),
+            (SETTLED if correction.settles else CORRECTED, correction.id),
+            (RESULT, correction.idempotency_key),
+            (ATTEMPT, correction.attempt_id or ""),
         }
     return {name for name in found if name[1] or name[0] in (COUNT, GRANTS)}
 
 
 def names_of_keys(keys: Iterable[str]) -> set[Name]:
-    """A count and its grants for each key."""
+    """Return the names of a count and its grants for each key."""
     return {(kind, key) for key in keys for kind in (COUNT, GRANTS)}
 
 
 def _count(**kept: Any) -> Count:
-    """The count of a row, which others can write, too; `ValueError` if it is none."""
+    """Return the count of a row, which others can write, too; `ValueError` if it is none."""
     count = Count(**kept)
     whole = [count.used, count.limit or 0, count.ends or 0, *chain(*(count.holds or {}).values())]
     if {*map(type, whole)} != {int} or min(count.used, count.next_end) < 0:
@@ -134,10 +134,10 @@ def _count(**kept: Any) -> Count:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has in place of a dataclass, or a time."""
+    """Return a dataclass or a time as JSON has it."""
     if isinstance(value, datetime):
         return value.isoformat()
-    return {each.name: getattr(value, each.name) for each in fields(value)}
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def _acquired(name: str, result: Any, charged: list[Any]) -> StoredResult:

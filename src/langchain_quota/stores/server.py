@@ -53,7 +53,7 @@ class Server:
     """All that clients raise when the server fails."""
 
     def remedies(self, _: BaseException) -> Sequence[str]:
-        """What helps against a failure, if that is known."""
+        """Return what helps against a failure, if that is known."""
         return ()
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class ServerStore(Granting, RateLimiting):
         return await self._acquire("a", request)
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        """What is kept under keys, in their order; `None` if nothing is."""
+        """Return what is counted under keys, in their order; `None` where nothing is."""
         return run_sync(self._peek("", keys))
 
     async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
@@ -126,7 +126,7 @@ class ServerStore(Granting, RateLimiting):
         await self._reset("a", keys)
 
     def usages(self, pattern: str = "*") -> list[QuotaUsage]:
-        """What is kept under the keys that match a glob pattern, sorted by key.
+        """Return what is counted under the keys that match a glob pattern, sorted by key.
 
         The server is asked for some keys at a time, and serves others in between: a count that is
         made or removed meanwhile may be missing. Keys of others that hold no count are left out.
@@ -157,7 +157,7 @@ class ServerStore(Granting, RateLimiting):
 
     @abstractmethod
     def _keys(self, kind: str, pattern: str) -> Iterator[str]:
-        """The keys under which something of a kind is kept: all that match, and maybe others."""
+        """Return the keys of a kind that match, and maybe others."""
 
     async def _acquire(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
         check_request(request)
@@ -194,14 +194,14 @@ class ServerStore(Granting, RateLimiting):
         return [*{(grant.key, grant.id): grant for grant, _ in found}.values()]
 
     async def _each(self, mode: Mode, op: str, keys: Sequence[str], *more: Any) -> list[Any]:
-        """What one step for each prefix of the keys answers."""
+        """Return the results of one step for each prefix of the keys."""
         found: list[Any] = []
         for prefix, some in self._by_prefix(keys).items() if keys else ():
             found += await self._operate(mode, prefix, op, some, *more)
         return found
 
     def _listed(self, kind: str, pattern: str, op: str) -> Iterator[Any]:
-        """What is read of the keys that match, some at a time."""
+        """Return what is read of the keys that match, some at a time."""
         if not isinstance(self.prefix, str):
             raise ValueError(  # noqa: TRY004 - it is no wrong type
                 "the prefix of this store is a function: list the keys of one prefix with "
@@ -243,7 +243,7 @@ class ServerStore(Granting, RateLimiting):
             raise self._failure(error) from error
 
     def _failure(self, error: BaseException, blocked: float = 0) -> QuotaStoreError:
-        """What is raised when something fails, and the event loop was blocked for some seconds."""
+        """Return the error for a failure, when the event loop was blocked for some seconds."""
         server = self._server
         _redact(error, server.secrets)
         timed_out = isinstance(error, server.timeouts)
@@ -340,7 +340,7 @@ def _redact(error: BaseException, secrets: Sequence[str]) -> None:
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
         seen.add(id(found))
-        found.args = tuple(_scrubbed(each, secrets) for each in found.args)
+        found.args = tuple(_scrubbed(arg, secrets) for arg in found.args)
         found = found.__cause__ or found.__context__
 
 

@@ -42,18 +42,18 @@ _RESULT = re.compile(
 
 
 def acquire(request: AcquireRequest, idle: int, place: Place) -> CallChecks:
-    """What is asked to admit a batch."""
+    """Return the request that admits a batch."""
     beside, hold = metadata(request), ""
     counters: list[tuple[int, ...]] = []
-    for each in request.counters.values():
-        if each.key is None:
-            counters.append((0, 0, _NONE, 0, False, _exact(each.used), _NONE, _NONE))
+    for counter in request.counters.values():
+        if counter.key is None:
+            counters.append((0, 0, _NONE, 0, False, _exact(counter.used), _NONE, _NONE))
             continue
-        kept, lease = beside[each.key], _NONE
-        if each.lease is not None:
-            lease, hold = _exact(each.lease), _hold(request.idempotency_key)
-        start, limit = _exact(each.used * unit_in(each.key)), _clamped(kept.limit)
-        counters.append((*_count(each.key, idle, place, kept.ends), start, limit, lease))
+        kept, lease = beside[counter.key], _NONE
+        if counter.lease is not None:
+            lease, hold = _exact(counter.lease), _hold(request.idempotency_key)
+        start, limit = _exact(counter.used * unit_in(counter.key)), _clamped(kept.limit)
+        counters.append((*_count(counter.key, idle, place, kept.ends), start, limit, lease))
     units = {name: unit_in(each.key) for name, each in request.counters.items()}
     number = {name: number for number, name in enumerate(request.counters, 1)}
     limits: dict[str, int] = {}
@@ -70,25 +70,25 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> CallChecks:
         "counters": counters,
         "thresholds": [
             (
-                limits.setdefault(each.limit, len(limits)),
-                number[each.counter],
+                limits.setdefault(threshold.limit, len(limits)),
+                number[threshold.counter],
                 # It may be below 0, and grants may raise it.
-                max(-MAX_COUNT, min(each.maximum * units[each.counter], MAX_COUNT)),
-                bool(each.enforced),
-                f"{_quoted(each.limit)} {_quoted(each.scope)}",
+                max(-MAX_COUNT, min(threshold.maximum * units[threshold.counter], MAX_COUNT)),
+                bool(threshold.enforced),
+                f"{_quoted(threshold.limit)} {_quoted(threshold.scope)}",
             )
-            for each in thresholds
+            for threshold in thresholds
         ],
         "calls": calls,
         "stops": [(limits.get(name, _NONE), after) for name, after in request.stops.items()],
-        "corrections": [_correction(each, idle, place) for each in request.corrections],
+        "corrections": [_correction(correction, idle, place) for correction in request.corrections],
     }
 
 
 def operation(
     op: str, keys: Iterable[str], more: Sequence[Any], idle: int, place: Place
 ) -> CallChecks:
-    """What is asked of counts, other than to admit a batch."""
+    """Return the request for any other operation on counts."""
     counts = [_count(key, idle, place, window_end(key)) for key in dict.fromkeys(keys)]
     asked: CallChecks = {"op": op, "counts": counts}
     if op == "revoke":
@@ -122,13 +122,13 @@ def _correction(correction: Correction, idle: int, place: Place) -> CallChecks:
 
 
 def _count(key: str, idle: int, place: Place, ends: int | None) -> tuple[int, ...]:
-    """What a script is told of a count."""
+    """Return what a script needs to know of a count."""
     places = place("count", key), place("grants", key)
     return (*places, _clamped(ends), idle_time(key, idle), bool(read_emission_interval(key)))
 
 
 def _marker(kind: str, name: str | None, place: Place) -> int:
-    """Where something is remembered by a name of any length."""
+    """Return where something is remembered by a name of any length."""
     return place(kind, _digest(name)) if name else 0
 
 
@@ -137,7 +137,7 @@ def _hold(request: str) -> str:
 
 
 def result(request: AcquireRequest, reply: object) -> AcquireResult:
-    """The answer to a request."""
+    """Return the result of a request from its reply."""
     text = _text(reply)
     if text == "refused":
         raise QuotaStoreError("the attempt was corrected before it arrived")
@@ -171,7 +171,7 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
 
 
 def uses(keys: Iterable[str], reply: object) -> list[tuple[str, QuotaUsage | None]]:
-    """The counts that there are under keys; `None` for what is something else."""
+    """Return the counts under keys; `None` for what is something else."""
     found: list[tuple[str, QuotaUsage | None]] = []
     numbers = [_of(int, each) for each in _of(list, reply)]
     for key, *kept, granted in zip(dict.fromkeys(keys), *[iter(numbers)] * 4, strict=True):
@@ -185,7 +185,7 @@ def uses(keys: Iterable[str], reply: object) -> list[tuple[str, QuotaUsage | Non
 
 
 def grants(keys: Iterable[str], reply: object) -> list[tuple[Grant, bool]]:
-    """The grants of keys, and whether each is new; none after a reset."""
+    """Return the grants of keys, and whether each is new; none after a reset."""
     names, found = [*dict.fromkeys(keys)], []
     for index, amount, ends, text, is_new in zip(*[iter(_of(list, reply))] * 5, strict=True):
         known = json.loads(_text(text))
@@ -217,18 +217,18 @@ def _counts(text: str) -> list[int]:
 
 
 def _amounts(counters: Mapping[str, object], text: str) -> dict[str, int]:
-    """The amount of each counter, by name; without zeros."""
+    """Return the amount of each counter, by name, without zeros."""
     named = zip(counters, _counts(text), strict=bool(text))
     return {name: amount for name, amount in named if amount}
 
 
 def _digest(name: str) -> str:
-    """A name for one that may be long, with any characters."""
+    """Return a name for one that may be long, with any characters."""
     return sha256(name.encode(errors="surrogatepass")).hexdigest()
 
 
 def _short(name: str) -> str:
-    """The same for what is kept in a count: a hash is compact while no field has 64 characters."""
+    """Return a short name: a hash is compact while no field has 64 characters."""
     return _digest(name)[:32]
 
 
@@ -239,7 +239,7 @@ def _exact(number: int) -> int:
 
 
 def _clamped(number: int | None) -> int:
-    """A number within the script's bounds: no count is above them."""
+    """Return a number within the script's bounds: no count is above them."""
     return _NONE if number is None else max(_NONE, min(number, MAX_COUNT))
 
 

@@ -96,7 +96,7 @@ class Budgets(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "Budgets | None":
-        """The budgets among the limits; `None` if there are none."""
+        """Return the budgets among the limits; `None` if there are none."""
         options = kernel.options
         units = {limit.unit for limit in kernel.limits}
         prices, unknown = options["prices"], options["unknown_price"]
@@ -117,7 +117,7 @@ class Budgets(Feature):
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
-        """The hook after the model: there it learns what is written, and raises.
+        """Return the hook after the model, where the feature learns what is written, and raises.
 
         That around tools measures their time.
         """
@@ -150,14 +150,14 @@ class Budgets(Feature):
         self._errors: OrderedDict[str, Exception] = OrderedDict()
         # What is limited: time, and what model runs use.
         self._counts_time = _of_time(limits)
-        self._counts_use = any(each.unit in ("tokens", "nanodollars") for each in limits)
+        self._counts_use = any(limit.unit in ("tokens", "nanodollars") for limit in limits)
         self._stopwatch = Stopwatch()
         self._charges_all: bool = options["charge_all_models"]
         if self._charges_all:
             watch_all_models()
 
     def begin_run(self, state: Any, feature_data: FeatureData) -> None:
-        """A new run has used nothing; its thread has what calls of the last run have used."""
+        """Reset the run's use, and keep for the thread what calls of the last run have used."""
         self._late.forget(state)
         feature_data[self.name] = {**self._late.of(state), **_NEW_RUN}
 
@@ -175,7 +175,7 @@ class Budgets(Feature):
                 await charge(mode, graph.step, runs)
 
     def state_counts(self, state: Any) -> Mapping[str, int]:
-        """What the state has of the budgets' use."""
+        """Return the budgets' use in the state."""
         return counts_of(state)
 
     def adjust_checks(self, batch: Batch) -> None:
@@ -195,13 +195,14 @@ class Budgets(Feature):
         for name, amount in self._late.counts(state).items():
             batch.used[name] = batch.used.get(name, 0) + amount
         made: Any = batch.pending
-        calls = {each["id"]: each for each in made.calls}
+        calls = {call["id"]: call for call in made.calls}
         batch.set_checks(
             CallChecks.of(
-                each.with_checks(hit=price, keep=each.keep) if each.is_budget else each
-                for each in asked.limits
+                limit.with_checks(hit=price, keep=limit.keep) if limit.is_budget else limit
+                for limit in asked.limits
                 if (
-                    price := self._pricing.of_tool(each.limit, calls[call.id]) or not each.is_budget
+                    price := self._pricing.of_tool(limit.limit, calls[call.id])
+                    or not limit.is_budget
                 )
             )
             for call, asked in zip(batch.calls, batch.call_checks, strict=True)
@@ -215,7 +216,7 @@ class Budgets(Feature):
         if self._downgrades:
             by = _downgraded_by(batch)
             batch.ledger_update = merge_ledgers(batch.ledger_update, Ledger(downgraded=by))
-            told = [each._replace(downgraded_by=by) for each in conclusion.decisions]
+            told = [decision._replace(downgraded_by=by) for decision in conclusion.decisions]
             conclusion = conclusion._replace(decisions=told)
         if not self._reserves:
             return conclusion
@@ -300,7 +301,7 @@ class Budgets(Feature):
             return await call(request)
         runtime = running_runtime()
         limits = await self._kernel.resolve_limits(mode, "model", state, runtime)
-        of_time = [each for each in limits.budgets if each.limit.counter == MILLISECONDS]
+        of_time = [budget for budget in limits.budgets if budget.limit.counter == MILLISECONDS]
         step = _step(state, ResolvedLimits(of_time), model_context(state, runtime))
         run = ledger(state).get("run") or token_hex(16)
         charge = partial(self._charging.charge, step=step, runs=())
@@ -341,7 +342,7 @@ class Budgets(Feature):
         (asked,) = batch.call_checks
         of = asked.hits.amounts
         hold = Reservation(
-            {each.limit.counter: of[run_counter(each.limit)] for each in asked.limits}
+            {limit.limit.counter: of[run_counter(limit.limit)] for limit in asked.limits}
         )
         if batch.answered and batch.sent is not None:
             hold = hold._replace(request=batch.sent.idempotency_key)
@@ -359,18 +360,18 @@ class Budgets(Feature):
         return shaped, hold
 
     def _holding(self, request: ModelRequest[Any], step: ChargeContext) -> Batch:
-        """What the call asks of the budgets, for all that it can use."""
+        """Return the batch that reserves all that the call can use."""
         if request.model is not None:
             # The reserve is priced before anything is called.
             asked = asked_of(request.model, request.model_settings)
             self._pricing.check(asked, agent=step.call.agent)
         holding = []
         lease = LEASE if self._reserves else None
-        for each in step.limits.budgets:
-            reserve = getattr(each.limit, "reserve", None)
+        for budget in step.limits.budgets:
+            reserve = getattr(budget.limit, "reserve", None)
             bound = reserve(request) if callable(reserve) else reserve or 0
-            amount = self._pricing.most(each.limit, bound)
-            holding.append(each.with_checks(hit=amount, lease=lease))
+            amount = self._pricing.most(budget.limit, bound)
+            holding.append(budget.with_checks(hit=amount, lease=lease))
         task = f"{self._kernel.name}.held"
         batch = model_batch(request.state, request.runtime, step.limits, task=task)
         # Named anew: another attempt of the same task may hold something, too.
@@ -405,7 +406,7 @@ class Budgets(Feature):
             # It was let through and counted before.
             known = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
             of_thread = max(0, batch.used[OF_THREAD] - 1)
-            if any(not each.is_budget for each in batch.original_limits.limits):
+            if any(not limit.is_budget for limit in batch.original_limits.limits):
                 update[THREAD_MODEL] = of_thread
             else:
                 known["thread_model"] = of_thread
@@ -422,32 +423,32 @@ class Budgets(Feature):
 def _told(
     batch: Batch, limits: ResolvedLimits, before: dict[str, int], result: AcquireResult
 ) -> HookResult:
-    """What is decided about the call by all limits, those that judged it before included."""
+    """Return the decisions about the call by all limits, including those that checked it before."""
     # The state has counted the call by now.
     used = before | {
         check.counter: result.used[check.counter] for check in batch.call_checks[0].checks
     }
-    holding = {each.limit.name: each for each in batch.limits.limits}
+    holding = {limit.limit.name: limit for limit in batch.limits.limits}
     both = ResolvedLimits(
-        holding.get(each.limit.name)
+        holding.get(limit.limit.name)
         # Without the store, no quota has judged it.
-        or each._replace(checks=tuple(one for one in each.checks if one.counter in used))
-        for each in limits.limits
+        or limit._replace(checks=tuple(check for check in limit.checks if check.counter in used))
+        for limit in limits.limits
     )
     every = replace(batch, limits=both, call_checks=[CallChecks.of(both.limits)], used=used)
     decisions, _ = every.decide(admit(every.hits, used, {}))
     by = batch.ledger.get("downgraded") or ""
-    decisions = [each._replace(downgraded_by=by) for each in decisions]
+    decisions = [decision._replace(downgraded_by=by) for decision in decisions]
     return HookResult(decisions)
 
 
 def _downgraded_by(batch: Batch) -> str:
-    """The first limit of whose number so much is used that calls go to another model."""
-    for each in batch.limits.budgets:
-        limit: Any = each.limit
+    """Return the name of the first limit whose use sends calls to another model."""
+    for budget in batch.limits.budgets:
+        limit: Any = budget.limit
         if limit.downgrade_to is not None and any(
             batch.counted[check.counter] >= near_threshold(check.maximum, limit.downgrade_at)
-            for check in each.checks
+            for check in budget.checks
             if check.maximum is not None
         ):
             return str(limit.name)
@@ -455,37 +456,37 @@ def _downgraded_by(batch: Batch) -> str:
 
 
 def _with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]:
-    """The request, with something else in its ledger."""
+    """Return the request with other entries in its ledger."""
     state: Any = copy(request.state)
     state[LEDGER] = merge_ledgers(ledger(state), known)
     return compat.with_state(request, state)
 
 
 def _form_after(mode: Mode, error: BaseException) -> Mode | None:
-    """The form in which something is awaited after an error."""
+    """Return the mode in which to await something after an error."""
     # Where the event loop is closing, nothing can be awaited.
     return mode if not mode or isinstance(error, Exception | CancelledError) else None
 
 
 def _of_time(limits: Sequence[Limit]) -> bool:
-    """Whether one of the limits has a number for the time that calls work."""
-    return any(each.unit == "milliseconds" and counts_calls(each) for each in limits)
+    """Return whether one of the limits has a number for the time that calls work."""
+    return any(limit.unit == "milliseconds" and counts_calls(limit) for limit in limits)
 
 
 def _counts_in(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state has of counts, without its messages."""
+    """Return the counts of a state without its messages."""
     return {LEDGER: ledger(state), THREAD_TOOLS: state.get(THREAD_TOOLS)}
 
 
 def _step(state: Mapping[str, Any], limits: ResolvedLimits, context: CallContext) -> ChargeContext:
-    """Who is charged for the model call that is being made."""
+    """Return who is charged for the model call that is being made."""
     return ChargeContext(
         state, limits, Call("model", agent=context.agent, thread_id=context.thread_id)
     )
 
 
 def _may_be_the_last(batch: Batch, result: AcquireResult) -> bool:
-    """Whether all limits that refuse a call would let it be the last one."""
+    """Return whether all limits that refuse a call would let it be the last one."""
     if STORE in result.refused[0].values():
         return False
     by_name = batch.limits.by_name

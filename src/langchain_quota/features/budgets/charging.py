@@ -80,7 +80,7 @@ class UnsavedUsage:
         self._lock = fork_safe_lock()
 
     def of(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The newest counts of the state's run; empty if the state has them."""
+        """Return the newest counts of the state's run; empty if the state has them."""
         kept, newest = self._known(state)
         counts = kept.counts if newest in kept.names[:-1] else {}
         known = counts or feature_ledger(state, OWN)
@@ -92,11 +92,11 @@ class UnsavedUsage:
         return {**counts, **_plus(known, {MILLISECONDS: sum(other.values())}, other)}
 
     def counts(self, state: Mapping[str, Any]) -> dict[str, int]:
-        """What is used of budgets, by the name of the count."""
+        """Return the budgets' use, by the name of the count."""
         return counts_of(state, self.of(state))
 
     def has_made(self, task: str | None, state: Mapping[str, Any]) -> bool:
-        """Whether the newest call of the state's run was made in this task."""
+        """Return whether the newest call of the state's run was made in this task."""
         return task is not None and self._known(state)[0].task == task
 
     def forget(self, state: Mapping[str, Any]) -> None:
@@ -134,7 +134,7 @@ class UnsavedUsage:
             return counts
 
     def _known(self, state: Mapping[str, Any]) -> tuple[_Kept, str]:
-        """What is kept of the state's run, and the newest use that the state has."""
+        """Return what is kept of the state's run, and the newest use that the state has."""
         return self._kept.get(_run(state), _Kept()), feature_ledger(state, OWN).get(
             "spent_by"
         ) or ""
@@ -181,7 +181,9 @@ class Charging:
         written = self.late.keep(state, total, task, is_tool=is_tool)
         less = self._worked_inside(limits, worked, work.inside if work else {})
         answer = await self.settle(mode, settlements(limits, before, used, held, less))
-        of_time = [each.limit for each in limits.budgets if each.limit.counter == MILLISECONDS]
+        of_time = [
+            budget.limit for budget in limits.budgets if budget.limit.counter == MILLISECONDS
+        ]
         if worked:
             times = [(each.name, each.unit, worked) for each in of_time]
             self._recorder.record_spend(call, times, model=NONE, price="")
@@ -189,9 +191,9 @@ class Charging:
             self._recorder.record_spend(
                 call,
                 [
-                    (each.limit.name, each.limit.unit, amounts[each.limit.counter])
-                    for each in limits.budgets
-                    if each.limit not in of_time
+                    (budget.limit.name, budget.limit.unit, amounts[budget.limit.counter])
+                    for budget in limits.budgets
+                    if budget.limit not in of_time
                 ],
                 model=next(iter(run.usage.models), ""),
                 estimated=run.usage.estimated,
@@ -227,14 +229,14 @@ class Charging:
         elif self._store is not None:
             # What is used of quotas is not known.
             limits = limits.without_store("allow")
-        for each in limits.budgets:
-            amount = total.get(each.limit.counter, 0)
-            known = {check.counter: before.get(check.counter, 0) for check in each.checks}
-            for check in each.checks:
+        for budget in limits.budgets:
+            amount = total.get(budget.limit.counter, 0)
+            known = {check.counter: before.get(check.counter, 0) for check in budget.checks}
+            for check in budget.checks:
                 after = counts.get(check.key or "")
                 if after is not None:
                     known[check.counter] = max(0, after - amount)
-            shown = status(each, known, 1, spent=amount)
+            shown = status(budget, known, 1, spent=amount)
             self._recorder.record_charge(call, shown, is_call=is_call)
 
     async def settle(self, mode: Mode | None, sent: AcquireRequest | None) -> AcquireResult | None:
@@ -249,15 +251,15 @@ class Charging:
     def _worked_inside(
         self, limits: ResolvedLimits, worked: int, inside: Mapping[tuple[int, str], int]
     ) -> dict[str, int]:
-        """What calls inside of a call have charged, by key; calls around it learn the rest."""
+        """Return what calls inside a call have charged, by key; calls around it learn the rest."""
         if self._store is None or not worked:
             return {}
         store = self._store.store
         less = {
             check.key: min(worked, inside.get((id(store), check.key), 0))
-            for each in limits.budgets
-            for check in each.checks
-            if check.key is not None and each.limit.counter == MILLISECONDS
+            for budget in limits.budgets
+            for check in budget.checks
+            if check.key is not None and budget.limit.counter == MILLISECONDS
         }
         pass_on(store, {key: worked - amount for key, amount in less.items()})
         return less
@@ -265,7 +267,7 @@ class Charging:
     def _amounts(
         self, run: ModelRun, held: Mapping[str, int], agent: str | None
     ) -> tuple[dict[str, int], str]:
-        """What a run is charged, by counter, and whether its price is known."""
+        """Return the charge of a run by counter, and whether its price is known."""
         # A run that was cut off is charged at least what was held for it: its use is only an
         # estimate from what had arrived.
         usage, price = run.usage, "none"
@@ -289,14 +291,14 @@ def settlements(
     hold: Reservation,
     less: Mapping[str, int] | None = None,
 ) -> AcquireRequest | None:
-    """A request to charge model runs in place of what is held; `None` if no store counts them."""
+    """Return a request that charges model runs in place of a reserve; `None` without a store."""
     less = less or {}
     root = root_run()
     counts = {**counts, **(root.used if root is not None else {})}
     checks = [
-        (check.key, check, each.limit.counter)
-        for each in limits.budgets
-        for check in each.checks
+        (check.key, check, budget.limit.counter)
+        for budget in limits.budgets
+        for check in budget.checks
         if check.key is not None
     ]
     keys = {key: counter for key, _, counter in checks}
@@ -337,7 +339,7 @@ def settlements(
 def counts_of(
     state: Mapping[str, Any], kept: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, int]:
-    """What is used of budgets, by the name of the count; `kept` has newer counts."""
+    """Return the budgets' use by the name of the count; `kept` has newer counts."""
     of_thread, of_run = spent(state, kept)
     return {
         f"{counter}/{scope}": spent.get(counter, 0)
@@ -349,7 +351,7 @@ def counts_of(
 def _plus(
     counts: Mapping[str, Any], amounts: Mapping[str, int], tools: Iterable[str]
 ) -> dict[str, Any]:
-    """The counts after a use, and the tools' uses in them that the newest answers may name."""
+    """Return the counts after a use, with the uses of tools that the newest answers may name."""
     return {
         "thread_spent": added([counts.get("thread_spent") or {}, amounts]),
         "run_spent": added([counts.get("run_spent") or {}, amounts]),
@@ -358,7 +360,7 @@ def _plus(
 
 
 def added(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sum of several amounts, by counter."""
+    """Return the sum of several amounts, by counter."""
     total: dict[str, int] = {}
     for amounts in several:
         for counter, amount in amounts.items():
@@ -370,7 +372,7 @@ def _mirror_root_run(limits: ResolvedLimits, counts: Mapping[str, int]) -> None:
     """Keep what the store has counted of the root run, if a budget is per root run."""
     run = root_run()
     if run is not None and run.subject is not None:
-        checks = (check for each in limits.budgets for check in each.checks)
+        checks = (check for budget in limits.budgets for check in budget.checks)
         keys = {check.key for check in checks if check.per == ROOT_RUN}
         run.learn_used({key: n for key, n in counts.items() if key in keys})
 

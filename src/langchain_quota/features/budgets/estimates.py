@@ -55,7 +55,7 @@ def estimated_usage(
     *,
     tools: object = None,
 ) -> ModelUsage:
-    """What a model run has used, where its provider reports nothing."""
+    """Estimate the use of a model run whose provider reports nothing."""
     # Reasoning that is not in the answer is missing.
     given, said = _estimated(prompt, tools), _estimated(answer)
     return replace(
@@ -64,7 +64,7 @@ def estimated_usage(
 
 
 def max_usage(request: ModelRequest[Any]) -> ModelUsage:
-    """The most tokens that a model call can use, as far as this is known before the call.
+    """Return the most tokens that a model call can use, as far as this is known before the call.
 
     The input: the tokens that the provider has reported for the call of the newest answer, and one
     token for each byte in UTF-8 of all newer messages; no tokenizer makes more. Without a report,
@@ -83,7 +83,7 @@ def max_usage(request: ModelRequest[Any]) -> ModelUsage:
     settings = _settings(request.model, request.model_settings)
 
     def setting(name: str) -> Any:
-        return next((each[name] for each in settings if each.get(name) is not None), None)
+        return next((setting[name] for setting in settings if setting.get(name) is not None), None)
 
     reported, sent = _newest_report(request.messages, asked.provider)
     tools: list[Any] = []
@@ -112,12 +112,12 @@ def max_usage(request: ModelRequest[Any]) -> ModelUsage:
 
 
 def asked_of(model: BaseChatModel, settings: Mapping[str, Any]) -> ModelUsage:
-    """The name of a model and its provider, before it is called: settings may name another one."""
+    """Return a model's name and provider before the call: settings may name another model."""
     return asked_in(compat.model_parameters(model, settings))
 
 
 def asked_in(metadata: Mapping[str, Any] | None, *, speed: str = "") -> ModelUsage:
-    """The same, from the metadata that LangChain gives to callbacks."""
+    """Return the same from the metadata that LangChain gives to callbacks."""
     known = metadata or {}
     provider, model = known.get("ls_provider") or "", known.get("ls_model_name") or ""
     return ModelUsage(provider=str(provider), request_model=str(model), speed=speed)
@@ -129,7 +129,7 @@ def _estimated(messages: Iterable[BaseMessage], tools: object = None) -> int:
 
 
 def _size(messages: Iterable[BaseMessage], tools: object = None) -> tuple[int, list[int]]:
-    """The bytes of text that messages have, or parts of one, and those of each medium."""
+    """Return the bytes of text in messages or their parts, and the bytes of each medium."""
     texts = [as_json(tools)] if tools else []
     media: list[int] = []
     for message in messages:
@@ -149,21 +149,21 @@ def _size(messages: Iterable[BaseMessage], tools: object = None) -> tuple[int, l
                 texts.append(as_json(block))
         if isinstance(message, AIMessageChunk):
             parts = message.tool_call_chunks
-            texts += [each.get("args") or each.get("name") or "" for each in parts]
+            texts += [part.get("args") or part.get("name") or "" for part in parts]
         elif kinds.isdisjoint(_CALLS):
             texts += map(as_json, getattr(message, "tool_calls", None) or ())
-    return sum(len(each.encode("utf-8", "surrogatepass")) for each in texts), media
+    return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts), media
 
 
 def as_json(value: object) -> str:
-    """What is sent to a provider, about as it is sent."""
+    """Return about what is sent to a provider."""
     return json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
 
 
 def _newest_report(
     messages: Sequence[AnyMessage], provider: str
 ) -> tuple[int, Sequence[AnyMessage]]:
-    """The tokens of the newest call that this provider has reported, and all newer messages."""
+    """Return the tokens of the newest call that this provider reported, and all newer messages."""
     for index in reversed(range(len(messages))):
         message = messages[index]
         if not isinstance(message, AIMessage) or not message.usage_metadata:
@@ -180,7 +180,7 @@ def _newest_report(
 
 
 def _settings(model: BaseChatModel, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Where a call's settings may be, the winning ones first: the body is sent as it is."""
+    """Yield where a call's settings may be, the winning ones first: the body is sent as it is."""
     own = {
         name: getattr(model, name, None) for name in ("n", "service_tier", "speed", *_MAX_TOKENS)
     }
@@ -189,7 +189,7 @@ def _settings(model: BaseChatModel, settings: Mapping[str, Any]) -> list[Mapping
 
 
 def _max_tokens(model: BaseChatModel, settings: Mapping[str, Any]) -> int:
-    """The limit of an answer; the higher of two, if it is not known which one holds."""
+    """Return the limit of an answer; the higher of two, if it is not known which one holds."""
     body, *others = _settings(model, settings)
     fields = type(model).model_fields
     # With ChatOpenAI's Responses API the model's own limit wins over `max_tokens`.
@@ -203,8 +203,8 @@ def _max_tokens(model: BaseChatModel, settings: Mapping[str, Any]) -> int:
 
 
 def _limits(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[int]:
-    """The limits of an answer that settings have."""
-    found = [each.get(name) for each in settings for name in names]
+    """Yield the limits of an answer that settings have."""
+    found = [setting.get(name) for setting in settings for name in names]
     return [each for each in found if isinstance(each, int) and each > 0]
 
 
@@ -233,7 +233,7 @@ _NOT_CONNECTED = {
 
 
 def is_paid(error: BaseException) -> bool:
-    """Whether the provider may have served a request that has failed."""
+    """Return whether the provider may have served a request that has failed."""
     # Its causes, too. Errors that were handled earlier may be an SDK's first attempts.
     chain = [error]
     while chain[-1].__cause__ is not None:
@@ -245,7 +245,7 @@ def is_paid(error: BaseException) -> bool:
 
 
 def _refuses(error: BaseException) -> bool:
-    """Whether an error has the status of a provider's refusal."""
+    """Return whether an error has the status of a provider's refusal."""
     names = {kind.__name__ for kind in type(error).__mro__}
     found = [getattr(each, "status_code", None) for each in (error, getattr(error, "response", 0))]
     # Google's client gives the status 504 to a call for which it no longer waits.

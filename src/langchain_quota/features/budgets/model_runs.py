@@ -59,11 +59,11 @@ class ModelRun:
         self.prompt, self.params, self.chunks = (), {}, []
 
     def now(self) -> "ModelRun":
-        """What is to be charged now: an estimate, if it has not ended."""
+        """Return what is to be charged now: an estimate, if the run has not ended."""
         return self if self.has_ended else replace(self, usage=self.used_so_far())
 
     def used(self, result: LLMResult, answer: Sequence[BaseMessage]) -> ModelUsage:
-        """What the provider reports, or an estimate."""
+        """Return what the provider reports, or an estimate."""
         usage = reported_usage(result, self.usage)
         if usage.estimated:
             return estimated_usage(usage, self.prompt, answer, tools=self.params.get("tools"))
@@ -76,15 +76,15 @@ class ModelRun:
         return usage
 
     def used_so_far(self) -> ModelUsage:
-        """The same for a run that has not ended or was cut off: its report may be incomplete."""
+        """Return the use of a run that was cut off or goes on: its report may be incomplete."""
         # LangChain's sum of chunks takes quadratic time for an unfinished call. So only what is
         # told beside the texts is joined.
         usage: UsageMetadata | None = None
         metadata: dict[str, Any] = {}
-        for each in self.chunks:
-            metadata |= each.response_metadata
-            if each.usage_metadata:
-                usage = add_usage(usage, each.usage_metadata)
+        for chunk in self.chunks:
+            metadata |= chunk.response_metadata
+            if chunk.usage_metadata:
+                usage = add_usage(usage, chunk.usage_metadata)
         told = AIMessage("", usage_metadata=usage, response_metadata=metadata)
         result = LLMResult(generations=[[ChatGeneration(message=told)]])
         return replace(self.used(result, self.chunks), estimated=True)
@@ -104,7 +104,7 @@ class GraphRun:
     charge: Callable[[Any, Sequence[ModelRun]], object] | None = None
 
     def take(self) -> list[ModelRun]:
-        """The model runs that have ended since this was last called."""
+        """Return the model runs that have ended since the last call."""
         # LangChain tells nobody of the end of a run that is cancelled.
         ended = [
             run_id
@@ -129,7 +129,7 @@ class OwnCall(BaseCallbackHandler):
     is_open: bool = True
 
     def runs(self) -> list[ModelRun]:
-        """The model runs so far, in the order in which they have started."""
+        """Return the model runs so far, in the order in which they have started."""
         return [each.now() for each in [*self.kept.values()]]
 
     def on_chat_model_start(self, *_: Any, run_id: UUID, **__: Any) -> None:
@@ -245,7 +245,7 @@ class ModelRuns(BaseCallbackHandler):
         asked = asked_in(more.get("metadata"), speed=str(params.get("speed") or ""))
         place = self._learn(run_id, **more)
         # What a call leaves running may start more model runs.
-        calls = [each for each in place.calls if each.is_open]
+        calls = [call for call in place.calls if call.is_open]
         # A decision model that asks another model is not charged beside that one.
         asking = self._started.get(cast("UUID", more.get("parent_run_id")))
         if asking is not None:
@@ -253,7 +253,7 @@ class ModelRuns(BaseCallbackHandler):
                 runs.pop(UUID(asking.id), None)
         # The agent's own call is charged for what is made in it.
         own = [call.graph for call in calls]
-        graphs = [each for each in place.graphs if each not in own]
+        graphs = [graph for graph in place.graphs if graph not in own]
         task = None
         with suppress(RuntimeError):
             task = asyncio.current_task()
@@ -266,7 +266,7 @@ class ModelRuns(BaseCallbackHandler):
             task=task,
             kept_in=[
                 *(call.kept for call in calls),
-                *(each.runs for each in graphs if each.charge or len(each.runs) < MAX_EARLY),
+                *(graph.runs for graph in graphs if graph.charge or len(graph.runs) < MAX_EARLY),
             ],
         )
         for runs in started.kept_in:
@@ -348,15 +348,15 @@ def own_call(admit: Callable[[ModelUsage], None], graph: GraphRun | None) -> Ite
 
 
 def running_graph() -> GraphRun | None:
-    """The run of the graph that the running node belongs to; `None` if it is not known."""
+    """Return the graph run that the running node belongs to; `None` if it is not known."""
     runs, node = _running()
     place = None if runs is None else runs.places.get(node)
     return next(iter(place.graphs), None) if place else None
 
 
 def _running() -> tuple[ModelRuns | None, UUID | None]:
-    """The handler of the running node, and the run of that node; `None` where there is none."""
+    """Return the handler and the run of the running node; `None` where there is none."""
     callbacks = running_config().get("callbacks")
     handlers = getattr(callbacks, "inheritable_handlers", ())
-    found = next((each for each in handlers if isinstance(each, ModelRuns)), None)
+    found = next((handler for handler in handlers if isinstance(handler, ModelRuns)), None)
     return found, getattr(callbacks, "parent_run_id", None)

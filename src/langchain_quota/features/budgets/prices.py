@@ -59,7 +59,7 @@ def check_prices(prices: object) -> None:
 
 
 def resolve_prices(prices: object) -> Prices:
-    """The prices that an argument `prices` means; a table wins over genai-prices."""
+    """Return the prices that an argument `prices` means; a table wins over genai-prices."""
     if prices is None:
         if not _has_list():
             raise ModuleNotFoundError(_MISSING, name="genai_prices")
@@ -71,7 +71,7 @@ def resolve_prices(prices: object) -> Prices:
 
 
 def priced(usage: ModelUsage, prices: Prices) -> Decimal:
-    """What a model run costs, in dollars; with nothing used, whether its model has a price."""
+    """Return the price of a model run in dollars; without use, whether its model has a price."""
     unknown = UnknownPriceError(next(iter(usage.models), ""), usage.provider)
     try:
         dollars = prices(usage)
@@ -85,7 +85,7 @@ def priced(usage: ModelUsage, prices: Prices) -> Decimal:
 
 
 def cost(usage: ModelUsage, prices: Prices) -> int:
-    """What a model run costs, in nanodollars, rounded up once.
+    """Return the price of a model run in nanodollars, rounded up once.
 
     A run that has used nothing, and an answer from LangChain's response cache, cost nothing.
     """
@@ -95,7 +95,7 @@ def cost(usage: ModelUsage, prices: Prices) -> int:
 
 
 def highest_cost(usage: ModelUsage, prices: Prices) -> int:
-    """The most that so many tokens can cost, in nanodollars."""
+    """Return the most that so many tokens can cost, in nanodollars."""
     # Before the call it is not known which tokens the provider will read from its cache, write to
     # it, or use for reasoning. For one model of the list, reading costs more than `input`.
     read = replace(usage, cache_read_tokens=usage.input_tokens)
@@ -119,7 +119,7 @@ class Pricing:
         *,
         allow_unknown: bool,
     ) -> None:
-        of_money = [each for each in limits if isinstance(each, CostLimit)]
+        of_money = [limit for limit in limits if isinstance(limit, CostLimit)]
         self._prices = resolve_prices(prices) if of_money else None
         self._recorder = recorder
         self._allow_unknown = allow_unknown
@@ -158,7 +158,7 @@ class Pricing:
         self._failed.pop(asked.request_model, None)
 
     def cost(self, usage: ModelUsage, agent: str | None, held: int) -> tuple[int, str]:
-        """What a model run costs, in nanodollars, and whether its price is known."""
+        """Return the price of a model run in nanodollars, and whether its price is known."""
         # It is paid already: nothing is raised.
         if self._prices is None:
             return 0, "none"
@@ -185,7 +185,7 @@ class Pricing:
                 self._recorder.log_first(logs.unpaid_tool, agent, label(tool))
 
     def of_tool(self, limit: Limit, call: ToolCall) -> int:
-        """What a call of a tool costs by a limit, in nanodollars, rounded up."""
+        """Return the price of a tool call by a limit, in nanodollars, rounded up."""
         price = limit.tool_prices[call["name"]] if isinstance(limit, CostLimit) else 0
         if not callable(price):
             return nanodollars(parse_dollars("tool_prices", price))
@@ -198,7 +198,7 @@ class Pricing:
             raise
 
     def most(self, limit: Limit, bound: object) -> int:
-        """The bound of a call, in the unit of a limit."""
+        """Return the bound of a call, in the unit of a limit."""
         if not isinstance(bound, ModelUsage):
             return whole_amount(limit.unit, f"reserve of limit {limit.name!r}", bound)
         if limit.counter != NANODOLLARS:
@@ -225,7 +225,7 @@ def _priced_again(failed: ModelUsage, prices: Prices) -> None:
 
 
 def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | None:
-    """What a model run costs by the list of genai-prices; `None` if the model is not in it."""
+    """Return the price of a model run by genai-prices; `None` if the model is not in the list."""
     from genai_prices import Usage, calc_price  # noqa: PLC0415 - its import is slow
 
     parts = _parts(usage)
@@ -270,7 +270,7 @@ def _behind_gateways(models: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _has_list() -> bool:
-    """Whether genai-prices is installed. It is loaded now: later it would block an event loop."""
+    """Return whether genai-prices is installed, and load it: later it would block an event loop."""
     try:
         from genai_prices.data_snapshot import get_snapshot  # noqa: PLC0415 - it is an extra
     except ModuleNotFoundError as missing:
@@ -282,7 +282,7 @@ def _has_list() -> bool:
 
 
 def _tabled_price(table: Mapping[str, Price], others: Prices, usage: ModelUsage) -> Decimal | None:
-    """What a run costs by a table, or by other prices if the model is not in it."""
+    """Return the price of a run by a table, or by other prices if the model is not in it."""
     price = next((table[name] for name in usage.models if name in table), None)
     if price is None:
         return others(usage)
@@ -307,7 +307,7 @@ _WHOLE = {
 
 
 def _parts(usage: ModelUsage) -> dict[str, int]:
-    """The tokens by the fields of `Price`, each in one of them."""
+    """Return the tokens by the fields of `Price`, each token in one of them."""
     # Cached audio tokens are in two of them, so that the price is never too low.
     for_1h = min(usage.cache_creation_1h_tokens, usage.cache_creation_tokens)
     of_input = {

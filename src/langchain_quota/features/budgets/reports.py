@@ -26,13 +26,13 @@ _PROVIDER_TOOLS = {
 
 
 def charged_tokens(usage: ModelUsage, counter: str) -> int:
-    """How many tokens a budget is charged: none for an answer from LangChain's response cache."""
+    """Return the tokens that a budget is charged: none for an answer from LangChain's cache."""
     # Counters are named after the tokens that they count: `model.input_tokens`.
     return 0 if usage.cached else int(getattr(usage, counter.rpartition(".")[2]))
 
 
 def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
-    """What a provider reports about one run; without tokens in it, the caller estimates them."""
+    """Return a provider's report about one run; the caller estimates tokens that are missing."""
     # The first message has the usage; further ones repeat it.
     answer = next(iter(result.generations[0] if result.generations else ()), None)
     message = getattr(answer, "message", None)
@@ -59,7 +59,7 @@ def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
 
 
 def _about(answered: Mapping[str, Any], asked: ModelUsage) -> dict[str, Any]:
-    """The names of the model that has answered."""
+    """Return the names of the model that has answered."""
     raw = answered.get("usage")
     raw = raw if isinstance(raw, Mapping) else {}
     return {
@@ -71,7 +71,7 @@ def _about(answered: Mapping[str, Any], asked: ModelUsage) -> dict[str, Any]:
 
 
 def _provider_tools(message: Any, sources: Any, model: str) -> tuple[str, ...]:
-    """The provider's own tools that have run, by an answer's parts, and by Gemini's sources."""
+    """Return the provider's own tools that ran, by an answer's parts and by Gemini's sources."""
     parts = getattr(message, "content", None)
     found = []
     for each in parts if isinstance(parts, list) else ():
@@ -92,7 +92,7 @@ def _provider_tools(message: Any, sources: Any, model: str) -> tuple[str, ...]:
 
 
 def counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The reported tokens; `None` if a number cannot be one of tokens."""
+    """Return the reported tokens; `None` if a number cannot be a count of tokens."""
     given = usage.get("input_tokens") or 0
     made = usage.get("output_tokens") or 0
     total = usage.get("total_tokens") or 0
@@ -118,11 +118,11 @@ def counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _detail(details: Mapping[str, Any], name: str) -> int:
-    """A detail, also if its name begins with a service tier; 0 without a number of tokens."""
+    """Return a detail, even if its name begins with a service tier; 0 without a count of tokens."""
     found = (details.get(tier + name) for tier in _TIERS) if details else ()
     return next((each for each in found if each and _is_count(each)), 0)
 
 
 def _is_count(value: object) -> bool:
-    """Whether something can be a number of tokens."""
+    """Return whether a value can be a count of tokens."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST

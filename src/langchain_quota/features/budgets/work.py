@@ -89,7 +89,7 @@ def mark(answer: ToolAnswer, call_id: object, *worked: object) -> None:
 
 
 def marked(state: Mapping[str, Any], run: str) -> dict[str, int]:
-    """How long the newest tool calls of a run have worked, by the name of the time."""
+    """Return how long the newest tool calls of a run have worked, by the name of the time."""
     found: dict[str, int] = {}
     for message in reversed(state.get("messages") or ()):
         if isinstance(message, AIMessage):

@@ -52,9 +52,9 @@ class Lease:
         }
         thresholds = tuple(
             Threshold(
-                each.name, CONCURRENCY, store_counter(each), each.max_concurrency, each.enforce
+                limit.name, CONCURRENCY, store_counter(limit), limit.max_concurrency, limit.enforce
             )
-            for each in limits
+            for limit in limits
         )
         self._hits = (Hits(dict.fromkeys(self._counters, 1), thresholds),)
         # The requests that may hold something: without an answer it is unknown.
@@ -161,7 +161,7 @@ class Lease:
             self.store.lose(next(iter(self._counters)))
 
     def _return(self) -> AcquireRequest:
-        """What gives back all that may be held, also if a request arrives later."""
-        nothing = {str(each.key): 0 for each in self._counters.values()}
+        """Return the correction that releases all leases, even if a request arrives later."""
+        nothing = {str(counter.key): 0 for counter in self._counters.values()}
         returned = (Correction(each, nothing, each, each, settles=each) for each in self._open)
         return AcquireRequest("", "", corrections=tuple(returned))

@@ -42,12 +42,12 @@ class ConcurrencySlots(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "ConcurrencySlots | None":
-        """The caps of a middleware; `None` if it has none."""
+        """Return the feature if a limit caps concurrency."""
         return cls(kernel) if cls.needed_hooks(kernel.limits) else None
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
-        """The hook around tools, if a limit has a cap."""
+        """Return the hook around tools if a limit caps concurrency."""
         return ("wrap_tool_call",) if _caps(limits) else ()
 
     def __init__(self, kernel: Kernel) -> None:
@@ -66,7 +66,7 @@ class ConcurrencySlots(Feature):
     ) -> ToolAnswer:
         """Make a tool call when it may run; if its wait is over first, answer it instead."""
         made = Call("tool", request.tool_call["name"])
-        limits = {each.name: each for each in self._limits if each.matches(made)}
+        limits = {limit.name: limit for limit in self._limits if limit.matches(made)}
         if not limits:
             return await call(request)
         turn = _SlotRequest(request, limits)
@@ -130,7 +130,7 @@ class _SlotRequest:
         self._began = time.monotonic()
         self.waits = False
         self.waited_for = next(
-            (each for each in limits if limits[each].enforce), next(iter(limits))
+            (limit for limit in limits if limits[limit].enforce), next(iter(limits))
         )
         # How many are in each count, without this call; and the limits that refuse it, or would.
         self._running: Mapping[str, int] = {}
@@ -149,7 +149,7 @@ class _SlotRequest:
     async def wait(self, mode: Mode, store: StoreClient | None, tool: Any) -> None:
         """Wait for its places: in this process, and in a store that keeps leases."""
         # The shortest wait of its limits holds.
-        waits = [each.seconds for each in self.limits.values() if each.enforce]
+        waits = [limit.seconds for limit in self.limits.values() if limit.enforce]
         until = self._began + min(waits, default=0)
         for count, most in self._needs().items():
             semaphore = semaphore_of(store and store.store, count)
@@ -176,7 +176,7 @@ class _SlotRequest:
             lease.keep("" if in_thread else mode)
 
     def _needs(self) -> Mapping[str, int | None]:
-        """The counts that it is in while it runs, with the most for each that is enforced."""
+        """Return the counts that the call is in while it runs, with each enforced maximum."""
         # Every call takes its slots in this order, so no two calls wait for each other. Counts of
         # few tools come first: who waits for one of them keeps other tools waiting as little as it
         # can. Counts of limits on trial come last.
@@ -202,7 +202,7 @@ class _SlotRequest:
                 self._refused += [] if slot.acquired else [name]
 
     def decision(self, outage: OnStoreError) -> Decision:
-        """What is decided about the call, also while the store cannot be asked."""
+        """Return the decision about the call, even while the store is unavailable."""
         refused = self._refused
         if self.store_unavailable:
             refused = [*self.limits] if outage == "block" else []
@@ -210,11 +210,11 @@ class _SlotRequest:
         if refused:
             enforced = any(self.limits[each].enforce for each in refused)
             outcome = Outcome.BLOCKED if enforced else Outcome.WOULD_BLOCK
-        statuses = (self._status(each, refused=each in refused) for each in self.limits)
+        statuses = (self._status(limit, refused=limit in refused) for limit in self.limits)
         return Decision(self.call, outcome, tuple(statuses))
 
     def _status(self, name: str, *, refused: bool) -> LimitStatus:
-        """The status of a cap at the call: how many run, with this call, and how many may."""
+        """Return the status of a cap at the call: how many run, including it, and how many may."""
         limit = self.limits[name]
         running = self._running.get(store_counter(limit), 0)
         return LimitStatus(
@@ -232,7 +232,7 @@ class _SlotRequest:
         )
 
     def runs(self, mode: Mode, request: ToolCallRequest) -> ToolCallRequest:
-        """The request for the tool; if that runs in a thread, the thread keeps the places, too."""
+        """Return the request for the tool; a tool in a thread keeps the slots until it ends."""
         _tried[id(self._runtime)] = self._runtime
         # In the sync form, too, a call that takes too long may be left running.
         if request.tool is None or not compat.runs_in_thread(request.tool, mode):
@@ -275,10 +275,10 @@ class _SlotRequest:
 
 
 def _caps(limits: Sequence[Limit]) -> list[ConcurrencyLimit]:
-    """The limits on calls at once."""
-    return [each for each in limits if isinstance(each, ConcurrencyLimit)]
+    """Return the limits on concurrency."""
+    return [limit for limit in limits if isinstance(limit, ConcurrencyLimit)]
 
 
 def _rank(limit: ConcurrencyLimit) -> tuple[bool, int, str]:
-    """Where a limit stands in the order in which calls take their places."""
+    """Return a limit's position in the order in which calls take their slots."""
     return not limit.enforce, len(limit.tools) or sys.maxsize, store_counter(limit)
