@@ -67,14 +67,14 @@ class Questions(Feature):
             raise ValueError(
                 f"limit {asking[0]!r} has exit_behavior='ask', which {kernel.why_nobody_is_asked}"
             )
-        made = cls(kernel)
-        if made.store is not None and not isinstance(made.store.store, Granting):
+        feature = cls(kernel)
+        if feature.store is not None and not isinstance(feature.store.store, Granting):
             raise TypeError(
                 "exit_behavior='ask' needs a store that can grant more, as MemoryStore, "
-                f"RedisStore and PostgresStore can, not {made.store.store!r}"
+                f"RedisStore and PostgresStore can, not {feature.store.store!r}"
             )
-        made._first = asking[0]
-        return made
+        feature._first = asking[0]
+        return feature
 
     _first: str
 
@@ -112,25 +112,27 @@ class Questions(Feature):
             if batch.answer.type == "reject":
                 return batch, result
         try:
-            for each in granted:
-                if each.key is not None:
-                    given = _grant(batch, each)
+            for offer in granted:
+                if offer.key is not None:
+                    arguments = _grant(batch, offer)
                     store: object = self.store and self.store.store
                     assert isinstance(store, Granting)  # noqa: S101 - as `of` has checked
-                    await call_variant(mode, store.grant, store.agrant, each.key, **given)
+                    await call_variant(mode, store.grant, store.agrant, offer.key, **arguments)
         except QuotaStoreError as error:
             self.recorder.record_error("store", error)
             raise QuotaStoreError(KEPT) from error
         # A store that has charged the request once answers the same when the run is resumed again.
-        more = {each.counter: each.amount for each in granted if each.key is None}
-        again = batch.rebuild(batch.original_limits.raised(more))
+        raised_by = {offer.counter: offer.amount for offer in granted if offer.key is None}
+        again = batch.rebuild(batch.original_limits.raised(raised_by))
         assert again is not None  # noqa: S101 - for the type checker: the calls wait
         self._kernel.adjust_checks(again)
         again.answer = batch.answer
-        if more:
-            known = _granted(batch.state)
-            more = {name: known.get(name, 0) + amount for name, amount in more.items()}
-            again.save(self.name, {"granted": {**known, **more}})
+        if raised_by:
+            thread_grants = _granted(batch.state)
+            raised_by = {
+                name: thread_grants.get(name, 0) + amount for name, amount in raised_by.items()
+            }
+            again.save(self.name, {"granted": {**thread_grants, **raised_by}})
         # Nobody is asked about what is refused now.
         asking = again.limits.asking
         again.stops = {name: n for name, n in batch.stops.items() if name not in asking}
@@ -161,10 +163,13 @@ class Questions(Feature):
         if self.recorder.is_new(f"{name}/answer", answer):
             self._count(agent, limits, answer.type)
             self.recorder.log(_log_answer, agent_name(agent), limits, answer)
-            counted = (each for each in granted if each.key is None)
+            counted = (limit for limit in granted if limit.key is None)
             self.recorder.record_grants(
                 agent,
-                [(each.limit.name, each.scope, each.limit.unit, each.amount) for each in counted],
+                [
+                    (limit.limit.name, limit.scope, limit.limit.unit, limit.amount)
+                    for limit in counted
+                ],
             )
         return answer, granted
 
@@ -192,14 +197,17 @@ def _offers(batch: Batch, result: AcquireResult) -> list[_Offer]:
     needs: _Needs = {}
     while True:
         offers = _offered(batch, result, needs)
-        found = _needed(batch, result, _by_count(offers, _amounts(offers)))
-        if found is None:
+        still_needed = _needed(batch, result, _by_count(offers, _amounts(offers)))
+        if still_needed is None:
             return []
         # A grant also raises limits that do not ask: then more calls run, and need more.
-        more = {each: max(found.get(each, 0), needs.get(each, 0)) for each in {**needs, **found}}
-        if more == needs:
+        total = {
+            key: max(still_needed.get(key, 0), needs.get(key, 0))
+            for key in {**needs, **still_needed}
+        }
+        if total == needs:
             return offers
-        needs = more
+        needs = total
 
 
 def _offered(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Offer]:
@@ -212,13 +220,13 @@ def _offered(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Offer]
         if not rows:
             continue
         # By default as much as the limit says without grants.
-        own = min(
+        room = min(
             (row.maximum or 0) - result.granted.get(row.counter, 0) - in_state.get(row.counter, 0)
             for row in rows
         )
         if limit.grant is not None:
-            own = whole_amount(limit.unit, "grant", limit.grant)
-        offered = max(own, *(needs[limit.name, row.scope] for row in rows))
+            room = whole_amount(limit.unit, "grant", limit.grant)
+        offered = max(room, *(needs[limit.name, row.scope] for row in rows))
         for row in rows:
             key = None if batch.sent is None else batch.sent.counters[row.counter].key
             offers.append(_Offer(limit, row.scope, row.counter, key, offered))
@@ -252,14 +260,14 @@ def _amounts(offers: Sequence[_Offer]) -> dict[str, int]:
     return {offer.limit.name: offer.amount for offer in offers}
 
 
-def _by_count(offers: Sequence[_Offer], given: Mapping[str, int]) -> list[_Offer]:
+def _by_count(offers: Sequence[_Offer], amounts: Mapping[str, int]) -> list[_Offer]:
     """Return the grants, one for each count: limits can share one, and the highest counts."""
-    most: dict[str, _Offer] = {}
+    highest: dict[str, _Offer] = {}
     for offer in offers:
-        amount = given.get(offer.limit.name, 0)
-        if amount > (most[offer.counter].amount if offer.counter in most else 0):
-            most[offer.counter] = offer._replace(amount=amount)
-    return [*most.values()]
+        amount = amounts.get(offer.limit.name, 0)
+        if amount > (highest[offer.counter].amount if offer.counter in highest else 0):
+            highest[offer.counter] = offer._replace(amount=amount)
+    return [*highest.values()]
 
 
 def _payload(
@@ -270,8 +278,8 @@ def _payload(
     units = {offer.limit.name: offer.limit.unit for offer in offers}
     args = {name: _given(amount, units[name]) for name, amount in offered.items()}
     _, breaches = batch.decide(result)
-    asked = [breach for breach in breaches if breach.limit.limit.name in offered]
-    text = problem + messages.question(asked, offered, units)
+    asking = [breach for breach in breaches if breach.limit.limit.name in offered]
+    text = problem + messages.question(asking, offered, units)
     return {
         "action_requests": [{"name": ACTION, "args": args, "description": text}],
         "review_configs": [{"action_name": ACTION, "allowed_decisions": ["approve", "reject"]}],
@@ -281,7 +289,7 @@ def _payload(
 def _read(resumed: object, offers: Sequence[_Offer]) -> Answer:
     """Read the answer that resumes a run: a `HITLResponse`, which may have an amount."""
     match resumed:
-        case {"decisions": [{"type": "approve" | "reject" as kind, **said}], **others}:
+        case {"decisions": [{"type": "approve" | "reject" as kind, **decision}], **others}:
             pass
         case _:
             raise ValueError(f"it must be {_ANSWERS}, not {resumed!r}")
@@ -290,21 +298,21 @@ def _read(resumed: object, offers: Sequence[_Offer]) -> Answer:
     configurable = running_config().get("configurable") or {}
     on_server = "langgraph_api" in sys.modules
     user = configurable.get("langgraph_auth_user_id") if on_server else None
-    by = user or said.get("by") or others.get("by") or ""
+    by = user or decision.get("by") or others.get("by") or ""
     # Agent Inbox sends what a person says as "args".
-    inbox = said.get("args")
-    message = said.get("message") or (inbox if isinstance(inbox, str) else "")
+    inbox = decision.get("args")
+    message = decision.get("message") or (inbox if isinstance(inbox, str) else "")
     granted: Mapping[str, int] = {}
     if kind == "approve":
-        given, offered = said.get("amount"), _amounts(offers)
-        granted = offered if given is None else dict.fromkeys(offered, _amount(given, offers))
+        amount, offered = decision.get("amount"), _amounts(offers)
+        granted = offered if amount is None else dict.fromkeys(offered, _amount(amount, offers))
     return Answer(kind, granted, str(by), str(message))
 
 
 def _amount(value: object, offers: Sequence[_Offer]) -> int:
     """Return the amount that a person gives to each limit of the question."""
-    unit, *others = sorted({offer.limit.unit for offer in offers})
-    if others:
+    unit, *further = sorted({offer.limit.unit for offer in offers})
+    if further:
         raise ValueError('the limits do not count the same: approve without an "amount"')
     try:
         amount = whole_amount(unit, '"amount"', value)
@@ -319,9 +327,9 @@ def _amount(value: object, offers: Sequence[_Offer]) -> int:
 
 def _grant(batch: Batch, granted: _Offer) -> dict[str, Any]:
     """Return the arguments of `store.grant`, which are the same each time the run is resumed."""
-    answer, known = batch.answer, batch.context.run_thread_id
+    answer, thread_id = batch.answer, batch.context.run_thread_id
     assert answer is not None  # noqa: S101 - for the type checker: it is granted
-    thread = "" if known is None else str(known)
+    thread = "" if thread_id is None else str(thread_id)
     reason = answer.message or f"a person was asked in thread {thread!r}"
     return {
         "amount": _given(granted.amount, granted.limit.unit),
@@ -351,6 +359,6 @@ def _log_question(agent: str, limits: Sequence[str]) -> None:
 
 
 def _log_answer(agent: str, limits: Sequence[str], answer: Answer) -> None:
-    said, by, listed = answer.type, answer.by, ", ".join(map(repr, limits))
-    fields = fields_of(event="answered", agent=agent, limits=[*limits], answer=said, by=by)
-    logger.info("agent %r was answered %r at %s, by %r", agent, said, listed, by, extra=fields)
+    verdict, by, listed = answer.type, answer.by, ", ".join(map(repr, limits))
+    fields = fields_of(event="answered", agent=agent, limits=[*limits], answer=verdict, by=by)
+    logger.info("agent %r was answered %r at %s, by %r", agent, verdict, listed, by, extra=fields)

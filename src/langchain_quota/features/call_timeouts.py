@@ -52,19 +52,24 @@ class CallTimes(Feature):
             return await self._ended(mode, request, call, *self._enforced)
         finally:
             took = (time.monotonic() - began) * 1000
-            for most, limit in self._on_trial:
-                if took > most:
+            for milliseconds, limit in self._on_trial:
+                if took > milliseconds:
                     self._count(limit, "dry_run")
 
     async def _ended(
-        self, mode: Mode, request: ToolCallRequest, call: ToolHandler, most: int, limit: TimeLimit
+        self,
+        mode: Mode,
+        request: ToolCallRequest,
+        call: ToolHandler,
+        milliseconds: int,
+        limit: TimeLimit,
     ) -> ToolAnswer:
         """Return the answer of a call, or the error that answers in its place."""
         runs_on = not mode or compat.runs_in_thread(request.tool)
         if mode:
             # Not `wait_for`: the call stays in the task of the run, which may be cancelled itself.
             try:
-                async with asyncio.timeout(most / 1000) as timer:
+                async with asyncio.timeout(milliseconds / 1000) as timer:
                     return await call(request)
             except TimeoutError:
                 if not timer.expired():
@@ -86,14 +91,14 @@ class CallTimes(Feature):
             # A daemon, so that a tool which never ends does not keep the process from ending.
             Thread(target=run, name="langchain-quota tool call", daemon=True).start()
             try:
-                return done.result(most / 1000)
+                return done.result(milliseconds / 1000)
             except TimeoutError:
                 if done.done():
                     return done.result()
         self._count(limit, "left_running" if runs_on else "cancelled")
-        made = request.tool_call
-        text = messages.took_too_long(made["name"], most, runs_on=runs_on)
-        return answer(str(made["id"]), made["name"], text)
+        tool_call = request.tool_call
+        text = messages.took_too_long(tool_call["name"], milliseconds, runs_on=runs_on)
+        return answer(str(tool_call["id"]), tool_call["name"], text)
 
     def _count(self, limit: TimeLimit, outcome: str) -> None:
         """Count a call that took too long."""
@@ -102,9 +107,9 @@ class CallTimes(Feature):
 
 def _by_time(limits: Sequence[Limit]) -> list[tuple[int, TimeLimit]]:
     """Return the limits on the time of a call, the shortest first, in milliseconds."""
-    found = [
+    timed = [
         (limit.call_milliseconds, limit)
         for limit in limits
         if isinstance(limit, TimeLimit) and limit.call_milliseconds is not None
     ]
-    return sorted(found, key=lambda each: each[0])
+    return sorted(timed, key=lambda pair: pair[0])

@@ -44,8 +44,10 @@ class ModelNotes(Feature):
     @classmethod
     def create(cls, kernel: Kernel) -> "ModelNotes | None":
         """Return the feature if an option or a limit needs it."""
-        made = cls(kernel)
-        return made if made._tells or made._hides or cls.needed_hooks(kernel.limits) else None
+        feature = cls(kernel)
+        return (
+            feature if feature._tells or feature._hides or cls.needed_hooks(kernel.limits) else None
+        )
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
@@ -69,20 +71,20 @@ class ModelNotes(Feature):
         if not (self._tells or self._hides):
             return request
         limits = await self._kernel.resolve_limits(mode, None, state, request.runtime)
-        kept: Mapping[str, QuotaUsage] | None = {}
+        usages: Mapping[str, QuotaUsage] | None = {}
         if self.store is not None:
-            kept = await self.store.peek(mode, limits.keys())
-        if kept is None:
+            usages = await self.store.peek(mode, limits.keys())
+        if usages is None:
             # The store did not answer: show what the state knows, and no quota.
-            limits, kept = limits.without_store("allow"), {}
-        limits = limits.raised({key: each.granted for key, each in kept.items()})
+            limits, usages = limits.without_store("allow"), {}
+        limits = limits.raised({key: usage.granted for key, usage in usages.items()})
         counts = _state_counts(state, limits)
-        for more in self._kernel.state_counts_hooks:
-            counts |= more(state)
+        for count_more in self._kernel.state_counts_hooks:
+            counts |= count_more(state)
         for check in (check for limit in limits.limits for check in limit.checks):
             counts.setdefault(check.counter, 0)
-            if check.key is not None and check.key in kept:
-                counts[check.counter] = max(0, kept[check.key].used)
+            if check.key is not None and check.key in usages:
+                counts[check.counter] = max(0, usages[check.key].used)
         notes: list[str | None] = []
         if self._tells:
             downgraded = _DOWNGRADED if ledger(state).get("downgraded") else None
@@ -112,7 +114,7 @@ def _remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float
     for limit, checks in ((limit.limit, limit.checks) for limit in limits.limits):
         # The count of a smooth quota comes and goes with each call.
         limited = ((counts[check.counter], check.maximum) for check in checks if not check.spacing)
-        numbers = [(count, most) for count, most in limited if most is not None]
+        numbers = [(count, maximum) for count, maximum in limited if maximum is not None]
         if not limit.enforce or not numbers:
             continue
         share = near if limit.near is None else limit.near
@@ -122,18 +124,18 @@ def _remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float
             # With `run_limit=1` the newest call is always at its limit: that is no news.
             continue
         is_near = is_near or nears
-        count, most = min(numbers, key=lambda number: number[1] - number[0])
-        left = max(0, most - count)
+        count, maximum = min(numbers, key=lambda number: number[1] - number[0])
+        remaining = max(0, maximum - count)
         if limit.unit == "nanodollars":
-            part = f"money: {as_dollars(left)} of {as_dollars(most)} left"
+            part = f"money: {as_dollars(remaining)} of {as_dollars(maximum)} left"
         elif limit.unit == "milliseconds":
-            part = f"time: {as_time(left)} of {as_time(most)} left"
+            part = f"time: {as_time(remaining)} of {as_time(maximum)} left"
         elif repeats:
-            part = f"the same call or failure came {count} of {most} times"
+            part = f"the same call or failure came {count} of {maximum} times"
         elif limit.kind == "model" and limit.unit == "calls":
-            part = f"this is model call {count} of {most}"
+            part = f"this is model call {count} of {maximum}"
         else:
-            part = f"{_subject(limit)}: {left} of {most} left"
+            part = f"{_subject(limit)}: {remaining} of {maximum} left"
         asks = " (then a person is asked for more)" if limit.name in limits.asking else ""
         parts.append(part + asks)
     return f"Budget: {'; '.join(parts)}." if is_near else None
@@ -188,8 +190,8 @@ def _without_exhausted(
         named = [limits.by_name[name] for name in refused if name not in limits.asking]
         return not any(each.enforce and getattr(each, "wait", None) is None for each in named)
 
-    kept = [tool for tool in request.tools if isinstance(tool, dict) or is_left(tool.name)]
-    return (request, None) if len(kept) == len(request.tools) else _offer(request, kept)
+    usable = [tool for tool in request.tools if isinstance(tool, dict) or is_left(tool.name)]
+    return (request, None) if len(usable) == len(request.tools) else _offer(request, usable)
 
 
 def _offer(request: ModelRequest[Any], tools: list[Any]) -> tuple[ModelRequest[Any], str | None]:

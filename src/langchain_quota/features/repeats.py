@@ -81,8 +81,8 @@ class Repeats(Feature):
     @classmethod
     def create(cls, kernel: Kernel) -> "Repeats | None":
         """Return the feature if a limit is a `RepeatLimit`."""
-        made = cls(kernel)
-        return made if made._limits else None
+        feature = cls(kernel)
+        return feature if feature._limits else None
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
@@ -96,38 +96,40 @@ class Repeats(Feature):
     def state_counts(self, state: Any) -> dict[str, int]:
         """Return how often the most repeated call or failure came, by the name of the counter."""
         records = _records(state).get(self._kernel.name, {})
-        found: dict[str, int] = {}
+        counters: dict[str, int] = {}
         for limit in self._limits:
-            made = _made(records.get(limit.name, _NOTHING), state.get("messages") or ())
-            calls, failures = repeated(made)
+            past_calls = _made(records.get(limit.name, _NOTHING), state.get("messages") or ())
+            calls, failures = repeated(past_calls)
             counts = (
-                max(calls[each.key], failures.get(each.tool, 0)) for each in made if each.is_limited
+                max(calls[past_call.key], failures.get(past_call.tool, 0))
+                for past_call in past_calls
+                if past_call.is_limited
             )
-            found[thread_counter(limit)] = found[run_counter(limit)] = max(counts, default=0)
-        return found
+            counters[thread_counter(limit)] = counters[run_counter(limit)] = max(counts, default=0)
+        return counters
 
     def adjust_checks(self, batch: Batch) -> None:
         """Ask of each call how often it, or its failure, came before."""
         if batch.pending is None or not batch.calls:
             return
         records = _records(batch.state).get(batch.middleware, {})
-        known = {
+        repeat_checks = {
             limit.name: _RepeatCheck(limit, records.get(limit.name, _NOTHING), batch)
             for limit in self._limits
         }
-        batch.feature_data[self.name] = known
+        batch.feature_data[self.name] = repeat_checks
         batch.set_checks(
-            CallChecks.of(_asked(asked, known, index, batch.used))
-            for index, asked in enumerate(batch.call_checks)
+            CallChecks.of(_asked(checks, repeat_checks, index, batch.used))
+            for index, checks in enumerate(batch.call_checks)
         )
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Remember the calls."""
-        known: Mapping[str, _RepeatCheck] | None = batch.feature_data.get(self.name)
-        if known is not None and conclusion.error is None:
+        repeat_checks: Mapping[str, _RepeatCheck] | None = batch.feature_data.get(self.name)
+        if repeat_checks is not None and conclusion.error is None:
             runs = [decision.outcome not in _NOT_RUN for decision in conclusion.decisions]
-            own = {name: each.noted(runs) for name, each in known.items()}
-            records = {**_records(batch.state), batch.middleware: own}
+            new_records = {name: check.noted(runs) for name, check in repeat_checks.items()}
+            records = {**_records(batch.state), batch.middleware: new_records}
             batch.save(self.name, {"repeats": records})
         return conclusion
 
@@ -138,11 +140,14 @@ def _records(state: Mapping[str, Any]) -> Mapping[str, dict[str, Record]]:
 
 
 def _asked(
-    asked: CallChecks, known: Mapping[str, "_RepeatCheck"], index: int, used: dict[str, int]
+    checks: CallChecks,
+    repeat_checks: Mapping[str, "_RepeatCheck"],
+    index: int,
+    used: dict[str, int],
 ) -> Iterator[ResolvedLimit]:
     """Yield the limits on a call, with what repeat limits count of it."""
-    for limit in asked.limits:
-        judged = known.get(limit.limit.name)
+    for limit in checks.limits:
+        judged = repeat_checks.get(limit.limit.name)
         if judged is None:
             yield limit
         elif (check := judged.check(index, used)) is not None:
@@ -172,8 +177,8 @@ class _RepeatCheck:
         for call, judged in zip(pending.calls, batch.calls, strict=True):
             matches = limit.matches(judged)
             key, tool = _key_digest(limit, call, matches=matches), call["name"]
-            found = None if key is None else (_tool_digest(tool, matches=matches), key)
-            self._digests.append(found)
+            digests = None if key is None else (_tool_digest(tool, matches=matches), key)
+            self._digests.append(digests)
 
     def check(self, index: int, used: dict[str, int]) -> Check | None:
         """Return the check of a call, and add its count; `None` if the limit ignores the call."""
@@ -181,13 +186,13 @@ class _RepeatCheck:
         if digests is None:
             return None
         tool, key = digests
-        made, failed = self._calls.get(key, 0), self._failures.get(tool, 0)
-        if failed >= limit.most_failures and made < limit.run_limit:
-            counter, most = f"{limit.counter}/{tool}", limit.most_failures
+        earlier, failed = self._calls.get(key, 0), self._failures.get(tool, 0)
+        if failed >= limit.most_failures and earlier < limit.run_limit:
+            counter, maximum = f"{limit.counter}/{tool}", limit.most_failures
             used[counter] = failed
-            return Check(RUN, counter, most, mirrored=True, reason="failing")
+            return Check(RUN, counter, maximum, mirrored=True, reason="failing")
         counter = f"{limit.counter}/{key}"
-        used[counter] = made
+        used[counter] = earlier
         return Check(RUN, counter, limit.run_limit, mirrored=True)
 
     def noted(self, let_through: Sequence[bool]) -> Record:
@@ -197,15 +202,15 @@ class _RepeatCheck:
             for call_id, digests, runs in zip(self._ids, self._digests, let_through, strict=True)
             if runs and digests is not None
         }
-        made = self._made
+        past_calls = self._made
         if self._limit.run_limit == 1:
             # No call may come twice, even after many calls of other tools.
-            newest = sorted(made, key=lambda each: each.is_limited)[-MOST_KEPT:]
-            made = sorted(newest, key=lambda each: each.step)
+            newest = sorted(past_calls, key=lambda past_call: past_call.is_limited)[-MOST_KEPT:]
+            past_calls = sorted(newest, key=lambda past_call: past_call.step)
         return Record(
             message=self._message,
             step=self._step,
-            made=[list(each) for each in made[-MOST_KEPT:]],
+            made=[list(past_call) for past_call in past_calls[-MOST_KEPT:]],
             waiting=dict([*{**self._others, **waiting}.items()][-MOST_KEPT:]),
         )
 
@@ -240,7 +245,7 @@ class PastCall(NamedTuple):
 
 def _made(record: Record, messages: Sequence[AnyMessage]) -> list[PastCall]:
     """Return the calls that a record has, with the answers that they have now."""
-    made, waiting = [PastCall(*each) for each in record["made"]], record["waiting"]
+    past_calls, waiting = [PastCall(*row) for row in record["made"]], record["waiting"]
     answers: dict[str, ToolMessage] = {}
     args: dict[str | None, object] = {}
     for message in reversed(messages if waiting else ()):
@@ -260,11 +265,11 @@ def _made(record: Record, messages: Sequence[AnyMessage]) -> list[PastCall]:
                 continue
             failed = answer.status == "error"
             gave = _answer_digest(answer.content, call_id, args.get(call_id), failed=failed)
-        made.append(PastCall(record["step"], tool, key, gave))
-    return made
+        past_calls.append(PastCall(record["step"], tool, key, gave))
+    return past_calls
 
 
-def repeated(made: Iterable[PastCall]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+def repeated(past_calls: Iterable[PastCall]) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """Return how often calls came and tools failed since something new came, by key and tool.
 
     Of the ways in which a tool failed the most frequent one counts, once in an answer of the model.
@@ -272,34 +277,34 @@ def repeated(made: Iterable[PastCall]) -> tuple[Mapping[str, int], Mapping[str, 
     # How often each came again: its count is one more.
     calls: Counter[str] = Counter()
     failures: Counter[tuple[str, str]] = Counter()
-    known: set[str] = set()
+    keys: set[str] = set()
     learnt: set[tuple[str, str]] = set()
-    for _, step in groupby(made, key=lambda each: each.step):
+    for _, step in groupby(past_calls, key=lambda past_call: past_call.step):
         together = list(step)
-        own = Counter(each.key for each in together)
+        counts = Counter(past_call.key for past_call in together)
         # A call without an answer is new only if it was not made before.
         new = {
-            (each.key, each.gave)
-            for each in together
-            if each.learnt not in learnt and (each.gave or each.key not in known)
+            (past_call.key, past_call.gave)
+            for past_call in together
+            if past_call.learnt not in learnt and (past_call.gave or past_call.key not in keys)
         }
         if new:
             calls, failures = Counter(), Counter()
             for key, answers in Counter(key for key, _ in new).items():
-                calls[key] = own[key] - answers
+                calls[key] = counts[key] - answers
         else:
-            calls.update(own)
-            calls.subtract(own.keys() - known)
+            calls.update(counts)
+            calls.subtract(counts.keys() - keys)
             # Failures in one message count once: the model has not read of the first one.
-            failures.update({each.learnt for each in together if each.failed})
-        known |= own.keys()
-        learnt.update(each.learnt for each in together)
+            failures.update({past_call.learnt for past_call in together if past_call.failed})
+        keys |= counts.keys()
+        learnt.update(past_call.learnt for past_call in together)
     by_tool: dict[str, int] = {}
     for what in learnt:
         tool, gave = what
         if gave.startswith("!"):
             by_tool[tool] = max(failures[what] + 1, by_tool.get(tool, 0))
-    return {key: calls[key] + 1 for key in known}, by_tool
+    return {key: calls[key] + 1 for key in keys}, by_tool
 
 
 # How calls and answers are compared: equal ones have equal digests.
@@ -337,10 +342,10 @@ def _answer_digest(content: object, call_id: str, args: object, *, failed: bool)
     if failed:
         text = _without_arguments(text)
     # What the arguments name must not be ignored as a moment or an id.
-    named = {found[0] for found in _VOLATILE.finditer(_text(args)[:MOST_COMPARED])}
+    named = {match[0] for match in _VOLATILE.finditer(_text(args)[:MOST_COMPARED])}
     # Of a moment that the arguments name, the answer may repeat the date alone.
-    named |= {each[:10] for each in named}
-    text = _VOLATILE.sub(lambda found: found[0] if found[0] in named else "", text)
+    named |= {text_part[:10] for text_part in named}
+    text = _VOLATILE.sub(lambda match: match[0] if match[0] in named else "", text)
     return ("!" if failed else "+") + _digest(text)
 
 

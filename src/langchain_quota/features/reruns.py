@@ -57,8 +57,8 @@ class Reruns(Feature):
         """Name the check in the state."""
         if batch.sent is not None and batch.context.task_id is not None:
             check = digest(batch.sent.idempotency_key)[:16]
-            for each in (check, batch.context.task_id):
-                self._claims(each).setdefault("by", batch.context.task_id)
+            for name in (check, batch.context.task_id):
+                self._claims(name).setdefault("by", batch.context.task_id)
             batch.save(self.name, {batch.calls[0].kind: check})
         return conclusion
 
@@ -73,18 +73,23 @@ class Reruns(Feature):
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
         """Check a tool call that runs again."""
-        made, state = request.tool_call, request.state
-        runtime = await self._runs_again(mode, "tool", state, made["id"])
+        tool_call, state = request.tool_call, request.state
+        runtime = await self._runs_again(mode, "tool", state, tool_call["id"])
         if runtime is not None:
-            asked = AIMessage("", id=runtime.execution_info.task_id, tool_calls=[made])
-            known = merge_ledgers(ledger(state), Ledger(final=""))
-            alone = {"messages": [asked], "structured_response": None, LEDGER: known, _RERUN: True}
+            message = AIMessage("", id=runtime.execution_info.task_id, tool_calls=[tool_call])
+            entries = merge_ledgers(ledger(state), Ledger(final=""))
+            alone = {
+                "messages": [message],
+                "structured_response": None,
+                LEDGER: entries,
+                _RERUN: True,
+            }
             update = await self._kernel.check_tool_calls(
-                mode, {**state, **alone}, runtime, task=f"{self._kernel.name}/{made['id']}"
+                mode, {**state, **alone}, runtime, task=f"{self._kernel.name}/{tool_call['id']}"
             )
-            for each in (update or {}).get("messages", ()):
-                if isinstance(each, ToolMessage):
-                    return each
+            for answer in (update or {}).get("messages", ()):
+                if isinstance(answer, ToolMessage):
+                    return answer
         return await call(request)
 
     async def _runs_again(self, mode: Mode, kind: str, state: Any, call: Any = None) -> Any:
@@ -106,27 +111,31 @@ class Reruns(Feature):
 async def _earlier(mode: Mode, info: Any) -> tuple[str, bool]:
     """Return a name for this attempt if its task was finished before, and whether its step was."""
     config = running_config()
-    known = config.get("configurable") or {}
-    saver: Any = known.get("__pregel_checkpointer")
-    graphs = known.get("checkpoint_map") or {}
+    configurable = config.get("configurable") or {}
+    saver: Any = configurable.get("__pregel_checkpointer")
+    graphs = configurable.get("checkpoint_map") or {}
     # LangGraph says so in the first step of a run that goes on at a checkpoint, and only there.
-    if not known.get("__pregel_resuming") or not hasattr(saver, "get_tuple"):
+    if not configurable.get("__pregel_resuming") or not hasattr(saver, "get_tuple"):
         return "", False
     # The step runs at a copy of the checkpoint that a caller names. The copy may not be saved yet.
-    found, is_copy, ids = None, False, [info.checkpoint_id, config["metadata"].get("checkpoint_id")]
+    checkpoint, is_copy, ids = (
+        None,
+        False,
+        [info.checkpoint_id, config["metadata"].get("checkpoint_id")],
+    )
     around = next((graph for graph in graphs if graphs[graph] == info.checkpoint_id), "")
-    at = {"thread_id": known.get("thread_id"), "checkpoint_ns": around}
-    while found is None and ids:
+    at = {"thread_id": configurable.get("thread_id"), "checkpoint_ns": around}
+    while checkpoint is None and ids:
         of: Any = {"configurable": {**at, "checkpoint_id": ids.pop(0)}}
-        found = await call_variant(mode, saver.get_tuple, saver.aget_tuple, of)
+        checkpoint = await call_variant(mode, saver.get_tuple, saver.aget_tuple, of)
         is_copy = not ids
-    while found:
-        writes = found.pending_writes or ()
+    while checkpoint:
+        writes = checkpoint.pending_writes or ()
         done = {task for task, channel, _ in writes if channel not in WRITES_IDX_MAP}
         if done if is_copy else info.task_id.partition("/")[0] in done:
             return "" if is_copy else str(info.node_first_attempt_time), True
-        if found.metadata.get("source") not in {"fork", "update"}:
+        if checkpoint.metadata.get("source") not in {"fork", "update"}:
             return "", False
-        is_copy, of = True, found.parent_config
-        found = of and await call_variant(mode, saver.get_tuple, saver.aget_tuple, of)
+        is_copy, of = True, checkpoint.parent_config
+        checkpoint = of and await call_variant(mode, saver.get_tuple, saver.aget_tuple, of)
     return "", True

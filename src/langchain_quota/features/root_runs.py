@@ -61,16 +61,16 @@ class RootRuns(Feature):
         self, mode: Mode, state: Any, caller: CallContext, prefix: str
     ) -> str:
         """Whose calls a store counts together with those of the running node."""
-        run, known = root_run(), feature_ledger(state, self.name)
-        kept: str | None = known.get("root_run")
+        run, entries = root_run(), feature_ledger(state, self.name)
+        subject: str | None = entries.get("root_run")
         if run is None:
-            return kept or caller.run()
-        if kept is not None:
+            return subject or caller.run()
+        if subject is not None:
             if run.subject is None:
                 # It resumes.
-                run.learn_used(known.get("root_used") or {})
-                run.subject = kept
-            return kept
+                run.learn_used(entries.get("root_used") or {})
+                run.subject = subject
+            return subject
         if run.subject is not None:
             return run.subject
         name = await StoreSequence(self.store, prefix).numbered(mode, run, caller)
@@ -100,8 +100,8 @@ class RootRuns(Feature):
         run.learn_used(
             {
                 check.counter: result.used[check.counter] + charged[check.counter]
-                for asked in batch.call_checks
-                for check in asked.checks
+                for checks in batch.call_checks
+                for check in checks.checks
                 if check.per == ROOT_RUN and check.lease is None
             }
         )

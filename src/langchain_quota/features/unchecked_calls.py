@@ -117,11 +117,11 @@ class Unchecked(Feature):
     @classmethod
     def create(cls, kernel: Kernel) -> "Unchecked | None":
         """Return the feature if the telemetry counts unchecked calls."""
-        made = cls(kernel)
-        if not made.recorder.counts_unchecked_calls:
+        feature = cls(kernel)
+        if not feature.recorder.counts_unchecked_calls:
             return None
         watch_root_runs(CountingRootRun)
-        return made
+        return feature
 
     def after_model(self, state: Any, *, saved: bool) -> None:  # noqa: ARG002 - not of interest
         """Note that the running agent's newest model call is judged, and its tool calls."""

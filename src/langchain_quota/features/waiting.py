@@ -113,7 +113,7 @@ class Waiting(Feature):
         try:
             batch, result = await self._judged(mode, batch, wait, acquire)
             self._note_starts(batch, result)
-            refused = {name for each in result.refused for name in each}
+            refused = {name for refusals in result.refused for name in refusals}
             decision = "blocked" if wait.limit in refused else "allowed"
             return batch, result
         finally:
@@ -200,10 +200,10 @@ class Waiting(Feature):
         seen, hits = set[str](), []
         for amounts, over in batch.hits:
             raised = [
-                each._replace(maximum=each.maximum + later.get(each.counter, 0))
-                if each.counter in seen and each.limit in self._seconds
-                else each
-                for each in over
+                threshold._replace(maximum=threshold.maximum + later.get(threshold.counter, 0))
+                if threshold.counter in seen and threshold.limit in self._seconds
+                else threshold
+                for threshold in over
             ]
             seen.update(amounts)
             hits.append(Hits(amounts, tuple(raised)))
@@ -215,7 +215,7 @@ class Waiting(Feature):
     ) -> "_Lack":
         """Return the quota that has room last: never, if waiting does not help."""
         checks = _checks(batch)
-        others, wanted = Counts[str](), Counts[str]()
+        permanent, wanted = Counts[str](), Counts[str]()
         over = []
         for hits, refused in zip(batch.hits, result.refused, strict=True):
             lasting = [
@@ -224,15 +224,15 @@ class Waiting(Feature):
                 if batch.limits.by_name[name].enforce
                 and not (name in self._seconds and _has_window(checks[name, scope]))
             ]
-            others.update(lasting)
+            permanent.update(lasting)
             if not lasting:
                 wanted.update(hits.amounts)
                 over += [
                     threshold for threshold in hits.thresholds if threshold.limit in self._seconds
                 ]
-        if any(others[name] >= after for name, after in stops.items()):
+        if any(permanent[name] >= after for name, after in stops.items()):
             return _Lack()
-        found = []
+        lacks = []
         for each in over:
             check, room = checks[each.limit, each.scope], each.maximum - wanted[each.counter]
             if result.used[each.counter] <= room:
@@ -247,22 +247,22 @@ class Waiting(Feature):
                 pause = pause if pause > 0 else last % (spacing / 10**6)
             elif room >= 0 and check.resets_at is not None:
                 # The time is that of one call.
-                more = (wanted[each.counter] - check.hit) * check.spacing / 10**6
-                pause = last = check.resets_at.timestamp() - self._clock() + more
+                extra = (wanted[each.counter] - check.hit) * check.spacing / 10**6
+                pause = last = check.resets_at.timestamp() - self._clock() + extra
             lack = _Lack(max(_SHORTEST, pause), last, each.limit, each.scope, _queue_of(check))
-            found.append(lack)
-        longest = max(found, key=attrgetter("pause"), default=_Lack())
-        return longest._replace(last=max((each.last for each in found), default=math.inf))
+            lacks.append(lack)
+        longest = max(lacks, key=attrgetter("pause"), default=_Lack())
+        return longest._replace(last=max((each.last for each in lacks), default=math.inf))
 
     def _note_starts(self, batch: Batch, result: AcquireResult) -> None:
         """Write down after how many seconds tool calls start, if they cannot all start now."""
         if batch.pending is None or batch.sent is None or not batch.answered or result.stopped:
             return
         levels, starts = dict(result.drained_in), dict[str, tuple[float, str, Scope]]()
-        for call, asked, index in zip(batch.calls, batch.call_checks, batch.index_of, strict=True):
+        for call, checks, index in zip(batch.calls, batch.call_checks, batch.index_of, strict=True):
             smooth = [
                 (limit.limit.name, check)
-                for limit in asked.limits
+                for limit in checks.limits
                 for check in limit.checks
                 if check.spacing and limit.limit.name in self._seconds and result.admitted[index]
             ]
@@ -284,17 +284,17 @@ class Waiting(Feature):
         """Make a tool call when its start time has come. Refund it if it is cancelled before."""
         state, call_id = request.state, str(request.tool_call["id"])
         state = state if isinstance(state, Mapping) else {}
-        own, judged = feature_ledger(state, self.name), ledger(state).get("batch")
+        entries, judged = feature_ledger(state, self.name), ledger(state).get("batch")
         charge = judged and judged["calls"].get(call_id)
-        start = own.get("starts", {}).get(call_id)
-        if not (judged and charge and start and own["message"] == judged["message"]):
+        start = entries.get("starts", {}).get(call_id)
+        if not (judged and charge and start and entries["message"] == judged["message"]):
             return await call(request)
-        name, (after, limit, scope) = f"{own['name']}/{call_id}", start
+        name, (after, limit, scope) = f"{entries['name']}/{call_id}", start
         refund = Correction(name, {key: -amount for key, amount in charge["keys"].items()})
-        is_resumed = own["by"] != self._id or self._cancelled.get(name, 0) is not None
+        is_resumed = entries["by"] != self._id or self._cancelled.get(name, 0) is not None
         began, agent, decision = time.monotonic(), running_agent(), "cancelled"
         try:
-            while seconds := self._seconds_to_start(own["name"], after):
+            while seconds := self._seconds_to_start(entries["name"], after):
                 with self.recorder.waiting(agent, limit):
                     await wait_for(mode, seconds)
             decision = "allowed"
@@ -364,7 +364,7 @@ def _waiting(limits: Sequence[Limit]) -> dict[str, float]:
 
 def _checks(batch: Batch) -> dict[tuple[str, Scope], Check]:
     """Return the checks of the calls, by limit and scope."""
-    limits = (limit for asked in batch.call_checks for limit in asked.limits)
+    limits = (limit for checks in batch.call_checks for limit in checks.limits)
     return {(limit.limit.name, check.scope): check for limit in limits for check in limit.checks}
 
 

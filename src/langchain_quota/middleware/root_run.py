@@ -124,8 +124,8 @@ class HandlerVar:
     """A handler as LangChain finds it in a `ContextVar`, which nobody can make a subclass of."""
 
     def __init__(self, name: str, find: Callable[[], Any]) -> None:
-        self.name, self._find, own = name, find, ContextVar[Any](name, default=None)
-        self._get, self.set, self.reset = own.get, own.set, own.reset
+        self.name, self._find, values = name, find, ContextVar[Any](name, default=None)
+        self._get, self.set, self.reset = values.get, values.set, values.reset
 
     def get(self, default: Any = None) -> Any:
         """Return the handler that was set, the one that is there, or the default."""

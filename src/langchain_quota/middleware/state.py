@@ -232,13 +232,13 @@ def run_model(state: State) -> int:
 
 
 def spent(
-    state: State, kept: Mapping[str, Any] = MappingProxyType({})
+    state: State, entries: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return what the thread and the run have used of budgets, by counter.
 
     `kept` has newer counts of model calls. Paid tool calls are among the counts of tool calls.
     """
-    values = {**feature_ledger(state, "budgets"), **kept}
+    values = {**feature_ledger(state, "budgets"), **entries}
     of_thread, of_run = dict(values.get("thread_spent") or {}), dict(values.get("run_spent") or {})
     for used, tools in ((of_thread, thread_tools(state)), (of_run, run_tools(state))):
         if NANODOLLARS in tools:

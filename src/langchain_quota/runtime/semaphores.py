@@ -152,23 +152,23 @@ class Queues:
         with self._lock:
             firsts = ((each, min(self._queues.get(each, ()), default=math.inf)) for each in names)
             busy = next((name for name, first in firsts if first < waiter.number), None)
-            left = self._moved(waiter, busy) if busy else None
-        self._wake(left)
+            waiter_behind = self._moved(waiter, busy) if busy else None
+        self._wake(waiter_behind)
         return busy is None
 
     def move(self, waiter: Waiter, name: str = "") -> None:
         """Move a call to another queue, or to none."""
         with self._lock:
-            left = self._moved(waiter, name)
-        self._wake(left)
+            waiter_behind = self._moved(waiter, name)
+        self._wake(waiter_behind)
 
     def _moved(self, waiter: Waiter, name: str) -> Waiter | None:
         """Move a call, with the lock held, and return who is first now in the queue it leaves."""
-        left, waiter.queue = waiter.queue, name
-        queue = self._queues.get(left, {})
+        old_name, waiter.queue = waiter.queue, name
+        queue = self._queues.get(old_name, {})
         queue.pop(waiter.number, None)
         if not queue:
-            self._queues.pop(left, None)
+            self._queues.pop(old_name, None)
         if name:
             self._queues.setdefault(name, {})[waiter.number] = waiter
         return queue.get(min(queue, default=-1))

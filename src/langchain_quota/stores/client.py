@@ -88,8 +88,8 @@ class StoreClient:
             return {}
         uses: dict[str, QuotaUsage] | None = None
         with self._asking("peek"):
-            found = await call_variant(mode, self.store.peek, self.store.apeek, keys)
-            uses = {each.key: each for each in found if each is not None}
+            usages = await call_variant(mode, self.store.peek, self.store.apeek, keys)
+            uses = {usage.key: usage for usage in usages if usage is not None}
         return uses  # noqa: RET504 - the same
 
     async def reset(self, mode: Mode, keys: Sequence[str]) -> None:
@@ -133,11 +133,11 @@ class StoreClient:
         """Send the corrections that wait."""
         for prefix in self._corrections.prefixes():
             with self._asking("acquire"):
-                left = True
-                while left:
+                remaining = True
+                while remaining:
                     with self._corrections.carried(prefix) as (carried, _):
-                        left = bool(carried)
-                        if left:
+                        remaining = bool(carried)
+                        if remaining:
                             alone = AcquireRequest("", "", corrections=carried)
                             await self._acquire(mode, alone)
 
@@ -157,10 +157,10 @@ class StoreClient:
         keys.update(*(correction.amounts for correction in sent.corrections))
         while not last:
             with self._corrections.carried(prefix, keys, sent.idempotency_key) as (carried, last):
-                asked = sent if last else AcquireRequest("", "")
+                request = sent if last else AcquireRequest("", "")
                 if carried:
-                    asked = replace(asked, corrections=(*carried, *asked.corrections))
-                answer = await self._acquire(mode, asked)
+                    request = replace(request, corrections=(*carried, *request.corrections))
+                answer = await self._acquire(mode, request)
         return _checked(answer, sent)
 
     @contextmanager

@@ -27,37 +27,37 @@ class Metadata:
 
 def metadata(request: AcquireRequest) -> dict[str | None, Metadata]:
     """Return what a charge writes beside the counts, by key."""
-    found: dict[str | None, Metadata] = {}
+    by_key: dict[str | None, Metadata] = {}
     counters = request.counters
-    for each in counters.values():
-        if each.key is None:
+    for threshold in counters.values():
+        if threshold.key is None:
             continue
-        if each.lease is not None and not request.idempotency_key:
+        if threshold.lease is not None and not request.idempotency_key:
             raise ValueError(
-                f"idempotency_key must not be empty: the counter of {each.key!r} has a "
+                f"idempotency_key must not be empty: the counter of {threshold.key!r} has a "
                 "lease, and the key names what is held; give the request one of its own"
             )
-        beside = found.setdefault(each.key, Metadata())
-        beside.mirrored = beside.mirrored and each.mirrored
-        if each.expires_at is not None:
-            beside.ends = max(math.ceil(each.expires_at), beside.ends or 0)
+        beside = by_key.setdefault(threshold.key, Metadata())
+        beside.mirrored = beside.mirrored and threshold.mirrored
+        if threshold.expires_at is not None:
+            beside.ends = max(math.ceil(threshold.expires_at), beside.ends or 0)
     for _, thresholds in request.hits:
-        for _, _, counter, most, enforced in thresholds:
-            known = found.get(counters[counter].key)
-            if known is not None and enforced and most >= 0:
-                known.limit = most if known.limit is None else min(most, known.limit)
-    return found
+        for _, _, counter, limits, enforced in thresholds:
+            entry = by_key.get(counters[counter].key)
+            if entry is not None and enforced and limits >= 0:
+                entry.limit = limits if entry.limit is None else min(limits, entry.limit)
+    return by_key
 
 
-def replay(known: AcquireResult, request: AcquireRequest) -> AcquireResult:
+def replay(remembered: AcquireResult, request: AcquireRequest) -> AcquireResult:
     """Return a remembered result again; the request may have other names for its counters."""
-    check_fits(len(known.used), len(known.admitted), request)
-    names = dict(zip(known.used, request.counters, strict=True))
+    check_fits(len(remembered.used), len(remembered.admitted), request)
+    names = dict(zip(remembered.used, request.counters, strict=True))
     return replace(
-        known,
-        used={names[name]: used for name, used in known.used.items()},
+        remembered,
+        used={names[name]: used for name, used in remembered.used.items()},
         replayed=True,
-        granted={names[name]: amount for name, amount in known.granted.items()},
+        granted={names[name]: amount for name, amount in remembered.granted.items()},
     )
 
 

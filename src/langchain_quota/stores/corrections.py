@@ -77,17 +77,17 @@ class CorrectionQueue:
         They are forgotten unless sending them fails.
         """
         with self._lock:
-            taken, last = self._next(prefix, set(keys), name)
-        made = False
+            ids, last = self._next(prefix, set(keys), name)
+        complete = False
         try:
-            yield taken, last
-            made = True
+            yield ids, last
+            complete = True
         finally:
             with self._lock:
-                for each in taken:
-                    self._travelling.discard(each.id)
-                    if made:
-                        self._remove(each.id)
+                for correction_id in ids:
+                    self._travelling.discard(correction_id.id)
+                    if complete:
+                        self._remove(correction_id.id)
 
     def _next(
         self, prefix: str, keys: Collection[str], name: str
@@ -97,26 +97,30 @@ class CorrectionQueue:
         # right start. Others of the prefix are carried by one request at a time: else every caller
         # would send the same ones to a store that has just come back. The node of another prefix
         # may be down.
-        most = MAX_CORRECTIONS_AT_ONCE
-        for each in self._found(("name", name)):
+        maximum = MAX_CORRECTIONS_AT_ONCE
+        for correction_id in self._found(("name", name)):
             # The calls that an earlier attempt let through did not run.
-            known = self._waiting[each]
-            self._waiting[each] = replace(known, amounts=dict.fromkeys(known.amounts, 0))
-        first = self._found(("name", name), *(("key", key) for key in keys), most=most + 1)
-        others: list[str] = []
-        if len(first) < most and not self._travelling:
-            of_prefix = self._found(("prefix", prefix), most=2 * most)
-            others = [each for each in of_prefix if each not in first][: most - len(first)]
-        self._travelling.update(others)
-        sent = tuple(self._waiting[each] for each in (*first[:most], *others))
-        return sent, len(first) <= most
+            correction = self._waiting[correction_id]
+            self._waiting[correction_id] = replace(
+                correction, amounts=dict.fromkeys(correction.amounts, 0)
+            )
+        first = self._found(("name", name), *(("key", key) for key in keys), maximum=maximum + 1)
+        further: list[str] = []
+        if len(first) < maximum and not self._travelling:
+            of_prefix = self._found(("prefix", prefix), maximum=2 * maximum)
+            further = [correction_id for correction_id in of_prefix if correction_id not in first][
+                : maximum - len(first)
+            ]
+        self._travelling.update(further)
+        sent = tuple(self._waiting[correction_id] for correction_id in (*first[:maximum], *further))
+        return sent, len(first) <= maximum
 
-    def _found(self, *words: tuple[str, str], most: int | None = None) -> list[str]:
+    def _found(self, *words: tuple[str, str], maximum: int | None = None) -> list[str]:
         """Return the ids of the oldest corrections under some words."""
-        found: dict[str, int] = {}
+        ids: dict[str, int] = {}
         for word in words:
-            found.update(islice(self._index.get(word, {}).items(), most))
-        return sorted(found, key=found.__getitem__)[:most]
+            ids.update(islice(self._index.get(word, {}).items(), maximum))
+        return sorted(ids, key=ids.__getitem__)[:maximum]
 
     def _remove(self, name: str) -> None:
         correction = self._waiting.pop(name, None)
@@ -166,5 +170,5 @@ _at_exit: WeakSet[CorrectionQueue] = WeakSet()
 
 @atexit.register
 def _finish() -> None:
-    for each in list(_at_exit):
-        each.finish()
+    for queue in list(_at_exit):
+        queue.finish()

@@ -13,8 +13,8 @@ V = TypeVar("V")
 class ExpiringDict(Generic[V]):
     """Values by name, each until it expires; expired ones are removed step by step."""
 
-    def __init__(self, most: float = math.inf) -> None:
-        self._most = most
+    def __init__(self, maximum: float = math.inf) -> None:
+        self._most = maximum
         self.all: dict[str, tuple[V, float]] = {}
         # Of each name a time when it cannot have expired yet, and maybe of names that are gone.
         self._due: list[tuple[float, str]] = []
@@ -45,10 +45,10 @@ class ExpiringDict(Generic[V]):
             self._due = [(expires, each) for each, (_, expires) in self.all.items()]
             heapify(self._due)
 
-    def purge(self, now: float, most: int = _PURGED_AT_ONCE) -> bool:
+    def purge(self, now: float, maximum: int = _PURGED_AT_ONCE) -> bool:
         """Look at some that can have expired, and remove those that have; whether there are any."""
         looked = 0
-        while looked < most and self._due and self._due[0][0] <= now:
+        while looked < maximum and self._due and self._due[0][0] <= now:
             looked += 1
             due, name = heappop(self._due)
             _, expires = self.all.get(name, (None, -math.inf))

@@ -132,8 +132,8 @@ class Granting(ABC):
             ValueError: An argument is out of bounds, no count can have the key, or the grant would
                 have ended already.
         """
-        asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
-        return run_sync(self._give("", asked, is_begun=window == ""))
+        grant = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
+        return run_sync(self._give("", grant, is_begun=window == ""))
 
     async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -147,8 +147,8 @@ class Granting(ABC):
         id: str | None = None,  # noqa: A002 - as the field is called
     ) -> Grant:
         """`grant`, without blocking the event loop."""
-        asked = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
-        return await self._give("a", asked, is_begun=window == "")
+        grant = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
+        return await self._give("a", grant, is_begun=window == "")
 
     def revoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
         """End a grant now. What was used with it stays counted.
@@ -208,14 +208,14 @@ class Granting(ABC):
         if until is not None and until.tzinfo is None:
             raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
         unit = unit_of(counted)
-        given = whole_amount(unit, "amount", amount)
-        if not 0 < given <= MAX_AMOUNT:
+        whole = whole_amount(unit, "amount", amount)
+        if not 0 < whole <= MAX_AMOUNT:
             maximum = format_amount(MAX_AMOUNT, unit)
             raise ValueError(f"amount must be above 0, and at most {maximum}, not {amount!r}")
-        asked = Grant(counted, given, str(name), in_utc(now), until, str(reason), str(by))
-        ends = [each for each in (asked.ends, window_end(counted)) if each is not None]
+        grant = Grant(counted, whole, str(name), in_utc(now), until, str(reason), str(by))
+        ends = [end for end in (grant.ends, window_end(counted)) if end is not None]
         last = math.ceil(now) + idle_time(counted, self._idle)
-        return replace(asked, until=in_utc(min(ends, default=last)))
+        return replace(grant, until=in_utc(min(ends, default=last)))
 
     def _counted(self, text: str, window: timedelta | str | CalendarWindow | None) -> str:
         """Return the key of a count; if a window is given, of the present one."""
@@ -247,24 +247,24 @@ class Granting(ABC):
     async def _revoke(self, mode: Mode, key: str, name: str) -> Grant | None:
         """End a grant and return it; `None` if there is none."""
 
-    async def _give(self, mode: Mode, asked: Grant, *, is_begun: bool) -> Grant:
-        key = CountKey.parse(asked.key)
+    async def _give(self, mode: Mode, grant: Grant, *, is_begun: bool) -> Grant:
+        key = CountKey.parse(grant.key)
         counter = f"{MODEL}.{_NAMES.get(key.counter, key.counter)}"
         # A tool may have such a name, too.
         if counter in UNITS or (is_begun and key.window is None):
-            [use] = await call_variant(mode, self.peek, self.apeek, [asked.key])
+            [use] = await call_variant(mode, self.peek, self.apeek, [grant.key])
             if use is None:
                 remedy = "give the quota's window, window=quota.period, or window=None for none"
                 if counter in UNITS:
                     remedy = f"write {str(replace(key, counter=counter))!r}"
-                raise ValueError(f"nothing is counted under {asked.key!r}: {remedy}")
-        kept, is_new = await self._grant(mode, asked)
-        if kept is None:
-            when = "" if asked.until is None else f" after {asked.until.isoformat()}"
-            raise ValueError(f"nothing can be granted under {asked.key!r}{when}: that time is over")
+                raise ValueError(f"nothing is counted under {grant.key!r}: {remedy}")
+        stored, is_new = await self._grant(mode, grant)
+        if stored is None:
+            when = "" if grant.until is None else f" after {grant.until.isoformat()}"
+            raise ValueError(f"nothing can be granted under {grant.key!r}{when}: that time is over")
         if is_new:
-            _log("granted", kept)
-        return kept
+            _log("granted", stored)
+        return stored
 
     async def _end(self, mode: Mode, key: str, name: str) -> Grant | None:
         _check_texts(key=key, id=name)
@@ -277,8 +277,8 @@ class Granting(ABC):
 
 def unit_of(key: str) -> Unit:
     """Return the unit of a count, by the text of its key."""
-    known = parsed(key)
-    return UNITS.get(known.counter, "calls") if known else "calls"
+    parsed_key = parsed(key)
+    return UNITS.get(parsed_key.counter, "calls") if parsed_key else "calls"
 
 
 def _check_texts(**arguments: Any) -> None:

@@ -107,7 +107,7 @@ class CountKey:
             raise ValueError(no_key) from error
         if window is None:
             return cls(counter, dimension, subject, prefix=prefix)
-        numbers = (None if each is None else int(each) for each in (index, offset, limit))
+        numbers = (None if group is None else int(group) for group in (index, offset, limit))
         of = int(window), next(numbers), prefix, next(numbers), next(numbers)
         return cls(counter, dimension, subject, *of)
 
@@ -138,8 +138,8 @@ class CountKey:
         text = ":".join(values)
         if self.window is not None:
             offset = "" if self.offset is None else f"{self.offset:+d}"
-            kept = f":{self.index}{offset}" if self.limit is None else f"~{self.limit}"
-            text += f":{self.window}{kept}"
+            suffix = f":{self.index}{offset}" if self.limit is None else f"~{self.limit}"
+            text += f":{self.window}{suffix}"
         return f"{_encoded(self.prefix)}/{text}" if self.prefix else text
 
 

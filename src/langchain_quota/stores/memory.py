@@ -105,8 +105,8 @@ class MemoryStore(Granting, RateLimiting):
                 self._correct(correction, now)
             if self._attempts.get(request.attempt_id, now) is REFUSED:
                 raise QuotaStoreError("the attempt was corrected before it arrived")
-            made = self._results.get(request.idempotency_key, now)
-            return self._admit(request, now) if made is None else replay(made.result, request)
+            stored = self._results.get(request.idempotency_key, now)
+            return self._admit(request, now) if stored is None else replay(stored.result, request)
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """Return what is counted under keys, in their order; `None` where nothing is."""
@@ -149,43 +149,46 @@ class MemoryStore(Granting, RateLimiting):
         """`reset`; it does not block."""
         self.reset(keys)
 
-    async def _grant(self, _: Mode, asked: Grant) -> tuple[Grant | None, bool]:
+    async def _grant(self, _: Mode, grant: Grant) -> tuple[Grant | None, bool]:
         with self._lock:
             now = self.clock()
             self._grants.purge(now)
-            known = {each.grant.id: each for each in self._granted(asked.key, now - CORRECTED)}
-            if asked.id in known:
-                return known[asked.id].grant, False
-            new = known[asked.id] = StoredGrant(asked)
+            by_id = {
+                stored_grant.grant.id: stored_grant
+                for stored_grant in self._granted(grant.key, now - CORRECTED)
+            }
+            if grant.id in by_id:
+                return by_id[grant.id].grant, False
+            new = by_id[grant.id] = StoredGrant(grant)
             if new.ends <= now:
                 return None, False
-            last = max(each.ends for each in known.values())
-            self._grants.put(asked.key, [*known.values()], last + CORRECTED)
-            count = self._counts.get(asked.key, now)
+            last = max(stored_grant.ends for stored_grant in by_id.values())
+            self._grants.put(grant.key, [*by_id.values()], last + CORRECTED)
+            count = self._counts.get(grant.key, now)
             if count is not None:
                 # The count's idle time begins anew, as after a charge.
-                self._write(asked.key, count, count.used, count.ends, now)
-            return asked, True
+                self._write(grant.key, count, count.used, count.ends, now)
+            return grant, True
 
     async def _revoke(self, _: Mode, key: str, name: str) -> Grant | None:
         with self._lock:
             now = self.clock()
-            for each in self._granted(key, now):
-                if each.grant.id == name:
-                    each.grant = replace(each.grant, until=in_utc(int(now)))
-                    return each.grant
+            for stored_grant in self._granted(key, now):
+                if stored_grant.grant.id == name:
+                    stored_grant.grant = replace(stored_grant.grant, until=in_utc(int(now)))
+                    return stored_grant.grant
         return None
 
     def _given(self, pattern: str) -> list[Grant]:
         with self._lock:
             now = self.clock()
             keys = [key for key in self._grants.all if fnmatchcase(key, pattern)]
-            return [each.grant for key in keys for each in self._granted(key, now)]
+            return [stored_grant.grant for key in keys for stored_grant in self._granted(key, now)]
 
     def _granted(self, key: str | None, now: float) -> list["StoredGrant"]:
         """Return the grants that have not ended."""
-        given, _ = self._grants.all.get(key or "", ((), 0))
-        return [each for each in given if each.ends > now]
+        grants, _ = self._grants.all.get(key or "", ((), 0))
+        return [stored_grant for stored_grant in grants if stored_grant.ends > now]
 
     def _use(self, key: str, now: float) -> QuotaUsage | None:
         count, granted = self._counts.get(key, now), _amount(self._granted(key, now))
@@ -195,10 +198,10 @@ class MemoryStore(Granting, RateLimiting):
         return QuotaUsage(key, 0, None, window_end(key), granted) if granted else None
 
     def _correct(self, correction: Correction, now: float) -> None:
-        made = self._settled if correction.settles else self._corrected
-        if made.get(correction.id, now):
+        done = self._settled if correction.settles else self._corrected
+        if done.get(correction.id, now):
             return
-        made.remember(correction.id, True, REMEMBERED if correction.settles else CORRECTED, now)
+        done.remember(correction.id, True, REMEMBERED if correction.settles else CORRECTED, now)
         if correction.attempt_id:
             self._undo(correction.attempt_id, now)
         if self._results.get(correction.idempotency_key, now) is None:
@@ -216,16 +219,16 @@ class MemoryStore(Granting, RateLimiting):
                     count.lower(-amount * unit)
 
     def _undo(self, attempt_id: str, now: float) -> None:
-        made = self._attempts.get(attempt_id, now)
+        stored = self._attempts.get(attempt_id, now)
         self._attempts.remember(attempt_id, REFUSED, REMEMBERED, now)
-        if made is None:
+        if stored is None:
             return
-        if self._results.get(made.name, now) is made:
-            self._results.remove(made.name)
-        for key, amount, is_held in made.charged:
+        if self._results.get(stored.name, now) is stored:
+            self._results.remove(stored.name)
+        for key, amount, is_held in stored.charged:
             count = self._counts.get(key, now)
             if count is not None:
-                count.lower(amount, made.name if is_held else None)
+                count.lower(amount, stored.name if is_held else None)
 
     def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
         used, grants, drained_in = {}, {}, {}
@@ -238,14 +241,17 @@ class MemoryStore(Granting, RateLimiting):
                 drained_in[name] = amount
             if counter.key in self._grants.all:
                 grants[name] = self._granted(counter.key, now)
-        granted = {name: more for name, given in grants.items() if (more := _amount(given))}
+        granted = {name: room for name, given in grants.items() if (room := _amount(given))}
         result = admit(request.hits, used, request.stops, granted)
         if drained_in:
             result = replace(result, drained_in=drained_in)
         self._charge(request, result, now)
-        newly = {name: [each for each in given if each.is_new] for name, given in grants.items()}
-        for each in chain.from_iterable(newly.values()):
-            each.is_new = False
+        newly = {
+            name: [stored_grant for stored_grant in given if stored_grant.is_new]
+            for name, given in grants.items()
+        }
+        for stored_grant in chain.from_iterable(newly.values()):
+            stored_grant.is_new = False
         new = {name: _amount(given) for name, given in newly.items() if given}
         return replace(result, newly_granted=new) if new else result
 
@@ -257,7 +263,7 @@ class MemoryStore(Granting, RateLimiting):
         ]
         if not charges:
             return
-        beside, made = metadata(request), StoredResult(request.idempotency_key, result, [])
+        beside, stored = metadata(request), StoredResult(request.idempotency_key, result, [])
         self._make_room([key for _, key, _ in charges], now)
         for counter, key, amount in charges:
             # Another counter with this key may have been charged just now.
@@ -271,9 +277,9 @@ class MemoryStore(Granting, RateLimiting):
                 self._counts.droppable[key] = None
             if counter.lease is not None:
                 count.hold(request.idempotency_key, added, int(now) + counter.lease + 1)
-            made.charged.append((key, added, counter.lease is not None))
-        self._results.remember(request.idempotency_key, made, REMEMBERED, now)
-        self._attempts.remember(request.attempt_id, made, REMEMBERED, now)
+            stored.charged.append((key, added, counter.lease is not None))
+        self._results.remember(request.idempotency_key, stored, REMEMBERED, now)
+        self._attempts.remember(request.attempt_id, stored, REMEMBERED, now)
 
     def _write(
         self, key: str, known: "Count | None", used: int, ends: int | None, now: float

@@ -184,16 +184,16 @@ class PostgresStore(ServerStore):
         head = json.dumps(re.split(r"[*?\[]", pattern, maxsplit=1)[0])[:-1]
 
         async def page(connection: "Connection") -> list[tuple[str, str]]:
-            texts = (self._connections.quoted(connection, each) for each in (prefix, kind, head))
+            texts = (self._connections.quoted(connection, row) for row in (prefix, kind, head))
             statement = _LIST.format(*texts, last=last, most=_PAGE)
             results = await self._connections.send(connection, statement)
             with self._reading():
-                return [(each, str(json.loads(name))) for each, name in _table(results)]
+                return [(row, str(json.loads(name))) for row, name in _table(results)]
 
         while last:
-            found = run_sync(self._within("", page))
-            yield from (name for _, name in found)
-            last = found[-1][0] if len(found) == _PAGE else ""
+            rows = run_sync(self._within("", page))
+            yield from (name for _, name in rows)
+            last = rows[-1][0] if len(rows) == _PAGE else ""
 
     async def _set_up(self, connection: "Connection") -> None:
         await self._connections.send(connection, _SETUP)
@@ -216,7 +216,9 @@ class PostgresStore(ServerStore):
         """Read what is kept under names, and lock it if a transaction is to begin."""
         by_id = {_id(prefix, name): name for name in names}
         # What is kept under a key has one lock.
-        locks = {int(each[:16], 16) - 2**63 for each, (kind, _) in by_id.items() if kind != GRANTS}
+        locks = {
+            int(column[:16], 16) - 2**63 for column, (kind, _) in by_id.items() if kind != GRANTS
+        }
         milliseconds = min(ceil(self._timeout * 1000), 2**31 - 1)
         statements = f"{begin}{_READ}".format(
             timeout=milliseconds,
@@ -227,9 +229,9 @@ class PostgresStore(ServerStore):
         )
         results = await self._connections.send(connection, statements)
         with self._reading():
-            found = _table(results)
-            read = {by_id[each.replace("-", "")]: value for each, value in found if each}
-            (time,) = (float(value) for each, value in found if not each)
+            rows = _table(results)
+            read = {by_id[column.replace("-", "")]: value for column, value in rows if column}
+            (time,) = (float(value) for column, value in rows if not column)
             return Rows(self._idle, time, read)
 
     async def _written(

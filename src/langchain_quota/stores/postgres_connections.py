@@ -195,9 +195,9 @@ class _Idle:
     def take(self) -> Any:
         """Return a connection that the server has not closed, if there is one."""
         while self._connections:
-            found = self._connections.pop()
-            if _is_open(found):
-                return found
+            connection = self._connections.pop()
+            if _is_open(connection):
+                return connection
         return None
 
     def give(self, connection: Any) -> None:
@@ -232,7 +232,7 @@ class _OwnedConnections(Connections):
         except psycopg.Error:
             parts = {"port": "unknown"}  # the error is not shown: it may quote the password
         host, port, database, user = (
-            str(parts.get(each) or "") for each in ("host", "port", "dbname", "user")
+            str(parts.get(part) or "") for part in ("host", "port", "dbname", "user")
         )
         # What is special in a password that is not percent-encoded makes it a part of these, and
         # so does an empty value: "user= password=…".
@@ -261,12 +261,12 @@ class _OwnedConnections(Connections):
         elif not idle.permits.acquire(timeout=self._timeout):
             raise TimeoutError
         try:
-            found = idle.take() or await self._connected(mode)
+            connection = idle.take() or await self._connected(mode)
             try:
-                async with _closed_by_failures(found):
-                    yield found
+                async with _closed_by_failures(connection):
+                    yield connection
             finally:
-                idle.give(found)
+                idle.give(connection)
         finally:
             idle.permits.release()
 
@@ -284,5 +284,5 @@ class _OwnedConnections(Connections):
         return _SyncConnection.connect(self._source, **self._options, connect_timeout=patience)
 
     def _of_process(self) -> _Idle:
-        made = _Idle(threading.BoundedSemaphore(_CONNECTIONS))
-        return self._threads.setdefault(os.getpid(), made)
+        idle = _Idle(threading.BoundedSemaphore(_CONNECTIONS))
+        return self._threads.setdefault(os.getpid(), idle)

@@ -94,10 +94,10 @@ class _StoreRateLimiter(BaseRateLimiter):
 
     async def _lacks(self, mode: Mode) -> float:
         """Count a call if there is room; else in how many seconds there is."""
-        most = Threshold(_SCOPE, _SCOPE, _SCOPE, self._burst)
-        counters, hits = {_SCOPE: CountRef(self._key)}, (Hits({_SCOPE: 1}, (most,)),)
-        asked = AcquireRequest(uuid4().hex, uuid4().hex, counters, hits)
-        result = await call_variant(mode, self._store.acquire, self._store.aacquire, asked)
+        threshold = Threshold(_SCOPE, _SCOPE, _SCOPE, self._burst)
+        counters, hits = {_SCOPE: CountRef(self._key)}, (Hits({_SCOPE: 1}, (threshold,)),)
+        request = AcquireRequest(uuid4().hex, uuid4().hex, counters, hits)
+        result = await call_variant(mode, self._store.acquire, self._store.aacquire, request)
         if result.admitted[0]:
             return 0
         return seconds_until_room(

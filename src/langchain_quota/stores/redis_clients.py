@@ -275,8 +275,8 @@ class _OwnedClients(Clients):
         pool = self._pool(redis.asyncio.ConnectionPool, AsyncRetry, 2**31, None)
         return _PipeliningClient(redis.asyncio.Redis.from_pool(pool), _CONNECTIONS)
 
-    def _pool(self, kind: Any, retry: Any, most: int, seconds: float | None) -> Any:
-        pool = kind.from_url(self._url, max_connections=most, protocol=_PROTOCOL)
+    def _pool(self, kind: Any, retry: Any, maximum: int, seconds: float | None) -> Any:
+        pool = kind.from_url(self._url, max_connections=maximum, protocol=_PROTOCOL)
         pool.connection_kwargs |= _DRIVER | {
             "socket_timeout": seconds,
             "socket_connect_timeout": seconds,

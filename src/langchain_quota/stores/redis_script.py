@@ -51,10 +51,10 @@ class ScriptCall:
         """Return whether the script must be called again, with further keys that it needs."""
         if not (isinstance(reply, list) and reply and reply[0] in (b"again", "again")):
             return False
-        known = len(self._keys)
+        number = len(self._keys)
         for name in reply[1:]:
             self._number(name if isinstance(name, bytes) else str(name).encode())
-        if len(self._keys) == known:
+        if len(self._keys) == number:
             raise ValueError("it asks for keys that it has")
         return True
 
@@ -80,5 +80,5 @@ def key_of(prefix: str, kind: str, name: bytes | str) -> str | None:
 def pattern_of(prefix: str, kind: str, keys: str) -> bytes:
     """Return a pattern that finds all names whose keys match a glob, and maybe others."""
     # Redis reads character classes and escapes differently.
-    simple, *others = re.split(r"[\[\\]", keys, maxsplit=1)
-    return name_of(prefix, kind, f"{simple}{'*' if others else ''}")
+    simple, *rest = re.split(r"[\[\\]", keys, maxsplit=1)
+    return name_of(prefix, kind, f"{simple}{'*' if rest else ''}")

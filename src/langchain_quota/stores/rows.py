@@ -47,8 +47,8 @@ class Rows(MemoryStore):
         self._made: dict[str, StoredResult] = {}
         for (kind, name), text in read.items():
             try:
-                expires, kept = json.loads(text, parse_constant=_CONSTANTS.__getitem__)
-                self._tables[kind].all[name] = self._value(kind, name, kept, text), +expires
+                expires, value = json.loads(text, parse_constant=_CONSTANTS.__getitem__)
+                self._tables[kind].all[name] = self._value(kind, name, value, text), +expires
             except (TypeError, ValueError, LookupError):
                 if kind != COUNT:
                     raise
@@ -77,46 +77,46 @@ class Rows(MemoryStore):
 
     def undone(self, request: AcquireRequest) -> set[Name]:
         """Return what changes where the request's corrections undo one of these attempts."""
-        found: set[Name] = set()
+        names: set[Name] = set()
         for correction in request.corrections:
-            made, _ = self._attempts.all.get(correction.attempt_id or "", (REFUSED, 0))
-            found.update(names_of_keys(key for key, *_ in made.charged))
-            found.update({(RESULT, made.name)} if made.name else ())
-        return found
+            attempt, _ = self._attempts.all.get(correction.attempt_id or "", (REFUSED, 0))
+            names.update(names_of_keys(key for key, *_ in attempt.charged))
+            names.update({(RESULT, attempt.name)} if attempt.name else ())
+        return names
 
     def changed(self) -> Iterator[tuple[Name, str | None, float]]:
         """Return each changed row, and when it expires; `None` for one that is gone."""
         for kind, table in self._tables.items():
             for name, (value, expires) in table.all.items():
-                kept = None if value is REFUSED else value
-                text = json.dumps([expires, kept], default=_plain)
+                current = None if value is REFUSED else value
+                text = json.dumps([expires, current], default=_plain)
                 if text != self._read.get((kind, name)):
                     yield (kind, name), text, expires
         for kind, name in self._read:
             if name not in self._tables[kind].all:
                 yield (kind, name), None, 0
 
-    def _value(self, kind: str, name: str, kept: Any, text: str) -> Any:
+    def _value(self, kind: str, name: str, value: Any, text: str) -> Any:
         if kind == COUNT:
-            return _count(**kept)
+            return _count(**value)
         if kind == GRANTS:
-            return [StoredGrant(_grant(name, each["grant"]), each["is_new"]) for each in kept]
+            return [StoredGrant(_grant(name, part["grant"]), part["is_new"]) for part in value]
         if kind in (RESULT, ATTEMPT):
-            return REFUSED if kept is None else self._made.setdefault(text, _acquired(**kept))
-        return kept
+            return REFUSED if value is None else self._made.setdefault(text, _acquired(**value))
+        return value
 
 
 def names_of(request: AcquireRequest) -> set[Name]:
     """Return the names of what a request reads or may change."""
-    found = names_of_keys(keys_of(request))
-    found |= {(RESULT, request.idempotency_key), (ATTEMPT, request.attempt_id)}
+    names = names_of_keys(keys_of(request))
+    names |= {(RESULT, request.idempotency_key), (ATTEMPT, request.attempt_id)}
     for correction in request.corrections:
-        found |= {
+        names |= {
             (SETTLED if correction.settles else CORRECTED, correction.id),
             (RESULT, correction.idempotency_key),
             (ATTEMPT, correction.attempt_id or ""),
         }
-    return {name for name in found if name[1] or name[0] in (COUNT, GRANTS)}
+    return {name for name in names if name[1] or name[0] in (COUNT, GRANTS)}
 
 
 def names_of_keys(keys: Iterable[str]) -> set[Name]:
@@ -124,9 +124,9 @@ def names_of_keys(keys: Iterable[str]) -> set[Name]:
     return {(kind, key) for key in keys for kind in (COUNT, GRANTS)}
 
 
-def _count(**kept: Any) -> Count:
+def _count(**value: Any) -> Count:
     """Return the count of a row, which others can write, too; `ValueError` if it is none."""
-    count = Count(**kept)
+    count = Count(**value)
     whole = [count.used, count.limit or 0, count.ends or 0, *chain(*(count.holds or {}).values())]
     if {*map(type, whole)} != {int} or min(count.used, count.next_end) < 0:
         raise ValueError("it is no count")
@@ -141,11 +141,11 @@ def _plain(value: Any) -> Any:
 
 
 def _acquired(name: str, result: Any, charged: list[Any]) -> StoredResult:
-    lists = {each: tuple(result[each]) for each in ("refused", "admitted")}
+    lists = {field: tuple(result[field]) for field in ("refused", "admitted")}
     charges = [(str(key), int(amount), bool(is_held)) for key, amount, is_held in charged]
     return StoredResult(name, AcquireResult(**{**result, **lists}), charges)
 
 
-def _grant(key: str, kept: Mapping[str, Any]) -> Grant:
-    times = {each: datetime.fromisoformat(kept[each]) for each in ("given_at", "until")}
-    return Grant(**{**kept, **times, "key": key})
+def _grant(key: str, value: Mapping[str, Any]) -> Grant:
+    times = {field: datetime.fromisoformat(value[field]) for field in ("given_at", "until")}
+    return Grant(**{**value, **times, "key": key})

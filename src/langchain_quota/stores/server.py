@@ -138,8 +138,8 @@ class ServerStore(Granting, RateLimiting):
             QuotaStoreError: The store failed, or did not answer in time.
             TypeError: The store serves no sync calls.
         """
-        found = dict(self._listed("count", pattern, "peek"))
-        return [use for _, use in sorted(found.items()) if use is not None]
+        usages = dict(self._listed("count", pattern, "peek"))
+        return [use for _, use in sorted(usages.items()) if use is not None]
 
     @abstractmethod
     async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
@@ -162,43 +162,43 @@ class ServerStore(Granting, RateLimiting):
     async def _acquire(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
         check_request(request)
         keys = keys_of(request)
-        first, *others = self._by_prefix(keys).items() or [(PREFIX, keys)]
-        if others:
-            raise ValueError(
-                f"a request must have one prefix: {first[1][0]!r}, {others[0][1][0]!r}"
-            )
+        first, *rest = self._by_prefix(keys).items() or [(PREFIX, keys)]
+        if rest:
+            raise ValueError(f"a request must have one prefix: {first[1][0]!r}, {rest[0][1][0]!r}")
         return await self._admit(mode, first[0], request)
 
     async def _peek(self, mode: Mode, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         check_keys(keys)
-        found = dict(await self._each(mode, "peek", keys))
-        for key, use in found.items():
+        usages = dict(await self._each(mode, "peek", keys))
+        for key, use in usages.items():
             if use is None:
                 raise QuotaStoreError(f"no count is kept under {key!r}")
-        return tuple(map(found.get, keys))
+        return tuple(map(usages.get, keys))
 
     async def _reset(self, mode: Mode, keys: Sequence[str]) -> None:
         check_keys(keys, of_counts=True)
         await self._each(mode, "reset", keys)
 
-    async def _grant(self, mode: Mode, asked: Grant) -> tuple[Grant | None, bool]:
-        kept: list[tuple[Grant | None, bool]] = await self._each(mode, "grant", [asked.key], asked)
-        return kept[0] if kept else (None, False)
+    async def _grant(self, mode: Mode, grant: Grant) -> tuple[Grant | None, bool]:
+        results: list[tuple[Grant | None, bool]] = await self._each(
+            mode, "grant", [grant.key], grant
+        )
+        return results[0] if results else (None, False)
 
     async def _revoke(self, mode: Mode, key: str, name: str) -> Grant | None:
         ended: list[tuple[Grant | None, bool]] = await self._each(mode, "revoke", [key], name)
         return ended[0][0] if ended else None
 
     def _given(self, pattern: str) -> list[Grant]:
-        found = self._listed("grants", pattern, "grants")
-        return [*{(grant.key, grant.id): grant for grant, _ in found}.values()]
+        grants = self._listed("grants", pattern, "grants")
+        return [*{(grant.key, grant.id): grant for grant, _ in grants}.values()]
 
     async def _each(self, mode: Mode, op: str, keys: Sequence[str], *more: Any) -> list[Any]:
         """Return the results of one step for each prefix of the keys."""
-        found: list[Any] = []
+        results: list[Any] = []
         for prefix, some in self._by_prefix(keys).items() if keys else ():
-            found += await self._operate(mode, prefix, op, some, *more)
-        return found
+            results += await self._operate(mode, prefix, op, some, *more)
+        return results
 
     def _listed(self, kind: str, pattern: str, op: str) -> Iterator[Any]:
         """Return what is read of the keys that match, some at a time."""
@@ -214,18 +214,18 @@ class ServerStore(Granting, RateLimiting):
     def _by_prefix(self, keys: Sequence[str]) -> dict[str, Sequence[str]]:
         if isinstance(self.prefix, str):
             return {self.prefix: keys}
-        found: dict[str, list[str]] = {}
+        keys_by_prefix: dict[str, list[str]] = {}
         for key in keys:
             check_prefix(f"what stands before the slash of {key!r}", prefix_of(key))
-            found.setdefault(prefix_of(key), []).append(key)
-        return {**found}
+            keys_by_prefix.setdefault(prefix_of(key), []).append(key)
+        return {**keys_by_prefix}
 
     async def _in_time(self, mode: Mode, work: Callable[[], Awaitable[T]]) -> T:
         """Do some work with the server, in time; if that fails, it is a QuotaStoreError."""
-        server, asked = self._server, "async" if mode else "sync"
-        if asked not in server.forms:
+        server, wanted = self._server, "async" if mode else "sync"
+        if wanted not in server.forms:
             raise TypeError(
-                f"{server.name} serves no {asked} calls: give {type(self).__name__} "
+                f"{server.name} serves no {wanted} calls: give {type(self).__name__} "
                 f"{server.serving[bool(mode)]}"
             )
         patience = StallTolerantTimeout(self._timeout)
@@ -276,26 +276,26 @@ class PerLoop(Generic[T]):
     async def get(self) -> T:
         """That of the running loop."""
         loop = asyncio.get_running_loop()
-        found = self._made.get(loop)
-        if found is None:
+        value = self._made.get(loop)
+        if value is None:
             making = self._kept(loop)
-            found = self._made[loop] = await anext(making), making
-        return found[0]
+            value = self._made[loop] = await anext(making), making
+        return value[0]
 
     async def close(self) -> None:
         """Close that of the running loop, if there is one."""
-        found = self._made.get(asyncio.get_running_loop())
-        if found is not None:
-            await found[1].aclose()
+        value = self._made.get(asyncio.get_running_loop())
+        if value is not None:
+            await value[1].aclose()
 
     async def _kept(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T]:
         # A loop ends all generators before it ends.
-        made = self._make()
+        value = self._make()
         try:
-            yield made
+            yield value
         finally:
             self._made.pop(loop, None)
-            await self._close(made)
+            await self._close(value)
 
 
 class StallTolerantTimeout:
@@ -337,11 +337,11 @@ def _redact(error: BaseException, secrets: Sequence[str]) -> None:
     """Remove secrets from the texts of an exception and of its causes."""
     # A server that does not know a command may quote it, with the password in it.
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        found.args = tuple(_scrubbed(arg, secrets) for arg in found.args)
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        cause.args = tuple(_scrubbed(arg, secrets) for arg in cause.args)
+        cause = cause.__cause__ or cause.__context__
 
 
 def _scrubbed(value: object, secrets: Sequence[str]) -> object:

@@ -26,8 +26,8 @@ Place = Callable[[str, str], int]
 """How a script finds what is kept of a kind under a name: by a number in `KEYS`."""
 
 T = TypeVar("T")
-CallChecks = dict[str, Any]
-Ask = Callable[[Place], CallChecks]
+Message = dict[str, Any]
+Ask = Callable[[Place], Message]
 
 _NONE = -1
 _ODD = -2
@@ -41,7 +41,7 @@ _RESULT = re.compile(
 """The text of an answer, as acquire.lua says it."""
 
 
-def acquire(request: AcquireRequest, idle: int, place: Place) -> CallChecks:
+def acquire(request: AcquireRequest, idle: int, place: Place) -> Message:
     """Return the request that admits a batch."""
     beside, hold = metadata(request), ""
     counters: list[tuple[int, ...]] = []
@@ -49,11 +49,11 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> CallChecks:
         if counter.key is None:
             counters.append((0, 0, _NONE, 0, False, _exact(counter.used), _NONE, _NONE))
             continue
-        kept, lease = beside[counter.key], _NONE
+        holds_until, lease = beside[counter.key], _NONE
         if counter.lease is not None:
             lease, hold = _exact(counter.lease), _hold(request.idempotency_key)
-        start, limit = _exact(counter.used * unit_in(counter.key)), _clamped(kept.limit)
-        counters.append((*_count(counter.key, idle, place, kept.ends), start, limit, lease))
+        start, limit = _exact(counter.used * unit_in(counter.key)), _clamped(holds_until.limit)
+        counters.append((*_count(counter.key, idle, place, holds_until.ends), start, limit, lease))
     units = {name: unit_in(each.key) for name, each in request.counters.items()}
     number = {name: number for number, name in enumerate(request.counters, 1)}
     limits: dict[str, int] = {}
@@ -87,24 +87,24 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> CallChecks:
 
 def operation(
     op: str, keys: Iterable[str], more: Sequence[Any], idle: int, place: Place
-) -> CallChecks:
+) -> Message:
     """Return the request for any other operation on counts."""
     counts = [_count(key, idle, place, window_end(key)) for key in dict.fromkeys(keys)]
-    asked: CallChecks = {"op": op, "counts": counts}
+    message: Message = {"op": op, "counts": counts}
     if op == "revoke":
-        asked["name"] = _short(more[0])
+        message["name"] = _short(more[0])
     if op == "grant":
         grant: Grant = more[0]
         given_at = grant.given_at.timestamp()
-        kept = {"id": grant.id, "at": given_at, "reason": grant.reason, "by": grant.by}
-        asked |= {"name": _short(grant.id), "details": json.dumps(kept)}
-        asked |= {"amount": _exact(grant.amount), "ends": _exact(grant.ends or 0)}
-    return asked
+        fields = {"id": grant.id, "at": given_at, "reason": grant.reason, "by": grant.by}
+        message |= {"name": _short(grant.id), "details": json.dumps(fields)}
+        message |= {"amount": _exact(grant.amount), "ends": _exact(grant.ends or 0)}
+    return message
 
 
-def _correction(correction: Correction, idle: int, place: Place) -> CallChecks:
+def _correction(correction: Correction, idle: int, place: Place) -> Message:
     starts, limits, settles = correction.starts, correction.limits, correction.settles
-    asked = {
+    message = {
         "marker": _marker("settled" if settles else "corrected", correction.id, place),
         "attempt": _marker("attempt", correction.attempt_id, place),
         "result": _marker("result", correction.idempotency_key, place),
@@ -118,7 +118,7 @@ def _correction(correction: Correction, idle: int, place: Place) -> CallChecks:
             for key, amount in correction.amounts.items()
         ],
     }
-    return {**asked, "hold": _hold(settles)} if settles else asked
+    return {**message, "hold": _hold(settles)} if settles else message
 
 
 def _count(key: str, idle: int, place: Place, ends: int | None) -> tuple[int, ...]:
@@ -141,11 +141,11 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
     text = _text(reply)
     if text == "refused":
         raise QuotaStoreError("the attempt was corrected before it arrived")
-    known = _RESULT.fullmatch(text)
-    if known is None:
+    match = _RESULT.fullmatch(text)
+    if match is None:
         raise ValueError("it is no result")
-    replayed, stopped, counts, said, granted, newly = known.groups("")
-    used, calls = _counts(counts), said.split(",") if said else []
+    replayed, stopped, counts, refusals, granted, newly = match.groups("")
+    used, calls = _counts(counts), refusals.split(",") if refusals else []
     if replayed == "1":
         check_fits(len(used), len(calls), request)
     if len(calls) != len(request.hits):
@@ -156,50 +156,52 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
         texts = [unquote(name, errors="surrogatepass") for name in names]
         admitted.append(runs == "1")
         refused.append(dict(zip(texts[::2], texts[1::2], strict=True)))
-    found = dict(zip(request.counters, used, strict=True))
-    spacing = {name: read_emission_interval(each.key) for name, each in request.counters.items()}
+    used_by_name = dict(zip(request.counters, used, strict=True))
+    spacing = {
+        name: read_emission_interval(refusal.key) for name, refusal in request.counters.items()
+    }
     return AcquireResult(
-        {name: -(-amount // (spacing[name] or 1)) for name, amount in found.items()},
+        {name: -(-amount // (spacing[name] or 1)) for name, amount in used_by_name.items()},
         tuple(refused),
         tuple(admitted),
         stopped=stopped == "1",
         replayed=replayed == "1",
         granted=_amounts(request.counters, granted),
         newly_granted=_amounts(request.counters, newly),
-        drained_in={name: amount for name, amount in found.items() if spacing[name]},
+        drained_in={name: amount for name, amount in used_by_name.items() if spacing[name]},
     )
 
 
 def uses(keys: Iterable[str], reply: object) -> list[tuple[str, QuotaUsage | None]]:
     """Return the counts under keys; `None` for what is something else."""
-    found: list[tuple[str, QuotaUsage | None]] = []
-    numbers = [_of(int, each) for each in _of(list, reply)]
-    for key, *kept, granted in zip(dict.fromkeys(keys), *[iter(numbers)] * 4, strict=True):
-        used, limit, ends = (None if each == _NONE else each for each in kept)
+    usages: list[tuple[str, QuotaUsage | None]] = []
+    numbers = [_of(int, row) for row in _of(list, reply)]
+    for key, *value, granted in zip(dict.fromkeys(keys), *[iter(numbers)] * 4, strict=True):
+        used, limit, ends = (None if row == _NONE else row for row in value)
         if used is not None:
             ends = window_end(key) if ends is None else ends
             calls = -(-used // unit_in(key))
             usage = None if used == _ODD else QuotaUsage(key, calls, limit, ends, granted)
-            found.append((key, usage))
-    return found
+            usages.append((key, usage))
+    return usages
 
 
 def grants(keys: Iterable[str], reply: object) -> list[tuple[Grant, bool]]:
     """Return the grants of keys, and whether each is new; none after a reset."""
-    names, found = [*dict.fromkeys(keys)], []
+    names, stored = [*dict.fromkeys(keys)], []
     for index, amount, ends, text, is_new in zip(*[iter(_of(list, reply))] * 5, strict=True):
-        known = json.loads(_text(text))
+        fields = json.loads(_text(text))
         grant = Grant(
             names[_of(int, index) - 1],
             _of(int, amount),
-            known["id"],
-            in_utc(known["at"]),
+            fields["id"],
+            in_utc(fields["at"]),
             in_utc(_of(int, ends)),
-            known["reason"],
-            known["by"],
+            fields["reason"],
+            fields["by"],
         )
-        found.append((grant, is_new == 1))
-    return found
+        stored.append((grant, is_new == 1))
+    return stored
 
 
 def _of(kind: type[T], value: object) -> T:

@@ -194,18 +194,18 @@ class Budgets(Feature):
         state = {LEDGER: {**ledger(batch.state), "counts": Counts()}}
         for name, amount in self._late.counts(state).items():
             batch.used[name] = batch.used.get(name, 0) + amount
-        made: Any = batch.pending
-        calls = {call["id"]: call for call in made.calls}
+        pending: Any = batch.pending
+        calls = {call["id"]: call for call in pending.calls}
         batch.set_checks(
             CallChecks.of(
                 limit.with_checks(hit=price, keep=limit.keep) if limit.is_budget else limit
-                for limit in asked.limits
+                for limit in checks.limits
                 if (
                     price := self._pricing.of_tool(limit.limit, calls[call.id])
                     or not limit.is_budget
                 )
             )
-            for call, asked in zip(batch.calls, batch.call_checks, strict=True)
+            for call, checks in zip(batch.calls, batch.call_checks, strict=True)
         )
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
@@ -216,8 +216,8 @@ class Budgets(Feature):
         if self._downgrades:
             by = _downgraded_by(batch)
             batch.ledger_update = merge_ledgers(batch.ledger_update, Ledger(downgraded=by))
-            told = [decision._replace(downgraded_by=by) for decision in conclusion.decisions]
-            conclusion = conclusion._replace(decisions=told)
+            decisions = [decision._replace(downgraded_by=by) for decision in conclusion.decisions]
+            conclusion = conclusion._replace(decisions=decisions)
         if not self._reserves:
             return conclusion
         keys = batch.sent.keyed(batch.hits[0].amounts) if batch.sent else {}
@@ -235,8 +235,8 @@ class Budgets(Feature):
         error = feature_ledger(state, self.name).get("error")
         if error is not None:
             *numbers, text = error
-            known = self._errors.pop(ledger(state).get("ended") or "", None)
-            raise known or ModelCallLimitExceededError(*numbers, message=text)
+            remembered = self._errors.pop(ledger(state).get("ended") or "", None)
+            raise remembered or ModelCallLimitExceededError(*numbers, message=text)
 
     async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:  # noqa: ARG002 - as for every feature
         """Have the call go to the other model, where the budget is nearly used up."""
@@ -275,17 +275,17 @@ class Budgets(Feature):
         graph = running_graph() if self._charges_all else None
         charge = partial(self._charging.charge, step=step, hold=hold, task=task)
         checked = partial(self._pricing.check, agent=step.call.agent)
-        with own_call(checked, graph) if self._counts_use else nullcontext() as made:
+        with own_call(checked, graph) if self._counts_use else nullcontext() as own_runs:
             try:
                 with self._stopwatch.measured(ledger(state).get("run") or token_hex(16)) as work:
                     response = await call(request)
             except BaseException as error:
-                runs = made.runs() if made else []
+                runs = own_runs.runs() if own_runs else []
                 await charge(_form_after(mode, error), runs=runs, work=work)
                 raise
-        runs = made.runs() if made else []
-        kept = {**await charge(mode, runs=runs, work=work), "admitted": None}
-        written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), Ledger(own={self.name: kept}))
+        runs = own_runs.runs() if own_runs else []
+        entries = {**await charge(mode, runs=runs, work=work), "admitted": None}
+        written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), Ledger(own={self.name: entries}))
         for run in runs:
             if run.usage.estimated and run.succeeded:
                 model = next(iter(run.usage.models), "")
@@ -311,8 +311,8 @@ class Budgets(Feature):
         except BaseException as error:
             await charge(_form_after(mode, error), work=work)
             raise
-        kept = await charge(mode, work=work, is_tool=True)
-        mark(answered, request.tool_call["id"], run, kept["spent_by"], work.amount)
+        entries = await charge(mode, work=work, is_tool=True)
+        mark(answered, request.tool_call["id"], run, entries["spent_by"], work.amount)
         return answered
 
     async def _hold(
@@ -339,32 +339,32 @@ class Budgets(Feature):
             conclusion = conclude_model(batch, result)
             written.update(await self._refuse(mode, batch, conclusion, admitted))
             return shaped, None
-        (asked,) = batch.call_checks
-        of = asked.hits.amounts
+        (checks,) = batch.call_checks
+        of = checks.hits.amounts
         hold = Reservation(
-            {limit.limit.counter: of[run_counter(limit.limit)] for limit in asked.limits}
+            {limit.limit.counter: of[run_counter(limit.limit)] for limit in checks.limits}
         )
         if batch.answered and batch.sent is not None:
             hold = hold._replace(request=batch.sent.idempotency_key)
         try:
             if admitted:
-                told = _told(batch, step.limits, {**admitted["used"]}, result)
-                written.update(await kernel.record(mode, batch, told) or {})
+                result_of_call = _told(batch, step.limits, {**admitted["used"]}, result)
+                written.update(await kernel.record(mode, batch, result_of_call) or {})
         except (Exception, CancelledError):
             # The call is not made.
             await self._charging.settle(mode, settlements(step.limits, batch.used, (), hold))
             raise
         if last and batch.ledger.get("final"):
-            own = merge_ledgers(written.get(LEDGER, {}), Ledger(final=batch.ledger["final"]))
-            written[LEDGER] = own
+            entries = merge_ledgers(written.get(LEDGER, {}), Ledger(final=batch.ledger["final"]))
+            written[LEDGER] = entries
         return shaped, hold
 
     def _holding(self, request: ModelRequest[Any], step: ChargeContext) -> Batch:
         """Return the batch that reserves all that the call can use."""
         if request.model is not None:
             # The reserve is priced before anything is called.
-            asked = asked_of(request.model, request.model_settings)
-            self._pricing.check(asked, agent=step.call.agent)
+            model_usage = asked_of(request.model, request.model_settings)
+            self._pricing.check(model_usage, agent=step.call.agent)
         holding = []
         lease = LEASE if self._reserves else None
         for budget in step.limits.budgets:
@@ -396,28 +396,28 @@ class Budgets(Feature):
         if error is not None:
             message = AIMessage(str(error), name=batch.context.own_name, id=str(uuid4()))
             numbers = [error.thread_count, error.run_count, error.thread_limit, error.run_limit]
-            kept = {"error": [*numbers, str(error)]}
-            written = Ledger(ended=message.id, own={self.name: kept})
+            entries = {"error": [*numbers, str(error)]}
+            written = Ledger(ended=message.id, own={self.name: entries})
             update = {"messages": [message], LEDGER: written}
             self._errors[str(message.id)] = error
             if len(self._errors) > MAX_LATE:
                 self._errors.popitem(last=False)
         if admitted:
             # It was let through and counted before.
-            known = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
+            counts = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
             of_thread = max(0, batch.used[OF_THREAD] - 1)
             if any(not limit.is_budget for limit in batch.original_limits.limits):
                 update[THREAD_MODEL] = of_thread
             else:
-                known["thread_model"] = of_thread
-            update[LEDGER] = merge_ledgers(update[LEDGER], Ledger(counts=known))
+                counts["thread_model"] = of_thread
+            update[LEDGER] = merge_ledgers(update[LEDGER], Ledger(counts=counts))
             if admitted["keys"]:
                 back = {key: -amount for key, amount in admitted["keys"].items()}
-                made = (Correction(uuid4().hex, back),)
-                await self._charging.settle(mode, AcquireRequest("", "", corrections=made))
+                corrections = (Correction(uuid4().hex, back),)
+                await self._charging.settle(mode, AcquireRequest("", "", corrections=corrections))
         batch.save(self.name, self._late.of(batch.state))
-        told = conclusion._replace(update=update)
-        return await self._kernel.record(mode, batch, told) or update
+        hook_result = conclusion._replace(update=update)
+        return await self._kernel.record(mode, batch, hook_result) or update
 
 
 def _told(
@@ -455,10 +455,10 @@ def _downgraded_by(batch: Batch) -> str:
     return ""
 
 
-def _with_ledger(request: ModelRequest[Any], known: Ledger) -> ModelRequest[Any]:
+def _with_ledger(request: ModelRequest[Any], entries: Ledger) -> ModelRequest[Any]:
     """Return the request with other entries in its ledger."""
     state: Any = copy(request.state)
-    state[LEDGER] = merge_ledgers(ledger(state), known)
+    state[LEDGER] = merge_ledgers(ledger(state), entries)
     return compat.with_state(request, state)
 
 

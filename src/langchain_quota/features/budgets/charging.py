@@ -81,15 +81,15 @@ class UnsavedUsage:
 
     def of(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the newest counts of the state's run; empty if the state has them."""
-        kept, newest = self._known(state)
-        counts = kept.counts if newest in kept.names[:-1] else {}
-        known = counts or feature_ledger(state, OWN)
+        unsaved, newest = self._known(state)
+        counts = unsaved.counts if newest in unsaved.names[:-1] else {}
+        entries = counts or feature_ledger(state, OWN)
         # Tools of this step may have run in another process.
-        found = marked(state, _run(state)).items()
-        other = {name: amount for name, amount in found if name not in known.get("tools", ())}
+        tool_uses = marked(state, _run(state)).items()
+        other = {name: amount for name, amount in tool_uses if name not in entries.get("tools", ())}
         if not other:
             return counts
-        return {**counts, **_plus(known, {MILLISECONDS: sum(other.values())}, other)}
+        return {**counts, **_plus(entries, {MILLISECONDS: sum(other.values())}, other)}
 
     def counts(self, state: Mapping[str, Any]) -> dict[str, int]:
         """Return the budgets' use, by the name of the count."""
@@ -102,11 +102,11 @@ class UnsavedUsage:
     def forget(self, state: Mapping[str, Any]) -> None:
         """Forget what a state of the graph has."""
         with self._lock:
-            kept, newest = self._known(state)
-            if newest in kept.names:
-                left = kept.names[kept.names.index(newest) :]
-                self._kept[_run(state)] = kept._replace(names=left)
-                if len(left) == 1:
+            unsaved, newest = self._known(state)
+            if newest in unsaved.names:
+                remaining = unsaved.names[unsaved.names.index(newest) :]
+                self._kept[_run(state)] = unsaved._replace(names=remaining)
+                if len(remaining) == 1:
                     del self._kept[_run(state)]
 
     def keep(
@@ -119,16 +119,18 @@ class UnsavedUsage:
     ) -> Mapping[str, Any]:
         """Keep what was used until it is written; the counts with it, which are to be written."""
         with self._lock:
-            kept, newest = self._known(state)
+            unsaved, newest = self._known(state)
             # The newest counts that the state has may have more than these.
-            if newest not in kept.names[:-1]:
-                kept = _Kept((newest,), feature_ledger(state, OWN))
+            if newest not in unsaved.names[:-1]:
+                unsaved = _Kept((newest,), feature_ledger(state, OWN))
             name = uuid4().hex
-            counts = _plus(kept.counts, amounts, [name] if is_tool else ())
+            counts = _plus(unsaved.counts, amounts, [name] if is_tool else ())
             counts["spent_by"] = name
             self._kept.pop(_run(state), None)
             if _run(state):
-                self._kept[_run(state)] = _Kept((*kept.names, name), counts, task or kept.task)
+                self._kept[_run(state)] = _Kept(
+                    (*unsaved.names, name), counts, task or unsaved.task
+                )
             if len(self._kept) > MAX_LATE:
                 del self._kept[next(iter(self._kept))]
             return counts
@@ -147,7 +149,7 @@ class Charging:
         self, counters: set[str], pricing: Pricing, store: StoreClient | None, recorder: Recorder
     ) -> None:
         self.late = UnsavedUsage()
-        self._counters = [each for each in BUDGETS if each in counters]
+        self._counters = [counter for counter in BUDGETS if counter in counters]
         self._pricing = pricing
         self._store = store
         self._recorder = recorder
@@ -231,12 +233,12 @@ class Charging:
             limits = limits.without_store("allow")
         for budget in limits.budgets:
             amount = total.get(budget.limit.counter, 0)
-            known = {check.counter: before.get(check.counter, 0) for check in budget.checks}
+            before_call = {check.counter: before.get(check.counter, 0) for check in budget.checks}
             for check in budget.checks:
                 after = counts.get(check.key or "")
                 if after is not None:
-                    known[check.counter] = max(0, after - amount)
-            shown = status(budget, known, 1, spent=amount)
+                    before_call[check.counter] = max(0, after - amount)
+            shown = status(budget, before_call, 1, spent=amount)
             self._recorder.record_charge(call, shown, is_call=is_call)
 
     async def settle(self, mode: Mode | None, sent: AcquireRequest | None) -> AcquireResult | None:
@@ -303,16 +305,16 @@ def settlements(
     ]
     keys = {key: counter for key, _, counter in checks}
     starts = {key: counts.get(check.counter, 0) for key, check, _ in checks}
-    most: Amounts = {}
+    limits_by_key: Amounts = {}
     for key, check, _ in checks:
         if check.maximum is not None:
-            most[key] = min(check.maximum, most.get(key, check.maximum))
-    made: list[Correction] = []
+            limits_by_key[key] = min(check.maximum, limits_by_key.get(key, check.maximum))
+    corrections: list[Correction] = []
 
     def add(name: str, amounts: Amounts, settles: str) -> None:
         begins = {key: starts[key] for key in amounts}
-        shown = {key: most[key] for key in amounts if key in most}
-        made.append(Correction(name, amounts, starts=begins, settles=settles, limits=shown))
+        shown = {key: limits_by_key[key] for key in amounts if key in limits_by_key}
+        corrections.append(Correction(name, amounts, starts=begins, settles=settles, limits=shown))
 
     # The first correction gives back what is held under all keys.
     held = hold.request
@@ -333,14 +335,14 @@ def settlements(
             if amounts[counter]:
                 add(f"{run.id}/{key}", {key: amounts[counter]}, run.id)
     counters = {key: CountRef(key, start) for key, start in starts.items()}
-    return AcquireRequest("", "", counters, corrections=tuple(made)) if made else None
+    return AcquireRequest("", "", counters, corrections=tuple(corrections)) if corrections else None
 
 
 def counts_of(
-    state: Mapping[str, Any], kept: Mapping[str, Any] = MappingProxyType({})
+    state: Mapping[str, Any], entries: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, int]:
     """Return the budgets' use by the name of the count; `kept` has newer counts."""
-    of_thread, of_run = spent(state, kept)
+    of_thread, of_run = spent(state, entries)
     return {
         f"{counter}/{scope}": spent.get(counter, 0)
         for counter in BUDGETS

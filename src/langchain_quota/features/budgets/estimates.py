@@ -49,7 +49,7 @@ _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "num_
 
 
 def estimated_usage(
-    asked: ModelUsage,
+    model: ModelUsage,
     prompt: Sequence[BaseMessage],
     answer: Sequence[BaseMessage],
     *,
@@ -57,9 +57,13 @@ def estimated_usage(
 ) -> ModelUsage:
     """Estimate the use of a model run whose provider reports nothing."""
     # Reasoning that is not in the answer is missing.
-    given, said = _estimated(prompt, tools), _estimated(answer)
+    input_tokens, output_tokens = _estimated(prompt, tools), _estimated(answer)
     return replace(
-        asked, input_tokens=given, output_tokens=said, total_tokens=given + said, estimated=True
+        model,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        total_tokens=input_tokens + output_tokens,
+        estimated=True,
     )
 
 
@@ -79,15 +83,15 @@ def max_usage(request: ModelRequest[Any]) -> ModelUsage:
         >>> from langchain_quota import TokenLimit, max_usage
         >>> limit = TokenLimit(run_limit=100_000, reserve=max_usage)
     """
-    asked = asked_of(request.model, request.model_settings)
+    usage = asked_of(request.model, request.model_settings)
     settings = _settings(request.model, request.model_settings)
 
     def setting(name: str) -> Any:
         return next((setting[name] for setting in settings if setting.get(name) is not None), None)
 
-    reported, sent = _newest_report(request.messages, asked.provider)
+    reported, sent = _newest_report(request.messages, usage.provider)
     tools: list[Any] = []
-    given = reported
+    input_tokens = reported
     if not reported:
         sent = [*([request.system_message] if request.system_message else []), *request.messages]
         tools = [t if isinstance(t, dict) else convert_to_openai_tool(t) for t in request.tools]
@@ -95,18 +99,18 @@ def max_usage(request: ModelRequest[Any]) -> ModelUsage:
         if form is not None:
             specs = ToolStrategy(getattr(form, "schema", form)).schema_specs
             tools += [spec.json_schema for spec in specs]
-        given = _MOST_FOR_TOOLS if tools else 0
+        input_tokens = _MOST_FOR_TOOLS if tools else 0
     size, media = _size(sent, tools)
-    given += size + sum(max(MOST_PER_MEDIUM, each) for each in media)
-    given += _MOST_PER_MESSAGE * (len(sent) + 1)
-    made = _max_tokens(request.model, request.model_settings) * (setting("n") or 1)
+    input_tokens += size + sum(max(MOST_PER_MEDIUM, medium) for medium in media)
+    input_tokens += _MOST_PER_MESSAGE * (len(sent) + 1)
+    output_tokens = _max_tokens(request.model, request.model_settings) * (setting("n") or 1)
     return replace(
-        asked,
+        usage,
         service_tier=str(setting("service_tier") or ""),
         speed=str(setting("speed") or ""),
-        input_tokens=given,
-        output_tokens=made,
-        total_tokens=given + made,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        total_tokens=input_tokens + output_tokens,
         estimated=True,
     )
 
@@ -118,8 +122,8 @@ def asked_of(model: BaseChatModel, settings: Mapping[str, Any]) -> ModelUsage:
 
 def asked_in(metadata: Mapping[str, Any] | None, *, speed: str = "") -> ModelUsage:
     """Return the same from the metadata that LangChain gives to callbacks."""
-    known = metadata or {}
-    provider, model = known.get("ls_provider") or "", known.get("ls_model_name") or ""
+    values = metadata or {}
+    provider, model = values.get("ls_provider") or "", values.get("ls_model_name") or ""
     return ModelUsage(provider=str(provider), request_model=str(model), speed=speed)
 
 
@@ -181,31 +185,31 @@ def _newest_report(
 
 def _settings(model: BaseChatModel, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Yield where a call's settings may be, the winning ones first: the body is sent as it is."""
-    own = {
+    attributes = {
         name: getattr(model, name, None) for name in ("n", "service_tier", "speed", *_MAX_TOKENS)
     }
     body = settings.get("extra_body", getattr(model, "extra_body", None))
-    return [body or {}, settings, own, getattr(model, "model_kwargs", None) or {}]
+    return [body or {}, settings, attributes, getattr(model, "model_kwargs", None) or {}]
 
 
 def _max_tokens(model: BaseChatModel, settings: Mapping[str, Any]) -> int:
     """Return the limit of an answer; the higher of two, if it is not known which one holds."""
-    body, *others = _settings(model, settings)
+    body, *rest = _settings(model, settings)
     fields = type(model).model_fields
     # With ChatOpenAI's Responses API the model's own limit wins over `max_tokens`.
     alias = fields["max_tokens"].alias if "max_tokens" in fields else None
-    known = [alias] if alias in _MAX_TOKENS else [name for name in _MAX_TOKENS if name in fields]
-    wins = _limits([settings], (known or ["max_tokens"])[:1])
+    names = [alias] if alias in _MAX_TOKENS else [name for name in _MAX_TOKENS if name in fields]
+    wins = _limits([settings], (names or ["max_tokens"])[:1])
     profile: Mapping[str, Any] = model.profile or {}
     default: int = profile.get("max_output_tokens") or DEFAULT_MAX_TOKENS
-    found = [*_limits([body], _MAX_TOKENS), *(wins or _limits(others, _MAX_TOKENS))]
-    return max(found, default=default)
+    limits = [*_limits([body], _MAX_TOKENS), *(wins or _limits(rest, _MAX_TOKENS))]
+    return max(limits, default=default)
 
 
 def _limits(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[int]:
     """Yield the limits of an answer that settings have."""
-    found = [setting.get(name) for setting in settings for name in names]
-    return [each for each in found if isinstance(each, int) and each > 0]
+    values = [setting.get(name) for setting in settings for name in names]
+    return [value for value in values if isinstance(value, int) and value > 0]
 
 
 _REFUSED = range(400, 600)
@@ -238,7 +242,7 @@ def is_paid(error: BaseException) -> bool:
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
-    names = {kind.__name__ for each in chain for kind in type(each).__mro__}
+    names = {kind.__name__ for cause in chain for kind in type(cause).__mro__}
     if any(map(_refuses, chain)) or names & _NOT_CONNECTED:
         return False
     return any(name.endswith(_CUT_OFF) for name in names)
@@ -247,8 +251,10 @@ def is_paid(error: BaseException) -> bool:
 def _refuses(error: BaseException) -> bool:
     """Return whether an error has the status of a provider's refusal."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    found = [getattr(each, "status_code", None) for each in (error, getattr(error, "response", 0))]
+    statuses = [
+        getattr(holder, "status_code", None) for holder in (error, getattr(error, "response", 0))
+    ]
     # Google's client gives the status 504 to a call for which it no longer waits.
     if names & _HAS_STATUS_AS_CODE and "DeadlineExceeded" not in names:
-        found.append(getattr(error, "code", None))
-    return any(isinstance(status, int) and status in _REFUSED for status in found)
+        statuses.append(getattr(error, "code", None))
+    return any(isinstance(status, int) and status in _REFUSED for status in statuses)

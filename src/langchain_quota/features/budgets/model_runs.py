@@ -85,8 +85,8 @@ class ModelRun:
             metadata |= chunk.response_metadata
             if chunk.usage_metadata:
                 usage = add_usage(usage, chunk.usage_metadata)
-        told = AIMessage("", usage_metadata=usage, response_metadata=metadata)
-        result = LLMResult(generations=[[ChatGeneration(message=told)]])
+        message = AIMessage("", usage_metadata=usage, response_metadata=metadata)
+        result = LLMResult(generations=[[ChatGeneration(message=message)]])
         return replace(self.used(result, self.chunks), estimated=True)
 
 
@@ -130,7 +130,7 @@ class OwnCall(BaseCallbackHandler):
 
     def runs(self) -> list[ModelRun]:
         """Return the model runs so far, in the order in which they have started."""
-        return [each.now() for each in [*self.kept.values()]]
+        return [run.now() for run in [*self.kept.values()]]
 
     def on_chat_model_start(self, *_: Any, run_id: UUID, **__: Any) -> None:
         """Raise an exception if the model may not be called, and forget the run."""
@@ -242,7 +242,7 @@ class ModelRuns(BaseCallbackHandler):
 
     def _start(self, prompt: Sequence[BaseMessage], *, run_id: UUID, **more: Any) -> None:
         params = more.get("invocation_params") or {}
-        asked = asked_in(more.get("metadata"), speed=str(params.get("speed") or ""))
+        usage = asked_in(more.get("metadata"), speed=str(params.get("speed") or ""))
         place = self._learn(run_id, **more)
         # What a call leaves running may start more model runs.
         calls = [call for call in place.calls if call.is_open]
@@ -252,14 +252,14 @@ class ModelRuns(BaseCallbackHandler):
             for runs in asking.kept_in:
                 runs.pop(UUID(asking.id), None)
         # The agent's own call is charged for what is made in it.
-        own = [call.graph for call in calls]
-        graphs = [graph for graph in place.graphs if graph not in own]
+        own_graphs = [call.graph for call in calls]
+        graphs = [graph for graph in place.graphs if graph not in own_graphs]
         task = None
         with suppress(RuntimeError):
             task = asyncio.current_task()
         started = ModelRun(
             id=str(run_id),
-            usage=asked,
+            usage=usage,
             prompt=prompt,
             params=params,
             shared=bool(place.graphs) or len(calls) > 1,
@@ -358,5 +358,5 @@ def _running() -> tuple[ModelRuns | None, UUID | None]:
     """Return the handler and the run of the running node; `None` where there is none."""
     callbacks = running_config().get("callbacks")
     handlers = getattr(callbacks, "inheritable_handlers", ())
-    found = next((handler for handler in handlers if isinstance(handler, ModelRuns)), None)
-    return found, getattr(callbacks, "parent_run_id", None)
+    model_runs = next((handler for handler in handlers if isinstance(handler, ModelRuns)), None)
+    return model_runs, getattr(callbacks, "parent_run_id", None)

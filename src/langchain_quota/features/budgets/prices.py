@@ -102,8 +102,8 @@ def highest_cost(usage: ModelUsage, prices: Prices) -> int:
     written = replace(usage, cache_creation_tokens=usage.input_tokens)
     inputs = (usage, read, written, replace(written, cache_creation_1h_tokens=usage.input_tokens))
     return max(
-        cost(replace(each, reasoning_tokens=reasoning), prices)
-        for each in inputs
+        cost(replace(tokens, reasoning_tokens=reasoning), prices)
+        for tokens in inputs
         for reasoning in (0, usage.output_tokens)
     )
 
@@ -136,17 +136,17 @@ class Pricing:
         # By the name that was asked for: runs that had no price when they were paid.
         self._failed: dict[str, ModelUsage] = {}
 
-    def check(self, asked: ModelUsage, *, agent: str | None) -> None:
+    def check(self, usage: ModelUsage, *, agent: str | None) -> None:
         """Check that a model has a price, before a call of it is paid."""
         if self._prices is None or self._allow_unknown:
             return
         # If its price failed after an earlier call, that call must have a price first.
-        failed = self._failed.get(asked.request_model)
-        if failed is None and asked in self._known:
+        failed = self._failed.get(usage.request_model)
+        if failed is None and usage in self._known:
             return
         try:
             if failed is None:
-                priced(asked, self._prices)
+                priced(usage, self._prices)
             else:
                 _priced_again(failed, self._prices)
         except UnknownPriceError as error:
@@ -154,8 +154,8 @@ class Pricing:
             raise
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
-        self._known.add(asked)
-        self._failed.pop(asked.request_model, None)
+        self._known.add(usage)
+        self._failed.pop(usage.request_model, None)
 
     def cost(self, usage: ModelUsage, agent: str | None, held: int) -> tuple[int, str]:
         """Return the price of a model run in nanodollars, and whether its price is known."""
@@ -179,8 +179,8 @@ class Pricing:
     def _name_unpaid(self, usage: ModelUsage, agent: str | None, prices: Prices) -> None:
         """Log the provider's own tools that the price of a run does not include."""
         for tool in () if usage.cached else sorted({*usage.provider_tools}):
-            others = tuple(each for each in usage.provider_tools if each != tool)
-            of_others = cost(replace(usage, provider_tools=others), prices)
+            unpaid = tuple(tool_name for tool_name in usage.provider_tools if tool_name != tool)
+            of_others = cost(replace(usage, provider_tools=unpaid), prices)
             if cost(usage, prices) == of_others:
                 self._recorder.log_first(logs.unpaid_tool, agent, label(tool))
 
@@ -218,8 +218,8 @@ def _priced_again(failed: ModelUsage, prices: Prices) -> None:
     except Exception as error:
         reason = "an earlier call is paid, and what answered has no price: give it, prices="
         if not isinstance(error, UnknownPriceError):
-            said = f"{type(error).__name__}: {error}"
-            reason = f"prices failed for an earlier call that was paid ({said})"
+            text = f"{type(error).__name__}: {error}"
+            reason = f"prices failed for an earlier call that was paid ({text})"
         model = next(iter(failed.models), "")
         raise UnknownPriceError(model, failed.provider, reason=reason) from error
 
@@ -244,8 +244,8 @@ def listed_price(usage: ModelUsage, *, at: datetime | None = None) -> Decimal | 
         cache_audio_write_tokens=0,
         web_searches=usage.provider_tools.count("web_search") or None,
     )
-    own = [(name, usage.provider or None) for name in usage.models]
-    for name, provider in (*own, *_behind_gateways(usage.models)):
+    names = [(name, usage.provider or None) for name in usage.models]
+    for name, provider in (*names, *_behind_gateways(usage.models)):
         with localcontext(_EXACT), suppress(LookupError):
             price: Decimal = calc_price(
                 tokens,
@@ -281,15 +281,17 @@ def _has_list() -> bool:
     return True
 
 
-def _tabled_price(table: Mapping[str, Price], others: Prices, usage: ModelUsage) -> Decimal | None:
+def _tabled_price(
+    table: Mapping[str, Price], fallback: Prices, usage: ModelUsage
+) -> Decimal | None:
     """Return the price of a run by a table, or by other prices if the model is not in it."""
     price = next((table[name] for name in usage.models if name in table), None)
     if price is None:
-        return others(usage)
+        return fallback(usage)
 
     def rate(part: str) -> Decimal:
-        given: Dollars | None = getattr(price, part)
-        return rate(_WHOLE[part]) if given is None else parse_dollars(part, given)
+        dollars: Dollars | None = getattr(price, part)
+        return rate(_WHOLE[part]) if dollars is None else parse_dollars(part, dollars)
 
     with localcontext(_EXACT):
         return sum(tokens * rate(part) for part, tokens in _parts(usage).items()) / _PER

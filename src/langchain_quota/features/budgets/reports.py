@@ -31,7 +31,7 @@ def charged_tokens(usage: ModelUsage, counter: str) -> int:
     return 0 if usage.cached else int(getattr(usage, counter.rpartition(".")[2]))
 
 
-def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
+def reported_usage(result: LLMResult, requested: ModelUsage) -> ModelUsage:
     """Return a provider's report about one run; the caller estimates tokens that are missing."""
     # The first message has the usage; further ones repeat it.
     answer = next(iter(result.generations[0] if result.generations else ()), None)
@@ -42,38 +42,38 @@ def reported_usage(result: LLMResult, asked: ModelUsage) -> ModelUsage:
         # Of a completion model; in a batch only the first run has it, for all.
         whole = {"input": "prompt", "output": "completion", "total": "total"}
         usage = {f"{ours}_tokens": own.get(f"{theirs}_tokens") for ours, theirs in whole.items()}
-    about = _about(answered, asked)
-    model = about["response_model"] or asked.request_model
+    about = _about(answered, requested)
+    model = about["response_model"] or requested.request_model
     about["provider_tools"] = _provider_tools(message, answered.get("grounding_metadata"), model)
     if usage is None:
-        return replace(asked, **about, estimated=True)
+        return replace(requested, **about, estimated=True)
     # For an answer from its cache, LangChain sets the cost to zero, and leaves the tokens.
     cached = usage.get("total_cost") == 0
     tokens = counted(usage)
     if tokens is None:
-        return replace(asked, **about, cached=cached, estimated=not cached)
+        return replace(requested, **about, cached=cached, estimated=not cached)
     estimated = message is not None and not cached and not tokens["total_tokens"]
     return ModelUsage(
-        request_model=asked.request_model, **about, **tokens, cached=cached, estimated=estimated
+        request_model=requested.request_model, **about, **tokens, cached=cached, estimated=estimated
     )
 
 
-def _about(answered: Mapping[str, Any], asked: ModelUsage) -> dict[str, Any]:
+def _about(answered: Mapping[str, Any], requested: ModelUsage) -> dict[str, Any]:
     """Return the names of the model that has answered."""
     raw = answered.get("usage")
     raw = raw if isinstance(raw, Mapping) else {}
     return {
-        "provider": asked.provider or str(answered.get("model_provider") or ""),
+        "provider": requested.provider or str(answered.get("model_provider") or ""),
         "response_model": str(answered.get("model_name") or answered.get("model") or ""),
         "service_tier": str(answered.get("service_tier") or raw.get("service_tier") or ""),
-        "speed": str(raw.get("speed") or asked.speed),
+        "speed": str(raw.get("speed") or requested.speed),
     }
 
 
 def _provider_tools(message: Any, sources: Any, model: str) -> tuple[str, ...]:
     """Return the provider's own tools that ran, by an answer's parts and by Gemini's sources."""
     parts = getattr(message, "content", None)
-    found = []
+    tools = []
     for each in parts if isinstance(parts, list) else ():
         part: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
         is_named = part.get("type") in ("server_tool_use", "server_tool_call")
@@ -81,22 +81,24 @@ def _provider_tools(message: Any, sources: Any, model: str) -> tuple[str, ...]:
         done = part.get("action") or part.get("args")
         # OpenAI also opens pages, which costs nothing.
         opens = isinstance(done, Mapping) and done.get("type", "search") != "search"
-        found += [str(name)] if name and not opens else []
-    given: Mapping[str, Any] = sources if isinstance(sources, Mapping) else {}
-    asked = (given.get(f"{each}_search_queries") or () for each in ("web", "image"))
-    searches = len({str(query) for each in asked for query in each if query})
+        tools += [str(name)] if name and not opens else []
+    metadata: Mapping[str, Any] = sources if isinstance(sources, Mapping) else {}
+    queries = (metadata.get(f"{each}_search_queries") or () for each in ("web", "image"))
+    searches = len({str(query) for each in queries for query in each if query})
     # Before Gemini 3, all searches of a call have one price.
-    found += ["web_search"] * (min(1, searches) if re.search("gemini-[12]", model) else searches)
-    found += ["google_maps"] * any(each.get("maps") for each in given.get("grounding_chunks") or ())
-    return tuple(sorted(found))
+    tools += ["web_search"] * (min(1, searches) if re.search("gemini-[12]", model) else searches)
+    tools += ["google_maps"] * any(
+        each.get("maps") for each in metadata.get("grounding_chunks") or ()
+    )
+    return tuple(sorted(tools))
 
 
 def counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the reported tokens; `None` if a number cannot be a count of tokens."""
-    given = usage.get("input_tokens") or 0
-    made = usage.get("output_tokens") or 0
+    input_tokens = usage.get("input_tokens") or 0
+    output_tokens = usage.get("output_tokens") or 0
     total = usage.get("total_tokens") or 0
-    if not all(map(_is_count, (given, made, total))):
+    if not all(map(_is_count, (input_tokens, output_tokens, total))):
         return None
     inputs = usage.get("input_token_details") or {}
     outputs = usage.get("output_token_details") or {}
@@ -104,10 +106,10 @@ def counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
     for_1h = _detail(inputs, "ephemeral_1h_input_tokens")
     split = for_1h + _detail(inputs, "ephemeral_5m_input_tokens")
     return {
-        "input_tokens": given,
-        "output_tokens": made,
+        "input_tokens": input_tokens,
+        "output_tokens": output_tokens,
         # The higher number is safe if a report contradicts itself.
-        "total_tokens": max(total, given + made),
+        "total_tokens": max(total, input_tokens + output_tokens),
         "cache_read_tokens": _detail(inputs, "cache_read"),
         "cache_creation_tokens": split or _detail(inputs, "cache_creation"),
         "cache_creation_1h_tokens": for_1h,
@@ -119,8 +121,8 @@ def counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _detail(details: Mapping[str, Any], name: str) -> int:
     """Return a detail, even if its name begins with a service tier; 0 without a count of tokens."""
-    found = (details.get(tier + name) for tier in _TIERS) if details else ()
-    return next((each for each in found if each and _is_count(each)), 0)
+    values = (details.get(tier + name) for tier in _TIERS) if details else ()
+    return next((value for value in values if value and _is_count(value)), 0)
 
 
 def _is_count(value: object) -> bool:

@@ -90,12 +90,12 @@ def mark(answer: ToolAnswer, call_id: object, *worked: object) -> None:
 
 def marked(state: Mapping[str, Any], run: str) -> dict[str, int]:
     """Return how long the newest tool calls of a run have worked, by the name of the time."""
-    found: dict[str, int] = {}
+    times: dict[str, int] = {}
     for message in reversed(state.get("messages") or ()):
         if isinstance(message, AIMessage):
             break
         match getattr(message, "response_metadata", {}).get(WORKED):
             # A caller can write it, too.
             case [str(of), str(name), int(worked)] if of and of == run and worked >= 0:
-                found[name] = worked
-    return found
+                times[name] = worked
+    return times

@@ -73,11 +73,11 @@ class Lease:
         try:
             result = await self._ask(mode)
             while result is not None and not result.admitted[0]:
-                left = until - time.monotonic()
-                if left <= 0:
+                remaining = until - time.monotonic()
+                if remaining <= 0:
                     break
                 self.waits = True
-                some = min(left, pause * random.uniform(0.5, 1))  # noqa: S311 - no secret
+                some = min(remaining, pause * random.uniform(0.5, 1))  # noqa: S311 - no secret
                 await wait_for(mode, some)
                 pause = min(LONGEST_PAUSE, pause * 1.5)
                 result = await self._ask(mode)
@@ -163,5 +163,8 @@ class Lease:
     def _return(self) -> AcquireRequest:
         """Return the correction that releases all leases, even if a request arrives later."""
         nothing = {str(counter.key): 0 for counter in self._counters.values()}
-        returned = (Correction(each, nothing, each, each, settles=each) for each in self._open)
+        returned = (
+            Correction(request, nothing, request, request, settles=request)
+            for request in self._open
+        )
         return AcquireRequest("", "", corrections=tuple(returned))

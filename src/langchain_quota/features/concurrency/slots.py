@@ -116,11 +116,13 @@ class _SlotRequest:
     """One call, until its task and the threads of its tool have ended."""
 
     def __init__(self, request: ToolCallRequest, limits: Mapping[str, ConcurrencyLimit]) -> None:
-        made, state = request.tool_call, request.state
+        tool_call, state = request.tool_call, request.state
         state = state if isinstance(state, Mapping) else {}
         name = newest_name(state.get("messages") or ())
         self.context = context = call_context(running_runtime(), model_name=name)
-        self.call = Call("tool", made["name"], made["id"], 1, context.agent, context.thread_id)
+        self.call = Call(
+            "tool", tool_call["name"], tool_call["id"], 1, context.agent, context.thread_id
+        )
         self.limits = limits
         # Empty if the tool's state has none.
         self.known = ledger(state)
@@ -151,9 +153,9 @@ class _SlotRequest:
         # The shortest wait of its limits holds.
         waits = [limit.seconds for limit in self.limits.values() if limit.enforce]
         until = self._began + min(waits, default=0)
-        for count, most in self._needs().items():
+        for count, maximum in self._needs().items():
             semaphore = semaphore_of(store and store.store, count)
-            slot = await semaphore.acquire(mode, most, until - time.monotonic())
+            slot = await semaphore.acquire(mode, maximum, until - time.monotonic())
             self._slots.append(slot)
             self._met(count, slot)
             if not slot.acquired:
@@ -167,7 +169,7 @@ class _SlotRequest:
             self.store_unavailable = True
             return
         self._running, self._refused = result.used, [*result.refused[0]]
-        enforced = (each for each in self._refused if self.limits[each].enforce)
+        enforced = (name for name in self._refused if self.limits[name].enforce)
         self.waited_for = next(enforced, self.waited_for)
         if result.admitted[0]:
             self._lease = lease
@@ -182,9 +184,9 @@ class _SlotRequest:
         # can. Counts of limits on trial come last.
         needs: dict[str, int | None] = {}
         for limit in sorted(self.limits.values(), key=_rank):
-            count, most = store_counter(limit), limit.max_concurrency
+            count, maximum = store_counter(limit), limit.max_concurrency
             if limit.enforce:
-                needs[count] = min(most, needs.get(count) or most)
+                needs[count] = min(maximum, needs.get(count) or maximum)
             else:
                 needs.setdefault(count, None)
         return needs
@@ -208,7 +210,7 @@ class _SlotRequest:
             refused = [*self.limits] if outage == "block" else []
         outcome = Outcome.ALLOWED
         if refused:
-            enforced = any(self.limits[each].enforce for each in refused)
+            enforced = any(self.limits[status].enforce for status in refused)
             outcome = Outcome.BLOCKED if enforced else Outcome.WOULD_BLOCK
         statuses = (self._status(limit, refused=limit in refused) for limit in self.limits)
         return Decision(self.call, outcome, tuple(statuses))
