@@ -49,20 +49,15 @@ class InlineState(dict[str, Any]):
 
     def answer(self, response: Response) -> None:
         """Add the model's answer, with the ids under which charges are kept."""
-        answered = {
-            message.tool_call_id for message in response.result if isinstance(message, ToolMessage)
-        }
-        for message in response.result:
-            identified_message = message
-            if isinstance(identified_message, AIMessage):
+        result = response.result
+        answered = {reply.tool_call_id for reply in result if isinstance(reply, ToolMessage)}
+        for message in result:
+            named = message
+            if isinstance(named, AIMessage):
                 # A copy: a cache may give the same message again.
-                identified_message = identified(
-                    identified_message.model_copy(
-                        update={"id": identified_message.id or str(uuid4())}
-                    ),
-                    answered,
-                )
-            self.write({"messages": [identified_message]})
+                named = named.model_copy(update={"id": named.id or str(uuid4())})
+                named = identified(named, answered)
+            self.write({"messages": [named]})
         self["structured_response"] = response.structured_response
 
 
@@ -89,9 +84,7 @@ def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
         if isinstance(message, AIMessage):
             ids = [call["id"] for call in message.tool_calls]
             # Two calls under one id have two answers.
-            return {
-                message_id for message_id, call_id in refusals.items() if ids.count(call_id) == 1
-            }
+            return {key for key, call_id in refusals.items() if ids.count(call_id) == 1}
         if isinstance(message, ToolMessage):
             if message.tool_call_id in answered and message.status == "error" and message.id:
                 refusals[message.id] = message.tool_call_id

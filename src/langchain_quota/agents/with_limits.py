@@ -78,11 +78,7 @@ def with_limits(
         )
     create_agent: Any = create
     parameters = signature(create_agent).parameters.values()
-    defaults = {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.default is not parameter.empty
-    }
+    defaults = {arg.name: arg.default for arg in parameters if arg.default is not arg.empty}
 
     @wraps(create)
     def create_with_limits(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Agent:

@@ -74,9 +74,8 @@ class ToolCounts:
             if call_id in self.calls:
                 charged += self.calls[call_id]["counters"].get(counter, 0)
         # Never below zero, even where someone else reset the counts.
-        return max(0, self.thread.get(counter, 0) - charged), max(
-            0, self.run.get(counter, 0) - charged
-        )
+        thread, run = self.thread.get(counter, 0), self.run.get(counter, 0)
+        return max(0, thread - charged), max(0, run - charged)
 
     def of_call(self, call_id: str) -> Charge:
         """Return the charges of a call."""
@@ -345,11 +344,9 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     ]
     call_checks = [(call, limits.checks_for(call)) for call in calls]
     # After the last call of a budget no tool runs.
-    checked = (
-        [] if final else [(call, each) for call, each in call_checks if each.limits or every_call]
-    )
+    checked = [pair for pair in call_checks if not final and (pair[1].limits or every_call)]
     counts = ToolCounts.of(state, run_ledger, waiting.message.id)
-    matched = {str(call.id) for call, each in call_checks if each.limits}
+    matched = {str(call.id) for call, checks in call_checks if checks.limits}
     used: dict[str, int] = {}
     for _, checks in checked:
         for limit in checks.limits:
@@ -371,9 +368,8 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         # again, so that no refund is made twice.
         keys = {call_id: counts.forget_keys(call_id, limits.keys()) for call_id in sorted(matched)}
         step = context.step(task or middleware)
-        renewed = refund_corrections(
-            step, {each: amounts for each, amounts in keys.items() if amounts}
-        )
+        charges = {call_id: amounts for call_id, amounts in keys.items() if amounts}
+        renewed = refund_corrections(step, charges)
     return Batch(
         state=state,
         ledger=run_ledger,

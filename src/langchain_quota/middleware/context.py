@@ -172,13 +172,13 @@ class LimitResolver:
         kind: Kind | None,
         state: State,
         runtime: object,
-        root_runs: Sequence[Subject],
+        subjects: Sequence[Subject],
     ) -> ResolvedLimits:
         """Return the limits on calls of a kind, or on all calls, as they are now."""
         caller = call_context(runtime, model_name=None)
         prefix = prefix_now(self._prefix, state, runtime)
         subject = ""
-        for root_run in root_runs:
+        for root_run in subjects:
             subject = await root_run(mode, state, caller, prefix)
         now = None if self._clock is None else self._clock()
         moment = _ResolutionContext(mode, state, runtime, caller, prefix, subject, now)

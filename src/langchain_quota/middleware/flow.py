@@ -271,12 +271,8 @@ class Kernel:
     def learn_tools(self, request: Request) -> None:
         """Learn which tools there really are, before the model invents others."""
         agent, tools = running_agent(), request.tools
-        newest_agent, newest_tools = self._newest
-        if (
-            agent == newest_agent
-            and len(tools) == len(newest_tools)
-            and all(map(is_, tools, newest_tools))
-        ):
+        newest, before = self._newest
+        if agent == newest and len(tools) == len(before) and all(map(is_, tools, before)):
             return
         self.recorder.learn_tools(agent, [t.name for t in tools if not isinstance(t, dict)])
         for learn in self.learn_tools_hooks:
@@ -289,9 +285,8 @@ class Kernel:
         """Return the limits on calls of a kind, or on all calls, as they are now."""
         limits = self.resolver.fixed.get(kind)
         if limits is None:
-            limits = await self.resolver.resolve(
-                mode, kind, state, runtime, self.root_run_subject_hooks
-            )
+            subjects = self.root_run_subject_hooks
+            limits = await self.resolver.resolve(mode, kind, state, runtime, subjects)
         for change in self.adjust_limits_hooks:
             limits = change(state, limits)
         return limits

@@ -92,11 +92,9 @@ def pending_calls(state: State) -> PendingCalls | None:
         return None
     if not message.tool_calls:
         return None
-    answered = {answer_message.tool_call_id for answer_message in answers}
+    answered = {reply.tool_call_id for reply in answers}
     has_response = state.get("structured_response") is not None
-    structured = has_response and any(
-        answer_message.status != "error" for answer_message in answers
-    )
+    structured = has_response and any(reply.status != "error" for reply in answers)
     named = identified(message, answered)
     calls = _unanswered(named, answered, state)
     return PendingCalls(named, calls, structured, replaces=named is not message)
@@ -117,9 +115,9 @@ def unfinished_calls(
         elif isinstance(message, AIMessage):
             if message.id == message_id:
                 finished = {
-                    answer_message.tool_call_id
-                    for answer_message in answers
-                    if not is_newest or answer_message.status != "error"
+                    reply.tool_call_id
+                    for reply in answers
+                    if not is_newest or reply.status != "error"
                 }
                 named = identified(message, finished)
                 return named, _unanswered(named, finished, state)
