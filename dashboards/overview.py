@@ -125,7 +125,7 @@ def _calls_refused() -> StatPanel:
     return show.stat(
         show.Place(44, 3, 7),
         "Calls refused",
-        "How many calls were refused in the chosen time, and which share of all judged calls that "
+        "How many calls were refused in the chosen time, and which share of all checked calls that "
         "is. A call that two limits refuse is one call. Calls that were refused because the store "
         "failed are included. The variable Limit does not narrow it.",
         [
@@ -222,7 +222,7 @@ def _refusals() -> TimeseriesPanel:
             show.Query(allowed, "calls allowed", exemplar=True, properties=show.LINE),
         ],
         unit=settings.ROUNDED,
-    ).no_value("No call was judged.")
+    ).no_value("No call was checked.")
 
 
 def _shared() -> TablePanel:
@@ -304,7 +304,7 @@ def _limits() -> TablePanel:
         show.Place(51, 24, 8),
         "Limits",
         "What limits allow, from which used share they are near, and which share of the calls that "
-        "they judged they refused in the chosen time. 'Would refuse' is the share of a limit on "
+        "they checked they refused in the chosen time. 'Would refuse' is the share of a limit on "
         "trial (enforce=False). Limits that a function computes are not listed.",
         [
             show.text("Agent", "agent", 150),
@@ -333,7 +333,7 @@ def _health() -> TimeseriesPanel:
     counted = (
         (errors, "component", "failures of {{component}}"),
         (fallbacks, "action", "calls without the store: {{action}}"),
-        (unchecked, "kind", "calls that no limit judged: {{kind}}"),
+        (unchecked, "kind", "calls that no limit checked: {{kind}}"),
     )
     return show.bars(
         show.Place(52, 24, 8),

@@ -98,8 +98,8 @@ def build() -> Dashboard:
         show.table(
             show.Place(47, 24, 7),
             "Limits of this thread",
-            "The limits that judged calls of the thread. 'Used' is empty for a limit that does not "
-            "count per thread, such as a limit of runs.",
+            "The limits that checked calls of the thread. 'Used' is empty for a limit that does "
+            "not count per thread, such as a limit of runs.",
             [
                 show.text("Limit", "limit", 220),
                 show.text("Agent", "agent", 180),

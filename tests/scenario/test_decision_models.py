@@ -64,7 +64,7 @@ def scene_of(signals: Signals, decider: Any, *limits: Any, **options: Any) -> Sc
 
 
 async def test_the_count_of_unchecked_calls(signals: Signals) -> None:
-    """Each call of a decision model is counted as a model call that no limit judges."""
+    """Each call of a decision model is counted as a model call that no limit checks."""
     telemetry = Telemetry(registry=signals.registry, count_unchecked_calls=True)
     signals = Signals(telemetry, signals.registry, signals.provider, signals.exporter)
     limits = [ModelCallLimit(run_limit=9), ToolCallLimit(run_limit=9)]

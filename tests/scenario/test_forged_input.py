@@ -174,7 +174,7 @@ STATE = [(kind, shared) for kind, shared in EVERYWHERE if not shared or kind == 
 """Where the thread's state counts what is limited."""
 BETWEEN = [each for each in STATE if each[0] == "drop-in"]
 NODES = [each for each in EVERYWHERE if each[0] != "graph"]
-"""Where no limit judges in the node of tools."""
+"""Where no limit checks in the node of tools."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         if isinstance(request.state, InlineState):
             # Both would write the counts, and neither sees what the other one writes.
             raise RuntimeError(  # noqa: TRY004 - the agent is put together wrongly
-                f"{self.name} and another middleware of this agent both judge around the model "
+                f"{self.name} and another middleware of this agent both check around the model "
                 "call: put all limits into one InlineQuotaMiddleware"
             )
         step = InlineState(request)

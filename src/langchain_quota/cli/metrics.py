@@ -186,7 +186,7 @@ class Figures(NamedTuple):
 
 
 def figures(scrapes: Sequence[Scrape]) -> Figures:
-    """What processes say: the sums, and what a thread or subject has used by who judged it last."""
+    """What processes say: the sums, and what a thread or subject has used by the newest check."""
     # What each process says of a thread or of a subject.
     uses: defaultdict[Series, defaultdict[int, dict[str, Any]]]
     uses = defaultdict(lambda: defaultdict(dict))

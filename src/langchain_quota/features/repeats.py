@@ -59,7 +59,7 @@ class Record(TypedDict):
     """What a repeat limit remembers of a run; every value is plain JSON."""
 
     message: str
-    """The id of the newest message whose calls it has judged."""
+    """The id of the newest message whose calls it has checked."""
     step: int
     """How many messages that was, in this run."""
     made: list[list[Any]]
@@ -156,7 +156,7 @@ def _asked(
 
 
 class _RepeatCheck:
-    """The calls of a message, as one limit judges them."""
+    """The calls of a message, as one limit checks them."""
 
     def __init__(self, limit: RepeatLimit, record: Record, batch: Batch) -> None:
         pending, messages = batch.pending, batch.state.get("messages") or ()
@@ -166,7 +166,7 @@ class _RepeatCheck:
         self._ids = [str(call["id"]) for call in pending.calls]
         self._step, self._others = record["step"] + 1, dict[str, list[str]]()
         if record["step"] and record["message"] == self._message:
-            # These calls are judged again.
+            # These calls are checked again.
             waiting = record["waiting"]
             self._others = {key: waiting[key] for key in waiting if key not in self._ids}
             self._step, record = record["step"], {**record, "waiting": {}}

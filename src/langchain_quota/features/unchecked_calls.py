@@ -1,7 +1,7 @@
-"""Calls that no limiter judges, in root runs in which a limiter judges others.
+"""Calls that no limiter checks, in root runs in which a limiter checks others.
 
 The handler of the root run counts the calls that it sees, and limiters count there those that they
-judge. When the root run ends, what is seen minus what is judged is recorded, by agent and kind.
+check. When the root run ends, what is seen minus what is checked is recorded, by agent and kind.
 """
 
 from collections import Counter
@@ -43,11 +43,11 @@ class CountingRootRun(RootRun):
         self._waits = False
         self.running: dict[UUID, _Where] = {}
         self.seen: list[_Where] = []
-        # By message: stacked limiters judge the same one.
+        # By message: stacked limiters check the same one.
         self._judged: dict[tuple[str, str | None, str | int], tuple[int, int]] = {}
 
     def judge(self, graph: str, agent: str | None, messages: Sequence[Any], models: int) -> None:
-        """Note that a limiter judges the newest answer of a model, with its tool calls."""
+        """Note that a limiter checks the newest answer of a model, with its tool calls."""
         for number, message in enumerate(reversed(messages)):
             if isinstance(message, AIMessage) and len(self._judged) < MOST_CALLS:
                 name = message.id or len(messages) - number
@@ -67,9 +67,9 @@ class CountingRootRun(RootRun):
             self._start("model", **more)
 
     def on_chain_end(self, *_: object, **more: Any) -> None:
-        """Record what is seen minus what is judged, if the root run is over."""
-        # What a run that waits for a person has not judged yet is judged after it is resumed. Then
-        # what it has judged before is not known any more.
+        """Record what is seen minus what is checked, if the root run is over."""
+        # What a run that waits for a person has not checked yet is checked when it is resumed. Then
+        # what it has checked before is not known any more.
         self._end(**more)
         is_known = len(self.seen) < MOST_CALLS and not self.resumes and not self._waits
         if more["run_id"] != self._outermost or self.recorder is None or not is_known:
@@ -102,7 +102,7 @@ class CountingRootRun(RootRun):
             self.seen.append(where)
 
     def _fail(self, *_: object, **more: Any) -> None:
-        # A call that fails may be made once more by another middleware: only one is judged.
+        # A call that fails may be made once more by another middleware: only one is checked.
         self.running.pop(more["run_id"], None)
 
     on_llm_start = on_chat_model_start = partialmethod(_start, "model")
@@ -112,7 +112,7 @@ class CountingRootRun(RootRun):
 
 
 class Unchecked(Feature):
-    """Notes which calls are judged."""
+    """Notes which calls are checked."""
 
     @classmethod
     def create(cls, kernel: Kernel) -> "Unchecked | None":
@@ -124,11 +124,11 @@ class Unchecked(Feature):
         return feature
 
     def after_model(self, state: Any, *, saved: bool) -> None:  # noqa: ARG002 - not of interest
-        """Note that the running agent's newest model call is judged, and its tool calls."""
+        """Note that the running agent's newest model call is checked, and its tool calls."""
         self._note(state.get("messages") or (), models=1)
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
-        """Note tool calls that are judged without the call of the model that has made them."""
+        """Note tool calls that are checked without the call of the model that has made them."""
         if batch.pending is not None:
             self._note([batch.pending.message], models=0)
         return conclusion
@@ -143,7 +143,7 @@ class Unchecked(Feature):
 
 def _log(agent: str, kind: str) -> None:
     logger.warning(
-        "no limit judged a %s call of agent %r, and its run has limits: %s",
+        "no limit checked a %s call of agent %r, and its run has limits: %s",
         kind,
         agent,
         "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "

@@ -96,7 +96,7 @@ class Waiting(Feature):
     async def check_batch(
         self, mode: Mode, batch: Batch, acquire: BatchCheck
     ) -> tuple[Batch, AcquireResult]:
-        """Judge a batch when there is room for it, or when it may wait no longer."""
+        """Check a batch when there is room for it, or when it may wait no longer."""
         waits = [
             (limit, scope, _queue_of(check))
             for (limit, scope), check in _checks(batch).items()

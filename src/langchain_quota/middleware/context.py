@@ -223,10 +223,7 @@ class LimitResolver:
     async def _evaluate(
         self, moment: "_ResolutionContext", limit: Limit, argument: str, value: Any
     ) -> Any:
-        """Return a value, or evaluate the user's function for it.
-
-        Errors are counted and name the argument.
-        """
+        """Return a value, or that of the user's function, whose errors are counted and named."""
         if not callable(value):
             return value
         try:

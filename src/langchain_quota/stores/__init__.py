@@ -128,11 +128,11 @@ class QuotaStore(Protocol):
         2. An attempt that was corrected before it arrived charges nothing: `QuotaStoreError`.
         3. A request whose idempotency key was answered before gets the same answer, with
            `replayed`, and is charged nothing. Its counters are matched by position.
-        4. The calls are judged by `admit`, on the counts that are kept. A counter without a kept
+        4. The calls are checked by `admit`, on the counts that are kept. A counter without a kept
            count uses its own `used`. Grants under the keys raise the limits.
         5. What is admitted is charged, unless refusals stop the batch. A new key begins at the
            count of its first charged counter. The result is remembered if it charged a key;
-           else the next try is judged anew. What a
+           else the next try is checked again. What a
            counter with a lease charges is held: it is given back once, when it is settled, when the
            attempt is undone, or when the lease is over (a second later at most).
 

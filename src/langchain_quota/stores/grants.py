@@ -108,7 +108,7 @@ class Granting(ABC):
 
         Every limit over the count is raised until the grant ends, in all agents that share the
         store. A grant to the count of a window ends with the window. It holds for all calls that
-        are judged from now on, in every process. It is logged at the level INFO.
+        are checked from now on, in every process. It is logged at the level INFO.
 
         Args:
             key: The count's key, as `QuotaUsage` has it.

@@ -313,7 +313,7 @@ class MemoryStore(Granting, RateLimiting):
 
 @dataclass(slots=True)
 class StoredGrant:
-    """A grant, and whether a call has been judged by it."""
+    """A grant, and whether a call has been checked by it."""
 
     grant: Grant
     is_new: bool = True

@@ -263,7 +263,7 @@ class Budgets(Feature):
         context = model_context(state, runtime)
         step, task = _step(state, limits, context), context.task(kernel.name)
         hold: Reservation | None = Reservation()
-        # The call was judged before, but not what the task has used since.
+        # The call was checked before, but not what the task has used since.
         made_before = self._late.has_made(task, state)
         if self._reserves or made_before:
             admitted = None if made_before else feature_ledger(state, self.name).get("admitted")
@@ -431,7 +431,7 @@ def _told(
     holding = {limit.limit.name: limit for limit in batch.limits.limits}
     both = ResolvedLimits(
         holding.get(limit.limit.name)
-        # Without the store, no quota has judged it.
+        # Without the store, no quota has checked it.
         or limit._replace(checks=tuple(check for check in limit.checks if check.counter in used))
         for limit in limits.limits
     )
