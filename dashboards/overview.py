@@ -36,7 +36,7 @@ def build() -> Dashboard:
         _customers(),
         _threads(),
         show.row(53, "Who is near a limit", _shared(), _nearest()),
-        show.row(54, "Limits, and limits on trial", _limits()),
+        show.row(54, "Limits, and dry runs", _limits()),
         show.row(55, "Health, whatever Agent and Limit are chosen", _health()),
     )
 

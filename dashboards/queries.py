@@ -122,7 +122,7 @@ def cost(window: str) -> str:
 
 
 def refused_spans() -> str:
-    """TraceQL: the calls of the thread that were not simply let through, and why."""
+    """TraceQL: the calls of the thread that were not simply allowed, and why."""
     thread = " || ".join(
         f"span.{attribute} = `${{thread:raw}}`"
         for attribute in (tracing.CONVERSATION_ID, tracing.THREAD_LABEL)
