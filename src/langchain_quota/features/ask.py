@@ -27,7 +27,7 @@ from langchain_quota.middleware.context import (
 )
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import FeatureData, feature_ledger
+from langchain_quota.middleware.state import FeatureData, State, feature_ledger
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant
 from langchain_quota.runtime.units import Unit, as_dollars, format_amount, in_base_unit
@@ -78,7 +78,7 @@ class Questions(Feature):
 
     _first: str
 
-    def begin_run(self, state: Any, feature_data: FeatureData) -> None:
+    def begin_run(self, state: State, feature_data: FeatureData) -> None:
         """Check that a run can wait for the answer of a person; it has no grants of its own yet."""
         context = call_context(running_runtime(), model_name=None)
         if not (context.remembers or context.invocation):
@@ -91,7 +91,7 @@ class Questions(Feature):
             of_thread = {name: n for name, n in granted.items() if name.endswith(f"/{THREAD}")}
             feature_data[self.name] = {"granted": of_thread}
 
-    def adjust_limits(self, state: Any, limits: ResolvedLimits) -> ResolvedLimits:
+    def adjust_limits(self, state: State, limits: ResolvedLimits) -> ResolvedLimits:
         """Raise limits by what people have granted in the thread's state."""
         return limits.raised(_granted(state))
 
@@ -347,7 +347,7 @@ def _given(amount: int, unit: Unit) -> float | str:
     return in_base_unit(amount, unit)
 
 
-def _granted(state: Mapping[str, Any]) -> Mapping[str, int]:
+def _granted(state: State) -> Mapping[str, int]:
     """Return what people have granted to the thread and to this run, if the state counts them."""
     return feature_ledger(state, Questions.name).get("granted") or {}
 

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from langchain.agents.middleware.types import ModelRequest
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 
@@ -14,9 +13,9 @@ from langchain_quota.limits.call import Call
 from langchain_quota.limits.options import INPUT_TOKENS, OUTPUT_TOKENS, TOTAL_TOKENS
 from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.middleware.calls import model_counts
-from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.feature import Feature, Request
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import ledger, run_tools, thread_tools
+from langchain_quota.middleware.state import State, ledger, run_tools, thread_tools
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.runtime.units import Level, as_dollars, as_time, level
 from langchain_quota.stores import QuotaUsage
@@ -61,7 +60,7 @@ class ModelNotes(Feature):
         self._tells: bool = options["tell_model"]
         self._hides: bool = options["hide_exhausted"]
 
-    async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:
+    async def shape_request(self, mode: Mode, request: Request) -> Request:
         """Return the request for the model: with a note, and only the tools that it may call."""
         state: Any = request.state
         if ledger(state).get("final"):
@@ -96,7 +95,7 @@ class ModelNotes(Feature):
         return request.override(messages=_with_note(request.messages, text)) if text else request
 
 
-def _state_counts(state: Mapping[str, Any], limits: ResolvedLimits) -> dict[str, int]:
+def _state_counts(state: State, limits: ResolvedLimits) -> dict[str, int]:
     """Return the state's counts, by the name of the counter."""
     thread, run = thread_tools(state), run_tools(state)
     counts = model_counts(state)
@@ -179,8 +178,8 @@ def _takes_note(message: AnyMessage) -> bool:
 
 
 def _without_exhausted(
-    request: ModelRequest[Any], limits: ResolvedLimits, counts: Mapping[str, int]
-) -> tuple[ModelRequest[Any], str | None]:
+    request: Request, limits: ResolvedLimits, counts: Mapping[str, int]
+) -> tuple[Request, str | None]:
     """Return the request without exhausted tools, and a note if they have to stay."""
     # A tool stays if all limits that refuse it ask a person: without a call nobody would be asked.
     # Or if they have its calls wait.
@@ -194,7 +193,7 @@ def _without_exhausted(
     return (request, None) if len(usable) == len(request.tools) else _offer(request, usable)
 
 
-def _offer(request: ModelRequest[Any], tools: list[Any]) -> tuple[ModelRequest[Any], str | None]:
+def _offer(request: Request, tools: list[Any]) -> tuple[Request, str | None]:
     """Offer these tools, unless the provider might refuse the request."""
     # Some refuse an empty list of tools where the history has tool calls.
     has_history = any(
@@ -209,7 +208,7 @@ def _offer(request: ModelRequest[Any], tools: list[Any]) -> tuple[ModelRequest[A
     return request.override(tools=tools, tool_choice=tool_choice), None
 
 
-def _has_structured_tool(request: ModelRequest[Any]) -> bool:
+def _has_structured_tool(request: Request) -> bool:
     """Return whether LangChain is sure to add a tool for the structured response."""
     # With an automatic strategy it adds one unless it knows that the model has structured output.
     # It knows this from the model's profile or, without one, from the model's name.

@@ -28,7 +28,7 @@ from langchain_quota.limits.repeats import MOST_KEPT, RepeatLimit
 from langchain_quota.middleware.calls import Batch, HookResult
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import FeatureData, feature_ledger
+from langchain_quota.middleware.state import FeatureData, State, feature_ledger
 
 _NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
 
@@ -88,12 +88,12 @@ class Repeats(Feature):
         super().__init__(kernel)
         self._limits = [limit for limit in kernel.limits if isinstance(limit, RepeatLimit)]
 
-    def begin_run(self, state: Any, feature_data: FeatureData) -> None:
+    def begin_run(self, state: State, feature_data: FeatureData) -> None:
         """Forget the calls of the last run: a new run may repeat them."""
         if _records(state):
             feature_data[self.name] = {**self.unused}
 
-    def state_counts(self, state: Any) -> dict[str, int]:
+    def state_counts(self, state: State) -> dict[str, int]:
         """Return how often the most repeated call or failure came, by the name of the counter."""
         records = _records(state).get(self._kernel.name, {})
         counters: dict[str, int] = {}
@@ -134,7 +134,7 @@ class Repeats(Feature):
         return conclusion
 
 
-def _records(state: Mapping[str, Any]) -> Mapping[str, dict[str, Record]]:
+def _records(state: State) -> Mapping[str, dict[str, Record]]:
     """Return what the limits of all middlewares remember."""
     return feature_ledger(state, Repeats.name).get("repeats") or {}
 

@@ -9,15 +9,22 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from langchain.agents.middleware.types import ModelRequest, ToolCallRequest
+from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import AIMessage, ToolMessage
 from langgraph.checkpoint.base import WRITES_IDX_MAP
 
 from langchain_quota.middleware.calls import Batch, HookResult, Update
 from langchain_quota.middleware.context import digest, running_config, running_runtime
-from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
+from langchain_quota.middleware.feature import Feature, Request, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import LEDGER, Ledger, feature_ledger, ledger, merge_ledgers
+from langchain_quota.middleware.state import (
+    LEDGER,
+    Ledger,
+    State,
+    feature_ledger,
+    ledger,
+    merge_ledgers,
+)
 from langchain_quota.runtime.sync_async import Mode, call_variant
 
 _RERUN = "reruns"  # in the state with which a call is checked that runs again
@@ -62,7 +69,7 @@ class Reruns(Feature):
             batch.save(self.name, {batch.calls[0].kind: check})
         return conclusion
 
-    async def check_rerun(self, mode: Mode, request: ModelRequest[Any]) -> Update | None:
+    async def check_rerun(self, mode: Mode, request: Request) -> Update | None:
         """Check a model call that runs again; what ends the run, or `None` if the call may run."""
         runtime = await self._runs_again(mode, "model", request.state)
         state = {**request.state, _RERUN: True}
@@ -92,7 +99,7 @@ class Reruns(Feature):
                     return answer
         return await call(request)
 
-    async def _runs_again(self, mode: Mode, kind: str, state: Any, call: Any = None) -> Any:
+    async def _runs_again(self, mode: Mode, kind: str, state: State, call: Any = None) -> Any:
         """Return the runtime in which a call is checked that runs again, or else `None`."""
         info = getattr(running_runtime(), "execution_info", None)
         if info is None or not isinstance(state, Mapping):

@@ -23,7 +23,7 @@ from langchain_quota.middleware.root_run import (
     thread_of,
     watch_root_runs,
 )
-from langchain_quota.middleware.state import FeatureData, feature_ledger
+from langchain_quota.middleware.state import FeatureData, State, feature_ledger
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.client import StoreClient
 
@@ -52,13 +52,13 @@ class RootRuns(Feature):
         per = [quota.per for limit in limits for quota in limit.quotas]
         return ("wrap_tool_call",) if ROOT_RUN in per else ()
 
-    def begin_run(self, state: Any, feature_data: FeatureData) -> None:
+    def begin_run(self, state: State, feature_data: FeatureData) -> None:
         """Let a new run find its root run again."""
         if feature_ledger(state, self.name):
             feature_data[self.name] = {**self.unused}
 
     async def root_run_subject(
-        self, mode: Mode, state: Any, caller: CallContext, prefix: str
+        self, mode: Mode, state: State, caller: CallContext, prefix: str
     ) -> str:
         """Whose calls a store counts together with those of the running node."""
         run, entries = root_run(), feature_ledger(state, self.name)

@@ -7,7 +7,7 @@ from typing import Any
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import FeatureData
+from langchain_quota.middleware.state import FeatureData, State
 from langchain_quota.telemetry.logs import agent_name, logger
 
 _ALIKE = 0.8
@@ -27,7 +27,7 @@ class UnsavedThreadLimits(Feature):
         super().__init__(kernel)
         self._warned = False
 
-    def begin_run(self, state: Any, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
+    def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
         """Warn if neither a checkpointer nor a store keeps the counts of threads."""
         context = call_context(running_runtime(), model_name=None)
         has_store = self.store is not None

@@ -19,6 +19,7 @@ from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.root_run import DECISION, RootRun, root_run, watch_root_runs
+from langchain_quota.middleware.state import State
 from langchain_quota.runtime import compat
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.logs import agent_name, logger
@@ -123,7 +124,7 @@ class Unchecked(Feature):
         watch_root_runs(CountingRootRun)
         return feature
 
-    def after_model(self, state: Any, *, saved: bool) -> None:  # noqa: ARG002 - not of interest
+    def after_model(self, state: State, *, saved: bool) -> None:  # noqa: ARG002 - not of interest
         """Note that the running agent's newest model call is checked, and its tool calls."""
         self._note(state.get("messages") or (), models=1)
 

@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolCallRequest
+from langchain.agents.middleware.types import ModelResponse, ToolCallRequest
 from langchain_core.load import dumps
 from langchain_core.messages import AIMessage
 
@@ -53,7 +53,7 @@ from langchain_quota.middleware.calls import (
 )
 from langchain_quota.middleware.conclude import conclude_model
 from langchain_quota.middleware.context import CallContext, running_runtime
-from langchain_quota.middleware.feature import Feature, ModelCall, ToolAnswer, ToolHandler
+from langchain_quota.middleware.feature import Feature, ModelCall, Request, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import (
     LEDGER,
@@ -62,6 +62,7 @@ from langchain_quota.middleware.state import (
     Counts,
     FeatureData,
     Ledger,
+    State,
     feature_ledger,
     ledger,
     merge_ledgers,
@@ -156,13 +157,13 @@ class Budgets(Feature):
         if self._charges_all:
             watch_all_models()
 
-    def begin_run(self, state: Any, feature_data: FeatureData) -> None:
+    def begin_run(self, state: State, feature_data: FeatureData) -> None:
         """Reset the run's use, and keep for the thread what calls of the last run have used."""
         self._late.forget(state)
         feature_data[self.name] = {**self._late.of(state), **_NEW_RUN}
 
     async def before_model_check(
-        self, mode: Mode, state: Any, runtime: Any, limits: ResolvedLimits
+        self, mode: Mode, state: State, runtime: Any, limits: ResolvedLimits
     ) -> None:
         """Charge what tools, sub-agents and other middlewares have used."""
         graph = running_graph() if self._charges_all else None
@@ -174,7 +175,7 @@ class Budgets(Feature):
             if runs:
                 await charge(mode, graph.step, runs)
 
-    def state_counts(self, state: Any) -> Mapping[str, int]:
+    def state_counts(self, state: State) -> Mapping[str, int]:
         """Return the budgets' use in the state."""
         return counts_of(state)
 
@@ -225,7 +226,7 @@ class Budgets(Feature):
         batch.save(self.name, {"admitted": {"used": dict(batch.counted), "keys": charged}})
         return conclusion._replace(decisions=())
 
-    def after_model(self, state: Any, *, saved: bool) -> None:
+    def after_model(self, state: State, *, saved: bool) -> None:
         """Learn what is written; raise what a refused call could not raise in the model's step."""
         if saved:
             self._late.forget(state)
@@ -238,7 +239,7 @@ class Budgets(Feature):
             remembered = self._errors.pop(ledger(state).get("ended") or "", None)
             raise remembered or ModelCallLimitExceededError(*numbers, message=text)
 
-    async def shape_request(self, mode: Mode, request: ModelRequest[Any]) -> ModelRequest[Any]:  # noqa: ARG002 - as for every feature
+    async def shape_request(self, mode: Mode, request: Request) -> Request:  # noqa: ARG002 - as for every feature
         """Have the call go to the other model, where the budget is nearly used up."""
         other = self._downgrades.get(ledger(request.state).get("downgraded") or "")
         if other is None:
@@ -254,7 +255,7 @@ class Budgets(Feature):
         return request.override(model=other) if first == settings else request
 
     async def around_model(
-        self, mode: Mode, request: ModelRequest[Any], call: ModelCall, written: Update
+        self, mode: Mode, request: Request, call: ModelCall, written: Update
     ) -> ModelResponse[Any] | None:
         """Hold what the call can use, make it, and charge what it has used."""
         kernel, state, runtime = self._kernel, request.state, request.runtime
@@ -318,11 +319,11 @@ class Budgets(Feature):
     async def _hold(
         self,
         mode: Mode,
-        request: ModelRequest[Any],
+        request: Request,
         step: ChargeContext,
         admitted: Mapping[str, Any] | None,
         written: Update,
-    ) -> tuple[ModelRequest[Any], Reservation | None]:
+    ) -> tuple[Request, Reservation | None]:
         """Hold all that the call can use, or ask for a last call; `None` if it is refused."""
         kernel, last = self._kernel, bool(ledger(step.state).get("final"))
         while True:
@@ -359,7 +360,7 @@ class Budgets(Feature):
             written[LEDGER] = entries
         return shaped, hold
 
-    def _holding(self, request: ModelRequest[Any], step: ChargeContext) -> Batch:
+    def _holding(self, request: Request, step: ChargeContext) -> Batch:
         """Return the batch that reserves all that the call can use."""
         if request.model is not None:
             # The reserve is priced before anything is called.
@@ -455,7 +456,7 @@ def _downgraded_by(batch: Batch) -> str:
     return ""
 
 
-def _with_ledger(request: ModelRequest[Any], entries: Ledger) -> ModelRequest[Any]:
+def _with_ledger(request: Request, entries: Ledger) -> Request:
     """Return the request with other entries in its ledger."""
     state: Any = copy(request.state)
     state[LEDGER] = merge_ledgers(ledger(state), entries)
@@ -473,12 +474,12 @@ def _of_time(limits: Sequence[Limit]) -> bool:
     return any(limit.unit == "milliseconds" and counts_calls(limit) for limit in limits)
 
 
-def _counts_in(state: Mapping[str, Any]) -> dict[str, Any]:
+def _counts_in(state: State) -> dict[str, Any]:
     """Return the counts of a state without its messages."""
     return {LEDGER: ledger(state), THREAD_TOOLS: state.get(THREAD_TOOLS)}
 
 
-def _step(state: Mapping[str, Any], limits: ResolvedLimits, context: CallContext) -> ChargeContext:
+def _step(state: State, limits: ResolvedLimits, context: CallContext) -> ChargeContext:
     """Return who is charged for the model call that is being made."""
     return ChargeContext(
         state, limits, Call("model", agent=context.agent, thread_id=context.thread_id)

@@ -19,7 +19,7 @@ from langchain_quota.features.budgets.work import Work, marked, pass_on
 from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Call
 from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS
 from langchain_quota.middleware.root_run import root_run
-from langchain_quota.middleware.state import Amounts, feature_ledger, ledger, spent
+from langchain_quota.middleware.state import Amounts, State, feature_ledger, ledger, spent
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.labels import NONE
@@ -46,7 +46,7 @@ Used = tuple[ModelRun | WorkTime, Mapping[str, int]]
 class ChargeContext(NamedTuple):
     """Who is charged: the state of a hook, the limits at that moment, and the call."""
 
-    state: Mapping[str, Any]
+    state: State
     limits: ResolvedLimits
     call: Call
 
@@ -79,7 +79,7 @@ class UnsavedUsage:
         self._kept: dict[str, _Kept] = {}
         self._lock = fork_safe_lock()
 
-    def of(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def of(self, state: State) -> Mapping[str, Any]:
         """Return the newest counts of the state's run; empty if the state has them."""
         unsaved, newest = self._known(state)
         counts = unsaved.counts if newest in unsaved.names[:-1] else {}
@@ -91,15 +91,15 @@ class UnsavedUsage:
             return counts
         return {**counts, **_plus(entries, {MILLISECONDS: sum(other.values())}, other)}
 
-    def counts(self, state: Mapping[str, Any]) -> dict[str, int]:
+    def counts(self, state: State) -> dict[str, int]:
         """Return the budgets' use, by the name of the count."""
         return counts_of(state, self.of(state))
 
-    def has_made(self, task: str | None, state: Mapping[str, Any]) -> bool:
+    def has_made(self, task: str | None, state: State) -> bool:
         """Return whether the newest call of the state's run was made in this task."""
         return task is not None and self._known(state)[0].task == task
 
-    def forget(self, state: Mapping[str, Any]) -> None:
+    def forget(self, state: State) -> None:
         """Forget what a state of the graph has."""
         with self._lock:
             unsaved, newest = self._known(state)
@@ -111,7 +111,7 @@ class UnsavedUsage:
 
     def keep(
         self,
-        state: Mapping[str, Any],
+        state: State,
         amounts: Mapping[str, int],
         task: str | None,
         *,
@@ -135,7 +135,7 @@ class UnsavedUsage:
                 del self._kept[next(iter(self._kept))]
             return counts
 
-    def _known(self, state: Mapping[str, Any]) -> tuple[_Kept, str]:
+    def _known(self, state: State) -> tuple[_Kept, str]:
         """Return what is kept of the state's run, and the newest use that the state has."""
         return self._kept.get(_run(state), _Kept()), feature_ledger(state, OWN).get(
             "spent_by"
@@ -338,9 +338,7 @@ def settlements(
     return AcquireRequest("", "", counters, corrections=tuple(corrections)) if corrections else None
 
 
-def counts_of(
-    state: Mapping[str, Any], entries: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, int]:
+def counts_of(state: State, entries: Mapping[str, Any] = MappingProxyType({})) -> dict[str, int]:
     """Return the budgets' use by the name of the count; `kept` has newer counts."""
     of_thread, of_run = spent(state, entries)
     return {
@@ -379,5 +377,5 @@ def _mirror_root_run(limits: ResolvedLimits, counts: Mapping[str, int]) -> None:
         run.learn_used({key: n for key, n in counts.items() if key in keys})
 
 
-def _run(state: Mapping[str, Any]) -> str:
+def _run(state: State) -> str:
     return ledger(state).get("run") or ""

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from langchain.agents.middleware.types import ModelRequest
 from langchain.agents.structured_output import ToolStrategy
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, AnyMessage, BaseMessage
@@ -13,6 +12,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from langchain_quota.features.budgets.reports import counted
 from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.middleware.feature import Request
 from langchain_quota.runtime import compat
 
 DEFAULT_MAX_TOKENS = 16_384
@@ -67,7 +67,7 @@ def estimated_usage(
     )
 
 
-def max_usage(request: ModelRequest[Any]) -> ModelUsage:
+def max_usage(request: Request) -> ModelUsage:
     """Return the most tokens that a model call can use, as far as this is known before the call.
 
     The input: the tokens that the provider has reported for the call of the newest answer, and one

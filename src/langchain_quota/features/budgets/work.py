@@ -11,6 +11,7 @@ from langchain_core.messages import AIMessage, ToolMessage
 from langgraph.types import Command
 
 from langchain_quota.middleware.feature import ToolAnswer
+from langchain_quota.middleware.state import State
 from langchain_quota.runtime.sync_async import fork_safe_lock
 
 WORKED = "quota_worked"
@@ -88,7 +89,7 @@ def mark(answer: ToolAnswer, call_id: object, *worked: object) -> None:
             message.response_metadata = {**message.response_metadata, WORKED: [*worked]}
 
 
-def marked(state: Mapping[str, Any], run: str) -> dict[str, int]:
+def marked(state: State, run: str) -> dict[str, int]:
     """Return how long the newest tool calls of a run have worked, by the name of the time."""
     times: dict[str, int] = {}
     for message in reversed(state.get("messages") or ()):
