@@ -110,7 +110,7 @@ class GraphQuota:
             )
         return _LimitedModel(limits=self._limits, inner=inner, offered=_as_tools(tools))
 
-    def tools(self, tools: Tools, **options: Any) -> ToolNode:
+    def tools(self, tools: Tools, **options: object) -> ToolNode:
         """Return a node of tools: it answers the calls that a limit refuses, and runs the others.
 
         It also checks the calls of a model without limits, and all calls if a tool limit can
@@ -300,7 +300,7 @@ class _LimitedTools(ToolNode):
     async def _answered(self, mode: Mode, /, input: Any, config: Any = None, **options: Any) -> Any:  # noqa: A002
         requests: list[Any] = []
 
-        async def see(_: Mode, request: Any, __: Any) -> ToolMessage:
+        async def see(_: Mode, request: Any, __: object) -> ToolMessage:
             requests.append(request)
             return ToolMessage("", tool_call_id=request.tool_call["id"])
 
@@ -324,10 +324,10 @@ class _LimitedTools(ToolNode):
                 result = await call_variant(mode, *variants, input, named, **options)
             return result
 
-    def invoke(self, *args: Any, **options: Any) -> Any:
+    def invoke(self, *args: Any, **options: object) -> object:
         return run_sync(self._answered("", *args, **options))
 
-    async def ainvoke(self, *args: Any, **options: Any) -> Any:
+    async def ainvoke(self, *args: object, **options: object) -> object:
         return await self._answered("a", *args, **options)
 
 
@@ -388,7 +388,7 @@ class _LimitedModel(BaseChatModel):
         )
         return next(iter(responses), None) if structured else answer
 
-    def invoke(self, *args: Any, **options: Any) -> Any:
+    def invoke(self, *args: object, **options: object) -> Any:
         return run_sync(self._asked("", *args, **options))
 
     async def ainvoke(self, *args: Any, **options: Any) -> Any:

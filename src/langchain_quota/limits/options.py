@@ -82,17 +82,17 @@ class LimitOptions:
     wrap_tool_call: ClassVar[Any] = NoHook("{}(…)")
 
     # The defaults of a kind that does not have the option.
-    thread_limit: Any = None
+    thread_limit: object = None
     quotas: Sequence[Quota] = ()
     tools: Sequence[str] = ()
     """The tools that the limit names; empty for all tools."""
     exclude: Sequence[str] = ()
-    grant: Any = None
+    grant: object = None
     near: float | None = None
     give_up_after: int | None = None
     wait: Time | None = None
-    reserve: Any = None
-    keep: Any = None
+    reserve: object = None
+    keep: object = None
     tool_prices: Mapping[str, Any] = MappingProxyType({})
 
     @property

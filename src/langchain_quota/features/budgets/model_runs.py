@@ -132,7 +132,7 @@ class OwnCall(BaseCallbackHandler):
         """Return the model runs so far, in the order in which they have started."""
         return [run.now() for run in [*self.kept.values()]]
 
-    def on_chat_model_start(self, *_: Any, run_id: UUID, **__: Any) -> None:
+    def on_chat_model_start(self, *_: Any, run_id: UUID, **__: object) -> None:
         """Raise an exception if the model may not be called, and forget the run."""
         run = self.kept.get(run_id) if self.is_open else None
         if run is not None:
