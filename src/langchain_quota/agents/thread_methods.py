@@ -1,4 +1,4 @@
-"""What people do to one thread: set its counts to 0, and give it more than its limits say."""
+"""Methods of middlewares for one thread: reset its counts, and grant it more."""
 
 from collections import Counter
 from datetime import datetime, timedelta

@@ -1,4 +1,4 @@
-"""deepagents: one middleware for the main agent and all that its tool `task` starts."""
+"""`with_limits` for deepagents: the same limits for the main agent and its sub-agents."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps

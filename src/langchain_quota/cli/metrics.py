@@ -1,4 +1,4 @@
-"""What services say at /metrics: who has used how much, and what limits refuse."""
+"""A reader of /metrics for `top`: who has used how much, and what limits refuse."""
 
 import math
 import os

@@ -1,1 +1,1 @@
-"""What limits can do besides counting calls: each feature in its place."""
+"""Features: what limits can do besides counting calls, one file or folder for each."""

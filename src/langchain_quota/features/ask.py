@@ -1,4 +1,4 @@
-"""Asks a person at a limit whether the run may go on, and grants what the person answers.
+"""Ask a person at a limit whether the run may go on, and grant what the person answers.
 
 The run is interrupted with the payload of LangChain's `HumanInTheLoopMiddleware`, which existing
 interfaces show: one action, whose arguments say how much more each limit would grant.

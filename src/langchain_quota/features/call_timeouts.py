@@ -1,4 +1,4 @@
-"""How long a tool call may take: then an error answers it, and the agent goes on."""
+"""Time limits of single tool calls: when the time is over, an error answers the call."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Checks of the tools that an agent offers: code and sub-agents that no limit would see.
+"""Checks of an agent's tools for code and sub-agents that no limit would see.
 
 `CodeInterpreterMiddleware` of langchain-quickjs calls tools inside one call of its tool `eval`,
 where no hook of a middleware sees the calls. The tool `task` of deepagents starts sub-agents.

@@ -1,4 +1,4 @@
-"""What a model request says about the budget, and which tools it offers."""
+"""Notes to the model about what is left, and the tools that it is offered."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Repeat limits: their counts depend on the call, and on the answers of earlier calls."""
+"""Repeat limits, whose counts depend on the call and on the answers of earlier calls."""
 
 import json
 import re

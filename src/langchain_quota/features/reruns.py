@@ -1,4 +1,4 @@
-"""Calls that run again because a run goes on at an old checkpoint: a store charges them again.
+"""Calls that run again from an old checkpoint: a store charges them again.
 
 A check writes its name to the state, and the first step that makes a call of the check claims it,
 in this process. A step that a run goes on with asks the checkpointer whether it was finished.

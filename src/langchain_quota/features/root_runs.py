@@ -1,4 +1,4 @@
-"""Whose calls a store counts together as those of a root run: its thread, and a number.
+"""The subject of quotas per root run: its thread, and a number.
 
 The store numbers the root runs of a thread, so another process finds a run that it resumes.
 """

@@ -1,4 +1,4 @@
-"""Warns of what looks like a mistake: thread limits that end with the run, misspelt tools."""
+"""Warnings of likely mistakes: thread limits that are not saved, and misspelt tools."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches

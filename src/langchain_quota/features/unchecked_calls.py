@@ -1,4 +1,4 @@
-"""Calls that no limiter checks, in root runs in which a limiter checks others.
+"""Calls that no limit checks, in root runs in which limits check other calls.
 
 The handler of the root run counts the calls that it sees, and limiters count there those that they
 check. When the root run ends, what is seen minus what is checked is recorded, by agent and kind.

@@ -1,4 +1,4 @@
-"""Calls that wait for room in the windows of quotas, in the order in which they come.
+"""Calls that wait for room in the windows of quotas, first come, first served.
 
 A call stands in one queue: that of the quota which has room last, so it keeps nobody waiting who
 has room there. The tool calls of a message are admitted together, as soon as the first one can

@@ -1,4 +1,4 @@
-"""The hooks' access to a shared store: it times answers, records failures, keeps corrections.
+"""The client of a shared store: it times requests, records failures and keeps corrections.
 
 While the store does not answer, a correction waits in this process. It undoes the request, in case
 the store has received it, and adds the calls that ran nevertheless. The next requests of this
@@ -93,7 +93,7 @@ class StoreClient:
         return uses  # noqa: RET504 - the same
 
     async def reset(self, mode: Mode, keys: Sequence[str]) -> None:
-        """Set what is used of keys to 0. CorrectionQueue of them that wait are made first."""
+        """Reset the counts of keys, after the corrections of them that wait."""
         with self._timing("reset"):
             if self._corrections and keys:
                 await self._send(mode, AcquireRequest("", ""), keys)

@@ -1,4 +1,4 @@
-"""What every store does alike: it checks what it is asked, and says what it keeps for how long."""
+"""What all stores share: the validation of requests, and how long counts are kept."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""CorrectionQueue of a store's counts that wait until it can be asked.
+"""The queue of corrections that wait until a store is available again.
 
 The next requests take them along. When there are none, a task of the event loop sends them alone.
 """
@@ -28,7 +28,7 @@ _FIRST, _LONGEST = 1.0, 30.0
 
 
 class CorrectionQueue:
-    """CorrectionQueue that the store has not confirmed, the oldest first."""
+    """Corrections that the store has not confirmed, the oldest first."""
 
     def __init__(
         self, forms: Collection[str], send_all: Callable[[Mode], Coroutine[Any, Any, None]]

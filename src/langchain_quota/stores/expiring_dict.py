@@ -1,4 +1,4 @@
-"""Values that expire."""
+"""A dictionary whose values expire."""
 
 import math
 from heapq import heapify, heappop, heappush

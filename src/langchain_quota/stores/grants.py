@@ -1,4 +1,4 @@
-"""Grants: more than its limits say, for one count, until they end."""
+"""Grants: amounts that people add to the limits over one count, until they end."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""The keys under which a store keeps counts: what is counted, for whom, in which window."""
+"""The keys of counts in a store: counter, subject and window."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What a store in a database keeps, as rows of text: a `MemoryStore` says what becomes of them."""
+"""The rows of a store in a database. A `MemoryStore` computes how they change."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Stores in a server: which keys an operation has, how long it may take, what a failure says."""
+"""The base of stores in a server: keys of operations, timeouts, and errors with remedies."""
 
 import asyncio
 import re

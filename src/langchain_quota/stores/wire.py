@@ -1,4 +1,4 @@
-"""What a store's server is told of a request, as JSON, and how its answers are read.
+"""The wire format: requests to a store's script as JSON, and its replies.
 
 The scripts say what each part is: `acquire.lua` and `operations.lua`. Numbers are whole, and -1
 stands for none.

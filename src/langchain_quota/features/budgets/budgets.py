@@ -1,4 +1,4 @@
-"""Budgets of tokens and money: looked at before a model call, held around it, charged after it.
+"""Budgets of tokens and money: checked before a model call, reserved around it, charged after it.
 
 A call is let through before its request is known, if anything is left. With a `reserve`, the call
 asks for all that it can use when its request is known. A callback handler sees the model runs of a

@@ -1,4 +1,4 @@
-"""Charges model runs to budgets: once, in the state, in the store and in what is shown.
+"""Charge model runs to budgets: once, in the state, in the store and in telemetry.
 
 The graph keeps no update of a call that fails, or that another middleware makes again. So this
 process keeps what was used, for the next hook of the run, or for the next run of the thread.

@@ -1,4 +1,4 @@
-"""Tokens that nobody reports: bounded before a model run, and estimated after it."""
+"""Estimates of tokens: a bound before a model run, and what providers do not report after it."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Model runs: what each of them has used, and who is charged for it.
+"""Model runs: their use, and the agent that is charged for it.
 
 One callback handler sees all runs of a root run, or of a call, each with the run that has started
 it. So it knows in which agent's call a model run is made, and which graphs it is below.

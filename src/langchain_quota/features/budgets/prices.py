@@ -1,4 +1,4 @@
-"""What the tokens of a model run cost, in US dollars."""
+"""The prices of model runs and tool calls, in US dollars."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

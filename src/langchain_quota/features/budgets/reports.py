@@ -1,4 +1,4 @@
-"""What a provider reports about one model run."""
+"""The report of a provider about one model run."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How long tool calls have worked: calls of a run that run at the same time count once."""
+"""The time that calls work: calls of a run that run at the same time count once."""
 
 import time
 from collections.abc import Iterator, Mapping

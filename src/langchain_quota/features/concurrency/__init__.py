@@ -1,1 +1,1 @@
-"""Calls that run at the same time."""
+"""Concurrency limits: how many tool calls may run at the same time."""

@@ -1,4 +1,4 @@
-"""The places of tool calls that run at the same time in a store.
+"""Leases in a store for the slots of running tool calls.
 
 A store holds a lease: 1 under each count of the call. While the call runs, the lease is renewed: in
 one step, the store gives the old hold back and holds anew. It ends by itself when the process has

@@ -1,4 +1,4 @@
-"""Caps on calls at once: a tool call waits for its turn, runs, and makes room for the next one."""
+"""Slots of a concurrency limit: a tool call waits for one, runs, and releases it."""
 
 import asyncio
 import sys
