@@ -57,7 +57,7 @@ def around(inner: Any, **options: Any) -> Any:
 
 
 def is_saved(_: str) -> bool:
-    return compat.has_checkpointer(get_config()["configurable"])
+    return compat.checkpointer(get_config()["configurable"]) is not None
 
 
 def name(_: str) -> str | None:
@@ -66,8 +66,8 @@ def name(_: str) -> str | None:
 
 IN_A_TOOL: dict[str, tuple[Callable[[str], Any], int, dict[str, Any], object]] = {
     "agent_name": (name, 0, {"name": "writer"}, "writer"),
-    "has_checkpointer": (is_saved, 1, {"checkpointer": InMemorySaver()}, True),
-    "has_checkpointer, without one": (is_saved, 1, {}, False),
+    "checkpointer": (is_saved, 1, {"checkpointer": InMemorySaver()}, True),
+    "checkpointer, without one": (is_saved, 1, {}, False),
     "graph_namespace": (lambda ns: compat.graph_namespace(ns)[:6], 1, {}, "inner:"),
     "enclosing_tasks": (lambda ns: len(compat.enclosing_tasks(ns)), 2, {}, 2),
     "is_one_call": (compat.is_one_call, 0, {}, True),
@@ -109,6 +109,24 @@ def test_in_a_tool(
         graph = around(graph, **(options if level == depth - 1 else {}))
     graph.invoke(GO, CONFIG)
     assert found == [seen]
+
+
+def test_is_resumed_step() -> None:
+    """A tool sees whether it runs again from an old checkpoint."""
+    look, found = spy(lambda: compat.is_resumed_step(get_config()["configurable"]))
+    model = ScriptedChatModel(script=[["look"], "Done.", "Done."])
+    graph: Any = create_agent(model, [look], checkpointer=InMemorySaver())
+    graph.invoke(GO, CONFIG)
+    before = next(state for state in graph.get_state_history(CONFIG) if state.next == ("tools",))
+    graph.invoke(None, before.config)
+    assert found == [False, True]
+
+
+def test_checkpoint_ids() -> None:
+    """An agent in a graph finds the checkpoints of both, by their namespaces."""
+    look, found = spy(lambda: [*compat.checkpoint_ids(get_config()["configurable"])])
+    around(agent(look), checkpointer=InMemorySaver()).invoke(GO, CONFIG)
+    assert [namespace.partition(":")[0] for namespace in found[0]] == ["", "inner"]
 
 
 def test_is_from_create_agent() -> None:

@@ -25,6 +25,7 @@ from langchain_quota.middleware.state import (
     ledger,
     merge_ledgers,
 )
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant
 
 _RERUN = "reruns"  # in the state with which a call is checked that runs again
@@ -119,10 +120,8 @@ async def _earlier(mode: Mode, info: Any) -> tuple[str, bool]:
     """Return a name for this attempt if its task was finished before, and whether its step was."""
     config = running_config()
     configurable = config.get("configurable") or {}
-    saver: Any = configurable.get("__pregel_checkpointer")
-    graphs = configurable.get("checkpoint_map") or {}
-    # LangGraph says so in the first step of a run that goes on at a checkpoint, and only there.
-    if not configurable.get("__pregel_resuming") or not hasattr(saver, "get_tuple"):
+    saver, graphs = compat.checkpointer(configurable), compat.checkpoint_ids(configurable)
+    if not compat.is_resumed_step(configurable) or not hasattr(saver, "get_tuple"):
         return "", False
     # The step runs at a copy of the checkpoint that a caller names. The copy may not be saved yet.
     checkpoint, is_copy, ids = (

@@ -81,7 +81,7 @@ def call_context(runtime: object, *, model_name: str | None) -> CallContext:
     enclosing = compat.enclosing_tasks(info.checkpoint_ns)
     in_a_tool = any(map(compat.runs_tools, enclosing))
     unnamed_inside = in_a_tool and (agent is None or model_name != agent)
-    is_saved = compat.has_checkpointer(config.get("configurable"))
+    is_saved = compat.checkpointer(config.get("configurable")) is not None
     is_one_call = any(map(compat.is_one_call, enclosing))
     return CallContext(
         agent,

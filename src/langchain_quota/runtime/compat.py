@@ -112,12 +112,28 @@ def model_parameters(model: "BaseChatModel", settings: Mapping[str, Any]) -> Map
 # LangGraph
 
 
-def has_checkpointer(configurable: _Metadata) -> bool:
-    """Return whether the running graph, or one around it, has a checkpointer.
+def checkpointer(configurable: _Metadata) -> Any:
+    """Return the checkpointer of the running graph, or of one around it; `None` without one.
 
     LangGraph: the checkpointer is in `configurable` under `__pregel_checkpointer`.
     """
-    return (configurable or {}).get("__pregel_checkpointer") is not None
+    return (configurable or {}).get("__pregel_checkpointer")
+
+
+def is_resumed_step(configurable: _Metadata) -> bool:
+    """Return whether a task runs in the first step of a run that continues from a checkpoint.
+
+    LangGraph: `configurable` has `__pregel_resuming` in that step, and only there.
+    """
+    return bool((configurable or {}).get("__pregel_resuming"))
+
+
+def checkpoint_ids(configurable: _Metadata) -> Mapping[str, str]:
+    """Return the ids of the checkpoints at which the running graphs stand, by their namespaces.
+
+    LangGraph: they are in `configurable` under `checkpoint_map`.
+    """
+    return (configurable or {}).get("checkpoint_map") or {}
 
 
 def task_namespace(metadata: _Metadata) -> str:
