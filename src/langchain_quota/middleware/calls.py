@@ -1,4 +1,4 @@
-"""The calls of a step, their checks, and the decisions about them.
+"""The calls of a step, and the checks that apply to them.
 
 batch = tool_batch(…) or model_batch(…)
 result = batch.by_state(), the store's answer to batch.to_store(), or batch.without_store(…)

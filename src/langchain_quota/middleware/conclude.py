@@ -1,4 +1,4 @@
-"""The results of checks: decisions, state updates, refunds, and exceptions."""
+"""The results of checks: blocked calls and their answers, state updates, refunds, exceptions."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
