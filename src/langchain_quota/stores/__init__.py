@@ -132,15 +132,15 @@ class QuotaStore(Protocol):
            count uses its own `used`. Grants under the keys raise the limits.
         5. What is admitted is charged, unless refusals stop the batch. A new key begins at the
            count of its first charged counter. The result is remembered if it charged a key;
-           else the next try is checked again. What a
-           counter with a lease charges is held: it is given back once, when it is settled, when the
-           attempt is undone, or when the lease is over (a second later at most).
+           else the next try is checked again. What a counter with a lease charges is reserved: it
+           is released once, when it is settled, when the attempt is undone, or when the lease is
+           over (a second later at most).
 
         A count whose key has a window and a limit, `search:user_id:ada:60~60`, drains: it falls
         evenly, by the limit in each window, by the store's clock. Kept is when it is 0: what is
-        charged moves this time by `spacing_of(key)` microseconds for each call, at the earliest
-        from now. A count is rounded up to calls. `AcquireResult.drained_in` says exactly when it
-        was 0 before the batch.
+        charged moves this time by `read_emission_interval(key)` microseconds for each call, at
+        the earliest from now. A count is rounded up to calls. `AcquireResult.drained_in` says
+        exactly when it was 0 before the batch.
 
         Args:
             request: The batch. Counts without a key belong to the caller, and are not kept. With a

@@ -29,23 +29,23 @@ def metadata(request: AcquireRequest) -> dict[str | None, Metadata]:
     """Return what a charge writes beside the counts, by key."""
     by_key: dict[str | None, Metadata] = {}
     counters = request.counters
-    for threshold in counters.values():
-        if threshold.key is None:
+    for counter in counters.values():
+        if counter.key is None:
             continue
-        if threshold.lease is not None and not request.idempotency_key:
+        if counter.lease is not None and not request.idempotency_key:
             raise ValueError(
-                f"idempotency_key must not be empty: the counter of {threshold.key!r} has a "
+                f"idempotency_key must not be empty: the counter of {counter.key!r} has a "
                 "lease, and the key names what is held; give the request one of its own"
             )
-        beside = by_key.setdefault(threshold.key, Metadata())
-        beside.mirrored = beside.mirrored and threshold.mirrored
-        if threshold.expires_at is not None:
-            beside.ends = max(math.ceil(threshold.expires_at), beside.ends or 0)
+        beside = by_key.setdefault(counter.key, Metadata())
+        beside.mirrored = beside.mirrored and counter.mirrored
+        if counter.expires_at is not None:
+            beside.ends = max(math.ceil(counter.expires_at), beside.ends or 0)
     for _, thresholds in request.hits:
-        for _, _, counter, limits, enforced in thresholds:
-            entry = by_key.get(counters[counter].key)
-            if entry is not None and enforced and limits >= 0:
-                entry.limit = limits if entry.limit is None else min(limits, entry.limit)
+        for _, _, name, maximum, enforced in thresholds:
+            entry = by_key.get(counters[name].key)
+            if entry is not None and enforced and maximum >= 0:
+                entry.limit = maximum if entry.limit is None else min(maximum, entry.limit)
     return by_key
 
 

@@ -77,17 +77,17 @@ class CorrectionQueue:
         They are forgotten unless sending them fails.
         """
         with self._lock:
-            ids, last = self._next(prefix, set(keys), name)
+            corrections, last = self._next(prefix, set(keys), name)
         complete = False
         try:
-            yield ids, last
+            yield corrections, last
             complete = True
         finally:
             with self._lock:
-                for correction_id in ids:
-                    self._travelling.discard(correction_id.id)
+                for correction in corrections:
+                    self._travelling.discard(correction.id)
                     if complete:
-                        self._remove(correction_id.id)
+                        self._remove(correction.id)
 
     def _next(
         self, prefix: str, keys: Collection[str], name: str

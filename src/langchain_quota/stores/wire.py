@@ -49,11 +49,11 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> Message:
         if counter.key is None:
             counters.append((0, 0, _NONE, 0, False, _exact(counter.used), _NONE, _NONE))
             continue
-        holds_until, lease = beside[counter.key], _NONE
+        entry, lease = beside[counter.key], _NONE
         if counter.lease is not None:
             lease, hold = _exact(counter.lease), _hold(request.idempotency_key)
-        start, limit = _exact(counter.used * unit_in(counter.key)), _clamped(holds_until.limit)
-        counters.append((*_count(counter.key, idle, place, holds_until.ends), start, limit, lease))
+        start, limit = _exact(counter.used * unit_in(counter.key)), _clamped(entry.limit)
+        counters.append((*_count(counter.key, idle, place, entry.ends), start, limit, lease))
     units = {name: unit_in(each.key) for name, each in request.counters.items()}
     number = {name: number for number, name in enumerate(request.counters, 1)}
     limits: dict[str, int] = {}
