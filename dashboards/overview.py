@@ -121,17 +121,17 @@ def _at_limits() -> StatPanel:
 
 def _calls_refused() -> StatPanel:
     refused = ask.grown(ask.CALLS, ask.RANGE, ask.AGENT, _BLOCKED)
-    judged = ask.grown(ask.CALLS, ask.RANGE, ask.AGENT)
+    checked = ask.grown(ask.CALLS, ask.RANGE, ask.AGENT)
     return show.stat(
         show.Place(44, 3, 7),
-        "Calls refused",
-        "How many calls were refused in the chosen time, and which share of all checked calls that "
-        "is. A call that two limits refuse is one call. Calls that were refused because the store "
+        "Calls blocked",
+        "How many calls were blocked in the chosen time, and which share of all checked calls that "
+        "is. A call that two limits refuse is one call. Calls that were blocked because the store "
         "failed are included. The variable Limit does not narrow it.",
         [
             show.Query(_or_zero(refused), "calls", properties=show.fixed(settings.NEUTRAL)),
             show.Query(
-                f"{refused} / ({judged} > 0) or vector(0)",
+                f"{refused} / ({checked} > 0) or vector(0)",
                 "share",
                 properties={"unit": SHARE, "decimals": 1},
             ),
@@ -296,8 +296,8 @@ def _limits() -> TablePanel:
 
     def share(decision: str) -> str:
         # An allowed call has no scope.
-        judged = counted("allowed|blocked|would_block")
-        return f"{refused(decision)} / on (job, agent, limit) group_left () ({judged} > 0) {unit}"
+        checked = counted("allowed|blocked|would_block")
+        return f"{refused(decision)} / on (job, agent, limit) group_left () ({checked} > 0) {unit}"
 
     near = ask.select("job_agent_limit:langchain_quota_limit_near_ratio:max", ask.AGENT, ask.LIMIT)
     return show.table(

@@ -117,12 +117,12 @@ def build() -> Dashboard:
             "Traces",
             show.traces(
                 show.Place(48, 24, 9),
-                "Refused calls in traces",
-                "Calls of the thread that were refused or skipped: by which limit, at which "
+                "Blocked calls in traces",
+                "Calls of the thread that were blocked or skipped: by which limit, at which "
                 "threshold, and how much was used. The panel cannot show a thread whose id has a "
                 "backtick.",
                 ask.refused_spans(),
-            ).no_value("No trace of a refused call in this time."),
+            ).no_value("No trace of a blocked call in this time."),
         ),
     )
 

@@ -51,7 +51,7 @@ class Caller:
 
 
 def limits(settings: Settings) -> list[Limit]:
-    """The limits, one for each way in which a refused call can be handled."""
+    """The limits, one for each way in which a blocked call can be handled."""
     return [
         # Refused: an exception.
         ModelCallLimit(

@@ -51,7 +51,7 @@ class Question(Shape):
 
 
 class Refusal(Shape):
-    """A refused call.
+    """A blocked call.
 
     Attributes:
         type: Says what this is.
