@@ -63,7 +63,7 @@ def judge(
     outage: OnStoreError | None = None,
     kept: Mapping[str, int] | None = None,
 ) -> Judged:
-    """Judge calls by counts that are given by what is counted.
+    """Check calls by counts that are given by what is counted.
 
     Args:
         limits: The limits.
@@ -141,4 +141,4 @@ def request_of(
 
 
 def _never(_: ResolvedLimits) -> None:
-    """Nobody is asked, so nothing is judged under other limits."""
+    """Nobody is asked, so nothing is checked under other limits."""

@@ -1,4 +1,4 @@
-"""What a request to a `MemoryStore` costs, beside judging by the state."""
+"""What a request to a `MemoryStore` costs, beside checking by the state."""
 
 from benchmarks.costs import Costs
 from benchmarks.report import Ratio, Table, number

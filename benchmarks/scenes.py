@@ -206,13 +206,13 @@ _CALL: dict[str, Any] = {
     THREAD_MODEL: 1,
     LEDGER: Ledger(counts={"run_model": 1}, final=""),
 }
-"""What is written when a model call is judged."""
+"""What is written when a model call is checked."""
 
 _BATCH: dict[str, Any] = {
     THREAD_TOOLS: {"__all__": 1},
     LEDGER: Ledger(counts={"run_tools": {"__all__": 1}}, refusals={}),
 }
-"""What is written when tool calls are judged."""
+"""What is written when tool calls are checked."""
 
 
 class _WritingHooks(AgentMiddleware[Any, Any, Any]):

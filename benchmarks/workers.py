@@ -48,7 +48,7 @@ def measure(size: Size) -> Result:
 
 
 def _child(first: int, threads: int, scrapes: int, directory: str | None = None) -> list[float]:
-    """What scrapes take in a process that has judged calls of some threads."""
+    """What scrapes take in a process that has checked calls of some threads."""
     settings = {} if directory is None else {"PROMETHEUS_MULTIPROC_DIR": directory}
     arguments = map(str, (first, threads, scrapes))
     done = subprocess.run(
@@ -76,7 +76,7 @@ async def _taken(registry: CollectorRegistry, scrapes: int) -> list[float]:
 
 
 def main(first: int, threads: int, scrapes: int) -> None:
-    """Judge a call of each thread, and scrape."""
+    """Check a call of each thread, and scrape."""
     registry = tracked(threads, first=first) if threads else CollectorRegistry()
     taken = asyncio.run(_taken(registry, scrapes)) if scrapes else []
     print(json.dumps(taken))  # noqa: T201 - read by the process that started this one

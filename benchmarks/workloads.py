@@ -62,7 +62,7 @@ class Emitting:
 
 @dataclass(frozen=True)
 class Judging:
-    """Judging a call by so many limits."""
+    """Checking a call by so many limits."""
 
     limits: int
 
@@ -92,7 +92,7 @@ class Bare:
 
 @dataclass(frozen=True)
 class Asking:
-    """Judging a call by one limit.
+    """Checking a call by one limit.
 
     Attributes:
         whom: What has the counts: the state; a `MemoryStore` that is asked directly; or a

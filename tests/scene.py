@@ -326,7 +326,7 @@ class Scene:
             await self.quota.areset(self.agent, self.config)
 
     def fallbacks(self, action: str) -> float | None:
-        """The calls that were judged without the store."""
+        """The calls that were checked without the store."""
         name = "langchain_quota_store_fallbacks_total"
         return self.signals.value(name, agent="unnamed", action=action)
 

@@ -53,7 +53,7 @@ class Signals:
         return list(self.exporter.get_finished_spans())
 
     def judged(self) -> list[ReadableSpan]:
-        """The spans of judged calls, in order."""
+        """The spans of checked calls, in order."""
         return [span for span in self.spans() if span.name.startswith("check_quota")]
 
 

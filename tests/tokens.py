@@ -17,7 +17,7 @@ GLOBAL = f"{TOTAL}:global:"
 THREAD = f"{TOTAL}:thread:thread-1"
 
 either = pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
-"""A model call is judged before its own step, or in it: two bodies, as the argument `kind`."""
+"""A model call is checked before its own step, or in it: two bodies, as the argument `kind`."""
 
 RETRY = ModelRetryMiddleware(max_retries=1, initial_delay=0, jitter=False, on_failure="error")
 

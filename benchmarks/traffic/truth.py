@@ -136,7 +136,7 @@ class Truth:
         return [event for event in self.events if event["event"] == "decision"]
 
     def calls(self, *fields: str) -> Counter[tuple[Any, ...]]:
-        """How many calls were judged, by some fields."""
+        """How many calls were checked, by some fields."""
         return _counted(self.decisions, fields)
 
     def refused(self, *, enforced: bool = True) -> list[Row]:

@@ -115,7 +115,7 @@ def test_an_argument_that_will_not_do(
 
 
 def test_what_is_taken(signals: Signals) -> None:
-    """One observer or several; a limit on trial asks nobody."""
+    """One observer or several; a dry-run limit asks nobody."""
     some: list[Any] = [[], observer, (observer, observer)]
     for observers in some:
         assert QuotaMiddleware([SEARCH], on_decision=observers, telemetry=signals.telemetry)

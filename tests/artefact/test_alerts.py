@@ -24,7 +24,7 @@ SPEED = 60
 
 
 def test_a_breach_is_told_and_resolved(tmp_path: Path) -> None:
-    """A refused call reaches the chat, which hears the end, and so does a thread that keeps on.
+    """A blocked call reaches the chat, which hears the end, and so does a thread that keeps on.
 
     So does an agent whose very first call is refused.
     """

@@ -407,7 +407,7 @@ def test_what_tools_cost(seen: Seen) -> None:
 
 
 def test_which_share_a_limit_refuses(seen: Seen) -> None:
-    """*Refused* is the share of all calls that the limit judged, the allowed ones included."""
+    """*Refused* is the share of all calls that the limit checked, the allowed ones included."""
     counted = (
         "sum by (decision) (sum_over_time(job_agent_limit_scope_decision:"
         'langchain_quota_limit_decisions:increase15s{agent="finder",limit="tool:search"}[1h]))'

@@ -234,9 +234,9 @@ subjects{agent="support",limit="tool:search",scope="tenant",state="near",shown="
 
 
 def test_two_processes(serving: Serving, capsys: pytest.CaptureFixture[str]) -> None:
-    """Numbers are added; what a thread has used says who judged it last.
+    """Numbers are added; what a thread has used says who checked it last.
 
-    A thread that was judged has no row. Names forge no line.
+    A thread that was checked has no row. Names forge no line.
     """
     for addresses in (serving.say(ONE, TWO), serving.say(TWO, ONE)):
         assert figures(capsys, *addresses) == [

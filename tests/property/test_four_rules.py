@@ -1,7 +1,7 @@
 """The four rules, on random limits, batches, interrupts, reviews, failures and crashes, in agents.
 
 1. A call over a limit does not run.
-2. Thread and run counts equal the calls that were let through and not taken back.
+2. Thread and run counts equal the calls that were allowed and not taken back.
 3. Every tool call in the history has exactly one answer, behind the message that made it.
 4. What the model is sent is a valid history at every turn, and a run ends with an answer.
 
@@ -196,7 +196,7 @@ class Play:
         """The calls that count for a limit, in the thread and in the run."""
         world = self.world
         if limit.kind == "model":
-            # QuotaMiddleware counts a call that was let through, the others one that has returned.
+            # QuotaMiddleware counts a call that was allowed, the others one that has returned.
             failed = (world.failed, world.failed_in_run) if self.kind == "quota" else (0, 0)
             return world.returned + failed[0], world.returned_in_run + failed[1]
         if self.kind == "inline":

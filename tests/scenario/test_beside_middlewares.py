@@ -151,7 +151,7 @@ async def test_review_without_running(kind: str, signals: Signals) -> None:
 
 
 async def test_review_edited(signals: Signals) -> None:
-    """Edited calls are judged as what they became: refused by its limit, not by their own.
+    """Edited calls are checked as what they became: refused by its limit, not by their own.
 
     So where the quota is first; where the review is, as what they were.
     """

@@ -192,7 +192,7 @@ async def test_a_deep_agent_without_with_limits_does_not_run(signals: Signals) -
 
 
 async def test_a_limit_on_trial(signals: Signals) -> None:
-    """A limit on trial stops no agent."""
+    """A dry-run limit stops no agent."""
     limit = ToolCallLimit("search", run_limit=2, enforce=False)
     scene = Scene(signals, script(), [limit, interpreter(ptc=["search"])])
 

@@ -131,7 +131,7 @@ LIMITS: list[Limit] = [
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda each: f"{each.kind} {each.exit_behavior}")
 async def test_nothing_blocks(limit: Limit, signals: Signals) -> None:
-    """Judging, refusing, counting, tracing and repairing block the event loop nowhere."""
+    """Checking, refusing, counting, tracing and repairing block the event loop nowhere."""
     scene = Scene(signals, lambda messages: ["search", "calc"], [limit])
 
     def sleepy(_: Decision) -> str:

@@ -126,7 +126,7 @@ async def test_within_the_agents_call(signals: Signals) -> None:
 
 
 async def test_a_call_that_is_found_risky(signals: Signals) -> None:
-    """A tool call that `AutoModeMiddleware` blocks was let through before, and counts."""
+    """A tool call that `AutoModeMiddleware` blocks was allowed before, and counts."""
     scene = scene_of(signals, Decider(risk=0.9), ToolCallLimit("search", run_limit=5))
 
     await scene.play()

@@ -231,7 +231,7 @@ print(agent.get_state(config).values["messages"][-1].text, len(dear.calls), len(
 
 
 def test_resumed_in_another_process(tmp_path: Path) -> None:
-    """A call that one process has judged goes to the other model in the process that makes it."""
+    """A call that one process has checked goes to the other model in the process that makes it."""
     done = [run_python(PROGRAM, str(tmp_path / "saved")) for _ in range(2)]
     assert [each.stderr for each in done] == ["", ""]
     assert [each.stdout for each in done] == ["hi 1 0\n", "cheap 0 1\n"]

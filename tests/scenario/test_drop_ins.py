@@ -135,7 +135,7 @@ def described(decision: Decision) -> str:
 )
 @pytest.mark.parametrize("exit_behavior", ["continue", "end"])
 async def test_message(exit_behavior: Any, message: Any, text: str, signals: Signals) -> None:
-    """`message` is the answer of the refused call and, with `end`, the final message."""
+    """`message` is the answer of the blocked call and, with `end`, the final message."""
     ends = exit_behavior == "end"
     limiter = tool_limiter(
         signals, "search", run_limit=1, exit_behavior=exit_behavior, message=message

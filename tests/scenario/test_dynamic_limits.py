@@ -43,7 +43,7 @@ functions = pytest.mark.parametrize(
 
 @functions
 async def test_a_plan_that_changes(form: Form, function: Any, signals: Signals) -> None:
-    """A thread keeps its count, and is judged by the plan of each turn; `None` is no limit."""
+    """A thread keeps its count, and is checked by the plan of each turn; `None` is no limit."""
     limits: list[Limit] = [
         ToolCallLimit("search", thread_limit=function),
         ModelCallLimit(run_limit=lambda state, runtime: 2, thread_limit=99),

@@ -276,7 +276,7 @@ REPLAYED = [
     Row("answered again", asked_again, RESUMES, ASKING[:1], ASKING, "ask", 4),
     Row("model: again", going_back(None, "model"), CHECKPOINTS, STATE, of="model"),
 ]
-"""What runs an old checkpoint again. Until that is judged again, these rows fail."""
+"""What runs an old checkpoint again. Until that is checked again, these rows fail."""
 
 
 @pytest.mark.parametrize("row", [*HELD, *TRUSTED, *REPLAYED], ids=lambda each: each.name)

@@ -1,4 +1,4 @@
-"""More than limits say: what is granted to a thread or a user is judged, shown and counted."""
+"""More than limits say: what is granted to a thread or a user is checked, shown and counted."""
 
 from collections.abc import Sequence
 from decimal import Decimal

@@ -222,7 +222,7 @@ def alone(quota: GraphQuota, ran: list[str], *, nodes: int = 1, **options: Any) 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("mark", ["none", "forged", "of a wrong type"])
 async def test_a_tool_node_alone(mark: str, nodes: int, form: Any, signals: Signals) -> None:
-    """Tool calls that no limited model has made are judged by the tools, whatever their mark."""
+    """Tool calls that no limited model has made are checked by the tools, whatever their mark."""
     ran, store = list[str](), MemoryStore()
     quota = GraphQuota(
         [ToolCallLimit("search", run_limit=2)], store=store, telemetry=signals.telemetry
@@ -291,7 +291,7 @@ async def test_a_resume_in_another_process(
 ) -> None:
     """Between model and tools another process goes on: what was refused there does not run here.
 
-    If the message has another mark by then, its calls are judged anew, and count in addition.
+    If the message has another mark by then, its calls are checked anew, and count in addition.
     """
     store, saver = MemoryStore(), InMemorySaver()
     limits: list[Limit] = [ToolCallLimit("search", run_limit=2), ModelCallLimit(run_limit=2)]
@@ -324,7 +324,7 @@ async def test_a_resume_in_another_process(
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_remark_before_the_tools(elsewhere: Any, signals: Signals) -> None:
-    """A node between model and tools may add a message: the calls are judged once all the same."""
+    """A node between model and tools may add a message: the calls are checked once all the same."""
     store, saver, ran = MemoryStore(), InMemorySaver(), list[str]()
     limit, tools = ToolCallLimit("search", thread_limit=1), [recording("search", ran)]
 
@@ -417,7 +417,7 @@ class AsyncModel(ScriptedChatModel):
 
 
 async def test_an_async_graph_needs_no_threads(signals: Signals) -> None:
-    """All that judges runs on the event loop."""
+    """All that checks runs on the event loop."""
     limits: list[Limit] = [TWO_OF_THREE, ModelCallLimit(run_limit=2)]
     scene = Scene(signals, AsyncModel(script=thrice), limits, kind="graph")
     executor = ThreadPoolExecutor()
@@ -486,7 +486,7 @@ async def test_money(signals: Signals, shape: str) -> None:
 
 
 async def test_tools_that_nothing_limits(signals: Signals) -> None:
-    """A refused call that nothing would answer is an error, which says what to do."""
+    """A blocked call that nothing would answer is an error, which says what to do."""
     quota = GraphQuota([ToolCallLimit(run_limit=0)], telemetry=signals.telemetry)
     limited = quota.model(ScriptedChatModel(script=[["search"]]))
     graph: Any = StateGraph(MessagesState)
@@ -517,7 +517,7 @@ def test_arguments(signals: Signals) -> None:
 
 
 async def test_a_model_without_limits_is_unchecked() -> None:
-    """Its calls are counted as unchecked, though the tools judge the calls that it makes."""
+    """Its calls are counted as unchecked, though the tools check the calls that it makes."""
     signals = telling(count_unchecked_calls=True)
     quota = GraphQuota([ToolCallLimit(run_limit=5)], telemetry=signals.telemetry)
     model = ScriptedChatModel(script=[["search", "search"], "done"])
@@ -736,7 +736,7 @@ async def test_an_approval_is_used_once(signals: Signals) -> None:
 
 
 def test_a_question_needs_a_checkpointer_and_limited_tools(signals: Signals) -> None:
-    """A graph that could not wait, or whose tools nothing judges, raises before a call is made."""
+    """A graph that could not wait, or whose tools nothing checks, raises before a call is made."""
     ran: list[str] = []
     model = ScriptedChatModel(script=lambda _: ["search"])
     quota, asked = GraphQuota([ASKS], telemetry=signals.telemetry), dict(HELLO)

@@ -70,7 +70,7 @@ def kinds(ran: list[str]) -> list[BaseTool]:
 
 @pytest.mark.parametrize("kind", [each.name for each in kinds([])])
 async def test_each_kind(kind: str, signals: Signals) -> None:
-    """A tool of this kind, three times at once in each run: as many run as are let through."""
+    """A tool of this kind, three times at once in each run: as many run as are allowed."""
     ran: list[str] = []
     limiters = [
         tool_limiter(signals, kind, thread_limit=3, run_limit=2),
@@ -93,7 +93,7 @@ async def test_each_kind(kind: str, signals: Signals) -> None:
 
 @both_forms
 async def test_parallel_calls(form: Form, signals: Signals) -> None:
-    """Of six calls at once some are refused; those that are let through do run at once."""
+    """Of six calls at once some are refused; those that are allowed do run at once."""
     meeting, ameeting = threading.Barrier(4), asyncio.Barrier(4)
 
     def met() -> str:

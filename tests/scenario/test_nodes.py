@@ -88,7 +88,7 @@ def test_only_what_the_limits_need(
 async def test_only_the_kinds_that_are_limited(
     limit: Limit, expected: list[str], cls: Any, signals: Signals
 ) -> None:
-    """Calls of a kind on which there is no limit are not judged."""
+    """Calls of a kind on which there is no limit are not checked."""
     scene = Scene(signals, [["search"], "done"], [cls([limit], telemetry=signals.telemetry)])
     await scene.play()
     assert [span.name for span in signals.spans()] == expected

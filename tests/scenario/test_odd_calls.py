@@ -1,4 +1,4 @@
-"""Calls as models should not make them: each is judged, and answered once."""
+"""Calls as models should not make them: each is checked, and answered once."""
 
 from typing import Any
 
@@ -172,7 +172,7 @@ BROKEN = InvalidToolCall(
     ids=["broken beside a whole one", "broken", "unknown tool", "bad arguments"],
 )
 async def test_calls_that_cannot_run(batch: Any, charged: int, signals: Signals) -> None:
-    """A call that LangChain answers with an error is let through, charged, and answered once."""
+    """A call that LangChain answers with an error is allowed, charged, and answered once."""
     tools: list[str | BaseTool] = ["search", StructuredTool.from_function(square)]
     limiter = tool_limiter(signals, run_limit=2)
     scene = Scene(signals, [batch, *["done"] * 3], [limiter], tools=tools)

@@ -52,7 +52,7 @@ async def test_beside_a_drop_in(
         await scene.play()
     charged = {SEARCHES: scene.ran.count("search"), CALCS: scene.ran.count("calc")}
     assert charged[SEARCHES] == (1 if exit_behavior == "continue" else 0)
-    # The last of the list judges first; the inline one judges before all others.
+    # The last of the list checks first; the inline one checks before all others.
     if exit_behavior == "error" and (kind == "inline" or order == (1, 0)):
         charged = {SEARCHES: 2, CALCS: 1}
     assert counts(store) == {key: used for key, used in charged.items() if used}
@@ -92,7 +92,7 @@ class Second(QuotaMiddleware[Any, Any]):
 
 
 class Outage(AgentMiddleware[Any, Any, Any]):
-    """The store goes down once, between those who judge a message."""
+    """The store goes down once, between those who check a message."""
 
     def __init__(self, store: FickleStore) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ async def test_two_stores_in_one_agent(signals: Signals) -> None:
 async def test_a_resume_in_another_process(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drop-in that goes on where the other's store is not found leaves a refused call charged."""
+    """A drop-in that goes on where the other's store is not found leaves a blocked call charged."""
     store, people = MemoryStore(), HumanInTheLoopMiddleware[Any, Any]({"search": True})
     drop_in = tool_limiter(signals, "search", run_limit=1)
     scene = scene_of(
@@ -159,7 +159,7 @@ async def test_a_resume_in_another_process(
 
 @pytest.mark.parametrize("kind", ["reject", "respond", "edit"])
 async def test_a_review_before_it(kind: str, signals: Signals) -> None:
-    """Judged after a review: what it rejects or answers is not charged, an edit as it became."""
+    """Checked after a review: what it rejects or answers is not charged, an edit as it became."""
     store = MemoryStore()
     held = quota(signals, per_user("search"), per_user("calc"), store=store)
     scene = scene_of(signals, TWICE, held, HumanInTheLoopMiddleware({"search": True}))

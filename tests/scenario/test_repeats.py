@@ -285,7 +285,7 @@ REPEATED = (
 
 @pytest.mark.parametrize("kind", ["quota", "graph", pytest.param("inline", marks=needs_inline)])
 async def test_the_model_reads_that_it_repeats_itself(kind: Kind, signals: Signals) -> None:
-    """The answer of a refused call says so, and what to do instead; a new run begins anew."""
+    """The answer of a blocked call says so, and what to do instead; a new run begins anew."""
     script = [["search"]] * 3 + [["calc"], "done"]
     scene = Scene(signals, script * 2, [RepeatLimit(2)], kind=kind)
     for run in (1, 2):
@@ -358,7 +358,7 @@ async def test_a_history_that_is_summarized(signals: Signals) -> None:
 
 @pytest.mark.parametrize("fallback", ["answers", "block", "allow"])
 async def test_beside_a_store(fallback: Any, signals: Signals) -> None:
-    """What repeats is known without the store, and a refused call is charged nowhere."""
+    """What repeats is known without the store, and a blocked call is charged nowhere."""
     store = FickleStore(MemoryStore())
     store.down = fallback != "answers"
     searches = ToolCallLimit("search", quotas=[Quota(9, per="global")])

@@ -80,7 +80,7 @@ async def test_hooks_that_crash_again_and_again(call_id: str | None, signals: Si
 
 @pytest.mark.parametrize("days", [0, 1])
 async def test_judged_twice(days: int, signals: Signals) -> None:
-    """Judged again, as after a fork of the thread, a batch is charged once, in its last window."""
+    """Checked again, as after a fork of the thread, a batch is charged once, in its last window."""
     clock = Clock()
     store = MemoryStore(clock=clock)
     limit = ToolCallLimit("search", quotas=[Quota(3, per="global", window=DAY)])

@@ -107,7 +107,7 @@ async def test_each_limit_on_one_count_is_judged_by_its_own_reserve(
 
 @pytest.mark.parametrize("enforce", [True, False])
 async def test_a_reserve_refuses_for_its_own_limit_only(signals: Signals, *, enforce: bool) -> None:
-    """A limit on the same tokens is judged by its own reserve; one on trial holds nothing."""
+    """A limit on the same tokens is checked by its own reserve; one on trial holds nothing."""
     store = memory()
     seen, during = watching(store)
     quotas = [Quota(100, per="global")]
@@ -316,7 +316,7 @@ async def test_the_most_that_a_call_can_cost_is_held(
 async def test_refusals_that_nobody_raises_are_forgotten(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where another middleware answers in place of refused calls, the newest few are kept."""
+    """Where another middleware answers in place of blocked calls, the newest few are kept."""
     monkeypatch.setattr("langchain_quota.features.budgets.budgets.MAX_LATE", 3)
 
     class Answering(AgentMiddleware[Any, Any]):

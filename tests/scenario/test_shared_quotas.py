@@ -178,7 +178,7 @@ def scene_of(signals: Signals, script: Any, *limits: Limit, **options: Any) -> S
 
 
 async def test_continue(signals: Signals) -> None:
-    """A refused call is answered with when the quota resets, and the agent goes on."""
+    """A blocked call is answered with when the quota resets, and the agent goes on."""
     store = MemoryStore(clock=Clock())
     script = asking("search", "calc", "search", "search")
     scene = scene_of(signals, script, ToolCallLimit("search", quotas=[USER]), store=store)

@@ -23,7 +23,7 @@ async def test_concurrent_runs(form: Form, signals: Signals) -> None:
     store, barrier = MemoryStore(), asyncio.Barrier(RUNS)
 
     async def no_limit(*_: Any) -> None:
-        # All runs have begun, and have loaded the thread's state, before the first is judged.
+        # All runs have begun, and have loaded the thread's state, before the first is checked.
         await barrier.wait()
 
     limits = [

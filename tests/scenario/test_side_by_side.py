@@ -34,7 +34,7 @@ async def test_refused_by_one_is_charged_to_none(order: Order, signals: Signals)
     script = [["search", "search", "calc", "calc"], "done"]
     scene = Scene(signals, script, in_order(order, *limiters))
     await scene.play()
-    # The last of the list judges first. What it refused, a later refund does not revive.
+    # The last of the list checks first. What it refused, a later refund does not revive.
     all_tools_first = order == (1, 0)
     assert sorted(scene.ran) == (["search"] if all_tools_first else ["calc", "search"])
     assert scene.metric("tool:*", "refunded") == (1 if all_tools_first else 0)

@@ -391,7 +391,7 @@ def test_a_tool_that_never_ends() -> None:
 
 @both_forms
 async def test_what_is_not_ended(form: Form, signals: Signals) -> None:
-    """A tool's own TimeoutError stays one; a limit on trial ends nothing, and counts it."""
+    """A tool's own TimeoutError stays one; a dry-run limit ends nothing, and counts it."""
 
     def fail() -> None:
         time.sleep(0.005)

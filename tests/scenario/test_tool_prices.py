@@ -172,7 +172,7 @@ async def test_a_call_that_does_not_run_is_given_back(
     if why == "a person":
         limits.append(HumanInTheLoopMiddleware[Any, Any]({"search": True}))
     else:
-        # It judges behind the limit, which has charged the call.
+        # It checks behind the limit, which has charged the call.
         limits.insert(0, tool_limiter(signals, "search", run_limit=0))
     scene = Scene(
         signals,
@@ -299,7 +299,7 @@ async def test_a_price_that_fails(signals: Signals) -> None:
 
 
 async def test_on_trial(signals: Signals) -> None:
-    """A limit on trial refuses nothing, and is charged all that ran."""
+    """A dry-run limit refuses nothing, and is charged all that ran."""
     truth = Truth()
     limit = CostLimit(run_limit="0.40", tool_prices=PRICES, enforce=False)
     script = [answer(11, *made("search", 1, 2)), answer(12)]

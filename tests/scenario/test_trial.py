@@ -1,4 +1,4 @@
-"""Limits that are only tried out: judged and counted in full, and what they refuse runs."""
+"""Limits that are only tried out: checked and counted in full, and what they refuse runs."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.telemetry import Signals
 
 @pytest.mark.parametrize("exit_behavior", ["continue", "end", "error"])
 async def test_tool_calls(exit_behavior: Any, signals: Signals) -> None:
-    """What a limit on trial refuses runs and is counted, whatever its exit behaviour."""
+    """What a dry-run limit refuses runs and is counted, whatever its exit behaviour."""
     limit = ToolCallLimit("search", run_limit=1, exit_behavior=exit_behavior, enforce=False)
     scene = Scene(signals, [["search", "search"], ["search"], "done"], [limit])
     with captured_decisions() as decisions:
@@ -77,7 +77,7 @@ async def test_what_the_one_that_bites_says(signals: Signals) -> None:
 
 
 async def test_the_model_is_not_told(signals: Signals) -> None:
-    """A limit on trial is not in the note to the model, and hides no tool."""
+    """A dry-run limit is not in the note to the model, and hides no tool."""
     limits: list[Limit] = [
         ToolCallLimit("search", run_limit=1, enforce=False),
         ModelCallLimit(run_limit=1, enforce=False),

@@ -1,4 +1,4 @@
-"""Calls that no limiter judges, in runs with limits: which are counted, and which are not."""
+"""Calls that no limiter checks, in runs with limits: which are counted, and which are not."""
 
 import logging
 from typing import Any
@@ -24,7 +24,7 @@ SEARCH = recording("search", [])
 
 @pytest.fixture
 def watched() -> Signals:
-    """Telemetry that counts calls which no limiter judges."""
+    """Telemetry that counts calls which no limiter checks."""
     return telling(count_unchecked_calls=True)
 
 
@@ -61,7 +61,7 @@ async def test_an_agent_in_a_tool(form: Form, watched: Signals) -> None:
 
 @pytest.mark.parametrize("kind", ["quota", "drop-in", pytest.param("inline", marks=needs_inline)])
 async def test_a_limited_agent_in_a_tool(kind: Any, watched: Signals) -> None:
-    """A sub-agent with limits is judged from its first call on, whichever limiter it has."""
+    """A sub-agent with limits is checked from its first call on, whichever limiter it has."""
     for limits in (LIMITS, LIMITS[:1], LIMITS[1:]):
         child = agent(watched, ["search"], "found", items=limits, kind=kind, name="child")
         parent = agent(watched, ["ask"], "done", items=LIMITS, tools=[asking((child, GO))])
@@ -124,7 +124,7 @@ ORDINARY: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", ORDINARY.values(), ids=ORDINARY.keys())
 async def test_ordinary_agents(case: Any, watched: Signals) -> None:
-    """All calls of an agent with any limiter of ours are judged, whatever stands beside it."""
+    """All calls of an agent with any limiter of ours are checked, whatever stands beside it."""
     script, items, options = case
 
     await agent(watched, *script, items=items, tools=[SEARCH], **options).ainvoke(GO)

@@ -391,7 +391,7 @@ async def test_a_call_that_is_cancelled_before_its_start(
 async def test_the_calls_of_a_message_wait_together(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They run when there is room for all; if there never is, they are judged at once."""
+    """They run when there is room for all; if there never is, they are checked at once."""
     store = MemoryStore(clock=Passing(monkeypatch))
     quota = Quota(2, per="global", window="1s", smooth=True, burst=2)
     limit = ToolCallLimit("search", quotas=[quota], wait=PATIENCE)
@@ -423,7 +423,7 @@ async def test_nothing_to_wait_for(signals: Signals) -> None:
 
 
 async def test_who_does_not_wait(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit on trial; a call that another limit refuses; a call that is too late for one wait."""
+    """A dry-run limit; a call that another limit refuses; a call that is too late for one wait."""
     limited: Any = {"quotas": [HOURLY], "wait": DAY}
     cases: Any = [
         (3, [ToolCallLimit("search", enforce=False, **limited)]),

@@ -26,7 +26,7 @@ LIMIT = ToolCallLimit(
 APPROVE: dict[str, Any] = {"decisions": [{"type": "approve"}]}
 
 Moment = Literal["grants", "granted", "judged"]
-"""Before a process grants, after that, or when the calls have been judged after that."""
+"""Before a process grants, after that, or when the calls have been checked after that."""
 
 
 class Killed(BaseException):

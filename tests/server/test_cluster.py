@@ -216,7 +216,7 @@ def test_the_url_of_one_node(nodes: list[RedisServer]) -> None:
 
 
 async def test_a_node_that_is_down(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Calls of its tenants are judged as in an outage; its corrections stop no other tenant.
+    """Calls of its tenants are checked as in an outage; its corrections stop no other tenant.
 
     When the node is back, it is corrected.
     """

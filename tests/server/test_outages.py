@@ -209,7 +209,7 @@ class TestAgents:
 
 
 def losing(url: str, prefix: str, pid: int, form: Form) -> Scene:
-    """An agent that asks for two searches; the server stops answering before they are judged."""
+    """An agent that asks for two searches; the server stops answering before they are checked."""
 
     def script(messages: list[Any]) -> Any:
         if messages[-1].type != "human":

@@ -194,7 +194,7 @@ async def test_each_unit_has_metrics_of_its_own(signals: Signals) -> None:
         "runs": {("unnamed", "gpt", "known", each): of for each, of in RUNS.items()},
     }
     assert scene.metric("tokens", "allowed") == scene.metric("cost", "allowed") == 2
-    # The second call was let through below the share, and has used it up to there.
+    # The second call was allowed below the share, and has used it up to there.
     assert signals.samples(CROSSINGS, level="near")["unnamed", "tokens", "thread"] == 1
 
 

@@ -50,7 +50,7 @@ def script(messages: Sequence[BaseMessage]) -> Any:
 
 
 async def take(steps: Sequence[Step]) -> None:
-    """Judge calls, as a worker does."""
+    """Check calls, as a worker does."""
     signals = telling(registry=REGISTRY, max_exported_threads=2)
     scene = Scene(signals, script, LIMITS, store=MemoryStore(), context={"user_id": USER})
     for what, thread, count in steps:
@@ -172,7 +172,7 @@ def test_what_workers_know_together(
 
 
 def test_any_worker_answers_for_all(tmp_path: Path) -> None:
-    """Also one that has judged nothing: counters are summed, and threads shown."""
+    """Also one that has checked nothing: counters are summed, and threads shown."""
     found = shown(worked(tmp_path, searched(0, 9), searched(1, 3, "t2")))
     assert found["apples_total"] == {("red",): 6}
     assert found["langchain_quota_thread_used"] == {OF_T1: 9, (*OF_T1[:2], "t2"): 3}

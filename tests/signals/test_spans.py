@@ -1,4 +1,4 @@
-"""The span of a judged call: when there is one, what it says, and what leads to it."""
+"""The span of a checked call: when there is one, what it says, and what leads to it."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def decisions(signals: Signals) -> list[str]:
 
 
 def of_tools(signals: Signals) -> list[ReadableSpan]:
-    """The spans of tool calls: a quota judges model calls, too, and then no limit matches."""
+    """The spans of tool calls: a quota checks model calls, too, and then no limit matches."""
     return [each for each in signals.judged() if attributes(each)["kind"] == "tool"]
 
 
@@ -142,7 +142,7 @@ async def test_what_spans_tell(
 async def test_an_exception_that_propagates_is_an_error(
     limit: Limit, script: Any, error: type[Exception], others: set[str], signals: Signals
 ) -> None:
-    """The span of the refused call, and only it, has the status and type of the exception."""
+    """The span of the blocked call, and only it, has the status and type of the exception."""
     with pytest.raises(error) as caught:
         await played(signals, script, limit)
     failed = [each for each in signals.judged() if each.status.status_code is StatusCode.ERROR]

@@ -235,7 +235,7 @@ async def test_a_label_of_no_quota(clock: Clock) -> None:
 
 
 async def test_what_a_thread_has_spent_begins_at_0(signals: Signals) -> None:
-    """The series is there when the first call is judged, so `increase()` sees what it costs."""
+    """The series is there when the first call is checked, so `increase()` sees what it costs."""
     seen = []
 
     def script(_: object) -> Any:

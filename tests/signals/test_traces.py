@@ -24,7 +24,7 @@ HELD: dict[str, tuple[Any, list[Limit]]] = {
     "quota": ("quota", [ModelCallLimit(run_limit=9), SEARCHES, ToolCallLimit(run_limit=9)]),
     "inline": ("inline", [ModelCallLimit(run_limit=9), SEARCHES]),
     "drop-ins": ("drop-in", [ModelCallLimit(run_limit=9), SEARCHES, ToolCallLimit(run_limit=9)]),
-    # The first that is judged is then a batch.
+    # The first that is checked is then a batch.
     "tools only": ("drop-in", [SEARCHES]),
 }
 each_held = pytest.mark.parametrize(

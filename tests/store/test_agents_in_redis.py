@@ -90,7 +90,7 @@ async def test_concurrent_runs(*, kept: bool, worker: Worker, signals: Signals) 
     barrier = asyncio.Barrier(RUNS)
 
     async def no_limit(state: Any, runtime: Any) -> None:
-        # All runs have begun, and have loaded the thread's state, before the first is judged.
+        # All runs have begun, and have loaded the thread's state, before the first is checked.
         await barrier.wait()
 
     limit = ToolCallLimit("search", thread_limit=3, run_limit=no_limit)

@@ -234,7 +234,7 @@ class Hold:
 
 @dataclass
 class Granted:
-    """A grant, when it ends, and whether no call has been judged by it."""
+    """A grant, when it ends, and whether no call has been checked by it."""
 
     key: str
     id: str

@@ -96,7 +96,7 @@ class TestAcquire:
     """A batch of calls."""
 
     def test_says_which_limits_refuse_which_call(self, store: Store) -> None:
-        """Limits on trial are reported, too, and refuse nothing."""
+        """Dry-run limits are reported, too, and refuse nothing."""
         trial = Threshold("trial", "user_id", "searches", 0, enforced=False)
         most = Threshold("most", "user_id", "searches", 2)
         own = Threshold("most", "run", "own", 8)
@@ -136,7 +136,7 @@ class TestAcquire:
 
     @pytest.mark.parametrize("trial_first", [True, False])
     def test_a_limit_on_trial_lifts_no_refusal(self, store: Store, trial_first: bool) -> None:  # noqa: FBT001
-        """What an enforced limit refuses stays refused, wherever a limit on trial stands."""
+        """What an enforced limit refuses stays refused, wherever a dry-run limit stands."""
         trial = Threshold("trial", "user_id", "searches", 0, enforced=False)
         most = Threshold("most", "user_id", "searches", 0)
         thresholds = (trial, most) if trial_first else (most, trial)
@@ -518,7 +518,7 @@ class TestGrants:
         assert (result.used, result.granted) == ({KEY: 4}, {KEY: 3})
 
     def test_each_grant_is_new_to_one_answer(self, store: Store) -> None:
-        """Only the first call that is judged by a grant is answered that it is new, for metrics."""
+        """Only the first call checked by a grant is answered that it is new, for metrics."""
         store.grant(KEY, 3, window=None)
         request = batch({KEY: 1}, limits={KEY: 2})
         assert store.acquire(request).newly_granted == {KEY: 3}
@@ -626,7 +626,7 @@ class TestSmooth:
         ScriptedChatModel(script=["Yes."], rate_limiter=second).invoke("Really?")
 
     def test_rate_limiter_in_an_outage(self) -> None:
-        """No call is let through that the store has not counted."""
+        """No call is allowed that the store has not counted."""
         store = RedisStore("redis://127.0.0.1:1", timeout=5)
         with pytest.raises(QuotaStoreError):
             store.rate_limiter("openai", 1, "1s").acquire()
