@@ -13,6 +13,7 @@ from langchain_quota import (
     CostLimit,
     Decision,
     MemoryStore,
+    ModelCallLimit,
     ModelCallLimitExceededError,
     Price,
     Quota,
@@ -334,3 +335,24 @@ async def test_refusals_that_nobody_raises_are_forgotten(
     gc.collect()
     kept = [each for each in gc.get_objects() if type(each) is ModelCallLimitExceededError]
     assert len(kept) <= 3
+
+
+@pytest.mark.parametrize("enforce", [True, False])
+async def test_a_grant_beside_a_reserve(signals: Signals, *, enforce: bool) -> None:
+    """The decision about a call that waits for its request has the limit that a grant raised."""
+    store, decisions = memory(), list[Decision]()
+    quota = Quota(1, per="user_id", window=DAY)
+    calls = ModelCallLimit(quotas=[quota], enforce=enforce)
+    tokens = TokenLimit(run_limit=9, reserve=9)
+    options: Any = {"store": store, "on_decision": decisions.append}
+    scene = Scene(signals, [answer(9)] * 2, [calls, tokens], **options)
+    await scene.play(context=ANN)
+    store.grant(f"model:user_id:ann:{TODAY}", 5)
+
+    await scene.play(context=ANN)
+
+    counted = [(decision.outcome, decision.limits[0].counts[-1]) for decision in decisions]
+    assert [(str(outcome), count.used, count.limit) for outcome, count in counted] == [
+        ("allowed", 1, 1),
+        ("allowed", 2, 6),
+    ]

@@ -159,6 +159,8 @@ class Batch:
     # The counts with which they were checked.
     counted: Mapping[str, int] = field(default_factory=dict)
     answered: bool = False
+    # What a store's grants added to its limits, by key.
+    granted: Mapping[str, int] = field(default_factory=dict)
     # What a person answered at a limit.
     answer: Answer | None = None
     # What features know of it, by their names.
@@ -250,6 +252,7 @@ class Batch:
 
     def raise_limits(self, granted: Mapping[str, int]) -> None:
         """Raise the limits by grants of the store, by key."""
+        self.granted = granted
         limits = self.limits.raised(granted)
         if limits is not self.limits:
             self.limits = limits

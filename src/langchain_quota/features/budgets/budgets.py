@@ -1,9 +1,9 @@
 """Budgets of tokens and money: checked before a model call, reserved around it, charged after it.
 
-A call is let through before its request is known, if anything is left. With a `reserve`, the call
-asks for all that it can use when its request is known. A callback handler sees the model runs of a
-call: retries, fallbacks and second calls, too. Their use is added to the counts of the state and of
-the store, where it replaces what was held.
+The first check, before the request is known, admits a call if anything is left. With a `reserve`, a
+second check asks for all that the call can use when its request is known. A callback handler sees
+the model runs of a call, including retries, fallbacks and second calls. Their use is added to the
+counts of the state and of the store, where it replaces the reservation.
 """
 
 from asyncio import CancelledError
@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, TypeVar
 from uuid import uuid4
 
 from langchain.agents.middleware.types import ModelResponse, ToolCallRequest
@@ -22,7 +22,7 @@ from langchain_core.load import dumps
 from langchain_core.messages import AIMessage
 
 from langchain_quota.core import messages
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, admit
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.core.checks import CallChecks, ResolvedLimits, run_counter
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.features.budgets.charging import (
@@ -40,7 +40,7 @@ from langchain_quota.features.budgets.prices import Pricing, check_prices
 from langchain_quota.features.budgets.work import Stopwatch, mark
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, TokenLimit
-from langchain_quota.limits.call import STORE, Call
+from langchain_quota.limits.call import STORE, Call, Scope
 from langchain_quota.limits.options import MILLISECONDS, counts_calls
 from langchain_quota.middleware.calls import (
     OF_RUN,
@@ -72,25 +72,45 @@ from langchain_quota.runtime.arguments import validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.runtime.units import near_threshold
 
+T = TypeVar("T")
+
 LEASE = 900
-"""How long a store holds an amount for a model call, in seconds. Then it is given back, for example
-because the process has died. A call that takes longer is charged nevertheless; others may have used
-its amount by then. Clients of providers give up after 600 seconds by default."""
+"""How long a store reserves an amount for a model call, in seconds.
+
+After that the amount is released, for example because the process has died. A call that takes
+longer is charged nevertheless, but others may have used its amount by then. Clients of providers
+give up after 600 seconds by default.
+"""
+
+
+class FirstCheck(TypedDict):
+    """The result of the check before a model call, when its request is not known yet."""
+
+    used: dict[str, int]
+    """The counts before the call, by the name of the count."""
+    refused: dict[str, Scope]
+    """The limits on calls in a dry run that would refuse it, with the scopes."""
+    granted: dict[str, int]
+    """The amounts that a store's grants added to limits, by key."""
+    keys: dict[str, int]
+    """The amounts that a store charged, by key."""
 
 
 _NEW_RUN: Mapping[str, Any] = {"run_spent": {}, "admitted": None, "error": None}
-"""What a run begins with."""
+"""The feature's data at the start of a run."""
 
 
 class Budgets(Feature):
     """Charges the model calls of an agent to its budgets."""
 
-    # The ledger also has:
-    # - `spent_by`: names the newest call whose use is in it. This process may know later ones.
-    # - `tools`: names the uses of tools in it, as far as answers of the newest calls may name them.
-    # - `admitted`: the model call that is let through and not told yet: the counts before it, by
-    #   counter, and what a store charged, by key.
-    # - `error`: what is raised behind the model's step: the counts, the limits, and the text.
+    # The feature's data in the ledger also has these entries:
+    # - `spent_by`: the name of the newest call whose use is in it. This process may know later
+    #   calls.
+    # - `tools`: the names of the tool calls whose time is in it, as far as the answers of the
+    #   newest calls may name them.
+    # - `admitted`: the first check of a model call whose decision is not recorded yet, see
+    #   `FirstCheck`.
+    # - `error`: what is raised after the model's step: the counts, the limits, and the text.
     name = OWN
     shapes_requests = True
     unused: ClassVar[Mapping[str, Any]] = {"thread_spent": {}, **_NEW_RUN}
@@ -147,9 +167,8 @@ class Budgets(Feature):
         }
         # The settings of the first model of each of the newest steps, as a hash.
         self._first: OrderedDict[str, int] = OrderedDict()
-        # By the id of the final message: what is raised, once, behind the model's step.
+        # The errors that are raised, once, after the model's step, by the id of the final message.
         self._errors: OrderedDict[str, Exception] = OrderedDict()
-        # What is limited: time, and what model runs use.
         self._counts_time = _of_time(limits)
         self._counts_use = any(limit.unit in ("tokens", "nanodollars") for limit in limits)
         self._stopwatch = Stopwatch()
@@ -210,7 +229,7 @@ class Budgets(Feature):
         )
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
-        """Have calls go to another model; a call with a reserve is told with its request."""
+        """Choose another model; leave the decision to `around_model` if there is a reserve."""
         update = conclusion.update
         if batch.pending is not None or update is None or "jump_to" in update:
             return conclusion
@@ -223,7 +242,17 @@ class Budgets(Feature):
             return conclusion
         keys = batch.sent.keyed(batch.hits[0].amounts) if batch.sent else {}
         charged = {key: amount for key, amount in keys.items() if amount}
-        batch.save(self.name, {"admitted": {"used": dict(batch.counted), "keys": charged}})
+        budgets = {budget.limit.name for budget in batch.limits.budgets}
+        refused = {
+            status.limit: status.scope or STORE
+            for decision in conclusion.decisions
+            for status in decision.limits
+            if status.refused and status.limit not in budgets
+        }
+        first = FirstCheck(
+            used={**batch.counted}, refused=refused, granted={**batch.granted}, keys=charged
+        )
+        batch.save(self.name, {"admitted": first})
         return conclusion._replace(decisions=())
 
     def after_model(self, state: State, *, saved: bool) -> None:
@@ -248,27 +277,25 @@ class Budgets(Feature):
         # Another middleware may make an equal model for each request.
         first = settings = hash(dumps(request.model))
         if task is not None:
-            first = self._first.setdefault(task, first)
-            if len(self._first) > MAX_LATE:
-                self._first.popitem(last=False)
+            first = _remember(self._first, task, first)
         # A later attempt of the step with another model is a fallback, which stays.
         return request.override(model=other) if first == settings else request
 
     async def around_model(
         self, mode: Mode, request: Request, call: ModelCall, written: Update
     ) -> ModelResponse[Any] | None:
-        """Hold what the call can use, make it, and charge what it has used."""
+        """Reserve what the call can use, make it, and charge what it has used."""
         kernel, state, runtime = self._kernel, request.state, request.runtime
         limits: ResolvedLimits = await kernel.resolve_limits(mode, "model", state, runtime)
         await self.before_model_check(mode, state, runtime, limits)
         context = model_context(state, runtime)
         step, task = _step(state, limits, context), context.task(kernel.name)
         hold: Reservation | None = Reservation()
-        # The call was checked before, but not what the task has used since.
-        made_before = self._late.has_made(task, state)
-        if self._reserves or made_before:
-            admitted = None if made_before else feature_ledger(state, self.name).get("admitted")
-            request, hold = await self._hold(mode, request, step, admitted, written)
+        # The first check does not know what earlier attempts of the same task have used.
+        is_retry = self._late.has_made(task, state)
+        if self._reserves or is_retry:
+            first = None if is_retry else feature_ledger(state, self.name).get("admitted")
+            request, hold = await self._reserve(mode, request, step, first, written)
             if hold is None:
                 return None
         else:
@@ -282,7 +309,7 @@ class Budgets(Feature):
                     response = await call(request)
             except BaseException as error:
                 runs = own_runs.runs() if own_runs else []
-                await charge(_form_after(mode, error), runs=runs, work=work)
+                await charge(_mode_after(mode, error), runs=runs, work=work)
                 raise
         runs = own_runs.runs() if own_runs else []
         entries = {**await charge(mode, runs=runs, work=work), "admitted": None}
@@ -310,25 +337,25 @@ class Budgets(Feature):
             with self._stopwatch.measured(run) as work:
                 answered = await call(request)
         except BaseException as error:
-            await charge(_form_after(mode, error), work=work)
+            await charge(_mode_after(mode, error), work=work)
             raise
         entries = await charge(mode, work=work, is_tool=True)
         mark(answered, request.tool_call["id"], run, entries["spent_by"], work.amount)
         return answered
 
-    async def _hold(
+    async def _reserve(
         self,
         mode: Mode,
         request: Request,
         step: ChargeContext,
-        admitted: Mapping[str, Any] | None,
+        first: FirstCheck | None,
         written: Update,
     ) -> tuple[Request, Reservation | None]:
-        """Hold all that the call can use, or ask for a last call; `None` if it is refused."""
+        """Reserve all that the call can use, or make it the run's last; `None` if it is refused."""
         kernel, last = self._kernel, bool(ledger(step.state).get("final"))
         while True:
             shaped = await kernel.shape_request(mode, request)
-            batch = self._holding(shaped, step)
+            batch = self._reserving_batch(shaped, step)
             result = await kernel.acquire(mode, batch)
             if last or all(result.admitted) or not _may_be_the_last(batch, result):
                 break
@@ -338,19 +365,19 @@ class Budgets(Feature):
             last, request = True, _with_ledger(request, Ledger(final=final))
         if not all(result.admitted):
             conclusion = conclude_model(batch, result)
-            written.update(await self._refuse(mode, batch, conclusion, admitted))
+            written.update(await self._refuse(mode, batch, conclusion, first))
             return shaped, None
         (checks,) = batch.call_checks
-        of = checks.hits.amounts
+        amounts = checks.hits.amounts
         hold = Reservation(
-            {limit.limit.counter: of[run_counter(limit.limit)] for limit in checks.limits}
+            {limit.limit.counter: amounts[run_counter(limit.limit)] for limit in checks.limits}
         )
         if batch.answered and batch.sent is not None:
             hold = hold._replace(request=batch.sent.idempotency_key)
         try:
-            if admitted:
-                result_of_call = _told(batch, step.limits, {**admitted["used"]}, result)
-                written.update(await kernel.record(mode, batch, result_of_call) or {})
+            if first:
+                hook_result = _result_of_both_checks(batch, step.limits, first, result)
+                written.update(await kernel.record(mode, batch, hook_result) or {})
         except (Exception, CancelledError):
             # The call is not made.
             await self._charging.settle(mode, settlements(step.limits, batch.used, (), hold))
@@ -360,27 +387,27 @@ class Budgets(Feature):
             written[LEDGER] = entries
         return shaped, hold
 
-    def _holding(self, request: Request, step: ChargeContext) -> Batch:
+    def _reserving_batch(self, request: Request, step: ChargeContext) -> Batch:
         """Return the batch that reserves all that the call can use."""
         if request.model is not None:
-            # The reserve is priced before anything is called.
+            # A price that is missing is an error before anything is charged.
             model_usage = asked_of(request.model, request.model_settings)
             self._pricing.check(model_usage, agent=step.call.agent)
-        holding = []
+        reserving = []
         lease = LEASE if self._reserves else None
         for budget in step.limits.budgets:
             reserve = getattr(budget.limit, "reserve", None)
             bound = reserve(request) if callable(reserve) else reserve or 0
             amount = self._pricing.most(budget.limit, bound)
-            holding.append(budget.with_checks(hit=amount, lease=lease))
+            reserving.append(budget.with_checks(hit=amount, lease=lease))
         task = f"{self._kernel.name}.held"
         batch = model_batch(request.state, request.runtime, step.limits, task=task)
-        # Named anew: another attempt of the same task may hold something, too.
+        # The name is new each time, because another attempt of the task may reserve something, too.
         batch.name = token_hex(16)
         batch.used |= self._late.counts(batch.state)
-        batch.limits = ResolvedLimits(holding)
+        batch.limits = ResolvedLimits(reserving)
         batch.stops = batch.limits.stops
-        batch.set_checks([CallChecks.of(holding)])
+        batch.set_checks([CallChecks.of(reserving)])
         return batch
 
     async def _refuse(
@@ -388,9 +415,10 @@ class Budgets(Feature):
         mode: Mode,
         batch: Batch,
         conclusion: HookResult,
-        admitted: Mapping[str, Any] | None,
+        first: FirstCheck | None,
     ) -> Update:
-        """Write, and do not raise: an exception would lose the update, and others would retry."""
+        """Return the update of a refused call; an error in it is raised after the model's step."""
+        # Raised here, it would lose the update, and other middlewares would retry the call.
         update: Update = {**(conclusion.update or {})}
         update.pop("jump_to", None)
         error: Any = conclusion.error
@@ -400,11 +428,9 @@ class Budgets(Feature):
             entries = {"error": [*numbers, str(error)]}
             written = Ledger(ended=message.id, own={self.name: entries})
             update = {"messages": [message], LEDGER: written}
-            self._errors[str(message.id)] = error
-            if len(self._errors) > MAX_LATE:
-                self._errors.popitem(last=False)
-        if admitted:
-            # It was let through and counted before.
+            _remember(self._errors, str(message.id), error)
+        if first:
+            # The first check has counted the call.
             counts = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
             of_thread = max(0, batch.used[OF_THREAD] - 1)
             if any(not limit.is_budget for limit in batch.original_limits.limits):
@@ -412,35 +438,43 @@ class Budgets(Feature):
             else:
                 counts["thread_model"] = of_thread
             update[LEDGER] = merge_ledgers(update[LEDGER], Ledger(counts=counts))
-            if admitted["keys"]:
-                back = {key: -amount for key, amount in admitted["keys"].items()}
-                corrections = (Correction(uuid4().hex, back),)
+            if first["keys"]:
+                refund = {key: -amount for key, amount in first["keys"].items()}
+                corrections = (Correction(uuid4().hex, refund),)
                 await self._charging.settle(mode, AcquireRequest("", "", corrections=corrections))
         batch.save(self.name, self._late.of(batch.state))
         hook_result = conclusion._replace(update=update)
         return await self._kernel.record(mode, batch, hook_result) or update
 
 
-def _told(
-    batch: Batch, limits: ResolvedLimits, before: dict[str, int], result: AcquireResult
+def _result_of_both_checks(
+    batch: Batch, limits: ResolvedLimits, first: FirstCheck, second: AcquireResult
 ) -> HookResult:
-    """Return the decisions about the call by all limits, including those that checked it before."""
-    # The state has counted the call by now.
-    used = before | {
-        check.counter: result.used[check.counter] for check in batch.call_checks[0].checks
+    """Return the decision about an admitted call by all limits: on calls first, then on budgets."""
+    # The counts in the state have the call by now.
+    used = first["used"] | {
+        check.counter: second.used[check.counter] for check in batch.call_checks[0].checks
     }
-    holding = {limit.limit.name: limit for limit in batch.limits.limits}
+    reserving = {limit.limit.name: limit for limit in batch.limits.limits}
     both = ResolvedLimits(
-        holding.get(limit.limit.name)
+        reserving.get(limit.limit.name)
         # Without the store, no quota has checked it.
         or limit._replace(checks=tuple(check for check in limit.checks if check.counter in used))
-        for limit in limits.limits
+        for limit in limits.raised(first["granted"]).limits
     )
-    every = replace(batch, limits=both, call_checks=[CallChecks.of(both.limits)], used=used)
-    decisions, _ = every.decide(admit(every.hits, used, {}))
+    whole = replace(batch, limits=both, call_checks=[CallChecks.of(both.limits)], used=used)
+    refused = first["refused"] | {**second.refused[0]}
+    decisions, _ = whole.decide(AcquireResult(used, (refused,), (True,)))
     by = batch.ledger.get("downgraded") or ""
-    decisions = [decision._replace(downgraded_by=by) for decision in decisions]
-    return HookResult(decisions)
+    return HookResult([decision._replace(downgraded_by=by) for decision in decisions])
+
+
+def _remember(memory: OrderedDict[str, T], key: str, value: T) -> T:
+    """Remember a value for one of the newest keys; return the first value of the key."""
+    value = memory.setdefault(key, value)
+    if len(memory) > MAX_LATE:
+        memory.popitem(last=False)
+    return value
 
 
 def _downgraded_by(batch: Batch) -> str:
@@ -463,7 +497,7 @@ def _with_ledger(request: Request, entries: Ledger) -> Request:
     return compat.with_state(request, state)
 
 
-def _form_after(mode: Mode, error: BaseException) -> Mode | None:
+def _mode_after(mode: Mode, error: BaseException) -> Mode | None:
     """Return the mode in which to await something after an error."""
     # Where the event loop is closing, nothing can be awaited.
     return mode if not mode or isinstance(error, Exception | CancelledError) else None

@@ -26,10 +26,10 @@ from langchain_quota.telemetry.labels import NONE
 from langchain_quota.telemetry.recorder import Recorder
 
 OWN = "budgets"
-"""The name under which the ledger has what budgets keep."""
+"""The name of the budgets' data in the ledger."""
 
 MAX_LATE = 10_000
-"""The most runs for which this process keeps what the state may not have."""
+"""The most runs whose unsaved usage this process keeps."""
 
 
 class WorkTime(NamedTuple):
@@ -40,7 +40,7 @@ class WorkTime(NamedTuple):
 
 
 Used = tuple[ModelRun | WorkTime, Mapping[str, int]]
-"""A model run or time, and what it is charged, by the model's counter."""
+"""A model run or working time, and its charges, by the model's counter."""
 
 
 class ChargeContext(NamedTuple):
@@ -52,16 +52,16 @@ class ChargeContext(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """What is held for a call."""
+    """The amounts that are reserved for a call."""
 
     # By the model's counter.
     amounts: Mapping[str, int] = {}
-    # What a store was asked to hold it.
+    # The idempotency key of the request by which a store reserved them.
     request: str = ""
 
 
-class _Kept(NamedTuple):
-    """The newest counts of a run, and the names of the uses that lead to them, in order."""
+class _NewestCounts(NamedTuple):
+    """The newest counts of a run, and the names of the charges that lead to them, in order."""
 
     names: tuple[str, ...] = ()
     counts: Mapping[str, Any] = {}
@@ -70,26 +70,28 @@ class _Kept(NamedTuple):
 
 
 class UnsavedUsage:
-    """Keeps the newest counts of runs: a state says up to which use it has them."""
+    """Keeps the newest counts of runs until the graph's state has them."""
 
-    # A branch of the thread that begins at another state gets none of it. Use that is forgotten
-    # before it is written is missing in the state's counts; a store has it.
+    # A state names the newest charge that is in its counts. So a branch of the thread that begins
+    # at another state gets none of these counts. Usage that is dropped from here before it is
+    # written is missing in the state's counts, but a store has it.
 
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._newest: dict[str, _NewestCounts] = {}
         self._lock = fork_safe_lock()
 
     def of(self, state: State) -> Mapping[str, Any]:
         """Return the newest counts of the state's run; empty if the state has them."""
-        unsaved, newest = self._known(state)
-        counts = unsaved.counts if newest in unsaved.names[:-1] else {}
+        unsaved, saved = self._newest_of(state)
+        counts = unsaved.counts if saved in unsaved.names[:-1] else {}
         entries = counts or feature_ledger(state, OWN)
         # Tools of this step may have run in another process.
-        tool_uses = marked(state, _run(state)).items()
-        other = {name: amount for name, amount in tool_uses if name not in entries.get("tools", ())}
-        if not other:
+        times = marked(state, _run(state))
+        charged = entries.get("tools", ())
+        uncharged = {name: time for name, time in times.items() if name not in charged}
+        if not uncharged:
             return counts
-        return {**counts, **_plus(entries, {MILLISECONDS: sum(other.values())}, other)}
+        return {**counts, **_plus(entries, {MILLISECONDS: sum(uncharged.values())}, uncharged)}
 
     def counts(self, state: State) -> dict[str, int]:
         """Return the budgets' use, by the name of the count."""
@@ -97,17 +99,17 @@ class UnsavedUsage:
 
     def has_made(self, task: str | None, state: State) -> bool:
         """Return whether the newest call of the state's run was made in this task."""
-        return task is not None and self._known(state)[0].task == task
+        return task is not None and self._newest_of(state)[0].task == task
 
     def forget(self, state: State) -> None:
-        """Forget what a state of the graph has."""
+        """Forget the charges that a state of the graph has."""
         with self._lock:
-            unsaved, newest = self._known(state)
-            if newest in unsaved.names:
-                remaining = unsaved.names[unsaved.names.index(newest) :]
-                self._kept[_run(state)] = unsaved._replace(names=remaining)
+            unsaved, saved = self._newest_of(state)
+            if saved in unsaved.names:
+                remaining = unsaved.names[unsaved.names.index(saved) :]
+                self._newest[_run(state)] = unsaved._replace(names=remaining)
                 if len(remaining) == 1:
-                    del self._kept[_run(state)]
+                    del self._newest[_run(state)]
 
     def keep(
         self,
@@ -117,29 +119,28 @@ class UnsavedUsage:
         *,
         is_tool: bool = False,
     ) -> Mapping[str, Any]:
-        """Keep what was used until it is written; the counts with it, which are to be written."""
+        """Keep a charge until the state has it; return the counts to write."""
         with self._lock:
-            unsaved, newest = self._known(state)
-            # The newest counts that the state has may have more than these.
-            if newest not in unsaved.names[:-1]:
-                unsaved = _Kept((newest,), feature_ledger(state, OWN))
+            unsaved, saved = self._newest_of(state)
+            # The state's counts may be newer than these.
+            if saved not in unsaved.names[:-1]:
+                unsaved = _NewestCounts((saved,), feature_ledger(state, OWN))
             name = uuid4().hex
             counts = _plus(unsaved.counts, amounts, [name] if is_tool else ())
             counts["spent_by"] = name
-            self._kept.pop(_run(state), None)
+            self._newest.pop(_run(state), None)
             if _run(state):
-                self._kept[_run(state)] = _Kept(
+                self._newest[_run(state)] = _NewestCounts(
                     (*unsaved.names, name), counts, task or unsaved.task
                 )
-            if len(self._kept) > MAX_LATE:
-                del self._kept[next(iter(self._kept))]
+            if len(self._newest) > MAX_LATE:
+                del self._newest[next(iter(self._newest))]
             return counts
 
-    def _known(self, state: State) -> tuple[_Kept, str]:
-        """Return what is kept of the state's run, and the newest use that the state has."""
-        return self._kept.get(_run(state), _Kept()), feature_ledger(state, OWN).get(
-            "spent_by"
-        ) or ""
+    def _newest_of(self, state: State) -> tuple[_NewestCounts, str]:
+        """Return the newest counts of the state's run, and the newest charge that the state has."""
+        saved = feature_ledger(state, OWN).get("spent_by") or ""
+        return self._newest.get(_run(state), _NewestCounts()), saved
 
 
 class Charging:
@@ -165,10 +166,10 @@ class Charging:
         work: Work | None = None,
         is_tool: bool = False,
     ) -> Mapping[str, Any]:
-        """Charge model runs, those of the agent's own call in place of what is held for it.
+        """Charge model runs and working time, and return the entries to write to the ledger.
 
-        Time is charged without what calls inside have charged of it. Without a form nobody waits
-        for the store. It gives what is to be written to the state.
+        The runs of the agent's own call replace its reservation. Time that calls inside of this one
+        have charged already is left out. Without a `mode` the store is charged in the background.
         """
         (state, limits, call), held = step, hold or Reservation()
         worked = work.amount if work is not None and MILLISECONDS in self._counters else 0
@@ -179,7 +180,7 @@ class Charging:
             used.append((WorkTime(uuid4().hex), {**nothing, MILLISECONDS: worked}))
         total = added(amounts for _, amounts in used)
         before = self.late.counts(state)
-        # This process keeps it, whatever happens next.
+        # The charge is kept first: what follows may fail or be cancelled.
         written = self.late.keep(state, total, task, is_tool=is_tool)
         less = self._worked_inside(limits, worked, work.inside if work else {})
         answer = await self.settle(mode, settlements(limits, before, used, held, less))
@@ -187,7 +188,7 @@ class Charging:
             budget.limit for budget in limits.budgets if budget.limit.counter == MILLISECONDS
         ]
         if worked:
-            times = [(each.name, each.unit, worked) for each in of_time]
+            times = [(limit.name, limit.unit, worked) for limit in of_time]
             self._recorder.record_spend(call, times, model=NONE, price="")
         for run, amounts, price in charged:
             self._recorder.record_spend(
@@ -202,11 +203,12 @@ class Charging:
                 price=price,
             )
         if hold is not None:
-            # The answers of tools before this call are not looked at any more.
-            tools = marked(state, _run(state))
-            written = {**written, "tools": [each for each in written["tools"] if each in tools]}
+            # After this call, the answers of earlier tools are not read again.
+            times_by_name = marked(state, _run(state))
+            tools = [name for name in written["tools"] if name in times_by_name]
+            written = {**written, "tools": tools}
         elif mode is None:
-            # The next hook shows it.
+            # The next hook records it.
             return written
         self.record(step, answer, before, total, is_call=hold is not None)
         return written
@@ -220,7 +222,7 @@ class Charging:
         *,
         is_call: bool,
     ) -> None:
-        """Make visible what limits are charged."""
+        """Record the charges of budgets."""
         _, limits, call = step
         counts: Mapping[str, int] = {}
         if answer is not None:
@@ -229,7 +231,7 @@ class Charging:
             self._recorder.record_grants(call.agent, limits.newly_raised(answer.newly_granted))
             limits = limits.raised(answer.granted)
         elif self._store is not None:
-            # What is used of quotas is not known.
+            # The counts of quotas are not known.
             limits = limits.without_store("allow")
         for budget in limits.budgets:
             amount = total.get(budget.limit.counter, 0)
@@ -242,7 +244,7 @@ class Charging:
             self._recorder.record_charge(call, shown, is_call=is_call)
 
     async def settle(self, mode: Mode | None, sent: AcquireRequest | None) -> AcquireResult | None:
-        """Have the store make corrections; its answer by key, or `None` without one."""
+        """Make corrections in the store; return its result by key, or `None` without one."""
         if sent is None or self._store is None:
             return None
         if mode is not None:
@@ -253,7 +255,7 @@ class Charging:
     def _worked_inside(
         self, limits: ResolvedLimits, worked: int, inside: Mapping[tuple[int, str], int]
     ) -> dict[str, int]:
-        """Return what calls inside a call have charged, by key; calls around it learn the rest."""
+        """Return the time charged inside of a call, by key; pass the rest on to outer calls."""
         if self._store is None or not worked:
             return {}
         store = self._store.store
@@ -270,8 +272,8 @@ class Charging:
         self, run: ModelRun, held: Mapping[str, int], agent: str | None
     ) -> tuple[dict[str, int], str]:
         """Return the charge of a run by counter, and whether its price is known."""
-        # A run that was cut off is charged at least what was held for it: its use is only an
-        # estimate from what had arrived.
+        # A run that was cut off is charged at least its reservation, because its usage is only an
+        # estimate from the part that had arrived.
         usage, price = run.usage, "none"
         least = held if usage.estimated and not run.succeeded else {}
         amounts = {}
@@ -316,13 +318,13 @@ def settlements(
         shown = {key: limits_by_key[key] for key in amounts if key in limits_by_key}
         corrections.append(Correction(name, amounts, starts=begins, settles=settles, limits=shown))
 
-    # The first correction gives back what is held under all keys.
+    # The first correction releases the reservation under all keys.
     held = hold.request
     if held and (not used or any(run.shared for run, _ in used)):
         add(uuid4().hex, dict.fromkeys(keys, 0), held)
         held = ""
     for run, amounts in used if keys else ():
-        # A run holds nothing itself. But a store remembers settlements no longer than is needed.
+        # The run itself reserves nothing, but a store forgets settlements sooner than corrections.
         if not run.shared:
             charged = {
                 key: max(0, amounts[counter] - less.get(key, 0)) for key, counter in keys.items()
@@ -339,7 +341,7 @@ def settlements(
 
 
 def counts_of(state: State, entries: Mapping[str, Any] = MappingProxyType({})) -> dict[str, int]:
-    """Return the budgets' use by the name of the count; `kept` has newer counts."""
+    """Return the budgets' use by the name of the count; `entries` may have newer counts."""
     of_thread, of_run = spent(state, entries)
     return {
         f"{counter}/{scope}": spent.get(counter, 0)
@@ -351,7 +353,7 @@ def counts_of(state: State, entries: Mapping[str, Any] = MappingProxyType({})) -
 def _plus(
     counts: Mapping[str, Any], amounts: Mapping[str, int], tools: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the counts after a use, with the uses of tools that the newest answers may name."""
+    """Return the counts after a charge, with the tool calls that the newest answers may name."""
     return {
         "thread_spent": added([counts.get("thread_spent") or {}, amounts]),
         "run_spent": added([counts.get("run_spent") or {}, amounts]),
@@ -369,7 +371,7 @@ def added(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _mirror_root_run(limits: ResolvedLimits, counts: Mapping[str, int]) -> None:
-    """Keep what the store has counted of the root run, if a budget is per root run."""
+    """Keep the store's counts of the root run, if a budget is per root run."""
     run = root_run()
     if run is not None and run.subject is not None:
         checks = (check for budget in limits.budgets for check in budget.checks)

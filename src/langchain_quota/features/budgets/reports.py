@@ -74,8 +74,8 @@ def _provider_tools(message: Any, sources: Any, model: str) -> tuple[str, ...]:
     """Return the provider's own tools that ran, by an answer's parts and by Gemini's sources."""
     parts = getattr(message, "content", None)
     tools = []
-    for each in parts if isinstance(parts, list) else ():
-        part: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
+    for content in parts if isinstance(parts, list) else ():
+        part: Mapping[str, object] = content if isinstance(content, Mapping) else {}
         is_named = part.get("type") in ("server_tool_use", "server_tool_call")
         name = part.get("name") if is_named else _PROVIDER_TOOLS.get(str(part.get("type")))
         done = part.get("action") or part.get("args")
@@ -83,12 +83,12 @@ def _provider_tools(message: Any, sources: Any, model: str) -> tuple[str, ...]:
         opens = isinstance(done, Mapping) and done.get("type", "search") != "search"
         tools += [str(name)] if name and not opens else []
     metadata: Mapping[str, Any] = sources if isinstance(sources, Mapping) else {}
-    queries = (metadata.get(f"{each}_search_queries") or () for each in ("web", "image"))
-    searches = len({str(query) for each in queries for query in each if query})
+    queries = (metadata.get(f"{kind}_search_queries") or () for kind in ("web", "image"))
+    searches = len({str(query) for of_kind in queries for query in of_kind if query})
     # Before Gemini 3, all searches of a call have one price.
     tools += ["web_search"] * (min(1, searches) if re.search("gemini-[12]", model) else searches)
     tools += ["google_maps"] * any(
-        each.get("maps") for each in metadata.get("grounding_chunks") or ()
+        chunk.get("maps") for chunk in metadata.get("grounding_chunks") or ()
     )
     return tuple(sorted(tools))
 

@@ -15,23 +15,23 @@ from langchain_quota.middleware.state import State
 from langchain_quota.runtime.sync_async import fork_safe_lock
 
 WORKED = "quota_worked"
-"""The mark on a tool's answer: its run, the name of its time, and how long it has worked.
+"""The mark on a tool's answer: its run, the name of the charge, and its working time.
 
-It is not sent to models. From it the next step learns the time, also in another process.
+It is not sent to models. The next step reads the time there, even in another process.
 """
 
 Charged = dict[tuple[int, str], int]
-"""How long calls inside of a call have worked, by the id of a store and its key."""
+"""The working time of calls inside of a call, by the id of a store and its key."""
 
 _around: ContextVar[tuple[Charged, ...]] = ContextVar("langchain_quota_work", default=())
-"""What is charged inside of each call that the running code is in, the outermost first."""
+"""The time charged inside of each call around the running code, the outermost call first."""
 
 _lock = fork_safe_lock()
 
 
 @dataclass
 class Work:
-    """How long a call has worked, and what calls inside of it have charged of that."""
+    """The working time of a call, and the part that calls inside of it have charged."""
 
     amount: int = 0
     inside: Charged = field(default_factory=dict)
@@ -41,12 +41,12 @@ class Stopwatch:
     """Measures the calls of runs, in milliseconds."""
 
     def __init__(self) -> None:
-        # By run: how many calls run, and up to when their time is taken.
+        # By run: the number of running calls, and the moment up to which their time is measured.
         self._running: dict[str, tuple[int, int]] = {}
 
     @contextmanager
     def measured(self, run: str) -> Iterator[Work]:
-        """Measure a call: how long calls of its run have worked since the last one ended."""
+        """Measure the time since the last call of the same run ended; parallel calls count once."""
         work = Work()
         with _lock:
             number, since = self._running.get(run, (0, _now()))
@@ -71,7 +71,7 @@ def _now() -> int:
 
 
 def pass_on(store: object, amounts: Mapping[str, int]) -> None:
-    """Tell the calls around what a store is charged, by key: they do not charge it again."""
+    """Pass a store's charges, by key, to the outer calls, which do not charge them again."""
     with _lock:
         for around in _around.get():
             for key, amount in amounts.items():
@@ -79,7 +79,7 @@ def pass_on(store: object, amounts: Mapping[str, int]) -> None:
 
 
 def mark(answer: ToolAnswer, call_id: object, *worked: object) -> None:
-    """Write on the answer of a call the run, the name of the time, and how long it has worked."""
+    """Write the run, the name of the charge and the working time on the answer of a tool call."""
     answers: Any = [answer]
     if isinstance(answer, Command):
         update: Any = answer.update
@@ -90,7 +90,7 @@ def mark(answer: ToolAnswer, call_id: object, *worked: object) -> None:
 
 
 def marked(state: State, run: str) -> dict[str, int]:
-    """Return how long the newest tool calls of a run have worked, by the name of the time."""
+    """Return the working time of the newest tool calls of a run, by the name of the charge."""
     times: dict[str, int] = {}
     for message in reversed(state.get("messages") or ()):
         if isinstance(message, AIMessage):
