@@ -12,7 +12,7 @@ from benchmarks.report import Result, Table, number
 from benchmarks.scenes import UNREACHED
 from benchmarks.sizes import Size
 from langchain_quota import MemoryStore, Telemetry, ToolCallLimit
-from langchain_quota.core.admission import AcquireRequest, CountRef, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, CountRef, Demand, Threshold
 from langchain_quota.limits.call import Call
 from langchain_quota.middleware.context import fixed
 from langchain_quota.telemetry import recorder_of
@@ -75,9 +75,9 @@ def held_bytes(questions: int, *, names: bool) -> int:
     def ask(number: int) -> object:
         name = f"{number:032x}" if names else ""
         counter = CountRef(f"search:thread:thread-{number}", mirrored=True)
-        hits = Hits({"search": 1}, (Threshold("limit", "thread", "search", UNREACHED),))
+        demand = Demand({"search": 1}, (Threshold("limit", "thread", "search", UNREACHED),))
         return store.acquire(
-            AcquireRequest(name, name and f"a{name}", {"search": counter}, (hits,))
+            AcquireRequest(name, name and f"a{name}", {"search": counter}, (demand,))
         )
 
     return _allocated(lambda: [ask(number) for number in range(questions)])

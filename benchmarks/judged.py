@@ -45,7 +45,7 @@ class Judged:
 
     def used(self, limit: Limit) -> Used:
         """What is used of a limit afterwards, of the thread and the run."""
-        charged = self.result.charged(self.request.hits)
+        charged = self.result.charged(self.request.demands)
         thread, run = thread_counter(limit), run_counter(limit)
         return Used(
             self.result.used.get(thread, 0) + charged.get(thread, 0),
@@ -134,7 +134,7 @@ def request_of(
         limits=limits,
         calls=searches,
         call_checks=asked,
-        used={**dict.fromkeys(asked[0].hits.amounts, 0), thread_counter(limit): own},
+        used={**dict.fromkeys(asked[0].demand.amounts, 0), thread_counter(limit): own},
         stops=limits.stops,
         rebuild=_never,
     )

@@ -93,7 +93,7 @@ async def _asked(url: str, beside: str) -> AsyncIterator[dict[str, Ask]]:
             asked = made[limits, of]
             names = fresh("key"), fresh("attempt")
             answer: Awaitable[object] = where.aacquire(
-                AcquireRequest(*names, asked.counters, asked.hits)
+                AcquireRequest(*names, asked.counters, asked.demands)
             )
             return answer
 

@@ -210,7 +210,7 @@ async def _asked(url: str) -> AsyncIterator[dict[str, Ask]]:
         keys = [f"tool-{index}:user:ada" for index in range(limits)]
         made = batch(dict.fromkeys(keys, 1), limits=dict.fromkeys(keys, UNREACHED))
         return lambda: store.aacquire(
-            AcquireRequest(fresh("key"), fresh("attempt"), made.counters, made.hits)
+            AcquireRequest(fresh("key"), fresh("attempt"), made.counters, made.demands)
         )
 
     def commanding(limits: int) -> Ask:

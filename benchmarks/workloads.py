@@ -20,7 +20,7 @@ from benchmarks import scenes
 from benchmarks.judged import Used, judge, request_of
 from langchain_quota import MemoryStore, Telemetry
 from langchain_quota.core.admission import AcquireRequest, admit
-from langchain_quota.core.checks import ResolvedLimit, ResolvedLimits, hits_of
+from langchain_quota.core.checks import ResolvedLimit, ResolvedLimits, demands_of
 from langchain_quota.core.decide import decide
 from langchain_quota.core.decision import Decision
 from langchain_quota.limits.call import Call
@@ -176,8 +176,8 @@ def _judging(limits: int) -> Repeat:
         # What each tool asks is looked up anew, as it is where a store keeps the counts.
         resolved = ResolvedLimits(_limits(limits))
         asked = [resolved.checks_for(call) for call in calls]
-        hits, index_of = hits_of(calls, asked)
-        decide(calls, asked, index_of, admit(hits, used, resolved.stops))
+        demands, index_of = demands_of(calls, asked)
+        decide(calls, asked, index_of, admit(demands, used, resolved.stops))
 
     return _repeating(judged)
 
@@ -202,7 +202,7 @@ def _asking(whom: str) -> Callable[[], object]:
 
     def asked() -> None:
         name = f"{next(names):032x}"
-        store.acquire(AcquireRequest(name, f"a{name}", sent.counters, sent.hits))
+        store.acquire(AcquireRequest(name, f"a{name}", sent.counters, sent.demands))
 
     return asked
 

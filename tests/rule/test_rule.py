@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota.core.admission import AcquireRequest, CountRef, Hits, Threshold, admit
+from langchain_quota.core.admission import AcquireRequest, CountRef, Demand, Threshold, admit
 from tests.examples import examples
 
 
@@ -12,9 +12,9 @@ def most(number: int, counter: str = "n", **options: object) -> Threshold:
     return Threshold(counter=counter, maximum=number, **given)  # type: ignore[arg-type]
 
 
-def call(*over: Threshold, **amounts: int) -> Hits:
+def call(*over: Threshold, **amounts: int) -> Demand:
     """A call that adds 1 to each count under a threshold, or what is said."""
-    return Hits(dict.fromkeys((each.counter for each in over), 1) | amounts, over)
+    return Demand(dict.fromkeys((each.counter for each in over), 1) | amounts, over)
 
 
 def test_grants_raise_what_is_over_their_count() -> None:
@@ -56,7 +56,7 @@ CALLS = st.builds(
     stops=st.dictionaries(st.sampled_from(LIMITS), st.integers(1, 3), max_size=2),
 )
 def test_a_call_is_judged_by_what_was_admitted_before_it(
-    asked: list[Hits], used: dict[str, int], stops: dict[str, int]
+    asked: list[Demand], used: dict[str, int], stops: dict[str, int]
 ) -> None:
     """It is refused exactly where it and all admitted before it add up to more than allowed."""
     result = admit(asked, used, stops)

@@ -21,7 +21,7 @@ SEARCH = ToolCallLimit("search", thread_limit=1)
 TWICE = (["search", "search"], "done")
 
 
-class Granting(Scene):
+class SupportsGrants(Scene):
     """An agent that searches twice in each run, and what was decided about it."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Granting(Scene):
 @both_forms
 async def test_a_thread_is_granted_more(signals: Signals, form: Form) -> None:
     """So many calls more run, once for an id; decisions, gauges and messages have the new limit."""
-    scene = Granting(signals, SEARCH, form=form)
+    scene = SupportsGrants(signals, SEARCH, form=form)
     assert await scene.run() == ["allowed", "blocked"]
     for amount in (2, 9):
         grant = await scene.grant(amount, reason="ticket 4711", by="bo", id="4711")
@@ -68,7 +68,7 @@ async def test_a_thread_is_granted_more(signals: Signals, form: Form) -> None:
 async def test_a_grant_raises_every_limit_over_its_count(signals: Signals) -> None:
     """Two limits over one count are raised by one grant, and each counts it for itself."""
     trial = ToolCallLimit("search", name="trial", thread_limit=1, enforce=False)
-    scene = Granting(signals, SEARCH, trial, ModelCallLimit(thread_limit=9))
+    scene = SupportsGrants(signals, SEARCH, trial, ModelCallLimit(thread_limit=9))
     await scene.grant(2, limit="trial")
     assert await scene.run() == ["allowed", "allowed"]
     for limit in ("tool:search", "trial"):
@@ -88,7 +88,7 @@ async def test_a_grant_raises_every_limit_over_its_count(signals: Signals) -> No
 async def test_no_such_limit(signals: Signals, options: Any, message: str) -> None:
     """The limit is one with a thread limit, and named where there are several."""
     again = ToolCallLimit("publish", name="again", thread_limit=5)
-    scene = Granting(signals, SEARCH, again, ModelCallLimit(run_limit=9))
+    scene = SupportsGrants(signals, SEARCH, again, ModelCallLimit(run_limit=9))
     with pytest.raises(ValueError, match=message):
         await scene.grant(1, **options)
 
@@ -136,9 +136,9 @@ async def test_no_store_that_gives_grants(signals: Signals) -> None:
         peek, apeek, reset, areset = store.peek, store.apeek, store.reset, store.areset
 
     for own, name in ((None, "None: pass sto"), (Own(), "<")):
-        scene = Granting(signals, SEARCH, store=own)
+        scene = SupportsGrants(signals, SEARCH, store=own)
         with pytest.raises(TypeError, match=f"needs a store that gives grants, not {name}"):
             await scene.grant(1)
-    scene = Granting(signals, SEARCH)
+    scene = SupportsGrants(signals, SEARCH)
     with pytest.raises(ValueError, match="config names no thread"):
         scene.quota.grant({}, 1)

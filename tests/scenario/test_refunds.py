@@ -67,7 +67,7 @@ class Unrefunding(FickleStore):
     """A store that answers requests about calls, and no other ones."""
 
     def acquire(self, request: Any) -> Any:
-        self.down = not request.hits
+        self.down = not request.demands
         return super().acquire(request)
 
 

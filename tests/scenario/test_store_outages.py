@@ -231,7 +231,7 @@ async def test_a_thread_that_ran_in_an_outage(signals: Signals) -> None:
     await scene.play()
     carried = [[each.starts[THREAD] for each in one.corrections] for one in store.asked]
     assert carried == [[*range(5)], [*range(5, 10)], [10, 11]]
-    assert [bool(each.hits) for each in store.asked] == [False, False, True]
+    assert [bool(each.demands) for each in store.asked] == [False, False, True]
     assert counts(store) == {THREAD: len(scene.ran)}
     scene.check()
 

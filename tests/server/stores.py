@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Demand, Threshold
 from langchain_quota.stores import QuotaStore
 
 _numbers = itertools.count()
@@ -34,12 +34,14 @@ def batch(
         for added in amounts
         for each in added
     }
-    hits = (Hits(added, tuple(over[each] for each in added if each in over)) for added in amounts)
+    demands = (
+        Demand(added, tuple(over[each] for each in added if each in over)) for added in amounts
+    )
     return AcquireRequest(
         fresh("key") if key is None else key,
         fresh("attempt") if attempt is None else attempt,
         counters,
-        tuple(hits),
+        tuple(demands),
         stops or {},
         tuple(corrections),
     )

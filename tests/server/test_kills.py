@@ -103,12 +103,12 @@ class WritingStore(RedisStore):
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         name = request.idempotency_key
         asked: dict[str, int] = {}
-        for each in request.hits:
+        for each in request.demands:
             for key, amount in request.keyed(each.amounts).items():
                 asked[key] = asked.get(key, 0) + amount
         self.order.write("asks", id=name, charges=asked)
         result = await super().aacquire(request)
-        charged = request.keyed(result.charged(request.hits))
+        charged = request.keyed(result.charged(request.demands))
         self.order.write("charged", id=name, charges=charged)
         return result
 

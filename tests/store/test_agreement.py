@@ -19,7 +19,7 @@ from langchain_quota.core.admission import (
     AcquireResult,
     Correction,
     CountRef,
-    Hits,
+    Demand,
     Threshold,
     admit,
 )
@@ -30,7 +30,7 @@ from langchain_quota.stores import (
     REMEMBERED,
     QuotaStore,
 )
-from langchain_quota.stores.grants import Granting, in_utc
+from langchain_quota.stores.grants import SupportsGrants, in_utc
 from langchain_quota.stores.keys import CountKey, window_end
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.postgres import PostgresStore
@@ -100,18 +100,18 @@ def requests(draw: st.DrawFn) -> AcquireRequest:
         enforced=st.booleans(),
     )
     thresholds = draw(st.lists(over, max_size=4))
-    hits = []
+    demands = []
     for _ in range(draw(st.integers(0, 4))):
         amount = draw(st.sampled_from([1, 1, 2, 0, 10**12]))
         amounts = dict.fromkeys(draw(st.sampled_from([names, names[:1], names[1:]])), amount)
         order = thresholds if draw(st.booleans()) else thresholds[::-1]
-        hits.append(Hits(amounts, tuple(each for each in order if each.counter in amounts)))
+        demands.append(Demand(amounts, tuple(each for each in order if each.counter in amounts)))
     key = draw(st.sampled_from(REQUESTS))
     return AcquireRequest(
         key,
         draw(st.sampled_from(ATTEMPTS)),
         {name: draw(counters(named=bool(key))) for name in names},
-        tuple(hits),
+        tuple(demands),
         draw(st.dictionaries(st.sampled_from(LIMITS), st.integers(1, 3), max_size=2)),
         tuple(draw(st.lists(corrections, max_size=2))),
     )
@@ -129,7 +129,7 @@ def holding(draw: st.DrawFn) -> AcquireRequest:
         draw(st.sampled_from(REQUESTS[1:])),
         draw(st.sampled_from(ATTEMPTS)),
         counters,
-        (Hits({"a": draw(st.integers(1, 9)), "b": draw(st.integers(1, 9))}),),
+        (Demand({"a": draw(st.integers(1, 9)), "b": draw(st.integers(1, 9))}),),
         corrections=tuple(draw(st.lists(corrections, max_size=1))),
     )
 
@@ -313,7 +313,7 @@ class Model:
         known = self.results.of(request.idempotency_key)
         if known is None:
             return self.admit(request)
-        if (len(known.used), len(known.admitted)) != (len(request.counters), len(request.hits)):
+        if (len(known.used), len(known.admitted)) != (len(request.counters), len(request.demands)):
             raise QuotaStoreError("form")
         granted = dict(zip(request.counters, [*known.granted.values()], strict=True))
         return replace(
@@ -341,19 +341,19 @@ class Model:
         for counter in request.counters.values():
             for grant in self.granted(counter.key):
                 grant.is_new = grant.is_new and grant.ends <= self.now
-        hits = [
-            Hits(
+        demands = [
+            Demand(
                 each.amounts,
                 tuple(
                     over._replace(maximum=over.maximum + granted[over.counter])
                     for over in each.thresholds
                 ),
             )
-            for each in request.hits
+            for each in request.demands
         ]
-        result = replace(admit(hits, used, request.stops), granted=granted)
+        result = replace(admit(demands, used, request.stops), granted=granted)
         charged: list[tuple[str, int, bool]] = []
-        for name, amount in result.charged(request.hits).items():
+        for name, amount in result.charged(request.demands).items():
             counter = request.counters[name]
             if counter.key and amount:
                 charged.append((counter.key, amount, counter.lease is not None))
@@ -437,7 +437,7 @@ def outcome(store: Model | QuotaStore, request: AcquireRequest) -> AcquireResult
         return None
 
 
-def given_by(store: Granting, asked: Give, now: float) -> tuple[int, int | None] | None:
+def given_by(store: SupportsGrants, asked: Give, now: float) -> tuple[int, int | None] | None:
     """What is granted, and until when; `None` if that time is over."""
     until = None if asked.seconds is None else in_utc(now + asked.seconds)
     try:
@@ -451,7 +451,7 @@ def _held_twice() -> list[Step]:
     """A request holds again when its answer is forgotten; then only that is undone."""
     key = KEYS[2]
     held = CountRef(key, expires_at=window_end(key), lease=10_000)
-    first = AcquireRequest("i", "x", {"a": held}, (Hits({"a": 5}),))
+    first = AcquireRequest("i", "x", {"a": held}, (Demand({"a": 5}),))
     undo = AcquireRequest("", "", corrections=(Correction("s", attempt_id="y"),))
     settle = AcquireRequest("", "", corrections=(Correction("t", {key: 1}, settles="i"),))
     again = replace(first, attempt_id="y")
@@ -461,7 +461,7 @@ def _held_twice() -> list[Step]:
 def _held_longest() -> list[Step]:
     """Of two leases of one request under one key the longer one holds."""
     counters = {name: CountRef(KEYS[0], lease=lease) for name, lease in (("a", 60), ("b", 5))}
-    return [AcquireRequest("i", "x", counters, (Hits({"a": 1, "b": 2}),)), 6, 55]
+    return [AcquireRequest("i", "x", counters, (Demand({"a": 1, "b": 2}),)), 6, 55]
 
 
 def _granted_again() -> list[Step]:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from langchain_core.rate_limiters import BaseRateLimiter
 
-from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Demand, Threshold
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.keys import CountKey
@@ -101,13 +101,13 @@ class TestAcquire:
         most = Threshold("most", "user_id", "searches", 2)
         own = Threshold("most", "run", "own", 8)
         counters = {"own": CountRef(used=4), "searches": CountRef(KEY, used=1)}
-        hits = (
-            Hits({"own": 1, "searches": 1}, (own, most)),
-            Hits({"own": 5, "searches": 1}, (trial, own, most)),
-            Hits({"own": 1}, (own,)),
-            Hits({}),
+        demands = (
+            Demand({"own": 1, "searches": 1}, (own, most)),
+            Demand({"own": 5, "searches": 1}, (trial, own, most)),
+            Demand({"own": 1}, (own,)),
+            Demand({}),
         )
-        result = store.acquire(AcquireRequest("", "", counters, hits, {"most": 2}))
+        result = store.acquire(AcquireRequest("", "", counters, demands, {"most": 2}))
         assert result.used == {"own": 4, "searches": 1}
         assert result.refused == ({}, {"trial": "user_id", "most": "run"}, {}, {})
         assert result.admitted == (True, False, True, True)
@@ -140,8 +140,8 @@ class TestAcquire:
         trial = Threshold("trial", "user_id", "searches", 0, enforced=False)
         most = Threshold("most", "user_id", "searches", 0)
         thresholds = (trial, most) if trial_first else (most, trial)
-        hits = (Hits({"searches": 1}, thresholds),)
-        result = store.acquire(AcquireRequest("", "", {"searches": CountRef(KEY)}, hits))
+        demands = (Demand({"searches": 1}, thresholds),)
+        result = store.acquire(AcquireRequest("", "", {"searches": CountRef(KEY)}, demands))
         assert result.refused == ({"trial": "user_id", "most": "user_id"},)
         assert result.admitted == (False,)
         assert used(store, KEY) == [None]
@@ -189,7 +189,7 @@ class TestReplay:
             request.idempotency_key,
             "",
             {"x": CountRef(OTHER, 7)},
-            (Hits({"x": 1}, (renamed,)),) * 3,
+            (Demand({"x": 1}, (renamed,)),) * 3,
         )
         result = store.acquire(again)
         assert (result.used, result.replayed) == ({"x": 0}, True)
@@ -309,7 +309,7 @@ class TestCounts:
             Threshold("try", "user_id", "day", 0, enforced=False),
         )
         for limits in (over[:1], over):
-            store.acquire(AcquireRequest("", "", counters, (Hits({"day": 1, "all": 1}, limits),)))
+            store.acquire(AcquireRequest("", "", counters, (Demand({"day": 1, "all": 1}, limits),)))
         store.acquire(correcting(Correction("late", {str(DAY): 2})))
         day = QuotaUsage(str(DAY), 4, 5, DAY.ends)
         for _ in range(2):
@@ -397,8 +397,8 @@ async def test_async_forms(store: Store) -> None:
 def test_names_of_any_form(store: Store) -> None:
     """All names may be any text, of any length."""
     odd = "\ud800 ':{}*\n%é" * 500
-    hits = Hits({odd: 1}, (Threshold(odd, odd, odd, 1),))
-    request = AcquireRequest(odd, odd, {odd: CountRef(odd)}, (hits, hits), {odd: 2})
+    demand = Demand({odd: 1}, (Threshold(odd, odd, odd, 1),))
+    request = AcquireRequest(odd, odd, {odd: CountRef(odd)}, (demand, demand), {odd: 2})
     result = store.acquire(request)
     assert (result.used, result.refused) == ({odd: 0}, ({}, {odd: odd}))
     assert store.acquire(request).refused == result.refused

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Hits, Threshold
+from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Demand, Threshold
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.memory import MemoryStore
@@ -47,8 +47,8 @@ def asked(
     """One call that is charged to keys; a name is its idempotency key and its attempt."""
     counters = {key: CountRef(key, used, ends, mirrored, lease) for key in keys}
     over = tuple(Threshold("limit", "thread", key, limit) for key in keys)
-    hits = Hits(dict.fromkeys(keys, 1), over)
-    return AcquireRequest(name, name, counters, (hits,), corrections=corrections)
+    demand = Demand(dict.fromkeys(keys, 1), over)
+    return AcquireRequest(name, name, counters, (demand,), corrections=corrections)
 
 
 def test_a_full_store_refuses_new_keys() -> None:

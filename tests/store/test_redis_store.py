@@ -464,8 +464,16 @@ ODD_RESULTS = [
     ),
     b"acquired 0 0\n1 2",
     *(
-        b"acquired 0 0\n1 2\n" + hits
-        for hits in (b"", b"1,1", b"1,1,1,1", b",1,1", b"3,1,1", b"0 most,1,1", b"0 most \xff,1,1")
+        b"acquired 0 0\n1 2\n" + refused
+        for refused in (
+            b"",
+            b"1,1",
+            b"1,1,1,1",
+            b",1,1",
+            b"3,1,1",
+            b"0 most,1,1",
+            b"0 most \xff,1,1",
+        )
     ),
     *(b"acquired 0 0\n1 2\n1,1,1\n" + end for end in (b"0", b"0 0\n0", b"0 0\n0 0\n0 0")),
 ]

@@ -31,7 +31,7 @@ class Forgetful:
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         used = {name: counter.used for name, counter in request.counters.items()}
-        return admit(request.hits, used, request.stops)
+        return admit(request.demands, used, request.stops)
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         return tuple(None for _ in keys)

@@ -36,8 +36,8 @@ from langchain_quota.middleware.base import ContextT, LimitMiddleware, is_own
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import (
     Feature,
+    FeatureOptions,
     Handler,
-    Options,
     Request,
     Response,
     ToolAnswer,
@@ -186,7 +186,7 @@ class QuotaMiddleware(
             store=store,
             on_store_error=on_store_error,
             on_decision=on_decision,
-            options=Options(
+            options=FeatureOptions(
                 tell_model=tell_model,
                 hide_exhausted=hide_exhausted,
                 prices=prices,

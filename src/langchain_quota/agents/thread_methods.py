@@ -24,7 +24,7 @@ from langchain_quota.middleware.state import LEDGER, UNUSED
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
 from langchain_quota.runtime.units import Dollars
-from langchain_quota.stores.grants import Grant, Granting
+from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import CountKey, prefix_in
 
 _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
@@ -151,10 +151,10 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
             key, amount, window=None, until=until, reason=reason, by=by, id=id
         )
 
-    def _granting(self, name: str | None, config: RunnableConfig) -> tuple[Granting, str]:
+    def _granting(self, name: str | None, config: RunnableConfig) -> tuple[SupportsGrants, str]:
         client = self.kernel.store
         store: object = client and client.store
-        if client is None or not isinstance(store, Granting):
+        if client is None or not isinstance(store, SupportsGrants):
             raise TypeError(
                 f"{type(self).__name__} needs a store that gives grants, not {store!r}: pass "
                 "store=MemoryStore() or, for several processes, store=RedisStore()"

@@ -31,8 +31,8 @@ class Threshold(NamedTuple):
     enforced: bool = True
 
 
-class Hits(NamedTuple):
-    """The amounts that one call, or several calls with one id, would add to counts.
+class Demand(NamedTuple):
+    """What one call, or several calls with one id, would add to counts if it is admitted.
 
     Attributes:
         amounts: The amounts, by the name of the count; whole numbers from 0.
@@ -101,7 +101,7 @@ class AcquireRequest:
         idempotency_key: Names the request: one that was answered before is not charged again.
         attempt_id: Names this attempt to make it.
         counters: The counts, by name.
-        hits: The amounts that each call, in order, would add to them.
+        demands: What each call, in order, would add to them.
         stops: The limits whose refusals stop the batch, and after how many refused calls. A
             stopped batch charges nothing.
         corrections: The corrections that are made first.
@@ -110,7 +110,7 @@ class AcquireRequest:
     idempotency_key: str
     attempt_id: str
     counters: Mapping[str, CountRef] = field(default_factory=dict)
-    hits: tuple[Hits, ...] = ()
+    demands: tuple[Demand, ...] = ()
     stops: Mapping[str, int] = field(default_factory=dict)
     corrections: tuple[Correction, ...] = ()
 
@@ -134,9 +134,9 @@ class AcquireResult:
 
     Attributes:
         used: The counts before the batch, by name.
-        refused: For each of the hits: the limits that refuse it, or would if they were enforced,
+        refused: For each demand: the limits that refuse it, or would if they were enforced,
             with the exhausted scope of each limit.
-        admitted: For each of the hits, whether no enforced limit refuses it.
+        admitted: For each demand, whether no enforced limit refuses it.
         stopped: Whether refusals stopped the batch: nothing of it is charged.
         replayed: Whether the request was answered before, and is not charged again.
         granted: The amounts that grants added to the thresholds over counts, by name; without
@@ -154,15 +154,15 @@ class AcquireResult:
     newly_granted: Mapping[str, int] = field(default_factory=dict)
     drained_in: Mapping[str, int] = field(default_factory=dict)
 
-    def charged(self, hits: Iterable[Hits]) -> dict[str, int]:
+    def charged(self, demands: Iterable[Demand]) -> dict[str, int]:
         """Return the amounts that the batch adds to each count.
 
         Args:
-            hits: The hits of the request.
+            demands: The demands of the request.
         """
         amounts = dict.fromkeys(self.used, 0)
         if not self.stopped:
-            for (added, _), admitted in zip(hits, self.admitted, strict=True):
+            for (added, _), admitted in zip(demands, self.admitted, strict=True):
                 if admitted:
                     for name, amount in added.items():
                         amounts[name] += amount
@@ -170,18 +170,18 @@ class AcquireResult:
 
 
 def admit(
-    hits: Sequence[Hits],
+    demands: Sequence[Demand],
     used: Mapping[str, int],
     stops: Mapping[str, int],
     granted: Mapping[str, int] | None = None,
 ) -> AcquireResult:
-    """Admit each call against the thresholds over the counts that it would hit.
+    """Admit each call against the thresholds over its counts.
 
     Calls are admitted in order, each against the counts after the ones before it. A blocked call
     is not charged. If refusals stop the batch, none of its calls is charged.
 
     Args:
-        hits: The amounts that each call would add to counts.
+        demands: What each call would add to counts.
         used: The counts before the batch, by name.
         stops: The limits whose refusals stop the batch, and after how many refused calls.
         granted: The amounts that are added to the thresholds over counts, by name.
@@ -191,7 +191,7 @@ def admit(
     refusals = dict.fromkeys(stops, 0)
     refused: list[Mapping[str, Scope]] = []
     admitted = []
-    for amounts, thresholds in hits:
+    for amounts, thresholds in demands:
         refusing: dict[str, Scope] = {}
         runs = True
         for limit, scope, counter, maximum, enforced in thresholds:

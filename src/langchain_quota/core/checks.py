@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from langchain_quota.core.admission import Hits, Threshold
+from langchain_quota.core.admission import Demand, Threshold
 from langchain_quota.core.decision import Reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import RUN, STORE, THREAD, Call, Kind, Scope
@@ -23,8 +23,8 @@ class Check(NamedTuple):
     maximum: int | None
     key: str | None = None
     mirrored: bool = False
-    # What a call adds to the count. A hit of 0 only checks whether anything is left.
-    hit: int = 1
+    # What a call adds to the count; 0 only checks whether anything is left.
+    amount: int = 1
     # What is kept for the last answer: see `keep` of `TokenLimit`.
     keep: int = 0
     lease: int | None = None
@@ -40,7 +40,7 @@ class Check(NamedTuple):
     @property
     def needs(self) -> int:
         """Amount that must be left."""
-        return max(1, self.hit)
+        return max(1, self.amount)
 
     def raised(self, granted: Mapping[str, int]) -> "Check":
         """Return the check raised by grants; they are given by a store's key or a count's name."""
@@ -74,7 +74,7 @@ class ResolvedLimit(NamedTuple):
                 else whole_amount(limit.unit, f"{scope}_limit of limit {limit.name!r}", value),
                 mirrored=scope == RUN,
                 # What a model call uses of a budget is only known after it finishes.
-                hit=int(limit.unit == "calls"),
+                amount=int(limit.unit == "calls"),
                 computed=callable(argument),
             )
             for scope, value, argument in (
@@ -101,7 +101,7 @@ class ResolvedLimit(NamedTuple):
         checks = (
             thread._replace(key=thread_key, mirrored=remembers),
             run if run.maximum is None else run._replace(key=run_key),
-            *(quota._replace(hit=run.hit) for quota in quotas),
+            *(quota._replace(amount=run.amount) for quota in quotas),
         )
         return self._replace(checks=checks, shared=any(check.key is not None for check in checks))
 
@@ -150,7 +150,7 @@ class CallChecks(NamedTuple):
     """The checks of one call: the limits that match it, and what it adds to their counts."""
 
     limits: tuple[ResolvedLimit, ...]
-    hits: Hits
+    demand: Demand
 
     @classmethod
     def of(cls, limits: Iterable[ResolvedLimit]) -> "CallChecks":
@@ -163,7 +163,7 @@ class CallChecks(NamedTuple):
             for check in resolved.checks:
                 # A budget in a dry run reserves nothing for a model call.
                 reserves = resolved.limit.enforce or not resolved.is_budget or check.lease is None
-                amounts[check.counter] = max(check.hit * reserves, amounts.get(check.counter, 0))
+                amounts[check.counter] = max(check.amount * reserves, amounts.get(check.counter, 0))
         thresholds = []
         for resolved in limits:
             name, enforced = resolved.limit.name, resolved.limit.enforce
@@ -176,7 +176,7 @@ class CallChecks(NamedTuple):
                     maximum = check.maximum - check.keep - check.needs + amounts[check.counter]
                     threshold = Threshold(name, check.scope, check.counter, maximum, enforced)
                     thresholds.append(threshold)
-        return cls(limits, Hits(amounts, tuple(thresholds)))
+        return cls(limits, Demand(amounts, tuple(thresholds)))
 
     @property
     def shared(self) -> bool:
@@ -260,23 +260,23 @@ class ResolvedLimits:
         return checks
 
 
-def hits_of(
+def demands_of(
     calls: Sequence[Call], call_checks: Sequence[CallChecks]
-) -> tuple[list[Hits], list[int]]:
-    """Return what the calls would add to counts, and for each call the index of its hits."""
+) -> tuple[list[Demand], list[int]]:
+    """Return what the calls would add to counts, and for each call the index of its demand."""
     # Calls that share an id are one call to the agent, so they are admitted together.
-    hits: list[Hits] = []
+    demands: list[Demand] = []
     index_of: list[int] = []
     by_id: dict[str, int] = {}
     for call, (_, added) in zip(calls, call_checks, strict=True):
-        index = len(hits) if call.id is None else by_id.setdefault(call.id, len(hits))
+        index = len(demands) if call.id is None else by_id.setdefault(call.id, len(demands))
         index_of.append(index)
-        if index == len(hits):
-            hits.append(added)
+        if index == len(demands):
+            demands.append(added)
             continue
-        amounts = dict(hits[index].amounts)
+        amounts = dict(demands[index].amounts)
         for count, amount in added.amounts.items():
             amounts[count] = amounts.get(count, 0) + amount
-        thresholds = dict.fromkeys((*hits[index].thresholds, *added.thresholds))
-        hits[index] = Hits(amounts, tuple(thresholds))
-    return hits, index_of
+        thresholds = dict.fromkeys((*demands[index].thresholds, *added.thresholds))
+        demands[index] = Demand(amounts, tuple(thresholds))
+    return demands, index_of

@@ -80,7 +80,7 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
     # blocks nothing: the call runs, and is counted.
     counts = dict(result.used)
     decisions = []
-    for call, (limits, hits), index in zip(calls, call_checks, index_of, strict=True):
+    for call, (limits, demand), index in zip(calls, call_checks, index_of, strict=True):
         refused, admitted = result.refused[index], result.admitted[index]
         runs = admitted and not result.stopped
         statuses = [
@@ -91,12 +91,12 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
                 refused_at=refused.get(limit.limit.name),
                 charging=charging,
                 refusal_does=exits.get(limit.limit.name),
-                spent=limit.checks[1].hit * runs if call.kind == "tool" else None,
+                spent=limit.checks[1].amount * runs if call.kind == "tool" else None,
             )
             for limit in limits
         ]
         if runs:
-            for count, amount in hits.amounts.items():
+            for count, amount in demand.amounts.items():
                 counts[count] += amount
         if not admitted:
             outcome = Outcome.BLOCKED

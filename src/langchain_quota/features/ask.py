@@ -12,7 +12,7 @@ from langgraph.errors import GraphInterrupt
 from langgraph.types import interrupt
 
 from langchain_quota.core import messages
-from langchain_quota.core.admission import AcquireResult, Hits, admit
+from langchain_quota.core.admission import AcquireResult, Demand, admit
 from langchain_quota.core.checks import ResolvedLimits
 from langchain_quota.core.decision import Answer
 from langchain_quota.errors import QuotaStoreError
@@ -31,7 +31,7 @@ from langchain_quota.middleware.state import FeatureData, State, feature_ledger
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant
 from langchain_quota.runtime.units import Unit, as_dollars, format_amount, in_base_unit
-from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, Granting
+from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, SupportsGrants
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.logs import agent_name, fields_of, logger
@@ -68,7 +68,7 @@ class Questions(Feature):
                 f"limit {asking[0]!r} has exit_behavior='ask', which {kernel.why_nobody_is_asked}"
             )
         feature = cls(kernel)
-        if feature.store is not None and not isinstance(feature.store.store, Granting):
+        if feature.store is not None and not isinstance(feature.store.store, SupportsGrants):
             raise TypeError(
                 "exit_behavior='ask' needs a store that can grant more, as MemoryStore, "
                 f"RedisStore and PostgresStore can, not {feature.store.store!r}"
@@ -116,7 +116,7 @@ class Questions(Feature):
                 if offer.key is not None:
                     arguments = _grant(batch, offer)
                     store: object = self.store and self.store.store
-                    assert isinstance(store, Granting)  # noqa: S101 - as `of` has checked
+                    assert isinstance(store, SupportsGrants)  # noqa: S101 - as `of` has checked
                     await call_variant(mode, store.grant, store.agrant, offer.key, **arguments)
         except QuotaStoreError as error:
             self.recorder.record_error("store", error)
@@ -237,17 +237,17 @@ def _needed(batch: Batch, result: AcquireResult, granted: Sequence[_Offer]) -> _
     """Return how much more the calls need that no other limit refuses; `None` if none can run."""
     asking = batch.limits.asking
     # The answer if all that these calls need were granted.
-    hits = [
-        Hits(amounts, tuple(t for t in over if t.limit not in asking or t.scope == STORE))
-        for amounts, over in batch.hits
+    demands = [
+        Demand(amounts, tuple(t for t in over if t.limit not in asking or t.scope == STORE))
+        for amounts, over in batch.demands
     ]
     stops = {name: after for name, after in batch.stops.items() if name not in asking}
-    free = admit(hits, result.used, stops, {each.counter: each.amount for each in granted})
+    free = admit(demands, result.used, stops, {each.counter: each.amount for each in granted})
     if free.stopped or (batch.sent is not None and not batch.answered):
         return None
     needs: _Needs = {}
-    added = free.charged(hits)
-    for (_, thresholds), runs in zip(batch.hits, free.admitted, strict=True):
+    added = free.charged(demands)
+    for (_, thresholds), runs in zip(batch.demands, free.admitted, strict=True):
         for threshold in thresholds if runs else ():
             lacking = result.used[threshold.counter] + added[threshold.counter] - threshold.maximum
             if threshold.limit in asking and lacking > 0:

@@ -185,7 +185,7 @@ def _without_exhausted(
     # Or if they have its calls wait.
 
     def is_left(tool: str) -> bool:
-        (refused,) = admit([limits.checks_for(Call("tool", tool)).hits], counts, {}).refused
+        (refused,) = admit([limits.checks_for(Call("tool", tool)).demand], counts, {}).refused
         named = [limits.by_name[name] for name in refused if name not in limits.asking]
         return not any(each.enforce and getattr(each, "wait", None) is None for each in named)
 

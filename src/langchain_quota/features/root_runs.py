@@ -96,7 +96,7 @@ class RootRuns(Feature):
         run = root_run()
         if run is None or run.subject is None:
             return
-        charged = result.charged(batch.hits)
+        charged = result.charged(batch.demands)
         run.learn_used(
             {
                 check.counter: result.used[check.counter] + charged[check.counter]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, Hits
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, Demand
 from langchain_quota.core.checks import CallChecks, Check, ResolvedLimit, ResolvedLimits
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind, Scope
@@ -74,12 +74,12 @@ class Waiting(Feature):
         """Note when the next call fits into smooth quotas."""
         if not result.drained_in:
             return
-        now, charged = self._clock(), result.charged(batch.hits)
+        now, charged = self._clock(), result.charged(batch.demands)
 
         def timed(check: Check) -> Check:
             if not check.spacing:
                 return check
-            room = (check.maximum or 0) - check.hit - charged[check.counter]
+            room = (check.maximum or 0) - check.amount - charged[check.counter]
             seconds = seconds_until_room(result.drained_in[check.counter], room, check.spacing)
             return check._replace(resets_at=in_utc(now + seconds))
 
@@ -195,10 +195,10 @@ class Waiting(Feature):
             if limit in self._seconds
             and check.spacing
             # Calls that share an id are one call.
-            and all(amounts.get(check.counter, 0) <= 1 for amounts, _ in batch.hits)
+            and all(amounts.get(check.counter, 0) <= 1 for amounts, _ in batch.demands)
         }
-        seen, hits = set[str](), []
-        for amounts, over in batch.hits:
+        seen, demands = set[str](), []
+        for amounts, over in batch.demands:
             raised = [
                 threshold._replace(maximum=threshold.maximum + later.get(threshold.counter, 0))
                 if threshold.counter in seen and threshold.limit in self._seconds
@@ -206,8 +206,8 @@ class Waiting(Feature):
                 for threshold in over
             ]
             seen.update(amounts)
-            hits.append(Hits(amounts, tuple(raised)))
-        batch.hits = hits
+            demands.append(Demand(amounts, tuple(raised)))
+        batch.demands = demands
         return later
 
     def _lack(
@@ -217,7 +217,7 @@ class Waiting(Feature):
         checks = _checks(batch)
         permanent, wanted = Counts[str](), Counts[str]()
         over = []
-        for hits, refused in zip(batch.hits, result.refused, strict=True):
+        for demands, refused in zip(batch.demands, result.refused, strict=True):
             lasting = [
                 name
                 for name, scope in refused.items()
@@ -226,9 +226,11 @@ class Waiting(Feature):
             ]
             permanent.update(lasting)
             if not lasting:
-                wanted.update(hits.amounts)
+                wanted.update(demands.amounts)
                 over += [
-                    threshold for threshold in hits.thresholds if threshold.limit in self._seconds
+                    threshold
+                    for threshold in demands.thresholds
+                    if threshold.limit in self._seconds
                 ]
         if any(permanent[name] >= after for name, after in stops.items()):
             return _Lack()
@@ -247,7 +249,7 @@ class Waiting(Feature):
                 pause = pause if pause > 0 else last % (spacing / 10**6)
             elif room >= 0 and check.resets_at is not None:
                 # The time is that of one call.
-                extra = (wanted[each.counter] - check.hit) * check.spacing / 10**6
+                extra = (wanted[each.counter] - check.amount) * check.spacing / 10**6
                 pause = last = check.resets_at.timestamp() - self._clock() + extra
             lack = _Lack(max(_SHORTEST, pause), last, each.limit, each.scope, _queue_of(check))
             lacks.append(lack)

@@ -17,10 +17,10 @@ from langchain_quota.core.admission import (
     AcquireResult,
     Correction,
     CountRef,
-    Hits,
+    Demand,
     admit,
 )
-from langchain_quota.core.checks import CallChecks, OnStoreError, ResolvedLimits, hits_of
+from langchain_quota.core.checks import CallChecks, OnStoreError, ResolvedLimits, demands_of
 from langchain_quota.core.decide import Breach, decide, find_breaches
 from langchain_quota.core.decision import Answer, Decision, Refund
 from langchain_quota.limits.call import RUN, THREAD, Call, Exit
@@ -151,7 +151,7 @@ class Batch:
     original_limits: ResolvedLimits = field(init=False)
     stops: Mapping[str, int] = field(default_factory=dict)
     started: int = field(default_factory=time.time_ns)
-    hits: Sequence[Hits] = field(init=False)
+    demands: Sequence[Demand] = field(init=False)
     index_of: Sequence[int] = field(init=False)
     # Of a request that is never made again, in place of the task's name.
     name: str = ""
@@ -177,12 +177,12 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.original_limits = self.limits
-        self.hits, self.index_of = hits_of(self.calls, self.call_checks)
+        self.demands, self.index_of = demands_of(self.calls, self.call_checks)
 
     def set_checks(self, call_checks: Iterable[CallChecks]) -> None:
         """Replace the checks of the calls."""
         self.call_checks = [*call_checks]
-        self.hits, self.index_of = hits_of(self.calls, self.call_checks)
+        self.demands, self.index_of = demands_of(self.calls, self.call_checks)
 
     def save(self, feature: str, values: Mapping[str, Any]) -> None:
         """Add a feature's values to the update of the ledger."""
@@ -210,7 +210,7 @@ class Batch:
 
     def by_state(self) -> AcquireResult:
         """Return the result by the state's counts."""
-        return admit(self.hits, self.used, self.stops)
+        return admit(self.demands, self.used, self.stops)
 
     def to_store(self) -> AcquireRequest:
         """Return the request to a store, and keep it as `sent`."""
@@ -230,10 +230,10 @@ class Batch:
         name = self.name or self.context.step(self.task)
         self.sent = AcquireRequest(
             # An answer that is remembered is matched by position.
-            idempotency_key=f"{name}/{len(counters)}/{len(self.hits)}",
+            idempotency_key=f"{name}/{len(counters)}/{len(self.demands)}",
             attempt_id=token_hex(16),
             counters=counters,
-            hits=tuple(self.hits),
+            demands=tuple(self.demands),
             stops=self.stops,
             corrections=tuple(self.renewed),
         )

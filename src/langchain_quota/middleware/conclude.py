@@ -45,10 +45,10 @@ def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True
     (checks,) = batch.call_checks
     if not charging or not checks.limits:
         return HookResult(decisions)
-    charged = result.charged(batch.hits)
+    charged = result.charged(batch.demands)
     after = {name: used + charged[name] for name, used in result.used.items()}
     update: Update = {LEDGER: written}
-    if OF_RUN in checks.hits.amounts:
+    if OF_RUN in checks.demand.amounts:
         update[THREAD_MODEL], written["counts"] = after[OF_THREAD], {"run_model": after[OF_RUN]}
     else:
         # Budgets alone: another middleware may count calls where LangChain does.
@@ -68,7 +68,7 @@ def _final(batch: Batch, after: Mapping[str, int]) -> str:
     # budgets is not known.
     final_checks = CallChecks.of(limit.with_checks(keep=limit.keep) for limit in checks.limits)
     next_call = replace(batch, call_checks=[final_checks])
-    result = admit(next_call.hits, after, next_call.stops)
+    result = admit(next_call.demands, after, next_call.stops)
     if finalizing.isdisjoint(result.refused[0]):
         return ""
     _, breaches = next_call.decide(result)
@@ -210,7 +210,7 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
     sent: Any = batch.sent
     counts: Any = batch.counts
     if batch.answered:
-        charged = result.charged(batch.hits)
+        charged = result.charged(batch.demands)
         for limit in (limit for checks in batch.call_checks for limit in checks.limits):
             if limit.is_budget:
                 # The store's count has what models have used, too.
@@ -224,7 +224,7 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
                 counts.run[limit.limit.counter] = used
     for call, index in zip(batch.calls, batch.index_of, strict=True):
         if result.admitted[index] and not result.stopped:
-            amounts = sent.keyed(sent.hits[index].amounts)
+            amounts = sent.keyed(sent.demands[index].amounts)
             if amounts:
                 counts.of_call(str(call.id))["keys"] |= amounts
 

@@ -30,7 +30,7 @@ BatchCheck = Callable[[Batch], Awaitable[tuple[Batch, AcquireResult]]]
 """Checks a batch; returns the newest batch of the same calls, and its result."""
 
 
-class Options(TypedDict, total=False):
+class FeatureOptions(TypedDict, total=False):
     """The settings of features, which `QuotaMiddleware` takes as arguments."""
 
     tell_model: bool

@@ -38,9 +38,9 @@ from langchain_quota.middleware.context import (
 from langchain_quota.middleware.feature import (
     BatchCheck,
     Feature,
+    FeatureOptions,
     Handler,
     ModelCall,
-    Options,
     Request,
     Response,
     ToolAnswer,
@@ -103,7 +103,7 @@ class Kernel:
         store: QuotaStore | None = None,
         on_store_error: OnStoreError = "block",
         on_decision: Observer | Sequence[Observer] = (),
-        options: Options | None = None,
+        options: FeatureOptions | None = None,
         feature_kinds: Sequence[type[Feature]] = (),
         model_mode: ModelMode | None = None,
         checks_every_call: bool = True,
@@ -118,7 +118,7 @@ class Kernel:
         self.observers = Observers(on_decision, self.recorder)
         self.store = None if store is None else StoreClient(store, self.recorder)
         self.on_store_error: OnStoreError = on_store_error
-        self.options = options or Options()
+        self.options = options or FeatureOptions()
         # What follows from a result; the drop-ins have their own.
         self.conclude_model: Conclude = conclude_model
         self.conclude_tools: Conclude = conclude_tools
@@ -408,10 +408,10 @@ class Kernel:
         held = {name for name, counter in sent.counters.items() if counter.lease is not None}
         # With "block" a call runs only if limits in a dry run alone refuse it.
         ran = Counts[str]()
-        for hits, admitted in zip(sent.hits, result.admitted, strict=True):
+        for demand, admitted in zip(sent.demands, result.admitted, strict=True):
             if admitted and not result.stopped:
                 ran.update(
-                    sent.keyed({name: n for name, n in hits.amounts.items() if name not in held})
+                    sent.keyed({name: n for name, n in demand.amounts.items() if name not in held})
                 )
         # The request is refunded if the store did charge it.
         store.correct_later(sent, ran)

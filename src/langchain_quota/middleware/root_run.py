@@ -23,7 +23,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
-from langchain_quota.core.admission import AcquireRequest, CountRef, Hits
+from langchain_quota.core.admission import AcquireRequest, CountRef, Demand
 from langchain_quota.limits.call import ROOT_RUN
 from langchain_quota.middleware.context import (
     CallContext,
@@ -206,7 +206,7 @@ class StoreSequence:
         # It begins with the time: one that has expired is not given again.
         key = self._key(kind, subject)
         counters = {key: CountRef(key, used=int(time.time()), mirrored=True)}
-        sent = AcquireRequest(name or key, uuid4().hex, counters, (Hits({key: 1}),))
+        sent = AcquireRequest(name or key, uuid4().hex, counters, (Demand({key: 1}),))
         answer = await self._store.acquire(mode, sent, undo=False)
         return None if answer is None else answer.used[key] + 1
 

@@ -105,10 +105,10 @@ class QuotaStore(Protocol):
     Examples:
         >>> from langchain_quota import MemoryStore
         >>> from langchain_quota.stores import QuotaStore
-        >>> from langchain_quota.core.admission import AcquireRequest, CountRef, Hits, Threshold
+        >>> from langchain_quota.core.admission import AcquireRequest, CountRef, Demand, Threshold
         >>> store: QuotaStore = MemoryStore()
         >>> searches = CountRef("search:user_id:ada")
-        >>> call = Hits({"searches": 1}, (Threshold("one", "user_id", "searches", 1),))
+        >>> call = Demand({"searches": 1}, (Threshold("one", "user_id", "searches", 1),))
         >>> request = AcquireRequest("batch", "first try", {"searches": searches}, (call, call))
         >>> store.acquire(request).refused
         ({}, {'one': 'user_id'})

@@ -108,9 +108,9 @@ for _, correction in ipairs(ask.corrections) do correct(correction) end
 local function admit(counts, more)
   local calls, refusals, stopped = {}, {}, 0
   for i, asked in ipairs(ask.calls) do
-    local hits, over = unpack(asked)
+    local added, over = unpack(asked)
     local amounts, refusing, runs, call = {}, {}, true, ''
-    for j = 1, #hits, 2 do amounts[hits[j]] = hits[j + 1] end
+    for j = 1, #added, 2 do amounts[added[j]] = added[j + 1] end
     for _, index in ipairs(over) do
       local limit, counter, most, enforced, names = unpack(ask.thresholds[index])
       if counts[counter] + amounts[counter] > most + (more[counter] or 0) then

@@ -206,6 +206,6 @@ class StoreClient:
 
 def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
     """Return a store's result once it is validated: the store may be a user's own."""
-    if {len(result.admitted), len(result.refused)} != {len(request.hits)}:
+    if {len(result.admitted), len(result.refused)} != {len(request.demands)}:
         raise QuotaStoreError("the store's answer does not say of each call what refuses it")
     return result

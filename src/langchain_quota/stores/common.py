@@ -41,7 +41,7 @@ def metadata(request: AcquireRequest) -> dict[str | None, Metadata]:
         beside.mirrored = beside.mirrored and counter.mirrored
         if counter.expires_at is not None:
             beside.ends = max(math.ceil(counter.expires_at), beside.ends or 0)
-    for _, thresholds in request.hits:
+    for _, thresholds in request.demands:
         for _, _, name, maximum, enforced in thresholds:
             entry = by_key.get(counters[name].key)
             if entry is not None and enforced and maximum >= 0:
@@ -63,7 +63,7 @@ def replay(remembered: AcquireResult, request: AcquireRequest) -> AcquireResult:
 
 def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
     """Check that a remembered result has as many counters and calls as the request."""
-    if (counters, calls) != (len(request.counters), len(request.hits)):
+    if (counters, calls) != (len(request.counters), len(request.demands)):
         raise QuotaStoreError("the idempotency key was given to a batch of another form before")
 
 

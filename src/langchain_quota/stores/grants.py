@@ -86,7 +86,7 @@ class Grant:
         return None if self.until is None else math.floor(self.until.timestamp())
 
 
-class Granting(ABC):
+class SupportsGrants(ABC):
     """A store that gives grants: it says how they are kept; what is asked is checked here."""
 
     _idle: int

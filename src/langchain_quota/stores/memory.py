@@ -30,7 +30,7 @@ from langchain_quota.stores.common import (
     replay,
 )
 from langchain_quota.stores.expiring_dict import ExpiringDict
-from langchain_quota.stores.grants import Grant, Granting, in_utc
+from langchain_quota.stores.grants import Grant, SupportsGrants, in_utc
 from langchain_quota.stores.keys import read_emission_interval, unit_in, window_end
 from langchain_quota.stores.rate_limiter import RateLimiting
 
@@ -38,7 +38,7 @@ _REMEMBERED_AT_MOST = 100_000
 """A result takes about three times the memory of a count."""
 
 
-class MemoryStore(Granting, RateLimiting):
+class MemoryStore(SupportsGrants, RateLimiting):
     """A `QuotaStore` in the memory of one process; its threads and event loops share it.
 
     It never waits for anything but its own lock, so the async forms are the same as the sync ones.
@@ -242,7 +242,7 @@ class MemoryStore(Granting, RateLimiting):
             if counter.key in self._grants.all:
                 grants[name] = self._granted(counter.key, now)
         granted = {name: room for name, given in grants.items() if (room := _amount(given))}
-        result = admit(request.hits, used, request.stops, granted)
+        result = admit(request.demands, used, request.stops, granted)
         if drained_in:
             result = replace(result, drained_in=drained_in)
         self._charge(request, result, now)
@@ -258,7 +258,7 @@ class MemoryStore(Granting, RateLimiting):
     def _charge(self, request: AcquireRequest, result: AcquireResult, now: float) -> None:
         charges = [
             (counter, counter.key, amount)
-            for name, amount in result.charged(request.hits).items()
+            for name, amount in result.charged(request.demands).items()
             if amount and (counter := request.counters[name]).key is not None
         ]
         if not charges:

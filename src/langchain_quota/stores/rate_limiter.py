@@ -7,7 +7,13 @@ from uuid import uuid4
 
 from langchain_core.rate_limiters import BaseRateLimiter
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, CountRef, Hits, Threshold
+from langchain_quota.core.admission import (
+    AcquireRequest,
+    AcquireResult,
+    CountRef,
+    Demand,
+    Threshold,
+)
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.runtime.arguments import validate_count, validate_name
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, semaphore_of
@@ -95,8 +101,8 @@ class _StoreRateLimiter(BaseRateLimiter):
     async def _lacks(self, mode: Mode) -> float:
         """Count a call if there is room; else in how many seconds there is."""
         threshold = Threshold(_SCOPE, _SCOPE, _SCOPE, self._burst)
-        counters, hits = {_SCOPE: CountRef(self._key)}, (Hits({_SCOPE: 1}, (threshold,)),)
-        request = AcquireRequest(uuid4().hex, uuid4().hex, counters, hits)
+        counters, demands = {_SCOPE: CountRef(self._key)}, (Demand({_SCOPE: 1}, (threshold,)),)
+        request = AcquireRequest(uuid4().hex, uuid4().hex, counters, demands)
         result = await call_variant(mode, self._store.acquire, self._store.aacquire, request)
         if result.admitted[0]:
             return 0

@@ -18,7 +18,7 @@ from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import check_keys, check_request, idle_seconds, keys_of
-from langchain_quota.stores.grants import Grant, Granting
+from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import check_prefix, prefix_of
 from langchain_quota.stores.rate_limiter import RateLimiting
 
@@ -63,7 +63,7 @@ class Server:
         """Close those of the running event loop."""
 
 
-class ServerStore(Granting, RateLimiting):
+class ServerStore(SupportsGrants, RateLimiting):
     """A store in a server; a subclass knows how an operation is made there."""
 
     _server: Server

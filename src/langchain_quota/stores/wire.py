@@ -59,10 +59,10 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> Message:
     limits: dict[str, int] = {}
     thresholds: dict[Threshold, int] = {}
     calls = []
-    for amounts, over in request.hits:
+    for amounts, over in request.demands:
         added = [(number[name], _exact(n * units[name])) for name, n in amounts.items()]
-        hits = [part for each in added for part in each]
-        calls.append((hits, [thresholds.setdefault(t, len(thresholds) + 1) for t in over]))
+        parts = [part for each in added for part in each]
+        calls.append((parts, [thresholds.setdefault(t, len(thresholds) + 1) for t in over]))
     return {
         "attempt": _marker("attempt", request.attempt_id, place),
         "result": _marker("result", request.idempotency_key, place),
@@ -148,7 +148,7 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
     used, calls = _counts(counts), refusals.split(",") if refusals else []
     if replayed == "1":
         check_fits(len(used), len(calls), request)
-    if len(calls) != len(request.hits):
+    if len(calls) != len(request.demands):
         raise ValueError("it is the result of another request")
     admitted, refused = [], []
     for call in calls:

@@ -218,7 +218,7 @@ class Budgets(Feature):
         calls = {call["id"]: call for call in pending.calls}
         batch.set_checks(
             CallChecks.of(
-                limit.with_checks(hit=price, keep=limit.keep) if limit.is_budget else limit
+                limit.with_checks(amount=price, keep=limit.keep) if limit.is_budget else limit
                 for limit in checks.limits
                 if (
                     price := self._pricing.of_tool(limit.limit, calls[call.id])
@@ -240,7 +240,7 @@ class Budgets(Feature):
             conclusion = conclusion._replace(decisions=decisions)
         if not self._reserves:
             return conclusion
-        keys = batch.sent.keyed(batch.hits[0].amounts) if batch.sent else {}
+        keys = batch.sent.keyed(batch.demands[0].amounts) if batch.sent else {}
         charged = {key: amount for key, amount in keys.items() if amount}
         budgets = {budget.limit.name for budget in batch.limits.budgets}
         refused = {
@@ -368,7 +368,7 @@ class Budgets(Feature):
             written.update(await self._refuse(mode, batch, conclusion, first))
             return shaped, None
         (checks,) = batch.call_checks
-        amounts = checks.hits.amounts
+        amounts = checks.demand.amounts
         hold = Reservation(
             {limit.limit.counter: amounts[run_counter(limit.limit)] for limit in checks.limits}
         )
@@ -399,7 +399,7 @@ class Budgets(Feature):
             reserve = getattr(budget.limit, "reserve", None)
             bound = reserve(request) if callable(reserve) else reserve or 0
             amount = self._pricing.most(budget.limit, bound)
-            reserving.append(budget.with_checks(hit=amount, lease=lease))
+            reserving.append(budget.with_checks(amount=amount, lease=lease))
         task = f"{self._kernel.name}.held"
         batch = model_batch(request.state, request.runtime, step.limits, task=task)
         # The name is new each time, because another attempt of the task may reserve something, too.

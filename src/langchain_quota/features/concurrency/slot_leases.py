@@ -19,7 +19,7 @@ from langchain_quota.core.admission import (
     AcquireResult,
     Correction,
     CountRef,
-    Hits,
+    Demand,
     Threshold,
 )
 from langchain_quota.core.checks import store_counter
@@ -56,7 +56,7 @@ class Lease:
             )
             for limit in limits
         )
-        self._hits = (Hits(dict.fromkeys(self._counters, 1), thresholds),)
+        self._demands = (Demand(dict.fromkeys(self._counters, 1), thresholds),)
         # The requests that may hold something: without an answer it is unknown.
         self._open: tuple[str, ...] = ()
         self._over = Event()
@@ -145,7 +145,7 @@ class Lease:
         now = time.monotonic()
         name, before = uuid4().hex, self._return().corrections
         self._open = (*self._open, name)
-        request = AcquireRequest(name, name, self._counters, self._hits, corrections=before)
+        request = AcquireRequest(name, name, self._counters, self._demands, corrections=before)
         result: AcquireResult | None = await self.store.acquire(mode, request, undo=False)
         if result is not None:
             # What was held before is given back.
