@@ -1,8 +1,9 @@
-"""Calls that wait for room in the windows of quotas, first come, first served.
+"""Let calls wait for room in the windows of quotas, first come, first served.
 
-A call stands in one queue: that of the quota which has room last, so it keeps nobody waiting who
-has room there. The tool calls of a message are admitted together, as soon as the first one can
-start; the others of a smooth quota get start times, and sleep until then in the hook around tools.
+A waiting call stands in one queue: that of the quota which has room last. So it delays no call that
+needs other quotas only. The tool calls of a message are admitted together, as soon as the first one
+can start. The other calls of a smooth quota get start times, and the hook around tools waits for
+these.
 """
 
 import math
@@ -12,11 +13,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, Demand
+from langchain_quota.core.admission import (
+    AcquireRequest,
+    AcquireResult,
+    Correction,
+    Demand,
+    Threshold,
+)
 from langchain_quota.core.checks import CallChecks, Check, ResolvedLimit, ResolvedLimits
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind, Scope
@@ -33,64 +40,66 @@ from langchain_quota.stores.expiring_dict import ExpiringDict
 from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.keys import seconds_until_room
 
-_SHORTEST = 0.001
-"""How long a call pauses at least between two questions to the store, in seconds."""
+_MIN_PAUSE = 0.001
+"""Shortest pause before a waiting call asks the store again, in seconds."""
 
 _MICROSECOND = 1e-6
-_MOST_KEPT = 10_000
+_MAX_REMEMBERED = 10_000
 """For how many messages and calls this process remembers when they started."""
 
 
 class Waiting(Feature):
-    """Has calls wait, and says when there is room in a smooth quota."""
+    """Queues calls for limits with `wait`, and says when a smooth quota has room again."""
 
     name = "waiting"
 
     @classmethod
     def create(cls, kernel: Kernel) -> "Waiting | None":
-        """Return the feature if a limit waits or a quota is smooth."""
-        smooth = any(quota.smooth for limit in kernel.limits for quota in limit.quotas)
-        return cls(kernel) if smooth or _waiting(kernel.limits) else None
+        """Return the feature if a limit has `wait` or a quota is smooth."""
+        has_smooth_quota = any(quota.smooth for limit in kernel.limits for quota in limit.quotas)
+        return cls(kernel) if has_smooth_quota or _max_waits(kernel.limits) else None
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
         """Return the hook around tools if calls of a message can start one after the other."""
-        waits = _waiting(limits)
-        smooth = (limit for limit in limits if any(quota.smooth for quota in limit.quotas))
-        return ("wrap_tool_call",) if any(each.name in waits for each in smooth) else ()
+        waits = _max_waits(limits)
+        smooth = (limit.name for limit in limits if any(quota.smooth for quota in limit.quotas))
+        return () if waits.keys().isdisjoint(smooth) else ("wrap_tool_call",)
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
-        self._seconds = _waiting(kernel.limits)
+        self._max_waits = _max_waits(kernel.limits)
         assert kernel.store is not None  # noqa: S101 - for the type checker: quotas need a store
         self._clock = clock_of(kernel.store.store)
-        # When the first call of a message started, and the time when that was last looked up.
-        self._begun: ExpiringDict[tuple[float, float]] = ExpiringDict(_MOST_KEPT)
-        self._cancelled: ExpiringDict[bool] = ExpiringDict(_MOST_KEPT)
+        # When the first call of a message started, and the clock when that was last looked up.
+        self._first_starts: ExpiringDict[tuple[float, float]] = ExpiringDict(_MAX_REMEMBERED)
+        self._cancelled: ExpiringDict[bool] = ExpiringDict(_MAX_REMEMBERED)
         self._id = token_hex(8)
         self._lock = fork_safe_lock()
 
     def on_store_result(self, batch: Batch, result: AcquireResult) -> None:
-        """Note when the next call fits into smooth quotas."""
+        """Set `resets_at` of smooth quotas to the time when the next call fits."""
         if not result.drained_in:
             return
         now, charged = self._clock(), result.charged(batch.demands)
 
-        def timed(check: Check) -> Check:
+        def with_reset_time(check: Check) -> Check:
             if not check.spacing:
                 return check
             room = (check.maximum or 0) - check.amount - charged[check.counter]
             seconds = seconds_until_room(result.drained_in[check.counter], room, check.spacing)
             return check._replace(resets_at=in_utc(now + seconds))
 
-        def known(limit: ResolvedLimit) -> ResolvedLimit:
-            return limit._replace(checks=tuple(map(timed, limit.checks)))
+        def with_reset_times(limit: ResolvedLimit) -> ResolvedLimit:
+            return limit._replace(checks=tuple(map(with_reset_time, limit.checks)))
 
-        batch.limits = ResolvedLimits(map(known, batch.limits.limits))
-        batch.set_checks(CallChecks.of(map(known, each.limits)) for each in batch.call_checks)
+        batch.limits = ResolvedLimits(map(with_reset_times, batch.limits.limits))
+        batch.set_checks(
+            CallChecks.of(map(with_reset_times, checks.limits)) for checks in batch.call_checks
+        )
 
     def on_store_unavailable(self, batch: Batch) -> None:
-        """Wait for nothing while the store cannot be asked."""
+        """Restore the batch's own stops, because nothing waits for an unavailable store."""
         batch.stops = batch.feature_data.get(self.name, batch.stops)
 
     async def check_batch(
@@ -99,165 +108,172 @@ class Waiting(Feature):
         """Check a batch when there is room for it, or when it may wait no longer."""
         waits = [
             (limit, scope, _queue_of(check))
-            for (limit, scope), check in _checks(batch).items()
-            if limit in self._seconds and check.key and _has_window(check)
+            for (limit, scope), check in _checks_by_scope(batch).items()
+            if limit in self._max_waits and check.key and _has_window(check)
         ]
         if not waits:
             return await acquire(batch)
-        began = time.monotonic()
-        until = began + min(self._seconds[limit] for limit, *_ in waits)
+        started_at = time.monotonic()
+        deadline = started_at + min(self._max_waits[limit] for limit, *_ in waits)
         queues = queues_of(self.store and self.store.store)
-        of = {queue: (limit, scope) for limit, scope, queue in waits}
-        wait = _Wait(until, queues, of, Waiter(mode), *waits[0][:2])
-        decision = "cancelled"
+        quotas = {queue: (limit, scope) for limit, scope, queue in waits}
+        wait = _Wait(deadline, queues, quotas, Waiter(mode), *waits[0][:2])
+        outcome = "cancelled"
         try:
-            batch, result = await self._judged(mode, batch, wait, acquire)
-            self._note_starts(batch, result)
-            refused = {name for refusals in result.refused for name in refusals}
-            decision = "blocked" if wait.limit in refused else "allowed"
+            batch, result = await self._check_when_room(mode, batch, wait, acquire)
+            self._save_start_times(batch, result)
+            is_refused = any(wait.limit in refusals for refusals in result.refused)
+            outcome = "blocked" if is_refused else "allowed"
             return batch, result
         finally:
             queues.move(wait.waiter)
-            waited = batch.feature_data["waited"] = (
-                time.monotonic() - began if wait.has_waited else 0.0
-            )
-            done = batch.context.agent, wait.limit, decision, waited, wait.scope
-            self.recorder.record_wait(*done)
+            waited = time.monotonic() - started_at if wait.has_waited else 0.0
+            batch.feature_data["waited"] = waited
+            self.recorder.record_wait(batch.context.agent, wait.limit, outcome, waited, wait.scope)
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
-        """Say in the decisions how long the calls have waited."""
+        """Add to each decision how long its call has waited."""
         waited = batch.feature_data.get("waited")
         if not waited:
             return conclusion
         decisions = [decision._replace(waited=waited) for decision in conclusion.decisions]
         return conclusion._replace(decisions=decisions)
 
-    async def _judged(
+    async def _check_when_room(
         self, mode: Mode, batch: Batch, wait: "_Wait", acquire: BatchCheck
     ) -> tuple[Batch, AcquireResult]:
-        in_time, agent = True, batch.context.agent
-        while in_time:
-            in_time = await self._comes_next(agent, wait)
+        may_wait, agent = True, batch.context.agent
+        while may_wait:
+            may_wait = await self._wait_for_turn(agent, wait)
             if wait.has_waited:
-                batch = await self._again(mode, batch)
-            # A stopped batch charges nothing.
+                batch = await self._rebuild(mode, batch)
+            # Let a refusal by a limit with `wait` stop the whole batch: a stopped batch is not
+            # charged, so it can be checked again later.
             stops = batch.feature_data[self.name] = batch.stops
-            if in_time:
-                batch.stops = {**stops, **dict.fromkeys(self._seconds, 1)}
-            later = self._let_start_later(batch, wait.until)
+            if may_wait:
+                batch.stops = {**stops, **dict.fromkeys(self._max_waits, 1)}
+            later_calls = self._allow_later_starts(batch, wait.deadline)
             batch, result = await acquire(batch)
-            if not (in_time and result.stopped and batch.answered):
+            if not (may_wait and result.stopped and batch.answered):
                 return batch, result
-            lack = self._lack(batch, result, stops, later)
-            in_time = time.monotonic() + max(lack.pause, lack.last) <= wait.until
-            if in_time:
-                wait.limit, wait.scope, wait.has_waited = lack.limit, lack.scope, True
-                wait.queues.move(wait.waiter, lack.queue)
+            missing = self._find_missing_room(batch, result, stops, later_calls)
+            last_start = time.monotonic() + max(missing.pause, missing.last)
+            may_wait = last_start <= wait.deadline
+            if may_wait:
+                wait.limit, wait.scope, wait.has_waited = missing.limit, missing.scope, True
+                wait.queues.move(wait.waiter, missing.queue)
                 with self.recorder.waiting(agent, wait.limit):
-                    await wait_for(mode, min(lack.pause, LOOKS_AGAIN))
-        batch = await self._again(mode, batch)
-        self._let_start_later(batch, wait.until)
+                    await wait_for(mode, min(missing.pause, LOOKS_AGAIN))
+        # Check once more with the batch's own stops, so that the limit's `exit_behavior` decides
+        # what a refusal does.
+        batch = await self._rebuild(mode, batch)
+        self._allow_later_starts(batch, wait.deadline)
         return await acquire(batch)
 
-    async def _comes_next(self, agent: str | None, wait: "_Wait") -> bool:
-        """Wait behind earlier calls that lack room; return whether the turn comes in time."""
+    async def _wait_for_turn(self, agent: str | None, wait: "_Wait") -> bool:
+        """Wait behind earlier calls of the same quotas; return whether they left in time."""
         seconds = 0.0
         while True:
             with self.recorder.waiting(agent, wait.limit):
                 if seconds > 0:
                     await wait.waiter.sleep(seconds)
-                if wait.queues.is_next(wait.waiter, sorted(wait.of)):
+                if wait.queues.is_next(wait.waiter, sorted(wait.quotas)):
                     return True
-            (wait.limit, wait.scope), wait.has_waited = wait.of[wait.waiter.queue], True
-            seconds = wait.until - time.monotonic()
+            (wait.limit, wait.scope), wait.has_waited = wait.quotas[wait.waiter.queue], True
+            seconds = wait.deadline - time.monotonic()
             if seconds <= 0:
                 return False
 
-    async def _again(self, mode: Mode, batch: Batch) -> Batch:
-        """Return a batch of the same calls at this moment."""
+    async def _rebuild(self, mode: Mode, batch: Batch) -> Batch:
+        """Return a batch of the same calls, with limits and windows as they are now."""
         kernel = self._kernel
         kind: Kind = "model" if batch.pending is None else "tool"
         limits = await kernel.resolve_limits(mode, kind, batch.state, batch.runtime)
-        again = batch.rebuild(limits)
-        assert again is not None  # noqa: S101 - for the type checker: the calls wait
-        kernel.adjust_checks(again)
-        return again
+        rebuilt = batch.rebuild(limits)
+        assert rebuilt is not None  # noqa: S101 - for the type checker: the calls wait
+        kernel.adjust_checks(rebuilt)
+        return rebuilt
 
-    def _let_start_later(self, batch: Batch, until: float) -> Mapping[str, int]:
-        """Let all but the first call of smooth quotas start later; return by how many calls."""
-        # In a graph whose node of tools is not ours, nothing keeps a call from starting.
+    def _allow_later_starts(self, batch: Batch, deadline: float) -> Mapping[str, int]:
+        """Raise the thresholds of smooth quotas for all calls but the first.
+
+        Return by how many calls each counter is raised: as many as can start before the deadline.
+        """
+        # In a graph with a tool node of its own, nothing could delay a call until its start time.
         if batch.pending is None or not self._kernel.runs_tools:
             return {}
-        microseconds = max(0, int((until - time.monotonic()) * 10**6))
-        later = {
+        microseconds = max(0, int((deadline - time.monotonic()) * 10**6))
+        later_calls = {
             check.counter: microseconds // check.spacing
-            for (limit, _), check in _checks(batch).items()
-            if limit in self._seconds
+            for (limit, _), check in _checks_by_scope(batch).items()
+            if limit in self._max_waits
             and check.spacing
-            # Calls that share an id are one call.
+            # Calls that share an id start together, so they cannot be spread.
             and all(amounts.get(check.counter, 0) <= 1 for amounts, _ in batch.demands)
         }
-        seen, demands = set[str](), []
-        for amounts, over in batch.demands:
+        counters, demands = set[str](), []
+        for amounts, thresholds in batch.demands:
             raised = [
-                threshold._replace(maximum=threshold.maximum + later.get(threshold.counter, 0))
-                if threshold.counter in seen and threshold.limit in self._seconds
+                threshold._replace(
+                    maximum=threshold.maximum + later_calls.get(threshold.counter, 0)
+                )
+                if threshold.counter in counters and threshold.limit in self._max_waits
                 else threshold
-                for threshold in over
+                for threshold in thresholds
             ]
-            seen.update(amounts)
+            counters.update(amounts)
             demands.append(Demand(amounts, tuple(raised)))
         batch.demands = demands
-        return later
+        return later_calls
 
-    def _lack(
-        self, batch: Batch, result: AcquireResult, stops: Any, later: Mapping[str, int]
-    ) -> "_Lack":
-        """Return the quota that has room last: never, if waiting does not help."""
-        checks = _checks(batch)
-        permanent, wanted = Counts[str](), Counts[str]()
-        over = []
-        for demands, refused in zip(batch.demands, result.refused, strict=True):
-            lasting = [
+    def _find_missing_room(
+        self,
+        batch: Batch,
+        result: AcquireResult,
+        stops: Mapping[str, int],
+        later_calls: Mapping[str, int],
+    ) -> "_MissingRoom":
+        """Return the quota that has room last; its pause is infinite if waiting does not help."""
+        checks = _checks_by_scope(batch)
+        permanent_refusals, demanded = Counts[str](), Counts[str]()
+        thresholds: list[Threshold] = []
+        for demand, refused in zip(batch.demands, result.refused, strict=True):
+            permanent = [
                 name
                 for name, scope in refused.items()
                 if batch.limits.by_name[name].enforce
-                and not (name in self._seconds and _has_window(checks[name, scope]))
+                and not (name in self._max_waits and _has_window(checks[name, scope]))
             ]
-            permanent.update(lasting)
-            if not lasting:
-                wanted.update(demands.amounts)
-                over += [
-                    threshold
-                    for threshold in demands.thresholds
-                    if threshold.limit in self._seconds
-                ]
-        if any(permanent[name] >= after for name, after in stops.items()):
-            return _Lack()
-        lacks = []
-        for each in over:
-            check, room = checks[each.limit, each.scope], each.maximum - wanted[each.counter]
-            if result.used[each.counter] <= room:
+            permanent_refusals.update(permanent)
+            if not permanent:
+                demanded.update(demand.amounts)
+                thresholds += [each for each in demand.thresholds if each.limit in self._max_waits]
+        if any(permanent_refusals[name] >= after for name, after in stops.items()):
+            return _MissingRoom()
+        missing: list[_MissingRoom] = []
+        for limit, scope, counter, maximum, _ in thresholds:
+            check, room = checks[limit, scope], maximum - demanded[counter]
+            if result.used[counter] <= room:
                 continue
             pause = last = math.inf
-            if each.counter in later:
-                spacing, level = check.spacing, result.drained_in[each.counter]
-                last, pause = (
-                    seconds_until_room(level, n, spacing) for n in (room, each.maximum - 1)
-                )
-                # Start times are whole calls later.
+            if counter in later_calls:
+                spacing, level = check.spacing, result.drained_in[counter]
+                last = seconds_until_room(level, room, spacing)
+                pause = seconds_until_room(level, maximum - 1, spacing)
+                # The first call fits now. The last one is late by a part of an interval: wait
+                # for that part, so that every other start time is a whole number of intervals.
                 pause = pause if pause > 0 else last % (spacing / 10**6)
             elif room >= 0 and check.resets_at is not None:
-                # The time is that of one call.
-                extra = (wanted[each.counter] - check.amount) * check.spacing / 10**6
+                # `resets_at` is when one call fits. Add the time for the rest of the batch.
+                extra = (demanded[counter] - check.amount) * check.spacing / 10**6
                 pause = last = check.resets_at.timestamp() - self._clock() + extra
-            lack = _Lack(max(_SHORTEST, pause), last, each.limit, each.scope, _queue_of(check))
-            lacks.append(lack)
-        longest = max(lacks, key=attrgetter("pause"), default=_Lack())
-        return longest._replace(last=max((each.last for each in lacks), default=math.inf))
+            pause = max(_MIN_PAUSE, pause)
+            missing.append(_MissingRoom(pause, last, limit, scope, _queue_of(check)))
+        longest = max(missing, key=attrgetter("pause"), default=_MissingRoom())
+        return longest._replace(last=max((room.last for room in missing), default=math.inf))
 
-    def _note_starts(self, batch: Batch, result: AcquireResult) -> None:
-        """Write down after how many seconds tool calls start, if they cannot all start now."""
+    def _save_start_times(self, batch: Batch, result: AcquireResult) -> None:
+        """Save after how many seconds tool calls start, if they cannot all start now."""
         if batch.pending is None or batch.sent is None or not batch.answered or result.stopped:
             return
         levels, starts = dict(result.drained_in), dict[str, tuple[float, str, Scope]]()
@@ -266,7 +282,7 @@ class Waiting(Feature):
                 (limit.limit.name, check)
                 for limit in checks.limits
                 for check in limit.checks
-                if check.spacing and limit.limit.name in self._seconds and result.admitted[index]
+                if check.spacing and limit.limit.name in self._max_waits and result.admitted[index]
             ]
             for limit, check in smooth:
                 seconds = seconds_until_room(
@@ -277,41 +293,42 @@ class Waiting(Feature):
             for counter, spacing in {check.counter: check.spacing for _, check in smooth}.items():
                 levels[counter] += spacing
         if any(seconds for seconds, *_ in starts.values()):
-            noted = {"message": batch.message, "name": batch.sent.attempt_id, "by": self._id}
-            batch.save(self.name, {**noted, "starts": starts})
+            source = {"message": batch.message, "name": batch.sent.attempt_id, "by": self._id}
+            batch.save(self.name, {**source, "starts": starts})
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
-        """Make a tool call when its start time has come. Refund it if it is cancelled before."""
+        """Make a tool call at its start time. If it is cancelled before, refund it."""
         state, call_id = request.state, str(request.tool_call["id"])
         state = state if isinstance(state, Mapping) else {}
-        entries, judged = feature_ledger(state, self.name), ledger(state).get("batch")
-        charge = judged and judged["calls"].get(call_id)
+        entries, newest = feature_ledger(state, self.name), ledger(state).get("batch")
+        charge = newest and newest["calls"].get(call_id)
         start = entries.get("starts", {}).get(call_id)
-        if not (judged and charge and start and entries["message"] == judged["message"]):
+        if not (newest and charge and start and entries["message"] == newest["message"]):
             return await call(request)
-        name, (after, limit, scope) = f"{entries['name']}/{call_id}", start
+        name, (delay, limit, scope) = f"{entries['name']}/{call_id}", start
         refund = Correction(name, {key: -amount for key, amount in charge["keys"].items()})
         is_resumed = entries["by"] != self._id or self._cancelled.get(name, 0) is not None
-        began, agent, decision = time.monotonic(), running_agent(), "cancelled"
+        started_at, agent, outcome = time.monotonic(), running_agent(), "cancelled"
         try:
-            while seconds := self._seconds_to_start(entries["name"], after):
+            while seconds := self._seconds_to_start(entries["name"], delay):
                 with self.recorder.waiting(agent, limit):
                     await wait_for(mode, seconds)
-            decision = "allowed"
+            outcome = "allowed"
         except BaseException:
             if not is_resumed:
-                self._cancelled.put(name, True, began)
+                self._cancelled.put(name, True, started_at)
                 self._settle_soon(refund)
-                of = Call("tool", request.tool_call["name"], call_id, 1, agent)
-                self.recorder.record_refunds(refunds_of(of, refunded_limits(charge)))
+                refunded = Call("tool", request.tool_call["name"], call_id, 1, agent)
+                self.recorder.record_refunds(refunds_of(refunded, refunded_limits(charge)))
             raise
         finally:
-            waited = time.monotonic() - began
-            self.recorder.record_wait(agent, limit, decision, waited, scope)
+            waited = time.monotonic() - started_at
+            self.recorder.record_wait(agent, limit, outcome, waited, scope)
         if is_resumed:
-            # It may have been refunded. Each correction is made once, so it is charged once.
+            # The call may have been refunded. The store makes each correction once, so this pair
+            # leaves it charged once.
             self._settle_soon(refund, Correction(f"{name}/again", charge["keys"]))
         return await call(request)
 
@@ -319,34 +336,43 @@ class Waiting(Feature):
         if self.store is not None:
             self.store.settle_soon(AcquireRequest("", "", corrections=corrections))
 
-    def _seconds_to_start(self, message: str, after: float) -> float:
-        """Return in how many seconds a call starts; 0 if it starts now, and later ones after it."""
+    def _seconds_to_start(self, message: str, delay: float) -> float:
+        """Return in how many seconds a call starts; 0 if it starts now.
+
+        Args:
+            message: The name under which the start times of a message are saved.
+            delay: How long after the message's first call this one starts, in seconds.
+        """
         with self._lock:
             now = self._clock()
-            # The clock may have gone back. And a call that starts late delays those after it.
-            first, seen = self._begun.get(message, 0) or (now, now)
-            first -= max(0.0, seen - now)
-            seconds = first + after - now
-            is_over = seconds < _MICROSECOND
-            self._begun.put(message, (now - after if is_over else first, now), now)
-            return 0.0 if is_over else seconds
+            first, looked_at = self._first_starts.get(message, 0) or (now, now)
+            # The clock may have gone back: move the first start with it.
+            first -= max(0.0, looked_at - now)
+            seconds = first + delay - now
+            starts_now = seconds < _MICROSECOND
+            # A call that starts late delays the later calls, too.
+            self._first_starts.put(message, (now - delay if starts_now else first, now), now)
+            return 0.0 if starts_now else seconds
 
 
 @dataclass(slots=True)
 class _Wait:
-    """Until when a batch may wait, in which queues, and for which quota it does."""
+    """How long a batch may wait, by which queue for which quota, and the quota that it waits for.
 
-    until: float
+    `deadline` is a time of `time.monotonic`.
+    """
+
+    deadline: float
     queues: Queues
-    of: Mapping[str, tuple[str, Scope]]
+    quotas: Mapping[str, tuple[str, Scope]]
     waiter: Waiter
     limit: str
     scope: Scope
     has_waited: bool = False
 
 
-class _Lack(NamedTuple):
-    """The quota that has room last: after what pause, when the last call starts, and its queue."""
+class _MissingRoom(NamedTuple):
+    """A quota without room for a batch: for how long, in seconds, until its first and last call."""
 
     pause: float = math.inf
     last: float = math.inf
@@ -355,8 +381,8 @@ class _Lack(NamedTuple):
     queue: str = ""
 
 
-def _waiting(limits: Sequence[Limit]) -> dict[str, float]:
-    """Return how long calls wait, in seconds, by the name of the limit."""
+def _max_waits(limits: Sequence[Limit]) -> dict[str, float]:
+    """Return how many seconds calls may wait for each limit with `wait`, by the limit's name."""
     return {
         limit.name: limit.seconds
         for limit in limits
@@ -364,7 +390,7 @@ def _waiting(limits: Sequence[Limit]) -> dict[str, float]:
     }
 
 
-def _checks(batch: Batch) -> dict[tuple[str, Scope], Check]:
+def _checks_by_scope(batch: Batch) -> dict[tuple[str, Scope], Check]:
     """Return the checks of the calls, by limit and scope."""
     limits = (limit for checks in batch.call_checks for limit in checks.limits)
     return {(limit.limit.name, check.scope): check for limit in limits for check in limit.checks}
@@ -375,6 +401,6 @@ def _has_window(check: Check) -> bool:
 
 
 def _queue_of(check: Check) -> str:
-    """Return the queue of a count: the same in all its windows."""
+    """Return the name of a count's queue, which is the same in all its windows."""
     key = check.key or ""
     return key if check.spacing else key.rpartition(":")[0]
