@@ -1,16 +1,15 @@
-"""Calls that no limit checks, in root runs in which limits check other calls.
+"""Count calls that no limit checks, in root runs in which limits check other calls.
 
-The handler of the root run counts the calls that it sees, and limiters count there those that they
-check. When the root run ends, what is seen minus what is checked is recorded, by agent and kind.
+The handler of the root run sees every call that starts, and middlewares report to it which calls
+they check. When the root run ends, the difference is recorded, by agent and kind of call.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
-from typing import Any
 from uuid import UUID
 
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, AnyMessage
 from langgraph.errors import GraphInterrupt
 
 from langchain_quota.limits.call import Kind
@@ -26,10 +25,11 @@ from langchain_quota.telemetry.logs import agent_name, logger
 from langchain_quota.telemetry.recorder import Recorder
 
 MOST_CALLS = 10_000
-"""A root run with more calls is not looked at: something is kept of each until the run ends."""
+"""How many calls of a root run are compared: each takes memory until the run ends. A longer run is
+not counted."""
 
-_Where = tuple[str, str | None, Kind]
-"""The namespace of a graph, the name of its agent, and the kind of the call."""
+_CallGroup = tuple[str, str | None, Kind]
+"""The namespace of a graph, the name of its agent, and the kind of the calls."""
 
 
 class CountingRootRun(RootRun):
@@ -42,69 +42,80 @@ class CountingRootRun(RootRun):
         self.recorder: Recorder | None = None
         self._outermost: UUID | None = None
         self._waits = False
-        self.running: dict[UUID, _Where] = {}
-        self.seen: list[_Where] = []
-        # By message: stacked limiters check the same one.
-        self._judged: dict[tuple[str, str | None, str | int], tuple[int, int]] = {}
+        self.running: dict[UUID, _CallGroup] = {}
+        self.returned: list[_CallGroup] = []
+        # By message: stacked middlewares check the same one.
+        self._checked: dict[tuple[str, str | None, str | int], tuple[int, int]] = {}
 
-    def judge(self, graph: str, agent: str | None, messages: Sequence[Any], models: int) -> None:
-        """Note that a limiter checks the newest answer of a model, with its tool calls."""
+    def note_checked(
+        self, graph: str, agent: str | None, messages: Sequence[AnyMessage], models: int
+    ) -> None:
+        """Note that a middleware checks the newest answer of a model, with its tool calls."""
         for number, message in enumerate(reversed(messages)):
-            if isinstance(message, AIMessage) and len(self._judged) < MOST_CALLS:
+            if isinstance(message, AIMessage) and len(self._checked) < MOST_CALLS:
                 name = message.id or len(messages) - number
-                self._judged.setdefault((graph, agent, name), (models, len(message.tool_calls)))
+                self._checked.setdefault((graph, agent, name), (models, len(message.tool_calls)))
                 return
 
-    def on_chain_start(self, *given: Any, **more: Any) -> None:
+    def on_chain_start(
+        self,
+        serialized: Mapping[str, object] | None,
+        inputs: object,
+        *,
+        run_id: UUID,
+        metadata: compat.Metadata = None,
+        **details: object,
+    ) -> None:
         """Learn how the root run begins, and see a call of a decision model: it is a chain."""
         if self._outermost is None:
-            self._outermost = more["run_id"]
+            self._outermost = run_id
         if not self.key:
-            super().on_chain_start(*given, **more)
+            super().on_chain_start(serialized, inputs, run_id=run_id, metadata=metadata)
             if isinstance(self.joined, CountingRootRun):
-                # It sees for the root run to which it belongs.
-                self.running, self.seen = self.joined.running, self.joined.seen
-        if more.get("run_type") == DECISION:
-            self._start("model", **more)
+                # Count the calls for the root run that this one belongs to.
+                self.running, self.returned = self.joined.running, self.joined.returned
+        if details.get("run_type") == DECISION:
+            self._start("model", run_id=run_id, metadata=metadata)
 
-    def on_chain_end(self, *_: object, **more: Any) -> None:
-        """Record what is seen minus what is checked, if the root run is over."""
-        # What a run that waits for a person has not checked yet is checked when it is resumed. Then
-        # what it has checked before is not known any more.
-        self._end(**more)
-        is_known = len(self.seen) < MOST_CALLS and not self.resumes and not self._waits
-        if more["run_id"] != self._outermost or self.recorder is None or not is_known:
+    def on_chain_end(self, *_: object, run_id: UUID, **__: object) -> None:
+        """Record how many calls were not checked, if the root run is over."""
+        self._end(run_id=run_id)
+        # The calls of a run that waits for a person may be checked when it is resumed. A resumed
+        # run no longer knows what was checked before.
+        is_complete = len(self.returned) < MOST_CALLS and not self.resumes and not self._waits
+        if run_id != self._outermost or self.recorder is None or not is_complete:
             return
-        judged = Counter[_Where]()
-        for (graph, agent, _name), (models, tools) in self._judged.items():
-            judged[graph, agent, "model"] += models
-            judged[graph, agent, "tool"] += tools
-        for (graph, agent, kind), count in Counter(self.seen).items():
+        checked = Counter[_CallGroup]()
+        for (graph, agent, _name), (models, tools) in self._checked.items():
+            checked[graph, agent, "model"] += models
+            checked[graph, agent, "tool"] += tools
+        for (graph, agent, kind), count in Counter(self.returned).items():
             # Before 1.2, LangGraph does not give the hooks of a node that is an agent its name.
-            unchecked = count - (judged[graph, agent, kind] or judged[graph, None, kind])
+            unchecked = count - (checked[graph, agent, kind] or checked[graph, None, kind])
             if unchecked > 0:
                 self.recorder.count(names.UNCHECKED_CALLS, agent, kind, amount=unchecked)
-                # It causes no `QuotaWarning`: LangChain would swallow one that is an error.
+                # A `QuotaWarning` that is an error would be lost: LangChain swallows it here.
                 self.recorder.log_first(_log, agent_name(agent), kind)
 
-    def on_chain_error(self, error: BaseException, **more: Any) -> None:
+    def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
         """See a run that waits for a person."""
-        self._fail(**more)
+        self._fail(run_id=run_id)
         self._waits |= isinstance(error, GraphInterrupt)
 
-    def _start(self, kind: Kind, *_: object, **more: Any) -> None:
-        metadata: Mapping[str, Any] | None = more.get("metadata")
+    def _start(
+        self, kind: Kind, *_: object, run_id: UUID, metadata: compat.Metadata = None, **__: object
+    ) -> None:
         graph = compat.graph_namespace(compat.task_namespace(metadata))
-        self.running[more["run_id"]] = graph, compat.agent_name(metadata), kind
+        self.running[run_id] = graph, compat.agent_name(metadata), kind
 
-    def _end(self, *_: object, **more: Any) -> None:
-        where = self.running.pop(more["run_id"], None)
-        if where is not None and len(self.seen) < MOST_CALLS:
-            self.seen.append(where)
+    def _end(self, *_: object, run_id: UUID, **__: object) -> None:
+        group = self.running.pop(run_id, None)
+        if group is not None and len(self.returned) < MOST_CALLS:
+            self.returned.append(group)
 
-    def _fail(self, *_: object, **more: Any) -> None:
-        # A call that fails may be made once more by another middleware: only one is checked.
-        self.running.pop(more["run_id"], None)
+    def _fail(self, *_: object, run_id: UUID, **__: object) -> None:
+        # Another middleware may make a call that fails once more: only one of both is checked.
+        self.running.pop(run_id, None)
 
     on_llm_start = on_chat_model_start = partialmethod(_start, "model")
     on_tool_start = partialmethod(_start, "tool")
@@ -129,17 +140,17 @@ class Unchecked(Feature):
         self._note(state.get("messages") or (), models=1)
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
-        """Note tool calls that are checked without the call of the model that has made them."""
+        """Note tool calls that are checked, though the model call that asks for them is not."""
         if batch.pending is not None:
             self._note([batch.pending.message], models=0)
         return conclusion
 
-    def _note(self, messages: Sequence[Any], *, models: int) -> None:
+    def _note(self, messages: Sequence[AnyMessage], *, models: int) -> None:
         run = root_run()
         if isinstance(run, CountingRootRun):
             run.recorder = run.recorder or self.recorder
             task = running_config().get("configurable", {}).get("checkpoint_ns") or ""
-            run.judge(compat.graph_namespace(task), running_agent(), messages, models)
+            run.note_checked(compat.graph_namespace(task), running_agent(), messages, models)
 
 
 def _log(agent: str, kind: str) -> None:

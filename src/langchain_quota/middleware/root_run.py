@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from functools import cache
 from types import MappingProxyType
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 from weakref import WeakValueDictionary
 
 from langchain.agents.middleware.types import ToolCallRequest
@@ -68,10 +68,11 @@ class RootRun(BaseCallbackHandler):
 
     def on_chain_start(
         self,
-        serialized: Mapping[str, Any] | None,  # noqa: ARG002 - LangChain gives it by position
+        serialized: Mapping[str, object] | None,  # noqa: ARG002 - LangChain gives it by position
         inputs: object,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        run_id: UUID,  # noqa: ARG002 - subclasses need it
+        metadata: compat.Metadata = None,
         **_: object,
     ) -> None:
         """Learn how the root run begins, or to which one it belongs."""

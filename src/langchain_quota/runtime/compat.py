@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Metric = TypeVar("Metric", bound=Counter | Histogram)
 
-_Metadata = Mapping[str, Any] | None
+Metadata = Mapping[str, Any] | None
 
 AGENT_NAME = "lc_agent_name"
 """The key of an agent's name in the metadata of its config; see `agent_name`."""
@@ -30,7 +30,7 @@ AGENT_NAME = "lc_agent_name"
 # LangChain
 
 
-def agent_name(metadata: _Metadata) -> str | None:
+def agent_name(metadata: Metadata) -> str | None:
     """Return the name of the agent that runs, from the metadata of its config.
 
     LangChain: `create_agent(name=…)` adds the name to the metadata under `lc_agent_name`.
@@ -112,7 +112,7 @@ def model_parameters(model: "BaseChatModel", settings: Mapping[str, Any]) -> Map
 # LangGraph
 
 
-def checkpointer(configurable: _Metadata) -> Any:
+def checkpointer(configurable: Metadata) -> Any:
     """Return the checkpointer of the running graph, or of one around it; `None` without one.
 
     LangGraph: the checkpointer is in `configurable` under `__pregel_checkpointer`.
@@ -120,7 +120,7 @@ def checkpointer(configurable: _Metadata) -> Any:
     return (configurable or {}).get("__pregel_checkpointer")
 
 
-def is_resumed_step(configurable: _Metadata) -> bool:
+def is_resumed_step(configurable: Metadata) -> bool:
     """Return whether a task runs in the first step of a run that continues from a checkpoint.
 
     LangGraph: `configurable` has `__pregel_resuming` in that step, and only there.
@@ -128,7 +128,7 @@ def is_resumed_step(configurable: _Metadata) -> bool:
     return bool((configurable or {}).get("__pregel_resuming"))
 
 
-def checkpoint_ids(configurable: _Metadata) -> Mapping[str, str]:
+def checkpoint_ids(configurable: Metadata) -> Mapping[str, str]:
     """Return the ids of the checkpoints at which the running graphs stand, by their namespaces.
 
     LangGraph: they are in `configurable` under `checkpoint_map`.
@@ -136,7 +136,7 @@ def checkpoint_ids(configurable: _Metadata) -> Mapping[str, str]:
     return (configurable or {}).get("checkpoint_map") or {}
 
 
-def task_namespace(metadata: _Metadata) -> str:
+def task_namespace(metadata: Metadata) -> str:
     """Return the checkpoint namespace of the task that starts a run, from the run's metadata.
 
     LangGraph: the metadata have it under `langgraph_checkpoint_ns`.
@@ -144,7 +144,7 @@ def task_namespace(metadata: _Metadata) -> str:
     return (metadata or {}).get("langgraph_checkpoint_ns") or ""
 
 
-def is_in_node(metadata: _Metadata) -> bool:
+def is_in_node(metadata: Metadata) -> bool:
     """Return whether a run begins inside a node of a graph.
 
     LangGraph: the metadata of such a run name the node under `langgraph_node`.
