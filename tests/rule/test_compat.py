@@ -129,6 +129,15 @@ def test_checkpoint_ids() -> None:
     assert [namespace.partition(":")[0] for namespace in found[0]] == ["", "inner"]
 
 
+def test_finished_tasks() -> None:
+    """The writes at a checkpoint tell a task that has finished from one that waits for a person."""
+    look, _ = spy(lambda: interrupt("?"))
+    asking = agent(look, checkpointer=(saver := InMemorySaver()))
+    asking.invoke(GO, CONFIG)
+    waiting, finished, *_ = map(compat.finished_tasks, saver.list(CONFIG))
+    assert (len(waiting), len(finished)) == (0, 1)
+
+
 def test_is_from_create_agent() -> None:
     """A graph of one's own is told from an agent."""
     assert compat.is_from_create_agent(agent())

@@ -1,7 +1,7 @@
-"""Calls that run again from an old checkpoint: a store charges them again.
+"""Charge calls again in a store when they run again from an old checkpoint.
 
-A check writes its name to the state, and the first step that makes a call of the check claims it,
-in this process. A step that a run goes on with asks the checkpointer whether it was finished.
+A check writes its name to the state. The first step that makes a call of the check claims the call,
+in this process. The first step of a resumed run asks the checkpointer whether it finished before.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -11,10 +11,18 @@ from typing import Any
 
 from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import AIMessage, ToolMessage
-from langgraph.checkpoint.base import WRITES_IDX_MAP
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
+from langgraph.runtime import ExecutionInfo, Runtime
 
+from langchain_quota.limits.call import Kind
 from langchain_quota.middleware.calls import Batch, HookResult, Update
-from langchain_quota.middleware.context import digest, running_config, running_runtime
+from langchain_quota.middleware.context import (
+    AnyRuntime,
+    digest,
+    running_config,
+    running_runtime,
+)
 from langchain_quota.middleware.feature import Feature, Request, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import (
@@ -28,11 +36,12 @@ from langchain_quota.middleware.state import (
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant
 
-_RERUN = "reruns"  # in the state with which a call is checked that runs again
+_RERUN = "reruns"
+"""The key that marks the state with which a call that runs again is checked."""
 
 
 class Reruns(Feature):
-    """Checks calls that run again where they run."""
+    """Checks calls that run again, in the node where they run."""
 
     name = "reruns"
 
@@ -43,21 +52,23 @@ class Reruns(Feature):
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
-        # By check: the task that made it. By check and call: the step that made the call first.
+        # By check: the task that made it. By check and call: the first step that made the call.
         self._claims: Callable[[Hashable], dict[str, str]] = lru_cache(20_000)(lambda _: {})
 
-    async def name_attempt(self, mode: Mode, runtime: Any) -> Any:
-        """Name the running task anew if it was finished before, and its calls cannot be claimed."""
-        info: Any = getattr(runtime, "execution_info", None)
-        has_own_node = not self._kernel.checks_inline
-        if info is None or (has_own_node and self._claims(info.task_id)):
+    async def name_attempt(self, mode: Mode, runtime: object) -> object:
+        """Rename the running task if it was finished before, and its calls cannot be claimed."""
+        info = getattr(runtime, "execution_info", None)
+        if not isinstance(runtime, Runtime) or info is None:
             return runtime
-        attempt, _ = await _earlier(mode, info)
+        has_own_node = not self._kernel.checks_inline
+        if has_own_node and self._claims(info.task_id):
+            return runtime
+        attempt, _ = await _find_earlier_run(mode, info)
         task = f"{info.task_id}/{attempt}"
         return runtime.override(execution_info=replace(info, task_id=task)) if attempt else runtime
 
     def adjust_checks(self, batch: Batch) -> None:
-        """Have a call that runs again refused where it runs: nobody is asked, and no run ends."""
+        """Let a refusal of a call that runs again block it only: nobody is asked, no run ends."""
         if _RERUN in batch.state:
             batch.stops = {}
 
@@ -71,8 +82,8 @@ class Reruns(Feature):
         return conclusion
 
     async def check_rerun(self, mode: Mode, request: Request) -> Update | None:
-        """Check a model call that runs again; what ends the run, or `None` if the call may run."""
-        runtime = await self._runs_again(mode, "model", request.state)
+        """Check a model call that runs again; return the update that ends a blocked run."""
+        runtime = await self._rerun_runtime(mode, "model", request.state)
         state = {**request.state, _RERUN: True}
         update = runtime and await self._kernel.check_model_call(mode, state, runtime)
         return update if update and update.pop("jump_to", None) else None
@@ -82,9 +93,10 @@ class Reruns(Feature):
     ) -> ToolAnswer:
         """Check a tool call that runs again."""
         tool_call, state = request.tool_call, request.state
-        runtime = await self._runs_again(mode, "tool", state, tool_call["id"])
+        runtime = await self._rerun_runtime(mode, "tool", state, tool_call["id"])
         if runtime is not None:
-            message = AIMessage("", id=runtime.execution_info.task_id, tool_calls=[tool_call])
+            info: Any = runtime.execution_info
+            message = AIMessage("", id=info.task_id, tool_calls=[tool_call])
             entries = merge_ledgers(ledger(state), Ledger(final=""))
             alone = {
                 "messages": [message],
@@ -100,48 +112,67 @@ class Reruns(Feature):
                     return answer
         return await call(request)
 
-    async def _runs_again(self, mode: Mode, kind: str, state: State, call: Any = None) -> Any:
-        """Return the runtime in which a call is checked that runs again, or else `None`."""
+    async def _rerun_runtime(
+        self, mode: Mode, kind: Kind, state: State, call_id: str | None = None
+    ) -> AnyRuntime | None:
+        """Return the runtime in which to check a call that runs again; `None` for a new call."""
         info = getattr(running_runtime(), "execution_info", None)
         if info is None or not isinstance(state, Mapping):
             return None
         check = feature_ledger(state, self.name).get(kind, "")
-        attempt, again = await _earlier(mode, info)
+        attempt, runs_again = await _find_earlier_run(mode, info)
         checked_by = self._claims(check).get("by", "")
         if checked_by.partition("/")[0] == info.task_id and checked_by.endswith(attempt):
             return None
         # Two calls under one id are two tasks of one step.
         step = f"{info.checkpoint_id}/{attempt}"
-        again |= check != "" and self._claims((check, call)).setdefault("by", step) != step
-        return running_runtime(f"again/{attempt}") if again else None
+        if check:
+            runs_again |= self._claims((check, call_id)).setdefault("by", step) != step
+        return running_runtime(f"again/{attempt}") if runs_again else None
 
 
-async def _earlier(mode: Mode, info: Any) -> tuple[str, bool]:
-    """Return a name for this attempt if its task was finished before, and whether its step was."""
+async def _find_earlier_run(mode: Mode, info: ExecutionInfo) -> tuple[str, bool]:
+    """Look for an earlier run of the running task.
+
+    Return a name for this attempt if the task itself was finished before, or else an empty one;
+    and whether the task, or its step at a copied checkpoint, was finished before.
+    """
     config = running_config()
     configurable = config.get("configurable") or {}
-    saver, graphs = compat.checkpointer(configurable), compat.checkpoint_ids(configurable)
-    if not compat.is_resumed_step(configurable) or not hasattr(saver, "get_tuple"):
+    saver = compat.checkpointer(configurable)
+    if not (compat.is_resumed_step(configurable) and isinstance(saver, BaseCheckpointSaver)):
         return "", False
-    # The step runs at a copy of the checkpoint that a caller names. The copy may not be saved yet.
-    checkpoint, is_copy, ids = (
-        None,
-        False,
-        [info.checkpoint_id, config["metadata"].get("checkpoint_id")],
-    )
-    around = next((graph for graph in graphs if graphs[graph] == info.checkpoint_id), "")
-    at = {"thread_id": configurable.get("thread_id"), "checkpoint_ns": around}
-    while checkpoint is None and ids:
-        of: Any = {"configurable": {**at, "checkpoint_id": ids.pop(0)}}
-        checkpoint = await call_variant(mode, saver.get_tuple, saver.aget_tuple, of)
-        is_copy = not ids
+    checkpoint, is_copied = await _checkpoint_of_step(mode, saver, config, info.checkpoint_id)
     while checkpoint:
-        writes = checkpoint.pending_writes or ()
-        done = {task for task, channel, _ in writes if channel not in WRITES_IDX_MAP}
-        if done if is_copy else info.task_id.partition("/")[0] in done:
-            return "" if is_copy else str(info.node_first_attempt_time), True
+        finished = compat.finished_tasks(checkpoint)
+        if is_copied and finished:
+            return "", True
+        if not is_copied and info.task_id.partition("/")[0] in finished:
+            return str(info.node_first_attempt_time), True
         if checkpoint.metadata.get("source") not in {"fork", "update"}:
             return "", False
-        is_copy, of = True, checkpoint.parent_config
-        checkpoint = of and await call_variant(mode, saver.get_tuple, saver.aget_tuple, of)
+        # Look at the checkpoint that this one was copied from.
+        is_copied, parent = True, checkpoint.parent_config
+        if parent is None:
+            break
+        checkpoint = await call_variant(mode, saver.get_tuple, saver.aget_tuple, parent)
+    # The original checkpoint is gone: assume that its step has finished.
     return "", True
+
+
+async def _checkpoint_of_step(
+    mode: Mode, saver: BaseCheckpointSaver[Any], config: Mapping[str, Any], checkpoint_id: str
+) -> tuple[CheckpointTuple | None, bool]:
+    """Return the checkpoint at which a step runs, and whether the step runs at a copy of it."""
+    configurable = config["configurable"]
+    graphs = compat.checkpoint_ids(configurable)
+    namespace = next((graph for graph in graphs if graphs[graph] == checkpoint_id), "")
+    thread = {"thread_id": configurable.get("thread_id"), "checkpoint_ns": namespace}
+    # The step runs at a copy of the checkpoint that a caller names. The copy may not be saved yet.
+    named_id = config["metadata"].get("checkpoint_id")
+    for saved_id, is_copied in ((checkpoint_id, False), (named_id, True)):
+        saved: RunnableConfig = {"configurable": {**thread, "checkpoint_id": saved_id}}
+        checkpoint = await call_variant(mode, saver.get_tuple, saver.aget_tuple, saved)
+        if checkpoint is not None:
+            return checkpoint, is_copied
+    return None, True

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
 from langgraph.config import get_config
-from langgraph.runtime import get_runtime
+from langgraph.runtime import Runtime, get_runtime
 
 from langchain_quota.core.checks import (
     Check,
@@ -26,6 +26,9 @@ from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.keys import CountKey, prefix_now, read_emission_interval
 from langchain_quota.telemetry.recorder import Recorder
+
+AnyRuntime = Runtime[Any]
+"""LangGraph's runtime of a node, whatever the context of its graph."""
 
 
 class CallContext(NamedTuple):
@@ -105,13 +108,13 @@ def digest(*parts: str) -> str:
     return sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()
 
 
-def running_runtime(work: str = "") -> Any:
+def running_runtime(work: str = "") -> AnyRuntime | None:
     """Return the runtime of the running node, as if `work` in it were a task of its own.
 
     `None` outside of a graph.
     """
     try:
-        runtime: Any = get_runtime()
+        runtime: AnyRuntime = get_runtime()
     except (RuntimeError, KeyError):
         return None
     info = runtime.execution_info

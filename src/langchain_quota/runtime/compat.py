@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from langchain.agents.middleware.types import ModelRequest
     from langchain_core.language_models import BaseChatModel
     from langchain_core.tools import BaseTool
+    from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
     from langgraph.pregel import Pregel
     from prometheus_client import Counter, Histogram
     from prometheus_client.samples import Sample
@@ -112,7 +113,7 @@ def model_parameters(model: "BaseChatModel", settings: Mapping[str, Any]) -> Map
 # LangGraph
 
 
-def checkpointer(configurable: Metadata) -> Any:
+def checkpointer(configurable: Metadata) -> "BaseCheckpointSaver[Any] | None":
     """Return the checkpointer of the running graph, or of one around it; `None` without one.
 
     LangGraph: the checkpointer is in `configurable` under `__pregel_checkpointer`.
@@ -134,6 +135,17 @@ def checkpoint_ids(configurable: Metadata) -> Mapping[str, str]:
     LangGraph: they are in `configurable` under `checkpoint_map`.
     """
     return (configurable or {}).get("checkpoint_map") or {}
+
+
+def finished_tasks(checkpoint: "CheckpointTuple") -> set[str]:
+    """Return the ids of the tasks of the step at a checkpoint that have finished.
+
+    LangGraph: a task that has not finished writes to the channels of `WRITES_IDX_MAP` alone.
+    """
+    from langgraph.checkpoint.base import WRITES_IDX_MAP
+
+    writes = checkpoint.pending_writes or ()
+    return {task for task, channel, _ in writes if channel not in WRITES_IDX_MAP}
 
 
 def task_namespace(metadata: Metadata) -> str:
