@@ -173,6 +173,7 @@ class _Limits(QuotaMiddleware[Any, Any]):
         self.kernel.runs_tools = False
         asking = {limit.kind for limit in limits if limit.exit_behavior == "ask"}
         self.asks, self._asks_at_tools = bool(asking), bool(asking - {"model"})
+        assert self.kernel.store is not None  # noqa: S101 - for the type checker: see GraphQuota
         self.notes = StoreSequence(self.kernel.store)
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._roots: WeakKeyDictionary[RootRun, str] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Repeat limits, whose counts depend on the call and on the answers of earlier calls."""
+"""Check repeat limits, which count a call by the answers to earlier calls that equal it."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
-from langchain_core.messages import AIMessage, AnyMessage, ToolMessage
+from langchain_core.messages import AIMessage, AnyMessage, ToolCall, ToolMessage
 
 # That of `typing` has no JSON Schema before Python 3.12.
 from typing_extensions import TypedDict
@@ -46,10 +46,10 @@ _VOLATILE = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""The parts of an answer that may change without saying anything new."""
+"""The parts of an answer that may change though the answer says nothing new."""
 
 MOST_COMPARED = 20_000
-"""How much of an answer is compared, in characters."""
+"""How many characters of an answer are compared."""
 
 _LEAST_ID = 6
 """A shorter id of a call, such as `"1"`, is part of many texts that do not name it."""
@@ -62,21 +62,21 @@ class Record(TypedDict):
     """The id of the newest message whose calls it has checked."""
     step: int
     """How many messages that was, in this run."""
-    made: list[list[Any]]
-    """The calls of earlier messages, as in `Made`."""
+    past_calls: list[list[Any]]
+    """The calls of earlier messages: the fields of `PastCall`."""
     waiting: dict[str, list[str]]
-    """The keys of the tool and of the call, for each call of that message, by id."""
+    """The digests of the tool and of the call, for each call of that message, by id."""
 
 
-_NOTHING: Record = {"message": "", "step": 0, "made": [], "waiting": {}}
+_EMPTY: Record = {"message": "", "step": 0, "past_calls": [], "waiting": {}}
 
 
 class Repeats(Feature):
     """Refuses calls that repeat earlier ones."""
 
     name = "repeats"
-    unused: ClassVar[Mapping[str, Any]] = {"repeats": {}}
-    """The tool calls of this run, as each limit remembers them, by middleware and name."""
+    unused: ClassVar[Mapping[str, object]] = {"repeats": {}}
+    """The records of this run, by middleware and limit."""
 
     @classmethod
     def create(cls, kernel: Kernel) -> "Repeats | None":
@@ -89,17 +89,17 @@ class Repeats(Feature):
         self._limits = [limit for limit in kernel.limits if isinstance(limit, RepeatLimit)]
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:
-        """Forget the calls of the last run: a new run may repeat them."""
+        """Forget the calls of the last run, because a new run may repeat them."""
         if _records(state):
             feature_data[self.name] = {**self.unused}
 
     def state_counts(self, state: State) -> dict[str, int]:
-        """Return how often the most repeated call or failure came, by the name of the counter."""
+        """Return how often the most repeated call or failure occurred, by the counter's name."""
         records = _records(state).get(self._kernel.name, {})
         counters: dict[str, int] = {}
         for limit in self._limits:
-            past_calls = _made(records.get(limit.name, _NOTHING), state.get("messages") or ())
-            calls, failures = repeated(past_calls)
+            past_calls = _past_calls(records.get(limit.name, _EMPTY), state.get("messages") or ())
+            calls, failures = count_repeats(past_calls)
             counts = (
                 max(calls[past_call.key], failures.get(past_call.tool, 0))
                 for past_call in past_calls
@@ -109,17 +109,17 @@ class Repeats(Feature):
         return counters
 
     def adjust_checks(self, batch: Batch) -> None:
-        """Ask of each call how often it, or its failure, came before."""
+        """Check each call by how often it, or its failure, occurred before."""
         if batch.pending is None or not batch.calls:
             return
         records = _records(batch.state).get(batch.middleware, {})
         repeat_checks = {
-            limit.name: _RepeatCheck(limit, records.get(limit.name, _NOTHING), batch)
+            limit.name: _RepeatCheck(limit, records.get(limit.name, _EMPTY), batch)
             for limit in self._limits
         }
         batch.feature_data[self.name] = repeat_checks
         batch.set_checks(
-            CallChecks.of(_asked(checks, repeat_checks, index, batch.used))
+            CallChecks.of(_limits_of_call(checks, repeat_checks, index, batch.used))
             for index, checks in enumerate(batch.call_checks)
         )
 
@@ -128,7 +128,7 @@ class Repeats(Feature):
         repeat_checks: Mapping[str, _RepeatCheck] | None = batch.feature_data.get(self.name)
         if repeat_checks is not None and conclusion.error is None:
             runs = [decision.outcome not in _NOT_RUN for decision in conclusion.decisions]
-            new_records = {name: check.noted(runs) for name, check in repeat_checks.items()}
+            new_records = {name: check.record(runs) for name, check in repeat_checks.items()}
             records = {**_records(batch.state), batch.middleware: new_records}
             batch.save(self.name, {"repeats": records})
         return conclusion
@@ -139,18 +139,18 @@ def _records(state: State) -> Mapping[str, dict[str, Record]]:
     return feature_ledger(state, Repeats.name).get("repeats") or {}
 
 
-def _asked(
+def _limits_of_call(
     checks: CallChecks,
     repeat_checks: Mapping[str, "_RepeatCheck"],
     index: int,
     used: dict[str, int],
 ) -> Iterator[ResolvedLimit]:
-    """Yield the limits on a call, with what repeat limits count of it."""
+    """Yield the limits on a call, with the counts of repeat limits."""
     for limit in checks.limits:
-        judged = repeat_checks.get(limit.limit.name)
-        if judged is None:
+        repeat_check = repeat_checks.get(limit.limit.name)
+        if repeat_check is None:
             yield limit
-        elif (check := judged.check(index, used)) is not None:
+        elif (check := repeat_check.check(index, used)) is not None:
             # A thread has no count of its own.
             yield limit._replace(checks=(check._replace(scope=THREAD, maximum=None), check))
 
@@ -164,24 +164,31 @@ class _RepeatCheck:
         self._limit = limit
         self._message = pending.message.id or ""
         self._ids = [str(call["id"]) for call in pending.calls]
-        self._step, self._others = record["step"] + 1, dict[str, list[str]]()
+        # The calls of this message that were allowed before, and that are not checked again.
+        self._allowed_before: dict[str, list[str]] = {}
+        self._step = record["step"] + 1
         if record["step"] and record["message"] == self._message:
-            # These calls are checked again.
+            # The message is checked again.
             waiting = record["waiting"]
-            self._others = {key: waiting[key] for key in waiting if key not in self._ids}
+            self._allowed_before = {key: waiting[key] for key in waiting if key not in self._ids}
             self._step, record = record["step"], {**record, "waiting": {}}
-        self._made = _made(record, messages)
-        self._calls, self._failures = repeated(self._made)
+        self._past_calls = _past_calls(record, messages)
+        self._calls, self._failures = count_repeats(self._past_calls)
         # The digests of the tool and of the call; `None` for a call that is ignored.
         self._digests: list[tuple[str, str] | None] = []
-        for call, judged in zip(pending.calls, batch.calls, strict=True):
-            matches = limit.matches(judged)
-            key, tool = _key_digest(limit, call, matches=matches), call["name"]
-            digests = None if key is None else (_tool_digest(tool, matches=matches), key)
-            self._digests.append(digests)
+        for tool_call, call in zip(pending.calls, batch.calls, strict=True):
+            matches = limit.matches(call)
+            key = _key_digest(limit, tool_call, matches=matches)
+            tool = _tool_digest(tool_call["name"], matches=matches)
+            self._digests.append(None if key is None else (tool, key))
 
     def check(self, index: int, used: dict[str, int]) -> Check | None:
-        """Return the check of a call, and add its count; `None` if the limit ignores the call."""
+        """Return the check of a call, or `None` if the limit ignores the call.
+
+        Args:
+            index: Which call of the batch it is, from 0.
+            used: The batch's counts, to which the call's count is added.
+        """
         digests, limit = self._digests[index], self._limit
         if digests is None:
             return None
@@ -195,37 +202,41 @@ class _RepeatCheck:
         used[counter] = earlier
         return Check(RUN, counter, limit.run_limit, mirrored=True)
 
-    def noted(self, let_through: Sequence[bool]) -> Record:
-        """Return the record after these calls are checked."""
+    def record(self, allowed: Sequence[bool]) -> Record:
+        """Return the record after these calls are checked.
+
+        Args:
+            allowed: For each call of the batch, whether it runs.
+        """
         waiting = {
             call_id: [*digests]
-            for call_id, digests, runs in zip(self._ids, self._digests, let_through, strict=True)
+            for call_id, digests, runs in zip(self._ids, self._digests, allowed, strict=True)
             if runs and digests is not None
         }
-        past_calls = self._made
+        past_calls = self._past_calls
         if self._limit.run_limit == 1:
-            # No call may come twice, even after many calls of other tools.
+            # No call may occur twice, even after many calls of other tools.
             newest = sorted(past_calls, key=lambda past_call: past_call.is_limited)[-MOST_KEPT:]
             past_calls = sorted(newest, key=lambda past_call: past_call.step)
         return Record(
             message=self._message,
             step=self._step,
-            made=[list(past_call) for past_call in past_calls[-MOST_KEPT:]],
-            waiting=dict([*{**self._others, **waiting}.items()][-MOST_KEPT:]),
+            past_calls=[[*past_call] for past_call in past_calls[-MOST_KEPT:]],
+            waiting=dict([*{**self._allowed_before, **waiting}.items()][-MOST_KEPT:]),
         )
 
 
 class PastCall(NamedTuple):
-    """A tool call that was let through."""
+    """A tool call that was allowed."""
 
-    # The number of the model's answer that made it.
+    # The number of the model's message that asked for it.
     step: int
     # A digest of the tool; begins with `-` if the limit never refuses its calls.
     tool: str
     # A digest of the call: the same for calls that count as equal.
     key: str
-    # A digest of its answer; empty if it is not known. An error begins with `!`.
-    gave: str
+    # A digest of the answer; empty if there is none. That of an error begins with `!`.
+    answer: str
 
     @property
     def is_limited(self) -> bool:
@@ -235,17 +246,17 @@ class PastCall(NamedTuple):
     @property
     def failed(self) -> bool:
         """Whether the answer was an error."""
-        return self.gave.startswith("!")
+        return self.answer.startswith("!")
 
     @property
-    def learnt(self) -> tuple[str, str]:
-        """What the run learned. An error of a tool is the same thing with all arguments."""
-        return (self.tool if self.failed else self.key, self.gave)
+    def result(self) -> tuple[str, str]:
+        """What the call returned. An error of a tool is the same one for all arguments."""
+        return (self.tool if self.failed else self.key, self.answer)
 
 
-def _made(record: Record, messages: Sequence[AnyMessage]) -> list[PastCall]:
-    """Return the calls that a record has, with the answers that they have now."""
-    past_calls, waiting = [PastCall(*row) for row in record["made"]], record["waiting"]
+def _past_calls(record: Record, messages: Sequence[AnyMessage]) -> list[PastCall]:
+    """Return the calls in a record, with the answers that they have now."""
+    past_calls, waiting = [PastCall(*row) for row in record["past_calls"]], record["waiting"]
     answers: dict[str, ToolMessage] = {}
     args: dict[str | None, object] = {}
     for message in reversed(messages if waiting else ()):
@@ -258,53 +269,53 @@ def _made(record: Record, messages: Sequence[AnyMessage]) -> list[PastCall]:
         if isinstance(message, ToolMessage):
             answers.setdefault(message.tool_call_id, message)
     for call_id, (tool, key) in waiting.items():
-        answer, gave = answers.get(call_id), ""
+        answer, digest = answers.get(call_id), ""
         if answer is not None:
-            # It was let through here and then did not run.
+            # The call was allowed here, and then did not run.
             if NOT_RUN in answer.response_metadata:
                 continue
             failed = answer.status == "error"
-            gave = _answer_digest(answer.content, call_id, args.get(call_id), failed=failed)
-        past_calls.append(PastCall(record["step"], tool, key, gave))
+            digest = _answer_digest(answer.content, call_id, args.get(call_id), failed=failed)
+        past_calls.append(PastCall(record["step"], tool, key, digest))
     return past_calls
 
 
-def repeated(past_calls: Iterable[PastCall]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+def count_repeats(past_calls: Iterable[PastCall]) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """Return how often calls came and tools failed since something new came, by key and tool.
 
-    Of the ways in which a tool failed the most frequent one counts, once in an answer of the model.
+    A tool's most frequent failure counts, and failures of one message count once.
     """
-    # How often each came again: its count is one more.
-    calls: Counter[str] = Counter()
+    # How often each call was repeated: it was made once more than that.
+    repeats: Counter[str] = Counter()
     failures: Counter[tuple[str, str]] = Counter()
     keys: set[str] = set()
-    learnt: set[tuple[str, str]] = set()
+    results: set[tuple[str, str]] = set()
     for _, step in groupby(past_calls, key=lambda past_call: past_call.step):
         together = list(step)
         counts = Counter(past_call.key for past_call in together)
         # A call without an answer is new only if it was not made before.
         new = {
-            (past_call.key, past_call.gave)
+            (past_call.key, past_call.answer)
             for past_call in together
-            if past_call.learnt not in learnt and (past_call.gave or past_call.key not in keys)
+            if past_call.result not in results and (past_call.answer or past_call.key not in keys)
         }
         if new:
-            calls, failures = Counter(), Counter()
+            repeats, failures = Counter(), Counter()
             for key, answers in Counter(key for key, _ in new).items():
-                calls[key] = counts[key] - answers
+                repeats[key] = counts[key] - answers
         else:
-            calls.update(counts)
-            calls.subtract(counts.keys() - keys)
-            # Failures in one message count once: the model has not read of the first one.
-            failures.update({past_call.learnt for past_call in together if past_call.failed})
+            repeats.update(counts)
+            repeats.subtract(counts.keys() - keys)
+            # Failures in one message count once: the model had not read of the first one.
+            failures.update({past_call.result for past_call in together if past_call.failed})
         keys |= counts.keys()
-        learnt.update(past_call.learnt for past_call in together)
+        results.update(past_call.result for past_call in together)
     by_tool: dict[str, int] = {}
-    for what in learnt:
-        tool, gave = what
-        if gave.startswith("!"):
-            by_tool[tool] = max(failures[what] + 1, by_tool.get(tool, 0))
-    return {key: calls[key] + 1 for key in keys}, by_tool
+    for result in results:
+        tool, answer = result
+        if answer.startswith("!"):
+            by_tool[tool] = max(failures[result] + 1, by_tool.get(tool, 0))
+    return {key: repeats[key] + 1 for key in keys}, by_tool
 
 
 # How calls and answers are compared: equal ones have equal digests.
@@ -315,16 +326,16 @@ def _tool_digest(name: str, *, matches: bool) -> str:
     return ("" if matches else "-") + _digest(name, size=4)
 
 
-def _key_digest(limit: RepeatLimit, call: Mapping[str, Any], *, matches: bool) -> str | None:
+def _key_digest(limit: RepeatLimit, call: ToolCall, *, matches: bool) -> str | None:
     """Return a digest that equal calls share; `None` for a call that is ignored."""
     if not matches and not limit.tools:
         return None
-    # The function does not get calls that are never refused.
+    # The user's function does not get calls that are never refused.
     if limit.key is None or not matches:
         return _digest(_text([call["name"], call["args"]]))
     try:
         # A function that changes its argument must not change the call.
-        key = limit.key(deepcopy(dict(call)))
+        key = limit.key(deepcopy(call))
     except Exception as error:
         error.add_note(f"raised by the key of limit {limit.name!r} for tool {call['name']!r}")
         raise
@@ -341,19 +352,19 @@ def _answer_digest(content: object, call_id: str, args: object, *, failed: bool)
         text = text.replace(call_id, "")
     if failed:
         text = _without_arguments(text)
-    # What the arguments name must not be ignored as a moment or an id.
+    # A moment or an id from the arguments means something, so it is compared.
     named = {match[0] for match in _VOLATILE.finditer(_text(args)[:MOST_COMPARED])}
-    # Of a moment that the arguments name, the answer may repeat the date alone.
-    named |= {text_part[:10] for text_part in named}
+    # The answer may repeat the date of such a moment without its time.
+    named |= {moment[:10] for moment in named}
     text = _VOLATILE.sub(lambda match: match[0] if match[0] in named else "", text)
     return ("!" if failed else "+") + _digest(text)
 
 
 def _without_arguments(error: str) -> str:
     """Return an error without the call's arguments, which LangGraph's messages repeat."""
-    before, begins, rest = error.partition(" with kwargs {")
-    _, ends, after = rest.partition("} with error:")
-    return before + after if begins and ends else error
+    before, start, rest = error.partition(" with kwargs {")
+    _, end, after = rest.partition("} with error:")
+    return before + after if start and end else error
 
 
 def _text(value: object) -> str:

@@ -1,10 +1,10 @@
-"""The subject of quotas per root run: its thread, and a number.
+"""Count calls for quotas per root run, whose subject is the root run's thread and a number.
 
-The store numbers the root runs of a thread, so another process finds a run that it resumes.
+The store numbers the root runs of a thread, so that another process can find a run that it resumes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from langchain.agents.middleware.types import ToolCallRequest
 
@@ -32,9 +32,9 @@ class RootRuns(Feature):
     """Counts calls per root run."""
 
     name = "root_runs"
-    unused: ClassVar[Mapping[str, Any]] = {"root_run": None, "root_used": {}}
-    """What names the root run in a store; what the store had counted of it, by key, when this agent
-    last asked."""
+    unused: ClassVar[Mapping[str, object]] = {"root_run": None, "root_used": {}}
+    """The subject of the root run, and the store's counts of it when this agent last called the
+    store, by counter."""
     store: StoreClient
     """Quotas need one."""
 
@@ -48,26 +48,26 @@ class RootRuns(Feature):
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
-        """Return the hook around tools, which pass a root run on, if a quota is per root run."""
+        """Return the hook around tools, which passes a root run on, if a quota is per root run."""
         per = [quota.per for limit in limits for quota in limit.quotas]
         return ("wrap_tool_call",) if ROOT_RUN in per else ()
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:
-        """Let a new run find its root run again."""
+        """Forget the root run of the last run."""
         if feature_ledger(state, self.name):
             feature_data[self.name] = {**self.unused}
 
     async def root_run_subject(
         self, mode: Mode, state: State, caller: CallContext, prefix: str
     ) -> str:
-        """Whose calls a store counts together with those of the running node."""
+        """Return the subject under which a store counts the calls of the running node."""
         run, entries = root_run(), feature_ledger(state, self.name)
         subject: str | None = entries.get("root_run")
         if run is None:
             return subject or caller.run()
         if subject is not None:
             if run.subject is None:
-                # It resumes.
+                # The run was resumed: restore its subject, and what it has used.
                 run.learn_used(entries.get("root_used") or {})
                 run.subject = subject
             return subject
@@ -75,24 +75,24 @@ class RootRuns(Feature):
             return run.subject
         name = await StoreSequence(self.store, prefix).numbered(mode, run, caller)
         if name is None and thread_of(run, caller) is not None:
-            # The store did not answer: it is asked again.
+            # The store is unavailable. The next call tries to get a number again.
             return run.key
         run.subject = name or run.key
         if run.is_lost:
-            # Another root run may have a budget for these calls.
+            # The root run around this one may have a budget for these calls.
             self.recorder.count_error("root_run", "inside")
             log_lost()
         return run.subject
 
     def adjust_checks(self, batch: Batch) -> None:
-        """Know what the root run has used."""
+        """Add what the root run has used to the counts of the batch."""
         run = root_run()
         if run is not None:
             batch.used |= run.used
 
     def on_store_result(self, batch: Batch, result: AcquireResult) -> None:
-        """Keep what the store has counted of the root run."""
-        # What the store only holds is not counted yet: it is learned when it is settled.
+        """Learn what the store has counted of the root run."""
+        # Reservations are not counted yet: the use is learned when they are settled.
         run = root_run()
         if run is None or run.subject is None:
             return
@@ -107,7 +107,7 @@ class RootRuns(Feature):
         )
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
-        """Write what a resumed run needs to go on with the same counts."""
+        """Save what a resumed run needs to continue with the same counts."""
         run = root_run()
         if run is not None:
             batch.save(self.name, run.unsaved(feature_ledger(batch.state, self.name)))
@@ -119,6 +119,6 @@ class RootRuns(Feature):
         request: ToolCallRequest,
         call: ToolHandler,
     ) -> ToolAnswer:
-        """Name the root run to what the tool starts."""
+        """Pass the name of the root run on to what the tool starts."""
         name_in_tool(request)
         return await call(request)

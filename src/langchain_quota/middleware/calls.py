@@ -184,7 +184,7 @@ class Batch:
         self.call_checks = [*call_checks]
         self.demands, self.index_of = demands_of(self.calls, self.call_checks)
 
-    def save(self, feature: str, values: Mapping[str, Any]) -> None:
+    def save(self, feature: str, values: Mapping[str, object]) -> None:
         """Add a feature's values to the update of the ledger."""
         if values:
             self.ledger_update = merge_ledgers(

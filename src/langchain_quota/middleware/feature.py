@@ -46,7 +46,7 @@ class Feature:
     name: ClassVar[str] = ""
     """Name of the feature's data in the ledger."""
 
-    unused: ClassVar[Mapping[str, Any]] = {}
+    unused: ClassVar[Mapping[str, object]] = {}
     """Data of a thread that has used nothing."""
 
     shapes_requests: ClassVar[bool] = False

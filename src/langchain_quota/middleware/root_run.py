@@ -96,9 +96,9 @@ class RootRun(BaseCallbackHandler):
         used = self.used
         self.used = {**used, **{key: max(n, used.get(key, 0)) for key, n in counts.items()}}
 
-    def unsaved(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+    def unsaved(self, saved: Mapping[str, object]) -> dict[str, object]:
         """Return what the state must store, so that a resumed run continues with its counts."""
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         if self.subject != saved.get("root_run"):
             values["root_run"] = self.subject
         if self.used != (saved.get("root_used") or {}):
@@ -124,12 +124,13 @@ def log_lost() -> None:
 class HandlerVar:
     """A handler as LangChain finds it in a `ContextVar`, which nobody can make a subclass of."""
 
-    def __init__(self, name: str, find: Callable[[], Any]) -> None:
-        self.name, self._find, values = name, find, ContextVar[Any](name, default=None)
+    def __init__(self, name: str, find: Callable[[], BaseCallbackHandler | None]) -> None:
+        self.name, self._find = name, find
+        values = ContextVar[BaseCallbackHandler | None](name, default=None)
         self._get, self.set, self.reset = values.get, values.set, values.reset
 
-    def get(self, default: Any = None) -> Any:
-        """Return the handler that was set, the one that is there, or the default."""
+    def get(self, default: BaseCallbackHandler | None = None) -> BaseCallbackHandler | None:
+        """Return the handler that was set, the one that `find` returns, or the default."""
         return self._get() or self._find() or default
 
 
@@ -139,11 +140,11 @@ _kinds: list[type[RootRun]] = []
 
 @cache
 def register_root_runs() -> None:
-    """Have LangChain request a handler for every run that has inherited none."""
-    # It asks in the context of whoever starts the run. So a run that was started without the
-    # handlers around it gets that of its root run.
+    """Make LangChain request a handler for every run that has inherited none."""
+    # LangChain asks in the context of the caller. So a run that was started without the handlers
+    # around it gets the handler of its root run.
     var: Any = HandlerVar(
-        "langchain_quota_root_run", lambda: root_run() or (_kinds and _kinds[0]())
+        "langchain_quota_root_run", lambda: root_run() or (_kinds[0]() if _kinds else None)
     )
     register_configure_hook(var, inheritable=True, handle_class=RootRun)
 
@@ -175,9 +176,9 @@ def name_in_tool(request: ToolCallRequest) -> None:
 class StoreSequence:
     """Numbers that a store keeps beside the counts, so that another process finds them."""
 
-    def __init__(self, store: Any, prefix: str | None = None) -> None:
-        self._store: StoreClient = store
-        # By default that of the running node.
+    def __init__(self, store: StoreClient, prefix: str | None = None) -> None:
+        self._store = store
+        # The prefix of the keys; `None` for that of the running node.
         self._prefix = prefix
 
     def _key(self, kind: str, subject: str) -> str:
