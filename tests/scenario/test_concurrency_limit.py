@@ -412,7 +412,7 @@ def test_a_forked_child_begins_anew(signals: Signals) -> None:
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["taken by another", "free"])
-async def test_a_lost_place_is_told(
+async def test_a_lost_slot_is_reported(
     taken: bool,  # noqa: FBT001 - pytest's argument
     signals: Signals,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,12 +1,13 @@
-"""Ask a person at a limit whether the run may go on, and grant what the person answers.
+"""Ask a person at a limit whether the run may continue, and grant what the person answers.
 
 The run is interrupted with the payload of LangChain's `HumanInTheLoopMiddleware`, which existing
 interfaces show: one action, whose arguments say how much more each limit would grant.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from langgraph.errors import GraphInterrupt
 from langgraph.types import interrupt
@@ -36,14 +37,17 @@ from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.logs import agent_name, fields_of, logger
 
+if TYPE_CHECKING:
+    from langchain.agents.middleware.human_in_the_loop import HITLRequest
+
 ACTION = "raise_limits"
 """The name of the action that a person approves or rejects."""
 
-KEPT = (
+STORE_UNAVAILABLE = (
     "the store could not be asked, and the answer of a person waits for it: resume the run again "
     "when the store answers; the answer is kept"
 )
-"""The message if the store fails that has to grant what a person answered."""
+"""The message if the store that has to grant a person's answer is unavailable."""
 
 _ANSWERS = (
     '{"decisions": [{"type": "approve"}]}, or with "reject", or with "approve" and an "amount"'
@@ -73,75 +77,69 @@ class Questions(Feature):
                 "exit_behavior='ask' needs a store that can grant more, as MemoryStore, "
                 f"RedisStore and PostgresStore can, not {feature.store.store!r}"
             )
-        feature._first = asking[0]
+        feature._asking_limit = asking[0]
         return feature
 
-    _first: str
+    _asking_limit: str
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:
-        """Check that a run can wait for the answer of a person; it has no grants of its own yet."""
+        """Raise if the run cannot wait for a person's answer; drop the grants of the last run."""
         context = call_context(running_runtime(), model_name=None)
         if not (context.remembers or context.invocation):
             raise RuntimeError(
-                f"limit {self._first!r} has exit_behavior='ask', and a run that waits for a person "
-                "needs a checkpointer: create_agent(…, checkpointer=…)"
+                f"limit {self._asking_limit!r} has exit_behavior='ask', and a run that waits for a "
+                "person needs a checkpointer: create_agent(…, checkpointer=…)"
             )
-        granted = _granted(state)
-        if granted:
-            of_thread = {name: n for name, n in granted.items() if name.endswith(f"/{THREAD}")}
+        grants = _state_grants(state)
+        if grants:
+            of_thread = {name: n for name, n in grants.items() if name.endswith(f"/{THREAD}")}
             feature_data[self.name] = {"granted": of_thread}
 
     def adjust_limits(self, state: State, limits: ResolvedLimits) -> ResolvedLimits:
         """Raise limits by what people have granted in the thread's state."""
-        return limits.raised(_granted(state))
+        return limits.raised(_state_grants(state))
 
     def on_store_unavailable(self, batch: Batch) -> None:
-        """Fail a run that is resumed with an answer; it can be resumed again."""
-        # Nothing is undone: a store that has received it answers the same when asked again.
+        """Raise in a run that is resumed with an answer; it can be resumed again."""
+        # Nothing is undone: a store answers a repeated request as it answered the first one.
         if batch.answer is not None or (batch.limits.asking and compat.is_answered()):
-            raise QuotaStoreError(KEPT)
+            raise QuotaStoreError(STORE_UNAVAILABLE)
 
     async def recheck_stopped(
         self, mode: Mode, batch: Batch, result: AcquireResult
     ) -> tuple[Batch, AcquireResult]:
-        """Ask a person about refused calls, if that helps; the newest batch, and its result."""
-        offers = _offers(batch, result)
-        granted: Sequence[_Offer] = ()
+        """Ask a person about refused calls, if a grant helps; check the batch again."""
+        offers = _find_offers(batch, result)
+        grants: Sequence[_Offer] = ()
         if offers:
-            batch.answer, granted = self._answered(batch, result, offers)
+            batch.answer, grants = self._ask_person(batch, result, offers)
             if batch.answer.type == "reject":
                 return batch, result
         try:
-            for offer in granted:
-                if offer.key is not None:
-                    arguments = _grant(batch, offer)
-                    store: object = self.store and self.store.store
-                    assert isinstance(store, SupportsGrants)  # noqa: S101 - as `of` has checked
-                    await call_variant(mode, store.grant, store.agrant, offer.key, **arguments)
+            for grant in grants:
+                if grant.key is not None:
+                    await self._grant_in_store(mode, batch, grant.key, grant)
         except QuotaStoreError as error:
             self.recorder.record_error("store", error)
-            raise QuotaStoreError(KEPT) from error
-        # A store that has charged the request once answers the same when the run is resumed again.
-        raised_by = {offer.counter: offer.amount for offer in granted if offer.key is None}
-        again = batch.rebuild(batch.original_limits.raised(raised_by))
-        assert again is not None  # noqa: S101 - for the type checker: the calls wait
-        self._kernel.adjust_checks(again)
-        again.answer = batch.answer
-        if raised_by:
-            thread_grants = _granted(batch.state)
-            raised_by = {
-                name: thread_grants.get(name, 0) + amount for name, amount in raised_by.items()
-            }
-            again.save(self.name, {"granted": {**thread_grants, **raised_by}})
-        # Nobody is asked about what is refused now.
-        asking = again.limits.asking
-        again.stops = {name: n for name, n in batch.stops.items() if name not in asking}
-        return again, await self._kernel.acquire(mode, again)
+            raise QuotaStoreError(STORE_UNAVAILABLE) from error
+        # A store that has charged the request answers the same when the run is resumed again.
+        new_grants = {grant.counter: grant.amount for grant in grants if grant.key is None}
+        rebuilt = batch.rebuild(batch.original_limits.raised(new_grants))
+        assert rebuilt is not None  # noqa: S101 - for the type checker: the calls wait
+        self._kernel.adjust_checks(rebuilt)
+        rebuilt.answer = batch.answer
+        if new_grants:
+            total = Counter(_state_grants(batch.state)) + Counter(new_grants)
+            rebuilt.save(self.name, {"granted": dict(total)})
+        # Nobody is asked about calls that are still refused.
+        asking = rebuilt.limits.asking
+        rebuilt.stops = {name: n for name, n in batch.stops.items() if name not in asking}
+        return rebuilt, await self._kernel.acquire(mode, rebuilt)
 
-    def _answered(
+    def _ask_person(
         self, batch: Batch, result: AcquireResult, offers: Sequence["_Offer"]
     ) -> tuple[Answer, Sequence["_Offer"]]:
-        """Return a person's answer and what it grants: LangGraph interrupts the run here."""
+        """Interrupt the run with a question; return a person's answer and the grants in it."""
         agent, name = batch.context.agent, batch.question
         limits = sorted({offer.limit.name for offer in offers})
         problem = ""
@@ -154,24 +152,42 @@ class Questions(Feature):
                     self.recorder.log(_log_question, agent_name(agent), limits)
                 raise
             try:
-                answer = _read(resumed, offers)
+                answer = _parse_answer(resumed, offers)
                 break
             except ValueError as error:
-                # LangGraph keeps an answer: only a new question can get another one.
+                # LangGraph replays this answer, so only a new question can get another one.
                 problem = f"The answer could not be used: {error}. "
-        granted = _by_count(offers, answer.granted)
+        grants = _highest_by_count(offers, answer.granted)
         if self.recorder.is_new(f"{name}/answer", answer):
             self._count(agent, limits, answer.type)
             self.recorder.log(_log_answer, agent_name(agent), limits, answer)
-            counted = (limit for limit in granted if limit.key is None)
-            self.recorder.record_grants(
-                agent,
-                [
-                    (limit.limit.name, limit.scope, limit.limit.unit, limit.amount)
-                    for limit in counted
-                ],
-            )
-        return answer, granted
+            in_state = [
+                (grant.limit.name, grant.scope, grant.limit.unit, grant.amount)
+                for grant in grants
+                if grant.key is None
+            ]
+            self.recorder.record_grants(agent, in_state)
+        return answer, grants
+
+    async def _grant_in_store(self, mode: Mode, batch: Batch, key: str, grant: "_Offer") -> None:
+        """Grant an amount under a key, once however often the run is resumed."""
+        store: object = self.store and self.store.store
+        answer, thread_id = batch.answer, batch.context.run_thread_id
+        assert isinstance(store, SupportsGrants)  # noqa: S101 - for the type checker: see `create`
+        assert answer is not None  # noqa: S101 - for the type checker: a person has granted this
+        thread = "" if thread_id is None else str(thread_id)
+        reason = answer.message or f"a person was asked in thread {thread!r}"
+        await call_variant(
+            mode,
+            store.grant,
+            store.agrant,
+            key,
+            _in_unit(grant.amount, grant.limit.unit),
+            window=None,
+            id=f"{batch.question}/{grant.counter}"[:MAX_TEXT],
+            by=answer.by[:MAX_TEXT],
+            reason=reason[:MAX_TEXT],
+        )
 
     def _count(self, agent: str | None, limits: Sequence[str], event: str) -> None:
         for limit in limits:
@@ -189,15 +205,16 @@ class _Offer(NamedTuple):
     amount: int
 
 
-_Needs = dict[tuple[str, Scope], int]  # how much more calls need, by limit and scope
+_Needs = dict[tuple[str, Scope], int]
+"""How much more calls need, by limit and scope."""
 
 
-def _offers(batch: Batch, result: AcquireResult) -> list[_Offer]:
+def _find_offers(batch: Batch, result: AcquireResult) -> list[_Offer]:
     """Return the thresholds to raise so that refused calls run; none if that would not help."""
     needs: _Needs = {}
     while True:
-        offers = _offered(batch, result, needs)
-        still_needed = _needed(batch, result, _by_count(offers, _amounts(offers)))
+        offers = _offers_for(batch, result, needs)
+        still_needed = _needs_after(batch, result, _highest_by_count(offers, _amounts(offers)))
         if still_needed is None:
             return []
         # A grant also raises limits that do not ask: then more calls run, and need more.
@@ -210,44 +227,50 @@ def _offers(batch: Batch, result: AcquireResult) -> list[_Offer]:
         needs = total
 
 
-def _offered(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Offer]:
-    """Return the offer that covers a need: of each limit the same for all its thresholds."""
+def _offers_for(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Offer]:
+    """Return the offers that cover needs: the same amount for all thresholds of a limit."""
     offers = []
-    in_state = _granted(batch.state)
+    in_state = _state_grants(batch.state)
     for resolved in batch.limits.limits:
         limit = resolved.limit
-        rows = [check for check in resolved.checks if (limit.name, check.scope) in needs]
-        if not rows:
+        checks = [check for check in resolved.checks if (limit.name, check.scope) in needs]
+        if not checks:
             continue
         # By default as much as the limit says without grants.
-        room = min(
-            (row.maximum or 0) - result.granted.get(row.counter, 0) - in_state.get(row.counter, 0)
-            for row in rows
+        amount = min(
+            (check.maximum or 0)
+            - result.granted.get(check.counter, 0)
+            - in_state.get(check.counter, 0)
+            for check in checks
         )
         if limit.grant is not None:
-            room = whole_amount(limit.unit, "grant", limit.grant)
-        offered = max(room, *(needs[limit.name, row.scope] for row in rows))
-        for row in rows:
-            key = None if batch.sent is None else batch.sent.counters[row.counter].key
-            offers.append(_Offer(limit, row.scope, row.counter, key, offered))
+            amount = whole_amount(limit.unit, "grant", limit.grant)
+        offered = max(amount, *(needs[limit.name, check.scope] for check in checks))
+        for check in checks:
+            key = None if batch.sent is None else batch.sent.counters[check.counter].key
+            offers.append(_Offer(limit, check.scope, check.counter, key, offered))
     return offers
 
 
-def _needed(batch: Batch, result: AcquireResult, granted: Sequence[_Offer]) -> _Needs | None:
-    """Return how much more the calls need that no other limit refuses; `None` if none can run."""
+def _needs_after(batch: Batch, result: AcquireResult, grants: Sequence[_Offer]) -> _Needs | None:
+    """Return how much more than grants the calls need; `None` if no call can run.
+
+    Calls that limits refuse which do not ask need nothing.
+    """
     asking = batch.limits.asking
-    # The answer if all that these calls need were granted.
+    # Check the calls as if everything that they need were granted.
     demands = [
-        Demand(amounts, tuple(t for t in over if t.limit not in asking or t.scope == STORE))
-        for amounts, over in batch.demands
+        Demand(amounts, tuple(t for t in thresholds if t.limit not in asking or t.scope == STORE))
+        for amounts, thresholds in batch.demands
     ]
     stops = {name: after for name, after in batch.stops.items() if name not in asking}
-    free = admit(demands, result.used, stops, {each.counter: each.amount for each in granted})
-    if free.stopped or (batch.sent is not None and not batch.answered):
+    granted = {grant.counter: grant.amount for grant in grants}
+    unasked = admit(demands, result.used, stops, granted)
+    if unasked.stopped or (batch.sent is not None and not batch.answered):
         return None
     needs: _Needs = {}
-    added = free.charged(demands)
-    for (_, thresholds), runs in zip(batch.demands, free.admitted, strict=True):
+    added = unasked.charged(demands)
+    for (_, thresholds), runs in zip(batch.demands, unasked.admitted, strict=True):
         for threshold in thresholds if runs else ():
             lacking = result.used[threshold.counter] + added[threshold.counter] - threshold.maximum
             if threshold.limit in asking and lacking > 0:
@@ -260,8 +283,8 @@ def _amounts(offers: Sequence[_Offer]) -> dict[str, int]:
     return {offer.limit.name: offer.amount for offer in offers}
 
 
-def _by_count(offers: Sequence[_Offer], amounts: Mapping[str, int]) -> list[_Offer]:
-    """Return the grants, one for each count: limits can share one, and the highest counts."""
+def _highest_by_count(offers: Sequence[_Offer], amounts: Mapping[str, int]) -> list[_Offer]:
+    """Return one grant for each count, of the highest amount that a limit on it gets."""
     highest: dict[str, _Offer] = {}
     for offer in offers:
         amount = amounts.get(offer.limit.name, 0)
@@ -272,11 +295,11 @@ def _by_count(offers: Sequence[_Offer], amounts: Mapping[str, int]) -> list[_Off
 
 def _payload(
     batch: Batch, result: AcquireResult, offers: Sequence[_Offer], problem: str
-) -> dict[str, Any]:
-    """Return the question as a `HITLRequest`, with the problem of an earlier answer, if any."""
+) -> "HITLRequest":
+    """Return the question, with the problem of an earlier answer, if any."""
     offered = _amounts(offers)
     units = {offer.limit.name: offer.limit.unit for offer in offers}
-    args = {name: _given(amount, units[name]) for name, amount in offered.items()}
+    args = {name: _in_unit(amount, units[name]) for name, amount in offered.items()}
     _, breaches = batch.decide(result)
     asking = [breach for breach in breaches if breach.limit.limit.name in offered]
     text = problem + messages.question(asking, offered, units)
@@ -286,15 +309,15 @@ def _payload(
     }
 
 
-def _read(resumed: object, offers: Sequence[_Offer]) -> Answer:
-    """Read the answer that resumes a run: a `HITLResponse`, which may have an amount."""
+def _parse_answer(resumed: object, offers: Sequence[_Offer]) -> Answer:
+    """Parse the answer that resumes a run: a `HITLResponse`, which may have an amount."""
     match resumed:
         case {"decisions": [{"type": "approve" | "reject" as kind, **decision}], **others}:
             pass
         case _:
             raise ValueError(f"it must be {_ANSWERS}, not {resumed!r}")
-    # LangGraph's server has checked its user, who wins over a name that the answer claims. Anywhere
-    # else the caller may have written it.
+    # LangGraph's server has authenticated this user, so it wins over a name in the answer. Anywhere
+    # else the caller can write it.
     configurable = running_config().get("configurable") or {}
     on_server = "langgraph_api" in sys.modules
     user = configurable.get("langgraph_auth_user_id") if on_server else None
@@ -325,30 +348,15 @@ def _amount(value: object, offers: Sequence[_Offer]) -> int:
     return amount
 
 
-def _grant(batch: Batch, granted: _Offer) -> dict[str, Any]:
-    """Return the arguments of `store.grant`, which are the same each time the run is resumed."""
-    answer, thread_id = batch.answer, batch.context.run_thread_id
-    assert answer is not None  # noqa: S101 - for the type checker: it is granted
-    thread = "" if thread_id is None else str(thread_id)
-    reason = answer.message or f"a person was asked in thread {thread!r}"
-    return {
-        "amount": _given(granted.amount, granted.limit.unit),
-        "window": None,
-        "id": f"{batch.question}/{granted.counter}"[:MAX_TEXT],
-        "by": answer.by[:MAX_TEXT],
-        "reason": reason[:MAX_TEXT],
-    }
-
-
-def _given(amount: int, unit: Unit) -> float | str:
-    """Return an amount as people and stores are given it: dollars exactly, as text."""
+def _in_unit(amount: int, unit: Unit) -> float | str:
+    """Return an amount in the unit of people and stores: dollars exactly, as text."""
     if unit == "nanodollars":
         return as_dollars(amount).replace("$", "").replace(",", "")
     return in_base_unit(amount, unit)
 
 
-def _granted(state: State) -> Mapping[str, int]:
-    """Return what people have granted to the thread and to this run, if the state counts them."""
+def _state_grants(state: State) -> Mapping[str, int]:
+    """Return what people have granted to the thread and to this run, by the state's counters."""
     return feature_ledger(state, Questions.name).get("granted") or {}
 
 

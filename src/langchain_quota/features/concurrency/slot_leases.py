@@ -1,8 +1,8 @@
-"""Leases in a store for the slots of running tool calls.
+"""Lease slots in a store while tool calls run.
 
-A store holds a lease: 1 under each count of the call. While the call runs, the lease is renewed: in
-one step, the store gives the old hold back and holds anew. It ends by itself when the process has
-died.
+A lease reserves 1 under each count of the call. While the call runs, the lease is renewed: in one
+step, the store releases the old reservation and makes a new one. If the process dies, the lease
+expires.
 """
 
 import asyncio
@@ -30,19 +30,19 @@ from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
 
 SLOT_LEASE = 60
-"""How long a store holds a place without a renewal, in seconds: as long as it stays taken after a
-worker has died."""
+"""How long a store reserves a slot without a renewal, in seconds. A worker that has died keeps its
+slots for that long."""
 
 RENEWAL = SLOT_LEASE / 3
-"""How often it is renewed, in seconds: one renewal may be late, and one may fail."""
+"""How often a lease is renewed, in seconds: one renewal may be late, and one may fail."""
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
-"""How long a waiting call pauses between two questions to the store, in seconds. The pause grows by
-about a half each time, at random, so that workers do not ask at the same moment."""
+MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
+"""How long a waiting call pauses between two requests to the store, in seconds. The pause grows by
+about a half each time, at random, so that workers do not send their requests at the same moment."""
 
 
 class Lease:
-    """The place of one call in a store."""
+    """The slot of one call in a store."""
 
     def __init__(self, store: StoreClient, limits: Collection[ConcurrencyLimit]) -> None:
         self.store = store
@@ -57,114 +57,125 @@ class Lease:
             for limit in limits
         )
         self._demands = (Demand(dict.fromkeys(self._counters, 1), thresholds),)
-        # The requests that may hold something: without an answer it is unknown.
+        # The requests that may reserve something: without an answer that is unknown.
         self._open: tuple[str, ...] = ()
-        self._over = Event()
-        # What renews it.
-        self._keeper: asyncio.Task[None] | Thread | None = None
-        self._renews = False
+        self._has_ended = Event()
+        # The task or thread that renews the lease.
+        self._renewer: asyncio.Task[None] | Thread | None = None
+        self._is_renewing = False
         self.waits = False
-        # When the store was asked for what it holds; infinite if it holds nothing.
-        self._held_at = math.inf
+        # When the request for the current reservation was sent; infinite without a reservation.
+        self._reserved_at = math.inf
 
-    async def take(self, mode: Mode, until: float) -> AcquireResult | None:
-        """Wait for a place; the store's newest answer, `None` if it does not answer."""
-        pause = FIRST_PAUSE
+    async def acquire(self, mode: Mode, deadline: float) -> AcquireResult | None:
+        """Wait for a slot; return the store's newest answer, or `None` if it is unavailable.
+
+        Args:
+            mode: Sync or async.
+            deadline: Until when to wait, by `time.monotonic`.
+        """
+        pause = MIN_PAUSE
         try:
-            result = await self._ask(mode)
+            result = await self._reserve(mode)
             while result is not None and not result.admitted[0]:
-                remaining = until - time.monotonic()
+                remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     break
                 self.waits = True
-                some = min(remaining, pause * random.uniform(0.5, 1))  # noqa: S311 - no secret
-                await wait_for(mode, some)
-                pause = min(LONGEST_PAUSE, pause * 1.5)
-                result = await self._ask(mode)
+                jittered = pause * random.uniform(0.5, 1)  # noqa: S311 - no secret
+                await wait_for(mode, min(remaining, jittered))
+                pause = min(MAX_PAUSE, pause * 1.5)
+                result = await self._reserve(mode)
         except BaseException:
             await self.end(mode)
             raise
         if result is None:
-            # The store may have counted it.
-            self.store.settle_soon(self._return())
+            # The store may have counted the call.
+            self.store.settle_soon(self._release_request())
         return result
 
-    def keep(self, mode: Mode) -> None:
+    def start_renewal(self, mode: Mode) -> None:
         """Renew the lease until it ends, in this event loop or in a thread."""
         if mode:
-            self._keeper = asyncio.get_running_loop().create_task(self._keep_in_loop())
+            self._renewer = asyncio.get_running_loop().create_task(self._renew_in_loop())
         else:
-            self._keeper = Thread(target=self._keep, name="langchain-quota lease", daemon=True)
-            self._keeper.start()
+            self._renewer = Thread(
+                target=self._renew_in_thread, name="langchain-quota lease", daemon=True
+            )
+            self._renewer.start()
 
     async def end(self, mode: Mode) -> None:
-        """Note that the call has ended, and give its place back."""
-        self._over.set()
-        self._look_back(time.monotonic())
-        keeper, is_dropped = self._keeper, isinstance(sys.exception(), GeneratorExit)
-        if isinstance(keeper, Thread):
+        """Note that the call has ended, and release the slot."""
+        self._has_ended.set()
+        self._report_lost(time.monotonic())
+        renewer, is_dropped = self._renewer, isinstance(sys.exception(), GeneratorExit)
+        if isinstance(renewer, Thread):
             if not mode:
-                keeper.join()
-            elif self._renews:
-                # A store must not get the end before the renewal: the thread gives the place back.
+                renewer.join()
+            elif self._is_renewing:
+                # The release must not reach the store before the renewal, so the thread sends it.
                 return
-        elif keeper is not None and mode and not is_dropped:
-            keeper.cancel()
-        if is_dropped or (isinstance(keeper, asyncio.Task) and not mode):
+        elif renewer is not None and mode and not is_dropped:
+            renewer.cancel()
+        if is_dropped or (isinstance(renewer, asyncio.Task) and not mode):
             # Nothing can be awaited: the call is dropped, or its thread has outlived its task.
-            self.store.settle_soon(self._return())
+            self.store.settle_soon(self._release_request())
         elif mode:
-            # A run that is cancelled now gives it back all the same.
-            await asyncio.shield(asyncio.create_task(self._give_back(mode)))
+            # A run that is cancelled now still releases the slot.
+            await asyncio.shield(asyncio.create_task(self._release(mode)))
         else:
-            await self._give_back(mode)
+            await self._release(mode)
 
-    async def _give_back(self, mode: Mode) -> None:
-        back = self._return()
-        if back.corrections:
-            await self.store.settle(mode, back)
+    async def _release(self, mode: Mode) -> None:
+        request = self._release_request()
+        if request.corrections:
+            await self.store.settle(mode, request)
 
-    def _keep(self) -> None:
-        while not self._over.wait(RENEWAL):
-            # Who ends the call looks at the one after it has set the other.
-            self._renews = True
-            if not self._over.is_set():
-                run_sync(self._ask(""))
-            self._renews = False
-            if self._over.is_set():
-                run_sync(self._give_back(""))
+    def _renew_in_thread(self) -> None:
+        while not self._has_ended.wait(RENEWAL):
+            # This thread sets one flag and then reads the other, and so does `end`. So at least
+            # one of them sees that the other is at work.
+            self._is_renewing = True
+            if not self._has_ended.is_set():
+                run_sync(self._reserve(""))
+            self._is_renewing = False
+            if self._has_ended.is_set():
+                run_sync(self._release(""))
 
-    async def _keep_in_loop(self) -> None:
+    async def _renew_in_loop(self) -> None:
         await asyncio.sleep(RENEWAL)
-        while not self._over.is_set():
-            await self._ask("a")
+        while not self._has_ended.is_set():
+            await self._reserve("a")
             await asyncio.sleep(RENEWAL)
 
-    async def _ask(self, mode: Mode) -> AcquireResult | None:
-        """Hold the place, if there is one; `None` if the store does not answer."""
+    async def _reserve(self, mode: Mode) -> AcquireResult | None:
+        """Reserve the slot if it is free, in place of older reservations.
+
+        Return `None` if the store is unavailable.
+        """
         now = time.monotonic()
-        name, before = uuid4().hex, self._return().corrections
+        name, released = uuid4().hex, self._release_request().corrections
         self._open = (*self._open, name)
-        request = AcquireRequest(name, name, self._counters, self._demands, corrections=before)
-        result: AcquireResult | None = await self.store.acquire(mode, request, undo=False)
+        request = AcquireRequest(name, name, self._counters, self._demands, corrections=released)
+        result = await self.store.acquire(mode, request, undo=False)
         if result is not None:
-            # What was held before is given back.
-            is_held = all(result.admitted)
-            self._open = (name,) if is_held else ()
-            self._look_back(now, is_lost=not is_held)
-            self._held_at = now if is_held else math.inf
+            # The answer says that the older reservations are released.
+            is_reserved = all(result.admitted)
+            self._open = (name,) if is_reserved else ()
+            self._report_lost(now, was_refused=not is_reserved)
+            self._reserved_at = now if is_reserved else math.inf
         return result
 
-    def _look_back(self, now: float, *, is_lost: bool = False) -> None:
-        """Say so if the store has not held the place all the time: others may have taken it."""
-        if now - self._held_at >= (0 if is_lost else SLOT_LEASE):
+    def _report_lost(self, now: float, *, was_refused: bool = False) -> None:
+        """Report a lease that expired before now, because another call may have got the slot."""
+        if now - self._reserved_at >= (0 if was_refused else SLOT_LEASE):
             self.store.lose(next(iter(self._counters)))
 
-    def _return(self) -> AcquireRequest:
-        """Return the correction that releases all leases, even if a request arrives later."""
+    def _release_request(self) -> AcquireRequest:
+        """Return the corrections that release all reservations, even those that arrive later."""
         nothing = {str(counter.key): 0 for counter in self._counters.values()}
-        returned = (
+        released = (
             Correction(request, nothing, request, request, settles=request)
             for request in self._open
         )
-        return AcquireRequest("", "", corrections=tuple(returned))
+        return AcquireRequest("", "", corrections=tuple(released))

@@ -1,15 +1,16 @@
-"""Slots of a concurrency limit: a tool call waits for one, runs, and releases it."""
+"""Make tool calls wait for a slot of each concurrency limit, run, and release the slots."""
 
 import asyncio
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import ToolMessage
+from langchain_core.tools import BaseTool
 
 from langchain_quota.core import messages
 from langchain_quota.core.checks import OnStoreError, store_counter
@@ -33,87 +34,92 @@ from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.observers import Observers
 
-_tried: WeakValueDictionary[int, object] = WeakValueDictionary()
-"""The runtimes of the calls that have run, each by its `id`, as long as they are used."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_started: WeakValueDictionary[int, object] = WeakValueDictionary()
+"""The runtimes of the calls that have run, by their `id`, as long as they are in use."""
 
 
 class ConcurrencySlots(Feature):
-    """Holds tool calls to the number that may run at the same time, in this process or a store."""
+    """Limits how many tool calls run at the same time, in this process or by a store's count."""
 
     @classmethod
     def create(cls, kernel: Kernel) -> "ConcurrencySlots | None":
-        """Return the feature if a limit caps concurrency."""
+        """Return the feature if there is a concurrency limit."""
         return cls(kernel) if cls.needed_hooks(kernel.limits) else None
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
-        """Return the hook around tools if a limit caps concurrency."""
-        return ("wrap_tool_call",) if _caps(limits) else ()
+        """Return the hook around tools if there is a concurrency limit."""
+        return ("wrap_tool_call",) if _concurrency_limits(limits) else ()
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
-        self._limits = _caps(kernel.limits)
+        self._limits = _concurrency_limits(kernel.limits)
         self.on_store_error: OnStoreError = kernel.on_store_error
         self.observers: Observers = kernel.observers
-        # The store that keeps the places; `None` if this process keeps them. Before it is asked,
-        # the calls of this process wait in line. So they keep their order, and it gets few
-        # questions.
+        # The store that leases slots; `None` if this process counts them. The calls of this
+        # process queue here first, so that they keep their order and the store gets few requests.
         in_process = self.store is None or isinstance(self.store.store, MemoryStore)
-        self._leases = None if in_process else self.store
+        self._lease_store = None if in_process else self.store
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
-        """Make a tool call when it may run; if its wait is over first, answer it instead."""
-        made = Call("tool", request.tool_call["name"])
-        limits = {limit.name: limit for limit in self._limits if limit.matches(made)}
+        """Make a tool call when it has its slots; if its wait is over first, answer it instead."""
+        tool_call = Call("tool", request.tool_call["name"])
+        limits = {limit.name: limit for limit in self._limits if limit.matches(tool_call)}
         if not limits:
             return await call(request)
-        turn = _SlotRequest(request, limits)
+        slots = _SlotRequest(request, limits)
         try:
-            answered = await self._begin(mode, turn, request.tool)
-            return answered or await call(turn.runs(mode, request))
+            answered = await self._acquire(mode, slots, request.tool)
+            return answered or await call(slots.tracked(mode, request))
         finally:
-            if turn.task_over():
-                await turn.end(mode)
+            if slots.end_task():
+                await slots.release(mode)
 
-    async def _begin(self, mode: Mode, turn: "_SlotRequest", tool: Any) -> ToolMessage | None:
-        """Wait for a call's places, visibly; the answer to a call that may not run."""
+    async def _acquire(
+        self, mode: Mode, slots: "_SlotRequest", tool: BaseTool | None
+    ) -> ToolMessage | None:
+        """Wait for a call's slots, and record the decision; return the answer to a blocked call."""
         try:
-            with self.recorder.waiting(turn.call.agent, turn.waited_for):
-                await turn.wait(mode, self._leases, tool)
+            with self.recorder.waiting(slots.call.agent, slots.waited_for):
+                await slots.acquire(mode, self._lease_store, tool)
         except BaseException:
-            self.recorder.record_wait(turn.call.agent, turn.waited_for, "cancelled", turn.age)
+            self.recorder.record_wait(slots.call.agent, slots.waited_for, "cancelled", slots.age)
             raise
-        if turn.store_unavailable:
-            self.recorder.count(names.STORE_FALLBACKS, turn.call.agent, self.on_store_error)
-        decision = turn.decision(self.on_store_error)
+        if slots.store_unavailable:
+            self.recorder.count(names.STORE_FALLBACKS, slots.call.agent, self.on_store_error)
+        decision = slots.decision(self.on_store_error)
         self.recorder.record_slot_decision(
-            decision, turn.waited_for, turn.age if turn.waits else 0.0
+            decision, slots.waited_for, slots.age if slots.waits else 0.0
         )
         if decision.outcome is not Outcome.ALLOWED:
             await self.observers.notify(mode, [decision])
         if decision.outcome is not Outcome.BLOCKED:
             return None
-        text, call_id = messages.refusal(decision, turn.limits), str(turn.call.id)
-        if turn.tried:
-            return answer(call_id, turn.call.tool, text)
-        await self._refund(mode, turn, call_id)
-        return answer_of_blocked(call_id, turn.call.tool, text)
+        text, call_id = messages.refusal(decision, slots.limits), str(slots.call.id)
+        if slots.has_run:
+            return answer(call_id, slots.call.tool, text)
+        await self._refund(mode, slots, call_id)
+        return answer_of_blocked(call_id, slots.call.tool, text)
 
-    async def _refund(self, mode: Mode, turn: "_SlotRequest", call_id: str) -> None:
-        """Give back what a store was charged for the call: it does not run."""
-        # The state learns it with the store's next answer. What the state alone counts stays.
-        batch = turn.known.get("batch")
+    async def _refund(self, mode: Mode, slots: "_SlotRequest", call_id: str) -> None:
+        """Refund what a store was charged for a call that does not run."""
+        # The agent's state learns of the refund from the store's next answer. What the state alone
+        # counts is not refunded.
+        batch = slots.ledger.get("batch")
         charge = None if batch is None else batch["calls"].get(call_id)
         if charge is not None and charge["keys"]:
-            self.recorder.record_refunds(refunds_of(turn.call, refunded_limits(charge)))
+            self.recorder.record_refunds(refunds_of(slots.call, refunded_limits(charge)))
             refunds = {call_id: charge["keys"]}
-            await self._kernel.release(mode, turn.known, turn.context.step("waited"), refunds)
+            await self._kernel.release(mode, slots.ledger, slots.context.step("waited"), refunds)
 
 
 class _SlotRequest:
-    """One call, until its task and the threads of its tool have ended."""
+    """The slots of one call, until its task and the threads of its tool have ended."""
 
     def __init__(self, request: ToolCallRequest, limits: Mapping[str, ConcurrencyLimit]) -> None:
         tool_call, state = request.tool_call, request.state
@@ -125,45 +131,46 @@ class _SlotRequest:
         )
         self.limits = limits
         # Empty if the tool's state has none.
-        self.known = ledger(state)
-        # The same each time the call is tried, as a middleware around this one may do.
+        self.ledger = ledger(state)
+        # The runtime is the same if a middleware around this one makes the call again.
         self._runtime = request.runtime
-        self.tried = _tried.get(id(self._runtime)) is self._runtime
-        self._began = time.monotonic()
+        self.has_run = _started.get(id(self._runtime)) is self._runtime
+        self._created_at = time.monotonic()
         self.waits = False
         self.waited_for = next(
             (limit for limit in limits if limits[limit].enforce), next(iter(limits))
         )
-        # How many are in each count, without this call; and the limits that refuse it, or would.
+        # How many calls run in each count, without this one.
         self._running: Mapping[str, int] = {}
+        # The limits that refuse the call, or would if they were enforced.
         self._refused: list[str] = []
         self.store_unavailable = False
         self._slots: list[Slot] = []
         self._lease: Lease | None = None
-        self._task_over = False
+        self._has_task_ended = False
         self._threads: list[None] = []
 
     @property
     def age(self) -> float:
-        """How long ago it began, in seconds."""
-        return time.monotonic() - self._began
+        """Time since it was created, in seconds."""
+        return time.monotonic() - self._created_at
 
-    async def wait(self, mode: Mode, store: StoreClient | None, tool: Any) -> None:
-        """Wait for its places: in this process, and in a store that keeps leases."""
-        # The shortest wait of its limits holds.
+    async def acquire(self, mode: Mode, store: StoreClient | None, tool: BaseTool | None) -> None:
+        """Wait for the slots: in this process, and in a store that leases them."""
+        # The shortest `wait` of the limits holds.
         waits = [limit.seconds for limit in self.limits.values() if limit.enforce]
-        until = self._began + min(waits, default=0)
+        deadline = self._created_at + min(waits, default=0)
         for count, maximum in self._needs().items():
             semaphore = semaphore_of(store and store.store, count)
-            slot = await semaphore.acquire(mode, maximum, until - time.monotonic())
+            slot = await semaphore.acquire(mode, maximum, deadline - time.monotonic())
             self._slots.append(slot)
-            self._met(count, slot)
+            self._note_slot(count, slot)
             if not slot.acquired:
                 return
         if store is None:
             return
         lease = Lease(store, self.limits.values())
-        result = await lease.take(mode, until)
+        result = await lease.acquire(mode, deadline)
         self.waits |= lease.waits
         if result is None:
             self.store_unavailable = True
@@ -175,13 +182,13 @@ class _SlotRequest:
             self._lease = lease
             # A thread may outlive the event loop.
             in_thread = "sync" in store.forms and compat.runs_in_thread(tool)
-            lease.keep("" if in_thread else mode)
+            lease.start_renewal("" if in_thread else mode)
 
     def _needs(self) -> Mapping[str, int | None]:
-        """Return the counts that the call is in while it runs, with each enforced maximum."""
-        # Every call takes its slots in this order, so no two calls wait for each other. Counts of
-        # few tools come first: who waits for one of them keeps other tools waiting as little as it
-        # can. Counts of limits on trial come last.
+        """Return the counts in which the call needs a slot, with each enforced maximum."""
+        # Every call acquires its slots in this order, so no two calls wait for each other. Counts
+        # of few tools come first: a call that waits for one of them delays few other tools. Counts
+        # of limits in a dry run come last.
         needs: dict[str, int | None] = {}
         for limit in sorted(self.limits.values(), key=_rank):
             count, maximum = store_counter(limit), limit.max_concurrency
@@ -191,8 +198,8 @@ class _SlotRequest:
                 needs.setdefault(count, None)
         return needs
 
-    def _met(self, count: str, slot: Slot) -> None:
-        """Note what it has found in a count of this process, and which limits refuse it."""
+    def _note_slot(self, count: str, slot: Slot) -> None:
+        """Note how many calls of a count run in this process, and which limits refuse the call."""
         self._running = {**self._running, count: slot.running}
         for name, limit in self.limits.items():
             if store_counter(limit) != count:
@@ -210,64 +217,64 @@ class _SlotRequest:
             refused = [*self.limits] if outage == "block" else []
         outcome = Outcome.ALLOWED
         if refused:
-            enforced = any(self.limits[status].enforce for status in refused)
+            enforced = any(self.limits[name].enforce for name in refused)
             outcome = Outcome.BLOCKED if enforced else Outcome.WOULD_BLOCK
-        statuses = (self._status(limit, refused=limit in refused) for limit in self.limits)
+        statuses = (self._status(name, refused=name in refused) for name in self.limits)
         return Decision(self.call, outcome, tuple(statuses))
 
     def _status(self, name: str, *, refused: bool) -> LimitStatus:
-        """Return the status of a cap at the call: how many run, including it, and how many may."""
+        """Return the status of a limit, whose count includes this call."""
         limit = self.limits[name]
         running = self._running.get(store_counter(limit), 0)
+        count = CountStatus(
+            CONCURRENCY, running, running + 1, limit.max_concurrency, per=CONCURRENCY
+        )
         return LimitStatus(
             name,
             "continue",
-            (
-                CountStatus(
-                    CONCURRENCY, running, running + 1, limit.max_concurrency, per=CONCURRENCY
-                ),
-            ),
+            (count,),
             reason=("store" if self.store_unavailable else "exhausted") if refused else None,
             scope=CONCURRENCY if refused and not self.store_unavailable else None,
             enforced=limit.enforce,
             alert=limit.alert,
         )
 
-    def runs(self, mode: Mode, request: ToolCallRequest) -> ToolCallRequest:
+    def tracked(self, mode: Mode, request: ToolCallRequest) -> ToolCallRequest:
         """Return the request for the tool; a tool in a thread keeps the slots until it ends."""
-        _tried[id(self._runtime)] = self._runtime
-        # In the sync form, too, a call that takes too long may be left running.
+        _started[id(self._runtime)] = self._runtime
+        # In sync mode, too, a call that takes too long may be left running.
         if request.tool is None or not compat.runs_in_thread(request.tool, mode):
             return request
         # A cancelled run does not end the thread.
         loop = asyncio.get_running_loop() if mode else None
 
-        def watched(run: Callable[..., Any]) -> Callable[..., Any]:
+        def track(run: Callable[P, T]) -> Callable[P, T]:
             @wraps(run)
-            def run_watched(*args: Any, **options: Any) -> Any:
+            def run_tracked(*args: P.args, **options: P.kwargs) -> T:
                 self._threads.append(None)
                 try:
-                    if self._task_over:
+                    if self._has_task_ended:
                         raise asyncio.CancelledError("the run was cancelled before its tool began")
                     return run(*args, **options)
                 finally:
                     self._threads.pop()
-                    over = self._task_over or (loop is not None and loop.is_closed())
-                    if over and not self._threads:
-                        run_sync(self.end(""))
+                    is_alone = self._has_task_ended or (loop is not None and loop.is_closed())
+                    if is_alone and not self._threads:
+                        run_sync(self.release(""))
 
-            return run_watched
+            return run_tracked
 
-        return request.override(tool=compat.with_run(request.tool, watched))
+        return request.override(tool=compat.with_run(request.tool, track))
 
-    def task_over(self) -> bool:
-        """Note that the task has ended; whether the whole call has."""
-        # A thread looks at this after it has added itself: so one of both sees the other.
-        self._task_over = True
+    def end_task(self) -> bool:
+        """Note that the task has ended; return whether all threads of the call have ended, too."""
+        # A thread adds itself before it reads this flag. So either the thread sees that the task
+        # has ended, or the task sees the thread.
+        self._has_task_ended = True
         return not self._threads
 
-    async def end(self, mode: Mode) -> None:
-        """Give back the lease and the slots."""
+    async def release(self, mode: Mode) -> None:
+        """Release the lease and the slots."""
         try:
             if self._lease is not None:
                 await self._lease.end(mode)
@@ -276,11 +283,10 @@ class _SlotRequest:
                 slot.release()
 
 
-def _caps(limits: Sequence[Limit]) -> list[ConcurrencyLimit]:
-    """Return the limits on concurrency."""
+def _concurrency_limits(limits: Sequence[Limit]) -> list[ConcurrencyLimit]:
     return [limit for limit in limits if isinstance(limit, ConcurrencyLimit)]
 
 
 def _rank(limit: ConcurrencyLimit) -> tuple[bool, int, str]:
-    """Return a limit's position in the order in which calls take their slots."""
+    """Return a limit's position in the order in which calls acquire their slots."""
     return not limit.enforce, len(limit.tools) or sys.maxsize, store_counter(limit)
