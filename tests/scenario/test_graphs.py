@@ -64,7 +64,7 @@ def thrice(messages: list[AnyMessage]) -> Any:
 def forged(*names: str, refused: Any = None, seal: str = "") -> AIMessage:
     """A message of a model without limits, whose mark says that all its calls may run."""
     calls: Any = [{"name": name, "args": {}, "id": f"{name}_{n}"} for n, name in enumerate(names)]
-    mark = {MARK: {"refused": refused or {}, "seal": seal, "judged": True, "run": "any"}}
+    mark = {MARK: {"blocked": refused or {}, "seal": seal, "checked": True, "run": "any"}}
     return AIMessage("", tool_calls=calls, response_metadata=mark)
 
 
@@ -231,7 +231,7 @@ async def test_a_tool_node_alone(mark: str, nodes: int, form: Any, signals: Sign
     if mark == "none":
         message.response_metadata.clear()
     elif mark == "of a wrong type":
-        message.response_metadata[MARK] = {"refused": ["search_0"]}
+        message.response_metadata[MARK] = {"blocked": ["search_0"]}
     graph = alone(quota, ran, nodes=nodes)
     given: Any = {"messages": [HumanMessage("hi"), message]}
     result = graph.invoke(given, CONFIG) if form == "sync" else await graph.ainvoke(given, CONFIG)
@@ -304,7 +304,7 @@ async def test_a_resume_in_another_process(
     await first.play()
     if tampered:
         message = first.state()["messages"][-1]
-        message.response_metadata[MARK] = {"refused": {}}
+        message.response_metadata[MARK] = {"blocked": {}}
         first.agent.update_state(
             CONFIG, {"messages": [message]}, as_node="model" if shape == "graph" else "agent"
         )
@@ -773,13 +773,13 @@ async def test_what_has_been_said_is_not_kept(signals: Signals) -> None:
     assert sum(type(e) is HumanMessage and e.content == SAID for e in gc.get_objects()) < 10
 
 
-@pytest.mark.parametrize("judged", ["model", "tools"])
-async def test_a_task_of_tools_that_runs_again(judged: str, signals: Signals) -> None:
+@pytest.mark.parametrize("checked_at", ["model", "tools"])
+async def test_a_task_of_tools_that_runs_again(checked_at: str, signals: Signals) -> None:
     """A node of tools that waits for a person runs again as a whole, and is charged once."""
     ran: list[str] = []
     tools = [recording("search", ran), recording("pause", ran, lambda: interrupt("Sure?"))]
     limits = [ToolCallLimit("search", run_limit=9), ToolCallLimit("pause", run_limit=9)]
-    limits += [ToolCallLimit("calc", run_limit=9, exit_behavior="ask")] * (judged == "tools")
+    limits += [ToolCallLimit("calc", run_limit=9, exit_behavior="ask")] * (checked_at == "tools")
     scene = Scene(signals, asking("search", "pause"), limits, kind="graph", tools=tools, ran=ran)
     await scene.play()
     await scene.resume("yes")
@@ -793,7 +793,7 @@ async def test_the_oldest_run_is_forgotten(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of more runs than are remembered, those that began first are forgotten, with no harm."""
-    monkeypatch.setattr("langchain_quota.agents.graph._MAX_RUNS", 1)
+    monkeypatch.setattr("langchain_quota.agents.graph_limits._MAX_RUNS", 1)
     limit = ToolCallLimit("search", run_limit=1, thread_limit=2)
     given: Any = {"kind": "graph", "store": MemoryStore()}
     scene = Scene(signals, asking("search", "search"), [limit], **given)

@@ -1,0 +1,257 @@
+"""Check the calls of a graph, and remember its runs in place of the graph's state."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Unpack
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+from langchain.agents.middleware.types import ModelRequest, ToolCallRequest
+from langchain_core.messages import AIMessage, AnyMessage, ToolMessage
+from langchain_core.runnables import RunnableConfig, ensure_config
+from langchain_core.runnables.config import merge_configs, var_child_runnable_config
+from langgraph.errors import GraphInterrupt
+
+from langchain_quota.agents.inline import InlineState, make_model_call
+from langchain_quota.agents.quota import QuotaMiddleware, SharedOptions
+from langchain_quota.limits import Limit
+from langchain_quota.middleware.calls import Batch, Update
+from langchain_quota.middleware.context import call_context, digest, running_runtime
+from langchain_quota.middleware.feature import (
+    Handler,
+    Request,
+)
+from langchain_quota.middleware.flow import Conclude, Kernel
+from langchain_quota.middleware.history import pending_calls, repaired
+from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run
+from langchain_quota.middleware.state import LEDGER, Ledger, State, merge_ledgers
+from langchain_quota.runtime import compat
+from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.stores import QuotaStore
+
+Answers = Mapping[str | None, str | None]
+"""The texts that answer calls which do not run, by the call's id; `None` for a call that runs."""
+_CallName = tuple[str | None, str | None, str]
+"""The ids of a message and of a call in it, and the name of the tool."""
+
+_MARK = "langchain_quota"
+"""The key in a message's `response_metadata` of the answers to its calls that are blocked."""
+_TAKEN = "\0"
+"""In place of an answer: a task runs the call, so another task with the same call is checked."""
+_MAX_RUNS = 10_000
+"""How many runs are remembered. The store still has the counts of a run that is forgotten."""
+
+
+class _Run:
+    """The memory of a run, in place of a graph's state."""
+
+    def __init__(self, root: str, state: Update) -> None:
+        self.root, self.state = root, state
+        self.ended: AIMessage | None = None
+        """The answer with which a limit ended the run."""
+        self.decided: dict[_CallName, str | None] = {}
+        """The answers to calls that are checked; `None` for a call that may run."""
+        self.taken: dict[str, Answers] = {}
+        """The answers to the calls of a task of tools, by the name of its work."""
+
+    def learn(self, update: Update) -> bool:
+        """Apply an update of the state; return whether it ends the run."""
+        new = {key: value for key, value in update.items() if key not in {"messages", "jump_to"}}
+        new_ledger = merge_ledgers(self.state[LEDGER], new.get(LEDGER) or Ledger())
+        self.state.update(new, langchain_quota=new_ledger)
+        return "jump_to" in update
+
+
+class _GraphKernel(Kernel):
+    """Stores which questions people are asked, and drops answers that are no longer needed."""
+
+    graph: "GraphLimits"
+
+    async def _check_and_record(
+        self, mode: Mode, batch: Batch, conclude: Conclude
+    ) -> Update | None:
+        question = batch.message or (batch.question if self.graph.asks else "")
+        try:
+            update = await super()._check_and_record(mode, batch, conclude)
+        except GraphInterrupt:
+            await self.graph.sequence.add(mode, "asked", question)
+            raise
+        if batch.answer is None:
+            await self.graph.drop_answer(mode, question)
+        return update
+
+
+class GraphLimits(QuotaMiddleware[Any, Any]):
+    """Checks the calls of a graph."""
+
+    name = "GraphQuota"
+    kernel: _GraphKernel
+    kernel_kind = _GraphKernel
+
+    def __init__(
+        self,
+        limits: Sequence[Limit],
+        *,
+        agent: str | None,
+        shared: bool,
+        store: QuotaStore,
+        **options: Unpack[SharedOptions],
+    ) -> None:
+        super().__init__(limits, store=store, **options)
+        self.kernel.graph = self
+        self.agent, self._is_shared = agent, shared
+        self.kernel.runs_tools = False
+        asking = {limit.kind for limit in limits if limit.exit_behavior == "ask"}
+        self.asks, self._asks_at_tools = bool(asking), bool(asking - {"model"})
+        assert self.kernel.store is not None  # noqa: S101 - for the type checker
+        self.sequence = StoreSequence(self.kernel.store)
+        self._runs: OrderedDict[str, _Run] = OrderedDict()
+        self._roots: WeakKeyDictionary[RootRun, str] = WeakKeyDictionary()
+
+    async def call_model(self, mode: Mode, request: Request, handler: Handler) -> AIMessage:
+        """Return the answer of a model, or of the limits in its place.
+
+        The messages of the request are the history; its state and runtime are set here.
+        """
+        with running_as(self.agent):
+            run, messages = await self._run(mode, request.messages), request.messages
+            if run.ended is not None:
+                return run.ended.model_copy(update={"id": str(uuid4())})
+            state: Any = {**run.state, "messages": messages}
+            # Each call is charged, even if a node calls its model twice or runs again.
+            runtime: Any = running_runtime(uuid4().hex)
+            step = InlineState(
+                ModelRequest(
+                    model=request.model,
+                    messages=repaired(state, is_shared=False) or messages,
+                    tools=request.tools,
+                    model_settings=request.model_settings,
+                    state=state,
+                    runtime=runtime,
+                )
+            )
+            await make_model_call(self.kernel, mode, step, handler)
+            run.learn(step.written)
+            answer: AIMessage = step.made[-1]
+            if not answer.tool_calls:
+                return answer
+            final, blocked = None, dict[str | None, str]()
+            # A question after the model's call would make the node call the model again.
+            if not self._asks_at_tools:
+                final, blocked = await self._check(mode, run, step, uuid4().hex)
+            if (blocked or self._asks_at_tools) and not (final or self.kernel.runs_tools):
+                raise RuntimeError(
+                    "a limit refuses a tool call, and nothing answers it: give the graph "
+                    "limits.tools([…]) of the same GraphQuota in place of its ToolNode"
+                )
+            if final or self._asks_at_tools:
+                return final or answer
+            decided = _decided(answer, blocked)
+            run.decided |= decided
+            if self._is_shared:
+                await self.sequence.add(mode, "checked", digest(run.root, repr(decided)))
+            marked = {**answer.response_metadata, _MARK: {"blocked": blocked}}
+            return answer.model_copy(update={"response_metadata": marked})
+
+    async def check_tools(
+        self, mode: Mode, requests: Sequence[ToolCallRequest], key: str
+    ) -> tuple[State, Answers]:
+        """Return the state in which a task's tool calls run, and the answers to blocked ones.
+
+        Args:
+            mode: Sync or async.
+            requests: The requests for the calls, at least one.
+            key: The key of the messages in the graph's state.
+        """
+        state, calls = requests[0].state, [request.tool_call for request in requests]
+        state = state.get(key) if isinstance(state, Mapping) else getattr(state, key, state)
+        history = [message for message in state or () if not isinstance(message, dict)]
+        run = await self._run(mode, history)
+        pending = pending_calls({"messages": history})
+        ids = {call["id"] for call in pending.calls} if pending else set[str | None]()
+        message = pending.message if pending and ids.issuperset(c["id"] for c in calls) else None
+        message_id = None if message is None else message.id
+        names = [(message_id, call["id"], call["name"]) for call in calls]
+        work = call_context(running_runtime(), model_name=None).step(repr(names))
+        if work in run.taken:
+            await self.drop_answer(mode, work)
+        else:
+            if message is not None and names[0] not in run.decided:
+                await self._read_mark(mode, run, message)
+            answers: Answers = {name[1]: run.decided.get(name, _TAKEN) for name in names}
+            run.decided |= dict.fromkeys(names, _TAKEN)
+            if _TAKEN in answers.values():
+                unchecked = AIMessage("", id=work, tool_calls=calls)
+                call_state = {**run.state, "messages": [*history, unchecked]}
+                _, answers = await self._check(mode, run, call_state, work)
+            run.taken[work] = answers
+        return {**run.state, "messages": history}, run.taken[work]
+
+    async def _read_mark(self, mode: Mode, run: _Run, message: AIMessage) -> None:
+        """Read another process's decisions from a message, if the store confirms them."""
+        mark = message.response_metadata.get(_MARK)
+        if self._is_shared and isinstance(mark, dict) and isinstance(mark.get("blocked"), dict):
+            decided = _decided(message, mark["blocked"])
+            name = digest(run.root, repr(decided))
+            if await self.sequence.read(mode, "checked", name) is not None:
+                run.decided = {**decided, **run.decided}
+
+    async def _check(
+        self, mode: Mode, run: _Run, state: State, work: str
+    ) -> tuple[AIMessage | None, dict[str | None, str]]:
+        """Check the newest calls; return the final text if the run ends, and answers to calls."""
+        update = await self.kernel.check_tool_calls(mode, state, running_runtime(work)) or {}
+        answers: list[AnyMessage] = update.get("messages") or []
+        final = answers[-1] if run.learn(update) else None
+        final = final if isinstance(final, AIMessage) else None
+        run.ended = final or run.ended
+        return final, {
+            answer.tool_call_id: answer.text
+            for answer in answers
+            if isinstance(answer, ToolMessage)
+        }
+
+    async def drop_answer(self, mode: Mode, question: str) -> None:
+        """Drop a person's answer to an old question, so that a tool's question does not get it."""
+        resumes = self.asks and getattr(root_run(), "resumes", False)
+        if resumes and await self.sequence.read(mode, "asked", question) is not None:
+            compat.is_answered()
+
+    async def _run(self, mode: Mode, messages: Sequence[AnyMessage]) -> _Run:
+        """Return the memory of the current run: of this graph, in this root run."""
+        root = root_run()
+        if root is None:
+            raise RuntimeError(
+                "a limited model or tool was called outside of a run, or the run began before its "
+                "GraphQuota was made: call it in a node, a task or an entrypoint"
+            )
+        caller = call_context(running_runtime(), model_name=None)
+        if root not in self._roots:
+            self._roots[root] = await self.sequence.numbered(mode, root, caller) or root.key
+        name = digest(self._roots[root], *caller.graph)
+        if name not in self._runs:
+            new_state = self.kernel.begin_run(mode, {"messages": messages}, running_runtime())
+            new_state[LEDGER]["run"] = name
+            new_state.pop("messages", None)  # each call has its own history
+            self._runs.setdefault(name, _Run(self._roots[root], new_state))
+        while len(self._runs) > _MAX_RUNS:
+            self._runs.popitem(last=False)
+        return self._runs[name]
+
+
+@contextmanager
+def running_as(agent: str | None, config: RunnableConfig | None = None) -> Iterator[RunnableConfig]:
+    """Run under an agent's name, as LangGraph does for an agent that has one."""
+    named = None if agent is None else RunnableConfig(metadata={compat.AGENT_NAME: agent})
+    merged = merge_configs(ensure_config(config), named)
+    token = var_child_runnable_config.set(merged)
+    try:
+        yield merged
+    finally:
+        var_child_runnable_config.reset(token)
+
+
+def _decided(message: AIMessage, blocked: Mapping[str | None, str]) -> dict[_CallName, str | None]:
+    """Return the decision about each call of a message: its answer, or `None` if it may run."""
+    return {(message.id, c["id"], c["name"]): blocked.get(c["id"]) for c in message.tool_calls}
