@@ -53,7 +53,7 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
         """Call `reset` without blocking the event loop."""
         await self._reset("a", agent, config)
 
-    async def _reset(self, mode: Mode, agent: Any, config: RunnableConfig) -> None:
+    async def _reset(self, mode: Mode, agent: object, config: RunnableConfig) -> None:
         if not isinstance(agent, Pregel):
             raise TypeError(
                 f"agent must be what create_agent made, not a {type(agent).__name__}: do this "
@@ -98,8 +98,8 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
         """Return whether a task failed because a limit ended the run with an exception."""
         # A checkpoint keeps an exception's `repr`, which begins with the name of its class.
         error = task.error if isinstance(task.error, str) else repr(task.error)
-        judges = any(_is(task.name, node) for node in self.checking_nodes())
-        return judges and error.startswith(_LIMIT_ERRORS)
+        checks_calls = any(_is(task.name, node) for node in self.checking_nodes())
+        return checks_calls and error.startswith(_LIMIT_ERRORS)
 
     def grant(  # noqa: PLR0913 - keyword-only, with defaults
         self,

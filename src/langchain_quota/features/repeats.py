@@ -159,8 +159,7 @@ class _RepeatCheck:
     """The calls of a message, as one limit checks them."""
 
     def __init__(self, limit: RepeatLimit, record: Record, batch: Batch) -> None:
-        pending, messages = batch.pending, batch.state.get("messages") or ()
-        assert pending is not None  # noqa: S101 - for the type checker
+        pending, messages = batch.pending_calls, batch.state.get("messages") or ()
         self._limit = limit
         self._message = pending.message.id or ""
         self._ids = [str(call["id"]) for call in pending.calls]

@@ -192,6 +192,18 @@ class Batch:
             )
 
     @property
+    def pending_calls(self) -> PendingCalls:
+        """Calls of a batch of tool calls."""
+        assert self.pending is not None  # noqa: S101 - for the type checker
+        return self.pending
+
+    @property
+    def tool_counts(self) -> ToolCounts:
+        """Counts of a batch of tool calls."""
+        assert self.counts is not None  # noqa: S101 - for the type checker
+        return self.counts
+
+    @property
     def question(self) -> str:
         """Name of the question to a person about the calls; the same if the node runs again."""
         # In a graph, a model call is then another one.

@@ -1,15 +1,14 @@
-"""The results of checks: blocked calls and their answers, state updates, refunds, exceptions."""
+"""Turn results of checks into answers to blocked calls, state updates, refunds and exceptions."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 from uuid import uuid4
 
 from langchain_core.messages import AIMessage, AnyMessage
 
 from langchain_quota.core import messages
-from langchain_quota.core.admission import AcquireResult, admit
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, admit
 from langchain_quota.core.checks import CallChecks
 from langchain_quota.core.decide import Breach
 from langchain_quota.core.decision import Decision, Outcome, Refund
@@ -102,7 +101,6 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
     """Return the hook result of the tool calls of a message."""
     if batch.ledger.get("final"):
         return _finalized(batch)
-    pending: Any = batch.pending
     if not (batch.limits.limits or batch.ledger.get("batch")):
         # Without limits nothing is counted. Calls without an id still get one.
         allowed = [Decision(call, Outcome.ALLOWED) for call in batch.calls]
@@ -112,20 +110,20 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
     ends: Exit = "continue"
     if result.stopped:
         ends = max((breach.exit_behavior for breach in breaches), key=_EXITS.index)
-        judged = iter(decisions)
+        checked = iter(decisions)
         decisions = [
-            next(judged) if call in batch.calls else Decision(call, Outcome.SKIPPED)
+            next(checked) if call in batch.calls else Decision(call, Outcome.SKIPPED)
             for call in batch.every_call
         ]
         if ends == "error":
             return HookResult(decisions, error=_tool_error(breaches))
     refunds = _charge(batch, decisions)
     if batch.sent is not None:
-        _mirror(batch, result)
+        _mirror(batch, batch.sent, result)
     update = _update(batch, breaches)
     answers = _answers(decisions, batch, messages.SKIPPED)
     if ends == "end":
-        message = _final_message(batch, breaches, pending.message.name)
+        message = _final_message(batch, breaches, batch.pending_calls.message.name)
         answers.append(message)
         update["jump_to"] = "end"
         update[LEDGER]["ended"] = message.id
@@ -136,7 +134,7 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
 
 def _finalized(batch: Batch) -> HookResult:
     """Skip all tools after the last model call of the budget, and end the run with its text."""
-    pending: Any = batch.pending
+    pending = batch.pending_calls
     decisions = [Decision(call, Outcome.SKIPPED) for call in batch.every_call]
     answers = _answers(decisions, batch, messages.FINALIZED)
     update: Update = {"messages": answers, "jump_to": "end"}
@@ -166,7 +164,7 @@ def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
 
 def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
     """Charge allowed calls, and refund what other middlewares charged for blocked ones."""
-    counts: Any = batch.counts
+    counts = batch.tool_counts
     refunds: list[Refund] = []
     amounts: dict[tuple[str, str], int] = {}
     charged: dict[str, dict[str, int]] = {}
@@ -205,10 +203,9 @@ def refunds_of(call: Call, charges: Sequence[tuple[str, int, int]]) -> list[Refu
     return [Refund(call._replace(amount=amount), limit, cost) for limit, amount, cost in charges]
 
 
-def _mirror(batch: Batch, result: AcquireResult) -> None:
+def _mirror(batch: Batch, sent: AcquireRequest, result: AcquireResult) -> None:
     """Copy the store's counts to the state, with its charges for each call."""
-    sent: Any = batch.sent
-    counts: Any = batch.counts
+    counts = batch.tool_counts
     if batch.answered:
         charged = result.charged(batch.demands)
         for limit in (limit for checks in batch.call_checks for limit in checks.limits):
@@ -232,19 +229,19 @@ def _mirror(batch: Batch, result: AcquireResult) -> None:
 def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
     """Return the update of the counts and of the ledger's entry for the message."""
     old, message = batch.ledger, batch.message or ""
-    counts: Any = batch.counts
+    counts = batch.tool_counts
     for counter in batch.counters:
         counts.thread.setdefault(counter, 0)
     before = old.get("batch")
     waiting: Iterable[str] = old.get("begun_by", ())
     if before is not None and before["message"] == message:
         waiting = before.get("waiting", ())
-    judged = ToolBatch(
+    checked = ToolBatch(
         message=message,
         calls=counts.calls,
         waiting=[name for name in waiting if name != batch.middleware],
     )
-    written = Ledger(counts={"run_tools": counts.run}, batch=judged)
+    written = Ledger(counts={"run_tools": counts.run}, batch=checked)
     for breach in breaches:
         limit = breach.limit.limit
         if limit.give_up_after is not None:
@@ -257,8 +254,8 @@ def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
 
 def _answers(decisions: Sequence[Decision], batch: Batch, skipped: str) -> list[AnyMessage]:
     """Return one answer for each call that does not run, blocked ones first."""
-    # Before them the message itself, under its id, if its calls had none.
-    pending: Any = batch.pending
+    # If the calls had no ids, the message comes first, with ids for them.
+    pending = batch.pending_calls
     answers: dict[str, AnyMessage] = {}
     for outcome in _NOT_RUN:
         for decision in decisions:
