@@ -87,7 +87,7 @@ class ToolCallLimitMiddleware(
         >>> limiter = ToolCallLimitMiddleware(tool_name="search", thread_limit=20, run_limit=3)
     """
 
-    state_schema: type[ToolCallLimitState[Any]] = ToolCallLimitState
+    state_schema: type[ToolCallLimitState] = ToolCallLimitState
     feature_kinds = (UnsavedThreadLimits, Unchecked)
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
@@ -194,7 +194,7 @@ class ModelCallLimitMiddleware(
         >>> limiter = ModelCallLimitMiddleware(run_limit=10)
     """
 
-    state_schema: type[ModelCallLimitState[Any]] = ModelCallLimitState
+    state_schema: type[ModelCallLimitState] = ModelCallLimitState
     feature_kinds = (UnsavedThreadLimits, DeepAgents, Unchecked)
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours

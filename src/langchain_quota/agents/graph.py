@@ -21,6 +21,7 @@ from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.feature import (
     Request,
     Response,
+    Tool,
     ToolAnswer,
     ToolHandler,
 )
@@ -31,8 +32,6 @@ from langchain_quota.runtime.sync_async import Mode, as_async, call_variant, run
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.stores.memory import MemoryStore
 
-Tool = BaseTool | dict[str, Any]
-"""A tool, or a provider's own tool as a dict."""
 Tools = Sequence[Tool | Callable[..., object]]
 
 _ToolWrapper = Callable[[Mode, ToolCallRequest, ToolHandler], Awaitable[ToolAnswer]]

@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from langchain.agents.middleware import AgentMiddleware, ModelResponse
 from langchain.agents.middleware.types import ResponseT
-from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage, ToolMessage
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, RemoveMessage, ToolMessage
 from langgraph.runtime import Runtime
 
 from langchain_quota.agents.quota import QuotaMiddleware, WrittenResponse
@@ -17,7 +17,7 @@ from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import identified
-from langchain_quota.middleware.state import ledger, merge_ledgers, run_model, thread_model
+from langchain_quota.middleware.state import State, ledger, merge_ledgers, run_model, thread_model
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 
@@ -27,7 +27,7 @@ class InlineState(dict[str, Any]):
 
     def __init__(self, request: Request) -> None:
         messages = request.state.get("messages") or []
-        self.made: list[Any] = []
+        self.made: list[AnyMessage] = []
         self.written: Update = {}
         self.overruled = sorted(_overruled(messages))
         super().__init__(request.state, messages=self._kept(messages), structured_response=None)
@@ -35,7 +35,7 @@ class InlineState(dict[str, Any]):
         if self.overruled:
             self.request = self.request.override(messages=self._kept(request.messages))
 
-    def _kept(self, messages: list[Any]) -> list[Any]:
+    def _kept(self, messages: list[AnyMessage]) -> list[AnyMessage]:
         return [message for message in messages if message.id not in self.overruled]
 
     def write(self, update: Update | None) -> None:
@@ -114,7 +114,9 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     after_model = AgentMiddleware.after_model
     aafter_model = AgentMiddleware.aafter_model
 
-    async def _wrap_model_call(self, mode: Mode, request: Any, handler: Handler) -> WrittenResponse:
+    async def _wrap_model_call(
+        self, mode: Mode, request: Request, handler: Handler
+    ) -> WrittenResponse:
         if isinstance(request.state, InlineState):
             # Both would write the counts, and neither sees what the other one writes.
             raise RuntimeError(  # noqa: TRY004 - the agent is put together wrongly
@@ -132,10 +134,10 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             # When the step runs again, the model may make other calls.
             task = f"{self.name}.tools.{step.made[-1].id}"
             step.write(await self.kernel.check_tool_calls(mode, step, request.runtime, task=task))
-        messages = [*step.made, *map(RemoveMessage, step.overruled)]
+        messages: list[BaseMessage] = [*step.made, *map(RemoveMessage, step.overruled)]
         return WrittenResponse(ModelResponse(messages, step["structured_response"]), step.written)
 
-    def before_agent(self, state: Any, runtime: Runtime[ContextT]) -> Update | None:
+    def before_agent(self, state: State, runtime: Runtime[ContextT]) -> Update | None:
         """Begin a new run; see `QuotaMiddleware`.
 
         Raises:
@@ -144,7 +146,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         self._check_version()
         return super().before_agent(state, runtime)
 
-    async def abefore_agent(self, state: Any, runtime: Runtime[ContextT]) -> Update | None:
+    async def abefore_agent(self, state: State, runtime: Runtime[ContextT]) -> Update | None:
         """Call `before_agent` without blocking the event loop."""
         self._check_version()
         return await super().abefore_agent(state, runtime)

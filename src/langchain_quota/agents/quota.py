@@ -127,7 +127,7 @@ class QuotaMiddleware(
         ... )
     """
 
-    state_schema: type[QuotaState[Any]] = QuotaState
+    state_schema: type[QuotaState] = QuotaState
     feature_kinds: ClassVar[Sequence[type[Feature]]] = (
         UnsavedThreadLimits,
         RootRuns,
@@ -313,7 +313,7 @@ _OPTIONAL = ("before_model", "after_model", "wrap_tool_call")
 """The hooks that only some limits need."""
 
 
-def _unneeded(kinds: Sequence[type[Feature]], limits: Any) -> tuple[str, ...]:
+def _unneeded(kinds: Sequence[type[Feature]], limits: object) -> tuple[str, ...]:
     """Return the hooks that limits do not need; none if these are no limits."""
     if not isinstance(limits, Sequence) or not all(isinstance(limit, Limit) for limit in limits):
         return ()
@@ -324,7 +324,7 @@ def _unneeded(kinds: Sequence[type[Feature]], limits: Any) -> tuple[str, ...]:
 
 
 @cache
-def _with_hooks(cls: Any, unneeded: Any) -> Any:
+def _with_hooks(cls: type, unneeded: tuple[str, ...]) -> type:
     """Return the same class without some hooks."""
     hooks = [*unneeded, *(f"a{hook}" for hook in unneeded)]
     removed = {hook: vars(AgentMiddleware)[hook] for hook in hooks}

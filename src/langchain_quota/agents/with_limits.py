@@ -5,16 +5,18 @@ from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
-from langchain.agents.middleware.types import AgentMiddleware
-
 from langchain_quota.agents.quota import QuotaMiddleware
 from langchain_quota.features.deep_agents import has_limits, trust_sub_agents
+from langchain_quota.middleware.feature import AnyMiddleware
 from langchain_quota.runtime.arguments import short_repr
 
 Arguments = ParamSpec("Arguments")
 Agent = TypeVar("Agent")
 
 _MISSING: Any = None  # the error says what it should be
+SubAgentSpec = Mapping[str, Any]
+"""The spec of a sub-agent, or the arguments of `create_deep_agent`."""
+
 _GENERAL_PURPOSE = "general-purpose"
 
 _INHERITED = (
@@ -34,7 +36,7 @@ The automatic `general-purpose` takes over what replaces them in the main agent,
 
 def with_limits(
     create: Callable[Arguments, Agent],
-    quota: QuotaMiddleware[Any, Any] = _MISSING,
+    quota: QuotaMiddleware = _MISSING,
     *,
     leave_out: Collection[str] = (),
 ) -> Callable[Arguments, Agent]:
@@ -111,7 +113,7 @@ def with_limits(
     return create_with_limits
 
 
-def _general_purpose(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _general_purpose(settings: SubAgentSpec) -> SubAgentSpec:
     """Return the spec of the sub-agent that deepagents would add itself."""
     # deepagents is no dependency of ours, but the caller of this has it.
     from deepagents.middleware.subagents import GENERAL_PURPOSE_SUBAGENT  # noqa: PLC0415
@@ -126,7 +128,7 @@ def _general_purpose(settings: Mapping[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def _limited(spec: Mapping[str, Any], quota: QuotaMiddleware[Any, Any]) -> Mapping[str, Any]:
+def _limited(spec: SubAgentSpec, quota: QuotaMiddleware) -> SubAgentSpec:
     """Return a sub-agent's spec with limits."""
     name = spec["name"]
     if "graph_id" in spec:
@@ -145,8 +147,8 @@ def _limited(spec: Mapping[str, Any], quota: QuotaMiddleware[Any, Any]) -> Mappi
 
 
 def _with_quota(
-    middleware: Sequence[AgentMiddleware[Any, Any, Any]] | None, quota: QuotaMiddleware[Any, Any]
-) -> list[AgentMiddleware[Any, Any, Any]]:
+    middleware: Sequence[AnyMiddleware] | None, quota: QuotaMiddleware
+) -> list[AnyMiddleware]:
     """Return the middlewares with the quota, unless they have one."""
     present = list(middleware or ())
     if any(isinstance(item, QuotaMiddleware) for item in present):

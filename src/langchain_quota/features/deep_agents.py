@@ -6,7 +6,6 @@ where no hook of a middleware sees the calls. The tool `task` of deepagents star
 
 from collections.abc import Iterable, Sequence
 from types import FunctionType
-from typing import Any
 from weakref import WeakSet
 
 from langchain_core.runnables.base import RunnableBindingBase
@@ -16,7 +15,8 @@ from langgraph.pregel import Pregel
 
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
-from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.context import AnyGraph
+from langchain_quota.middleware.feature import Feature, Tool
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import LEDGER
 from langchain_quota.runtime import compat
@@ -34,7 +34,7 @@ class DeepAgents(Feature):
         """Return the feature, which every middleware needs."""
         return cls(kernel)
 
-    def learn_tools(self, agent: str | None, tools: Sequence[Any]) -> None:
+    def learn_tools(self, agent: str | None, tools: Sequence[Tool]) -> None:
         """Refuse to run an agent whose code can call a limited tool; warn of the rest once."""
         for start in _starters(tools):
             if start in _checked:
@@ -68,7 +68,7 @@ def has_limits(runnable: object) -> bool:
     return any(LEDGER in graph.channels for graph in _graphs_of(runnable))
 
 
-def _graphs_of(runnable: object) -> list[Pregel[Any, Any, Any, Any]]:
+def _graphs_of(runnable: object) -> list[AnyGraph]:
     """Return a graph and those within it; nothing if it is no graph."""
     while isinstance(runnable, RunnableBindingBase):
         runnable = runnable.bound
@@ -78,7 +78,7 @@ def _graphs_of(runnable: object) -> list[Pregel[Any, Any, Any, Any]]:
     return [graph for graph in graphs if isinstance(graph, Pregel)]
 
 
-def _starters(tools: Iterable[Any]) -> list[FunctionType]:
+def _starters(tools: Iterable[Tool]) -> list[FunctionType]:
     """Return the functions in tools that start sub-agents: each deep agent has its own one."""
     functions = (tool.func for tool in tools if isinstance(tool, StructuredTool))
     return [
@@ -100,9 +100,9 @@ def _unlimited_sub_agents(start: FunctionType) -> list[str]:
     ]
 
 
-def _check_interpreters(limit: Limit, tools: Sequence[Any]) -> None:
+def _check_interpreters(limit: Limit, tools: Sequence[Tool]) -> None:
     """Raise an exception if a code interpreter would go past a limit."""
-    for interpreter in tools:
+    for interpreter in (tool for tool in tools if isinstance(tool, BaseTool)):
         unseen = [
             name
             for name in _called(interpreter, tools)
@@ -117,7 +117,7 @@ def _check_interpreters(limit: Limit, tools: Sequence[Any]) -> None:
             )
 
 
-def _called(interpreter: object, tools: Sequence[Any]) -> list[str]:
+def _called(interpreter: BaseTool, tools: Sequence[Tool]) -> list[str]:
     """Return the names of the tools that the code of an interpreter's tool can call."""
     function = isinstance(interpreter, StructuredTool) and (
         interpreter.func or interpreter.coroutine

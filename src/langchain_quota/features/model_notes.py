@@ -1,7 +1,6 @@
 """Notes to the model about what is left, and the tools that it is offered."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
@@ -13,8 +12,9 @@ from langchain_quota.limits.call import Call
 from langchain_quota.limits.options import INPUT_TOKENS, OUTPUT_TOKENS, TOTAL_TOKENS
 from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.middleware.calls import model_counts
-from langchain_quota.middleware.feature import Feature, Request
+from langchain_quota.middleware.feature import Feature, Request, Tool
 from langchain_quota.middleware.flow import Kernel
+from langchain_quota.middleware.history import Block
 from langchain_quota.middleware.state import State, ledger, run_tools, thread_tools
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.runtime.units import Level, as_dollars, as_time, level
@@ -62,7 +62,7 @@ class ModelNotes(Feature):
 
     async def shape_request(self, mode: Mode, request: Request) -> Request:
         """Return the request for the model: with a note, and only the tools that it may call."""
-        state: Any = request.state
+        state: State = request.state
         if ledger(state).get("final"):
             # The last admitted call has no tools, except for the structured response.
             offered, _ = _offer(request, [])
@@ -156,7 +156,7 @@ def _with_note(messages: Sequence[AnyMessage], note: str) -> list[AnyMessage]:
     if not messages or not _takes_note(messages[-1]):
         return [*messages, HumanMessage(note)]
     *older, newest = messages
-    content: Any = newest.content
+    content: str | list[Block] = newest.content
     if not content:
         content = note
     elif isinstance(content, str):
@@ -193,7 +193,7 @@ def _without_exhausted(
     return (request, None) if len(usable) == len(request.tools) else _offer(request, usable)
 
 
-def _offer(request: Request, tools: list[Any]) -> tuple[Request, str | None]:
+def _offer(request: Request, tools: list[Tool]) -> tuple[Request, str | None]:
     """Offer these tools, unless the provider might refuse the request."""
     # Some refuse an empty list of tools where the history has tool calls.
     has_history = any(
@@ -223,7 +223,7 @@ def _has_structured_tool(request: Request) -> bool:
     return not any(getattr(request.model, name, None) for name in ("model_name", "model"))
 
 
-def _chosen(tool_choice: Any) -> Any:
+def _chosen(tool_choice: object) -> object:
     """Return the tool that a choice names: a plain name, or OpenAI's or Anthropic's form."""
     if isinstance(tool_choice, dict):
         return (tool_choice.get("function") or tool_choice).get("name")

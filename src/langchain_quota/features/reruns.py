@@ -161,7 +161,7 @@ async def _find_earlier_run(mode: Mode, info: ExecutionInfo) -> tuple[str, bool]
 
 
 async def _checkpoint_of_step(
-    mode: Mode, saver: BaseCheckpointSaver[Any], config: Mapping[str, Any], checkpoint_id: str
+    mode: Mode, saver: BaseCheckpointSaver[Any], config: RunnableConfig, checkpoint_id: str
 ) -> tuple[CheckpointTuple | None, bool]:
     """Return the checkpoint at which a step runs, and whether the step runs at a copy of it."""
     configurable = config["configurable"]

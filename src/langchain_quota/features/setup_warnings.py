@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 from langchain_quota.middleware.context import call_context, running_runtime
-from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.feature import Feature, Tool
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import FeatureData, State
 from langchain_quota.telemetry.logs import agent_name, logger
@@ -64,7 +63,7 @@ class MisspelledTools(Feature):
         super().__init__(kernel)
         self._named = {name for limit in kernel.limits for name in limit.named_tools}
 
-    def learn_tools(self, agent: str | None, tools: Sequence[Any]) -> None:
+    def learn_tools(self, agent: str | None, tools: Sequence[Tool]) -> None:
         """Compare the names of the first tools that are offered."""
         offered = {*map(_tool_name, tools)}
         # A tool that a limit names is meant by that name only: agents share their limits.
@@ -79,7 +78,7 @@ class MisspelledTools(Feature):
             self._named = set()
 
 
-def _tool_name(tool: Any) -> str:
+def _tool_name(tool: Tool) -> str:
     """Return the name of a tool, including a provider's own tool or one in OpenAI's form."""
     if not isinstance(tool, dict):
         return str(tool.name)

@@ -7,7 +7,9 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
+from langchain_core.runnables import RunnableConfig
 from langgraph.config import get_config
+from langgraph.pregel import Pregel
 from langgraph.runtime import Runtime, get_runtime
 
 from langchain_quota.core.checks import (
@@ -26,6 +28,8 @@ from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.keys import CountKey, prefix_now, read_emission_interval
 from langchain_quota.telemetry.recorder import Recorder
+
+AnyGraph = Pregel[Any, Any, Any, Any]
 
 AnyRuntime = Runtime[Any]
 """LangGraph's runtime of a node, whatever the context of its graph."""
@@ -123,15 +127,15 @@ def running_runtime(work: str = "") -> AnyRuntime | None:
     return runtime.override(execution_info=replace(info, task_id=f"{info.task_id}/{work}"))
 
 
-def running_config() -> Mapping[str, Any]:
+def running_config() -> RunnableConfig:
     """Return the config of the running node; empty outside of a graph."""
     try:
         return get_config()
     except RuntimeError:
-        return {}
+        return RunnableConfig()
 
 
-Subject = Callable[[Mode, Any, CallContext, str], Awaitable[str]]
+Subject = Callable[[Mode, State, CallContext, str], Awaitable[str]]
 """Returns the subject of a root run, by mode, state, caller and prefix."""
 
 

@@ -3,8 +3,14 @@
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
-from langchain.agents.middleware.types import ModelRequest, ModelResponse, ToolCallRequest
+from langchain.agents.middleware.types import (
+    AgentMiddleware,
+    ModelRequest,
+    ModelResponse,
+    ToolCallRequest,
+)
 from langchain_core.messages import ToolMessage
+from langchain_core.tools import BaseTool
 from langgraph.types import Command
 
 from langchain_quota.core.admission import AcquireResult
@@ -19,6 +25,9 @@ from langchain_quota.runtime.sync_async import Mode
 if TYPE_CHECKING:
     from langchain_quota.middleware.flow import Kernel
 
+AnyMiddleware = AgentMiddleware[Any, Any, Any]
+Tool = BaseTool | dict[str, Any]
+"""A tool, or a provider's own tool."""
 Request = ModelRequest[Any]
 Response = ModelResponse[Any]
 ToolAnswer = ToolMessage | Command[Any]
@@ -71,7 +80,7 @@ class Feature:
         """Return itself, so that copies of a middleware share the feature."""
         return self
 
-    def learn_tools(self, agent: str | None, tools: Sequence[Any]) -> None:
+    def learn_tools(self, agent: str | None, tools: Sequence[Tool]) -> None:
         """Learn the tools that an agent offers its model."""
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:

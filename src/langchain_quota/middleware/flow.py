@@ -7,10 +7,7 @@ from functools import cached_property, partial
 from operator import is_
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
-from langchain.agents.middleware.types import (
-    AgentMiddleware,
-    ToolCallRequest,
-)
+from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 
@@ -36,6 +33,7 @@ from langchain_quota.middleware.context import (
     running_agent,
 )
 from langchain_quota.middleware.feature import (
+    AnyMiddleware,
     BatchCheck,
     Feature,
     FeatureOptions,
@@ -43,6 +41,7 @@ from langchain_quota.middleware.feature import (
     ModelCall,
     Request,
     Response,
+    Tool,
     ToolAnswer,
     ToolHandler,
 )
@@ -96,7 +95,7 @@ class Kernel:
 
     def __init__(  # noqa: PLR0913 - keyword-only, with defaults
         self,
-        middleware: AgentMiddleware[Any, Any, Any],
+        middleware: AnyMiddleware,
         limits: tuple[Limit, ...],
         *,
         telemetry: Telemetry | None,
@@ -136,7 +135,7 @@ class Kernel:
             clock=None if store is None else clock_of(store),
         )
         # Only one agent's tools are kept, so that those of agents that are gone can be freed.
-        self._newest: tuple[str | None, list[Any]] = (None, [])
+        self._newest: tuple[str | None, list[Tool]] = (None, [])
         created = [kind.create(self) for kind in feature_kinds]
         features = [feature for feature in created if feature is not None]
         self._feature_shapes_requests = any(feature.shapes_requests for feature in features)

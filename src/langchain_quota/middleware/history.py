@@ -12,6 +12,9 @@ from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall
 from langchain_quota.core.messages import ABANDONED, NOT_RUN
 from langchain_quota.middleware.state import State
 
+Block = str | dict[str, Any]
+"""A part of a message's content."""
+
 _ID_OF_BLOCK = {"tool_use": "id", "tool_call": "id", "function_call": "call_id"}
 """The key that has the tool call's id in a block of a message's content, by the block's type."""
 
@@ -42,7 +45,7 @@ def identified(message: AIMessage, answered: Collection[str] = ()) -> AIMessage:
     for index in missing:
         call_id = next(call_id for call_id in _ids(message.id, index) if call_id not in used_ids)
         calls[index] = {**calls[index], "id": call_id}
-    content: Any = message.content
+    content: str | list[Block] = message.content
     if isinstance(content, list):
         unnamed = [calls[index] for index in missing]
         content = [_identified_block(block, unnamed) for block in content]
@@ -56,10 +59,10 @@ def _ids(message_id: str, index: int) -> Iterator[str]:
         yield f"call_{sha256(source).hexdigest()[:24]}"
 
 
-def _identified_block(block: Any, calls: list[ToolCall]) -> Any:
+def _identified_block(block: Block, calls: list[ToolCall]) -> Block:
     """Return a content block with the id of its call, and remove the call from `calls`."""
     key = _ID_OF_BLOCK.get(_type(block))
-    if key is None or block.get(key):
+    if key is None or isinstance(block, str) or block.get(key):
         return block
     for index, call in enumerate(calls):
         if call["name"] == block.get("name"):
@@ -161,7 +164,7 @@ def _without(message: AIMessage, calls: Sequence[ToolCall], text: str) -> AIMess
     """Return the message without some of its calls, or with a text if nothing is left."""
     removed = {call["id"] for call in calls}
     remaining = [call for call in message.tool_calls if call["id"] not in removed]
-    content: Any = message.content
+    content: str | list[Block] = message.content
     gone = _CALLS
     if not remaining and not str(message.text).strip():
         content, gone = text, _CALLS | _REASONING
@@ -173,13 +176,13 @@ def _without(message: AIMessage, calls: Sequence[ToolCall], text: str) -> AIMess
     )
 
 
-def _without_blocks(content: Sequence[Any], removed: Collection[Any]) -> list[Any]:
+def _without_blocks(content: Sequence[Block], removed: Collection[str | None]) -> list[Block]:
     """Return the blocks without those of some calls and the reasoning that led only to them."""
-    remaining: list[Any] = []
+    remaining: list[Block] = []
     led_to_removed = False
     for block in reversed(content):
         key = _ID_OF_BLOCK.get(_type(block))
-        if key and block.get(key) in removed:
+        if key and isinstance(block, dict) and block.get(key) in removed:
             led_to_removed = True
             continue
         leads_nowhere = led_to_removed and (not remaining or _type(remaining[-1]) in _REASONING)
@@ -189,7 +192,7 @@ def _without_blocks(content: Sequence[Any], removed: Collection[Any]) -> list[An
     return remaining[::-1]
 
 
-def _type(block: Any) -> str:
+def _type(block: Block) -> str:
     return str(block.get("type")) if isinstance(block, dict) else ""
 
 
@@ -225,7 +228,7 @@ def newest_name(messages: Sequence[BaseMessage]) -> str | None:
 
 
 def _unanswered(message: AIMessage, answered: set[str], state: State) -> tuple[ToolCall, ...]:
-    edited: Mapping[str, Any] = state.get("hitl_edited_tool_calls") or {}
+    edited: Mapping[str, ToolCall] = state.get("hitl_edited_tool_calls") or {}
     waiting = (call for call in message.tool_calls if call["id"] not in answered)
     return tuple(
         {**call, "name": action["name"], "args": action["args"]}

@@ -33,7 +33,10 @@ State = Mapping[str, Any]
 Amounts = dict[str, int]
 """Numbers of calls, by a store's key."""
 
-FeatureData = dict[str, dict[str, Any]]
+Entries = dict[str, Any]
+"""Data of one feature in the ledger."""
+
+FeatureData = dict[str, Entries]
 """Data of features, by their names."""
 
 
@@ -203,7 +206,7 @@ def ledger(state: State) -> Ledger:
     return state.get(LEDGER) or Ledger()
 
 
-def feature_ledger(state: State, feature: str) -> Mapping[str, Any]:
+def feature_ledger(state: State, feature: str) -> Entries:
     """Return the data of a feature in the ledger; empty if it has none."""
     return ledger(state).get("own", {}).get(feature, {})
 
@@ -232,7 +235,7 @@ def run_model(state: State) -> int:
 
 
 def spent(
-    state: State, entries: Mapping[str, Any] = MappingProxyType({})
+    state: State, entries: State = MappingProxyType({})
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return what the thread and the run have used of budgets, by counter.
 
@@ -320,7 +323,7 @@ def _calls(counts: Mapping[str, int]) -> Mapping[str, int]:
     return MappingProxyType({counter.removeprefix(","): count for counter, count in calls.items()})
 
 
-UNUSED: Mapping[str, Any] = {
+UNUSED: State = {
     THREAD_TOOLS: {},
     THREAD_MODEL: 0,
     LEDGER: {**NEW_RUN, "counts": {**NEW_RUN["counts"], "thread_model": 0}, "batch": None},
