@@ -25,6 +25,7 @@ from langchain_quota.middleware.feature import (
 from langchain_quota.middleware.flow import Conclude, Kernel
 from langchain_quota.middleware.history import pending_calls, repaired
 from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run
+from langchain_quota.middleware.run_start import begin_run
 from langchain_quota.middleware.state import LEDGER, Ledger, State, merge_ledgers
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
@@ -232,7 +233,7 @@ class GraphLimits(QuotaMiddleware):
             self._roots[root] = await self.sequence.numbered(mode, root, caller) or root.key
         name = digest(self._roots[root], *caller.graph)
         if name not in self._runs:
-            new_state = self.kernel.begin_run(mode, {"messages": messages}, running_runtime())
+            new_state = begin_run(self.kernel, mode, {"messages": messages}, running_runtime())
             new_state[LEDGER]["run"] = name
             new_state.pop("messages", None)  # each call has its own history
             self._runs.setdefault(name, _Run(self._roots[root], new_state))

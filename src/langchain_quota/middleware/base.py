@@ -12,6 +12,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
+from langchain_quota.middleware.run_start import begin_run
 from langchain_quota.runtime import compat
 
 if TYPE_CHECKING:
@@ -101,11 +102,11 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
             RuntimeError: Another middleware of this agent counts its model calls, too; or LangChain
                 is older than `InlineQuotaMiddleware` needs.
         """
-        return self.kernel.begin_run("", state, runtime)
+        return begin_run(self.kernel, "", state, runtime)
 
     async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
         """Call `before_agent` without blocking the event loop."""
-        return self.kernel.begin_run("a", state, runtime)
+        return begin_run(self.kernel, "a", state, runtime)
 
     def checking_nodes(self) -> tuple[str, ...]:
         """Return the graph nodes in which calls are checked."""

@@ -1,4 +1,4 @@
-"""The one flow of every middleware: a run begins, and its calls are checked."""
+"""Check the calls of every middleware, record the decisions, and make the calls."""
 
 import time
 from collections import Counter as Counts
@@ -8,28 +8,22 @@ from operator import is_
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from langchain.agents.middleware.types import ToolCallRequest
-from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage
-from langgraph.graph.message import REMOVE_ALL_MESSAGES
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.core.checks import OnStoreError, ResolvedLimits
-from langchain_quota.core.decision import Refund
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import Call, Kind
+from langchain_quota.limits.call import Kind
 from langchain_quota.middleware.calls import (
     Batch,
     HookResult,
-    ToolCounts,
     Update,
     model_batch,
     refund_corrections,
     tool_batch,
 )
-from langchain_quota.middleware.conclude import conclude_model, conclude_tools, refunds_of
+from langchain_quota.middleware.conclude import conclude_model, conclude_tools
 from langchain_quota.middleware.context import (
-    CallContext,
     LimitResolver,
-    call_context,
     running_agent,
 )
 from langchain_quota.middleware.feature import (
@@ -45,17 +39,13 @@ from langchain_quota.middleware.feature import (
     ToolAnswer,
     ToolHandler,
 )
-from langchain_quota.middleware.history import repaired, since, unfinished_calls
 from langchain_quota.middleware.state import (
     LEDGER,
-    NEW_RUN,
-    THREAD_TOOLS,
     Amounts,
     Ledger,
     State,
     ledger,
     merge_ledgers,
-    thread_tools,
 )
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import Mode
@@ -122,7 +112,7 @@ class Kernel:
         self.conclude_model: Conclude = conclude_model
         self.conclude_tools: Conclude = conclude_tools
         self._middleware = middleware
-        self._model_mode = model_mode
+        self.model_mode = model_mode
         self._checks_every_call = checks_every_call
         self.why_nobody_is_asked = why_nobody_is_asked
         self.checks_inline = checks_inline
@@ -166,95 +156,6 @@ class Kernel:
     def name(self) -> str:
         """The middleware's name in the graph."""
         return self._middleware.name
-
-    def begin_run(self, mode: Mode, state: State, runtime: object) -> Update:
-        """Begin a new run, and return the update; see `LimitMiddleware.before_agent`."""
-        # Around the model call, another middleware could take the error for one of the model.
-        self.observers.check(mode)
-        context = call_context(runtime, model_name=None)
-        update: Update = {}
-        history = state.get("messages") or ()
-        old = ledger(state)
-        begun = _has_begun(state) and self.name not in old.get("begun_by", ())
-        counts = self._refund_stopped_calls(state, context)
-        if counts.thread != thread_tools(state):
-            update[THREAD_TOOLS] = counts.thread
-        answered = repaired(state, is_shared=context.is_nested)
-        if answered is not None:
-            update["messages"] = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *answered]
-            history = answered
-        if state.get("structured_response") is not None:
-            # Older versions of LangChain keep that of an earlier turn.
-            update["structured_response"] = None
-        if not begun and self.recorder.is_new(context.task("run")):
-            self.recorder.count(names.RUNS, context.agent)
-        before: Ledger = old if begun else {}
-        written: Ledger = {
-            **NEW_RUN,
-            "run": before.get("run") or context.run(),
-            "turn": old.get("turn") if begun else _turn(history),
-            "begun_by": self._also_begun(before.get("begun_by", {})),
-            "store": self._only_store(before.get("store")),
-            "own": {},
-        }
-        batch = old.get("batch")
-        if batch is not None:
-            written["batch"] = {**batch, "calls": counts.calls}
-        for begin in self.begin_run_hooks:
-            begin(state, written["own"])
-        return {**update, LEDGER: written}
-
-    def _refund_stopped_calls(self, state: State, context: CallContext) -> ToolCounts:
-        """Refund calls of the last run that these limits stopped, and return the counts."""
-        # They did so if a limit raised, or if a review stopped the calls before it: then no call of
-        # the message has started. What a store was charged stays: a caller who begins at an old
-        # checkpoint would have it refunded for calls that ran behind that checkpoint.
-        old = ledger(state)
-        counts, batch = ToolCounts.of(state, old, None), old.get("batch")
-        unfinished = unfinished_calls(state, batch["message"]) if batch else None
-        if batch is None or unfinished is None or self.name not in batch.get("waiting", ()):
-            return counts
-        message, calls = unfinished
-        original = {call["id"]: Call("tool", call["name"]) for call in message.tool_calls}
-        if not any(
-            limit.matches(Call("tool", call["name"])) and limit.matches(original[call["id"]])
-            for limit in self.limits
-            for call in calls
-        ):
-            return counts
-        refunds: list[Refund] = []
-        for call in calls:
-            charge = counts.calls.get(str(call["id"]))
-            if charge is None or charge["keys"]:
-                continue
-            refunded = Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
-            refunds += refunds_of(refunded, counts.refund(str(call["id"])))
-        self.recorder.record_refunds(refunds)
-        return counts
-
-    def _also_begun(self, begun_by: Mapping[str, str | None]) -> dict[str, str | None]:
-        """Return the middlewares that have begun a run, this one included."""
-        begun = {**begun_by, self.name: self._model_mode}
-        counting = [mode for mode in begun.values() if mode is not None]
-        if self._model_mode is None or len(counting) == 1 or {*counting} == {"returned"}:
-            return begun
-        raise RuntimeError(
-            f"{self.name} and another middleware of this agent both count its model calls: put "
-            "all model limits into one QuotaMiddleware"
-        )
-
-    def _only_store(self, name: str | None) -> str | None:
-        """Return the name of the agent's store; raise if another middleware has a different one."""
-        # The charges in the ledger do not say which store has them.
-        client = StoreClient.by_name.get(name or "")
-        if self.store is None or (client is not None and client.store is self.store.store):
-            return name
-        if client is None:
-            return self.store.name
-        raise RuntimeError(
-            f"{self.name} and another middleware of this agent have two stores: give them the same "
-            "object, or hold another agent or graph to the limits of the second store"
-        )
 
     async def release(
         self, mode: Mode, run_ledger: Ledger, step: str, refunds: Mapping[str, Amounts]
@@ -482,17 +383,3 @@ def clock_of(store: QuotaStore) -> Callable[[], float]:
     """Return the clock of a store, by which its windows begin and end."""
     clock: Callable[[], float] = getattr(store, "clock", time.time)
     return clock
-
-
-def _has_begun(state: State) -> bool:
-    """Return whether another middleware has begun this run: no answer of the model since."""
-    messages = since(state.get("messages") or (), ledger(state).get("turn"))
-    return messages is not None and not any(isinstance(message, AIMessage) for message in messages)
-
-
-def _turn(history: Sequence[AnyMessage]) -> str | int | None:
-    """Return the id or number by which the newest message is found again."""
-    if not history:
-        return None
-    # Not every reducer gives messages an id.
-    return len(history) if history[-1].id is None else history[-1].id
