@@ -39,7 +39,7 @@ _CallName = tuple[str | None, str | None, str]
 _MARK = "langchain_quota"
 """The key in a message's `response_metadata` of the answers to its calls that are blocked."""
 _TAKEN = "\0"
-"""In place of an answer: a task runs the call, so another task with the same call is checked."""
+"""Marks a call that a task runs: another task with the same call is checked."""
 _MAX_RUNS = 10_000
 """How many runs are remembered. The store still has the counts of a run that is forgotten."""
 
@@ -134,7 +134,7 @@ class GraphLimits(QuotaMiddleware):
             )
             await make_model_call(self.kernel, mode, step, handler)
             run.learn(step.written)
-            answer = step.made[-1]
+            answer = step.new_messages[-1]
             assert isinstance(answer, AIMessage)  # noqa: S101 - for the type checker
             if not answer.tool_calls:
                 return answer

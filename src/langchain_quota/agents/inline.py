@@ -27,22 +27,24 @@ class InlineState(dict[str, Any]):
 
     def __init__(self, request: Request) -> None:
         messages = request.state.get("messages") or []
-        self.made: list[AnyMessage] = []
+        self.new_messages: list[AnyMessage] = []
         self.written: Update = {}
         self.overruled = sorted(_overruled(messages))
-        super().__init__(request.state, messages=self._kept(messages), structured_response=None)
+        super().__init__(
+            request.state, messages=self._not_overruled(messages), structured_response=None
+        )
         self.request = compat.with_state(request, self)
         if self.overruled:
-            self.request = self.request.override(messages=self._kept(request.messages))
+            self.request = self.request.override(messages=self._not_overruled(request.messages))
 
-    def _kept(self, messages: list[AnyMessage]) -> list[AnyMessage]:
+    def _not_overruled(self, messages: list[AnyMessage]) -> list[AnyMessage]:
         return [message for message in messages if message.id not in self.overruled]
 
     def write(self, update: Update | None) -> None:
         """Apply an update of the state."""
         new = {**(update or {})}
         messages = new.pop("messages", [])
-        self.made += messages
+        self.new_messages += messages
         self["messages"] = [*self["messages"], *messages]
         for target in (self, self.written):
             target.update(new, langchain_quota=merge_ledgers(ledger(target), ledger(new)))
@@ -132,9 +134,9 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         await make_model_call(self.kernel, mode, step, handler)
         if "jump_to" not in step.written:
             # When the step runs again, the model may make other calls.
-            task = f"{self.name}.tools.{step.made[-1].id}"
+            task = f"{self.name}.tools.{step.new_messages[-1].id}"
             step.write(await self.kernel.check_tool_calls(mode, step, request.runtime, task=task))
-        messages: list[BaseMessage] = [*step.made, *map(RemoveMessage, step.overruled)]
+        messages: list[BaseMessage] = [*step.new_messages, *map(RemoveMessage, step.overruled)]
         return WrittenResponse(ModelResponse(messages, step["structured_response"]), step.written)
 
     def before_agent(self, state: State, runtime: Runtime[ContextT]) -> Update | None:

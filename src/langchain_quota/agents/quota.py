@@ -146,7 +146,7 @@ class QuotaMiddleware(
     )
 
     why_nobody_is_asked: ClassVar[str] = ""
-    """What a middleware needs in place of itself, if no limit of it can ask."""
+    """What an agent needs instead of this middleware, if no limit of it can ask."""
 
     def __new__(cls, limits: Any = None, *_: Any, **__: Any) -> Self:
         """Make an object of a class that has only the hooks which the limits need."""
@@ -223,7 +223,7 @@ class QuotaMiddleware(
     async def _before_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
         newest = (state.get("messages") or (None,))[-1]
         if newest is not None and newest.id is not None and newest.id == ledger(state).get("ended"):
-            # The graph goes on nevertheless: LangChain waits for a structured response.
+            # The graph continues nevertheless: LangChain waits for a structured response.
             return {"jump_to": "end"}
         return await self.kernel.check_model_call(mode, state, runtime)
 

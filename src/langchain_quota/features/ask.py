@@ -312,7 +312,7 @@ def _payload(
 def _parse_answer(resumed: object, offers: Sequence[_Offer]) -> Answer:
     """Parse the answer that resumes a run: a `HITLResponse`, which may have an amount."""
     match resumed:
-        case {"decisions": [{"type": "approve" | "reject" as kind, **decision}], **others}:
+        case {"decisions": [{"type": "approve" | "reject" as kind, **decision}], **response}:
             pass
         case _:
             raise ValueError(f"it must be {_ANSWERS}, not {resumed!r}")
@@ -321,7 +321,7 @@ def _parse_answer(resumed: object, offers: Sequence[_Offer]) -> Answer:
     configurable = running_config().get("configurable") or {}
     on_server = "langgraph_api" in sys.modules
     user = configurable.get("langgraph_auth_user_id") if on_server else None
-    by = user or decision.get("by") or others.get("by") or ""
+    by = user or decision.get("by") or response.get("by") or ""
     # Agent Inbox sends what a person says as "args".
     inbox = decision.get("args")
     message = decision.get("message") or (inbox if isinstance(inbox, str) else "")

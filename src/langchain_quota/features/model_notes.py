@@ -181,13 +181,13 @@ def _without_exhausted(
     request: Request, limits: ResolvedLimits, counts: Mapping[str, int]
 ) -> tuple[Request, str | None]:
     """Return the request without exhausted tools, and a note if they have to stay."""
-    # A tool stays if all limits that refuse it ask a person: without a call nobody would be asked.
-    # Or if they have its calls wait.
+    # A tool stays if each limit that refuses it lets calls wait, or asks a person: without a call
+    # nobody would be asked.
 
     def is_left(tool: str) -> bool:
         (refused,) = admit([limits.checks_for(Call("tool", tool)).demand], counts, {}).refused
-        named = [limits.by_name[name] for name in refused if name not in limits.asking]
-        return not any(each.enforce and getattr(each, "wait", None) is None for each in named)
+        refusing = [limits.by_name[name] for name in refused if name not in limits.asking]
+        return not any(limit.enforce and getattr(limit, "wait", None) is None for limit in refusing)
 
     usable = [tool for tool in request.tools if isinstance(tool, dict) or is_left(tool.name)]
     return (request, None) if len(usable) == len(request.tools) else _offer(request, usable)

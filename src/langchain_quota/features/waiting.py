@@ -247,7 +247,7 @@ class Waiting(Feature):
             permanent_refusals.update(permanent)
             if not permanent:
                 demanded.update(demand.amounts)
-                thresholds += [each for each in demand.thresholds if each.limit in self._max_waits]
+                thresholds += [t for t in demand.thresholds if t.limit in self._max_waits]
         if any(permanent_refusals[name] >= after for name, after in stops.items()):
             return _MissingRoom()
         missing: list[_MissingRoom] = []

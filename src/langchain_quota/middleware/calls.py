@@ -55,7 +55,7 @@ class ToolCounts:
     thread: dict[str, int]
     run: dict[str, int]
     calls: dict[str, Charge]
-    # What the agent's store is to take back now, by the call's id.
+    # What to refund in the agent's store now, by the call's id.
     refunds: dict[str, Amounts] = field(default_factory=dict)
 
     @classmethod
@@ -110,7 +110,7 @@ class ToolCounts:
 def refunded_limits(charge: Charge) -> list[tuple[str, int, int]]:
     """Return what a refund returns: each limit's name, its calls, and its nanodollars."""
     costs = dict(charge.get("costs", {}))
-    calls = [one for by_limit in charge["limits"].values() for one in by_limit.items()]
+    calls = [item for by_limit in charge["limits"].values() for item in by_limit.items()]
     charged = [(name, amount, costs.pop(name, 0)) for name, amount in calls]
     # A limit in a dry run is not charged a call that it would refuse, but what it costs.
     return charged + [(name, 0, cost) for name, cost in costs.items()]
@@ -153,19 +153,19 @@ class Batch:
     started: int = field(default_factory=time.time_ns)
     demands: Sequence[Demand] = field(init=False)
     index_of: Sequence[int] = field(init=False)
-    # Of a request that is never made again, in place of the task's name.
+    # The name of a request that is never repeated; by default the task's name.
     name: str = ""
     sent: AcquireRequest | None = None
-    # The counts with which they were checked.
+    # The counts against which the calls were checked.
     counted: Mapping[str, int] = field(default_factory=dict)
     answered: bool = False
     # What a store's grants added to its limits, by key.
     granted: Mapping[str, int] = field(default_factory=dict)
     # What a person answered at a limit.
     answer: Answer | None = None
-    # What features know of it, by their names.
+    # The data of features about the batch, by their names.
     feature_data: dict[str, Any] = field(default_factory=dict)
-    # What is written beside what follows.
+    # An update of the ledger, beside that of the hook result.
     ledger_update: Ledger = field(default_factory=Ledger)
     # Of tool calls: the id of their message, those that wait, and what is charged to them.
     message: str | None = None
@@ -257,7 +257,7 @@ class Batch:
         # "allow" leaves out quotas.
         self.limits = self.limits.without_store(outage)
         self.set_checks(
-            CallChecks.of(one.without_store(outage) for one in checks.limits)
+            CallChecks.of(limit.without_store(outage) for limit in checks.limits)
             for checks in self.call_checks
         )
         return self.by_state()
@@ -269,7 +269,7 @@ class Batch:
         if limits is not self.limits:
             self.limits = limits
             self.set_checks(
-                CallChecks.of(one.raised(granted) for one in checks.limits)
+                CallChecks.of(limit.raised(granted) for limit in checks.limits)
                 for checks in self.call_checks
             )
 

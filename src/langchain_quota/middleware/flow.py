@@ -75,8 +75,7 @@ class Kernel:
         feature_kinds: The features that it may have, in the order in which they are called.
         model_mode: When this middleware counts model calls; `None` if it does not.
         checks_every_call: Whether tool calls that no limit matches are recorded, too.
-        why_nobody_is_asked: What the middleware needs in place of itself, if no limit of it can
-            ask a person.
+        why_nobody_is_asked: What the middleware needs instead, if no limit of it can ask a person.
         checks_inline: Whether calls are checked in the model's own node.
 
     Raises:
@@ -113,6 +112,7 @@ class Kernel:
         self.conclude_tools: Conclude = conclude_tools
         self._middleware = middleware
         self.model_mode = model_mode
+        """When the middleware counts model calls; `None` if it does not."""
         self._checks_every_call = checks_every_call
         self.why_nobody_is_asked = why_nobody_is_asked
         self.checks_inline = checks_inline
