@@ -3,11 +3,12 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Unpack
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from langchain.agents.middleware.types import ModelRequest, ToolCallRequest
+from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import AIMessage, AnyMessage, ToolMessage
 from langchain_core.runnables import RunnableConfig, ensure_config
 from langchain_core.runnables.config import merge_configs, var_child_runnable_config
@@ -122,16 +123,8 @@ class GraphLimits(QuotaMiddleware):
             state: Any = {**run.state, "messages": messages}
             # Each call is charged, even if a node calls its model twice or runs again.
             runtime: Any = running_runtime(uuid4().hex)
-            step = InlineState(
-                ModelRequest(
-                    model=request.model,
-                    messages=repaired(state, is_shared=False) or messages,
-                    tools=request.tools,
-                    model_settings=request.model_settings,
-                    state=state,
-                    runtime=runtime,
-                )
-            )
+            history = repaired(state, is_shared=False) or messages
+            step = InlineState(replace(request, messages=history, state=state, runtime=runtime))
             await make_model_call(self.kernel, mode, step, handler)
             run.learn(step.written)
             answer = step.new_messages[-1]

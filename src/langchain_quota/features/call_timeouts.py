@@ -37,7 +37,7 @@ class CallTimes(Feature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         limits = _by_time(kernel.limits)
-        self._on_trial = [limit for limit in limits if not limit[1].enforce]
+        self._dry_run_limits = [limit for limit in limits if not limit[1].enforce]
         # The shortest one that is enforced ends every call.
         self._enforced = next((limit for limit in limits if limit[1].enforce), None)
 
@@ -45,14 +45,14 @@ class CallTimes(Feature):
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
         """Make a tool call; if it takes too long, answer it."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             if self._enforced is None:
                 return await call(request)
             return await self._ended(mode, request, call, *self._enforced)
         finally:
-            took = (time.monotonic() - began) * 1000
-            for milliseconds, limit in self._on_trial:
+            took = (time.monotonic() - started_at) * 1000
+            for milliseconds, limit in self._dry_run_limits:
                 if took > milliseconds:
                     self._count(limit, "dry_run")
 
@@ -64,7 +64,7 @@ class CallTimes(Feature):
         milliseconds: int,
         limit: TimeLimit,
     ) -> ToolAnswer:
-        """Return the answer of a call, or the error that answers in its place."""
+        """Return the answer to a call, or an error if the call takes too long."""
         runs_on = not mode or compat.runs_in_thread(request.tool)
         if mode:
             # Not `wait_for`: the call stays in the task of the run, which may be cancelled itself.
