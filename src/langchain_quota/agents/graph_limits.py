@@ -115,6 +115,9 @@ class GraphLimits(QuotaMiddleware):
         """Return the answer of a model, or of the limits in its place.
 
         The messages of the request are the history; its state and runtime are set here.
+
+        Raises:
+            RuntimeError: A tool call is blocked, and no node of tools answers it.
         """
         with running_as(self.agent):
             run, messages = await self._run(mode, request.messages), request.messages

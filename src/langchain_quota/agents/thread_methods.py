@@ -19,7 +19,7 @@ from langchain_quota.limits.call import THREAD
 from langchain_quota.limits.options import whole_amount
 from langchain_quota.limits.windows import CalendarWindow
 from langchain_quota.middleware.base import ContextT, LimitMiddleware
-from langchain_quota.middleware.context import AnyGraph
+from langchain_quota.middleware.context import CompiledGraph
 from langchain_quota.middleware.flow import clock_of
 from langchain_quota.middleware.state import LEDGER, UNUSED
 from langchain_quota.runtime import compat
@@ -34,7 +34,7 @@ _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededErro
 class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
     """A middleware whose threads can be reset and granted more."""
 
-    def reset(self, agent: AnyGraph, config: RunnableConfig) -> None:
+    def reset(self, agent: CompiledGraph, config: RunnableConfig) -> None:
         """Set a thread's counts to 0, in its state and in the store.
 
         Args:
@@ -50,7 +50,7 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
         """
         run_sync(self._reset("", agent, config))
 
-    async def areset(self, agent: AnyGraph, config: RunnableConfig) -> None:
+    async def areset(self, agent: CompiledGraph, config: RunnableConfig) -> None:
         """Call `reset` without blocking the event loop."""
         await self._reset("a", agent, config)
 

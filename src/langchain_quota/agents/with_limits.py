@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from langchain_quota.agents.quota import QuotaMiddleware
 from langchain_quota.features.deep_agents import has_limits, trust_sub_agents
-from langchain_quota.middleware.feature import AnyMiddleware
+from langchain_quota.middleware.feature import Middleware
 from langchain_quota.runtime.arguments import short_repr
 
 Arguments = ParamSpec("Arguments")
@@ -147,8 +147,8 @@ def _limited(spec: SubAgentSpec, quota: QuotaMiddleware) -> SubAgentSpec:
 
 
 def _with_quota(
-    middleware: Sequence[AnyMiddleware] | None, quota: QuotaMiddleware
-) -> list[AnyMiddleware]:
+    middleware: Sequence[Middleware] | None, quota: QuotaMiddleware
+) -> list[Middleware]:
     """Return the middlewares with the quota, unless they have one."""
     present = list(middleware or ())
     if any(isinstance(item, QuotaMiddleware) for item in present):

@@ -15,7 +15,7 @@ from langgraph.pregel import Pregel
 
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
-from langchain_quota.middleware.context import AnyGraph
+from langchain_quota.middleware.context import CompiledGraph
 from langchain_quota.middleware.feature import Feature, Tool
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import LEDGER
@@ -68,7 +68,7 @@ def has_limits(runnable: object) -> bool:
     return any(LEDGER in graph.channels for graph in _graphs_of(runnable))
 
 
-def _graphs_of(runnable: object) -> list[AnyGraph]:
+def _graphs_of(runnable: object) -> list[CompiledGraph]:
     """Return a graph and those within it; nothing if it is no graph."""
     while isinstance(runnable, RunnableBindingBase):
         runnable = runnable.bound

@@ -18,7 +18,7 @@ from langgraph.runtime import ExecutionInfo, Runtime
 from langchain_quota.limits.call import Kind
 from langchain_quota.middleware.calls import Batch, HookResult, Update
 from langchain_quota.middleware.context import (
-    AnyRuntime,
+    NodeRuntime,
     digest,
     running_config,
     running_runtime,
@@ -114,7 +114,7 @@ class Reruns(Feature):
 
     async def _rerun_runtime(
         self, mode: Mode, kind: Kind, state: State, call_id: str | None = None
-    ) -> AnyRuntime | None:
+    ) -> NodeRuntime | None:
         """Return the runtime in which to check a call that runs again; `None` for a new call."""
         info = getattr(running_runtime(), "execution_info", None)
         if info is None or not isinstance(state, Mapping):

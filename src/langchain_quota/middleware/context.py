@@ -29,9 +29,9 @@ from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.keys import CountKey, prefix_now, read_emission_interval
 from langchain_quota.telemetry.recorder import Recorder
 
-AnyGraph = Pregel[Any, Any, Any, Any]
+CompiledGraph = Pregel[Any, Any, Any, Any]
 
-AnyRuntime = Runtime[Any]
+NodeRuntime = Runtime[Any]
 """LangGraph's runtime of a node, whatever the context of its graph."""
 
 
@@ -112,13 +112,13 @@ def digest(*parts: str) -> str:
     return sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()
 
 
-def running_runtime(work: str = "") -> AnyRuntime | None:
+def running_runtime(work: str = "") -> NodeRuntime | None:
     """Return the runtime of the running node, as if `work` in it were a task of its own.
 
     `None` outside of a graph.
     """
     try:
-        runtime: AnyRuntime = get_runtime()
+        runtime: NodeRuntime = get_runtime()
     except (RuntimeError, KeyError):
         return None
     info = runtime.execution_info

@@ -25,7 +25,7 @@ from langchain_quota.runtime.sync_async import Mode
 if TYPE_CHECKING:
     from langchain_quota.middleware.flow import Kernel
 
-AnyMiddleware = AgentMiddleware[Any, Any, Any]
+Middleware = AgentMiddleware[Any, Any, Any]
 Tool = BaseTool | dict[str, Any]
 """A tool, or a provider's own tool."""
 Request = ModelRequest[Any]

@@ -27,11 +27,11 @@ from langchain_quota.middleware.context import (
     running_agent,
 )
 from langchain_quota.middleware.feature import (
-    AnyMiddleware,
     BatchCheck,
     Feature,
     FeatureOptions,
     Handler,
+    Middleware,
     ModelCall,
     Request,
     Response,
@@ -84,7 +84,7 @@ class Kernel:
 
     def __init__(  # noqa: PLR0913 - keyword-only, with defaults
         self,
-        middleware: AnyMiddleware,
+        middleware: Middleware,
         limits: tuple[Limit, ...],
         *,
         telemetry: Telemetry | None,
