@@ -51,7 +51,7 @@ model and the tools answer immediately.
 HOW = """\
 - *CPU µs a step*: microseconds of CPU time of all threads, in runs of ten steps without a
   checkpointer. *to LangChain*: the same, divided by what LangChain's limiters add for these limits.
-- *its hooks alone*: what hooks of the same kinds cost that judge nothing and write the same keys.
+- *its hooks alone*: what hooks of the same kinds cost that check nothing and write the same keys.
 - *ms* and *bytes a step*: time by the clock, and what is stored, with PostgreSQL as checkpointer.
 - *LangChain, 2* has LangChain's `ModelCallLimitMiddleware` and `ToolCallLimitMiddleware`.
   *LangChain, 8* also has one for each of six tools. *drop-in* has the classes of this package with

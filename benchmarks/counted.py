@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.workloads import KINDS, Counting, Judging, Step, Work, prepare
+from benchmarks.workloads import KINDS, Checking, Counting, Step, Work, prepare
 
 Job = tuple[Work, int]
 
@@ -22,7 +22,7 @@ def main(directory: Path) -> None:
         for kind, arguments, times in json.loads((directory / "jobs.json").read_text())
     ]
     # What is imported and cached on the first use.
-    prepare(Judging(1))
+    prepare(Checking(1))
     prepare(Counting())
     prepare(Step("Inline, 1", has_memory=True))
     # The collector's runs come when they come; they would be counted with either.

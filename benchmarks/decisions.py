@@ -7,9 +7,9 @@ from benchmarks.scenes import Mode
 from benchmarks.sizes import Size
 from benchmarks.workloads import (
     Bare,
+    Checking,
     Counting,
     Emitting,
-    Judging,
     Tracing,
     Work,
     attributes,
@@ -28,8 +28,8 @@ WORKS: dict[str, Work] = {
     "a decision by 1 limit, span recorded": Emitting(1, "sampled"),
     "a decision by 2 limits, span not sampled": Emitting(2, "not sampled"),
     "a decision by 8 limits, span not sampled": Emitting(8, "not sampled"),
-    "judging by 1 limit": Judging(1),
-    "judging by 8 limits": Judging(8),
+    "checking by 1 limit": Checking(1),
+    "checking by 8 limits": Checking(8),
 }
 
 
@@ -57,7 +57,7 @@ def measure(size: Size) -> Result:
     columns = ("what", found.unit, "to `inc()`", UNIT, "to `inc()`")
     note = (
         "A decision is about a tool call on a thread. Every limit has a number for the thread and "
-        f"one for the run. The span has {len(attributes())} attributes. The cost of judging is not "
+        f"one for the run. The span has {len(attributes())} attributes. The cost of checking is no "
         "part of a decision's cost."
     )
     ratios = []

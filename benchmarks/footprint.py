@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from benchmarks.judged import Used, judge
+from benchmarks.checked import Used, check
 from benchmarks.report import Result, Table, number
 from benchmarks.scenes import UNREACHED
 from benchmarks.sizes import Size
@@ -51,7 +51,7 @@ def tracked_bytes(threads: int, limits: int) -> int:
     def record(thread: int) -> None:
         call = Call("tool", "search", "call_1", agent="benchmark", thread_id=f"thread-{thread}")
         usage = {each.limit.counter: Used(1, 1) for each in terms}
-        recorder.record(judge(terms, usage, [call]).decisions, started=time.time_ns())
+        recorder.record(check(terms, usage, [call]).decisions, started=time.time_ns())
 
     # The series of the counters are there before.
     record(-1)

@@ -6,9 +6,9 @@ from benchmarks.workloads import Asking
 
 STATE = Asking("state")
 WORKS = {
-    "judging a call by the state": STATE,
+    "checking a call by the state": STATE,
     "`MemoryStore.acquire`": Asking("store"),
-    "the hooks' request to `MemoryStore`, and judging": Asking("hooks"),
+    "the hooks' request to `MemoryStore`, and checking": Asking("hooks"),
 }
 
 
@@ -20,11 +20,11 @@ def shown(found: Costs) -> tuple[Table, list[Ratio]]:
     ]
     columns = ("work", found.unit, "ratio")
     note = (
-        "One call is judged by one `thread_limit`. The ratio compares with judging by the state. "
+        "One call is checked by one `thread_limit`. The ratio compares with checking by the state. "
         "The hooks also time the store, and handle its failures."
     )
     ratios = [
-        Ratio(f"{name}, to judging by the state; in {found.unit}", 3, ratio)
+        Ratio(f"{name}, to checking by the state; in {found.unit}", 3, ratio)
         for name, ratio in to_state.items()
         if WORKS[name] != STATE
     ]

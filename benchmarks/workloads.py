@@ -17,7 +17,7 @@ from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from benchmarks import scenes
-from benchmarks.judged import Used, judge, request_of
+from benchmarks.checked import Used, check, request_of
 from langchain_quota import MemoryStore, Telemetry
 from langchain_quota.core.admission import AcquireRequest, admit
 from langchain_quota.core.checks import ResolvedLimit, ResolvedLimits, demands_of
@@ -61,7 +61,7 @@ class Emitting:
 
 
 @dataclass(frozen=True)
-class Judging:
+class Checking:
     """Checking a call by so many limits."""
 
     limits: int
@@ -102,9 +102,9 @@ class Asking:
     whom: Literal["state", "store", "hooks"]
 
 
-Work = Step | Emitting | Judging | Counting | Tracing | Bare | Asking
+Work = Step | Emitting | Checking | Counting | Tracing | Bare | Asking
 KINDS: dict[str, type[Work]] = {
-    each.__name__: each for each in (Step, Emitting, Judging, Counting, Tracing, Bare, Asking)
+    each.__name__: each for each in (Step, Emitting, Checking, Counting, Tracing, Bare, Asking)
 }
 
 
@@ -118,7 +118,7 @@ def prepare(work: Work) -> Repeat:
 def decision(limits: int) -> Decision:
     """A call that runs, by so many limits on one tool, of a thread."""
     call = Call("tool", "search", "call_1", agent="benchmark", thread_id="thread-1")
-    return judge(_limits(limits), {"search": Used(7, 3)}, [call]).decisions[0]
+    return check(_limits(limits), {"search": Used(7, 3)}, [call]).decisions[0]
 
 
 def _prepared(work: Work) -> Repeat:
@@ -127,8 +127,8 @@ def _prepared(work: Work) -> Repeat:
             return _steps(work)
         case Emitting(limits, mode):
             return _emitting(limits, mode)
-        case Judging(limits):
-            return _judging(limits)
+        case Checking(limits):
+            return _checking(limits)
         case Counting():
             counter = Counter("calls", "Calls.", ["tool"], registry=CollectorRegistry())
             once: Callable[[], object] = counter.labels("search").inc
@@ -168,18 +168,18 @@ def _emitting(limits: int, mode: scenes.Mode) -> Repeat:
     return emit
 
 
-def _judging(limits: int) -> Repeat:
+def _checking(limits: int) -> Repeat:
     calls = [decision(1).call]
     used = {"search/thread": 7, "search/run": 3}
 
-    def judged() -> None:
+    def checked() -> None:
         # What each tool asks is looked up anew, as it is where a store keeps the counts.
         resolved = ResolvedLimits(_limits(limits))
         asked = [resolved.checks_for(call) for call in calls]
         demands, index_of = demands_of(calls, asked)
         decide(calls, asked, index_of, admit(demands, used, resolved.stops))
 
-    return _repeating(judged)
+    return _repeating(checked)
 
 
 def _asking(whom: str) -> Callable[[], object]:

@@ -304,8 +304,8 @@ def _limits() -> TablePanel:
         show.Place(51, 24, 8),
         "Limits",
         "What limits allow, from which used share they are near, and which share of the calls that "
-        "they checked they refused in the chosen time. 'Would refuse' is the share of a limit on "
-        "trial (enforce=False). Limits that a function computes are not listed.",
+        "they checked they refused in the chosen time. 'Would refuse' is the share of a limit in "
+        "a dry run (enforce=False). Limits that a function computes are not listed.",
         [
             show.text("Agent", "agent", 150),
             show.text("Limit", "limit", 150),

@@ -52,7 +52,7 @@ class Signals:
         """The finished spans, in order."""
         return list(self.exporter.get_finished_spans())
 
-    def judged(self) -> list[ReadableSpan]:
+    def decision_spans(self) -> list[ReadableSpan]:
         """The spans of checked calls, in order."""
         return [span for span in self.spans() if span.name.startswith("check_quota")]
 

@@ -116,7 +116,7 @@ def build_agents(
                 alert=False,
             ),
             ToolCallLimit("fetch", quotas=[Quota(400, per="global", window=minutes)]),
-            ToolCallLimit("fetch", run_limit=1, enforce=False, name="fetch on trial"),
+            ToolCallLimit("fetch", run_limit=1, enforce=False, name="fetch dry run"),
             ToolCallLimit("lookup", quotas=[Quota(100, per="tenant", window=hour)]),
             TokenLimit(quotas=[Quota(2_000_000, per="tenant", window=hour)]),
             CostLimit(thread_limit=2, quotas=[Quota(20, per="agent", window=hour)]),

@@ -140,7 +140,7 @@ class Truth:
         return _counted(self.decisions, fields)
 
     def refused(self, *, enforced: bool = True) -> list[Row]:
-        """A row for each limit that refused a call; those on trial refuse nothing for real."""
+        """A row for each limit that refused a call; those in a dry run refuse nothing for real."""
         return [
             {**decision, "limit": limit["limit"], "scope": limit["refused"], "exit": limit["exit"]}
             for decision in self.decisions

@@ -341,7 +341,7 @@ def test_a_tool_in_place_of_its_name() -> None:
 
 
 def test_only_what_holds_finalizes() -> None:
-    """A model limit on trial cannot tell a call that it is the last."""
+    """A model limit in a dry run cannot tell a call that it is the last."""
     with pytest.raises(ValueError, match="exit_behavior='finalize' needs enforce=True"):
         ModelCallLimit(run_limit=1, exit_behavior="finalize", enforce=False)
 

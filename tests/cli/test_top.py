@@ -202,7 +202,7 @@ thread_used{agent="support",limit="tool:search",thread_id="ann\\nx"} 9
 thread_limit{agent="support",limit="tool:search",thread_id="ann\\nx"} 10
 thread_timestamp_seconds{event="decision",agent="support",limit="tool:search",thread_id="ann\\nx"} 5
 thread_blocked_total{agent="support",limit="tool:search",thread_id="ann\\nx"} 9
-thread_timestamp_seconds{event="decision",agent="support",limit="tool:search",thread_id="judged"} 5
+thread_timestamp_seconds{event="decision",agent="support",limit="tool:search",thread_id="checked"} 5
 thread_blocked_total{agent="support",limit="tool:search",thread_id="old"} 1
 thread_timestamp_seconds{agent="support",event="refusal",limit="tool:search",thread_id="old"} AGO
 thread_used{agent="support",limit="trial",thread_id="ann"} 20
@@ -245,13 +245,13 @@ def test_two_processes(serving: Serving, capsys: pytest.CaptureFixture[str]) -> 
             "thread agent limit used/of share state refused ago ends in",
             "ann\\nx support tool:search 8/10 80%~ near 10",
             "ann support money $0.30/$0.38 80%~ near 0",
-            "ann support trial 20/10 200% on trial 0",
+            "ann support trial 20/10 200% dry run 0",
             "old support tool:search - - 1 7d",
             "quotas:",
             "subject quota agent limit used/of share state ends in",
             "- tenant support money $0.50/$1.00 50% ok",
             "limits:",
-            "agent limit allowed refused on trial near exhausted ended runs",
+            "agent limit allowed refused dry run near exhausted ended runs",
             "support tool:search 7 14 4 5 7 8",
         ]
 

@@ -222,8 +222,8 @@ class Play:
 
     def _check_limits(self) -> None:
         """Rule 1."""
-        judges_tools = any(limit.kind == "tool" for limit in self.scenario.limits)
-        if self.kind == "inline" and judges_tools:
+        checks_tools = any(limit.kind == "tool" for limit in self.scenario.limits)
+        if self.kind == "inline" and checks_tools:
             passed = {each.call.id for each in self.decisions if each.outcome in RAN}
             assert {call_id for _, call_id in self.world.started.values()} <= passed
         for limit in self.scenario.limits:

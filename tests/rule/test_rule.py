@@ -55,7 +55,7 @@ CALLS = st.builds(
     used=st.fixed_dictionaries(dict.fromkeys(COUNTERS, st.integers(0, 5))),
     stops=st.dictionaries(st.sampled_from(LIMITS), st.integers(1, 3), max_size=2),
 )
-def test_a_call_is_judged_by_what_was_admitted_before_it(
+def test_a_call_is_checked_by_what_was_admitted_before_it(
     asked: list[Demand], used: dict[str, int], stops: dict[str, int]
 ) -> None:
     """It is refused exactly where it and all admitted before it add up to more than allowed."""

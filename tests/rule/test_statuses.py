@@ -111,7 +111,7 @@ def test_near_is_the_smallest_count_of_that_share(limit: int, thousandths: int) 
 
 
 def test_which_limit_leads() -> None:
-    """The first that refuses and is enforced; else one on trial that refuses; else the fullest."""
+    """The first that refuses and is enforced; else a dry run that refuses; else the fullest."""
     low, fuller = of_run(0, 1, 10), of_run(0, 9, 10)
     assert (OPEN.share, of_run(0, 0, 0).share, low.share) == (0, 1, 0.1)
     one, two = refusing("run", limit="one"), refusing("run", limit="two")

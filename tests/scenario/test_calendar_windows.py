@@ -70,7 +70,7 @@ async def test_until_when_a_count_holds(
     assert texts(result)[-1].endswith(f" It resets at {said}.")
     decided = [each.resets_at.isoformat() for each in decisions if each.resets_at]
     assert decided == [told.replace("Z", "+00:00")]
-    spans = map(attributes, signals.judged())
+    spans = map(attributes, signals.decision_spans())
     in_utc = [
         *(each["resets_at"] for each in spans if "resets_at" in each),
         *(each.quota_resets_at for each in caplog.records if hasattr(each, "quota_resets_at")),

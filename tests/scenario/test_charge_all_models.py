@@ -61,7 +61,7 @@ def kept(store: Any) -> dict[str, int]:
 @either
 @both_forms
 async def test_models_of_tools(signals: Signals, kind: Kind, form: Form) -> None:
-    """What parallel tools' models use is charged before the next call is judged, and refuses it."""
+    """What parallel tools' models use is charged before the next check, and refuses a call."""
     tools = asking("small", says(30)), asking("large", says(70))
     script = [answer(5, "small", "large"), answer(9)]
     limit = TokenLimit(run_limit=100)

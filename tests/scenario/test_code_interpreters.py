@@ -191,7 +191,7 @@ async def test_a_deep_agent_without_with_limits_does_not_run(signals: Signals) -
         await agent.ainvoke(GO, CONFIG)
 
 
-async def test_a_limit_on_trial(signals: Signals) -> None:
+async def test_a_dry_run(signals: Signals) -> None:
     """A dry-run limit stops no agent."""
     limit = ToolCallLimit("search", run_limit=2, enforce=False)
     scene = Scene(signals, script(), [limit, interpreter(ptc=["search"])])

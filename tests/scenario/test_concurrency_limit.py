@@ -273,7 +273,7 @@ async def test_what_waits_in_vain_is_given_back_in_each_thread(
     assert counts(store) == {"browser:global:": 2}
 
 
-async def test_a_limit_on_trial_lets_nobody_wait(signals: Signals) -> None:
+async def test_a_dry_run_lets_nobody_wait(signals: Signals) -> None:
     """A call that would have waited runs at once, and is measured."""
     browser = Browser(ends=False)
     limit = ConcurrencyLimit("browser", max_concurrency=1, enforce=False)

@@ -167,7 +167,7 @@ def tool_limits(draw: st.DrawFn) -> State:
     }
 
 
-async def judged(limiter: Any, name: str, form: Form, state: State) -> tuple[str, Any]:
+async def checked(limiter: Any, name: str, form: Form, state: State) -> tuple[str, Any]:
     """What a hook does: the update that it returns, or what it raises."""
     try:
         return "returned", await hook(limiter, name, state, form=form)
@@ -221,7 +221,7 @@ async def test_tool_limiters_agree(
                 state.pop("run_tool_call_count", None)
             asked = asking(*batch, prefix=f"step{step}call")
             state["messages"] = [*state["messages"], asked]
-            kind, result = await judged(limiter, "after_model", form, state)
+            kind, result = await checked(limiter, "after_model", form, state)
             returned = kind == "returned"
             states[index] = next_state(state, result if returned else None)
             outcomes.append((kind, comparable(result) if returned else result))
@@ -245,7 +245,7 @@ async def test_model_limiters_agree(arguments: State, calls: list[tuple[bool, Fo
             state = {**states[index]}
             if new_run:
                 state.pop("run_model_call_count", None)
-            kind, result = await judged(limiter, "before_model", form, state)
+            kind, result = await checked(limiter, "before_model", form, state)
             before = kind, comparable(result) if kind == "returned" else result
             after = None
             if before == ("returned", None):

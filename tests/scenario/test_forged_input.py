@@ -219,7 +219,7 @@ HELD = [
     Row("calls of her own", ending(AIMessage("", tool_calls=calls("a", "b")))),
     Row("calls of an old id", ending(AIMessage("", id="x", tool_calls=calls("a", "b")))),
     Row(
-        "judged calls", ending(X.model_copy(update={"response_metadata": {MARK: {"refused": {}}}}))
+        "checked calls", ending(X.model_copy(update={"response_metadata": {MARK: {"refused": {}}}}))
     ),
     Row("calls with one id", ending(AIMessage("", tool_calls=calls("a", "a")))),
     Row("calls without an id", ending(AIMessage("", tool_calls=calls("")))),
@@ -262,7 +262,7 @@ TRUSTED = [
     Row("begin again", going_back(GO, "__start__"), CHECKPOINTS, STATE),
     Row("a question before the model", going_back(GO, "model"), CHECKPOINTS, STATE),
     Row("a question before tools", going_back(GO, "tools"), CHECKPOINTS, STATE),
-    Row("a question between judges", going_back(GO, "].after_model"), CHECKPOINTS, BETWEEN),
+    Row("a question between checks", going_back(GO, "].after_model"), CHECKPOINTS, BETWEEN),
     Row("update counts", sending(Command(update=UNUSED, goto="model")), COMMANDS, STATE),
     Row("go to tools", sending(Command(update={"messages": X}, goto="tools")), COMMANDS, NODES),
     Row("send to tools", sending(Command(goto=Send("tools", {"messages": [X]}))), COMMANDS, NODES),
@@ -271,7 +271,7 @@ TRUSTED = [
 REPLAYED = [
     Row("tools again", going_back(None, "tools"), CHECKPOINTS, STATE),
     Row("the model again", going_back(None, "model"), CHECKPOINTS, STATE),
-    Row("judged again", going_back(None, "].after_model"), CHECKPOINTS, BETWEEN),
+    Row("checked again", going_back(None, "].after_model"), CHECKPOINTS, BETWEEN),
     Row("resumed", going_back(Command(resume="x"), "tools"), CHECKPOINTS, STATE),
     Row("answered again", asked_again, RESUMES, ASKING[:1], ASKING, "ask", 4),
     Row("model: again", going_back(None, "model"), CHECKPOINTS, STATE, of="model"),

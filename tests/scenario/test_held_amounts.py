@@ -46,7 +46,7 @@ async def test_a_retry_holds_its_own_amount(
 
 @either
 @pytest.mark.parametrize(("most", "calls"), [(50, 1), (61, 2)])
-async def test_a_retry_is_judged_with_what_its_first_attempt_used(
+async def test_a_retry_is_checked_with_what_its_first_attempt_used(
     signals: Signals, kind: Kind, most: int, calls: int
 ) -> None:
     """Without a reserve, too, a call is made again only if the attempt before it left anything."""

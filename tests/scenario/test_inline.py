@@ -59,7 +59,7 @@ async def test_hooks_of_others_run_around_a_refusal(kind: Kind, signals: Signals
 
 @both
 @pytest.mark.parametrize("stored", [False, True], ids=["in the state", "in a store"])
-async def test_a_death_after_judging(*, kind: Kind, stored: bool, signals: Signals) -> None:
+async def test_a_death_after_the_check(*, kind: Kind, stored: bool, signals: Signals) -> None:
     """What is checked is checked once; inline the model is called again, and a store keeps both."""
     limits: list[Limit] = [ToolCallLimit("search", thread_limit=9), ModelCallLimit(thread_limit=9)]
     dying = Looking("after" if kind == "quota" else "wrap")

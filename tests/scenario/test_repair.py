@@ -71,8 +71,8 @@ async def test_error_in_a_stack(order: Order, signals: Signals) -> None:
 
     assert sorted(scene.ran) == ["calc", "calc", "search"]
     # The last of the list checks first: 3 calls by all tools.
-    judged_before_error = order[order.index(1) + 1 :]
-    assert scene.metric("tool:*", "refunded") == (3 if 0 in judged_before_error else 0)
+    checked_before_error = order[order.index(1) + 1 :]
+    assert scene.metric("tool:*", "refunded") == (3 if 0 in checked_before_error else 0)
 
 
 async def test_a_resume_raises_again(signals: Signals) -> None:

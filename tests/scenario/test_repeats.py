@@ -79,8 +79,8 @@ async def refusals(
     decisions = [each for each in found if each.call.kind == "tool"]
     check_history(result["messages"])
     places = [(n, i) for n, step in enumerate(steps, 1) for i, _ in enumerate(step, 1)]
-    judged = zip(places, decisions, strict=True)
-    return [place for place, decision in judged if decision.outcome is Outcome.BLOCKED]
+    checked = zip(places, decisions, strict=True)
+    return [place for place, decision in checked if decision.outcome is Outcome.BLOCKED]
 
 
 def each(tool: str, **args: Sequence[Any]) -> list[Step]:

@@ -73,13 +73,13 @@ async def test_hooks_that_crash_again_and_again(call_id: str | None, signals: Si
     assert scene.ran == ["search"] * 2
     assert counts(store) == {SEARCHES: 2, MODEL_CALLS: 2}
     assert (scene.metric("tool:search", "allowed"), scene.metric("model", "allowed")) == (2, 2)
-    judged = [each.call.id for each in decisions if each.call.kind == "tool"]
-    assert judged == [each["id"] for each in scene.state()["messages"][1].tool_calls]
+    checked = [each.call.id for each in decisions if each.call.kind == "tool"]
+    assert checked == [each["id"] for each in scene.state()["messages"][1].tool_calls]
     scene.check()
 
 
 @pytest.mark.parametrize("days", [0, 1])
-async def test_judged_twice(days: int, signals: Signals) -> None:
+async def test_checked_twice(days: int, signals: Signals) -> None:
     """Checked again, as after a fork of the thread, a batch is charged once, in its last window."""
     clock = Clock()
     store = MemoryStore(clock=clock)

@@ -87,7 +87,7 @@ async def test_limits_on_one_count_hold_the_most_that_one_reserves(
     ("small", "large", "refusing"),
     [(40, 85, []), (39, 85, ["small"]), (40, 84, ["large"]), (39, 84, ["small", "large"])],
 )
-async def test_each_limit_on_one_count_is_judged_by_its_own_reserve(
+async def test_each_limit_on_one_count_is_checked_by_its_own_reserve(
     signals: Signals, small: int, large: int, refusing: list[str]
 ) -> None:
     """After 15 tokens a reserve of 25 needs a limit of 40, one of 70 needs 85."""
@@ -108,7 +108,7 @@ async def test_each_limit_on_one_count_is_judged_by_its_own_reserve(
 
 @pytest.mark.parametrize("enforce", [True, False])
 async def test_a_reserve_refuses_for_its_own_limit_only(signals: Signals, *, enforce: bool) -> None:
-    """A limit on the same tokens is checked by its own reserve; one on trial holds nothing."""
+    """A limit on the same tokens is checked by its own reserve; one in a dry run holds nothing."""
     store = memory()
     seen, during = watching(store)
     quotas = [Quota(100, per="global")]

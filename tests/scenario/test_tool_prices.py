@@ -298,7 +298,7 @@ async def test_a_price_that_fails(signals: Signals) -> None:
     assert truth.due == {}
 
 
-async def test_on_trial(signals: Signals) -> None:
+async def test_a_dry_run(signals: Signals) -> None:
     """A dry-run limit refuses nothing, and is charged all that ran."""
     truth = Truth()
     limit = CostLimit(run_limit="0.40", tool_prices=PRICES, enforce=False)

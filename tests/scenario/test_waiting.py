@@ -226,7 +226,7 @@ async def test_a_cancelled_call_makes_room(signals: Signals) -> None:
     assert signals.value(GAUGE, **SEARCH) == 0
     assert signals.value(WAITS, decision="cancelled", **SEARCH) == 2
     assert signals.value(WAITS, decision="allowed", **SEARCH) == 2
-    (event,) = [each for span in signals.judged() for each in span.events]
+    (event,) = [each for span in signals.decision_spans() for each in span.events]
     assert event.name == "langchain_quota.waited"
     assert float(str(dict(event.attributes or {})["seconds"])) > 0
 
@@ -405,7 +405,7 @@ async def test_the_calls_of_a_message_wait_together(
 
 
 async def test_nothing_to_wait_for(signals: Signals) -> None:
-    """Where another number refuses, or the store is away, or on trial, nobody waits."""
+    """Where another number refuses, or the store is away, or in a dry run, nobody waits."""
     quotas = [Quota(5, per="global", window="1h")]
     of_run = ToolCallLimit("search", run_limit=1, quotas=quotas, wait=PATIENCE)
     scene = Scene(signals, asking("search", "search"), [of_run], store=MemoryStore())
@@ -467,7 +467,9 @@ async def test_a_smooth_quota_without_a_wait(signals: Signals) -> None:
     scene = Scene(signals, asking("search", "search"), [limit], **options)
     await scene.play()
     assert scene.ran == ["search"]
-    (moment,) = [each for span in signals.judged() if (each := attributes(span).get("resets_at"))]
+    (moment,) = [
+        each for span in signals.decision_spans() if (each := attributes(span).get("resets_at"))
+    ]
     assert moment == "2026-01-01T13:00:00+00:00"
     told = [message.text for call in scene.model.calls for message in call.messages]
     assert not [text for text in told if "Budget" in text]

@@ -1,4 +1,4 @@
-"""Processes that are forked while threads judge: no child waits for what a thread held.
+"""Processes that are forked while threads check: no child waits for what a thread held.
 
 The parent is this file, run as a program: pytest's own threads are not forked.
 """
@@ -43,8 +43,8 @@ PATIENCE = 30.0
 """Seconds after which a child counts as hung."""
 
 
-class Judges:
-    """All that judges in one process: hooks, called as densely as can be, and an agent."""
+class Checks:
+    """All that checks in one process: hooks, called as densely as can be, and an agent."""
 
     def __init__(self) -> None:
         seen: list[Any] = []
@@ -65,7 +65,7 @@ class Judges:
             name="boss",
         )
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Three searches, by the counts of the store and by those of the state, in both forms."""
         number = next(self._tasks)
         calls = [{"name": "search", "args": {}, "id": f"call-{each}"} for each in range(3)]
@@ -90,11 +90,11 @@ class Judges:
         assert [str(each.outcome) for each in decisions] == ["allowed", "allowed", "blocked"]
 
 
-def child(judges: Judges) -> None:
-    """Judge and tell, as the parent does; nothing fails on the way."""
+def child(checks: Checks) -> None:
+    """Check and tell, as the parent does; nothing fails on the way."""
     for _ in range(3):
-        judges.judge()
-    judges.run()
+        checks.check()
+    checks.run()
     names = {sample.name for family in REGISTRY.collect() for sample in family.samples}
     assert {"langchain_quota_calls_total", "langchain_quota_thread_used"} <= names
     assert "langchain_quota_errors_total" not in names, generate_latest().decode()
@@ -103,16 +103,16 @@ def child(judges: Judges) -> None:
 
 
 def main() -> int:
-    """Fork children while threads judge; the number of those that failed."""
+    """Fork children while threads check; the number of those that failed."""
     logging.disable()
-    judges = Judges()
-    judges.judge()
-    judges.run()
+    checks = Checks()
+    checks.check()
+    checks.run()
     over = Event()
 
     def work() -> None:
         while not over.is_set():
-            judges.judge()
+            checks.check()
 
     threads = [Thread(target=work, daemon=True) for _ in range(3)]
     for thread in threads:
@@ -126,7 +126,7 @@ def main() -> int:
             faulthandler.dump_traceback_later(PATIENCE / 2)
             signal.alarm(int(PATIENCE))
             try:
-                child(judges)
+                child(checks)
             except BaseException:  # noqa: BLE001 - whatever it is, the child ends here
                 traceback.print_exc()
                 os._exit(1)
@@ -137,13 +137,13 @@ def main() -> int:
         thread.join(PATIENCE)
     failed = sum(os.waitpid(pid, 0)[1] != 0 for pid in children)
     # The parent's locks are free again.
-    judges.judge()
+    checks.check()
     return failed + sum(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("workers", [False, True], ids=["alone", "multi-process"])
-def test_children_judge(workers: bool, tmp_path: Path) -> None:  # noqa: FBT001 - pytest's argument
-    """Of children forked while threads judge and tell, each judges and tells without a failure."""
+def test_children_check(workers: bool, tmp_path: Path) -> None:  # noqa: FBT001 - pytest's argument
+    """Of children forked while threads check and tell, each checks and tells without a failure."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     if workers:
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path)

@@ -92,7 +92,7 @@ def test_a_screen(workers: list[str], terminal: Terminal) -> None:
     """In a terminal all views share the screen, of any size; Ctrl-Z is ignored, Ctrl-C ends it."""
     terminal.type(top(*workers, "--interval", "0.5"))
     rows = {3: "thread agent limit used/of", 4: "ann support tool:search 5/5"}
-    terminal.wait_for("2 of 2 addresses", "7/8", "87%~", "on trial", begins=rows)
+    terminal.wait_for("2 of 2 addresses", "7/8", "87%~", "dry run", begins=rows)
     assert terminal.flags() == {"alternate_on": True, "cursor_flag": False, "wrap_flag": True}
     terminal.press("C-z")
     terminal.resize(140, 40)

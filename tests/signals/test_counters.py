@@ -59,12 +59,12 @@ async def play_agents(signals: Signals) -> None:
     await play("writer", [["publish", "publish", "search"]], [stopping], "w")
 
 
-def judged(agent: str, kind: str, tool: str, **counts: int) -> Series:
+def checked(agent: str, kind: str, tool: str, **counts: int) -> Series:
     return {(agent, kind, tool, each): counts.get(each, 0) for each in OUTCOMES}
 
 
 def charged(agent: str, limit: str, allowed: int, **blocked: int) -> Series:
-    """What a limit has done, with its refusals by scope; nothing was on trial."""
+    """What a limit has done, with its refusals by scope; nothing was a dry run."""
     return {
         (agent, limit, "none", "allowed"): allowed,
         (agent, limit, "none", "refunded"): 0,
@@ -84,10 +84,10 @@ NAMES = {(agent, limit) for agent, limit, _ in LIMITS}
 
 EXPECTED: dict[str, Series] = {
     CALLS: {
-        **judged("researcher", "tool", "search", allowed=14, blocked=2),
-        **judged("researcher", "model", "none", allowed=12, blocked=1),
-        **judged("writer", "tool", "publish", blocked=1, skipped=1),
-        **judged("writer", "tool", "search", skipped=1),
+        **checked("researcher", "tool", "search", allowed=14, blocked=2),
+        **checked("researcher", "model", "none", allowed=12, blocked=1),
+        **checked("writer", "tool", "publish", blocked=1, skipped=1),
+        **checked("writer", "tool", "search", skipped=1),
     },
     DECISIONS: {
         **charged("researcher", "tool:search", 14, thread=1, run=1),
@@ -145,7 +145,7 @@ async def test_a_restart_may_begin_with_a_refund(signals: Signals) -> None:
     assert found == {("refunded",): 1, ("allowed",): 0}
 
 
-async def test_a_limit_on_trial(signals: Signals) -> None:
+async def test_a_dry_run(signals: Signals) -> None:
     """Its refusals are counted apart; it is never near, never used up, and alarms nobody."""
     limits = [ToolCallLimit("search", run_limit=2, enforce=False, name="trial")]
     scene = Scene(signals, [["search"] * 3, "done"], limits)
@@ -198,7 +198,7 @@ async def test_each_unit_has_metrics_of_its_own(signals: Signals) -> None:
     assert signals.samples(CROSSINGS, level="near")["unnamed", "tokens", "thread"] == 1
 
 
-async def test_judging_is_timed(signals: Signals) -> None:
+async def test_checking_is_timed(signals: Signals) -> None:
     """Once for the calls of a step, by where the counts are."""
     script = [["search", "search"], "done"]
     await Scene(signals, script, LIMITS_OF_RUNS).play()

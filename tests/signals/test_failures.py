@@ -77,7 +77,7 @@ def told(signals: Signals, caplog: pytest.LogCaptureFixture) -> set[str]:
     found = {
         "calls": sum(signals.samples("langchain_quota_calls_total", tool="search").values()) == 2,
         "exhausted": set(exhausted.values()) == {1},
-        "span": [each for each in signals.judged() if each.name.endswith(" search")],
+        "span": [each for each in signals.decision_spans() if each.name.endswith(" search")],
         "log": levels.count(logging.WARNING) == 2,
         "thread": signals.samples("langchain_quota_thread_used"),
         "user": signals.samples("langchain_quota_subject_used"),

@@ -44,7 +44,7 @@ LINES: list[tuple[str, Limit, list[str]]] = [
         ["INFO limit 'tool:search' near: 4 of 5 (thread_limit)"],
     ),
     (
-        "on trial",
+        "dry run",
         ToolCallLimit("search", run_limit=3, enforce=False, name="trial"),
         ["DEBUG limit 'trial' would refuse: 4 of 3 (run_limit)"],
     ),
@@ -110,7 +110,7 @@ async def test_logs_and_spans_name_every_agent(log: Log) -> None:
     await Scene(signals, asking("search"), limits, name="boss").play()
     assert len(log.records) >= 2
     assert all("agent 'boss'" in each.getMessage() for each in log.records)
-    assert {attributes(each)["gen_ai.agent.name"] for each in signals.judged()} == {"boss"}
+    assert {attributes(each)["gen_ai.agent.name"] for each in signals.decision_spans()} == {"boss"}
 
 
 async def test_a_store_that_is_nearly_full(log: Log, signals: Signals) -> None:

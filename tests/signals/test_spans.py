@@ -41,12 +41,12 @@ async def played(signals: Signals, script: Any, *limits: Limit, **options: Any) 
 
 
 def decisions(signals: Signals) -> list[str]:
-    return [attributes(span)["decision"] for span in signals.judged()]
+    return [attributes(span)["decision"] for span in signals.decision_spans()]
 
 
 def of_tools(signals: Signals) -> list[ReadableSpan]:
     """The spans of tool calls: a quota checks model calls, too, and then no limit matches."""
-    return [each for each in signals.judged() if attributes(each)["kind"] == "tool"]
+    return [each for each in signals.decision_spans() if attributes(each)["kind"] == "tool"]
 
 
 def of_search(limit: str, decision: str, scope: str, call: str, **amounts: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ TOLD: list[tuple[str, Limit, Any, list[Mapping[str, Any]]]] = [
         [{**OF_TOOL, "decision": "skipped", "limits": (), "gen_ai.tool.call.id": "call_2"}],
     ),
     (
-        "on trial",
+        "dry run",
         ToolCallLimit("search", run_limit=0, enforce=False, name="t"),
         [["search"], "done"],
         [of_search("t", "would_block", "run", "call_1", thread_used=1, run_used=1, run_limit=0)],
@@ -109,7 +109,7 @@ async def test_what_spans_tell(
     """A span has exactly the documented attributes; a refusal that the agent survives is none."""
     await played(signals, script, limit)
     kind = told[0]["kind"]
-    spans = [each for each in signals.judged() if attributes(each)["kind"] == kind]
+    spans = [each for each in signals.decision_spans() if attributes(each)["kind"] == kind]
     spans = [each for each in spans if not each.name.endswith(" calc")]
     assert [attributes(each) for each in spans] == told
     assert {each.name for each in spans} == {f"check_quota {kind}{' search' * (kind == 'tool')}"}
@@ -145,12 +145,14 @@ async def test_an_exception_that_propagates_is_an_error(
     """The span of the blocked call, and only it, has the status and type of the exception."""
     with pytest.raises(error) as caught:
         await played(signals, script, limit)
-    failed = [each for each in signals.judged() if each.status.status_code is StatusCode.ERROR]
+    failed = [
+        each for each in signals.decision_spans() if each.status.status_code is StatusCode.ERROR
+    ]
     assert [attributes(each)["decision"] for each in failed] == ["blocked"]
     assert attributes(failed[0])["error.type"] == error.__name__
     assert attributes(failed[0])["exit_behavior"] == "error"
     assert failed[0].status.description == str(caught.value)
-    rest = [attributes(each) for each in signals.judged() if each not in failed]
+    rest = [attributes(each) for each in signals.decision_spans() if each not in failed]
     assert {each["decision"] for each in rest} == others
     assert not any("error.type" in each for each in rest)
 
@@ -160,7 +162,7 @@ async def test_a_hidden_thread() -> None:
     label = hmac_label("a secret of sixteen bytes")
     signals = telling(thread_label=label)
     await played(signals, ["done"], ModelCallLimit(run_limit=1), thread_id="ada@example.org")
-    (span,) = signals.judged()
+    (span,) = signals.decision_spans()
     assert attributes(span)["thread.id"] == label("ada@example.org")
     assert "gen_ai.conversation.id" not in attributes(span)
     assert "ada@example.org" not in span.to_json()
@@ -205,7 +207,7 @@ async def test_a_budget(limit: Limit, options: Any, told: Any, signals: Signals)
     """The span says in which unit its amounts are, and dollars are dollars."""
     model = ScriptedChatModel(script=[paid(300, "calc"), paid(300)], model="gpt")
     await played(signals, model, limit, **options)
-    found = attributes(signals.judged()[-1])
+    found = attributes(signals.decision_spans()[-1])
     names = ("unit", "thread.used", "thread.limit", "run.used", "run.limit")
     assert tuple(found[name] for name in names) == told
 
@@ -234,7 +236,7 @@ async def test_quotas_are_told_by_scope(signals: Signals) -> None:
     assert (allowed["scope"], blocked["scope"]) == ("none", "user_id")
     assert blocked["resets_at"] == RESETS.replace("Z", "+00:00")
     assert "resets_at" not in allowed
-    assert "ada@" not in "".join(each.to_json() for each in signals.judged())
+    assert "ada@" not in "".join(each.to_json() for each in signals.decision_spans())
 
 
 async def test_who_was_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -247,7 +249,7 @@ async def test_who_was_refused(caplog: pytest.LogCaptureFixture) -> None:
     await played(signals, [["search", "search"], "done"], limit, **options)
     assert [attributes(each).get("subject") for each in of_tools(signals)] == [None, "ada"]
     assert [vars(each).get("quota_subject") for each in caplog.records][-1:] == ["ada"]
-    assert "ada@" not in "".join(each.to_json() for each in signals.judged())
+    assert "ada@" not in "".join(each.to_json() for each in signals.decision_spans())
 
 
 async def test_a_tool_that_the_model_invents(signals: Signals) -> None:
@@ -291,7 +293,7 @@ async def test_a_sampler_sees_what_was_decided(signals: Signals) -> None:
     for each in (sampled, signals):
         script = [["search", "search"], "done"]
         await played(each, script, ToolCallLimit("search", run_limit=1))
-    (span,) = sampled.judged()
+    (span,) = sampled.decision_spans()
     assert attributes(span) == {**attributes(of_tools(signals)[1]), "priority": 1}
 
 

@@ -116,7 +116,7 @@ async def test_whose_children_spans_are(
     scene = scene_of(signals, held, script, form=form)
     with request_of(signals) if active else nullcontext() as request:
         await scene.play()
-    spans = signals.judged()
+    spans = signals.decision_spans()
     assert {attributes(each)["decision"] for each in spans} == {"allowed", "blocked"}
     around = request.get_span_context() if request else trace.INVALID_SPAN_CONTEXT
     if request:
@@ -136,13 +136,13 @@ async def test_a_resumed_run(held: str, signals: Signals) -> None:
     signals.exporter.clear()
     with request_of(signals) as request:
         await resume(scene)
-    assert_below(signals.judged(), request.get_span_context())
+    assert_below(signals.decision_spans(), request.get_span_context())
     assert is_waiting(scene)
     signals.exporter.clear()
     await resume(scene)
     assert not is_waiting(scene)
-    assert held == "tools only" or signals.judged()
-    assert {each.parent for each in signals.judged()} <= {None}
+    assert held == "tools only" or signals.decision_spans()
+    assert {each.parent for each in signals.decision_spans()} <= {None}
 
 
 @pytest.mark.parametrize("held", ["quota", "tools only"])
@@ -162,7 +162,7 @@ async def test_concurrent_runs_do_not_mix(held: str, signals: Signals) -> None:
 
     await asyncio.gather(*map(run, range(20)))
     by_thread = defaultdict(list)
-    for span in signals.judged():
+    for span in signals.decision_spans():
         by_thread[attributes(span)["gen_ai.conversation.id"]].append(span)
     assert len(by_thread) == 20
     for thread, spans in by_thread.items():

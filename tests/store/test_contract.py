@@ -135,7 +135,7 @@ class TestAcquire:
         assert store.grant(key, 9_000_000).amount == most
 
     @pytest.mark.parametrize("trial_first", [True, False])
-    def test_a_limit_on_trial_lifts_no_refusal(self, store: Store, trial_first: bool) -> None:  # noqa: FBT001
+    def test_a_dry_run_lifts_no_refusal(self, store: Store, trial_first: bool) -> None:  # noqa: FBT001
         """What an enforced limit refuses stays refused, wherever a dry-run limit stands."""
         trial = Threshold("trial", "user_id", "searches", 0, enforced=False)
         most = Threshold("most", "user_id", "searches", 0)

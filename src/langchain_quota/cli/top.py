@@ -43,7 +43,7 @@ _COLUMNS = {
     "threads": ("thread", "agent", "limit", *_USED, "refused", "ago", "ends in"),
     "quotas": ("subject", "quota", "agent", "limit", *_USED, "ends in"),
     "limits": (
-        *("agent", "limit", "allowed", "refused", "on trial", "near", "exhausted", "ended runs"),
+        *("agent", "limit", "allowed", "refused", "dry run", "near", "exhausted", "ended runs"),
     ),
 }
 _ONLY_WIDE = ("state", "ended runs")
@@ -113,7 +113,7 @@ def _tables(figures: Figures, views: Sequence[str]) -> dict[str, list[Row]]:
 def _urgency(row: Row) -> tuple[Any, ...]:
     if isinstance(row, Limit):
         return (-row.counts[Outcome.BLOCKED], *row[:2])
-    # A limit on trial refuses nobody, so nobody counts as near it.
+    # A limit in a dry run refuses nobody, so nobody counts as near it.
     return (row.level is None, -(row.share or 0), -row.refused, *row[:4])
 
 
@@ -197,7 +197,7 @@ def _cells(row: Row, now: float) -> dict[str, tuple[str, str]]:
         counts: dict[str, tuple[int, str]] = {
             "allowed": (row.counts[Outcome.ALLOWED] - row.counts["refunded"], ""),
             "refused": (row.counts[Outcome.BLOCKED], "red"),
-            "on trial": (row.counts[Outcome.WOULD_BLOCK], ""),
+            "dry run": (row.counts[Outcome.WOULD_BLOCK], ""),
             **{str(each): (row.counts[each], STYLES[each]) for each in (NEAR, EXHAUSTED)},
             "ended runs": (row.counts["ended"], ""),
         }
@@ -215,7 +215,7 @@ def _cells(row: Row, now: float) -> dict[str, tuple[str, str]]:
         **both,
         "used/of": (used, style),
         "share": (percent(row.share) + _MARKS[row.level], style),
-        "state": ("" if row.share is None else str(row.level or "on trial"), style),
+        "state": ("" if row.share is None else str(row.level or "dry run"), style),
         "refused": (compact(row.refused), "red" if row.refused else "dim"),
         "ago": (lasting(ago), ""),
         "ends in": (lasting(left if left > 0 else None), ""),

@@ -35,7 +35,7 @@ class Used:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Checked:
     """The decision about each call, the limits whose refusals hold, and the answer behind them."""
 
     decisions: tuple[Decision, ...]
@@ -53,7 +53,7 @@ class Judged:
         )
 
 
-def judge(
+def check(
     limits: Sequence[Limit | ResolvedLimit],
     usage: Mapping[str, Used],
     calls: Sequence[Call],
@@ -62,7 +62,7 @@ def judge(
     charging: bool = True,
     outage: OnStoreError | None = None,
     kept: Mapping[str, int] | None = None,
-) -> Judged:
+) -> Checked:
     """Check calls by counts that are given by what is counted.
 
     Args:
@@ -91,7 +91,7 @@ def judge(
         state={},
         ledger={},
         context=CallContext(),
-        task="judge",
+        task="check",
         limits=resolved,
         calls=calls,
         call_checks=[resolved.checks_for(call) for call in calls],
@@ -101,7 +101,7 @@ def judge(
     )
     result = request.by_state()
     decisions, breaches = request.decide(result, charging=charging)
-    return Judged(tuple(decisions), breaches, request, result)
+    return Checked(tuple(decisions), breaches, request, result)
 
 
 def request_of(

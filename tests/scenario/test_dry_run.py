@@ -33,7 +33,7 @@ async def test_tool_calls(exit_behavior: Any, signals: Signals) -> None:
 
 @pytest.mark.parametrize("exit_behavior", ["end", "error"])
 async def test_model_calls(exit_behavior: Any, signals: Signals) -> None:
-    """A model limit on trial lets the run go on to its own end."""
+    """A model limit in a dry run lets the run go on to its own end."""
     limit = ModelCallLimit(run_limit=1, exit_behavior=exit_behavior, enforce=False)
     scene = Scene(signals, [["search"], ["search"], "done"], [limit])
     await scene.play()
@@ -45,9 +45,9 @@ async def test_model_calls(exit_behavior: Any, signals: Signals) -> None:
 
 @orders(2)
 async def test_beside_one_that_bites(order: Order, signals: Signals) -> None:
-    """Two thresholds over one count, the lower on trial: allowed, would block, blocked."""
+    """Two thresholds over one count, the lower in a dry run: allowed, would block, blocked."""
     limits = (
-        ToolCallLimit("search", run_limit=1, enforce=False, name="trial", message="On trial."),
+        ToolCallLimit("search", run_limit=1, enforce=False, name="trial", message="A dry run."),
         ToolCallLimit("search", run_limit=2, name="real", message="For real."),
     )
     scene = Scene(signals, [["search"] * 3, "done"], in_order(order, *limits))
@@ -65,9 +65,9 @@ async def test_beside_one_that_bites(order: Order, signals: Signals) -> None:
 
 
 async def test_what_the_one_that_bites_says(signals: Signals) -> None:
-    """The last word names the limits that bite, never one on trial."""
+    """The last word names the limits that bite, never one in a dry run."""
     limits: list[Limit] = [
-        ToolCallLimit(thread_limit=0, exit_behavior="error", enforce=False, message="On trial."),
+        ToolCallLimit(thread_limit=0, exit_behavior="error", enforce=False, message="A dry run."),
         ToolCallLimit("search", run_limit=0, exit_behavior="end"),
     ]
     scene = Scene(signals, [["search"], "done"], limits)
