@@ -1,7 +1,7 @@
 """The exceptions and warnings. An `except` for LangChain's exceptions catches ours."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from langchain.agents.middleware import model_call_limit, tool_call_limit
 
@@ -17,17 +17,17 @@ class _CopiedError(Exception):
 
     # By default a copy is made by calling `__init__` with the text, but our `__init__` takes other
     # arguments and makes the text from them.
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
         return type(self).__new__, (type(self), *self.args), vars(self)
 
 
 class _LimitError(_CopiedError):
     def __init__(
         self,
-        *counts: Any,
+        *counts: object,
         message: str | None = None,
         decision: "Decision | None" = None,
-        **named: Any,
+        **named: object,
     ) -> None:
         super().__init__(*counts, **named)
         if message is not None:

@@ -110,7 +110,7 @@ class ScriptedChatModel(BaseChatModel):
             validate_count("keep_calls", value)
         return value
 
-    def model_post_init(self, context: Any, /) -> None:
+    def model_post_init(self, context: object, /) -> None:
         """Create the bounded list of requests; see pydantic's `BaseModel`."""
         super().model_post_init(context)
         self._calls = deque(maxlen=self.keep_calls)
@@ -122,16 +122,18 @@ class ScriptedChatModel(BaseChatModel):
             return tuple(self._calls)
 
     def bind_tools(
-        self, tools: Sequence[Any], *, tool_choice: str | None = None, **kwargs: Any
+        self, tools: Sequence[object], *, tool_choice: str | None = None, **kwargs: object
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Offer tools, as in LangChain's `BaseChatModel`; each request records their names."""
         names = tuple(_tool_name(tool) for tool in tools)
         return self.bind(offered=names, tool_choice=tool_choice, **kwargs)
 
-    def _generate(self, messages: Any, *_: Any, **options: Any) -> ChatResult:
+    def _generate(self, messages: list[BaseMessage], *_: object, **options: Any) -> ChatResult:
         return ChatResult(generations=[ChatGeneration(message=self._next(messages, options))])
 
-    def _stream(self, messages: Any, *_: Any, **options: Any) -> Iterator[ChatGenerationChunk]:
+    def _stream(
+        self, messages: list[BaseMessage], *_: object, **options: Any
+    ) -> Iterator[ChatGenerationChunk]:
         for chunk in _chunks(self._next(messages, options)):
             yield ChatGenerationChunk(message=chunk)
 
@@ -183,11 +185,11 @@ def captured_decisions() -> Iterator[list[Decision]]:
         yield decisions
 
 
-def _tool_name(tool: Any) -> str:
+def _tool_name(tool: object) -> str:
     if isinstance(tool, dict):
         function = tool.get("function") or {}
         return str(function.get("name") or tool.get("name") or tool.get("type"))
-    return str(getattr(tool, "name", None) or tool.__name__)
+    return str(getattr(tool, "name", None) or getattr(tool, "__name__", tool))
 
 
 def _chunks(message: AIMessage) -> Iterator[AIMessageChunk]:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from datetime import timedelta
 from getpass import getuser
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from langchain_quota import __version__
@@ -65,18 +64,17 @@ def _add_demo(demo: ArgumentParser) -> None:
 
 def _add_export(export: ArgumentParser) -> None:
     """Add to each subcommand only the options that apply to it; a missing option has no value."""
-    options: Any = {"add_help": False, "argument_default": SUPPRESS}
-    files = ArgumentParser(**options)
+    files = ArgumentParser(add_help=False, argument_default=SUPPRESS)
     text = "the directory to write to"
     files.add_argument("--to", type=Path, required=True, metavar="DIR", help=text)
     text = "overwrite files that exist"
     files.add_argument("--force", action="store_true", default=False, help=text)
-    boards = ArgumentParser(**options, parents=[files])
+    boards = ArgumentParser(add_help=False, argument_default=SUPPRESS, parents=[files])
     text = "matchers for every query, such as 'job=\"agents\"'"
     boards.add_argument("--selector", type=_selector, metavar="MATCHERS", help=text)
     text = "where your runbooks are; the alert's name is appended (default: the project's own)"
     boards.add_argument("--runbooks", type=_url, metavar="URL", help=text)
-    alerts = ArgumentParser(**options, parents=[boards])
+    alerts = ArgumentParser(add_help=False, argument_default=SUPPRESS, parents=[boards])
     text = f"where Grafana is, for the alerts' links (default: {GRAFANA_URL})"
     alerts.add_argument("--grafana-url", type=_url, metavar="URL", help=text)
     text = "add alerts about single threads that are near their limits"

@@ -75,7 +75,7 @@ _CUSTOMERS = (
 )
 _TURNS = len(_CUSTOMERS[0])
 
-_Request = tuple[str, dict[str, Any]]
+_Request = tuple[str, dict[str, object]]
 _WOODS: list[_Request] = [("search", {"query": wood}) for wood in ("oak", "ash", "elm", "pine")]
 _SCRIPT: dict[str, Sequence[Sequence[_Request]]] = {
     _GREEDY: (_WOODS, [("search", {"query": "prices"}), ("weather", {"city": "Oslo"})]),
@@ -224,7 +224,7 @@ class Traffic:
             row.uses = [self._use(row.thread, limit) for limit in LIMITS]
         return [*self._rows.values()]
 
-    async def run(self, screen: AbstractContextManager[Any]) -> None:
+    async def run(self, screen: AbstractContextManager[object]) -> None:
         """Hold the conversations, while a screen shows them."""
         conversations = map(self._converse, self._rows, count())
         running = asyncio.gather(asyncio.sleep(self._seconds), *conversations)

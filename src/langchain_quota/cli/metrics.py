@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 import httpx
@@ -124,12 +124,14 @@ def sources(arguments: Namespace) -> list[Source]:
     headers = {"Accept": "text/plain; version=0.0.4", "Accept-Encoding": "identity"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    given: Any = {"headers": headers, "verify": ssl.create_default_context(), "timeout": SILENCE}
-    found = []
+    context, found = ssl.create_default_context(), []
     for url in dict.fromkeys(arguments.addresses):
         # This machine asks itself without a proxy.
         is_here = (urlsplit(url).hostname or "").startswith(("localhost", "127.", "::1"))
-        found.append(Source(url, httpx.Client(trust_env=not is_here, **given)))
+        client = httpx.Client(
+            headers=headers, verify=context, timeout=SILENCE, trust_env=not is_here
+        )
+        found.append(Source(url, client))
     return found
 
 
@@ -140,6 +142,10 @@ def ask(sources: Sequence[Source], interval: float | None) -> list[Thread]:
     for thread in asking:
         thread.start()
     return asking
+
+
+_Says: TypeAlias = dict[str, Any]
+"""What a process says of a thread or a subject, by the names in `_SAYS` and `_TIMES`."""
 
 
 class Use(NamedTuple):
@@ -188,7 +194,7 @@ class Figures(NamedTuple):
 def figures(scrapes: Sequence[Scrape]) -> Figures:
     """What processes say: the sums, and what a thread or subject has used by the newest check."""
     # What each process says of a thread or of a subject.
-    uses: defaultdict[Series, defaultdict[int, dict[str, Any]]]
+    uses: defaultdict[Series, defaultdict[int, _Says]]
     uses = defaultdict(lambda: defaultdict(dict))
     limits: defaultdict[Series, Counter[str]] = defaultdict(Counter)
     calls, near = Counter[str](), dict[Series, float]()
@@ -219,7 +225,7 @@ def figures(scrapes: Sequence[Scrape]) -> Figures:
     )
 
 
-def _use(key: Series, parts: list[dict[str, Any]], near: float | None) -> Use:
+def _use(key: Series, parts: list[_Says], near: float | None) -> Use:
     latest = max(parts, key=lambda part: part.get("decided", 0))
     used, most, unit = latest.get("used"), latest.get("most"), latest.get("unit", "calls")
     is_at = None

@@ -5,9 +5,9 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.filesize import pick_unit_and_suffix
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -99,8 +99,9 @@ def _show(asked: Sequence[Source], views: Sequence[str], console: Console) -> No
             scrapes, faults = _told(asked)
             if scrapes != taken:
                 taken, known = scrapes, figures(scrapes)
-            of: Any = {"console": console, "addresses": len(asked), "faults": faults}
-            live.update(screen(known, views, **of, now=time.time()), refresh=True)
+            now, count = time.time(), len(asked)
+            view = screen(known, views, console=console, addresses=count, faults=faults, now=now)
+            live.update(view, refresh=True)
             time.sleep(_PAUSE)
 
 
@@ -110,7 +111,7 @@ def _tables(figures: Figures, views: Sequence[str]) -> dict[str, list[Row]]:
     return {view: rows for view, rows in found.items() if rows}
 
 
-def _urgency(row: Row) -> tuple[Any, ...]:
+def _urgency(row: Row) -> tuple[float | str, ...]:
     if isinstance(row, Limit):
         return (-row.counts[Outcome.BLOCKED], *row[:2])
     # A limit in a dry run refuses nobody, so nobody counts as near it.
@@ -130,7 +131,11 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
     figures = known or Figures()
     title = Text.assemble(("langchain-quota top", "bold"), "  ")
     title.append(f"{figures.processes} of {addresses} addresses" if known else "asking ...")
-    parts: list[Any] = [title, _summary(figures), *(Text(each, "red") for each in faults[:FAULTS])]
+    parts: list[RenderableType] = [
+        title,
+        _summary(figures),
+        *(Text(each, "red") for each in faults[:FAULTS]),
+    ]
     tables = _tables(figures, views)
     if not tables:
         parts.append(Text(_NOTHING, "dim"))
@@ -165,7 +170,7 @@ def _table(found: Sequence[Row], name: str, console: Console, now: float) -> Tab
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
         heading = Text(column, no_wrap=True, overflow="ellipsis")
-        justify: Any = "left" if column in (*_NAMES, "state") else "right"
+        justify: JustifyMethod = "left" if column in (*_NAMES, "state") else "right"
         # Rich makes columns narrower that may wrap, those with names; the texts in them do not.
         made.add_column(heading, justify=justify, no_wrap=column not in _NAMES)
     has_bars = name != "limits" and console.is_terminal

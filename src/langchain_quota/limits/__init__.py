@@ -19,7 +19,7 @@ Limit = (
     | RepeatLimit
     | TimeLimit
 )
-"""Any kind of limit: for the type of a list of several kinds."""
+"""A limit of one of the kinds: for the type of a list of several kinds."""
 
 
 def is_dynamic(limit: Limit) -> bool:

@@ -1,6 +1,7 @@
 """The call that a limit checks, the scopes of counts, and the effects of a refusal."""
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 Kind = Literal["model", "tool"]
 
@@ -18,6 +19,9 @@ STORE: Scope = "store"
 
 CONCURRENCY: Scope = "concurrency"
 """The scope of calls that run at the same time. Their count includes the blocked call."""
+
+FromContext: TypeAlias = Callable[[Any, Any], object]
+"""A user's function of the agent's state and runtime, sync or async."""
 
 Exit = Literal["continue", "error", "end", "finalize", "ask"]
 

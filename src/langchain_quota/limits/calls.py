@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from langchain_quota.limits.options import MODEL, CallLimit, ModelLimit
 
@@ -71,7 +71,7 @@ class ToolCallLimit(CallLimit[int]):
 
     kind: ClassVar[Literal["tool"]] = "tool"
     """The kind of calls that are limited."""
-    _exits: ClassVar[Any] = ToolExitBehavior
+    _exits: ClassVar[object] = ToolExitBehavior
 
     tool_name: str | Sequence[str] | None = None
     _: KW_ONLY

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from langchain_quota.limits.options import LimitOptions
 from langchain_quota.runtime.arguments import validate_count
@@ -49,7 +49,7 @@ class ConcurrencyLimit(LimitOptions):
     """The kind of calls that are limited."""
     run_limit: ClassVar[None] = None
     exit_behavior: ClassVar[Literal["continue"]] = "continue"
-    _exits: ClassVar[Any] = Literal["continue"]
+    _exits: ClassVar[object] = Literal["continue"]
 
     tool_name: str | Sequence[str] | None = None
     _: KW_ONLY

@@ -63,6 +63,10 @@ Most: TypeAlias = Amount | Callable[[Any, Any], Amount | Awaitable[Amount | None
 """An amount, none, or a function of the agent's state and runtime that gives either."""
 
 
+_Fields: TypeAlias = Any
+"""A kind of limit with its fields, which differ from kind to kind."""
+
+
 class LimitOptions:
     """The base of all kinds of limits."""
 
@@ -77,9 +81,9 @@ class LimitOptions:
     """What is counted."""
     counted: ClassVar[bool] = True
     """Whether the state and a store keep its counts; otherwise they follow from the history."""
-    _exits: ClassVar[Any]
+    _exits: ClassVar[object]
     """The exit behaviours that the kind knows."""
-    wrap_tool_call: ClassVar[Any] = NoHook("{}(…)")
+    wrap_tool_call: ClassVar[object] = NoHook("{}(…)")
 
     # The defaults of a kind that does not have the option.
     thread_limit: object = None
@@ -93,33 +97,33 @@ class LimitOptions:
     wait: Time | None = None
     reserve: object = None
     keep: object = None
-    tool_prices: Mapping[str, Any] = MappingProxyType({})
+    tool_prices: Mapping[str, object] = MappingProxyType({})
 
     @property
-    def seconds(self: Any) -> float:
+    def seconds(self: _Fields) -> float:
         """Longest time that a call waits, in seconds."""
         return parse_milliseconds("wait", self.wait or 0) / 1000
 
     @property
-    def named_tools(self: Any) -> tuple[str, ...]:
+    def named_tools(self: _Fields) -> tuple[str, ...]:
         """Tools that the limit names, because it limits, excludes or prices them."""
         return tuple(self.tools or self.exclude or self.tool_prices)
 
     @property
-    def kinds(self: Any) -> frozenset[Kind]:
+    def kinds(self: _Fields) -> frozenset[Kind]:
         """Kinds of calls that it checks: its own kind, and tool calls that have a price."""
         return frozenset({self.kind, "tool"} if self.tool_prices else {self.kind})
 
-    def matches(self: Any, call: Call) -> bool:
+    def matches(self: _Fields, call: Call) -> bool:
         """Return whether the limit applies to the call."""
         if call.kind != self.kind:
             return call.kind == "tool" and call.tool in self.tool_prices
         return call.tool in self.tools if self.tools else call.tool not in self.exclude
 
-    def _validate_options(self: Any, default_name: str) -> None:
+    def _validate_options(self: _Fields, default_name: str) -> None:
         """Validate each option, then their combinations, and set their final values."""
         amount = partial(validate_amount, self.unit)
-        optional: dict[str, Callable[[str, Any], object]] = {
+        optional: dict[str, Callable[[str, object], object]] = {
             "thread_limit": partial(_validate_maximum, self.unit),
             "run_limit": partial(_validate_maximum, self.unit),
             "grant": amount,
@@ -151,7 +155,7 @@ class LimitOptions:
                 "and enforce=True"
             )
 
-    def _validate_tools(self: Any, prefix: str) -> None:
+    def _validate_tools(self: _Fields, prefix: str) -> None:
         """Validate the tools that are limited and the options, and set their final values."""
         tools = parse_tool_names("tool_name", self.tool_name)
         excluded = parse_tool_names("exclude", self.exclude, or_none=True)
@@ -223,7 +227,7 @@ class ModelLimit(CallLimit[Amount]):
 
     kind: ClassVar[Literal["model"]] = "model"
     """The kind of calls that are limited."""
-    _exits: ClassVar[Any] = ModelExitBehavior
+    _exits: ClassVar[object] = ModelExitBehavior
 
     exit_behavior: ModelExitBehavior = "end"
 

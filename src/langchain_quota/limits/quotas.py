@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from langchain_quota.limits.call import CONCURRENCY, ROOT_RUN, RUN, STORE, THREAD
+from langchain_quota.limits.call import CONCURRENCY, ROOT_RUN, RUN, STORE, THREAD, FromContext
 from langchain_quota.limits.windows import CalendarWindow, parse_window
 from langchain_quota.runtime.arguments import (
     NoHook,
@@ -42,7 +42,7 @@ class Quota:
             `None` for no limit now.
         per: Whose calls are counted together: those of a `"thread"`, of a `"root_run"` (the
             outermost run, with every sub-agent and sub-graph that it starts), of an `"agent"` (by
-            its name), or all calls (`"global"`). Any other name is looked up in
+            its name), or all calls (`"global"`). Another name is looked up in
             `runtime.context`, for example `"user_id"`. Or a function of state and runtime, sync or
             async, gives the subject. Subjects are strings (not empty), whole numbers or UUIDs;
             equal texts are one subject. A missing subject, or one of another type, fails the run,
@@ -79,12 +79,12 @@ class Quota:
         'user_id'
     """
 
-    limit: "Dollars | Time | Callable[[Any, Any], object]"
+    limit: "Dollars | Time | FromContext"
     _: KW_ONLY
     if TYPE_CHECKING:
-        per: str | Callable[[Any, Any], object]
+        per: str | FromContext
     else:
-        per: "str | Callable[[Any, Any], object]" = None  # the error says what to choose
+        per: "str | FromContext" = None  # the error says what to choose
     window: timedelta | str | None = field(default=None, compare=False)
     tz: str | None = field(default=None, compare=False)
     starts: str | int | None = field(default=None, compare=False)
@@ -119,7 +119,7 @@ class Quota:
             raise ValueError(f"burst={self.burst!r} needs smooth=True")
         if self.burst is not None:
             validate_count("burst", self.burst, least=1)
-            limit: Any = self.limit
+            limit: object = self.limit
             if isinstance(limit, int) and self.burst > max(1, limit):
                 raise ValueError(f"burst must be at most the limit, {limit}, not {self.burst}")
         validate_type("name", self.name, str, "a string")

@@ -73,7 +73,7 @@ class RepeatLimit(LimitOptions):
     """The kind of calls that are limited."""
     counted: ClassVar[bool] = False
     """The counts depend on the call, and on the answers of earlier calls."""
-    _exits: ClassVar[Any] = ExitBehavior
+    _exits: ClassVar[object] = ExitBehavior
 
     run_limit: int
     _: KW_ONLY

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Metric = TypeVar("Metric", bound=Counter | Histogram)
 
 Metadata = Mapping[str, Any] | None
+_Hook = Callable[..., Awaitable[Any]]
 
 AGENT_NAME = "lc_agent_name"
 """The key of an agent's name in the metadata of its config; see `agent_name`."""
@@ -47,7 +48,7 @@ def is_from_create_agent(graph: "Pregel[Any, Any, Any, Any]") -> bool:
     return "ls_integration" in ((graph.config or {}).get("metadata") or {})
 
 
-def with_state(request: "ModelRequest[Any]", state: Any) -> "ModelRequest[Any]":
+def with_state(request: "ModelRequest[Any]", state: object) -> "ModelRequest[Any]":
     """Return the request with another state.
 
     LangChain: a `ModelRequest` is a dataclass without slots. Its method `override` is slower, and
@@ -58,7 +59,7 @@ def with_state(request: "ModelRequest[Any]", state: Any) -> "ModelRequest[Any]":
     return copied
 
 
-def untraced(middleware: Any, hook: str) -> Callable[..., Awaitable[Any]]:
+def untraced(middleware: object, hook: str) -> _Hook:
     """Return a stand-in for an async hook that is not itself a coroutine function.
 
     LangChain: a hook that is no coroutine function gets no wrapper for tracing, which costs two
@@ -67,17 +68,17 @@ def untraced(middleware: Any, hook: str) -> Callable[..., Awaitable[Any]]:
     """
     stand_in: Any = partial(_call_hook, middleware, hook)
     stand_in.__signature__ = inspect.signature(stand_in)
-    return cast("Callable[..., Awaitable[Any]]", stand_in)
+    return cast("_Hook", stand_in)
 
 
-def _call_hook(middleware: Any, hook: str, request: Any, handler: Any) -> Awaitable[Any]:
-    return cast("Awaitable[Any]", getattr(type(middleware), hook)(middleware, request, handler))
+def _call_hook(middleware: object, hook: str, request: object, handler: object) -> object:
+    return getattr(type(middleware), hook)(middleware, request, handler)
 
 
 _RUN_METHODS = ("invoke", "ainvoke", "run", "arun", "_arun")
 
 
-def runs_in_thread(tool: Any, mode: str = "a") -> bool:
+def runs_in_thread(tool: object, mode: str = "a") -> bool:
     """Return whether LangChain runs a tool in a thread: in async mode, or if a sync run did so.
 
     LangChain: a tool runs in a thread unless it has a coroutine, or overrides one of the methods
@@ -102,12 +103,12 @@ def with_run(
     return copied
 
 
-def model_parameters(model: "BaseChatModel", settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def model_parameters(model: "BaseChatModel", settings: Mapping[str, Any]) -> Mapping[str, object]:
     """Return the provider and the name of the model that a call with these settings reaches.
 
     LangChain: `_get_ls_params`, by which callbacks and LangChain's own middlewares learn these.
     """
-    return cast("Mapping[str, Any]", model._get_ls_params(**settings))
+    return cast("Mapping[str, object]", model._get_ls_params(**settings))
 
 
 # LangGraph

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from threading import TIMEOUT_MAX, Event, Lock
-from typing import Any
 from weakref import WeakValueDictionary
 
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
@@ -122,8 +121,7 @@ class Waiter:
     """A call that came, and that any thread can wake; the queue in which it stands, if it waits."""
 
     def __init__(self, mode: Mode) -> None:
-        self._mode = mode
-        self._woken: Any = asyncio.Event() if mode else Event()
+        self._woken = asyncio.Event() if mode else Event()
         self.wake: Callable[[], object] = self._woken.set
         if mode:
             self.wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.wake)
@@ -131,7 +129,7 @@ class Waiter:
 
     async def sleep(self, seconds: float) -> None:
         """Wait until it is woken, for so many seconds at most."""
-        if self._mode:
+        if isinstance(self._woken, asyncio.Event):
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._woken.wait()

@@ -40,7 +40,7 @@ def as_async(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
     return called
 
 
-def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_sync(coroutine: Coroutine[object, None, T]) -> T:
     """Run a coroutine that never suspends, and return its result."""
     try:
         coroutine.send(None)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
-from typing import Any, Literal
+from typing import Literal
 
 Unit = Literal["calls", "tokens", "nanodollars", "milliseconds"]
 """The unit of a limit's counts, which are whole numbers: money is in billionths of a US dollar."""
@@ -77,7 +77,7 @@ def duration(text: str) -> timedelta | None:
 
 def parse_milliseconds(argument: str, value: object) -> int:
     """Return the whole milliseconds of a time, which may be from 0 to a billion seconds."""
-    time: Any = duration(value) if isinstance(value, str) else value
+    time: object = duration(value) if isinstance(value, str) else value
     if time is None and value is not None:
         raise ValueError(f'{argument} must be a time such as "30s", "5m" or "1h", not {value!r}')
     if isinstance(time, bool) or not isinstance(time, int | float | timedelta):

@@ -121,7 +121,7 @@ class QuotaStore(Protocol):
 
         1. The corrections are made, each id once, however often it is sent. One with an attempt
            undoes what the attempt charged, forgets its result, and has it refused if it arrives
-           later. One that settles a request first gives back what the request still holds under
+           later. One that settles a request first releases what the request still holds under
            the keys of its amounts. Then amounts are added to counts, unless another attempt of the
            request is answered. A negative amount makes no count lower than 0, and no key. A key
            that a positive amount makes begins at the correction's start.
@@ -160,7 +160,7 @@ class QuotaStore(Protocol):
         """Set counts to 0.
 
         The keys are kept, or made, so that a caller's own count does not fill them again. Holds
-        are forgotten: a correction that settles one adds its amounts, and gives nothing back.
+        are forgotten: a correction that settles one adds its amounts, and releases nothing.
 
         Args:
             keys: The keys of counts, as `QuotaUsage` has them. Another is a `ValueError`.

@@ -174,7 +174,7 @@ if next(more) then
   result, new = result .. '\n' .. numbers(more), '\n' .. numbers(news)
   for i, amount in pairs(news) do
     if amount > 0 then
-      -- From now on none of them is new: a call has been judged by them.
+      -- From now on none of them is new: a call has been checked by them.
       local key = KEYS[ask.counters[i][2]]
       local grants = grants_of(key)
       for _, grant in ipairs(grants) do grant[4] = false end

@@ -33,7 +33,7 @@ class StoreClient:
     """Asks a store, and says so when it cannot be asked."""
 
     by_name: ClassVar[WeakValueDictionary[str, "StoreClient"]] = WeakValueDictionary()
-    """The clients of this process: one middleware gives back what another one has charged."""
+    """The clients of this process: one middleware refunds what another one has charged."""
 
     def __init__(self, store: QuotaStore, recorder: Recorder) -> None:
         self.store = store
@@ -115,7 +115,7 @@ class StoreClient:
                 if counter.key is not None
             },
         )
-        # What the request was to take back is taken back, too.
+        # What the request was to refund is refunded, too.
         self._make_later([correction, *request.corrections])
 
     def lose(self, count: str) -> None:

@@ -11,7 +11,7 @@
 --               "held:..." for each request has the amount and the end of its lease. No lease ends
 --               before the field next_end. Anything else is an error: others can write there, too.
 --   grants      of a count, under a key of their own: a packed list of {name, amount, end, new,
---               details}; new: no call has been judged by it. After its end a grant is remembered
+--               details}; new: no call has been checked by it. After its end a grant is remembered
 --               for as long as a correction.
 --   an attempt  a packed list of {key, amount, field of what it holds}, or "refused"
 --   a result    the text of its answer
@@ -87,7 +87,7 @@ local function keep_grants(key, grants)
   redis.call('EXPIREAT', key, digits(last + CORRECTED))
 end
 
--- What is granted, and the part by which no call has been judged before.
+-- What is granted, and the part by which no call has been checked before.
 local function granted(grants)
   local sum, news = 0, 0
   for _, grant in ipairs(grants) do

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from langchain_quota.core.admission import Correction
@@ -31,7 +30,7 @@ class CorrectionQueue:
     """Corrections that the store has not confirmed, the oldest first."""
 
     def __init__(
-        self, forms: Collection[str], send_all: Callable[[Mode], Coroutine[Any, Any, None]]
+        self, forms: Collection[str], send_all: Callable[[Mode], Coroutine[object, None, None]]
     ) -> None:
         self._forms = forms
         self._send_all = send_all

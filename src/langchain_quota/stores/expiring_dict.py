@@ -42,11 +42,11 @@ class ExpiringDict(Generic[V]):
         """Remove a value."""
         del self.all[name]
         if len(self._due) > 2 * len(self.all) + _PURGED_AT_ONCE:
-            self._due = [(expires, each) for each, (_, expires) in self.all.items()]
+            self._due = [(expires, key) for key, (_, expires) in self.all.items()]
             heapify(self._due)
 
     def purge(self, now: float, maximum: int = _PURGED_AT_ONCE) -> bool:
-        """Look at some that can have expired, and remove those that have; whether there are any."""
+        """Remove expired values, of `maximum` candidates; return whether there were candidates."""
         looked = 0
         while looked < maximum and self._due and self._due[0][0] <= now:
             looked += 1

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from uuid import uuid4
 
 from langchain_quota.limits.options import MODEL, UNITS, whole_amount
@@ -63,7 +62,7 @@ class Grant:
         >>> grant = store.grant("email:user_id:ada", 50, window=None, id="4711")
         >>> store.grant("email:user_id:ada", 50, id="4711") == grant
         True
-        >>> [each.amount for each in store.grants("email:*")]
+        >>> [grant.amount for grant in store.grants("email:*")]
         [50]
     """
 
@@ -132,7 +131,7 @@ class SupportsGrants(ABC):
             ValueError: An argument is out of bounds, no count can have the key, or the grant would
                 have ended already.
         """
-        grant = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
+        grant = self._validated_grant(key, amount, window, until, reason, by, id)
         return run_sync(self._give("", grant, is_begun=window == ""))
 
     async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
@@ -147,7 +146,7 @@ class SupportsGrants(ABC):
         id: str | None = None,  # noqa: A002 - as the field is called
     ) -> Grant:
         """`grant`, without blocking the event loop."""
-        grant = self._asked(key, amount, window, until=until, reason=reason, by=by, name=id)
+        grant = self._validated_grant(key, amount, window, until, reason, by, id)
         return await self._give("a", grant, is_begun=window == "")
 
     def revoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
@@ -181,25 +180,24 @@ class SupportsGrants(ABC):
             QuotaStoreError: The store failed.
             TypeError: The store serves no sync calls.
         """
-        return sorted(self._given(pattern), key=lambda grant: (grant.key, grant.given_at))
+        return sorted(self._active_grants(pattern), key=lambda grant: (grant.key, grant.given_at))
 
-    def _asked(  # noqa: PLR0913 - those of `grant`
+    def _validated_grant(  # noqa: PLR0913, PLR0917 - those of `grant`
         self,
-        key: object,
-        amount: object,
+        key: str,
+        amount: Dollars | Time,
         window: timedelta | str | CalendarWindow | None,
-        *,
-        until: Any,
-        reason: object,
-        by: object,
-        name: object,
+        until: datetime | None,
+        reason: str,
+        by: str,
+        name: str | None,
     ) -> Grant:
         """Return the requested grant with its end."""
         name = uuid4().hex if name is None else name
         _check_texts(key=key, reason=reason, by=by, id=name)
         if not name:
             raise ValueError("id must not be empty: leave it out for a new one")
-        now, counted = self.clock(), self._counted(str(key), window)
+        now, counted = self.clock(), self._counted(key, window)
         if read_emission_interval(counted):
             raise ValueError(
                 f"a smooth quota takes no grants: raise its limit or its burst, not {counted!r}"
@@ -212,7 +210,7 @@ class SupportsGrants(ABC):
         if not 0 < whole <= MAX_AMOUNT:
             maximum = format_amount(MAX_AMOUNT, unit)
             raise ValueError(f"amount must be above 0, and at most {maximum}, not {amount!r}")
-        grant = Grant(counted, whole, str(name), in_utc(now), until, str(reason), str(by))
+        grant = Grant(counted, whole, name, in_utc(now), until, reason, by)
         ends = [end for end in (grant.ends, window_end(counted)) if end is not None]
         last = math.ceil(now) + idle_time(counted, self._idle)
         return replace(grant, until=in_utc(min(ends, default=last)))
@@ -236,11 +234,11 @@ class SupportsGrants(ABC):
         """`peek`, without blocking the event loop."""
 
     @abstractmethod
-    def _given(self, pattern: str) -> list[Grant]:
+    def _active_grants(self, pattern: str) -> list[Grant]:
         """Return the grants that have not ended, under the keys that match, in any order."""
 
     @abstractmethod
-    async def _grant(self, mode: Mode, asked: Grant) -> tuple[Grant | None, bool]:
+    async def _grant(self, mode: Mode, grant: Grant) -> tuple[Grant | None, bool]:
         """Return the stored grant and whether it is new; `None` if it would have ended."""
 
     @abstractmethod
@@ -281,11 +279,11 @@ def unit_of(key: str) -> Unit:
     return UNITS.get(parsed_key.counter, "calls") if parsed_key else "calls"
 
 
-def _check_texts(**arguments: Any) -> None:
+def _check_texts(**arguments: object) -> None:
     """Check that arguments are strings that can be kept."""
     for argument, value in arguments.items():
         validate_type(argument, value, str, "a string")
-        if len(value) > MAX_TEXT:
+        if len(str(value)) > MAX_TEXT:
             raise ValueError(f"{argument} must have at most {MAX_TEXT} characters")
 
 

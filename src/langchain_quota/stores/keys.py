@@ -2,16 +2,21 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
+
+from langchain_core.runnables import RunnableConfig
 
 from langchain_quota.limits.windows import CalendarWindow, around
 from langchain_quota.runtime.arguments import validate_type
+
+Prefix: TypeAlias = str | Callable[[Any, Any], str]
+"""What all keys of a store begin with, or a function of state and runtime that returns it."""
 
 MAX_LENGTH = 64
 """The longest value that a key has unchanged, in characters after encoding."""
@@ -153,20 +158,20 @@ def parsed(text: str) -> CountKey | None:
 
 
 def window_end(text: str) -> int | None:
-    """When a key's window ends, by its text; `None` if it has none."""
+    """Return when a key's window ends, by its text; `None` if it has none."""
     key = parsed(text)
     return key.ends if key else None
 
 
 def read_emission_interval(text: str | None) -> int:
-    """In how many microseconds a count that drains falls by a call; 0 for another count."""
+    """Return the microseconds in which a count drains by a call; 0 for a count that does not."""
     key = parsed(text) if text and "~" in text else None
     # Rounded up: the rate is never higher than the limit says.
     return -(-(key.window or 0) * 10**6 // key.limit) if key and key.limit else 0
 
 
 def seconds_until_room(drained_in: int, room: int, spacing: int) -> float:
-    """In how many seconds a count that drains has at most `room` calls; below 0 if it has."""
+    """Return the seconds until a draining count has at most `room` calls; below 0 if it has."""
     return (drained_in - room * spacing) / 10**6
 
 
@@ -176,16 +181,16 @@ def unit_in(key: str | None) -> int:
 
 
 def dimension_of(key: str) -> str:
-    """For whom a key counts, from its text; empty if it is no key of a count."""
+    """Return for whom a key counts, from its text; empty if it is no key of a count."""
     return key.partition(":")[2].partition(":")[0]
 
 
-def check_prefix(what: str, prefix: Any) -> str:
-    """Check a prefix of a store."""
+def check_prefix(what: str, prefix: object) -> str:
+    """Check a prefix of a store, and return it."""
     validate_type(what, prefix, str, "a string")
-    if not _PREFIX.fullmatch(prefix):
+    if not _PREFIX.fullmatch(text := str(prefix)):
         raise ValueError(f"{what} must match {_PREFIX.pattern}, not {prefix!r}")
-    return str(prefix)
+    return text
 
 
 def prefix_of(key: str) -> str:
@@ -219,7 +224,7 @@ def _quoted(value: str) -> str:
     return quote(value, safe=_SAFE, errors="surrogatepass")
 
 
-def prefix_now(prefix: object, state: Any, runtime: Any) -> str:
+def prefix_now(prefix: object, state: object, runtime: object) -> str:
     """Return the prefix of the store's keys now; empty where its prefix is no function."""
     if not callable(prefix):
         return ""
@@ -233,7 +238,7 @@ def prefix_now(prefix: object, state: Any, runtime: Any) -> str:
     return check_prefix("what the function for prefix of the store gives", value)
 
 
-def prefix_in(config: Mapping[str, Any], prefix: object) -> str:
+def prefix_in(config: RunnableConfig, prefix: object) -> str:
     """Return the prefix of a thread's keys, where no run's context can say it."""
     if not callable(prefix):
         return ""

@@ -166,7 +166,7 @@ class MemoryStore(SupportsGrants, RateLimiting):
             self._grants.put(grant.key, [*by_id.values()], last + CORRECTED)
             count = self._counts.get(grant.key, now)
             if count is not None:
-                # The count's idle time begins anew, as after a charge.
+                # The count's idle time is reset, as after a charge.
                 self._write(grant.key, count, count.used, count.ends, now)
             return grant, True
 
@@ -179,7 +179,7 @@ class MemoryStore(SupportsGrants, RateLimiting):
                     return stored_grant.grant
         return None
 
-    def _given(self, pattern: str) -> list[Grant]:
+    def _active_grants(self, pattern: str) -> list[Grant]:
         with self._lock:
             now = self.clock()
             keys = [key for key in self._grants.all if fnmatchcase(key, pattern)]
@@ -371,7 +371,7 @@ class Count:
         self.next_end = min(ends, self.next_end)
 
     def lower(self, amount: float, held_by: str | None = None) -> None:
-        """Give back an amount; if a request is named, no more than it still holds."""
+        """Subtract an amount; if a request is named, no more than it still holds."""
         if held_by is not None:
             held, ends = (self.holds or {}).pop(held_by, (0, 0))
             amount = min(amount, held)
@@ -380,7 +380,7 @@ class Count:
         self.used = max(0, self.used - int(amount))
 
     def end_leases(self, now: float) -> None:
-        """Give back what is held by leases that are over."""
+        """Release what is held by leases that are over."""
         holds = self.holds or {}
         for name in [name for name, (_, ends) in holds.items() if ends <= now]:
             self.lower(math.inf, name)

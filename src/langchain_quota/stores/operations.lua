@@ -52,7 +52,7 @@ function operations.grant(number, key, of_grants, ends, idle)
   local new = {ask.name, ask.amount, ask.ends, true, ask.details}
   table.insert(grants, new)
   keep_grants(of_grants, grants)
-  -- The idle time of the count begins anew, as after a charge.
+  -- The idle time of the count is reset, as after a charge.
   redis.call('EXPIREAT', key, expiry(ends, idle))
   tell(number, new, 1)
 end

@@ -8,17 +8,22 @@ from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from math import ceil
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.common import metadata
+from langchain_quota.stores.grants import Grant
+from langchain_quota.stores.keys import Prefix
 from langchain_quota.stores.rows import GRANTS, Name, Rows, names_of, names_of_keys
 from langchain_quota.stores.server import PREFIX, ServerStore
+from langchain_quota.stores.wire import Answers
 
 if TYPE_CHECKING:
+    from psycopg.pq.abc import PGresult
+
     from langchain_quota.stores.postgres_connections import Connection, Pool
 
 with suppress(ModuleNotFoundError):
@@ -133,7 +138,7 @@ class PostgresStore(ServerStore):
         self,
         source: "str | Pool",
         *,
-        prefix: str | Callable[[Any, Any], str] = PREFIX,
+        prefix: Prefix = PREFIX,
         timeout: float = 1.0,
         idle_ttl: timedelta = IDLE_TTL,
     ) -> None:
@@ -169,12 +174,12 @@ class PostgresStore(ServerStore):
         return await self._within(mode, work)
 
     async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], *more: Any
-    ) -> list[Any]:
-        async def work(connection: "Connection") -> list[Any]:
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | None
+    ) -> Answers:
+        async def work(connection: "Connection") -> Answers:
             begin = "" if op in _READING else _BEGIN
             rows = await self._read(connection, prefix, names_of_keys(keys), begin)
-            done = partial(rows.operate, op, keys, *more)
+            done = partial(rows.operate, op, keys, grant)
             return await self._written(connection, prefix, rows, done) if begin else done()
 
         return await self._within(mode, work)
@@ -281,7 +286,7 @@ def _id(prefix: str, name: Name) -> str:
     return sha256(named).hexdigest()[:32]
 
 
-def _table(results: list[Any]) -> list[tuple[str, str]]:
+def _table(results: "Sequence[PGresult]") -> list[tuple[str, str]]:
     """Return the two columns of the last result."""
     last = results[-1]
     cells = [

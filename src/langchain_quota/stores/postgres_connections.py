@@ -17,6 +17,8 @@ try:
     import psycopg
     from psycopg import errors, pq, waiting
     from psycopg.conninfo import conninfo_to_dict
+    from psycopg.pq.abc import PGconn, PGresult
+    from psycopg.rows import TupleRow
     from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 except ImportError as missing:
     raise ModuleNotFoundError(
@@ -27,6 +29,7 @@ except ImportError as missing:
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.server import PerLoop, Server
 
+_APPLICATION = "langchain-quota"
 _CONNECTIONS = 10
 """Most connections, for all threads and for each event loop; other operations wait."""
 
@@ -51,9 +54,11 @@ def connections(source: object, timeout: float) -> "Connections":
     return _OwnedConnections(source, timeout)
 
 
-def _sent(pgconn: Any, statements: bytes, seconds: float) -> Generator[Any, Any, list[Any]]:
+def _sent(
+    pgconn: PGconn, statements: bytes, seconds: float
+) -> Generator[waiting.Wait, waiting.Ready | int, list[PGresult]]:
     ends = monotonic() + seconds
-    results: list[Any] = []
+    results: list[PGresult] = []
     pgconn.send_query(statements)
     while pgconn.flush():
         if (yield waiting.Wait.RW) & waiting.Ready.R:
@@ -72,7 +77,7 @@ def _sent(pgconn: Any, statements: bytes, seconds: float) -> Generator[Any, Any,
         results.append(result)
 
 
-def _consume(pgconn: Any) -> None:
+def _consume(pgconn: PGconn) -> None:
     try:
         pgconn.consume_input()
     except psycopg.OperationalError:
@@ -132,7 +137,7 @@ class Connections(Server, ABC):
     def taken(self, mode: Mode) -> AbstractAsyncContextManager[Connection]:
         """Yield a connection that nobody else uses meanwhile."""
 
-    async def send(self, connection: Connection, statements: str) -> list[Any]:
+    async def send(self, connection: Connection, statements: str) -> list[PGresult]:
         """Send statements together, and return the server's results."""
         # Not its own `wait`: if a caller is cancelled, that one waits for a server that hangs.
         is_sync, pgconn = isinstance(connection, psycopg.Connection), connection.pgconn
@@ -171,16 +176,16 @@ class _UserConnections(Connections):
         self.name = f"{type(pool).__module__.split('.')[0]}.{type(pool).__name__}"
         self.forms = ("async",) if isinstance(pool, AsyncConnectionPool) else ("sync",)
         super().__init__(timeout)
-        self._pool: Any = pool
+        self._pool = pool
 
     @asynccontextmanager
-    async def taken(self, mode: Mode) -> AsyncIterator[Connection]:
-        taking = self._pool.connection(self._timeout)
-        if mode:
-            async with taking as connection, _closed_by_failures(connection):
-                yield connection
+    async def taken(self, _: Mode) -> AsyncIterator[Connection]:
+        pool = self._pool
+        if isinstance(pool, AsyncConnectionPool):
+            async with pool.connection(self._timeout) as taken, _closed_by_failures(taken):
+                yield taken
         else:
-            with taking as connection:
+            with pool.connection(self._timeout) as connection:
                 async with _closed_by_failures(connection):
                     yield connection
 
@@ -188,11 +193,11 @@ class _UserConnections(Connections):
 class _Idle:
     """The connections of all threads, or of an event loop, that are not in use."""
 
-    def __init__(self, permits: Any) -> None:
+    def __init__(self, permits: asyncio.Semaphore | threading.Semaphore) -> None:
         self.permits = permits
-        self._connections: list[Any] = []
+        self._connections: list[Connection] = []
 
-    def take(self) -> Any:
+    def take(self) -> Connection | None:
         """Return a connection that the server has not closed, if there is one."""
         while self._connections:
             connection = self._connections.pop()
@@ -200,7 +205,7 @@ class _Idle:
                 return connection
         return None
 
-    def give(self, connection: Any) -> None:
+    def give(self, connection: Connection) -> None:
         """Keep one for others, unless it failed."""
         if not connection.closed:
             self._connections.append(connection)
@@ -213,12 +218,12 @@ class _Idle:
         self.close()
 
 
-class _SyncConnection(psycopg.Connection[Any]):
+class _SyncConnection(psycopg.Connection[TupleRow]):
     def __del__(self, *_: object) -> None:
         """It closes itself; a store that is not needed any more need not be closed."""
 
 
-class _AsyncConnection(psycopg.AsyncConnection[Any]):
+class _AsyncConnection(psycopg.AsyncConnection[TupleRow]):
     def __del__(self, *_: object) -> None:
         """As above."""
 
@@ -248,7 +253,6 @@ class _OwnedConnections(Connections):
         self.secrets = (source, password, quote(password, safe="")) if password else (source,)
         super().__init__(timeout)
         self._source = source
-        self._options: Any = {"autocommit": True, "fallback_application_name": "langchain-quota"}
         # By process: those of a forked child's parent are not the child's.
         self._threads: dict[int, _Idle] = {}
         self._loops = PerLoop(lambda: _Idle(asyncio.Semaphore(_CONNECTIONS)), _Idle.aclose)
@@ -256,7 +260,7 @@ class _OwnedConnections(Connections):
     @asynccontextmanager
     async def taken(self, mode: Mode) -> AsyncIterator[Connection]:
         idle = await self._loops.get() if mode else self._of_process()
-        if mode:
+        if isinstance(idle.permits, asyncio.Semaphore):
             await idle.permits.acquire()
         elif not idle.permits.acquire(timeout=self._timeout):
             raise TimeoutError
@@ -278,10 +282,17 @@ class _OwnedConnections(Connections):
 
     async def _connected(self, mode: Mode) -> Connection:
         if mode:
-            return await _AsyncConnection.connect(self._source, **self._options)
+            return await _AsyncConnection.connect(
+                self._source, autocommit=True, fallback_application_name=_APPLICATION
+            )
         # libpq waits for no less than 2 seconds.
         patience = max(2, math.ceil(self._timeout))
-        return _SyncConnection.connect(self._source, **self._options, connect_timeout=patience)
+        return _SyncConnection.connect(
+            self._source,
+            autocommit=True,
+            fallback_application_name=_APPLICATION,
+            connect_timeout=patience,
+        )
 
     def _of_process(self) -> _Idle:
         idle = _Idle(threading.BoundedSemaphore(_CONNECTIONS))

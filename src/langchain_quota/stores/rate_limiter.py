@@ -1,8 +1,7 @@
 """LangChain's rate limiter, shared through a store."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from typing import Any
 from uuid import uuid4
 
 from langchain_core.rate_limiters import BaseRateLimiter
@@ -28,9 +27,9 @@ _FOREVER = 1e9
 class RateLimiting:
     """A store that makes rate limiters."""
 
-    prefix: Any
+    prefix: object
     acquire: Callable[[AcquireRequest], AcquireResult]
-    aacquire: Callable[[AcquireRequest], Coroutine[Any, Any, AcquireResult]]
+    aacquire: Callable[[AcquireRequest], Awaitable[AcquireResult]]
 
     def rate_limiter(
         self, name: str, limit: int, window: timedelta | str, *, burst: int = 1

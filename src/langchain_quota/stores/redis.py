@@ -5,11 +5,13 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL, wire
+from langchain_quota.stores.grants import Grant
+from langchain_quota.stores.keys import Prefix
 from langchain_quota.stores.redis_script import ScriptCall, key_of, pattern_of
 from langchain_quota.stores.server import PREFIX, ServerStore
 
@@ -75,7 +77,7 @@ class RedisStore(ServerStore):
         self,
         source: "str | SyncClient | AsyncClient | None" = None,
         *,
-        prefix: str | Callable[[Any, Any], str] = PREFIX,
+        prefix: Prefix = PREFIX,
         timeout: float = 1.0,
         idle_ttl: timedelta = IDLE_TTL,
     ) -> None:
@@ -89,10 +91,10 @@ class RedisStore(ServerStore):
         return await self._run(mode, "acquire", prefix, ask, read)
 
     async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], *more: Any
-    ) -> list[Any]:
-        ask = partial(wire.operation, op, keys, more, self._idle)
-        read: Callable[..., list[Any]] = wire.uses if op == "peek" else wire.grants
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | None
+    ) -> wire.Answers:
+        ask = partial(wire.operation, op, keys, grant, self._idle)
+        read: Callable[..., wire.Answers] = wire.uses if op == "peek" else wire.grants
         return await self._run(mode, "operations", prefix, ask, partial(read, keys))
 
     async def _run(
@@ -114,10 +116,9 @@ class RedisStore(ServerStore):
         return await self._in_time(mode, work)
 
     def _keys(self, kind: str, pattern: str) -> Iterator[str]:
-        prefix, client = (
-            str(self.prefix),
-            run_sync(self._in_time("", partial(self._clients.opened, ""))),
-        )
+        prefix = str(self.prefix)
+        opened = run_sync(self._in_time("", partial(self._clients.opened, "")))
+        client = cast("SyncClient", opened)
         names = client.scan_iter(pattern_of(prefix, kind, pattern), count=_SCANNED)
 
         async def some() -> list[bytes | str]:

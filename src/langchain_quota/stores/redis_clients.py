@@ -4,9 +4,9 @@ import asyncio
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import parse_qs, quote, urlsplit
 
 try:
@@ -42,8 +42,22 @@ _MOST = 16
 # Otherwise every connection reads the version of redis from a file, on the event loop.
 _DRIVER = {"driver_info": redis.DriverInfo()} if hasattr(redis, "DriverInfo") else {}
 
+Argument = int | bytes | str
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
+
+
+_Pool = TypeVar("_Pool", bound=redis.ConnectionPool | redis.asyncio.ConnectionPool)
+
+
+class ScriptClient(Protocol):
+    """A client that runs scripts; an async one returns replies to await."""
+
+    def eval(self, *arguments: Argument) -> object:
+        """Run a script by its text."""
+
+    def evalsha(self, *arguments: Argument) -> object:
+        """Run a script that the server knows, by its hash."""
 
 
 def clients(source: object, timeout: float) -> "Clients":
@@ -75,18 +89,16 @@ class Clients(Server, ABC):
     _has_warned = False
 
     @abstractmethod
-    async def opened(self, mode: Mode) -> Any:
+    async def opened(self, mode: Mode) -> ScriptClient:
         """Return a client that runs scripts in a mode."""
 
-    async def run(self, mode: Mode, script: Script, arguments: Sequence[int | bytes | str]) -> Any:
+    async def run(self, mode: Mode, script: Script, arguments: Sequence[Argument]) -> object:
         """Run a script, load it first if the server does not know it, and return the reply."""
         client = await self.opened(mode)
         try:
-            reply = client.evalsha(script.sha, *arguments)
-            return await reply if mode else reply
+            return await _awaited(client.evalsha(script.sha, *arguments))
         except exceptions.NoScriptError:
-            reply = client.eval(script.text, *arguments)
-            return await reply if mode else reply
+            return await _awaited(client.eval(script.text, *arguments))
 
     async def warn_of_eviction(self, mode: Mode) -> None:
         """Warn once of a server that may evict counts, if its user may ask it."""
@@ -94,11 +106,11 @@ class Clients(Server, ABC):
             return
         self._has_warned, client = True, await self.opened(mode)
         with suppress(*self.failed):
-            reply = client.eval("return redis.call('INFO', 'memory')", 0)
-            policy = re.search("maxmemory_policy:([a-z-]+)", str(await reply if mode else reply))
+            reply = await _awaited(client.eval("return redis.call('INFO', 'memory')", 0))
+            policy = re.search("maxmemory_policy:([a-z-]+)", str(reply))
             if policy and policy[1] != "noeviction":
                 logger.warning(
-                    "%s has maxmemory-policy %s: Redis may evict counts, and quotas begin anew: "
+                    "%s has maxmemory-policy %s: Redis may evict counts, and quotas are reset: "
                     "set it to noeviction",
                     *(self.name, policy[1]),
                 )
@@ -133,25 +145,26 @@ class _UserClients(Clients):
         self.name = f"{type(client).__module__.split('.client')[0]}.{type(client).__name__}"
         self.secrets = _secrets(client.get_connection_kwargs())
         self.forms = ("async",) if isinstance(client, AsyncClient) else ("sync",)
-        self._client: Any = client
+        self._client = cast("ScriptClient", client)
+        self._cluster = client if isinstance(client, redis.asyncio.RedisCluster) else None
         if isinstance(client, redis.asyncio.Redis):
             self._client = _PipeliningClient(client, client.connection_pool.max_connections)
         self._asking: asyncio.Task[object] | None = None
 
-    async def opened(self, _: Mode) -> Any:
+    async def opened(self, _: Mode) -> ScriptClient:
         # Without the nodes, redis-py sends first requests of a cluster to any node, and closes
         # connections that others use when these nodes answer that they do not have the key. The
         # client forgets the nodes when it is closed. Callers do not wait for connections: while a
         # node does not answer, its callers would keep the callers of other nodes waiting.
-        client = self._client
-        if isinstance(client, redis.asyncio.RedisCluster) and client.get_default_node() is None:
+        cluster = self._cluster
+        if cluster is not None and cluster.get_default_node() is None:
             loop, asking = asyncio.get_running_loop(), self._asking
             if asking is None or asking.done() or asking.get_loop() is not loop:
                 # A caller who is cancelled, or whose time is over, does not end this task.
-                asking = self._asking = loop.create_task(client.initialize())
+                asking = self._asking = loop.create_task(cluster.initialize())
                 asking.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(asking)
-        return client
+        return self._client
 
 
 class _PipeliningClient:
@@ -195,14 +208,14 @@ class _Pipeline:
     def __init__(self, client: redis.asyncio.Redis, permits: asyncio.Semaphore) -> None:
         self._client = client
         self._permits = permits
-        self._requests: dict[asyncio.Future[Any], tuple[Any, ...]] = {}
+        self._requests: dict[asyncio.Future[object], tuple[Any, ...]] = {}
         self._task = asyncio.get_running_loop().create_task(self._send())
         self._task.add_done_callback(self._hand_out)
         self.is_open = True
 
     async def answer(self, arguments: tuple[Any, ...]) -> object:
         """Send a request, and wait for the answer."""
-        waiting = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._requests[waiting] = arguments
         self.is_open = len(self._requests) < _MOST
         try:
@@ -218,7 +231,7 @@ class _Pipeline:
             raise answer
         return answer
 
-    async def _send(self) -> dict[asyncio.Future[Any], Any]:
+    async def _send(self) -> dict[asyncio.Future[object], object]:
         # Others ask in the same turn; and with an eager task factory, nobody has asked yet.
         await asyncio.sleep(0)
         async with self._permits:
@@ -229,7 +242,7 @@ class _Pipeline:
                 pipeline.evalsha(*arguments)
             return dict(zip(sent, await pipeline.execute(raise_on_error=False), strict=True))
 
-    def _hand_out(self, task: asyncio.Task[dict[asyncio.Future[Any], Any]]) -> None:
+    def _hand_out(self, task: asyncio.Task[dict[asyncio.Future[object], object]]) -> None:
         self.is_open = False
         failure = (
             ConnectionError("the pipeline was cancelled") if task.cancelled() else task.exception()
@@ -259,8 +272,8 @@ class _OwnedClients(Clients):
         self.secrets = (url, *_secrets(pool.connection_kwargs))
         self.name = re.sub("//.*@", "//", url.partition("?")[0])
 
-    async def opened(self, mode: Mode) -> Any:
-        return await self._loops.get() if mode else self._sync
+    async def opened(self, mode: Mode) -> ScriptClient:
+        return await self._loops.get() if mode else cast("ScriptClient", self._sync)
 
     def close(self) -> None:
         self._sync.close()
@@ -275,8 +288,15 @@ class _OwnedClients(Clients):
         pool = self._pool(redis.asyncio.ConnectionPool, AsyncRetry, 2**31, None)
         return _PipeliningClient(redis.asyncio.Redis.from_pool(pool), _CONNECTIONS)
 
-    def _pool(self, kind: Any, retry: Any, maximum: int, seconds: float | None) -> Any:
-        pool = kind.from_url(self._url, max_connections=maximum, protocol=_PROTOCOL)
+    def _pool(
+        self,
+        kind: type[_Pool],
+        retry: type[Retry | AsyncRetry],
+        maximum: int,
+        seconds: float | None,
+    ) -> _Pool:
+        url, options = self._url, {"max_connections": maximum, "protocol": _PROTOCOL}
+        pool = cast("_Pool", kind.from_url(url, **options))
         pool.connection_kwargs |= _DRIVER | {
             "socket_timeout": seconds,
             "socket_connect_timeout": seconds,
@@ -288,6 +308,10 @@ class _OwnedClients(Clients):
         # A server that is gone does not answer when TLS is closed.
         async with asyncio.timeout(self._timeout):
             await together.client.aclose()
+
+
+async def _awaited(reply: object) -> object:
+    return await reply if isinstance(reply, Awaitable) else reply
 
 
 def _is_url(url: str) -> bool:
@@ -308,6 +332,6 @@ def _is_url(url: str) -> bool:
     return is_place and not parts.fragment
 
 
-def _secrets(options: Mapping[str, Any]) -> tuple[str, ...]:
+def _secrets(options: Mapping[str, object]) -> tuple[str, ...]:
     password = options.get("password")
     return (password, quote(password, safe="")) if isinstance(password, str) and password else ()

@@ -13,8 +13,10 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.stores.common import keys_of
+from langchain_quota.stores.expiring_dict import ExpiringDict
 from langchain_quota.stores.grants import Grant
 from langchain_quota.stores.memory import REFUSED, Count, MemoryStore, StoredGrant, StoredResult
+from langchain_quota.stores.wire import Answers
 
 Name = tuple[str, str]
 """A kind of what is kept, and the name under which it is kept."""
@@ -32,7 +34,7 @@ class Rows(MemoryStore):
 
     def __init__(self, idle: int, time: float, read: Mapping[Name, str]) -> None:
         super().__init__(max_keys=sys.maxsize, idle_ttl=timedelta(seconds=idle), clock=lambda: time)
-        self._tables: dict[str, Any] = {
+        self._tables: dict[str, ExpiringDict[Any]] = {
             COUNT: self._counts,
             GRANTS: self._grants,
             RESULT: self._results,
@@ -61,15 +63,15 @@ class Rows(MemoryStore):
             raise QuotaStoreError(f"no count is kept under {self._odd[0]!r}")
         return super().acquire(request)
 
-    def operate(self, op: str, keys: Sequence[str], *more: Any) -> list[Any]:
+    def operate(self, op: str, keys: Sequence[str], grant: Grant | str | None) -> Answers:
         """Run an operation and return its result; see `ServerStore`."""
         if op == "peek":
             uses = {**dict(zip(keys, self.peek(keys), strict=True)), **dict.fromkeys(self._odd)}
             return [(key, use) for key, use in uses.items() if use or key in self._odd]
-        if op == "grant":
-            return [run_sync(self._grant("", *more))]
-        if op == "revoke":
-            return [(run_sync(self._revoke("", *keys, *more)), False)]
+        if isinstance(grant, Grant):
+            return [run_sync(self._grant("", grant))]
+        if isinstance(grant, str):
+            return [(run_sync(self._revoke("", keys[0], grant)), False)]
         if op == "grants":
             return [(grant, False) for grant in self.grants()]
         self.reset(keys)
@@ -133,7 +135,7 @@ def _count(**value: Any) -> Count:
     return count
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """Return a dataclass or a time as JSON has it."""
     if isinstance(value, datetime):
         return value.isoformat()

@@ -9,7 +9,7 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import islice
 from textwrap import shorten
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
@@ -19,8 +19,9 @@ from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import check_keys, check_request, idle_seconds, keys_of
 from langchain_quota.stores.grants import Grant, SupportsGrants
-from langchain_quota.stores.keys import check_prefix, prefix_of
+from langchain_quota.stores.keys import Prefix, check_prefix, prefix_of
 from langchain_quota.stores.rate_limiter import RateLimiting
+from langchain_quota.stores.wire import Answers
 
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
@@ -68,9 +69,7 @@ class ServerStore(SupportsGrants, RateLimiting):
 
     _server: Server
 
-    def __init__(
-        self, prefix: str | Callable[[Any, Any], str], timeout: float, idle_ttl: timedelta
-    ) -> None:
+    def __init__(self, prefix: Prefix, timeout: float, idle_ttl: timedelta) -> None:
         validate_type("prefix", prefix, str | Callable, "a string or a function")
         if isinstance(prefix, str):
             check_prefix("prefix", prefix)
@@ -147,9 +146,9 @@ class ServerStore(SupportsGrants, RateLimiting):
 
     @abstractmethod
     async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], *more: Any
-    ) -> list[Any]:
-        """Make one step of another operation.
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | None
+    ) -> Answers:
+        """Make one step of another operation, on a grant to give, or on the id of one to revoke.
 
         What it answers: "peek" each key under which something is kept, and its use, `None` if it is
         no count; "grant" and "revoke" a grant, and whether it is new; "grants" all of them.
@@ -180,28 +179,29 @@ class ServerStore(SupportsGrants, RateLimiting):
         await self._each(mode, "reset", keys)
 
     async def _grant(self, mode: Mode, grant: Grant) -> tuple[Grant | None, bool]:
-        results: list[tuple[Grant | None, bool]] = await self._each(
-            mode, "grant", [grant.key], grant
-        )
+        results = await self._each(mode, "grant", [grant.key], grant)
         return results[0] if results else (None, False)
 
     async def _revoke(self, mode: Mode, key: str, name: str) -> Grant | None:
-        ended: list[tuple[Grant | None, bool]] = await self._each(mode, "revoke", [key], name)
+        ended = await self._each(mode, "revoke", [key], name)
         return ended[0][0] if ended else None
 
-    def _given(self, pattern: str) -> list[Grant]:
+    def _active_grants(self, pattern: str) -> list[Grant]:
         grants = self._listed("grants", pattern, "grants")
         return [*{(grant.key, grant.id): grant for grant, _ in grants}.values()]
 
-    async def _each(self, mode: Mode, op: str, keys: Sequence[str], *more: Any) -> list[Any]:
+    async def _each(
+        self, mode: Mode, op: str, keys: Sequence[str], grant: Grant | str | None = None
+    ) -> Answers:
         """Return the results of one step for each prefix of the keys."""
-        results: list[Any] = []
+        results: Answers = []
         for prefix, some in self._by_prefix(keys).items() if keys else ():
-            results += await self._operate(mode, prefix, op, some, *more)
+            results += await self._operate(mode, prefix, op, some, grant)
         return results
 
-    def _listed(self, kind: str, pattern: str, op: str) -> Iterator[Any]:
+    def _listed(self, kind: str, pattern: str, op: str) -> Answers:
         """Return what is read of the keys that match, some at a time."""
+        results: Answers = []
         if not isinstance(self.prefix, str):
             raise ValueError(  # noqa: TRY004 - it is no wrong type
                 "the prefix of this store is a function: list the keys of one prefix with "
@@ -209,7 +209,8 @@ class ServerStore(SupportsGrants, RateLimiting):
             )
         keys = (key for key in self._keys(kind, pattern) if fnmatchcase(key, pattern))
         while some := [*islice(keys, _AT_ONCE)]:
-            yield from run_sync(self._each("", op, some))
+            results += run_sync(self._each("", op, some))
+        return results
 
     def _by_prefix(self, keys: Sequence[str]) -> dict[str, Sequence[str]]:
         if isinstance(self.prefix, str):
@@ -230,7 +231,7 @@ class ServerStore(SupportsGrants, RateLimiting):
             )
         patience = StallTolerantTimeout(self._timeout)
         try:
-            return await (patience.spent_on(work) if mode else work())
+            return await (patience.run(work) if mode else work())
         except server.failed as error:
             raise self._failure(error, patience.blocked) from error
 
@@ -264,7 +265,7 @@ class ServerStore(SupportsGrants, RateLimiting):
 
 
 class PerLoop(Generic[T]):
-    """Something of each event loop, which is closed with it."""
+    """One value for each event loop, closed when the loop ends."""
 
     def __init__(self, make: Callable[[], T], close: Callable[[T], Awaitable[None]]) -> None:
         self._make = make
@@ -274,7 +275,7 @@ class PerLoop(Generic[T]):
         )
 
     async def get(self) -> T:
-        """That of the running loop."""
+        """Return the value of the running loop; make it if there is none."""
         loop = asyncio.get_running_loop()
         value = self._made.get(loop)
         if value is None:
@@ -283,7 +284,7 @@ class PerLoop(Generic[T]):
         return value[0]
 
     async def close(self) -> None:
-        """Close that of the running loop, if there is one."""
+        """Close the value of the running loop, if there is one."""
         value = self._made.get(asyncio.get_running_loop())
         if value is not None:
             await value[1].aclose()
@@ -309,7 +310,7 @@ class StallTolerantTimeout:
         self._left = _TICKS
         self.blocked = 0.0
 
-    async def spent_on(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do some work; `TimeoutError` when the time is over."""
         self._loop = asyncio.get_running_loop()
         async with asyncio.timeout(None) as self._timeout:

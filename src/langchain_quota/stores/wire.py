@@ -6,7 +6,7 @@ stands for none.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -26,7 +26,9 @@ Place = Callable[[str, str], int]
 """How a script finds what is kept of a kind under a name: by a number in `KEYS`."""
 
 T = TypeVar("T")
-Message = dict[str, Any]
+Answers = list[Any]
+"""Of peek: keys and uses; of others: grants, and whether each is new. See `ServerStore`."""
+Message = dict[str, object]
 Ask = Callable[[Place], Message]
 
 _NONE = -1
@@ -86,15 +88,14 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> Message:
 
 
 def operation(
-    op: str, keys: Iterable[str], more: Sequence[Any], idle: int, place: Place
+    op: str, keys: Iterable[str], grant: Grant | str | None, idle: int, place: Place
 ) -> Message:
     """Return the request for any other operation on counts."""
     counts = [_count(key, idle, place, window_end(key)) for key in dict.fromkeys(keys)]
     message: Message = {"op": op, "counts": counts}
-    if op == "revoke":
-        message["name"] = _short(more[0])
-    if op == "grant":
-        grant: Grant = more[0]
+    if isinstance(grant, str):
+        message["name"] = _short(grant)
+    if isinstance(grant, Grant):
         given_at = grant.given_at.timestamp()
         fields = {"id": grant.id, "at": given_at, "reason": grant.reason, "by": grant.by}
         message |= {"name": _short(grant.id), "details": json.dumps(fields)}

@@ -236,7 +236,7 @@ class _MetricsApp:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._app = make_asgi_app(_resolve_registry(registry))
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request, and render in a worker thread."""
         request = await receive()
         sent: list[Message] = []

@@ -1,7 +1,7 @@
 """The Prometheus counters, gauges and histograms of decisions, created once per registry."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -53,19 +53,25 @@ class Metrics:
         self._histograms: dict[str, Series[Histogram]] = {}
         self._gauges: dict[str, Gauge] = {}
         for spec in names.METRICS:
-            options: Any = {"labelnames": spec.labels, "registry": registry}
             if spec.is_of_table:
                 continue
+            head = spec.name, spec.help, spec.labels
             if spec.kind == "counter":
-                counter = _Counter(spec.name, spec.help, **options)
+                counter = _Counter(*head, registry=registry)
                 self._counters[spec.name] = Series(counter, spec.together)
                 if spec is names.LIMIT_DECISIONS:
                     self._refusals = Series(counter, (Outcome.BLOCKED, Outcome.WOULD_BLOCK))
             elif spec.kind == "histogram":
-                histogram = _Histogram(spec.name, spec.help, buckets=spec.buckets, **options)
+                histogram = _Histogram(*head, buckets=spec.buckets, registry=registry)
                 self._histograms[spec.name] = Series(histogram, spec.together)
             else:
-                gauge = Gauge(spec.name, spec.help, multiprocess_mode=spec.mode, **options)
+                gauge = Gauge(
+                    spec.name,
+                    spec.help,
+                    spec.labels,
+                    multiprocess_mode=spec.mode,
+                    registry=registry,
+                )
                 self._gauges[spec.name] = gauge
         self._gauges[names.BUILD_INFO.name].labels(__version__).set(1)
         self._calls = self._counters[names.CALLS.name]
