@@ -22,7 +22,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.sync_async import as_async, run_sync
-from langchain_quota.telemetry.recorder import usage_of
+from langchain_quota.telemetry.instruments import usage_of
 from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import directory_error, multiprocess_directory
 

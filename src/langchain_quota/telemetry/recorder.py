@@ -1,57 +1,35 @@
 """The recorder, which passes what middlewares report to the sinks.
 
-The sinks are metrics, spans, the usage of threads and other subjects, and logs. `Instruments.guard`
-calls them, so that no failure of telemetry reaches the agent.
+The sinks are metrics, spans, the usage of threads and other subjects, and logs.
 """
 
 import os
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from typing import ParamSpec, Self, TypeVar
-from weakref import WeakKeyDictionary
-
-from prometheus_client import CollectorRegistry
+from typing import ParamSpec, Self
 
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
-from langchain_quota.errors import UNREADABLE, QuotaStoreError, QuotaWarning, UnknownPriceError
+from langchain_quota.errors import QuotaWarning, UnknownPriceError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, Call, Scope
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.telemetry import logs, names
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitGrant, LimitSpend
-from langchain_quota.telemetry.labels import (
-    NONE,
-    TOOL,
-    UNNAMED,
-    BoundedLabels,
-    Label,
-    custom_label,
-    describe,
-    label,
-    limit_label,
-)
-from langchain_quota.telemetry.logs import logger
-from langchain_quota.telemetry.metrics import Metrics
+from langchain_quota.telemetry.instruments import Instruments
+from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label, limit_label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.tracing import Tracing
-from langchain_quota.telemetry.usage import UsageTable
-from langchain_quota.telemetry.workers import Snapshot, validate_directory
-
-_MAX_MODELS = 100
-"""Maximum of distinct names of models, because gateways pass on names that callers invent."""
 
 _MAX_FIRST_LINES = 1000
 """Maximum of lines that are logged once for each agent; metrics count all events."""
 
 _Event = ParamSpec("_Event")
-_Result = TypeVar("_Result")
 
 _captures: ContextVar[tuple[list[Decision], ...]] = ContextVar("captures", default=())
 
@@ -101,132 +79,6 @@ class RecentTasks:
             if len(self._records) > self.MAX_TASKS:
                 self._records.popitem(last=False)
         return record
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings in which all `Telemetry` of one registry must agree."""
-
-    near: float
-    thread_label: Label | None
-    subject_label: Mapping[str, Label]
-    max_exported_threads: int
-    max_exported_subjects: int
-    thread_ttl: timedelta
-    max_tools: int
-    max_agents: int
-
-
-class Instruments:
-    """The sinks of a registry, the bounded labels that they share, and the guard around sinks."""
-
-    def __init__(self, registry: CollectorRegistry, settings: Settings) -> None:
-        self.settings = settings
-        self.directory = validate_directory()
-        self.metrics = Metrics(registry, settings.near)
-        self.agents = BoundedLabels(settings.max_agents)
-        self.tools = BoundedLabels(settings.max_tools, nameless=NONE, allowed=TOOL)
-        self.models = BoundedLabels(_MAX_MODELS)
-        self.quotas: set[str] = set()
-        """The names of the quotas of all middlewares."""
-        self.usage = UsageTable(
-            Snapshot(
-                time.time(),
-                settings.max_exported_threads,
-                settings.max_exported_subjects,
-                settings.thread_ttl.total_seconds(),
-            ),
-            self.directory,
-            partial(self.failed, "threads"),
-            near=settings.near,
-            subject_label=self._subject_label,
-        )
-        # The events that are logged once, by line, and the kinds of failures, by component.
-        self.logged: defaultdict[object, set[tuple[object, ...]]] = defaultdict(set)
-        registry.register(self.usage)
-
-    def guard(
-        self,
-        component: str,
-        sink: Callable[_Event, _Result],
-        *event: _Event.args,
-        **options: _Event.kwargs,
-    ) -> _Result | None:
-        """Call a component's sink with an event, and return its result, or `None` if it failed.
-
-        A failure is counted, and does not reach the agent.
-        """
-        try:
-            return sink(*event, **options)
-        # A cancellation or an interrupt is no `Exception`, so it reaches the agent.
-        except Exception as error:
-            self.failed(component, error)
-            return None
-
-    def failed(self, component: str, error: Exception, *, log: bool | None = None) -> None:
-        """Count a failure of a component; log it if `log` is true, by default once per kind."""
-        error_type = label(type(error).__name__)
-        # A label function hides ids, so its exception must not show them in the log. An outage is
-        # no fault in code, so its error needs no traceback. An unreadable reply may be one.
-        hides = component in {"thread_label", "subject_label"}
-        is_code = not isinstance(error, QuotaStoreError) or isinstance(error.__cause__, UNREADABLE)
-        logged_error = error if is_code and not hides else None
-        # If counting or logging fails, there is no place left to report it.
-        with suppress(Exception):
-            self.metrics.count(names.ERRORS, 1, component, error_type)
-        with suppress(Exception):
-            logged = self.logged[component]
-            is_first = (error_type,) not in logged
-            logged.add((error_type,))
-            if is_first if log is None else log:
-                logger.error(
-                    "%s of langchain-quota failed with %s%s; %s are only "
-                    "counted in langchain_quota_errors_total",
-                    component,
-                    error_type,
-                    f" ({describe(error)})" if component == "store" else "",
-                    "further failures of this kind"
-                    if log is None
-                    else "until it recovers, further failures",
-                    exc_info=logged_error,
-                )
-
-    def _subject_label(self, quota: str, subject: str) -> str | None:
-        """Return the label of a quota's subject, or `None` if it must not be shown."""
-        make = self.settings.subject_label.get(quota)
-        if make is None:
-            return None
-        argument = "subject_label"
-        return self.guard(argument, custom_label, make, subject, argument)
-
-
-_instruments: WeakKeyDictionary[CollectorRegistry, Instruments] = WeakKeyDictionary()
-_lock = fork_safe_lock()
-
-
-def instruments_of(registry: CollectorRegistry, settings: Settings) -> Instruments:
-    """Return the instruments of a registry; create them if it has none."""
-    with _lock:
-        instruments = _instruments.get(registry)
-        if instruments is None:
-            instruments = _instruments[registry] = Instruments(registry, settings)
-    for name in Settings.__slots__:
-        new, existing = getattr(settings, name), getattr(instruments.settings, name)
-        if new != existing:
-            raise ValueError(
-                f"{name}={new!r} conflicts with {name}={existing!r} of another Telemetry on the "
-                "same registry: make one Telemetry, and give it to all middlewares (one without "
-                "telemetry= makes the default). It holds until the process ends. To change it "
-                "before, in a notebook, give the new one a registry of its own: "
-                "Telemetry(registry=CollectorRegistry(), …)"
-            )
-    return instruments
-
-
-def usage_of(registry: CollectorRegistry) -> UsageTable | None:
-    """Return the usage table of this process for a registry, or `None` if it has none."""
-    instruments = _instruments.get(registry)
-    return None if instruments is None else instruments.usage
 
 
 class Recorder:

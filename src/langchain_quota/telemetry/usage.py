@@ -17,16 +17,16 @@ from pathlib import Path
 from threading import Timer
 from weakref import WeakSet
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from langchain_quota.core.decision import CountStatus, LimitStatus, Refund
 from langchain_quota.limits.call import ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.runtime.sync_async import fork_safe_lock
-from langchain_quota.runtime.units import Level, Unit, in_base_unit, level
+from langchain_quota.runtime.units import Level, Unit
 from langchain_quota.telemetry import names, workers
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
+from langchain_quota.telemetry.families import Families, Rated, levels, rate
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.workers import Key, Number, Snapshot, Subject, Use
 
@@ -43,18 +43,6 @@ SubjectLabel = Callable[[str, str], str | None]
 
 _BOUNDED = ("agent", "global")
 """The `per` of quotas with one subject for each agent, which always has series."""
-
-_Count = tuple[str, Use, Number | None, Level | None]
-"""A limit, its use, the number with the highest used share, and the level of an enforced limit."""
-
-_Rated = tuple[tuple[int, float, float], Subject, list[_Count]]
-"""The sort key of a subject for the export, the subject, and its counts."""
-
-_METRICS = {
-    True: (names.THREAD_USED, names.THREAD_LIMIT, names.THREAD_TIMES, names.THREAD_BLOCKED),
-    False: (names.SUBJECT_USED, names.SUBJECT_LIMIT, names.SUBJECT_TIMES, names.SUBJECT_BLOCKED),
-}
-"""The metrics of use, limit, times and refusals, for threads (`True`) and other subjects."""
 
 
 class UsageTable(Collector):
@@ -189,7 +177,7 @@ class UsageTable(Collector):
 
     def describe(self) -> Iterator[Metric]:
         """Return the families without samples, for the registry's check for duplicates."""
-        return iter(_Families().values())
+        return iter(Families().values())
 
     def collect(self) -> Iterator[Metric]:
         """Render the subjects of all processes, by the settings of this one, else of another."""
@@ -203,7 +191,7 @@ class UsageTable(Collector):
             snapshots += workers.read_others(self._directory, self._path, self._on_error)
         if not snapshots:
             return
-        families, now, bounds = _Families(), time.time(), snapshots[0]
+        families, now, bounds = Families(), time.time(), snapshots[0]
         tracked, exported = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
         active = [one for one in workers.merge(snapshots) if now - one.last <= bounds.ttl]
         of_quotas = [subject for subject in active if subject.key[1] != THREAD]
@@ -218,7 +206,7 @@ class UsageTable(Collector):
             # Consume the iterator even if none is exported, because it counts all subjects.
             top = nlargest(max(1, max_exported), rated, key=itemgetter(0))[:max_exported]
             for _, subject, counts in top:
-                exported.update(_levels(subject, counts))
+                exported.update(levels(subject, counts))
             families.add_subjects(top)
         self._series |= dict.fromkeys((agent, limit, scope) for agent, limit, scope, _ in tracked)
         # Copy, because a concurrent scrape may add series.
@@ -235,16 +223,16 @@ class UsageTable(Collector):
 
     def _rate_all(
         self, subjects: Iterable[Subject], now: float, tracked: Counter[tuple[str, ...]]
-    ) -> Iterator[_Rated]:
+    ) -> Iterator[Rated]:
         """Rate and count subjects: near ones by share come first, then exhausted ones."""
         # Yield them singly: for a list of many, the garbage collector would stop all threads.
         for subject in subjects:
             try:
-                sort_key, counts = _rate(subject, now)
+                sort_key, counts = rate(subject, now)
             except Exception as error:
                 self._on_error(error)
                 continue
-            tracked.update(_levels(subject, counts))
+            tracked.update(levels(subject, counts))
             yield sort_key, subject, counts
 
     def _forget(self, now: float) -> None:
@@ -321,68 +309,6 @@ class UsageTable(Collector):
             raise
 
 
-class _Families(dict[str, Metric]):
-    """The families of the table, by name, with their samples."""
-
-    def __init__(self) -> None:
-        kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-        super().__init__(
-            (spec.name, kinds[spec.kind](spec.name, spec.help, labels=spec.labels))
-            for spec in names.METRICS
-            if spec.is_of_table
-        )
-
-    def add(self, spec: names.MetricSpec, labels: dict[str, str], value: float) -> None:
-        """Add a sample."""
-        # The metrics of a thread share a dict of labels. `add_metric` would copy it for each.
-        self[spec.name].samples.append(Sample(spec.name, labels, value))
-
-    def add_subjects(self, rated: Iterable[_Rated]) -> None:
-        """Add the samples of subjects; those with the same label are exported as the first one."""
-        refusals = Counter[tuple[str, ...]]()
-        for _, subject, counts in rated:
-            for limit, use, *_ in counts:
-                refusals[*subject.key[:2], limit, subject.label or ""] += use.blocked
-        for _, subject, counts in rated:
-            agent, scope, _ = subject.key
-            label = subject.label or ""
-            for limit, use, number, _ in counts:
-                # The user's function may give two subjects the same label.
-                blocked = refusals.pop((agent, scope, limit, label), None)
-                if blocked is None:
-                    continue
-                labels = {"agent": agent, "limit": limit_label(limit)}
-                if scope == THREAD:
-                    labels["thread_id"] = label
-                    self._add_thread(use, labels)
-                else:
-                    labels |= {"scope": scope, "subject": label}
-                used_specs, limit_specs, times, blocked_spec = _METRICS[scope == THREAD]
-                if number is not None:
-                    used, maximum, ends = number
-                    self.add(used_specs[use.unit], labels, in_base_unit(used, use.unit))
-                    self.add(limit_specs[use.unit], labels, in_base_unit(maximum, use.unit))
-                    self._add_time(times, labels, "reset", ends)
-                if number is not None or scope == THREAD:
-                    self._add_time(times, labels, "decision", use.decided)
-                if blocked:
-                    self.add(blocked_spec, labels, blocked)
-
-    def _add_thread(self, use: Use, labels: dict[str, str]) -> None:
-        """Add the samples that only threads have."""
-        self._add_time(names.THREAD_TIMES, labels, "refusal", use.refused)
-        # Export from 0 on, because `increase()` does not see the first value of a series.
-        if use.unit != "calls":
-            self.add(names.THREAD_SPENT[use.unit], labels, in_base_unit(use.spent, use.unit))
-
-    def _add_time(
-        self, spec: names.MetricSpec, labels: dict[str, str], event: str, when: float | None
-    ) -> None:
-        # Round to milliseconds, because a tenth of what a scrape transfers is times.
-        if when:
-            self.add(spec, {**labels, "event": event}, round(when, 3))
-
-
 def _use_of(subject: Subject, limit: str, unit: Unit) -> Use:
     """Return a subject's use of a limit, created if needed."""
     use = subject.uses.get(limit)
@@ -408,47 +334,6 @@ def _number(status: LimitStatus, count: CountStatus) -> Number:
 def _digest(subject: str) -> str:
     """Return the hash of a subject, which is stored so that users' names are not."""
     return hashlib.blake2b(subject.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _highest(numbers: Sequence[Number], now: float, *, is_thread: bool) -> Number | None:
-    """Return the number with the highest used share; an ended window of a thread has used 0."""
-    if len(numbers) == 1 and numbers[0][2] is None:
-        return numbers[0] if numbers[0][1] else None
-    limited = [number for number in numbers if number[1]]
-    running = [number for number in limited if number[2] is None or number[2] > now]
-    if is_thread:
-        over = [number for number in limited if number[2] is not None and number[2] <= now]
-        running += [(0, limit, None) for _, limit, _ in over]
-    return max(running, key=lambda number: number[0] / number[1], default=None)
-
-
-def _rate(subject: Subject, now: float) -> tuple[tuple[int, float, float], list[_Count]]:
-    """Return a subject's sort key and counts; near subjects come first, then exhausted ones."""
-    is_thread = subject.key[1] == THREAD
-    counts: list[_Count] = []
-    highest = refused = 0.0
-    # Copy, because a concurrent decision may add a limit.
-    for limit, use in list(subject.uses.items()):
-        number = _highest(use.numbers, now, is_thread=is_thread)
-        reached = None
-        if number is not None and use.near is not None:
-            reached = level(number[0], number[1], use.near)
-            # It fails here if a limit is too large for a metric, not where samples are rendered.
-            highest = max(highest, number[0] / float(number[1]))
-        refused = max(refused, use.refused or 0.0)
-        counts.append((limit, use, number, reached))
-    levels = {reached for _, _, _, reached in counts}
-    if Level.EXHAUSTED in levels:
-        return (1, refused, subject.last), counts
-    if Level.NEAR in levels:
-        return (2, highest, subject.last), counts
-    return (0, subject.last, subject.last), counts
-
-
-def _levels(subject: Subject, counts: list[_Count]) -> list[tuple[str, ...]]:
-    """Return the agent's label, the limit, the scope and the level, for each limit with a level."""
-    agent, scope, _ = subject.key
-    return [(agent, limit, scope, reached) for limit, _, _, reached in counts if reached]
 
 
 _tables: WeakSet[UsageTable] = WeakSet()
