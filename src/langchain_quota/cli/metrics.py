@@ -116,9 +116,9 @@ def of_text(text: str) -> Scrape:
 
 
 def sources(arguments: Namespace) -> list[Source]:
-    """The addresses that the arguments name, each once."""
+    """Return the sources that the arguments name, without duplicates."""
     token = os.environ.get(TOKEN_VARIABLE, "")
-    if not all("!" <= each <= "~" for each in token):
+    if not all("!" <= character <= "~" for character in token):
         must = "it must have visible ASCII characters only"
         raise CommandError(f"{TOKEN_VARIABLE} is no token: {must}")
     headers = {"Accept": "text/plain; version=0.0.4", "Accept-Encoding": "identity"}
@@ -136,9 +136,9 @@ def sources(arguments: Namespace) -> list[Source]:
 
 
 def ask(sources: Sequence[Source], interval: float | None) -> list[Thread]:
-    """Ask each once, or with an interval again and again, as long as the process lasts."""
+    """Request all sources once, or with an interval as long as the process lasts."""
     # A slow one holds up neither the others nor, as a daemon thread, the end of the process.
-    asking = [Thread(target=each.poll, args=(interval,), daemon=True) for each in sources]
+    asking = [Thread(target=source.poll, args=(interval,), daemon=True) for source in sources]
     for thread in asking:
         thread.start()
     return asking
@@ -165,7 +165,7 @@ class Use(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """What part of the limit is used; `None` where that is not known."""
+        """The used share of the limit; `None` if it is unknown."""
         if self.used is None or self.most is None:
             return None
         return self.used / self.most if self.most > 0 else 1.0
@@ -192,7 +192,7 @@ class Figures(NamedTuple):
 
 
 def figures(scrapes: Sequence[Scrape]) -> Figures:
-    """What processes say: the sums, and what a thread or subject has used by the newest check."""
+    """Return the sums of all processes, and the use of subjects by the newest check."""
     # What each process says of a thread or of a subject.
     uses: defaultdict[Series, defaultdict[int, _Says]]
     uses = defaultdict(lambda: defaultdict(dict))
@@ -213,11 +213,11 @@ def figures(scrapes: Sequence[Scrape]) -> Figures:
                 near[*labels[:2],] = value
             elif name == names.CALLS.name:
                 calls[labels[-1]] += int(value)
-    made = (_use(key, [*parts.values()], near.get(key[:2])) for key, parts in uses.items())
-    known = [each for each in made if each.used is not None or each.refused]
+    all_uses = (_use(key, [*parts.values()], near.get(key[:2])) for key, parts in uses.items())
+    known = [use for use in all_uses if use.used is not None or use.refused]
     return Figures(
-        threads=tuple(each for each in known if each.scope == THREAD),
-        quotas=tuple(each for each in known if each.scope != THREAD),
+        threads=tuple(use for use in known if use.scope == THREAD),
+        quotas=tuple(use for use in known if use.scope != THREAD),
         limits=tuple(Limit(agent, limit, counts) for (agent, limit), counts in limits.items()),
         ran=calls[Outcome.ALLOWED] + calls[Outcome.WOULD_BLOCK],
         refused=calls[Outcome.BLOCKED],
@@ -237,7 +237,7 @@ def _use(key: Series, parts: list[_Says], near: float | None) -> Use:
         *(subject, agent, limit, scope, unit, used, most, is_at),
         refused=sum(part.get("refused", 0) for part in parts),
         refused_at=max(
-            (each["refused_at"] for each in parts if "refused_at" in each), default=None
+            (part["refused_at"] for part in parts if "refused_at" in part), default=None
         ),
         resets_at=latest.get("resets_at"),
     )

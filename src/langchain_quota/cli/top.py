@@ -82,9 +82,9 @@ def run(arguments: Namespace) -> int:
 
 
 def _told(asked: Sequence[Source]) -> tuple[list[Scrape], list[str]]:
-    """What addresses have answered, and what is wrong with some."""
-    scrapes = [each.scrape for each in asked if each.scrape is not None]
-    return scrapes, [fault for each in asked if (fault := each.fault)]
+    """Return what addresses have answered, and what is wrong with some."""
+    scrapes = [source.scrape for source in asked if source.scrape is not None]
+    return scrapes, [source.fault for source in asked if source.fault]
 
 
 def _show(asked: Sequence[Source], views: Sequence[str], console: Console) -> NoReturn:
@@ -106,9 +106,9 @@ def _show(asked: Sequence[Source], views: Sequence[str], console: Console) -> No
 
 
 def _tables(figures: Figures, views: Sequence[str]) -> dict[str, list[Row]]:
-    """The rows of each view that has some, the most urgent first."""
-    found = {view: sorted(getattr(figures, view), key=_urgency) for view in views}
-    return {view: rows for view, rows in found.items() if rows}
+    """Return the rows of each view that has some, the most urgent first."""
+    tables = {view: sorted(getattr(figures, view), key=_urgency) for view in views}
+    return {view: rows for view, rows in tables.items() if rows}
 
 
 def _urgency(row: Row) -> tuple[float | str, ...]:
@@ -127,7 +127,7 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
     faults: Sequence[str],
     now: float,
 ) -> RenderableType:
-    """The whole screen; `known` is `None` before the first answer."""
+    """Return the whole screen; `known` is `None` before the first answer."""
     figures = known or Figures()
     title = Text.assemble(("langchain-quota top", "bold"), "  ")
     title.append(f"{figures.processes} of {addresses} addresses" if known else "asking ...")
@@ -155,55 +155,55 @@ def screen(  # noqa: PLR0913 - what a screen shows, by keyword
 
 
 def _summary(figures: Figures) -> Text:
-    """The sums of everything, in one line."""
+    """Return the sums of everything, in one line."""
     text = Text(f"calls {compact(figures.ran)} ran, ")
     text.append(f"{compact(figures.refused)} refused", "red" if figures.refused else "")
     for before, level in (("  ", NEAR), (", ", EXHAUSTED)):
-        count = sum(each.counts[level] for each in figures.limits)
+        count = sum(limit.counts[level] for limit in figures.limits)
         text.append(before).append(f"{compact(count)} {level}", STYLES[level] if count else "")
     return text
 
 
-def _table(found: Sequence[Row], name: str, console: Console, now: float) -> Table:
+def _table(rows: Sequence[Row], name: str, console: Console, now: float) -> Table:
     wide = console.width >= _WIDE
-    columns = [each for each in _COLUMNS[name] if wide or each not in _ONLY_WIDE]
-    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    columns = [column for column in _COLUMNS[name] if wide or column not in _ONLY_WIDE]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
         heading = Text(column, no_wrap=True, overflow="ellipsis")
         justify: JustifyMethod = "left" if column in (*_NAMES, "state") else "right"
         # Rich makes columns narrower that may wrap, those with names; the texts in them do not.
-        made.add_column(heading, justify=justify, no_wrap=column not in _NAMES)
+        table.add_column(heading, justify=justify, no_wrap=column not in _NAMES)
     has_bars = name != "limits" and console.is_terminal
     if has_bars:
-        made.add_column("", no_wrap=True)
-    for row in found:
+        table.add_column("", no_wrap=True)
+    for row in rows:
         texts = _cells(row, now)
         cells: list[RenderableType] = [
             Text(printable(text), style, no_wrap=True, overflow="ellipsis")
-            for text, style in (texts[each] for each in columns)
+            for text, style in (texts[column] for column in columns)
         ]
         if has_bars and isinstance(row, Use):
             style = texts["used/of"][1]
             cells.append("" if row.share is None else gauge(row.share, 1, style, 20 if wide else 6))
-        made.add_row(*cells)
-    return made
+        table.add_row(*cells)
+    return table
 
 
 def gauge(used: float, most: float, style: str, width: int | None = None) -> ProgressBar:
-    """A bar that is full only from the limit on; without a width it takes what space there is."""
+    """Return a bar that is full only from the limit on; by default as wide as there is space."""
     rest = "bright_black"
     return ProgressBar(most, used, width, style=rest, complete_style=style, finished_style=style)
 
 
 def _cells(row: Row, now: float) -> dict[str, tuple[str, str]]:
-    """What each column says of a row, and in which style."""
+    """Return what each column says of a row, and in which style."""
     both = {"agent": (row.agent, ""), "limit": (row.limit, "")}
     if isinstance(row, Limit):
         counts: dict[str, tuple[int, str]] = {
             "allowed": (row.counts[Outcome.ALLOWED] - row.counts["refunded"], ""),
             "refused": (row.counts[Outcome.BLOCKED], "red"),
             "dry run": (row.counts[Outcome.WOULD_BLOCK], ""),
-            **{str(each): (row.counts[each], STYLES[each]) for each in (NEAR, EXHAUSTED)},
+            **{str(level): (row.counts[level], STYLES[level]) for level in (NEAR, EXHAUSTED)},
             "ended runs": (row.counts["ended"], ""),
         }
         cells = {name: (compact(n), style if n else "dim") for name, (n, style) in counts.items()}
@@ -228,7 +228,7 @@ def _cells(row: Row, now: float) -> dict[str, tuple[str, str]]:
 
 
 def compact(value: float | None, unit: Unit = "calls") -> str:
-    """An amount in few characters: `"1,200"`, `"1.25M tok"`, `"$0.50"`."""
+    """Return an amount in few characters: `"1,200"`, `"1.25M tok"`, `"$0.50"`."""
     if value is None:
         return "-"
     if unit == "nanodollars":
@@ -245,7 +245,7 @@ def compact(value: float | None, unit: Unit = "calls") -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share; 100 % only if all is used, and 0 % only if nothing is."""
+    """Return a share as text: 100 % only if all is used, and 0 % only if nothing is."""
     if share is None:
         return "-"
     if share >= 1:
@@ -254,9 +254,9 @@ def percent(share: float | None) -> str:
 
 
 def lasting(seconds: float | None) -> str:
-    """A length of time, by its largest unit: `"3m"`; empty for none."""
+    """Return a length of time by its largest unit: `"3m"`; empty for none."""
     if seconds is None:
         return ""
     units = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
-    found = (f"{seconds // length:.0f}{unit}" for length, unit in units if seconds >= length)
-    return next(found, "0s")
+    texts = (f"{seconds // length:.0f}{unit}" for length, unit in units if seconds >= length)
+    return next(texts, "0s")

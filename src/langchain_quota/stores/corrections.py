@@ -98,7 +98,7 @@ class CorrectionQueue:
         # may be down.
         maximum = MAX_CORRECTIONS_AT_ONCE
         for correction_id in self._found(("name", name)):
-            # The calls that an earlier attempt let through did not run.
+            # The calls that an earlier attempt admitted did not run.
             correction = self._waiting[correction_id]
             self._waiting[correction_id] = replace(
                 correction, amounts=dict.fromkeys(correction.amounts, 0)
@@ -160,8 +160,9 @@ class CorrectionQueue:
 
 def _words(correction: Correction) -> list[tuple[str, str]]:
     prefix = prefix_of(next(iter([*correction.amounts, *correction.starts]), ""))
-    named = [("name", each) for each in (correction.idempotency_key,) if each]
-    return [("prefix", prefix), *named, *(("key", key) for key in correction.starts)]
+    name = correction.idempotency_key
+    words = [("prefix", prefix), *(("key", key) for key in correction.starts)]
+    return [*words, ("name", name)] if name else words
 
 
 _at_exit: WeakSet[CorrectionQueue] = WeakSet()

@@ -29,9 +29,10 @@ except ImportError as missing:
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.server import PerLoop, Server
 
-_APPLICATION = "langchain-quota"
 _CONNECTIONS = 10
 """Most connections, for all threads and for each event loop; other operations wait."""
+
+_OPTIONS: dict[str, Any] = {"autocommit": True, "fallback_application_name": "langchain-quota"}
 
 _INTERVAL = 0.1
 """How often a wait for the server looks whether its time is over, in seconds."""
@@ -282,17 +283,10 @@ class _OwnedConnections(Connections):
 
     async def _connected(self, mode: Mode) -> Connection:
         if mode:
-            return await _AsyncConnection.connect(
-                self._source, autocommit=True, fallback_application_name=_APPLICATION
-            )
+            return await _AsyncConnection.connect(self._source, **_OPTIONS)
         # libpq waits for no less than 2 seconds.
         patience = max(2, math.ceil(self._timeout))
-        return _SyncConnection.connect(
-            self._source,
-            autocommit=True,
-            fallback_application_name=_APPLICATION,
-            connect_timeout=patience,
-        )
+        return _SyncConnection.connect(self._source, **_OPTIONS, connect_timeout=patience)
 
     def _of_process(self) -> _Idle:
         idle = _Idle(threading.BoundedSemaphore(_CONNECTIONS))

@@ -289,13 +289,9 @@ class _OwnedClients(Clients):
         return _PipeliningClient(redis.asyncio.Redis.from_pool(pool), _CONNECTIONS)
 
     def _pool(
-        self,
-        kind: type[_Pool],
-        retry: type[Retry | AsyncRetry],
-        maximum: int,
-        seconds: float | None,
+        self, kind: type[_Pool], retry: type[Retry | AsyncRetry], most: int, seconds: float | None
     ) -> _Pool:
-        url, options = self._url, {"max_connections": maximum, "protocol": _PROTOCOL}
+        url, options = self._url, {"max_connections": most, "protocol": _PROTOCOL}
         pool = cast("_Pool", kind.from_url(url, **options))
         pool.connection_kwargs |= _DRIVER | {
             "socket_timeout": seconds,

@@ -65,13 +65,7 @@ class Metrics:
                 histogram = _Histogram(*head, buckets=spec.buckets, registry=registry)
                 self._histograms[spec.name] = Series(histogram, spec.together)
             else:
-                gauge = Gauge(
-                    spec.name,
-                    spec.help,
-                    spec.labels,
-                    multiprocess_mode=spec.mode,
-                    registry=registry,
-                )
+                gauge = Gauge(*head, multiprocess_mode=spec.mode, registry=registry)
                 self._gauges[spec.name] = gauge
         self._gauges[names.BUILD_INFO.name].labels(__version__).set(1)
         self._calls = self._counters[names.CALLS.name]
