@@ -37,6 +37,13 @@ def messages(url: str, **options: Any) -> Any:
     return anthropic.ChatAnthropic(base_url=url, api_key=KEY, **options)
 
 
+def gemini(url: str, **_: Any) -> Any:
+    """A client that does not stream."""
+    google = pytest.importorskip("langchain_google_genai")
+    options = {"model": "gemini", "max_retries": 0, "base_url": url}
+    return google.ChatGoogleGenerativeAI(api_key=KEY, **options)
+
+
 apis = pytest.mark.parametrize("api", [chat, responses, messages])
 ANSWERING = {
     "gpt-4o": "gpt-4o-2024-08-06",

@@ -1,4 +1,4 @@
-"""A server that checks, answers and reports as the APIs of OpenAI and Anthropic do, by a script."""
+"""A server that checks and answers as the APIs of OpenAI, Anthropic and Gemini do, by a script."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -351,7 +351,32 @@ _FAILED: Mapping[str, Body] = {
 }
 """What goes wrong in the middle of a stream."""
 
+
+def _gemini_faults(body: Body) -> Iterator[str]:
+    yield from _tool_faults(body)
+    asked: list[str] = []
+    for content in body["contents"]:
+        parts = content["parts"]
+        if unknown := {*content} - {"role", "parts"} | {key for part in parts for key in part} - {
+            *("text", "functionCall", "functionResponse", "thoughtSignature")
+        }:
+            yield f"unknown names: {unknown}"
+        answers = [part["functionResponse"]["name"] for part in parts if "functionResponse" in part]
+        if answers != asked:
+            yield f"function responses {answers} must follow the function calls {asked}"
+        if not parts or not all(part.get("text", "x") for part in parts):
+            yield "contents and texts must not be empty"
+        asked = [part["functionCall"]["name"] for part in parts if "functionCall" in part]
+
+
+def _gemini(answer: Answer) -> Body:
+    parts: list[Body] = [{"text": answer.text}] if answer.text else []
+    parts += [{"functionCall": {"name": name, "args": args}} for name, args in answer.calls]
+    return {"candidates": [{"content": {"role": "model", "parts": parts}, "finishReason": "STOP"}]}
+
+
 _APIS: Mapping[str, Any] = {
+    "/v1/models/gemini:generateContent": (_gemini_faults, _gemini, None),
     "/v1/chat/completions": (_chat_faults, _chat, _chat_events),
     "/v1/responses": (_responses_faults, _response, _response_events),
     "/v1/messages": (_messages_faults, _message, _message_events),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from langchain_quota.agents.quota import QuotaMiddleware as QuotaMiddleware
     from langchain_quota.agents.with_limits import with_limits as with_limits
     from langchain_quota.core.decision import Decision as Decision
+    from langchain_quota.core.stops import stop_reason as stop_reason
     from langchain_quota.errors import ModelCallLimitExceededError as ModelCallLimitExceededError
     from langchain_quota.errors import QuotaWarning as QuotaWarning
     from langchain_quota.errors import ToolCallLimitExceededError as ToolCallLimitExceededError
@@ -48,6 +49,7 @@ else:
     # imported when it is first used. The imports above are for type checkers and editors.
     _NAMES_BY_MODULE = {
         "core.decision": ("Decision",),
+        "core.stops": ("stop_reason",),
         "errors": ("ModelCallLimitExceededError", "QuotaWarning", "ToolCallLimitExceededError"),
         "features.budgets.estimates": ("max_usage",),
         "agents.with_limits": ("with_limits",),

@@ -1,4 +1,4 @@
-"""What agents under limits send is what OpenAI's and Anthropic's APIs accept."""
+"""What agents under limits send is what the APIs of OpenAI, Anthropic and Gemini accept."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -9,7 +9,7 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, System
 from langchain_core.tools import tool
 
 from langchain_quota import ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
-from tests.clients import Make, apis, chat, messages, responses
+from tests.clients import Make, apis, chat, gemini, messages, responses
 from tests.provider import Answer, Provider, calls, running_provider
 from tests.scene import Kind, Scene
 from tests.telemetry import HAS_INLINE, Signals
@@ -61,11 +61,14 @@ KINDS: list[Kind] = ["quota", "inline"] if HAS_INLINE else ["quota"]
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-@apis
+@pytest.mark.parametrize("api", [chat, responses, messages, gemini])
 async def test_every_request_is_accepted(
     api: Make, situation: str, server: Provider, signals: Signals
 ) -> None:
-    """Whatever ends a run, and whatever the model is told, the provider refuses no request."""
+    """Whatever ends a run, and whatever the model is told, the provider refuses no request.
+
+    Nor is it sent the data that says why a limit stopped a call.
+    """
     limits, script, streamed, options = SITUATIONS[situation]
     for kind in KINDS:
         server.play(*script)
@@ -83,7 +86,9 @@ async def test_every_request_is_accepted(
         assert server.refused == []
         assert len(server.requests) == len(script)
         assert raised == (situation == "error")
-        assert all(bool(each.get("stream")) is streamed for each in server.requests)
+        assert api is gemini or {bool(each.get("stream")) for each in server.requests} == {streamed}
+        assert ("langchain_quota_stop" in str(scene.state()["messages"])) is not bool(raised)
+        assert "langchain_quota" not in str(server.requests)
 
 
 @apis

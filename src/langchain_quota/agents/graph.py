@@ -149,9 +149,9 @@ class _LimitedTools(ToolNode):
             mode: Mode, request: ToolCallRequest, call: ToolHandler
         ) -> ToolAnswer:
             call_id, name = request.tool_call["id"], request.tool_call["name"]
-            text = answers.get(call_id)
-            if text is not None:
-                return answer_of_blocked(str(call_id), name, text)
+            blocked = answers.get(call_id)
+            if blocked is not None:
+                return answer_of_blocked(str(call_id), name, *blocked)
 
             async def call_in_graph(inner: ToolCallRequest) -> ToolAnswer:
                 return await call(inner.override(state=request.state))

@@ -16,9 +16,10 @@ from langgraph.errors import GraphInterrupt
 
 from langchain_quota.agents.inline import InlineState, make_model_call
 from langchain_quota.agents.quota import QuotaMiddleware, SharedOptions
+from langchain_quota.core.stops import STOP, StopReason
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import Batch, Update
-from langchain_quota.middleware.context import call_context, digest, running_runtime
+from langchain_quota.middleware.context import as_json, call_context, digest, running_runtime
 from langchain_quota.middleware.feature import (
     Handler,
     Request,
@@ -32,14 +33,16 @@ from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores import QuotaStore
 
-Answers = Mapping[str | None, str | None]
-"""The texts that answer calls which do not run, by the call's id; `None` for a call that runs."""
+_Answer = tuple[str, StopReason | None]
+"""The text that answers a call which does not run, and why; a list, if it was stored."""
+Answers = Mapping[str | None, _Answer | None]
+"""The answers to calls which do not run, by the call's id; `None` for a call that runs."""
 _CallName = tuple[str | None, str | None, str]
 """The ids of a message and of a call in it, and the name of the tool."""
 
 _MARK = "langchain_quota"
 """The key in a message's `response_metadata` of the answers to its calls that are blocked."""
-_TAKEN = "\0"
+_TAKEN: _Answer = ("\0", None)
 """Marks a call that a task runs: another task with the same call is checked."""
 _MAX_RUNS = 10_000
 """How many runs are remembered. The store still has the counts of a run that is forgotten."""
@@ -52,7 +55,7 @@ class _Run:
         self.root, self.state = root, state
         self.ended: AIMessage | None = None
         """The answer with which a limit ended the run."""
-        self.decided: dict[_CallName, str | None] = {}
+        self.decided: dict[_CallName, _Answer | None] = {}
         """The answers to calls that are checked; `None` for a call that may run."""
         self.taken: dict[str, Answers] = {}
         """The answers to the calls of a task of tools, by the name of its work."""
@@ -134,7 +137,7 @@ class GraphLimits(QuotaMiddleware):
             assert isinstance(answer, AIMessage)  # noqa: S101 - for the type checker
             if not answer.tool_calls:
                 return answer
-            final, blocked = None, dict[str | None, str]()
+            final, blocked = None, dict[str | None, _Answer]()
             # A question after the model's call would make the node call the model again.
             if not self._asks_at_tools:
                 final, blocked = await self._check(mode, run, step, uuid4().hex)
@@ -148,7 +151,7 @@ class GraphLimits(QuotaMiddleware):
             decided = _decided(answer, blocked)
             run.decided |= decided
             if self._is_shared:
-                await self.sequence.add(mode, "checked", digest(run.root, repr(decided)))
+                await self.sequence.add(mode, "checked", digest(run.root, as_json(decided)))
             marked = {**answer.response_metadata, _MARK: {"blocked": blocked}}
             return answer.model_copy(update={"response_metadata": marked})
 
@@ -191,13 +194,13 @@ class GraphLimits(QuotaMiddleware):
         mark = message.response_metadata.get(_MARK)
         if self._is_shared and isinstance(mark, dict) and isinstance(mark.get("blocked"), dict):
             decided = _decided(message, mark["blocked"])
-            name = digest(run.root, repr(decided))
+            name = digest(run.root, as_json(decided))
             if await self.sequence.read(mode, "checked", name) is not None:
                 run.decided = {**decided, **run.decided}
 
     async def _check(
         self, mode: Mode, run: _Run, state: State, work: str
-    ) -> tuple[AIMessage | None, dict[str | None, str]]:
+    ) -> tuple[AIMessage | None, dict[str | None, _Answer]]:
         """Check the newest calls; return the final text if the run ends, and answers to calls."""
         update = await self.kernel.check_tool_calls(mode, state, running_runtime(work)) or {}
         answers: list[AnyMessage] = update.get("messages") or []
@@ -205,7 +208,7 @@ class GraphLimits(QuotaMiddleware):
         final = final if isinstance(final, AIMessage) else None
         run.ended = final or run.ended
         return final, {
-            answer.tool_call_id: answer.text
+            answer.tool_call_id: (answer.text, answer.artifact and answer.artifact[STOP])
             for answer in answers
             if isinstance(answer, ToolMessage)
         }
@@ -250,6 +253,8 @@ def running_as(agent: str | None, config: RunnableConfig | None = None) -> Itera
         var_child_runnable_config.reset(token)
 
 
-def _decided(message: AIMessage, blocked: Mapping[str | None, str]) -> dict[_CallName, str | None]:
+def _decided(
+    message: AIMessage, blocked: Mapping[str | None, _Answer]
+) -> dict[_CallName, _Answer | None]:
     """Return the decision about each call of a message: its answer, or `None` if it may run."""
     return {(message.id, c["id"], c["name"]): blocked.get(c["id"]) for c in message.tool_calls}

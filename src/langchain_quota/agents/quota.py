@@ -60,6 +60,7 @@ class SharedOptions(TypedDict, total=False):
     on_store_error: OnStoreError
     prices: Prices | Mapping[str, Price] | None
     unknown_price: UnknownPrice
+    stream_events: bool
     telemetry: Telemetry | None
 
 
@@ -108,6 +109,8 @@ class QuotaMiddleware(
         charge_all_models: Whether budgets (`TokenLimit`, `CostLimit`) are also charged for the
             model calls that the agent's tools, sub-agents and other middlewares make; needs a
             budget. Only the agent's own calls are refused.
+        stream_events: Whether a client that reads the run's stream mode `custom` gets a
+            `QuotaEvent` for each crossing, refusal, wait and downgrade, and for the end of the run.
         telemetry: Where decisions are made visible; by default shared by the process, on
             Prometheus' global registry and OpenTelemetry's global tracer provider.
 
@@ -173,6 +176,7 @@ class QuotaMiddleware(
         prices: Prices | Mapping[str, Price] | None = None,
         unknown_price: UnknownPrice = "error",
         charge_all_models: bool = False,
+        stream_events: bool = False,
         telemetry: Telemetry | None = None,
     ) -> None:
         check_together(limits)
@@ -180,12 +184,14 @@ class QuotaMiddleware(
         check_store(store, limits)
         validate_switch("tell_model", tell_model)
         validate_switch("hide_exhausted", hide_exhausted)
+        validate_switch("stream_events", stream_events)
         super().__init__(
             tuple(limits),
             telemetry=telemetry,
             store=store,
             on_store_error=on_store_error,
             on_decision=on_decision,
+            stream_events=stream_events,
             options=FeatureOptions(
                 tell_model=tell_model,
                 hide_exhausted=hide_exhausted,

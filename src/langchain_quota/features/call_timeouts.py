@@ -10,6 +10,7 @@ from threading import Thread
 from langchain.agents.middleware.types import ToolCallRequest
 
 from langchain_quota.core import messages
+from langchain_quota.core.stops import make_reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.time import TimeLimit
 from langchain_quota.middleware.context import running_agent
@@ -95,10 +96,14 @@ class CallTimes(Feature):
             except TimeoutError:
                 if done.done():
                     return done.result()
-        self._count(limit, "left_running" if runs_on else "cancelled")
+        outcome = "left_running" if runs_on else "cancelled"
+        self._count(limit, outcome)
         tool_call = request.tool_call
         text = messages.took_too_long(tool_call["name"], milliseconds, runs_on=runs_on)
-        return answer(str(tool_call["id"]), tool_call["name"], text)
+        reason = make_reason(
+            outcome, limit.name, "call", threshold=milliseconds, unit="milliseconds"
+        )
+        return answer(str(tool_call["id"]), tool_call["name"], text, reason)
 
     def _count(self, limit: TimeLimit, outcome: str) -> None:
         """Count a call that took too long."""

@@ -25,6 +25,7 @@ from langchain_quota.core.admission import (
     Threshold,
 )
 from langchain_quota.core.checks import CallChecks, Check, ResolvedLimit, ResolvedLimits
+from langchain_quota.core.stops import make_reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind, Scope
 from langchain_quota.limits.options import counts_calls
@@ -144,7 +145,7 @@ class Waiting(Feature):
     ) -> tuple[Batch, AcquireResult]:
         may_wait, agent = True, batch.context.agent
         while may_wait:
-            may_wait = await self._wait_for_turn(agent, wait)
+            may_wait = await self._wait_for_turn(batch, wait)
             if wait.has_waited:
                 batch = await self._rebuild(mode, batch)
             # Let a refusal by a limit with `wait` stop the whole batch: a stopped batch is not
@@ -160,7 +161,8 @@ class Waiting(Feature):
             last_start = time.monotonic() + max(missing.pause, missing.last)
             may_wait = last_start <= wait.deadline
             if may_wait:
-                wait.limit, wait.scope, wait.has_waited = missing.limit, missing.scope, True
+                wait.limit, wait.scope = missing.limit, missing.scope
+                self._begin_wait(batch, wait, result)
                 wait.queues.move(wait.waiter, missing.queue)
                 with self.recorder.waiting(agent, wait.limit):
                     await wait_for(mode, min(missing.pause, LOOKS_AGAIN))
@@ -170,16 +172,33 @@ class Waiting(Feature):
         self._allow_later_starts(batch, wait.deadline)
         return await acquire(batch)
 
-    async def _wait_for_turn(self, agent: str | None, wait: "_Wait") -> bool:
+    def _begin_wait(self, batch: Batch, wait: "_Wait", result: AcquireResult | None = None) -> None:
+        """Note that calls wait, and write an event to the run's stream the first time."""
+        if not wait.has_waited:
+            check = _checks_by_scope(batch)[wait.limit, wait.scope]
+            reason = make_reason(
+                "waiting",
+                wait.limit,
+                wait.scope,
+                subject=self.recorder.subject_label(wait.scope, check.subject),
+                used=None if result is None else result.used[check.counter],
+                threshold=check.maximum,
+                resets_at=check.resets_at,
+            )
+            self.recorder.stream("waiting", reason)
+        wait.has_waited = True
+
+    async def _wait_for_turn(self, batch: Batch, wait: "_Wait") -> bool:
         """Wait behind earlier calls of the same quotas; return whether they left in time."""
-        seconds = 0.0
+        seconds, agent = 0.0, batch.context.agent
         while True:
             with self.recorder.waiting(agent, wait.limit):
                 if seconds > 0:
                     await wait.waiter.sleep(seconds)
                 if wait.queues.is_next(wait.waiter, sorted(wait.quotas)):
                     return True
-            (wait.limit, wait.scope), wait.has_waited = wait.quotas[wait.waiter.queue], True
+            wait.limit, wait.scope = wait.quotas[wait.waiter.queue]
+            self._begin_wait(batch, wait)
             seconds = wait.deadline - time.monotonic()
             if seconds <= 0:
                 return False
@@ -311,8 +330,12 @@ class Waiting(Feature):
         refund = Correction(name, {key: -amount for key, amount in charge["keys"].items()})
         is_resumed = entries["by"] != self._id or self._cancelled.get(name, 0) is not None
         started_at, agent, outcome = time.monotonic(), running_agent(), "cancelled"
+        has_waited = False
         try:
             while seconds := self._seconds_to_start(entries["name"], delay):
+                if not has_waited:
+                    self.recorder.stream("waiting", make_reason("waiting", limit, scope))
+                has_waited = True
                 with self.recorder.waiting(agent, limit):
                     await wait_for(mode, seconds)
             outcome = "allowed"

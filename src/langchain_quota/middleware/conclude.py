@@ -1,17 +1,18 @@
 """Turn results of checks into answers to blocked calls, state updates, refunds and exceptions."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from uuid import uuid4
 
-from langchain_core.messages import AIMessage, AnyMessage
+from langchain_core.messages import AIMessage, AnyMessage, ToolMessage
 
 from langchain_quota.core import messages
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, admit
 from langchain_quota.core.checks import CallChecks
 from langchain_quota.core.decide import Breach
-from langchain_quota.core.decision import Decision, Outcome, Refund
+from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
+from langchain_quota.core.stops import STOP, StopReason, reason_of
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits.call import Call, Exit
 from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Batch, HookResult, Update
@@ -22,6 +23,7 @@ from langchain_quota.middleware.state import (
     THREAD_TOOLS,
     Ledger,
     ToolBatch,
+    merge_ledgers,
     thread_model,
 )
 
@@ -53,15 +55,15 @@ def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True
         # Budgets alone: another middleware may count calls where LangChain does.
         of_thread, of_run = thread_model(batch.state) + 1, batch.used[OF_RUN] + 1
         written["counts"] = {"thread_model": of_thread, "run_model": of_run}
-    written["final"] = _final(batch, after)
+    update[LEDGER] = merge_ledgers(written, _final(batch, after))
     return HookResult(decisions, update)
 
 
-def _final(batch: Batch, after: Mapping[str, int]) -> str:
+def _final(batch: Batch, after: Mapping[str, int]) -> Ledger:
     """Return the run's final text if this is the last call of its budget; else an empty one."""
     finalizing = batch.limits.finalizing
     if not finalizing:
-        return ""
+        return Ledger(final="")
     (checks,) = batch.call_checks
     # Ask for one more call: if it is refused, this one is the last. What this call will use of
     # budgets is not known.
@@ -69,9 +71,58 @@ def _final(batch: Batch, after: Mapping[str, int]) -> str:
     next_call = replace(batch, call_checks=[final_checks])
     result = admit(next_call.demands, after, next_call.stops)
     if finalizing.isdisjoint(result.refused[0]):
-        return ""
+        return Ledger(final="")
     _, breaches = next_call.decide(result)
-    return messages.final(breaches, is_last=True)
+    return final_call(breaches)
+
+
+def final_call(breaches: Sequence[Breach]) -> Ledger:
+    """Return what the ledger says about the last call before these limits: final text and why."""
+    if not breaches:
+        return Ledger(final="")
+    decision, limit = breaches[0].decision, breaches[0].limit.limit.name
+    status = next(status for status in decision.limits if status.limit == limit)
+    reason = reason_of(decision.outcome.value, status)
+    return Ledger(final=messages.final(breaches, is_last=True), final_reason=reason)
+
+
+def add_reasons(
+    batch: Batch, hook_result: HookResult, label: Callable[[str, str], str | None]
+) -> StopReason | None:
+    """Write into messages why their calls do not run; return why the run ends, if it does."""
+    update, decisions = hook_result.update, hook_result.decisions
+    if not update or "messages" not in update:
+        return None
+
+    def reason(decision: Decision, status: LimitStatus) -> StopReason:
+        count = status.count_of(status.scope)
+        subject = count and label(count.scope, count.subject)
+        return reason_of(decision.outcome.value, status, subject=subject)
+
+    refusals = [
+        (decision, status)
+        for decision in decisions
+        if decision.outcome is Outcome.BLOCKED
+        for status in decision.refused_by
+        if status.enforced
+    ]
+    ending = batch.ledger.get("final_reason") if batch.ledger.get("final") else None
+    if refusals:
+        ends = (refusal for refusal in refusals if refusal[1].exit_behavior != "continue")
+        ending = reason(*next(ends, refusals[0]))
+    if ending is None:
+        return None
+    skipped = StopReason(**{**ending, "decision": Outcome.SKIPPED.value})
+    reasons = {
+        str(decision.call.id): reason(decision, status) for decision, status in reversed(refusals)
+    }
+    ended = update.get(LEDGER, {}).get("ended")
+    for message in update["messages"]:
+        if isinstance(message, ToolMessage):
+            message.artifact = {STOP: reasons.get(message.tool_call_id, skipped)}
+        elif message.id == ended:
+            message.response_metadata[STOP] = ending
+    return ending if ended else None
 
 
 def _model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | None:

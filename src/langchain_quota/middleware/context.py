@@ -1,6 +1,7 @@
 """The caller, its agent, thread and run, and the limits that depend on them."""
 
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -110,6 +111,11 @@ def running_agent() -> str | None:
 def digest(*parts: str) -> str:
     """Return a digest of the parts."""
     return sha256("\0".join(parts).encode(errors="backslashreplace")).hexdigest()
+
+
+def as_json(decisions: Mapping[Any, object]) -> str:
+    """Return decisions as text: the same after a store of messages has sorted the keys of JSON."""
+    return json.dumps([*decisions.items()], sort_keys=True, default=repr)
 
 
 def running_runtime(work: str = "") -> NodeRuntime | None:

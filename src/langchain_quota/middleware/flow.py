@@ -21,7 +21,7 @@ from langchain_quota.middleware.calls import (
     refund_corrections,
     tool_batch,
 )
-from langchain_quota.middleware.conclude import conclude_model, conclude_tools
+from langchain_quota.middleware.conclude import add_reasons, conclude_model, conclude_tools
 from langchain_quota.middleware.context import (
     LimitResolver,
     running_agent,
@@ -77,6 +77,7 @@ class Kernel:
         checks_every_call: Whether tool calls that no limit matches are recorded, too.
         why_nobody_is_asked: What the middleware needs instead, if no limit of it can ask a person.
         checks_inline: Whether calls are checked in the model's own node.
+        stream_events: Whether crossings and refusals are events in the run's stream.
 
     Raises:
         TypeError: `telemetry` has the wrong type.
@@ -97,11 +98,14 @@ class Kernel:
         checks_every_call: bool = True,
         why_nobody_is_asked: str = "",
         checks_inline: bool = False,
+        stream_events: bool = False,
     ) -> None:
         self.created_at = UserLine.of_caller()
         self.limits = limits
         self.kinds = {kind for limit in limits for kind in limit.kinds}
         self.recorder = recorder_of(telemetry)
+        if stream_events:
+            self.recorder = self.recorder.streaming()
         self.recorder.watch_limits(limits)
         self.observers = Observers(on_decision, self.recorder)
         self.store = None if store is None else StoreClient(store, self.recorder)
@@ -324,6 +328,7 @@ class Kernel:
         if self.observers.present:
             self.observers.check(mode)
         update = hook_result.update
+        reason = add_reasons(batch, hook_result, self.recorder.subject_label)
         record = self.recorder.record(
             hook_result.decisions,
             started=batch.started,
@@ -332,6 +337,8 @@ class Kernel:
         )
         if record.is_new and hook_result.refunds:
             self.recorder.record_refunds(hook_result.refunds)
+        if record.is_new and reason is not None:
+            self.recorder.stream("ended", reason)
         if batch.ledger_update:
             written = merge_ledgers((update or {}).get(LEDGER, {}), batch.ledger_update)
             update = {**(update or {}), LEDGER: written}

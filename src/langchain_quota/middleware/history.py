@@ -10,6 +10,7 @@ from uuid import uuid4
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall, ToolMessage
 
 from langchain_quota.core.messages import ABANDONED, NOT_RUN
+from langchain_quota.core.stops import STOP, StopReason
 from langchain_quota.middleware.state import State
 
 Block = str | dict[str, Any]
@@ -196,14 +197,21 @@ def _type(block: Block) -> str:
     return str(block.get("type")) if isinstance(block, dict) else ""
 
 
-def answer(call_id: str, tool: str | None, content: str) -> ToolMessage:
-    """Return the error message that answers a call which does not run."""
-    return ToolMessage(content=content, tool_call_id=call_id, name=tool, status="error")
+def answer(
+    call_id: str, tool: str | None, content: str, reason: StopReason | None = None
+) -> ToolMessage:
+    """Return the error message that answers a call which does not run, with the reason as data."""
+    artifact = None if reason is None else {STOP: reason}
+    return ToolMessage(
+        content=content, tool_call_id=call_id, name=tool, status="error", artifact=artifact
+    )
 
 
-def answer_of_blocked(call_id: str, tool: str | None, content: str) -> ToolMessage:
+def answer_of_blocked(
+    call_id: str, tool: str | None, content: str, reason: StopReason | None = None
+) -> ToolMessage:
     """Return the answer of a blocked call, which another middleware may have allowed before."""
-    message = answer(call_id, tool, content)
+    message = answer(call_id, tool, content, reason)
     # The mark is not sent to the model. A `RepeatLimit` reads it; no call is refunded by it.
     message.response_metadata[NOT_RUN] = True
     return message

@@ -15,6 +15,7 @@ from langgraph.types import StateSnapshot
 # That of `typing` has no JSON Schema before Python 3.12.
 from typing_extensions import TypedDict
 
+from langchain_quota.core.stops import StopReason
 from langchain_quota.limits.options import NANODOLLARS
 from langchain_quota.runtime.arguments import short_repr
 
@@ -93,6 +94,8 @@ class Ledger(TypedDict, total=False):
     """Refusals in this run, by middleware and name, of limits with `give_up_after`."""
     final: str
     """The run's final text if this step's model call is its last and has no answer; else empty."""
+    final_reason: StopReason
+    """Why that call is the last one."""
     downgraded: str
     """The limit that has this step's model call go to another model; else empty."""
     ended: str | None

@@ -49,9 +49,16 @@ class Semaphore:
         self._lock = fork_safe_lock(Lock)
         self._queue: OrderedDict[Slot, None] = OrderedDict()
 
-    async def acquire(self, mode: Mode, maximum: int | None, seconds: float) -> Slot:
+    async def acquire(
+        self,
+        mode: Mode,
+        maximum: int | None,
+        seconds: float,
+        on_wait: Callable[[], object] = bool,
+    ) -> Slot:
         """Wait until fewer than `maximum` calls run, and return a slot.
 
+        `on_wait` is called before a wait.
         The slot is not `acquired` if the time is over first. With `None` a call is only counted.
         """
         waiter = Waiter(mode)
@@ -59,6 +66,7 @@ class Semaphore:
         try:
             self.change(slot, sure=True)
             if slot.waits and seconds > 0:
+                on_wait()
                 await waiter.sleep(seconds)
         except BaseException:
             # The call was cancelled, possibly after it got its slot.

@@ -16,8 +16,9 @@ LimitSpend = tuple[str, Unit, int]
 LimitGrant = tuple[str, Scope, Unit, int]
 """The name of a limit, the scope of its threshold, its unit, and how much was added to it."""
 
-Notice = tuple[LimitStatus, Scope, Level | None]
-"""A limit, a scope, and the level that a call has reached there; `None` if it was refused."""
+Notice = tuple[Decision, LimitStatus, Scope, Level | None]
+"""A decision, a limit, a scope, and the level that a call has reached there; `None` if it was
+refused."""
 
 
 class CallerLabels(NamedTuple):
@@ -62,8 +63,8 @@ class DecisionEvent:
         for decision in self.decisions:
             for status in decision.limits:
                 if status.reason is not None and status.refusal_scope is not None:
-                    self.notices.append((status, status.refusal_scope, None))
+                    self.notices.append((decision, status, status.refusal_scope, None))
                 elif status.charged:
                     self.notices += [
-                        (status, *crossing) for crossing in status.threshold_events(near)
+                        (decision, status, *crossing) for crossing in status.threshold_events(near)
                     ]

@@ -76,7 +76,7 @@ class Instruments:
             self.directory,
             partial(self.failed, "threads"),
             near=settings.near,
-            subject_label=self._subject_label,
+            subject_label=self.subject_label,
         )
         # The events that are logged once, by line, and the kinds of failures, by component.
         self.logged: defaultdict[object, set[tuple[object, ...]]] = defaultdict(set)
@@ -128,7 +128,7 @@ class Instruments:
                     exc_info=logged_error,
                 )
 
-    def _subject_label(self, quota: str, subject: str) -> str | None:
+    def subject_label(self, quota: str, subject: str) -> str | None:
         """Return the label of a quota's subject, or `None` if it must not be shown."""
         make = self.settings.subject_label.get(quota)
         if make is None:

@@ -24,7 +24,7 @@ USAGE_REMEDY = (
 
 def log_notices(event: DecisionEvent) -> None:
     """Log refusals, and the thresholds that charges have crossed."""
-    for status, scope, reached in event.notices:
+    for _, status, scope, reached in event.notices:
         if reached is not None:
             severity = logging.WARNING if reached is Level.EXHAUSTED else logging.INFO
             _log(severity, reached, event, status, scope)

@@ -122,7 +122,7 @@ class Metrics:
 
     def count_crossings(self, event: DecisionEvent) -> None:
         """Count the thresholds that charges have crossed."""
-        for status, scope, reached in event.notices:
+        for _, status, scope, reached in event.notices:
             if reached is not None:
                 labels = event.caller.agent, limit_label(status.limit), scope, reached
                 self.count(names.CROSSINGS, 1, *labels)

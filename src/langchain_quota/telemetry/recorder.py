@@ -9,17 +9,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, Self
 
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
+from langchain_quota.core.stops import StopReason
 from langchain_quota.errors import QuotaWarning, UnknownPriceError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, Call, Scope
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import fork_safe_lock
-from langchain_quota.telemetry import logs, names
+from langchain_quota.telemetry import logs, names, stream
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitGrant, LimitSpend
 from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label, limit_label
@@ -107,6 +109,7 @@ class Recorder:
         self._settings_checked_in = 0  # the id of the process
         self._estimated_models: set[str] = set()
         self._recent_tasks = RecentTasks()
+        self.streams = False
         # The table comes before spans and logs, because it adds the labels of subjects.
         self._decision_sinks = (
             ("threads", usage.record_decisions),
@@ -126,6 +129,21 @@ class Recorder:
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Return itself, so that copies of a middleware share its metrics."""
         return self
+
+    def streaming(self) -> Self:
+        """Return the same recorder for a middleware that also writes events to a run's stream."""
+        recorder = copy(self)
+        recorder.streams = True
+        return recorder
+
+    def stream(self, name: stream.EventName, reason: StopReason) -> None:
+        """Write an event to the stream of the running graph, if the middleware is to do so."""
+        if self.streams:
+            self._guard("observer", stream.write, name, reason)
+
+    def subject_label(self, quota: str, subject: str) -> str | None:
+        """Return the label of a quota's subject, or `None` if it must not be shown."""
+        return self._shared.subject_label(quota, subject) if subject else None
 
     def watch_limits(self, limits: Iterable[Limit]) -> None:
         """Learn the limits of a middleware: tools that they name always have their own labels."""
@@ -315,6 +333,8 @@ class Recorder:
         if event.notices:
             self._guard("metrics", self._metrics.count_crossings, event)
             self._guard("observer", logs.log_notices, event)
+        if self.streams:
+            self._guard("observer", stream.write_decisions, event)
 
     def _check_settings(self) -> None:
         """Warn of settings that cannot work, at the first decision, when all limits exist."""

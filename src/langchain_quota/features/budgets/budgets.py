@@ -21,7 +21,6 @@ from langchain.agents.middleware.types import ModelResponse, ToolCallRequest
 from langchain_core.load import dumps
 from langchain_core.messages import AIMessage
 
-from langchain_quota.core import messages
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.core.checks import CallChecks, ResolvedLimits, run_counter
 from langchain_quota.errors import ModelCallLimitExceededError
@@ -51,7 +50,7 @@ from langchain_quota.middleware.calls import (
     model_batch,
     model_context,
 )
-from langchain_quota.middleware.conclude import conclude_model
+from langchain_quota.middleware.conclude import conclude_model, final_call
 from langchain_quota.middleware.context import CallContext, running_runtime
 from langchain_quota.middleware.feature import Feature, ModelCall, Request, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
@@ -361,8 +360,7 @@ class Budgets(Feature):
                 break
             # Ask for a call without tools, the last one of its budget.
             _, breaches = batch.decide(result)
-            final = messages.final(breaches, is_last=True)
-            last, request = True, _with_ledger(request, Ledger(final=final))
+            last, request = True, _with_ledger(request, final_call(breaches))
         if not all(result.admitted):
             conclusion = conclude_model(batch, result)
             written.update(await self._refuse(mode, batch, conclusion, first))
@@ -383,8 +381,10 @@ class Budgets(Feature):
             await self._charging.settle(mode, settlements(step.limits, batch.used, (), hold))
             raise
         if last and batch.ledger.get("final"):
-            entries = merge_ledgers(written.get(LEDGER, {}), Ledger(final=batch.ledger["final"]))
-            written[LEDGER] = entries
+            final = Ledger(final=batch.ledger["final"])
+            if reason := batch.ledger.get("final_reason"):
+                final["final_reason"] = reason
+            written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), final)
         return shaped, hold
 
     def _reserving_batch(self, request: Request, step: ChargeContext) -> Batch:

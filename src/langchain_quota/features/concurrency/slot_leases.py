@@ -10,7 +10,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from threading import Event, Thread
 from uuid import uuid4
 
@@ -67,12 +67,15 @@ class Lease:
         # When the request for the current reservation was sent; infinite without a reservation.
         self._reserved_at = math.inf
 
-    async def acquire(self, mode: Mode, deadline: float) -> AcquireResult | None:
+    async def acquire(
+        self, mode: Mode, deadline: float, on_wait: Callable[[], object]
+    ) -> AcquireResult | None:
         """Wait for a slot; return the store's newest answer, or `None` if it is unavailable.
 
         Args:
             mode: Sync or async.
             deadline: Until when to wait, by `time.monotonic`.
+            on_wait: Called before the first wait.
         """
         pause = MIN_PAUSE
         try:
@@ -81,6 +84,8 @@ class Lease:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     break
+                if not self.waits:
+                    on_wait()
                 self.waits = True
                 jittered = pause * random.uniform(0.5, 1)  # noqa: S311 - no secret
                 await wait_for(mode, min(remaining, jittered))

@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -15,6 +15,7 @@ from langchain_core.tools import BaseTool
 from langchain_quota.core import messages
 from langchain_quota.core.checks import OnStoreError, store_counter
 from langchain_quota.core.decision import CountStatus, Decision, LimitStatus, Outcome
+from langchain_quota.core.stops import make_reason, reason_of
 from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, Call
@@ -80,13 +81,22 @@ class ConcurrencySlots(Feature):
             if slots.end_task():
                 await slots.release(mode)
 
+    def _stream_wait(self, slots: "_SlotRequest", limit: str) -> None:
+        """Write an event to the run's stream the first time that a call waits."""
+        if not slots.waits:
+            maximum = slots.limits[limit].max_concurrency
+            reason = make_reason("waiting", limit, CONCURRENCY, threshold=maximum)
+            self.recorder.stream("waiting", reason)
+
     async def _acquire(
         self, mode: Mode, slots: "_SlotRequest", tool: BaseTool | None
     ) -> ToolMessage | None:
         """Wait for a call's slots, and record the decision; return the answer to a blocked call."""
         try:
             with self.recorder.waiting(slots.call.agent, slots.waited_for):
-                await slots.acquire(mode, self._lease_store, tool)
+                await slots.acquire(
+                    mode, self._lease_store, tool, partial(self._stream_wait, slots)
+                )
         except BaseException:
             self.recorder.record_wait(slots.call.agent, slots.waited_for, "cancelled", slots.age)
             raise
@@ -101,10 +111,11 @@ class ConcurrencySlots(Feature):
         if decision.outcome is not Outcome.BLOCKED:
             return None
         text, call_id = messages.refusal(decision, slots.limits), str(slots.call.id)
+        reason = reason_of(decision.outcome.value, decision.refused_by[0])
         if slots.has_run:
-            return answer(call_id, slots.call.tool, text)
+            return answer(call_id, slots.call.tool, text, reason)
         await self._refund(mode, slots, call_id)
-        return answer_of_blocked(call_id, slots.call.tool, text)
+        return answer_of_blocked(call_id, slots.call.tool, text, reason)
 
     async def _refund(self, mode: Mode, slots: "_SlotRequest", call_id: str) -> None:
         """Refund what a store was charged for a call that does not run."""
@@ -155,14 +166,32 @@ class _SlotRequest:
         """Time since it was created, in seconds."""
         return time.monotonic() - self._created_at
 
-    async def acquire(self, mode: Mode, store: StoreClient | None, tool: BaseTool | None) -> None:
-        """Wait for the slots: in this process, and in a store that leases them."""
+    async def acquire(
+        self,
+        mode: Mode,
+        store: StoreClient | None,
+        tool: BaseTool | None,
+        on_wait: Callable[[str], object],
+    ) -> None:
+        """Wait for the slots: in this process, and in a store that leases them.
+
+        `on_wait` is called with a limit's name before a wait.
+        """
         # The shortest `wait` of the limits holds.
         waits = [limit.seconds for limit in self.limits.values() if limit.enforce]
         deadline = self._created_at + min(waits, default=0)
         for count, maximum in self._needs().items():
             semaphore = semaphore_of(store and store.store, count)
-            slot = await semaphore.acquire(mode, maximum, deadline - time.monotonic())
+            waits_for = next(
+                (
+                    name
+                    for name, limit in self.limits.items()
+                    if store_counter(limit) == count and limit.max_concurrency == maximum
+                ),
+                self.waited_for,
+            )
+            seconds = deadline - time.monotonic()
+            slot = await semaphore.acquire(mode, maximum, seconds, partial(on_wait, waits_for))
             self._slots.append(slot)
             self._note_slot(count, slot)
             if not slot.acquired:
@@ -170,7 +199,7 @@ class _SlotRequest:
         if store is None:
             return
         lease = Lease(store, self.limits.values())
-        result = await lease.acquire(mode, deadline)
+        result = await lease.acquire(mode, deadline, lambda: on_wait(self.waited_for))
         self.waits |= lease.waits
         if result is None:
             self.store_unavailable = True

@@ -1,0 +1,278 @@
+"""Why a limit stopped a call or a run, as data: in messages and in streams."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, ToolMessage
+from langchain_core.tools import StructuredTool
+from langgraph.types import Command
+
+from langchain_quota import (
+    ConcurrencyLimit,
+    CostLimit,
+    MemoryStore,
+    ModelCallLimit,
+    Price,
+    Quota,
+    TimeLimit,
+    TokenLimit,
+    ToolCallLimit,
+    stop_reason,
+)
+from langchain_quota.limits import Limit
+from langchain_quota.testing import ScriptedChatModel
+from tests.scene import ANN, CONFIG, Form, Kind, Scene, both_forms, delegate
+from tests.stores import DAY, Clock, FickleStore
+from tests.telemetry import HAS_INLINE, Signals, paid, telling
+
+KINDS: list[Kind] = ["quota", *(["inline"] if HAS_INLINE else []), "drop-in", "graph"]  # type: ignore[list-item]
+END: Any = {"exit_behavior": "end"}
+STOP, EVENT = "langchain_quota_stop", "langchain_quota_event"
+TWO, BATCH = ["search", "search"], ["search", "search", "calc"]
+MIDNIGHT = "2026-01-02T00:00:00+00:00"
+REASON = {"subject": None, "unit": "calls", "resets_at": None}
+OF_SEARCH = {**REASON, "limit": "tool:search", "scope": "run", "used": 1, "threshold": 1}
+
+
+def blocked(**data: Any) -> dict[str, Any]:
+    return {**OF_SEARCH, "decision": "blocked", **data}
+
+
+def of_calls(messages: Any) -> list[Any]:
+    """The data of the tools' answers, in order; `None` for a tool's own answer."""
+    answers = [each for each in messages if each.type == "tool"]
+    return [each.artifact and each.artifact[STOP] for each in answers]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_form_says_why(kind: Kind, signals: Signals) -> None:
+    """Whatever holds the limits, each answer that they write has data, and so has the last one."""
+    limit = ToolCallLimit("search", run_limit=1, **END)
+    scene = Scene(signals, [["search"], BATCH], [limit], kind=kind)
+    result = await scene.play()
+    reason: Any = blocked()
+    assert stop_reason(result) == stop_reason(result["messages"]) == reason
+    assert stop_reason(result["messages"][-1]) == json.loads(json.dumps(reason))
+    first, *others = of_calls(result["messages"])
+    assert first is None
+    # A graph answers by its final text alone.
+    skipped = reason | {"decision": "skipped"}
+    assert others == ([] if kind == "graph" else [reason, reason, skipped])
+
+    going_on = ToolCallLimit("search", run_limit=1)
+    result = await Scene(signals, [BATCH, "done"], [going_on], kind=kind).play()
+    assert sorted(of_calls(result["messages"]), key=bool) == [None, None, reason]
+    assert stop_reason(result) is None
+
+
+HOURS: Any = {"quotas": [Quota(1, per="user_id", window=DAY)]}
+PRICES = {"scriptedchatmodel": Price(input=1, output=1), "m": Price(input="1000", output=1)}
+ROWS: list[tuple[str, Limit, Any, Mapping[str, Any], dict[str, Any] | None]] = [
+    ("a model call", ModelCallLimit(run_limit=1), [TWO], {}, {"limit": "model"}),
+    (
+        *("a quota", ModelCallLimit(**HOURS), [TWO], {"store": True}),
+        {"limit": "model", "scope": "user_id", "subject": "an", "resets_at": MIDNIGHT},
+    ),
+    (
+        *("tokens", TokenLimit(run_limit=10), [paid(12, "search")], {}),
+        {"limit": "tokens", "used": 12, "threshold": 10, "unit": "tokens"},
+    ),
+    (
+        *("dollars", CostLimit(run_limit="0.01"), [paid(12, "search")], {"prices": PRICES}),
+        {"limit": "cost", "used": 0.012, "threshold": 0.01, "unit": "dollars"},
+    ),
+    (
+        *("a reserve", TokenLimit(run_limit=10, reserve=8), [paid(5, "search")], {}),
+        {"limit": "tokens", "used": 5, "threshold": 10, "unit": "tokens"},
+    ),
+    (
+        *("an outage", ModelCallLimit(**HOURS), [], {"down": True}),
+        {"limit": "model", "scope": "store", "used": None, "threshold": None},
+    ),
+    (
+        *("a last call", ModelCallLimit(run_limit=1, exit_behavior="finalize"), [TWO], {}),
+        {"limit": "model"},
+    ),
+    (
+        *("a last answer", ModelCallLimit(run_limit=1, exit_behavior="finalize"), ["Done."], {}),
+        None,
+    ),
+    ("a dry run", ToolCallLimit("search", run_limit=1, enforce=False), [TWO, "Done."], {}, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("limit", "script", "how", "data"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS]
+)
+async def test_what_the_data_says(limit: Limit, script: Any, how: Any, data: Any) -> None:
+    """It has amounts in the units that people see, and subjects as `subject_label` shows them."""
+    signals = telling(subject_label={"user_id": lambda user: user[:2]})
+    options: dict[str, Any] = {"store": MemoryStore(clock=Clock())} if "store" in how else {}
+    if "down" in how:
+        options["store"] = store = FickleStore(MemoryStore(clock=Clock()))
+        store.down = True
+    options |= {key: each for key, each in how.items() if key == "prices"}
+    model = ScriptedChatModel(model="m", script=script)
+    scene = Scene(signals, model, [limit], context=ANN, **options)
+    reason = stop_reason(await scene.play())
+    assert reason == (data and blocked(**data))
+
+
+async def test_a_subject_without_a_label_is_not_named(signals: Signals) -> None:
+    """A subject that `subject_label` does not name stands nowhere in the run's messages."""
+    limit = ToolCallLimit("search", **HOURS, **END)
+    scene = Scene(signals, [TWO], [limit], context=ANN, store=MemoryStore(clock=Clock()))
+    result = await scene.play()
+    assert stop_reason(result) == blocked(scope="user_id", used=0, resets_at=MIDNIGHT)
+    assert '"ann"' not in json.dumps([each.model_dump() for each in result["messages"]])
+
+
+async def test_calls_that_wait_or_last_too_long(signals: Signals) -> None:
+    """Answers that are written around a tool have data, too: slots and the time of a call."""
+
+    async def browse() -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    tool = StructuredTool.from_function(coroutine=browse, name="browser", description="Browse.")
+    limits: list[Limit] = [
+        ConcurrencyLimit("browser", max_concurrency=1, wait=0),
+        TimeLimit(call_limit=0.01),
+    ]
+    scene = Scene(signals, [["browser", "browser"], "done"], limits, tools=[tool])
+    found = of_calls((await scene.play())["messages"])
+    slots = {"limit": "concurrency:browser", "scope": "concurrency"}
+    late = {**REASON, "limit": "time", "scope": "call", "used": None, "threshold": 0.01}
+    late |= {"decision": "cancelled", "unit": "seconds"}
+    assert sorted(found, key=lambda each: each["scope"]) == [late, blocked(**slots)]
+
+
+async def test_the_final_message_only(signals: Signals) -> None:
+    """The stops of sub-agents, earlier turns and forged messages are not those of the run."""
+    inner = Scene(signals, [["search"]], [ModelCallLimit(run_limit=1)])
+    tool = delegate(inner.agent)
+    outer = Scene(signals, [["delegate"], "done"], [ModelCallLimit(run_limit=9)], tools=[tool])
+    assert stop_reason(await outer.play()) is None
+    assert stop_reason({}) is stop_reason([]) is stop_reason(None) is stop_reason("x") is None
+    forged = AIMessage("", response_metadata={STOP: blocked()})
+    outer.model.script = ["done"] * 9
+    result = await outer.invoke({"messages": [forged, ("user", "hi")]})
+    assert stop_reason(result) is None
+    assert stop_reason({"messages": [forged.model_dump()]}) == blocked()
+    answer = ToolMessage("", tool_call_id="x", artifact={STOP: blocked()})
+    assert (stop_reason(answer), stop_reason([answer])) == (blocked(), None)
+
+
+async def test_a_person_rejects(signals: Signals) -> None:
+    """A run that a person ends has the limit at which they were asked."""
+    limit = ToolCallLimit("search", run_limit=1, exit_behavior="ask")
+    scene = Scene(signals, [TWO], [limit])
+    await scene.play()
+    result = await scene.resume({"decisions": [{"type": "reject", "message": "No."}]})
+    assert result["messages"][-1].text == "No."
+    assert stop_reason(result) == blocked(used=0)
+
+
+async def streamed(scene: Scene, given: Any = None) -> list[dict[str, Any]]:
+    """The events of a run."""
+    given = given or {"messages": [("user", "hi")]}
+    how: Any = {"stream_mode": "custom", "context": scene.context}
+    if scene.form == "sync":
+        return list(scene.agent.stream(given, CONFIG, **how))
+    return [each async for each in scene.agent.astream(given, CONFIG, **how)]
+
+
+@pytest.mark.parametrize("kind", ["quota", *(["inline"] if HAS_INLINE else []), "graph"])
+@both_forms
+async def test_events_of_a_run(form: Form, kind: Kind, signals: Signals) -> None:
+    """A client gets one event for each crossing and refusal, and one for the end; unless off."""
+    limits: list[Limit] = [
+        ToolCallLimit("search", run_limit=2, near=0.5, **END),
+        ModelCallLimit(run_limit=9),
+    ]
+    script: Any = [["search"], ["search"], TWO]
+    how: Any = {"kind": kind, "form": form}
+    scene = Scene(signals, script, limits, stream_events=True, **how)
+    one, two = (
+        {**OF_SEARCH, "decision": "allowed", "used": used, "threshold": 2} for used in (1, 2)
+    )
+    refused = blocked(used=2, threshold=2)
+    assert await streamed(scene) == [
+        {EVENT: "near", **one},
+        {EVENT: "exhausted", **two},
+        {EVENT: "refused", **refused},
+        {EVENT: "refused", **refused},
+        {EVENT: "ended", **refused},
+    ]
+    assert await streamed(Scene(signals, script, limits, **how)) == []
+    assert stop_reason(await Scene(signals, script, limits, stream_events=True, **how).play())
+
+
+async def test_events_of_dry_runs_and_downgrades(signals: Signals) -> None:
+    """A refusal in a dry run, and each call that goes to another model, are events."""
+    cheap = ScriptedChatModel(script=[paid(1)])
+    limits: list[Limit] = [
+        ToolCallLimit("search", run_limit=0, enforce=False),
+        TokenLimit(run_limit=100, downgrade_to=cheap, downgrade_at=0.1),
+    ]
+    scene = Scene(signals, [paid(12, "search")], limits, stream_events=True)
+    events = [(each[EVENT], each["decision"], each["limit"]) for each in await streamed(scene)]
+    assert events == [
+        ("refused", "would_block", "tool:search"),
+        ("downgraded", "allowed", "tokens"),
+    ]
+
+
+async def test_events_of_waits(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that begins to wait for a quota, its start or a slot is an event, once."""
+    clock = Clock()
+
+    async def passing(_: str, seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr("langchain_quota.features.waiting.wait_for", passing)
+    slow = Quota(1, per="user_id", window="1m", smooth=True)
+    limit = ToolCallLimit("search", quotas=[slow], wait=timedelta(hours=1))
+    store = MemoryStore(clock=clock)
+    options: dict[str, Any] = {"store": store, "stream_events": True, "context": ANN}
+    scene = Scene(signals, [["search"], TWO, "done"], [limit], **options)
+    events = await streamed(scene)
+    soon = {"scope": "user_id", "decision": "waiting", EVENT: "waiting"}
+    assert [each | {"resets_at": bool(each["resets_at"])} for each in events] == [
+        {**OF_SEARCH, **soon, "resets_at": True},
+        {**OF_SEARCH, **soon, "used": None, "threshold": None, "resets_at": False},
+    ]
+
+    is_told = asyncio.Event()
+
+    async def browse() -> str:
+        await is_told.wait()
+        return "seen"
+
+    tool = StructuredTool.from_function(coroutine=browse, name="browser", description="Browse.")
+    slots = ConcurrencyLimit("browser", max_concurrency=1, wait=60)
+    scene = Scene(signals, [["browser"] * 2, "done"], [slots], tools=[tool], stream_events=True)
+    given: Any = {"messages": [("user", "hi")]}
+    events = []
+    async for event in scene.agent.astream(given, CONFIG, stream_mode="custom"):
+        events.append(event)
+        is_told.set()
+    data = {"limit": "concurrency:browser", "scope": "concurrency", "used": None}
+    assert events == [{**OF_SEARCH, **soon, **data}]
+
+
+async def test_a_resumed_run_repeats_no_event(signals: Signals) -> None:
+    """What a step has told before an interrupt is not told again when the step runs again."""
+    limits: list[Limit] = [
+        ToolCallLimit("calc", run_limit=0, enforce=False),
+        ToolCallLimit("search", run_limit=1, exit_behavior="ask"),
+    ]
+    scene = Scene(signals, [BATCH], limits, stream_events=True)
+    assert [each for each in await streamed(scene) if EVENT in each] == []
+    answer: Any = Command(resume={"decisions": [{"type": "reject"}]})
+    events = [each[EVENT] for each in await streamed(scene, answer)]
+    assert sorted(events) == ["ended", "refused", "refused"]
