@@ -239,6 +239,17 @@ def test_is_answered() -> None:
     assert seen == [(True, "second")]
 
 
+def test_ask() -> None:
+    """A question has a schema where LangGraph takes one, and any answer is passed on."""
+    schema = {"type": "object"}
+    look, seen = spy(lambda: compat.ask("?", schema))
+    asking = agent(look, checkpointer=InMemorySaver())
+    (asked,) = asking.invoke(GO, CONFIG)["__interrupt__"]
+    assert (asked.value, getattr(asked, "response_schema", schema)) == ("?", schema)
+    asking.invoke(Command(resume=[1]), CONFIG)
+    assert seen == [[1]]
+
+
 def test_starts_sub_agents_and_sub_agents_of() -> None:
     """The function of a deep agent's tool `task` is told from others, with its sub-agents."""
     deepagents = pytest.importorskip("deepagents")  # not among the oldest versions

@@ -81,6 +81,28 @@ class Asking(Scene):
         return self.signals.value(f"langchain_quota_{name}", agent="unnamed", **labels) or 0
 
 
+@pytest.mark.parametrize("kind", ["quota", "graph"])
+async def test_interfaces_can_show_a_form(signals: Signals, kind: Any) -> None:
+    """The question has a schema that all usable answers fit; any answer is still read by us."""
+    jsonschema = pytest.importorskip("jsonschema")
+    scene = Asking(signals, [["search", "search"], "done"], SEARCH, kind=kind)
+    await scene.play()
+    (asked,) = scene.agent.get_state(CONFIG).interrupts
+    if not hasattr(asked, "response_schema"):
+        pytest.skip("this LangGraph takes no schema")
+    schema: Any = asked.response_schema
+    fits = jsonschema.Draft202012Validator(schema).is_valid
+    usable = (APPROVE, REJECT, amount(2), answer("reject", message="No.", by="bo"))
+    others: tuple[Any, ...] = ({}, "yes", {"decisions": []}, answer("edit"), amount("3"))
+    assert [[*map(fits, each)] for each in (usable, others)] == [[True] * 4, [False] * 5]
+    fields = schema["properties"]["decisions"]["items"]["properties"]
+    assert "in calls" in fields["amount"]["description"]
+    await scene.resume("yes")
+    assert "could not be used" in scene.question()[1]
+    await scene.resume(APPROVE)
+    assert scene.ran == ["search", "search"]
+
+
 @both_forms
 async def test_approved(signals: Signals, form: Form, caplog: pytest.LogCaptureFixture) -> None:
     """What is approved runs, once, and so does what needed no approval; the run goes on."""

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from langgraph.errors import GraphInterrupt
-from langgraph.types import interrupt
 
 from langchain_quota.core import messages
 from langchain_quota.core.admission import AcquireResult, Demand, admit
@@ -31,7 +30,14 @@ from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import FeatureData, State, feature_ledger
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant
-from langchain_quota.runtime.units import Unit, as_dollars, format_amount, in_base_unit
+from langchain_quota.runtime.units import (
+    PER_BASE_UNIT,
+    UNIT_LABELS,
+    Unit,
+    as_dollars,
+    format_amount,
+    in_base_unit,
+)
 from langchain_quota.stores.grants import MAX_AMOUNT, MAX_TEXT, SupportsGrants
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
@@ -145,7 +151,8 @@ class Questions(Feature):
         problem = ""
         while True:
             try:
-                resumed = interrupt(_payload(batch, result, offers, problem))
+                payload = _payload(batch, result, offers, problem)
+                resumed = compat.ask(payload, _answer_schema(offers))
             except GraphInterrupt:
                 if self.recorder.is_new(f"{name}/question", problem):
                     self._count(agent, limits, "asked")
@@ -307,6 +314,20 @@ def _payload(
         "action_requests": [{"name": ACTION, "args": args, "description": text}],
         "review_configs": [{"action_name": ACTION, "allowed_decisions": ["approve", "reject"]}],
     }
+
+
+def _answer_schema(offers: Sequence[_Offer]) -> dict[str, object]:
+    """Return the JSON Schema of an answer, from which interfaces make a form."""
+    fields: dict[str, object] = {"type": {"enum": ["approve", "reject"]}}
+    unit, *further = sorted({offer.limit.unit for offer in offers})
+    if not further:
+        description = f"How much to allow, in {UNIT_LABELS[unit]}; by default what is offered."
+        kind = ["number", "string"] if unit in PER_BASE_UNIT else "integer"
+        fields["amount"] = {"type": kind, "description": description}
+    fields |= {name: {"type": "string"} for name in ("message", "by")}
+    decision = {"type": "object", "properties": fields, "required": ["type"]}
+    decisions = {"type": "array", "items": decision, "minItems": 1, "maxItems": 1}
+    return {"type": "object", "properties": {"decisions": decisions}, "required": ["decisions"]}
 
 
 def _parse_answer(resumed: object, offers: Sequence[_Offer]) -> Answer:

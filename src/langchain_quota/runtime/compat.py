@@ -207,6 +207,19 @@ def task_id(execution_info: Any) -> str | None:
     return cast("str | None", execution_info.task_id)
 
 
+def ask(question: object, answer_schema: dict[str, Any]) -> Any:
+    """Interrupt the running task with a question; return the answer when the task is resumed.
+
+    LangGraph: in newer versions, `interrupt` takes a `response_schema`, which may be a dict. Then
+    it checks no answer.
+    """
+    from langgraph.types import interrupt
+
+    if "response_schema" in inspect.signature(interrupt).parameters:
+        return interrupt(question, response_schema=answer_schema)
+    return interrupt(question)
+
+
 def is_answered() -> bool:
     """Return whether the next question of the running task has an answer, and take the answer.
 
