@@ -97,7 +97,7 @@ def check(
         call_checks=[resolved.checks_for(call) for call in calls],
         used=counts,
         stops=resolved.stops if stops else {},
-        rebuild=_never,
+        make=_never,
     )
     result = request.by_state()
     decisions, breaches = request.decide(result, charging=charging)
@@ -136,7 +136,7 @@ def request_of(
         call_checks=asked,
         used={**dict.fromkeys(asked[0].demand.amounts, 0), thread_counter(limit): own},
         stops=limits.stops,
-        rebuild=_never,
+        make=_never,
     )
 
 

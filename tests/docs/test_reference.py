@@ -198,7 +198,7 @@ class Seen:
         )
         time = TimeLimit(call_limit=0.01, **hour)
         await self.play([[TOOL], "done"], time, store=MemoryStore(), tools=[hangs])
-        cheap = ScriptedChatModel(script=["done"])
+        cheap = ScriptedChatModel(model=MODEL, script=["done"])
         other = CostLimit(name=OF_MONEY, run_limit=5, downgrade_to=cheap)
         await self.play([answer(4)], other, prices=a_dollar_a_token)
         many = [answer(4, f"{MODEL}-{number}") for number in range(101)]

@@ -1,5 +1,6 @@
 """The span of a checked call: when there is one, what it says, and what leads to it."""
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
@@ -27,9 +28,10 @@ from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Scene
 from tests.stores import DAY, RESETS, Clock, FickleStore
-from tests.telemetry import Signals, attributes, paid, telling
+from tests.telemetry import Signals, attributes, needs_inline, paid, telling
 
-OF_RUN = {"gen_ai.conversation.id": "thread-1", "gen_ai.agent.name": "researcher"}
+KINDS_OF_SPANS = {"openinference.span.kind": "GUARDRAIL", "langfuse.observation.type": "guardrail"}
+OF_RUN = {"gen_ai.conversation.id": "thread-1", "gen_ai.agent.name": "researcher", **KINDS_OF_SPANS}
 OF_TOOL = {**OF_RUN, "kind": "tool", "gen_ai.tool.name": "search"}
 
 
@@ -321,3 +323,65 @@ async def test_exemplars(options: Any, recorded: str | None) -> None:
     named = {format_span_id(each.context.span_id): each.name for each in signals.spans()}
     assert {named[each].split()[0] for each in linked} == ({recorded} if recorded else set())
     assert signals.samples("langchain_quota_calls_total", tool="search", decision="allowed")
+
+
+def models(signals: Signals) -> list[Any]:
+    """The models of the spans of model calls."""
+    spans = [attributes(each) for each in signals.judged()]
+    return [each.get("gen_ai.request.model") for each in spans if each["kind"] == "model"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "names"),
+    [
+        ("quota", {}, [None, None, "cheap"]),
+        ("quota", {"reserve": 1}, ["dear", "dear", "cheap"]),
+        pytest.param("inline", {}, ["dear", "dear", "cheap"], marks=needs_inline),
+        ("graph", {}, ["dear", "dear", "cheap"]),
+    ],
+)
+async def test_the_model(kind: Any, options: Any, names: Any, signals: Signals) -> None:
+    """A check that knows the request has its model, and every downgrade has the other model."""
+    cheap = ScriptedChatModel(model="cheap", script=[paid(1)])
+    dear = ScriptedChatModel(model="dear", script=[paid(4, "search"), paid(6, "search")])
+    limit = TokenLimit(run_limit=20, downgrade_to=cheap, downgrade_at=0.5, **options)
+    await Scene(signals, dear, [limit], kind=kind).play()
+    assert models(signals) == names
+
+
+async def test_a_model_that_does_not_say_its_name(signals: Signals) -> None:
+    """A model whose own code fails costs the span its name, and nothing else."""
+
+    def fail(model: Any, _: Any) -> Any:
+        raise KeyError(model)
+
+    limit = ModelCallLimit(run_limit=9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("langchain_quota.runtime.compat.model_parameters", fail)
+        await Scene(signals, ["done"], [limit], kind="graph").play()
+    assert models(signals) == [None]
+    errors = {"component": "tracing", "error_type": "KeyError"}
+    assert signals.value("langchain_quota_errors_total", **errors) == 1
+
+
+async def test_a_span_begins_before_the_wait(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call's span covers its wait for room in a quota, so no time of the run is unexplained."""
+    clock, waits = Clock(), list[int]()
+
+    async def passing(_: str, seconds: float) -> None:
+        clock.now += seconds
+        waits.append(time.time_ns())
+
+    monkeypatch.setattr("langchain_quota.features.waiting.wait_for", passing)
+    quota = Quota(1, per="global", window="1m", smooth=True)
+    limit = ModelCallLimit(quotas=[quota], wait=timedelta(hours=1))
+    store = MemoryStore(clock=clock)
+    scene = Scene(signals, ["done", "done"], [limit], store=store)
+    await scene.play()
+    await scene.play()
+    start, end = signals.judged()[-1].start_time, signals.judged()[-1].end_time
+    assert start is not None
+    assert end is not None
+    assert {start < each < end for each in waits} == {True}

@@ -65,7 +65,8 @@ class InlineState(dict[str, Any]):
 
 async def make_model_call(kernel: Kernel, mode: Mode, step: InlineState, handler: Handler) -> None:
     """Check a model call, and make it if it is allowed."""
-    step.write(await kernel.check_model_call(mode, step, step.request.runtime))
+    request = step.request
+    step.write(await kernel.check_model_call(mode, step, request.runtime, request))
     if "jump_to" in step.written:
         return
     kernel.learn_tools(step.request)

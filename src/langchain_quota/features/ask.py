@@ -131,7 +131,6 @@ class Questions(Feature):
         # A store that has charged the request answers the same when the run is resumed again.
         new_grants = {grant.counter: grant.amount for grant in grants if grant.key is None}
         rebuilt = batch.rebuild(batch.original_limits.raised(new_grants))
-        assert rebuilt is not None  # noqa: S101 - for the type checker: the calls wait
         self._kernel.adjust_checks(rebuilt)
         rebuilt.answer = batch.answer
         if new_grants:

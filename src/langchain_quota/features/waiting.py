@@ -209,7 +209,6 @@ class Waiting(Feature):
         kind: Kind = "model" if batch.pending is None else "tool"
         limits = await kernel.resolve_limits(mode, kind, batch.state, batch.runtime)
         rebuilt = batch.rebuild(limits)
-        assert rebuilt is not None  # noqa: S101 - for the type checker: the calls wait
         kernel.adjust_checks(rebuilt)
         return rebuilt
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any, NamedTuple
 
+from langchain_core.language_models import BaseChatModel
+
 from langchain_quota.core.admission import (
     AcquireRequest,
     AcquireResult,
@@ -145,8 +147,8 @@ class Batch:
     calls: Sequence[Call]
     call_checks: Sequence[CallChecks]
     used: dict[str, int]
-    # The same batch under other limits.
-    rebuild: Callable[[ResolvedLimits], "Batch | None"]
+    # Makes the same batch under other limits.
+    make: Callable[[ResolvedLimits], "Batch | None"]
     runtime: object = None
     original_limits: ResolvedLimits = field(init=False)
     stops: Mapping[str, int] = field(default_factory=dict)
@@ -161,6 +163,8 @@ class Batch:
     answered: bool = False
     # What a store's grants added to its limits, by key.
     granted: Mapping[str, int] = field(default_factory=dict)
+    # The model that a model call is to reach, with its settings, if that is known before it.
+    model: tuple[BaseChatModel, Mapping[str, Any]] | None = None
     # What a person answered at a limit.
     answer: Answer | None = None
     # The data of features about the batch, by their names.
@@ -183,6 +187,13 @@ class Batch:
         """Replace the checks of the calls."""
         self.call_checks = [*call_checks]
         self.demands, self.index_of = demands_of(self.calls, self.call_checks)
+
+    def rebuild(self, limits: ResolvedLimits) -> "Batch":
+        """Return a batch of the same calls under other limits; its check began with this one."""
+        batch = self.make(limits)
+        assert batch is not None  # noqa: S101 - for the type checker: the calls wait
+        batch.started, batch.model = self.started, self.model
+        return batch
 
     def save(self, feature: str, values: Mapping[str, object]) -> None:
         """Add a feature's values to the update of the ledger."""
@@ -324,7 +335,7 @@ def model_batch(state: State, runtime: object, limits: ResolvedLimits, *, task: 
         call_checks=[limits.checks_for(call)],
         used=model_counts(state),
         runtime=runtime,
-        rebuild=lambda new_limits: model_batch(state, runtime, new_limits, task=task),
+        make=lambda new_limits: model_batch(state, runtime, new_limits, task=task),
         stops=limits.stops,
     )
 
@@ -395,7 +406,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         call_checks=[checks for _, checks in checked],
         used=used,
         runtime=runtime,
-        rebuild=lambda new_limits: tool_batch(
+        make=lambda new_limits: tool_batch(
             state, runtime, new_limits, middleware=middleware, every_call=every_call, task=task
         ),
         stops=stops,

@@ -195,8 +195,10 @@ class Kernel:
             limits = change(state, limits)
         return limits
 
-    async def check_model_call(self, mode: Mode, state: State, runtime: object) -> Update | None:
-        """Check the next model call, and return the update."""
+    async def check_model_call(
+        self, mode: Mode, state: State, runtime: object, request: Request | None = None
+    ) -> Update | None:
+        """Check the next model call, with its request if it is there; return the update."""
         if "model" not in self.kinds:
             return None
         limits = await self.resolve_limits(mode, "model", state, runtime)
@@ -205,6 +207,8 @@ class Kernel:
         for attempt in self.name_attempt_hooks:
             runtime = await attempt(mode, runtime)
         batch = model_batch(state, runtime, limits, task=self.name)
+        if request is not None:
+            batch.model = request.model, request.model_settings
         return await self._check_and_record(mode, batch, self.conclude_model)
 
     async def check_tool_calls(
@@ -334,6 +338,7 @@ class Kernel:
             started=batch.started,
             error=hook_result.error,
             task_id=batch.context.task(batch.task),
+            model=batch.model,
         )
         if record.is_new and hook_result.refunds:
             self.recorder.record_refunds(hook_result.refunds)

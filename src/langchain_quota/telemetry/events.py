@@ -1,6 +1,6 @@
 """The events that sinks receive: decisions about calls, with what their signals share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,6 +45,8 @@ class DecisionEvent:
     """How long the check took, in nanoseconds."""
     error: BaseException | None = None
     """The exception that the decisions raise into the agent."""
+    model: Callable[[], str | None] | None = None
+    """Returns the name of the model that a model call is to reach, if that is known."""
     charged_calls: int = 0
     """The number of calls that a charge counts, if this event is a charge and no decision."""
     exemplars: list[Exemplar] = field(init=False)

@@ -12,13 +12,14 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec, Self
+from typing import TYPE_CHECKING, ParamSpec, Self
 
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.stops import StopReason
 from langchain_quota.errors import QuotaWarning, UnknownPriceError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, Call, Scope
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.telemetry import logs, names, stream
@@ -27,6 +28,9 @@ from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label, limit_label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.tracing import Tracing
+
+if TYPE_CHECKING:
+    from langchain_core.language_models import BaseChatModel
 
 _MAX_FIRST_LINES = 1000
 """Maximum of lines that are logged once for each agent; metrics count all events."""
@@ -168,11 +172,13 @@ class Recorder:
         started: int,
         error: BaseException | None = None,
         task_id: str | None = None,
+        model: "tuple[BaseChatModel, Mapping[str, object]] | None" = None,
     ) -> TaskRecord:
         """Record the decisions about a batch of one agent's calls, unless the task is a re-run."""
-        duration = time.time_ns() - started
         if not decisions:
             return TaskRecord(is_new=False)
+        # The check began before the calls waited for room.
+        duration = time.time_ns() - started - int(decisions[0].waited * 10**9)
         record = self._recent_tasks.add(task_id, [decision.outcome for decision in decisions])
         if record.is_new:
             for captured in _captures.get():
@@ -183,6 +189,8 @@ class Recorder:
             caller = self._labels_of(decisions[0].call.agent, decisions[0].call.thread_id)
             tools = [self._shared.tools[caller.agent, decision.call.tool] for decision in decisions]
             event = DecisionEvent(decisions, caller, tools, started, duration, error)
+            if model is not None:
+                event.model = partial(self._guard, "tracing", _model_name, *model)
             self._dispatch(event, self._decision_sinks)
         return record
 
@@ -361,3 +369,9 @@ class Recorder:
     def _model_label(self, model: str | None) -> str:
         """Return the label of a model."""
         return self._guard("metrics", self._shared.models.__getitem__, ("", model)) or UNNAMED
+
+
+def _model_name(model: "BaseChatModel", settings: Mapping[str, object]) -> str | None:
+    """Return the name of the model that a call with these settings reaches."""
+    name = compat.model_parameters(model, settings).get("ls_model_name")
+    return None if name is None else str(name)

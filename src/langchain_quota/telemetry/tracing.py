@@ -10,20 +10,27 @@ from opentelemetry.util.types import AttributeValue
 
 from langchain_quota import __version__
 from langchain_quota.core.decision import Answer, Decision, LimitStatus, Outcome
-from langchain_quota.limits.call import STORE, THREAD
+from langchain_quota.limits.call import STORE, THREAD, Call
 from langchain_quota.runtime.units import UNIT_LABELS, in_base_unit
 from langchain_quota.telemetry.events import DecisionEvent, Exemplar
 from langchain_quota.telemetry.labels import NONE, describe, label, limit_label
 
 Spans = Literal["all", "refused", "off"]
+Attributes = dict[str, AttributeValue]
 
 # The gen_ai.* names of OpenTelemetry's semantic conventions for generative AI, in development.
 CONVERSATION_ID = "gen_ai.conversation.id"
 AGENT_NAME = "gen_ai.agent.name"
 TOOL_NAME = "gen_ai.tool.name"
 TOOL_CALL_ID = "gen_ai.tool.call.id"
+REQUEST_MODEL = "gen_ai.request.model"
 # OpenTelemetry's semantic conventions, stable.
 ERROR_TYPE = "error.type"
+# By these, OpenInference's and Langfuse's conventions tell checks from other spans.
+GUARDRAIL: Attributes = {
+    "openinference.span.kind": "GUARDRAIL",
+    "langfuse.observation.type": "guardrail",
+}
 
 DECISION = "langchain_quota.decision"
 KIND = "langchain_quota.kind"
@@ -44,13 +51,14 @@ THREAD_LABEL = "langchain_quota.thread.id"
 WAITED = "langchain_quota.waited"
 """The name of a span's event, where the others are names of attributes."""
 
-Attributes = dict[str, AttributeValue]
-
 _SDK_CHECK_INTERVAL = 1.0
 """Seconds between two checks whether there is an SDK by now."""
 
-_SCHEMA = "https://opentelemetry.io/schemas/1.37.0"
-"""The version of the semantic conventions that has all of the names above."""
+_SCHEMA = "https://opentelemetry.io/schemas/1.41.1"
+"""The newest version of the semantic conventions that defines all of these names.
+
+Version 1.42 has moved the names of `gen_ai` to conventions that have no schema yet.
+"""
 
 
 class Tracing:
@@ -115,6 +123,7 @@ class Tracing:
         # The span begins with all attributes, so that a sampler sees them.
         call, leading, caller = decision.call, decision.leading, event.caller
         attributes: Attributes = {
+            **GUARDRAIL,
             DECISION: decision.outcome.value,
             KIND: call.kind,
             LIMITS: tuple([limit_label(status.limit) for status in decision.limits]),
@@ -125,10 +134,7 @@ class Tracing:
             attributes[self._thread_key] = caller.thread
         cause = decision.downgraded_by
         attributes |= {DOWNGRADED_BY: limit_label(cause)} if cause else {}
-        if call.kind == "tool":
-            attributes[TOOL_NAME] = label(call.tool)
-            if call.id is not None:
-                attributes[TOOL_CALL_ID] = label(call.id)
+        _add_called(attributes, event, call)
         if leading is not None:
             _add_limit(attributes, leading)
             subject = event.subjects.get((leading.limit, leading.scope or NONE))
@@ -141,6 +147,16 @@ class Tracing:
         if error is not None:
             attributes[ERROR_TYPE] = label(type(error).__qualname__)
         return attributes
+
+
+def _add_called(attributes: Attributes, event: DecisionEvent, call: Call) -> None:
+    """Add the tool that is called, or the model if it is known."""
+    if call.kind == "tool":
+        attributes[TOOL_NAME] = label(call.tool)
+        if call.id is not None:
+            attributes[TOOL_CALL_ID] = label(call.id)
+    elif event.model is not None and (model := event.model()):
+        attributes[REQUEST_MODEL] = label(model)
 
 
 def _add_limit(attributes: Attributes, status: LimitStatus) -> None:

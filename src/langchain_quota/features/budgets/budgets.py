@@ -235,6 +235,8 @@ class Budgets(Feature):
         if self._downgrades:
             by = _downgraded_by(batch)
             batch.ledger_update = merge_ledgers(batch.ledger_update, Ledger(downgraded=by))
+            if by:
+                batch.model = self._downgrades[by], {}
             decisions = [decision._replace(downgraded_by=by) for decision in conclusion.decisions]
             conclusion = conclusion._replace(decisions=decisions)
         if not self._reserves:
@@ -404,6 +406,8 @@ class Budgets(Feature):
         batch = model_batch(request.state, request.runtime, step.limits, task=task)
         # The name is new each time, because another attempt of the task may reserve something, too.
         batch.name = token_hex(16)
+        if request.model is not None:
+            batch.model = request.model, request.model_settings
         batch.used |= self._late.counts(batch.state)
         batch.limits = ResolvedLimits(reserving)
         batch.stops = batch.limits.stops
