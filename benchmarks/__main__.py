@@ -17,6 +17,7 @@ from benchmarks import (
     redis_acquire,
     runs,
     scrape,
+    traces,
     workers,
 )
 from benchmarks.machine import machine, versions
@@ -29,6 +30,7 @@ BENCHMARKS = {
     "runs": runs.measure,
     "concurrency": concurrency.measure,
     "decisions": decisions.measure,
+    "traces": traces.measure,
     "scrape": scrape.measure,
     "workers": workers.measure,
     "redis": redis_acquire.measure,
@@ -97,7 +99,7 @@ def main() -> int:
 
 
 def page(results: Sequence[Result], how: str) -> str:
-    """The page: one table, and how it is measured."""
+    """The page: its tables, and how they are measured."""
     found: dict[str, dict[str, str]] = {}
     for result in results:
         for setup, cells in result.of_page.items():
@@ -106,7 +108,10 @@ def page(results: Sequence[Result], how: str) -> str:
     rows = [
         [setup, *(cells.get(each, NOTHING) for each in columns)] for setup, cells in found.items()
     ]
-    return f"{HEAD}{Table('What limits add to a step', ['limits', *columns], rows)}\n{how}"
+    tables = [Table("What limits add to a step", ["limits", *columns], rows)]
+    tables += [table for result in results for table in result.tables_of_page]
+    first, *others = map(str, tables)
+    return "\n".join([f"{HEAD}{first}", *others, how])
 
 
 if __name__ == "__main__":

@@ -80,11 +80,13 @@ class Result:
         tables: All measurements.
         ratios: The ratios that have a target.
         of_page: The cells of the table in the docs, by set-up and column.
+        tables_of_page: Further tables in the docs.
     """
 
     tables: Sequence[Table] = ()
     ratios: Sequence[Ratio] = ()
     of_page: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    tables_of_page: Sequence[Table] = ()
 
 
 def targets(ratios: Sequence[Ratio]) -> Table:

@@ -7,6 +7,7 @@ import ast
 import threading
 from collections.abc import Awaitable, Callable
 from functools import wraps
+from importlib import import_module
 from inspect import iscoroutinefunction, signature
 from itertools import count
 from pathlib import Path
@@ -17,6 +18,7 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, ModelRequest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tools import StructuredTool
+from langchain_core.tracers.run_collector import RunCollectorCallbackHandler
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.config import get_config
 from langgraph.graph import START, MessagesState, StateGraph
@@ -169,6 +171,39 @@ async def test_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     await agent(middleware=[middleware]).ainvoke(GO)
     assert (len(ran), iscoroutinefunction(stand_in)) == (1, False)
     assert [*signature(stand_in).parameters] == ["request", "handler"]
+
+
+def test_note_tracers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracer in the config is seen in a hook, and other handlers are none."""
+    monkeypatch.setattr(compat, "TRACED", threading.Event())
+
+    def is_traced() -> bool:
+        compat.note_tracers(get_config()["callbacks"])
+        return compat.TRACED.is_set()
+
+    look, seen = spy(is_traced)
+    for handler in (Runs(), RunCollectorCallbackHandler()):
+        agent(look).invoke(GO, {"callbacks": [handler]})
+    assert seen == [False, True]
+
+
+def test_small_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LangChain has the policy of a middleware, and it is the user's while the user has one."""
+    policy = compat.small_traces()
+    if policy is None:
+        assert not hasattr(AgentMiddleware, "trace_policy")
+        return
+    middleware = import_module("langchain.agents.middleware")
+    monkeypatch.setattr(compat, "TRACED", threading.Event())
+    payload = {"messages": [1]}
+    assert policy.process_inputs(payload) is policy.process_outputs(payload) is payload
+    compat.TRACED.set()
+    assert (policy.process_inputs(payload), policy.process_outputs(payload)) == ({}, payload)
+    try:
+        middleware.configure_trace_policy(middleware.TracePolicy(process_inputs=len))
+        assert (policy.process_inputs(payload), policy.process_outputs(payload)) == (1, payload)
+    finally:
+        middleware.configure_trace_policy(None)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -327,7 +327,7 @@ async def test_exemplars(options: Any, recorded: str | None) -> None:
 
 def models(signals: Signals) -> list[Any]:
     """The models of the spans of model calls."""
-    spans = [attributes(each) for each in signals.judged()]
+    spans = [attributes(each) for each in signals.decision_spans()]
     return [each.get("gen_ai.request.model") for each in spans if each["kind"] == "model"]
 
 
@@ -381,7 +381,7 @@ async def test_a_span_begins_before_the_wait(
     scene = Scene(signals, ["done", "done"], [limit], store=store)
     await scene.play()
     await scene.play()
-    start, end = signals.judged()[-1].start_time, signals.judged()[-1].end_time
+    start, end = signals.decision_spans()[-1].start_time, signals.decision_spans()[-1].end_time
     assert start is not None
     assert end is not None
     assert {start < each < end for each in waits} == {True}

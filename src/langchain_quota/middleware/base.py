@@ -51,6 +51,8 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
     """Kinds of features, in the order in which they are called."""
     kernel_kind: ClassVar[type[Kernel]] = Kernel
     """Class of the kernel."""
+    trace_policy = compat.small_traces()
+    """What traces show of the hooks."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raise a `TypeError` if LangChain would ignore that an override ends the run."""
@@ -75,7 +77,9 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         self.limits = limits
         self._limit_name = limit_name
         self.kernel = self.kernel_kind(self, limits, feature_kinds=self.feature_kinds, **settings)
-        if not tracing_is_enabled():
+        if tracing_is_enabled():
+            compat.TRACED.set()
+        else:
             vars(self).update({hook: compat.untraced(self, hook) for hook in _STAND_INS})
 
     def __setstate__(self, state: dict[str, object]) -> None:

@@ -9,7 +9,7 @@ from langchain_quota.core.decision import Refund
 from langchain_quota.limits.call import Call
 from langchain_quota.middleware.calls import ToolCounts, Update
 from langchain_quota.middleware.conclude import refunds_of
-from langchain_quota.middleware.context import CallContext, call_context
+from langchain_quota.middleware.context import CallContext, call_context, running_config
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import repaired, since, unfinished_calls
 from langchain_quota.middleware.state import (
@@ -21,6 +21,7 @@ from langchain_quota.middleware.state import (
     ledger,
     thread_tools,
 )
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import names
@@ -31,6 +32,7 @@ def begin_run(kernel: Kernel, mode: Mode, state: State, runtime: object) -> Upda
     # Around the model call, another middleware could take the error for one of the model.
     kernel.observers.check(mode)
     context = call_context(runtime, model_name=None)
+    compat.note_tracers(running_config().get("callbacks"))
     update: Update = {}
     history = state.get("messages") or ()
     old = ledger(state)

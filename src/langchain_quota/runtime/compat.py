@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from copy import copy
 from functools import partial
+from threading import Event
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -73,6 +74,47 @@ def untraced(middleware: object, hook: str) -> _Hook:
 
 def _call_hook(middleware: object, hook: str, request: object, handler: object) -> object:
     return getattr(type(middleware), hook)(middleware, request, handler)
+
+
+TRACED = Event()
+"""It is set once a run of this process is traced."""
+
+
+def note_tracers(callbacks: Any) -> None:
+    """Note that runs are traced, if these callbacks have a tracer.
+
+    LangChain: a callback manager has `handlers`. Tracers, LangSmith's among them, are `BaseTracer`.
+    """
+    from langchain_core.tracers.base import BaseTracer
+
+    if any(isinstance(handler, BaseTracer) for handler in getattr(callbacks, "handlers", ())):
+        TRACED.set()
+
+
+def small_traces() -> Any:
+    """Return the `trace_policy` by which hooks' inputs are left out of traces, or `None`.
+
+    What the user gives to `configure_trace_policy` applies instead. Where nothing is traced, the
+    policy returns each payload itself, which costs nothing.
+
+    LangChain: older versions have no `trace_policy`. A middleware's overrides the user's, which is
+    `_trace_policy._DEFAULT_TRACE_POLICY`.
+    """
+    try:
+        from langchain.agents.middleware import _trace_policy
+        from langgraph.types import TracePolicy
+    except ImportError:
+        return None
+
+    def process(field: str, payload: Any) -> Any:
+        policy = _trace_policy._DEFAULT_TRACE_POLICY
+        if policy is None:
+            return {} if field == "process_inputs" and TRACED.is_set() else payload
+        change = getattr(policy, field)
+        return payload if change is None else change(payload)
+
+    fields = ("process_inputs", "process_outputs")
+    return TracePolicy(**{field: partial(process, field) for field in fields})
 
 
 _RUN_METHODS = ("invoke", "ainvoke", "run", "arun", "_arun")

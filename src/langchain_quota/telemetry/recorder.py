@@ -6,7 +6,7 @@ The sinks are metrics, spans, the usage of threads and other subjects, and logs.
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
