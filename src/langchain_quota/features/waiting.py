@@ -174,7 +174,7 @@ class Waiting(Feature):
 
     def _begin_wait(self, batch: Batch, wait: "_Wait", result: AcquireResult | None = None) -> None:
         """Note that calls wait, and write an event to the run's stream the first time."""
-        if not wait.has_waited:
+        if self.recorder.streams and not wait.has_waited:
             check = _checks_by_scope(batch)[wait.limit, wait.scope]
             reason = make_reason(
                 "waiting",

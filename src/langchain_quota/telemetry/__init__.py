@@ -43,9 +43,10 @@ class Telemetry:
             metrics and spans; see `hmac_label`. By default the id itself.
         subject_label: Which users, tenants and other subjects of quotas have series of their own:
             by the quota's name, a function that makes the label from the subject, such as
-            `{"tenant": str, "user_id": hmac_label(key)}`. It is called once for each subject, by
-            the thread that writes or by a scrape, and must be quick. By default none, so nobody's
-            id is in metrics. Quotas with `per="agent"` or `per="global"` always have series.
+            `{"tenant": str, "user_id": hmac_label(key)}`. It is called for each new subject, by
+            the thread that writes or by a scrape, and for each refusal, and must be quick. By
+            default none, so nobody's id is in metrics. Quotas with `per="agent"` or `per="global"`
+            always have series.
         max_exported_threads: The most threads that have series of their own, from 0 (none); the
             nearest to their limits come first, then the most recently refused, then the most
             recent.

@@ -180,18 +180,15 @@ class _SlotRequest:
         # The shortest `wait` of the limits holds.
         waits = [limit.seconds for limit in self.limits.values() if limit.enforce]
         deadline = self._created_at + min(waits, default=0)
+        limits = {
+            (store_counter(limit), limit.max_concurrency): name
+            for name, limit in self.limits.items()
+        }
         for count, maximum in self._needs().items():
             semaphore = semaphore_of(store and store.store, count)
-            waits_for = next(
-                (
-                    name
-                    for name, limit in self.limits.items()
-                    if store_counter(limit) == count and limit.max_concurrency == maximum
-                ),
-                self.waited_for,
-            )
+            limit = limits.get((count, maximum or 0), "")
             seconds = deadline - time.monotonic()
-            slot = await semaphore.acquire(mode, maximum, seconds, partial(on_wait, waits_for))
+            slot = await semaphore.acquire(mode, maximum, seconds, partial(on_wait, limit))
             self._slots.append(slot)
             self._note_slot(count, slot)
             if not slot.acquired:
