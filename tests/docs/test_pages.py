@@ -182,6 +182,15 @@ def test_llms_txt_lists_every_page() -> None:
     assert sorted(links) == sorted(page for page in pages if not left_out.match(page))
 
 
+@pytest.mark.parametrize("name", ["customers", "people", "agents", "langgraph"])
+def test_pages_name_counts(name: str) -> None:
+    """Users read and change counts by names: no page shows a key, or turns parts into dollars."""
+    page = (DOCS / f"{name}.md").read_text()
+    assert not re.search(
+        r"CountKey|\.usages\([^)]|--key|\w:(user_id|tenant|thread|root_run):|10\*\*9", page
+    )
+
+
 def test_the_docs_are_short() -> None:
     """All pages have at most 25,000 words, and the README 600; its first example has 12 lines.
 

@@ -90,15 +90,20 @@ def test_a_limit_over_all_tenants(limit: Any) -> None:
 
 
 async def test_a_thread_is_reset_and_granted_more_by_its_prefix(signals: Signals) -> None:
-    """Where no run is, the config names the prefix; without it, nothing is changed."""
+    """Where no run is, the caller names the prefix; without it, nothing is changed."""
     limit = ToolCallLimit("search", thread_limit=2)
     scene = Scene(signals, TWICE, [limit], store=Tenants(), context=ACME)
     await scene.play()
-    for change in (scene.quota.areset(scene.agent, CONFIG), scene.quota.agrant(CONFIG, 1)):
-        with pytest.raises(TypeError, match="quota_prefix"):
+    of: Any = {"thread": "thread-1"}
+    for change in (
+        scene.quota.areset(scene.agent, CONFIG),
+        *(scene.quota.agrant("tool:search", 1, **of), scene.quota.aleft("tool:search", **of)),
+    ):
+        with pytest.raises(TypeError, match=r"prefix.* must be a string, not None"):
             await change
     config: Any = {"configurable": {"thread_id": "thread-1", "quota_prefix": "acme"}}
-    await scene.quota.agrant(config, 1)
+    await scene.quota.agrant("tool:search", 1, prefix="acme", **of)
+    assert (await scene.quota.aleft("tool:search", prefix="acme", **of)).left == 1
     await scene.play()
     assert len(scene.ran) == 2 + 1
     await scene.quota.areset(scene.agent, config)

@@ -209,7 +209,7 @@ QuotaMiddleware(one)  # type: ignore[arg-type]  # pyright: ignore[reportArgument
 QuotaMiddleware(["search"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 QuotaMiddleware(limits, on_store_error="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 InlineQuotaMiddleware(one)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-inline.reset(agent)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+inline.reset(agent)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 ModelCallLimit(10)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 ModelCallLimit(run_limit=10, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ModelCallLimit(run_limit=10, give_up_after=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -1,6 +1,8 @@
 """Helpers for users' tests, and a thread's usage; checked by mypy and pyright, never run."""
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
 from typing import assert_type
 
 from langchain.agents import create_agent
@@ -10,7 +12,9 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_quota import Decision, ModelCallLimit, QuotaMiddleware, usage
+from langchain_quota.agents.subject_methods import Balance
 from langchain_quota.middleware.state import ThreadUsage
+from langchain_quota.stores.grants import Grant
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 
 
@@ -40,8 +44,15 @@ async def asynchronously() -> None:
     assert_type(decisions, list[Decision])
     assert_type(usage(await agent.aget_state(config)), ThreadUsage)
     await quota.areset(agent, config)
+    assert_type(await quota.aleft("model", thread=7), Balance)
+    assert_type(await quota.agrant("model", 5, thread=7, reason="more"), Grant)
+    await quota.areset("model", user_id="ada", quota="daily", prefix="acme")
 
 
+assert_type(quota.left("cost", tenant="acme", limit="2.50").left, int | Decimal)
+assert_type(quota.grant("cost", 50, tenant="acme", until=datetime.now(UTC), by="bo").id, str)
+assert_type(quota.revoke("cost", "4711", tenant="acme"), Grant | None)
+quota.reset("cost", tenant="acme")
 quota.reset(agent, config)
 quota.reset(agent, {"configurable": {"thread_id": "7"}})
 
@@ -51,7 +62,9 @@ ScriptedChatModel()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue
 model.calls = ()  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 usage(config)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 usage(agent.aget_state(config))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-quota.reset(config)  # type: ignore[call-arg,arg-type]  # pyright: ignore[reportCallIssue]
-quota.reset(agent, "7")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-quota.reset(quota, config)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+quota.left("cost", tenant=1.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+quota.grant("cost", tenant="acme")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+quota.reset(config)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+quota.reset(agent, "7")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+quota.reset(quota, config)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 used.tools["search"] = 0  # type: ignore[index]  # pyright: ignore[reportIndexIssue]

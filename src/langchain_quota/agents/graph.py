@@ -17,6 +17,7 @@ from langgraph.prebuilt import ToolNode
 
 from langchain_quota.agents.graph_limits import GraphLimits, running_as
 from langchain_quota.agents.quota import SharedOptions
+from langchain_quota.agents.subject_methods import SubjectMethods
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.middleware.feature import (
     Request,
@@ -39,7 +40,7 @@ _tool_wrapper: ContextVar[_ToolWrapper] = ContextVar("_tool_wrapper")
 """What a node of tools does around each call."""
 
 
-class GraphQuota:
+class GraphQuota(SubjectMethods):
     """Holds any graph to many limits, by a limited model and limited tools.
 
     Limits, counts, messages, exceptions and telemetry are those of `QuotaMiddleware`. A run is one
@@ -80,6 +81,7 @@ class GraphQuota:
         self.store: QuotaStore = MemoryStore() if store is None else store
         shared = store is not None
         self._limits = GraphLimits(limits, agent=name, shared=shared, store=self.store, **options)
+        self.kernel = self._limits.kernel
         watch_root_runs()
 
     def model(self, llm: str | BaseChatModel, tools: Tools = ()) -> BaseChatModel:

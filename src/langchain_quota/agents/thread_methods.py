@@ -1,8 +1,8 @@
-"""Methods of middlewares for one thread: reset its counts, and grant it more."""
+"""Methods of middlewares: reset the counts of a thread, or of another subject."""
 
 from collections import Counter
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import timedelta
+from typing import Any, overload
 
 from langchain.agents.middleware.types import ResponseT
 from langchain_core.runnables import RunnableConfig
@@ -10,6 +10,7 @@ from langgraph.constants import END
 from langgraph.pregel import Pregel
 from langgraph.types import PregelTask
 
+from langchain_quota.agents.subject_methods import CountName, Id, SubjectMethods
 from langchain_quota.core.checks import Check, ResolvedLimit, store_counter
 from langchain_quota.core.decide import status
 from langchain_quota.core.decision import LimitStatus
@@ -24,35 +25,71 @@ from langchain_quota.middleware.flow import clock_of
 from langchain_quota.middleware.state import LEDGER, UNUSED
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
-from langchain_quota.runtime.units import Dollars
-from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import CountKey, prefix_in
 
 _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
 
 
-class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
-    """A middleware whose threads can be reset and granted more."""
+class ThreadMethods(SubjectMethods, LimitMiddleware[Any, ContextT, ResponseT]):
+    """A middleware whose threads can be reset, and what it counts for others by names."""
 
-    def reset(self, agent: CompiledGraph, config: RunnableConfig) -> None:
-        """Set a thread's counts to 0, in its state and in the store.
+    @overload
+    def reset(self, agent: CompiledGraph, config: RunnableConfig, /) -> None: ...
+
+    @overload
+    def reset(
+        self, name: str, /, *, quota: str | None = None, prefix: str | None = None, **subject: Id
+    ) -> None: ...
+
+    def reset(self, agent: Any, config: Any = None, /, **names: Any) -> None:
+        """Set a thread's counts to 0, in its state and in the store; or one subject's count.
 
         Args:
-            agent: The agent, as `create_agent` made it with this middleware.
+            agent: The agent, as `create_agent` made it with this middleware. Or the name of a
+                limit.
             config: Names the thread: `{"configurable": {"thread_id": …}}`. If the store's
                 prefix is a function, also `"quota_prefix"`: the prefix of the thread.
+            names: With the name of a limit, `quota`, `prefix` and the subject, as in `left`. What
+                a thread has used in all is reset with the agent only.
 
         Raises:
             TypeError: `agent` is not an agent of `create_agent`, but a remote one, for example.
-            ValueError: The agent does not have this middleware, or the config names no prefix.
+            ValueError: The agent does not have this middleware, the config names no prefix, or the
+                names choose no count, or several.
             RuntimeError: The thread has no state, or waits in mid-run other than at a limit.
             QuotaStoreError: The store was unavailable.
         """
-        run_sync(self._reset("", agent, config))
+        run_sync(self._reset_any("", agent, config, names))
 
-    async def areset(self, agent: CompiledGraph, config: RunnableConfig) -> None:
+    @overload
+    async def areset(self, agent: CompiledGraph, config: RunnableConfig, /) -> None: ...
+
+    @overload
+    async def areset(
+        self, name: str, /, *, quota: str | None = None, prefix: str | None = None, **subject: Id
+    ) -> None: ...
+
+    async def areset(self, agent: Any, config: Any = None, /, **names: Any) -> None:
         """Call `reset` without blocking the event loop."""
-        await self._reset("a", agent, config)
+        await self._reset_any("a", agent, config, names)
+
+    async def _reset_any(self, mode: Mode, agent: Any, config: Any, names: Any) -> None:
+        if isinstance(agent, str) and config is None:
+            quota, prefix = names.pop("quota", None), names.pop("prefix", None)
+            await self._reset_count(mode, CountName(agent, quota, prefix, names))
+        elif config is None or names:
+            raise TypeError("reset takes an agent and a config, or a limit's name and a subject")
+        else:
+            await self._reset(mode, agent, config)
+
+    async def _reset_count(self, mode: Mode, name: CountName) -> None:
+        *_, key = await self._find(mode, name)
+        if THREAD in name.subject and CountKey.parse(key).window is None:
+            raise ValueError(
+                f"the thread's state has the count of limit {name.limit!r}, too: call "
+                "reset(agent, config)"
+            )
+        await super()._reset_count(mode, name)
 
     async def _reset(self, mode: Mode, agent: object, config: RunnableConfig) -> None:
         if not isinstance(agent, Pregel):
@@ -101,81 +138,6 @@ class ThreadMethods(LimitMiddleware[Any, ContextT, ResponseT]):
         error = task.error if isinstance(task.error, str) else repr(task.error)
         checks_calls = any(_is(task.name, node) for node in self.checking_nodes())
         return checks_calls and error.startswith(_LIMIT_ERRORS)
-
-    def grant(  # noqa: PLR0913 - keyword-only, with defaults
-        self,
-        config: RunnableConfig,
-        amount: Dollars,
-        *,
-        limit: str | None = None,
-        until: datetime | None = None,
-        reason: str = "",
-        by: str = "",
-        id: str | None = None,  # noqa: A002 - as the field is called
-    ) -> Grant:
-        """Raise a thread's limit by an amount, in the store that counts the thread.
-
-        Other limits of this thread on the same count are raised, too: at once, even during a run.
-
-        Args:
-            config: As in `reset`.
-            amount: How much more, above 0, in the limit's unit: calls, tokens or dollars.
-            limit: The name of the limit; may be left out if one limit alone has a `thread_limit`.
-            until: When the grant ends, with a time zone; by default as in `MemoryStore.grant`.
-            reason: Why it is given, for the list and the log.
-            by: Who gives it.
-            id: The name of the grant: the same name is not granted twice. By default a new name.
-
-        Raises:
-            TypeError: An argument has the wrong type, or the middleware has no store that gives
-                grants.
-            ValueError: An argument is out of bounds, or no such limit has a `thread_limit`.
-            QuotaStoreError: The store was unavailable.
-        """
-        store, key = self._granting(limit, config)
-        return store.grant(key, amount, window=None, until=until, reason=reason, by=by, id=id)
-
-    async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
-        self,
-        config: RunnableConfig,
-        amount: Dollars,
-        *,
-        limit: str | None = None,
-        until: datetime | None = None,
-        reason: str = "",
-        by: str = "",
-        id: str | None = None,  # noqa: A002 - as the field is called
-    ) -> Grant:
-        """Call `grant` without blocking the event loop."""
-        store, key = self._granting(limit, config)
-        return await store.agrant(
-            key, amount, window=None, until=until, reason=reason, by=by, id=id
-        )
-
-    def _granting(self, name: str | None, config: RunnableConfig) -> tuple[SupportsGrants, str]:
-        client = self.kernel.store
-        store: object = client and client.store
-        if client is None or not isinstance(store, SupportsGrants):
-            raise TypeError(
-                f"{type(self).__name__} needs a store that gives grants, not {store!r}: pass "
-                "store=MemoryStore() or, for several processes, store=RedisStore()"
-            )
-        by_name = {limit.name: limit for limit in self.limits if limit.thread_limit is not None}
-        thread = config.get("configurable", {}).get("thread_id")
-        if thread is None:
-            raise ValueError('config names no thread: {"configurable": {"thread_id": …}}')
-        if name is None and len(by_name) == 1:
-            (name,) = by_name
-        if name is None or name not in by_name:
-            names = ", ".join(map(repr, by_name)) or "there is none"
-            raise ValueError(
-                f"limit must name one with a thread_limit, not {name!r}: {names}. More of a quota "
-                "is given by the store: store.grant(key, …)"
-            )
-        prefix = prefix_in(config, client.prefix)
-        return store, str(
-            CountKey(store_counter(by_name[name]), THREAD, str(thread), prefix=prefix)
-        )
 
 
 def _is(node: str, hook: str) -> bool:

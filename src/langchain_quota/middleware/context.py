@@ -210,7 +210,14 @@ class LimitResolver:
         if moment.now is None or not limit.counted:
             return resolved
         quotas = [
-            _check(limit, quota, maximum, await self._subject(moment, limit, quota), moment)
+            quota_check(
+                limit,
+                quota,
+                maximum,
+                await self._subject(moment, limit, quota),
+                prefix=moment.prefix,
+                now=moment.now,
+            )
             for quota in limit.quotas
             if (maximum := await self._evaluate(moment, limit, "limit", quota.limit)) is not None
         ]
@@ -228,7 +235,7 @@ class LimitResolver:
         """Return the subject of a quota."""
         what = f"quota {quota.name!r} of limit {limit.name!r}"
         if callable(quota.per):
-            return _subject(what, await self._evaluate(moment, limit, "per", quota.per))
+            return subject_text(what, await self._evaluate(moment, limit, "per", quota.per))
         if quota.per == ROOT_RUN:
             return moment.subject
         return _named(what, quota.per, moment.runtime, moment.caller)
@@ -275,17 +282,15 @@ def fixed(limit: Limit) -> ResolvedLimit:
     return ResolvedLimit.of(limit, thread=limit.thread_limit, run=limit.run_limit)
 
 
-def _check(
-    limit: Limit, quota: Quota, maximum: object, subject: str, moment: _ResolutionContext
+def quota_check(  # noqa: PLR0913 - what a key needs
+    limit: Limit, quota: Quota, maximum: object, subject: str, *, prefix: str, now: float
 ) -> Check:
-    """Return the check of a quota."""
+    """Return the check of a quota for a subject, at a time in seconds since the Unix epoch."""
     what = f"limit of quota {quota.name!r} of limit {limit.name!r}"
-    counter, window, now = store_counter(limit), quota.period, moment.now or 0
+    counter, window = store_counter(limit), quota.period
     number = whole_amount(limit.unit, what, maximum)
     rate = max(1, number) if quota.smooth else None
-    key = CountKey.at(
-        counter, quota.dimension, subject, window, now, prefix=moment.prefix, limit=rate
-    )
+    key = CountKey.at(counter, quota.dimension, subject, window, now, prefix=prefix, limit=rate)
     # A thread's use in all is one count, for every limit.
     in_all = quota.dimension == THREAD and key.window is None
     return Check(
@@ -313,11 +318,11 @@ def _named(what: str, per: str, runtime: object, caller: CallContext) -> str:
                 f"{what} is per thread, and this run has none: call the agent with "
                 '{"configurable": {"thread_id": …}}'
             )
-        return _subject(what, str(caller.run_thread_id))
+        return subject_text(what, str(caller.run_thread_id))
     if per == "agent":
         if not caller.agent:
             raise ValueError(f"{what} is per agent, and this one has no name: create_agent(name=…)")
-        return _subject(what, caller.agent)
+        return subject_text(what, caller.agent)
     context = getattr(runtime, "context", None)
     value = context.get(per) if isinstance(context, Mapping) else getattr(context, per, None)
     if value is None:
@@ -325,10 +330,10 @@ def _named(what: str, per: str, runtime: object, caller: CallContext) -> str:
             f"{what} needs {per!r} in runtime.context: call the agent with "
             f'context={{"{per}": …}}, or an object that has it'
         )
-    return _subject(what, value)
+    return subject_text(what, value)
 
 
-def _subject(what: str, value: object) -> str:
+def subject_text(what: str, value: object) -> str:
     """Validate a subject, and return its text."""
     if isinstance(value, bool) or not isinstance(value, str | int | UUID):
         raise TypeError(

@@ -192,9 +192,15 @@ class StoreSequence:
         thread = thread_of(run, caller)
         if thread is None:
             return None
-        number = await self.read(mode, "", str(thread)) if run.resumes else None
-        if number is None:
+        newest = await self.newest(mode, thread) if run.resumes else None
+        if newest is None:
             number = await self.add(mode, "", str(thread), run.key)
+            newest = None if number is None else f"{thread}@{number}"
+        return newest
+
+    async def newest(self, mode: Mode, thread: object) -> str | None:
+        """Return a thread's newest root run, as counts name it; `None` if the store has none."""
+        number = await self.read(mode, "", str(thread))
         return None if number is None else f"{thread}@{number}"
 
     async def read(self, mode: Mode, kind: str, subject: str) -> int | None:

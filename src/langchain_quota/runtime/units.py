@@ -114,6 +114,16 @@ def in_base_unit(amount: int, unit: Unit) -> float:
     return amount / PER_BASE_UNIT[unit] if unit in PER_BASE_UNIT else amount
 
 
+def exact_amount(amount: int, unit: Unit) -> int | Decimal:
+    """Return an amount, from 0, as users write it: money in dollars, time in seconds, exactly."""
+    if unit not in PER_BASE_UNIT:
+        return amount
+    whole, rest = divmod(amount, PER_BASE_UNIT[unit])
+    # A calculation could be rounded by the application's decimal context, a text cannot.
+    places = len(str(PER_BASE_UNIT[unit])) - 1
+    return Decimal(f"{whole}.{rest:0{places}d}".rstrip("0").removesuffix("."))
+
+
 def format_amount(amount: int | None, unit: Unit) -> str:
     """Format an amount for people: `"3"`, `"1,200 tokens"`, `"$0.50"`, `"5m"`."""
     if amount is None or unit == "calls":

@@ -1,0 +1,286 @@
+"""Methods that read and change what limits count for a subject, by the names of limits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from langchain_quota.core.checks import Check, ResolvedLimit, store_counter
+from langchain_quota.limits import Limit
+from langchain_quota.limits.call import ROOT_RUN, THREAD
+from langchain_quota.limits.quotas import Quota
+from langchain_quota.middleware.context import quota_check, subject_text
+from langchain_quota.middleware.flow import Kernel, clock_of
+from langchain_quota.middleware.root_run import StoreSequence
+from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
+from langchain_quota.runtime.units import UNIT_LABELS, Dollars, Time, exact_amount
+from langchain_quota.stores.client import StoreClient
+from langchain_quota.stores.grants import Grant, SupportsGrants
+from langchain_quota.stores.keys import CountKey, check_prefix
+
+Id = str | int | UUID
+"""Names a subject, such as a user or a customer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How much of a limit a subject has used, and what is left.
+
+    Attributes:
+        used: Calls or tokens as whole numbers, dollars or seconds as exact decimals. A budget
+            includes what is reserved for calls that are running.
+        limit: The limit with its grants.
+        left: `limit` less `used`, from 0.
+        unit: `"calls"`, `"tokens"`, `"dollars"` or `"seconds"`.
+        resets_at: When the window ends; `None` without a window, and for a smooth quota.
+
+    Examples:
+        >>> from langchain_quota import MemoryStore, Quota, QuotaMiddleware, ToolCallLimit
+        >>> limit = ToolCallLimit("email", quotas=[Quota(5, per="user_id")])
+        >>> quota = QuotaMiddleware([limit], store=MemoryStore())
+        >>> grant = quota.grant("tool:email", 2, user_id="ada", reason="ticket 4711")
+        >>> quota.left("tool:email", user_id="ada").left
+        7
+    """
+
+    used: int | Decimal
+    limit: int | Decimal
+    left: int | Decimal
+    unit: str
+    resets_at: datetime | None
+
+
+class CountName(NamedTuple):
+    """The names that choose a count, and the limit's number if a function decides it."""
+
+    limit: str
+    quota: str | None
+    prefix: str | None
+    subject: Mapping[str, Id]
+    number: Dollars | Time | None = None
+
+
+class SubjectMethods:
+    """Limits whose counts in a store can be read, raised and reset by names."""
+
+    kernel: Kernel
+
+    def left(
+        self,
+        name: str,
+        /,
+        *,
+        quota: str | None = None,
+        limit: Dollars | Time | None = None,
+        prefix: str | None = None,
+        **subject: Id,
+    ) -> Balance:
+        """Return what a subject has left of a limit now; all of it, if it never called.
+
+        Args:
+            name: The limit's name, as in logs and metrics.
+            quota: The quota's name, needed if several quotas of the limit have the same `per`.
+            limit: The limit's number, needed if a function decides it.
+            prefix: The prefix of keys, needed if a function decides it for the store.
+            subject: Whose count it is, called as the quota's `per`, such as `tenant="acme"`, or as
+                its `name` if `per` is a function. None with `per="global"`; `thread="7"` for a
+                `thread_limit`. With `per="root_run"`, the thread of its newest root run. A `per`
+                that is called like another argument needs the store's methods.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: The names choose no count, or several; or the middleware has no store.
+            QuotaStoreError: The store was unavailable.
+        """
+        return run_sync(self._left("", CountName(name, quota, prefix, subject, limit)))
+
+    async def aleft(
+        self,
+        name: str,
+        /,
+        *,
+        quota: str | None = None,
+        limit: Dollars | Time | None = None,
+        prefix: str | None = None,
+        **subject: Id,
+    ) -> Balance:
+        """Call `left` without blocking the event loop."""
+        return await self._left("a", CountName(name, quota, prefix, subject, limit))
+
+    def grant(  # noqa: PLR0913 - keyword-only, with defaults
+        self,
+        name: str,
+        amount: Dollars | Time,
+        /,
+        *,
+        until: datetime | None = None,
+        reason: str = "",
+        by: str = "",
+        id: str | None = None,  # noqa: A002 - as the field is called
+        quota: str | None = None,
+        prefix: str | None = None,
+        **subject: Id,
+    ) -> Grant:
+        """Raise a subject's limits on one count by an amount, at once, even during a run.
+
+        The amount is above 0, in the limit's unit: calls, tokens, dollars or a time. The subject is
+        named as in `left`, and need not have called. The other arguments and the errors are those
+        of `MemoryStore.grant`; without a store that gives grants it is a `TypeError`.
+        """
+        options = {"until": until, "reason": reason, "by": by, "id": id}
+        return run_sync(self._grant("", CountName(name, quota, prefix, subject), amount, options))
+
+    async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
+        self,
+        name: str,
+        amount: Dollars | Time,
+        /,
+        *,
+        until: datetime | None = None,
+        reason: str = "",
+        by: str = "",
+        id: str | None = None,  # noqa: A002 - as the field is called
+        quota: str | None = None,
+        prefix: str | None = None,
+        **subject: Id,
+    ) -> Grant:
+        """Call `grant` without blocking the event loop."""
+        options = {"until": until, "reason": reason, "by": by, "id": id}
+        return await self._grant("a", CountName(name, quota, prefix, subject), amount, options)
+
+    def revoke(
+        self,
+        name: str,
+        grant_id: str,
+        /,
+        *,
+        quota: str | None = None,
+        prefix: str | None = None,
+        **subject: Id,
+    ) -> Grant | None:
+        """End a grant now, and return it; `None` if there is none, or it had ended.
+
+        The arguments and errors are those of `grant`. What was used with it stays counted.
+        """
+        return run_sync(self._revoke("", CountName(name, quota, prefix, subject), grant_id))
+
+    async def arevoke(
+        self,
+        name: str,
+        grant_id: str,
+        /,
+        *,
+        quota: str | None = None,
+        prefix: str | None = None,
+        **subject: Id,
+    ) -> Grant | None:
+        """Call `revoke` without blocking the event loop."""
+        return await self._revoke("a", CountName(name, quota, prefix, subject), grant_id)
+
+    def reset(
+        self, name: str, /, *, quota: str | None = None, prefix: str | None = None, **subject: Id
+    ) -> None:
+        """Set a subject's count to 0; the arguments and errors are those of `left`."""
+        run_sync(self._reset_count("", CountName(name, quota, prefix, subject)))
+
+    async def areset(
+        self, name: str, /, *, quota: str | None = None, prefix: str | None = None, **subject: Id
+    ) -> None:
+        """Call `reset` without blocking the event loop."""
+        await self._reset_count("a", CountName(name, quota, prefix, subject))
+
+    async def _left(self, mode: Mode, name: CountName) -> Balance:
+        client, limit, check, key = await self._find(mode, name, reads=True)
+        [use] = await call_variant(mode, client.store.peek, client.store.apeek, [key])
+        used, granted = (0, 0) if use is None else (use.used, use.granted)
+        most = (check.maximum or 0) + granted
+        amounts = (exact_amount(amount, limit.unit) for amount in (used, most, max(0, most - used)))
+        used_amount, limit_amount, left = amounts
+        unit = UNIT_LABELS[limit.unit]
+        return Balance(used_amount, limit_amount, left, unit, check.resets_at)
+
+    async def _grant(self, mode: Mode, name: CountName, amount: Any, options: Any) -> Grant:
+        store, key = self._granting(), (await self._find(mode, name))[-1]
+        variants = store.grant, store.agrant
+        return await call_variant(mode, *variants, key, amount, window=None, **options)
+
+    async def _revoke(self, mode: Mode, name: CountName, grant_id: str) -> Grant | None:
+        store, key = self._granting(), (await self._find(mode, name))[-1]
+        return await call_variant(mode, store.revoke, store.arevoke, key, grant_id)
+
+    async def _reset_count(self, mode: Mode, name: CountName) -> None:
+        client, *_, key = await self._find(mode, name)
+        await client.reset(mode, [key])
+
+    def _granting(self) -> SupportsGrants:
+        store: object = self.kernel.store and self.kernel.store.store
+        if not isinstance(store, SupportsGrants):
+            raise TypeError(
+                f"grants need a store that gives them, not {store!r}: pass store=MemoryStore() or, "
+                "for several processes, store=RedisStore()"
+            )
+        return store
+
+    async def _find(
+        self, mode: Mode, name: CountName, *, reads: bool = False
+    ) -> tuple[StoreClient, Limit, Check, str]:
+        """Return the store, the limit, the check that the names choose, and the count's key."""
+        validate_type("name", name.limit, str, "the name of a limit")
+        limits = {limit.name: limit for limit in self.kernel.limits}
+        limit, client = limits.get(name.limit), self.kernel.store
+        if limit is None:
+            names = ", ".join(map(repr, limits))
+            raise ValueError(f"no limit has the name {name.limit!r}: choose one of {names}")
+        quota = _quota(limit, name)
+        if client is None:
+            raise ValueError(
+                f"limit {limit.name!r} counts in the agent's state: call "
+                "usage(agent.get_state(config)), or give a store, such as store=MemoryStore()"
+            )
+        what = f"limit {limit.name!r}"
+        prefix = check_prefix("prefix", name.prefix) if callable(client.prefix) else ""
+        number: Any = limit.thread_limit if quota is None else quota.limit
+        if callable(number):
+            if name.number is None and (reads or (quota and quota.smooth)):
+                remedy = "give it, limit=…" if reads else "use the store's own methods"
+                raise ValueError(f"a function decides the number of {what}: {remedy}")
+            # The keys of other counts do not depend on the number.
+            number = name.number or 0
+        subject = "".join(subject_text(what, value) for value in name.subject.values())
+        if quota is None:
+            check = ResolvedLimit.of(limit, thread=number, run=None).checks[0]
+            key = CountKey(store_counter(limit), THREAD, subject, prefix=prefix)
+            return client, limit, check, str(key)
+        if quota.per == ROOT_RUN:
+            subject = await StoreSequence(client, prefix).newest(mode, subject) or subject
+        now = clock_of(client.store)()
+        check = quota_check(limit, quota, number, subject, prefix=prefix, now=now)
+        return client, limit, check, str(check.key)
+
+
+def _quota(limit: Limit, name: CountName) -> Quota | None:
+    """Return the quota that the names choose; `None` for the thread's limit."""
+    choices: list[tuple[str, str, Quota | None]] = [(q.name, q.dimension, q) for q in limit.quotas]
+    if limit.thread_limit is not None:
+        choices.append((THREAD, THREAD, None))
+    if not choices:
+        raise ValueError(f"limit {limit.name!r} has no quota and no thread_limit to choose")
+    chosen = [
+        quota
+        for scope, per, quota in choices
+        if {per} - {"global"} == name.subject.keys() and name.quota in (None, scope)
+    ]
+    if len(chosen) == 1:
+        return chosen[0]
+    several = len({per for _, per, _ in choices}) < len(choices)
+    forms = [
+        ", ".join([f"quota={scope!r}"] * several + [f"{per}=…"] * (per != "global"))
+        for scope, per, _ in choices
+    ]
+    expected = " or ".join(form or "no subject" for form in forms)
+    names = {**name.subject, **({"quota": name.quota} if name.quota is not None else {})}
+    shown = ", ".join(f"{key}={value!r}" for key, value in names.items()) or "no subject"
+    raise ValueError(f"limit {limit.name!r} needs {expected}; given: {shown}")
