@@ -1,14 +1,18 @@
 """`langchain-quota quotas`: what is used, of what, until when, and back to 0."""
 
 import io
+import json
 import os
 import pwd
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,6 +37,7 @@ ALL = str(CountKey("__all__", "global", ""))
 DAY = CountKey.at("email", "tenant", "acme", timedelta(days=1), 4_102_444_800)
 """The first of January 2100."""
 
+COMMANDS = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
 Run = Callable[..., int]
 
 
@@ -47,6 +52,12 @@ def store(redis_server: RedisServer) -> Iterator[RedisStore]:
         assert DAY.ends is not None
         store.acquire(batch({str(DAY): 2}, ends={str(DAY): DAY.ends}))
         yield store
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of whoever runs the tests names no store."""
+    monkeypatch.delenv("LANGCHAIN_QUOTA_STORE", raising=False)
 
 
 @pytest.fixture
@@ -79,6 +90,91 @@ def test_show(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         assert subjects(capsys) == expected
     assert run("show", "--key", "nothing") == 0
     assert capsys.readouterr().out == "no counts\n"
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """The objects that a command printed, one a line."""
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_json(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script reads one object a line, with the names of the reference, and exact dollars."""
+    per = ("tenant", "a\n\ud800")
+    money = str(CountKey.at("model.nanodollars", *per, timedelta(days=1), 4_102_444_800))
+    ends: Any = {money: DAY.ends}
+    store.acquire(batch({money: 4_250_000_001}, limits={money: 5 * 10**9}, ends=ends))
+    grant = store.grant(money, "0.5", window=None, id="4711", by="bo", reason="x\ny")
+    same = {"key": money, "counted": "model.nanodollars", "per": per[0], "subject": per[1]}
+    end = {"unit": "dollars", "granted": 0.5}
+    assert run("show", "--json") == 0
+    shown = lines(capsys)
+    assert [each["subject"] for each in shown] == ["", "acme", per[1], "ada", "bob"]
+    counts = {"used": 4.250000001, "limit": 5.5, "left": 1.249999999}
+    assert shown[2] == {**same, **end, **counts, "resets_at": "2100-01-02T00:00:00+00:00"}
+    assert shown[0]["limit"] is shown[0]["left"] is shown[0]["resets_at"] is None
+    assert run("grants", "--json") == 0
+    [given] = lines(capsys)
+    times = {"given_at": grant.given_at.isoformat(), "until": shown[2]["resets_at"]}
+    assert given == {**same, **end, **times, "id": "4711", "by": "bo", "reason": "x\ny"}
+    for names in (shown[2], given):
+        assert f"`{'`, `'.join(names)}`" in " ".join(COMMANDS.split())
+    assert run("show", "--json", "--subject", "x") == run("grants", "--json", "--per", "x") == 0
+    assert capsys.readouterr().out == ""
+    assert run("reset", "--yes", "--per", "user_id", "--subject", "x") == 2
+    assert "no count matches --per and --subject" in capsys.readouterr().err
+    assert run("reset", "--yes", "--per", "user_id", "--subject", "ada") == 0
+    assert used(store) == [0, 12, 1, 2]
+
+
+LONG = "o'neil-" * 30
+"""A subject that its key has shortened."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "subjects"),
+    [
+        ("--near", ["none", "long"]),
+        ("--near 0.6", ["ada", "none", "long"]),
+        ("--near 0.9", ["none"]),
+        ("--per user_id", ["ada", "bob", "none", "long"]),
+        ("--per user_id --subject bob", ["bob"]),
+        (f"--subject {LONG}", ["long"]),
+        ("--subject o", []),
+        ("--per run", ["one"]),
+        ("--sort share --per user_id", ["none", "long", "ada", "bob"]),
+        ("--sort used", ["bob", "long", "ada", "acme", "none", "", "even"]),
+        ("--sort reset --key e* search:*:b*", ["acme", "bob"]),
+    ],
+)
+def test_some_counts(
+    run: Run,
+    store: RedisStore,
+    arguments: str,
+    subjects: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Counts are chosen by share, `per` and subject, and sorted; grants raise the limit."""
+    even = CountKey.at("mail", "tenant", "even", timedelta(days=1), 0, limit=24)
+    for key, count, limit in (
+        (CountKey("search", "user_id", LONG), 5, 5),
+        (CountKey("search", "user_id", "none"), 2, 2),
+        *((CountKey("search", "run", "one"), 1, 9), (even, 1, 1)),
+    ):
+        store.acquire(calls(str(key), count, limit=limit))
+    store.grant(str(CountKey("search", "user_id", LONG)), 1, window=None)
+    assert run("show", "--json", *arguments.split()) == 0
+    named = [each["subject"] for each in lines(capsys)]
+    assert ["long" if each.startswith("o'neil") else each for each in named] == subjects
+
+
+def test_completion(tmp_path: Path) -> None:
+    """A shell with argcomplete completes the options."""
+    typed, out = "langchain-quota quotas show --ne", tmp_path / "completions"
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": typed, "COMP_POINT": str(len(typed))}
+    given = {**os.environ, **asked, "_ARGCOMPLETE_STDOUT_FILENAME": str(out)}
+    program = "from langchain_quota.cli import main; main()"
+    subprocess.run([sys.executable, "-c", program], env=given, check=True)
+    assert out.read_text() == "--near "
 
 
 def test_a_smooth_quota(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,22 +336,25 @@ def test_password_among_the_arguments(capsys: pytest.CaptureFixture[str]) -> Non
         for action in ("show", "reset"):
             assert main(["quotas", action, "--store", url]) == 2
             (reason,) = capsys.readouterr().err.splitlines()
-            assert "LANGCHAIN_QUOTA_REDIS_URL" in reason
+            assert "set LANGCHAIN_QUOTA_STORE instead" in reason
             assert "cr3t" not in reason
 
 
 def test_in_postgres(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The URL says which store it is; its password is that of PostgreSQL's own clients."""
+    """The URL says which store it is; its password is that of the variable, or of PostgreSQL's."""
     assert main(["quotas", "show", "--store", postgres_url]) == 2
-    assert "set PGPASSWORD instead" in capsys.readouterr().err
+    assert "set LANGCHAIN_QUOTA_STORE instead" in capsys.readouterr().err
+    with closing(PostgresStore(postgres_url, prefix="cli", timeout=30)) as store:
+        store.acquire(calls(ADA, 3, limit=5))
+    monkeypatch.setenv("LANGCHAIN_QUOTA_STORE", postgres_url)
+    for action in (["show"], ["grant", "2", "--key", ADA, "--reason", "x"]):
+        assert main(["quotas", *action, "--prefix", "cli"]) == 0
+    monkeypatch.setenv("LANGCHAIN_QUOTA_STORE", "redis://127.0.0.1:1")
     monkeypatch.setenv("PGPASSWORD", str(urlsplit(postgres_url).password))
     url = re.sub(":[^:]*@", "@", postgres_url)
-    with closing(PostgresStore(url, prefix="cli", timeout=30)) as store:
-        store.acquire(calls(ADA, 3, limit=5))
-    for action in (["show"], ["grant", "2", "--key", ADA, "--reason", "x"], ["reset", "--yes"]):
-        assert main(["quotas", *action, "--store", url, "--prefix", "cli"]) == 0
+    assert main(["quotas", "reset", "--yes", "--store", url, "--prefix", "cli"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"'ada' +3 +5 ", out)
     assert re.search(r"'ada' +3 +7 ", out)

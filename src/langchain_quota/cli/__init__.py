@@ -20,7 +20,11 @@ _EXTRAS = ("demo", "top")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, by default with the process's arguments, and return the exit code."""
-    arguments = parser().parse_args(argv)
+    command_line = parser()
+    if "_ARGCOMPLETE" in os.environ:
+        # The shell asks for completions, and only where the package argcomplete is installed.
+        import_module("argcomplete").autocomplete(command_line)
+    arguments = command_line.parse_args(argv)
     command: str = arguments.command
     try:
         # Import the command only now, because its extra may be missing.

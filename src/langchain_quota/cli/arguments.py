@@ -13,11 +13,14 @@ from langchain_quota import __version__
 from langchain_quota.monitoring.exports import GRAFANA_URL
 from langchain_quota.runtime.units import duration
 
+STORE_VARIABLE = "LANGCHAIN_QUOTA_STORE"
 TOKEN_VARIABLE = "LANGCHAIN_QUOTA_METRICS_TOKEN"  # noqa: S105 - its name, not a token
 DEFAULT = "http://127.0.0.1:9464/metrics"
 """Where `start_metrics_server` serves by default."""
 VIEWS = ("threads", "quotas", "limits")
 """What `top` shows."""
+SORTS = ("key", "share", "used", "reset")
+"""How `quotas show` sorts: by key, by the largest share or use, or by the next end of a window."""
 
 _OWN_LABELS = frozenset(
     {
@@ -92,7 +95,7 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     server = ArgumentParser(add_help=False)
     text = (
         "the server, redis://… or postgresql://…, without a password (default: the URL in "
-        "LANGCHAIN_QUOTA_REDIS_URL)"
+        f"{STORE_VARIABLE}, or in LANGCHAIN_QUOTA_REDIS_URL)"
     )
     server.add_argument("--store", metavar="URL", help=text)
     server.add_argument("--prefix", help="the store's prefix, if it is not the default")
@@ -103,13 +106,23 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     )
     add = several.add_argument
     add("--key", action="extend", nargs="+", default=[], metavar="PATTERN", help=text)
+    text = "only counts of this kind of subject, such as tenant, root_run or run (default: all)"
+    add("--per", metavar="NAME", help=text)
+    add("--subject", metavar="ID", help="only counts of this subject, such as acme (default: all)")
+    lines = ArgumentParser(add_help=False)
+    lines.add_argument("--json", action="store_true", help="print one JSON object a line")
     one = ArgumentParser(add_help=False, parents=[server])
     text = "the count's key, such as email:user_id:ada: quotas show lists its parts"
     one.add_argument("--key", required=True, help=text)
 
     actions = quotas.add_subparsers(dest="action", required=True)
     text = "print what is used, of which limit, and until when"
-    actions.add_parser("show", parents=[several], help=text)
+    add = actions.add_parser("show", parents=[several, lines], help=text).add_argument
+    text = "only counts that have used at least this share of their limit (default: %(const)s)"
+    share = _number(float, 0.01, 1)
+    add("--near", nargs="?", type=share, const=0.8, metavar="SHARE", help=text)
+    text = "largest share, largest use, or next end of a window first (default: %(default)s)"
+    add("--sort", choices=SORTS, default="key", help=text)
     reset = actions.add_parser("reset", parents=[several], help="set counts to 0")
     reset.add_argument("--yes", action="store_true", help="do not ask")
     add = actions.add_parser(
@@ -127,7 +140,8 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     add("--id", help="the grant's id: a second grant with the same key and id adds nothing")
     revoke = actions.add_parser("revoke", parents=[one], help="end a grant now")
     revoke.add_argument("--id", required=True, help="the grant's id, as quotas grants prints it")
-    actions.add_parser("grants", parents=[several], help="print what is granted, and why")
+    text = "print what is granted, and why"
+    actions.add_parser("grants", parents=[several, lines], help=text)
 
 
 def _add_top(top: ArgumentParser) -> None:

@@ -1,20 +1,25 @@
 """The command that shows the counts of a store in a server, resets them, and grants more."""
 
+import json
+import math
+import os
 import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from typing import Any
 from uuid import uuid4
 
+from langchain_quota.cli.arguments import STORE_VARIABLE
 from langchain_quota.cli.printing import CommandError, one_line, printable, say, table
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.limits.options import UNITS
-from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount
+from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount, in_base_unit
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.grants import Grant, in_utc, unit_of
 from langchain_quota.stores.keys import (
@@ -38,12 +43,12 @@ _DECLINED = 1
 
 def run(arguments: Namespace) -> int:
     """Run an action on the store's counts, and return the exit code."""
-    url, prefix = arguments.store, arguments.prefix
-    in_postgres = str(url).startswith(("postgres://", "postgresql://"))
-    if url is not None and _PASSWORD.search(url):
+    prefix = arguments.prefix
+    if arguments.store is not None and _PASSWORD.search(arguments.store):
         fault = "--store has a password, which others on this machine can see"
-        remedy = "PGPASSWORD" if in_postgres else "LANGCHAIN_QUOTA_REDIS_URL"
-        raise CommandError(f"{fault}: set {remedy} instead")
+        raise CommandError(f"{fault}: set {STORE_VARIABLE} instead")
+    url: Any = arguments.store or os.environ.get(STORE_VARIABLE) or None
+    in_postgres = str(url).startswith(("postgres://", "postgresql://"))
     try:
         prefix = PREFIX if prefix is None else prefix
         kind = PostgresStore if in_postgres else RedisStore
@@ -54,8 +59,62 @@ def run(arguments: Namespace) -> int:
 
 
 def _show(store: Store, arguments: Namespace) -> int:
-    _print(_find_usages(store, arguments.key))
+    usages = _find_usages(store, arguments)
+    if arguments.near is not None:
+        usages = [usage for usage in usages if _share(usage) >= arguments.near]
+    usages.sort(key=_SORTS[arguments.sort])
+    if not arguments.json:
+        _print(usages)
+    for usage in usages if arguments.json else ():
+        say(json.dumps(_usage_object(usage)))
     return 0
+
+
+def _share(usage: QuotaUsage) -> float:
+    """Return the used share of a limit: 0 without a limit, and for a smooth quota."""
+    if usage.limit is None or read_emission_interval(usage.key):
+        return 0.0
+    limit = usage.limit + usage.granted
+    return usage.used / limit if limit else math.inf
+
+
+_SORTS: dict[str, Callable[[QuotaUsage], str | float]] = {
+    "key": lambda usage: usage.key,
+    "share": lambda usage: -_share(usage),
+    "used": lambda usage: -usage.used,
+    "reset": lambda usage: math.inf if usage.expires_at is None else usage.expires_at,
+}
+
+
+def _object(text: str, **amounts: int | None) -> dict[str, object]:
+    """Return what a key says and amounts in its unit, as `--json` prints them."""
+    key, unit = CountKey.parse(text), unit_of(text)
+    names = {"key": text, "counted": key.counter, "per": key.dimension, "subject": key.subject}
+    return {
+        **names,
+        "unit": UNIT_LABELS[unit],
+        **{name: amount and in_base_unit(amount, unit) for name, amount in amounts.items()},
+    }
+
+
+def _usage_object(usage: QuotaUsage) -> dict[str, object]:
+    used, granted, limit = usage.used, usage.granted, usage.limit
+    limit = None if limit is None else limit + granted
+    left = None if limit is None else max(0, limit - used)
+    resets_at = None if usage.expires_at is None else in_utc(usage.expires_at).isoformat()
+    amounts = _object(usage.key, used=used, limit=limit, left=left, granted=granted)
+    return {**amounts, "resets_at": resets_at}
+
+
+def _grant_object(grant: Grant) -> dict[str, object]:
+    return {
+        **_object(grant.key, granted=grant.amount),
+        "given_at": grant.given_at.isoformat(),
+        "until": grant.until and grant.until.isoformat(),
+        "by": grant.by,
+        "reason": grant.reason,
+        "id": grant.id,
+    }
 
 
 def _print(usages: Sequence[QuotaUsage]) -> None:
@@ -66,10 +125,12 @@ def _print(usages: Sequence[QuotaUsage]) -> None:
 
 
 def _reset(store: Store, arguments: Namespace) -> int:
-    usages = _find_usages(store, arguments.key)
+    usages = _find_usages(store, arguments)
     for pattern in arguments.key:
         if not any(fnmatchcase(usage.key, pattern) for usage in usages):
             raise CommandError(f"no count matches --key {pattern!r}: see quotas show")
+    if not usages and (arguments.per, arguments.subject) != (None, None):
+        raise CommandError("no count matches --per and --subject: see quotas show")
     _print(usages)
     if usages and not arguments.yes:
         if not sys.stdin.isatty():
@@ -88,11 +149,12 @@ def _reset(store: Store, arguments: Namespace) -> int:
     return 0
 
 
-def _find_usages(store: Store, patterns: Sequence[str]) -> list[QuotaUsage]:
+def _find_usages(store: Store, arguments: Namespace) -> list[QuotaUsage]:
     usages: dict[str, QuotaUsage] = {}
-    for pattern in patterns or ("*",):
+    for pattern in arguments.key or ("*",):
         # Every run of the last day has counts, under ids that say nothing to a reader.
-        with_runs = ":run:" in pattern or ":root_run:" in pattern
+        names_runs = ":run:" in pattern or ":root_run:" in pattern
+        with_runs = names_runs or arguments.per in (RUN, ROOT_RUN)
         usages |= {
             usage.key: usage
             for usage in store.usages(pattern)
@@ -102,7 +164,16 @@ def _find_usages(store: Store, patterns: Sequence[str]) -> list[QuotaUsage]:
             and parsed(usage.key)
             and (with_runs or dimension_of(usage.key) not in (RUN, ROOT_RUN))
         }
-    return [usages[key] for key in sorted(usages)]
+    return [usages[key] for key in sorted(usages) if _is_of(key, arguments)]
+
+
+def _is_of(text: str, arguments: Namespace) -> bool:
+    """Return whether a key has the `per` and the subject that were asked for, if any."""
+    key, per, subject = CountKey.parse(text), arguments.per, arguments.subject
+    # A key has a long subject shortened.
+    encoded = str(CountKey("", "", subject or "")).split(":")[2]
+    is_subject = subject in (None, key.subject) or encoded == text.split(":")[2]
+    return is_subject and per in (None, key.dimension)
 
 
 def _row(usage: QuotaUsage) -> tuple[str, ...]:
@@ -154,8 +225,16 @@ def _revoke(store: Store, arguments: Namespace) -> int:
 def _grants(store: Store, arguments: Namespace) -> int:
     patterns = arguments.key or ("*",)
     grants = {
-        (grant.key, grant.id): grant for pattern in patterns for grant in store.grants(pattern)
+        (grant.key, grant.id): grant
+        for pattern in patterns
+        for grant in store.grants(pattern)
+        if _is_of(grant.key, arguments)
     }
+    in_order = sorted(grants.values(), key=lambda grant: (grant.key, grant.given_at))
+    if arguments.json:
+        for grant in in_order:
+            say(json.dumps(_grant_object(grant)))
+        return 0
     rows = [
         (
             printable(grant.key),
@@ -163,7 +242,7 @@ def _grants(store: Store, arguments: Namespace) -> int:
             _format_time(grant.ends, grant.key),
             *(repr(grant.by), repr(grant.reason), printable(grant.id)),
         )
-        for grant in sorted(grants.values(), key=lambda grant: (grant.key, grant.given_at))
+        for grant in in_order
     ]
     headings = ("key", "granted", "until", "by", "reason", "id")
     for line in table(headings, rows, right={"granted"}) if rows else ["no grants"]:
