@@ -1,7 +1,9 @@
 """Agents that start agents, whose searches draw on one budget of their root run."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from langchain.agents import create_agent
@@ -10,9 +12,20 @@ from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.types import interrupt
 
-from langchain_quota import MemoryStore, Quota, QuotaMiddleware, Telemetry, ToolCallLimit
+from langchain_quota import (
+    CostLimit,
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    QuotaMiddleware,
+    Telemetry,
+    TokenLimit,
+    ToolCallLimit,
+)
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.scene import recording
+from tests.tokens import answer
 
 LOST = "langchain_quota_errors_total"
 ASKED = {"messages": [("user", "Find it!")]}
@@ -30,12 +43,14 @@ class Tree:
         most: The budget.
         store: Where it is counted.
         ran: The searches that ran.
+        started: The other tools that ran.
     """
 
     telemetry: Telemetry
     most: int = 5
     store: Any = field(default_factory=MemoryStore)
     ran: list[str] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
 
     def quota(self) -> QuotaMiddleware[Any, Any]:
         limit = ToolCallLimit("search", quotas=[Quota(self.most, per="root_run")])
@@ -61,13 +76,75 @@ class Tree:
         )
 
 
-def ask(agent: Any, name: str = "delegate", **given: Any) -> BaseTool:
-    """A tool that asks an agent."""
+PER_TOKEN = 7
+"""What a token costs, in nanodollars."""
+
+
+def price(usage: Any) -> Decimal:
+    return Decimal(usage.total_tokens * PER_TOKEN) / 10**9
+
+
+@dataclass
+class Billed(Tree):
+    """Agents of which each model says what it has used, and each has its own limits or none.
+
+    Attributes:
+        limited: How the agents are limited, in turn.
+        tokens: What the models have used, by agent.
+        calls: How often they were called.
+        asked: How many searches they have asked for.
+    """
+
+    limited: Sequence[str] = ()
+    names: list[str] = field(default_factory=list)
+    tokens: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+    asked: int = 0
+
+    def limits(self, kind: str) -> list[Any]:
+        """The middlewares of an agent."""
+        given: dict[str, Any] = {"telemetry": self.telemetry}
+        if kind == "search":
+            return [self.quota()]
+        if kind == "meters":
+            meters: list[Limit] = [CostLimit(enforce=False), TokenLimit(enforce=False)]
+            return [QuotaMiddleware(meters, prices=price, charge_all_models=True, **given)]
+        return [QuotaMiddleware([ModelCallLimit(run_limit=9)], **given)] if kind == "calls" else []
+
+    def agent(self, searches: int, *children: BaseTool, name: str = "", **options: Any) -> Any:
+        name = f"{name or 'agent'}-{len(self.names)}"
+        self.names.append(name)
+
+        def script(messages: Sequence[BaseMessage]) -> Turn:
+            used = 10 + len(self.names) + self.calls[name]
+            self.calls[name] += 1
+            self.tokens[name] += used
+            if messages[-1].type == "tool":
+                return answer(used)
+            self.asked += searches
+            return answer(used, *["search"] * searches, *(child.name for child in children))
+
+        return create_agent(
+            ScriptedChatModel(script=script),
+            [self.search(), *children],
+            middleware=self.limits(self.limited[len(self.names) % len(self.limited)]),
+            name=name,
+            **options,
+        )
+
+
+def ask(
+    agent: Any, name: str = "delegate", started: list[str] | None = None, **given: Any
+) -> BaseTool:
+    """A tool that asks an agent, and notes that it has started."""
+    started = [] if started is None else started
 
     def delegate() -> str:
+        started.append(name)
         return str(agent.invoke(ASKED, **given)["messages"][-1].content)
 
     async def adelegate() -> str:
+        started.append(name)
         return str((await agent.ainvoke(ASKED, **given))["messages"][-1].content)
 
     return StructuredTool.from_function(delegate, adelegate, name=name, description="Ask.")

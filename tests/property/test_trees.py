@@ -1,7 +1,7 @@
 """Random trees of agents, started in every way that LangChain documents, against one budget."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -113,11 +113,11 @@ class Shape:
         return [own, *others]
 
 
-def shapes(deep: int) -> st.SearchStrategy[Shape]:
+def shapes(deep: int, ways: Sequence[str] = WAYS) -> st.SearchStrategy[Shape]:
     """Trees with at most so many levels below the first."""
     below: Any = st.just(())
     if deep:
-        started = st.tuples(st.sampled_from(WAYS), shapes(deep - 1))
+        started = st.tuples(st.sampled_from(ways), shapes(deep - 1, ways))
         below = st.lists(started, min_size=deep > 1, max_size=2).map(tuple)
     return st.builds(Shape, st.integers(0, 2), st.booleans(), below)
 
@@ -132,11 +132,12 @@ def handing_over(agent: Any, other: Any) -> Any:
     return graph.compile()
 
 
-def starting(child: Any, way: str, name: str) -> BaseTool:
+def starting(child: Any, way: str, name: str, started: list[str]) -> BaseTool:
     """A tool that starts an agent."""
-    tool = ask(child)
+    tool = ask(child, started=started)
 
     def start(runtime: ToolRuntime) -> str:
+        started.append(name)
         if way in RUN:
             tool.run({}, **RUN[way](runtime))
         elif way in THREADS:
@@ -148,6 +149,7 @@ def starting(child: Any, way: str, name: str) -> BaseTool:
         return "done"
 
     async def astart(runtime: ToolRuntime) -> str:
+        started.append(name)
         if way in RUN:
             await tool.arun({}, **RUN[way](runtime))
         elif way in THREADS:
@@ -164,7 +166,7 @@ def starting(child: Any, way: str, name: str) -> BaseTool:
 def built(tree: Tree, shape: Shape) -> Any:
     """The agents of a shape, with what is around them."""
     tools = [
-        starting(built(tree, child), way, f"start_{n}")
+        starting(built(tree, child), way, f"start_{n}", tree.started)
         for n, (way, child) in enumerate(shape.below)
     ]
     agent = tree.agent(shape.searches, *tools)

@@ -1,6 +1,7 @@
 """GraphQuota: limits for any graph of LangGraph, by a limited model and limited tools."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, Unpack
@@ -32,6 +33,7 @@ from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import Mode, as_async, call_variant, run_sync
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.telemetry.receipts import Receipt
 
 Tools = Sequence[Tool | Callable[..., object]]
 
@@ -104,6 +106,10 @@ class GraphQuota(SubjectMethods):
                 "tools are the second argument"
             )
         return _LimitedModel(limits=self._limits, inner=inner, offered=_as_tools(tools))
+
+    def receipt(self) -> AbstractContextManager[Receipt]:
+        """Return a context manager that adds up what runs use; see `QuotaMiddleware.receipt`."""
+        return self._limits.receipt()
 
     def tools(self, tools: Tools, **options: object) -> ToolNode:
         """Return a node of tools that answers the calls which a limit refuses, and runs the others.

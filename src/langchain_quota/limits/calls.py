@@ -38,7 +38,8 @@ class ToolCallLimit(CallLimit[int]):
         near: The used share, above 0 and at most 1, from which this limit counts as near; by
             default that of the `Telemetry`.
         enforce: Whether the limit blocks calls. `False` is a dry run: the limit checks and counts
-            every call, and a call that it would block runs, as `would_block`.
+            every call, and a call that it would block runs, as `would_block`. Without a number it
+            is a meter, which only counts.
         alert: Whether a refusal is worth an alert. Set `False` for a limit that is meant to be
             reached. The exported alert rules leave out such limits, and dry runs.
         give_up_after: With `"continue"`: after so many refusals in one run, from 1, the run ends

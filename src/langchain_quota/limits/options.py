@@ -206,7 +206,8 @@ class CallLimit(LimitOptions, Generic[Amount]):
             raise ValueError("exit_behavior='ask' cannot be used with a smooth quota: use wait")
         if not counts_calls(self):
             raise ValueError(
-                "At least one limit must be specified: thread_limit, run_limit or quotas"
+                "At least one limit must be specified: thread_limit, run_limit or quotas. To only "
+                "count, write enforce=False"
             )
         scopes = Counter(quota.name for quota in self.quotas)
         scopes[THREAD] += self.thread_limit is not None
@@ -233,8 +234,12 @@ class ModelLimit(CallLimit[Amount]):
 
 
 def counts_calls(limit: Any) -> bool:
-    """Return whether a limit has a number of calls, tokens, dollars or time."""
-    return bool(limit.quotas) or limit.thread_limit is not None or limit.run_limit is not None
+    """Return whether a limit has a number of calls, tokens, dollars or time, or is a meter."""
+    if limit.quotas or limit.thread_limit is not None or limit.run_limit is not None:
+        return True
+    # A limit without a number that blocks nothing is a meter, unless it only limits single calls.
+    is_meter = isinstance(limit, CallLimit) and not limit.enforce
+    return is_meter and getattr(limit, "call_limit", None) is None
 
 
 def whole_amount(unit: Unit, argument: str, value: Any) -> int:

@@ -337,6 +337,7 @@ class Kernel:
             hook_result.decisions,
             started=batch.started,
             error=hook_result.error,
+            ends_run=bool(hook_result.error or ledger(update or {}).get("ended")),
             task_id=batch.context.task(batch.task),
             model=batch.model,
         )

@@ -27,6 +27,7 @@ from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitG
 from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label, limit_label
 from langchain_quota.telemetry.names import MetricSpec
+from langchain_quota.telemetry.receipts import open_receipts
 from langchain_quota.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -165,12 +166,13 @@ class Recorder:
         for name in offered:
             self._guard("metrics", self._shared.tools.__getitem__, (agent_label, name))
 
-    def record(
+    def record(  # noqa: PLR0913 - keyword-only, with defaults
         self,
         decisions: Sequence[Decision],
         *,
         started: int,
         error: BaseException | None = None,
+        ends_run: bool = False,
         task_id: str | None = None,
         model: "tuple[BaseChatModel, Mapping[str, object]] | None" = None,
     ) -> TaskRecord:
@@ -183,6 +185,8 @@ class Recorder:
         if record.is_new:
             for captured in _captures.get():
                 captured.extend(decisions)
+            for receipt in open_receipts():
+                receipt.add_decisions(decisions, ended=ends_run)
             if self._settings_checked_in != os.getpid():
                 self._settings_checked_in = os.getpid()
                 self._guard("metrics", self._check_settings)
@@ -209,6 +213,8 @@ class Recorder:
 
     def record_refunds(self, refunds: Sequence[Refund]) -> None:
         """Record refunds of one agent's calls on one thread."""
+        for receipt in open_receipts():
+            receipt.refund(refunds)
         for refund in refunds:
             caller = self._labels_of(refund.call.agent, refund.call.thread_id)
             tool = self._shared.tools[caller.agent, refund.call.tool]
@@ -290,6 +296,8 @@ class Recorder:
             waited = seconds if status.limit == waited_for else 0.0
             self.record_wait(call.agent, status.limit, outcome, waited)
         refusals = Decision(call, decision.outcome, decision.refused_by)
+        for receipt in open_receipts():
+            receipt.add_decisions([refusals])
         caller = self._labels_of(call.agent, call.thread_id)
         self._dispatch(DecisionEvent([refusals], caller), self._slot_sinks)
 

@@ -21,6 +21,8 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, Huma
 from langchain_core.messages.ai import UsageMetadata, add_usage
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.tracers.context import register_configure_hook
+from langgraph.errors import GraphInterrupt
+from langgraph.types import Command
 
 from langchain_quota.features.budgets.estimates import as_json, asked_in, estimated_usage, is_paid
 from langchain_quota.features.budgets.reports import reported_usage
@@ -28,6 +30,7 @@ from langchain_quota.limits.model_usage import ModelUsage
 from langchain_quota.middleware.context import running_config
 from langchain_quota.middleware.root_run import DECISION, HandlerVar, register_root_runs
 from langchain_quota.runtime import compat
+from langchain_quota.telemetry.receipts import Receipt, open_receipts
 
 MAX_ENDED = 10_000
 """The most ended runs that a root run keeps: what they have started may go on."""
@@ -41,6 +44,8 @@ class ModelRun:
     """A model run, which is one call of a model, without the retries of the provider's own SDK."""
 
     id: str
+    # The name of the agent that makes it.
+    agent: str
     # What is asked, until it has ended.
     usage: ModelUsage
     prompt: Sequence[BaseMessage]
@@ -165,6 +170,8 @@ class ModelRuns(BaseCallbackHandler):
         self.places: dict[UUID | None, _Place] = {}
         self._graphs: dict[UUID | None, GraphRun] = {}
         self._ended: deque[UUID] = deque()
+        self.receipts: Sequence[Receipt] = open_receipts()
+        """The open receipts of the root run."""
 
     def on_chat_model_start(self, *given: Any, **more: Any) -> None:
         """Keep what was asked."""
@@ -190,7 +197,7 @@ class ModelRuns(BaseCallbackHandler):
             answer: Any = next((each for few in response.generations[:1] for each in few[:1]), None)
             message = getattr(answer, "message", None) or AIMessage(answer.text if answer else "")
             started.end(started.used(response, [message]), succeeded=True)
-        self._forget_oldest(run_id)
+        self._end(run_id)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
         """Note what may have been used."""
@@ -198,7 +205,7 @@ class ModelRuns(BaseCallbackHandler):
         if started is not None:
             paid = started.chunks or is_paid(error)
             started.end(started.used_so_far() if paid else started.usage)
-        self._forget_oldest(run_id)
+        self._end(run_id)
 
     def on_chain_start(
         self, *given: Any, run_id: UUID, run_type: str | None = None, **more: Any
@@ -207,9 +214,21 @@ class ModelRuns(BaseCallbackHandler):
         if run_type == DECISION:
             self._start([HumanMessage(str(given[1]))], run_id=run_id, **more)
         else:
+            if more.get("parent_run_id") is None and _running()[1] is None:
+                thread, asked = (more.get("metadata") or {}).get("thread_id"), given[1]
+                resumes = isinstance(asked, Command) or asked is None
+                for receipt in open_receipts(self):
+                    receipt.begin_run(thread, resumes=resumes and thread is not None)
             self._learn(run_id, **more)
 
-    on_tool_start = on_retriever_start = on_chain_start
+    on_retriever_start = on_chain_start
+
+    def on_tool_start(self, *given: Any, run_id: UUID, **more: Any) -> None:
+        """Learn where a tool runs."""
+        self._learn(run_id, **more)
+        agent = compat.agent_name(more.get("metadata")) or ""
+        for receipt in open_receipts(self):
+            receipt.start_tool(run_id, agent, str(given[0].get("name")))
 
     def on_chain_end(self, *given: Any, run_id: UUID, **_: object) -> None:
         """Note that a run has ended, and what a decision model has used."""
@@ -229,9 +248,13 @@ class ModelRuns(BaseCallbackHandler):
             runs = graph.take()
             if runs:
                 graph.charge(graph.step, runs)
-        self._forget_oldest(run_id)
+        self._end(run_id)
 
-    on_tool_end = on_tool_error = on_retriever_end = on_retriever_error = on_chain_end
+    on_tool_end = on_retriever_end = on_retriever_error = on_chain_end
+
+    def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
+        """Note that a tool has failed, or waits for a person: then it will run again."""
+        self._end(run_id, interrupted=isinstance(error, GraphInterrupt))
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
         """Note that a run has failed, and what a decision model may have used."""
@@ -259,6 +282,7 @@ class ModelRuns(BaseCallbackHandler):
             task = asyncio.current_task()
         started = ModelRun(
             id=str(run_id),
+            agent=compat.agent_name(more.get("metadata")) or "",
             usage=usage,
             prompt=prompt,
             params=params,
@@ -267,6 +291,7 @@ class ModelRuns(BaseCallbackHandler):
             kept_in=[
                 *(call.kept for call in calls),
                 *(graph.runs for graph in graphs if graph.charge or len(graph.runs) < MAX_EARLY),
+                *(receipt.running for receipt in open_receipts(self)),
             ],
         )
         for runs in started.kept_in:
@@ -288,14 +313,17 @@ class ModelRuns(BaseCallbackHandler):
         around = self.places.get(parent_run_id, _Place())
         task = compat.task_namespace(metadata) or around.task
         graphs = around.graphs
-        if task != around.task and parent_run_id in self.places:
+        is_charged = _for_all.is_set() or bool(around.calls)
+        if task != around.task and parent_run_id in self.places and is_charged:
             # It is a node of the graph that has started it.
             graphs = (self._graphs.setdefault(parent_run_id, GraphRun()), *graphs)
         place = self.places[run_id] = _Place(task, graphs, _calls.get() or around.calls)
         return place
 
-    def _forget_oldest(self, run_id: UUID) -> None:
-        """Forget the run that ended first, if too many have ended."""
+    def _end(self, run_id: UUID, *, interrupted: bool = False) -> None:
+        """Tell receipts that a run has ended; forget the one that ended first of too many."""
+        for receipt in open_receipts(self):
+            receipt.end(run_id, interrupted=interrupted)
         self._ended.append(run_id)
         if len(self._ended) > MAX_ENDED:
             self.places.pop(self._ended.popleft(), None)
@@ -309,11 +337,11 @@ _for_all = Event()
 
 
 @cache
-def _register() -> None:
+def watch_runs() -> None:
     """Have LangChain look for handlers where it looks for context variables."""
 
     def of_root_run() -> ModelRuns | None:
-        watched = _for_all.is_set() or _calls.get()
+        watched = _for_all.is_set() or _calls.get() or open_receipts()
         return (_running()[0] or ModelRuns()) if watched else None
 
     def of_call() -> OwnCall | None:
@@ -328,14 +356,14 @@ def _register() -> None:
 
 def watch_all_models() -> None:
     """Watch every root run of the process that begins from now on."""
-    _register()
+    watch_runs()
     _for_all.set()
 
 
 @contextmanager
 def own_call(admit: Callable[[ModelUsage], None], graph: GraphRun | None) -> Iterator[OwnCall]:
     """Collect the model runs that the block starts, also those in sub-agents, tools and threads."""
-    _register()
+    watch_runs()
     call = OwnCall(admit, graph)
     token = _calls.set((*_calls.get(), call))
     try:

@@ -1,0 +1,244 @@
+"""Receipts: what the runs of a block have used, and meters, the limits without a number."""
+
+import asyncio
+import gc
+import json
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from typing import Any
+from weakref import ref
+
+import pytest
+from langchain_core.tools import StructuredTool
+from langgraph.types import interrupt
+from prometheus_client import generate_latest
+
+from langchain_quota import (
+    ConcurrencyLimit,
+    CostLimit,
+    MemoryStore,
+    ModelCallLimit,
+    Price,
+    TimeLimit,
+    TokenLimit,
+    ToolCallLimit,
+)
+from langchain_quota.limits import Limit
+from langchain_quota.testing import ScriptedChatModel
+from tests.scene import Form, Kind, Scene, both_forms, delegate
+from tests.telemetry import HAS_INLINE, Signals
+from tests.tokens import RETRY, ProviderError, answer
+
+PRICES = {"big": Price(input=2, output=8), "small": Price(input=1, output=1)}
+METERS: list[Limit] = [
+    CostLimit(enforce=False, tool_prices={"search": "0.10"}),
+    TokenLimit(enforce=False),
+    TimeLimit(enforce=False),
+    ToolCallLimit("search", enforce=False),
+    ModelCallLimit(enforce=False),
+]
+KINDS: list[Kind] = ["quota", "graph", "inline"] if HAS_INLINE else ["quota", "graph"]
+ASKED: Any = {"messages": [("user", "hi")]}
+
+
+def model(*script: Any, name: str = "big") -> ScriptedChatModel:
+    return ScriptedChatModel(model=name, script=[*script])
+
+
+@pytest.mark.parametrize("store", [None, MemoryStore()], ids=["state", "store"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_meter_counts_and_limits_nothing(kind: Kind, store: Any, signals: Signals) -> None:
+    """Limits without a number count in spans, metrics and the state, and no limit has a series."""
+    script = answer(1000, "search"), answer(500)
+    options: dict[str, Any] = {"kind": kind, "store": store, "prices": PRICES, "tell_model": True}
+    scene = Scene(signals, model(*script), METERS, **options)
+
+    with scene.quota.receipt() as bill:
+        await scene.play()
+
+    assert scene.last_text() == "Hello."
+    for limit in METERS:
+        labels = {"agent": "unnamed", "limit": limit.name}
+        counted = scene.metric(limit.name, "allowed"), scene.metric(limit.name, "would_block")
+        assert (counted[0] > 0, counted[1]) == (True, 0), limit.name
+        assert signals.samples("langchain_quota_limit", **labels) == {}
+        assert signals.samples("langchain_quota_limit_near_ratio", **labels) == {}
+    assert signals.samples("langchain_quota_errors_total") == {}
+    assert b"NaN" not in generate_latest(signals.registry)
+    assert (
+        bill.total("model").calls,
+        bill.total("tool").calls,
+        bill.total("model").total_tokens,
+    ) == (2, 1, 1500)
+    assert bill.dollars == Decimal("0.10") + Decimal(1498 * 2 + 2 * 8) / 10**6
+
+
+async def test_the_tree(signals: Signals) -> None:
+    """A receipt shows calls, tokens, costs, refusals and the end, by agent, tool and model."""
+    inner = Scene(
+        signals,
+        model(answer(11, "search"), answer(21, "search"), name="small"),
+        [ToolCallLimit("search", run_limit=1, exit_behavior="end")],
+        name="reader",
+        checkpointer=None,
+    )
+    scene = Scene(
+        signals,
+        model(answer(101, "delegate"), answer(201)),
+        [CostLimit(enforce=False)],
+        tools=[delegate(inner.agent)],
+        prices=PRICES,
+        name="main",
+    )
+
+    with scene.quota.receipt() as bill:
+        await scene.play()
+
+    bill.seconds = 1.5
+    assert str(bill).splitlines() == [
+        "1 run, 1.5s",
+        "  all models: 4 calls, 334 tokens, $0.000648",
+        "  all tools: 2 calls, 1 blocked by tool:search",
+        "  main",
+        "    big: 2 calls, 302 tokens, $0.000616",
+        "    delegate: 1 call",
+        "  reader",
+        "    small: 2 calls, 32 tokens, $0.000032",
+        "    search: 1 call, 1 blocked by tool:search",
+        "    ended by tool:search",
+    ]
+    plain = json.loads(json.dumps(bill.as_dict()))
+    assert (plain["dollars"], plain["models"]["calls"]) == (0.000648, 4)
+    assert plain["tools"]["blocked"] == {"tool:search": 1}
+    assert plain["ended_by"] == [["reader", "tool:search"]]
+
+
+async def test_what_is_not_known(signals: Signals) -> None:
+    """Without a price there is no cost, which is not 0; unreported tokens are estimates."""
+    options: dict[str, Any] = {"prices": PRICES, "unknown_price": "allow"}
+    for limit, more in ((ModelCallLimit(run_limit=5), {}), (CostLimit(enforce=False), options)):
+        scene = Scene(signals, model("Hello.", name="new"), [limit], **more)
+        with scene.quota.receipt() as bill:
+            await scene.play()
+        assert (bill.dollars, bill.as_dict()["dollars"]) == (None, None)
+        assert (bill.total("model").calls, bill.total("model").estimated) == (1, 1)
+        assert "cost unknown" in str(bill)
+
+
+@both_forms
+@pytest.mark.parametrize("blocks", [1, 2])
+async def test_an_interrupt(form: Form, blocks: int, signals: Signals) -> None:
+    """An interrupt and its resume in one block are one run; in two blocks each has its part."""
+    ask = StructuredTool.from_function(lambda: interrupt("May I?"), name="ask", description="Ask.")
+    script = answer(10, "ask"), answer(20)
+    scene = Scene(signals, model(*script), [TokenLimit(run_limit=99)], tools=[ask], form=form)
+
+    with scene.quota.receipt() as first:
+        await scene.play()
+        if blocks == 1:
+            await scene.resume("yes")
+    with scene.quota.receipt() as second:
+        if blocks == 2:
+            await scene.resume("yes")
+
+    parts = [
+        (each.runs, each.total("model").total_tokens, each.total("tool").calls)
+        for each in (first, second)
+    ]
+    assert parts == ([(1, 30, 1), (0, 0, 0)] if blocks == 1 else [(1, 10, 0), (1, 20, 1)])
+
+
+@both_forms
+async def test_nested_and_beside(form: Form, signals: Signals) -> None:
+    """Nested receipts both get the numbers; one task or thread does not see what another runs."""
+
+    async def play(tokens: int) -> list[int]:
+        scene = Scene(signals, lambda _: answer(tokens), [TokenLimit(run_limit=99)], form=form)
+        quota = scene.quota
+        with quota.receipt() as outer:
+            await scene.play()
+            with quota.receipt() as inner:
+                await scene.agent.abatch([ASKED] * 2, scene.config)
+                async for _ in scene.agent.astream(ASKED, scene.config):
+                    pass
+        await scene.play()
+        return [outer.total("model").total_tokens, inner.total("model").total_tokens, outer.runs]
+
+    if form == "async":
+        results = await asyncio.gather(*map(play, (1, 2, 3)))
+    else:
+        with ThreadPoolExecutor() as threads:
+            results = [*threads.map(lambda tokens: asyncio.run(play(tokens)), (1, 2, 3))]
+    assert results == [[4, 3, 4], [8, 6, 4], [12, 9, 4]]
+
+
+async def test_calls_that_do_not_run(signals: Signals) -> None:
+    """Refunded and skipped calls are not on the bill; retries, and calls that fail, are."""
+    slow, refused = asyncio.Event(), asyncio.Event()
+
+    async def search() -> str:
+        await slow.wait()
+        return "done"
+
+    tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
+    limits: list[Limit] = [
+        ConcurrencyLimit("search", max_concurrency=1, wait=0),
+        CostLimit(run_limit=1, tool_prices={"search": "0.10", "calc": "0.01"}),
+    ]
+    script = answer(10, "search", "search", "calc"), ProviderError(), answer(20)
+    scene = Scene(
+        signals,
+        model(*script),
+        [RETRY, *limits],
+        tools=[tool, "calc"],
+        prices=PRICES,
+        store=MemoryStore(),
+        on_decision=lambda each: refused.set() if each.outcome == "blocked" else None,
+    )
+
+    with scene.quota.receipt() as bill:
+        run = asyncio.create_task(scene.play())
+        await refused.wait()
+        slow.set()
+        await run
+
+    assert bill.total("tool").blocked == {"concurrency:search": 1}
+    assert [(line.name, line.calls) for line in bill.lines] == [
+        ("big", 3),
+        ("calc", 1),
+        ("search", 1),
+    ]
+    assert bill.total("tool").nanodollars == 110_000_000
+
+
+async def test_nothing_is_kept(signals: Signals) -> None:
+    """After the block a receipt counts nothing more, keeps no run, and is freed with its name."""
+    started, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def search() -> str:
+        started.set()
+        await goes_on.wait()
+        return "done"
+
+    tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
+    script = [answer(10, "search"), answer(20)]
+    scene = Scene(signals, model(*script), [TokenLimit(run_limit=99)], tools=[tool])
+    with scene.quota.receipt() as bill:
+        run = asyncio.create_task(scene.play())
+        await started.wait()
+    goes_on.set()
+    await run
+    await asyncio.sleep(0)  # the event loop lets go of the task
+    kept = ref(scene.model)
+    del scene, run, tool
+    gc.collect()
+    assert (
+        bill.total("model").calls,
+        bill.total("tool").calls,
+        bill.total("model").total_tokens,
+    ) == (1, 1, 10)
+    assert (bill.running, kept()) == ({}, None)
+    freed = ref(bill)
+    del bill
+    gc.collect()
+    assert freed() is None
