@@ -325,10 +325,10 @@ class Scene:
         else:
             await self.quota.areset(self.agent, self.config)
 
-    def fallbacks(self, action: str) -> float | None:
+    def fallbacks(self, action: str) -> float:
         """The calls that were checked without the store."""
         name = "langchain_quota_store_fallbacks_total"
-        return self.signals.value(name, agent="unnamed", action=action)
+        return sum(self.signals.samples(name, agent="unnamed", action=action).values())
 
     def check(
         self,

@@ -83,7 +83,7 @@ async def test_reset(form: Form, signals: Signals) -> None:
         "model:thread:thread-2": 2,
     }
     seconds = "langchain_quota_store_seconds_count"
-    assert signals.value(seconds, operation="reset", outcome="ok") == 1
+    assert list(signals.samples(seconds, operation="reset", outcome="ok").values()) == [1]
     await scene.play()
     assert Counter(scene.ran) == {"search": 5, "calc": 3}  # of five searches a user has no more
     assert counts(store)[THREAD] == 1

@@ -64,9 +64,9 @@ def failures(signals: Signals, error_type: str = "QuotaStoreError") -> float | N
     return signals.value(name, component="store", error_type=error_type)
 
 
-def asked(signals: Signals, outcome: str, operation: str = "acquire") -> float | None:
+def asked(signals: Signals, outcome: str, operation: str = "acquire") -> float:
     name = "langchain_quota_store_seconds_count"
-    return signals.value(name, operation=operation, outcome=outcome)
+    return sum(signals.samples(name, operation=operation, outcome=outcome).values())
 
 
 @pytest.mark.parametrize("exit_behavior", ["continue", "end", "error"])

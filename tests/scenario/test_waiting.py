@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, ToolCallLimit
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import captured_decisions
 from tests.scene import Form, Kind, Scene, asking, both_forms, recording, texts
 from tests.stores import DAY, NOON, Clock, FickleStore
@@ -178,6 +179,23 @@ async def test_who_would_wait_too_long(exits: Any, signals: Signals) -> None:
     assert scene.ran == ["search"]
     assert [each.used for each in store.usages("search:global:*")] == [1]
     assert signals.value(WAITS, decision="blocked", **SEARCH) == 1
+
+
+async def test_what_metrics_say_of_waits_and_rates(signals: Signals) -> None:
+    """Each call of a message counts once; an outage has no waits; a rate has its unit."""
+    quota = Quota(2, per="global", window="1h", smooth=True, burst=2)
+    limit = ToolCallLimit("search", quotas=[quota], wait=PATIENCE)
+    gone = RedisStore("redis://:secret@127.0.0.1:1/0")
+    for name, store in (("now", MemoryStore()), ("gone", gone)):
+        options: Any = {"store": store, "on_store_error": "block", "name": name}
+        await Scene(signals, asking(*["search"] * 3), [limit], **options).play()
+    ends = {"allowed": 2, "blocked": 1, "would_block": 0, "cancelled": 0}
+    waits = signals.samples(WAITS, limit="tool:search")
+    assert waits == {("now", end): count for end, count in ends.items()}
+    lost = signals.samples("langchain_quota_store_fallbacks_total", agent="gone", action="block")
+    assert lost == {("redis 127.0.0.1:1",): 3}
+    rates = signals.samples("langchain_quota_limit", limit="tool:search", scope="global")
+    assert rates[("now", "calls per hour")] == 2
 
 
 @both_forms

@@ -46,6 +46,7 @@ class Webhook(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.notifications: list[Notification] = []
         self.messages: list[list[Notification]] = []
+        self.bodies: list[Any] = []
 
     @property
     def url(self) -> str:
@@ -71,6 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Keep what is told."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append(body)
         message = [
             Notification(
                 at=time.time(),
@@ -80,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
                 annotations=alert["annotations"],
                 group=body["groupLabels"],
             )
-            for alert in body["alerts"]
+            for alert in body.get("alerts", [])
         ]
         self.server.messages.append(message)
         self.server.notifications += message
@@ -111,8 +113,7 @@ def with_route(config: Mapping[str, Any], speed: float = 1) -> Any:
     ours = yaml.safe_load(hurried(text, speed))
     theirs = {"routes": [], **config["route"]}
     routes = ours["route"]["routes"] + theirs["routes"]
-    rules = ours["inhibit_rules"] + config.get("inhibit_rules", [])
-    return {**config, "route": {**theirs, "routes": routes}, "inhibit_rules": rules}
+    return {**config, "route": {**theirs, "routes": routes}}
 
 
 def example(webhook: Webhook, speed: float) -> Any:

@@ -126,7 +126,7 @@ async def agents_in_outages(
 
         def found() -> float:
             name = "langchain_quota_store_seconds_count"
-            return signals.value(name, operation="acquire", outcome=outcome) or 0
+            return sum(signals.samples(name, operation="acquire", outcome=outcome).values())
 
         before = found()
         while found() < before + 5:  # noqa: ASYNC110 - what it waits for has no event

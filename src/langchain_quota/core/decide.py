@@ -47,6 +47,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
                     check.resets_at,
                     check.per,
                     smooth=check.spacing > 0,
+                    spacing=check.spacing,
                 )
                 for check in resolved.checks
             ]

@@ -55,6 +55,7 @@ class CountStatus(NamedTuple):
         per: What a quota counts by: `"thread"`, `"agent"`, `"global"`, or a name in
             `runtime.context`. If `per` is a function, the quota's name. Empty if it is no quota.
         smooth: Whether the count drains at an even rate.
+        spacing: For a smooth quota, how many microseconds its rate has from one call to the next.
 
     Examples:
         >>> from langchain_quota.core.decision import CountStatus
@@ -70,6 +71,7 @@ class CountStatus(NamedTuple):
     resets_at: datetime | None = None
     per: str = ""
     smooth: bool = False
+    spacing: int = 0
 
     @property
     def share(self) -> float:

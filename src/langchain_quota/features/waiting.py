@@ -9,7 +9,7 @@ these.
 import math
 import time
 from collections import Counter as Counts
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from secrets import token_hex
@@ -119,18 +119,18 @@ class Waiting(Feature):
         queues = queues_of(self.store and self.store.store)
         quotas = {queue: (limit, scope) for limit, scope, queue in waits}
         wait = _Wait(deadline, queues, quotas, Waiter(mode), *waits[0][:2])
-        outcome = "cancelled"
+        result: AcquireResult | None = None
+        delayed: Collection[str] = ()
         try:
             batch, result = await self._check_when_room(mode, batch, wait, acquire)
-            self._save_start_times(batch, result)
-            is_refused = any(wait.limit in refusals for refusals in result.refused)
-            outcome = "blocked" if is_refused else "allowed"
+            delayed = self._save_start_times(batch, result, wait.seconds_since(started_at))
             return batch, result
         finally:
             queues.move(wait.waiter)
-            waited = time.monotonic() - started_at if wait.has_waited else 0.0
-            batch.feature_data["waited"] = waited
-            self.recorder.record_wait(batch.context.agent, wait.limit, outcome, waited, wait.scope)
+            waited = batch.feature_data["waited"] = wait.seconds_since(started_at)
+            for outcome in _wait_outcomes(batch, wait, result, delayed):
+                labels = batch.context.agent, wait.limit, outcome, waited, wait.scope
+                self.recorder.record_wait(*labels)
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Add to each decision how long its call has waited."""
@@ -290,10 +290,12 @@ class Waiting(Feature):
         longest = max(missing, key=attrgetter("pause"), default=_MissingRoom())
         return longest._replace(last=max((room.last for room in missing), default=math.inf))
 
-    def _save_start_times(self, batch: Batch, result: AcquireResult) -> None:
-        """Save after how many seconds tool calls start, if they cannot all start now."""
+    def _save_start_times(
+        self, batch: Batch, result: AcquireResult, waited: float
+    ) -> Collection[str]:
+        """Save when tool calls start, if they cannot all start now, and return their ids."""
         if batch.pending is None or batch.sent is None or not batch.answered or result.stopped:
-            return
+            return ()
         levels, starts = dict(result.drained_in), dict[str, tuple[float, str, Scope]]()
         for call, checks, index in zip(batch.calls, batch.call_checks, batch.index_of, strict=True):
             smooth = [
@@ -310,9 +312,11 @@ class Waiting(Feature):
                 starts[str(call.id)] = max(start, starts.get(str(call.id), start))
             for counter, spacing in {check.counter: check.spacing for _, check in smooth}.items():
                 levels[counter] += spacing
-        if any(seconds for seconds, *_ in starts.values()):
-            source = {"message": batch.message, "name": batch.sent.attempt_id, "by": self._id}
-            batch.save(self.name, {**source, "starts": starts})
+        if not any(seconds for seconds, *_ in starts.values()):
+            return ()
+        source = {"message": batch.message, "name": batch.sent.attempt_id, "by": self._id}
+        batch.save(self.name, {**source, "starts": starts, "waited": waited})
+        return starts
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
@@ -346,7 +350,7 @@ class Waiting(Feature):
                 self.recorder.record_refunds(refunds_of(refunded, refunded_limits(charge)))
             raise
         finally:
-            waited = time.monotonic() - started_at
+            waited = time.monotonic() - started_at + entries.get("waited", 0.0)
             self.recorder.record_wait(agent, limit, outcome, waited, scope)
         if is_resumed:
             # The call may have been refunded. The store makes each correction once, so this pair
@@ -392,6 +396,10 @@ class _Wait:
     scope: Scope
     has_waited: bool = False
 
+    def seconds_since(self, started_at: float) -> float:
+        """Return how long the batch has waited; 0 if it never waited."""
+        return time.monotonic() - started_at if self.has_waited else 0.0
+
 
 class _MissingRoom(NamedTuple):
     """A quota without room for a batch: for how long, in seconds, until its first and last call."""
@@ -416,6 +424,20 @@ def _checks_by_scope(batch: Batch) -> dict[tuple[str, Scope], Check]:
     """Return the checks of the calls, by limit and scope."""
     limits = (limit for checks in batch.call_checks for limit in checks.limits)
     return {(limit.limit.name, check.scope): check for limit in limits for check in limit.checks}
+
+
+def _wait_outcomes(
+    batch: Batch, wait: _Wait, result: AcquireResult | None, delayed: Collection[str]
+) -> Iterator[str]:
+    """Yield the outcome of each call's wait, without calls that start later; none in an outage."""
+    for call, checks, index in zip(batch.calls, batch.call_checks, batch.index_of, strict=True):
+        matches = any(limit.limit.name == wait.limit for limit in checks.limits)
+        if not matches or str(call.id) in delayed:
+            continue
+        if result is None:
+            yield "cancelled"
+        elif batch.answered:
+            yield "blocked" if wait.limit in result.refused[index] else "allowed"
 
 
 def _has_window(check: Check) -> bool:

@@ -323,7 +323,7 @@ class Kernel:
                 )
         # The request is refunded if the store did charge it.
         store.correct_later(sent, ran)
-        labels = batch.context.agent, self.on_store_error
+        labels = batch.context.agent, store.label, self.on_store_error
         self.recorder.count(names.STORE_FALLBACKS, *labels, amount=calls)
         return result
 

@@ -21,6 +21,7 @@ from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.corrections import MAX_PENDING, CorrectionQueue
 from langchain_quota.stores.keys import prefix_of
 from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.stores.server import ServerStore
 from langchain_quota.telemetry import logs, names
 from langchain_quota.telemetry.recorder import Recorder
 
@@ -42,6 +43,8 @@ class StoreClient:
         self.prefix: object = getattr(store, "prefix", None)
         self.forms: Collection[str] = getattr(store, "forms", ("sync", "async"))
         self._recorder = recorder
+        server = store.server if isinstance(store, ServerStore) else type(store).__name__
+        self.label = recorder.store_label(server)
         self._lock = fork_safe_lock()
         self._down = False
         self._corrections = CorrectionQueue(self.forms, self.send_waiting)
@@ -201,7 +204,7 @@ class StoreClient:
             raise
         finally:
             seconds = time.perf_counter() - started
-            self._recorder.observe(names.STORE_SECONDS, seconds, operation, outcome)
+            self._recorder.observe(names.STORE_SECONDS, seconds, self.label, operation, outcome)
 
 
 def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:

@@ -84,6 +84,12 @@ class ServerStore(SupportsGrants, RateLimiting):
         return f"{type(self).__name__}({self._server.name}, prefix={self.prefix!r})"
 
     @property
+    def server(self) -> str:
+        """The kind of the server and its address, such as `redis cache:6379`: no secret."""
+        kind, _, place = self._server.name.partition("://")
+        return f"{kind} {place.rpartition('@')[2].partition('/')[0]}".strip()
+
+    @property
     def forms(self) -> Sequence[str]:
         """The forms that it serves: `"sync"`, `"async"`; a client of your own has one of them."""
         return self._server.forms

@@ -33,7 +33,7 @@ from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import Snapshot, validate_directory
 
 _MAX_MODELS = 100
-"""Maximum of distinct names of models, because gateways pass on names that callers invent."""
+"""Maximum of distinct names of models, which callers invent behind a gateway, and of stores."""
 
 
 _Event = ParamSpec("_Event")
@@ -64,6 +64,7 @@ class Instruments:
         self.agents = BoundedLabels(settings.max_agents)
         self.tools = BoundedLabels(settings.max_tools, nameless=NONE, allowed=TOOL)
         self.models = BoundedLabels(_MAX_MODELS)
+        self.stores = BoundedLabels(_MAX_MODELS)
         self.quotas: set[str] = set()
         """The names of the quotas of all middlewares."""
         self.usage = UsageTable(

@@ -10,7 +10,7 @@ from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.limits.call import Scope
 from langchain_quota.runtime.compat import without_created
 from langchain_quota.runtime.sync_async import fork_safe_lock
-from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit
+from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit, rate_of
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitGrant, LimitSpend
 from langchain_quota.telemetry.labels import NONE, limit_label
@@ -193,7 +193,10 @@ class Metrics:
         computed = status.computed
         settings: _LimitSettings = (
             *(status.near, status.alert, status.enforced, status.unit),
-            *[None if count.scope in computed else count.limit for count in status.counts],
+            *[
+                (count.spacing, None) if count.scope in computed else (count.spacing, count.limit)
+                for count in status.counts
+            ],
         )
         entry = self._limits.get((agent, status.limit))
         if entry is None or entry[0] != settings:
@@ -207,9 +210,12 @@ class Metrics:
         for count in (count for count in status.counts if count.limit is not None):
             _ = self._refusals[agent, limit, count.scope, Outcome.BLOCKED]
             _ = self._counters[names.CROSSINGS.name][agent, limit, count.scope, Level.NEAR]
-            if count.scope not in status.computed:
-                labels = agent, limit, count.scope, UNIT_LABELS[status.unit]
-                amount = in_base_unit(count.limit or 0, status.unit)
+            computed = count.scope in status.computed
+            if count.spacing or not computed:
+                amount, unit = in_base_unit(count.limit or 0, status.unit), UNIT_LABELS[status.unit]
+                if count.spacing:
+                    amount, unit = (0, "calls per second") if computed else rate_of(count.spacing)
+                labels = agent, limit, count.scope, unit
                 self._gauges[names.LIMIT.name].labels(*labels).set(amount)
         _ = self._counters[names.RUNS_ENDED.name][agent, limit]
         if status.enforced and status.exit_behavior == "ask":

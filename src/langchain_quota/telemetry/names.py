@@ -90,7 +90,8 @@ LIMIT = _metric(
     "limit",
     "agent limit scope unit",
     "The configured limit, in the unit of the label: calls, tokens, dollars or seconds. Grants are "
-    "not in it. Absent if a function computes it.",
+    "not in it. Absent if a function computes it. The rate of a smooth quota has a unit such as "
+    "calls per minute; it is 0 if a function computes it.",
 )
 LIMIT_NEAR = _metric(
     "limit_near_ratio",
@@ -218,14 +219,14 @@ SUBJECT_TIMES = _of_table(
 )
 STORE_SECONDS = _histogram(
     "store_seconds",
-    "operation outcome",
-    "How long the shared store took to answer.",
+    "store operation outcome",
+    "How long the shared store took to answer. The label has its kind and its server.",
     together=("ok", "error", "timeout"),
     buckets=STORE_BUCKETS,
 )
 STORE_FALLBACKS = _counter(
     "store_fallbacks_total",
-    "agent action",
+    "agent store action",
     "Calls that were checked without the shared store, because it was unavailable.",
     together=("block", "allow"),
 )

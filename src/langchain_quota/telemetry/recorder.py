@@ -18,7 +18,7 @@ from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.stops import StopReason
 from langchain_quota.errors import QuotaWarning, UnknownPriceError
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import CONCURRENCY, Call, Scope
+from langchain_quota.limits.call import CONCURRENCY, STORE, Call, Scope
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import fork_safe_lock
@@ -291,7 +291,8 @@ class Recorder:
         for status in decision.limits:
             # After a refusal in dry run the call runs, so the other limits have allowed it.
             outcome = (decision.outcome if status.refused else Outcome.ALLOWED).value
-            if decision.outcome is Outcome.BLOCKED and not status.refused:
+            is_other = decision.outcome is Outcome.BLOCKED and not status.refused
+            if is_other or status.reason == STORE:
                 continue
             waited = seconds if status.limit == waited_for else 0.0
             self.record_wait(call.agent, status.limit, outcome, waited)
@@ -373,6 +374,10 @@ class Recorder:
         except Exception as error:
             self.record_error(component, error)
         return CallerLabels(bounded, name, thread)
+
+    def store_label(self, name: str) -> str:
+        """Return the label of a shared store."""
+        return self._guard("metrics", self._shared.stores.__getitem__, ("", name)) or UNNAMED
 
     def _model_label(self, model: str | None) -> str:
         """Return the label of a model."""

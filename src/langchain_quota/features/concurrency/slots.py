@@ -100,8 +100,9 @@ class ConcurrencySlots(Feature):
         except BaseException:
             self.recorder.record_wait(slots.call.agent, slots.waited_for, "cancelled", slots.age)
             raise
-        if slots.store_unavailable:
-            self.recorder.count(names.STORE_FALLBACKS, slots.call.agent, self.on_store_error)
+        if slots.store_unavailable and self._lease_store is not None:
+            labels = slots.call.agent, self._lease_store.label, self.on_store_error
+            self.recorder.count(names.STORE_FALLBACKS, *labels)
         decision = slots.decision(self.on_store_error)
         self.recorder.record_slot_decision(
             decision, slots.waited_for, slots.age if slots.waits else 0.0
