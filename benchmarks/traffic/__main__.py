@@ -108,7 +108,8 @@ def _tell_of_incidents(watch: Watch, speed: float) -> None:
     """Kill all replicas, and print what happened and how it was told."""
     traffic, gone = watch.traffic, time.time()
     traffic.kill()
-    time.sleep(180 / speed)
+    # What a silent limit of a dead process has counted must not be told, however late.
+    time.sleep(400 / speed)
     happened = incidents.incidents(traffic.truth(), traffic.begun, gone, speed)
     messages = watch.webhook.messages
     for line in incidents.lines(happened, messages, begun=traffic.begun, speed=speed):

@@ -17,6 +17,7 @@ from langchain_quota import (
     CostLimit,
     Decision,
     ModelCallLimit,
+    PostgresStore,
     Price,
     Quota,
     QuotaMiddleware,
@@ -39,7 +40,7 @@ THREAD_LIMIT = 20
 
 _AGENTS = ("support", "researcher", "support", "writer", "clerk", "researcher", "support")
 MAIN_TOOLS = {"support": "search", "researcher": "report", "writer": "draft", "clerk": "file"}
-_TOOLS = (*MAIN_TOOLS.values(), "fetch", "browse", "lookup")
+_TOOLS = (*MAIN_TOOLS.values(), "fetch", "browse", "lookup", "embed", "tally", "translate", "plan")
 _LOOP = "|".join(["lookup"] * 12)
 
 
@@ -51,6 +52,9 @@ PRICES = {
     DRAFTS: Price(input="3", output="15"),
     NOTES: Price(input="1", output="5"),
 }
+
+WINDOW = 360
+"""How long the window of the desk's quota is, in simulated seconds."""
 
 _PER_DRAFT = (2_400, 600)
 """The tokens that a draft takes in and gives out."""
@@ -79,6 +83,7 @@ class Question(NamedTuple):
 
 def build_agents(
     store: RedisStore,
+    second: PostgresStore | None,
     saver: BaseCheckpointSaver[Any],
     telemetry: Telemetry,
     *,
@@ -94,6 +99,7 @@ def build_agents(
 
     Args:
         store: Keeps the shared counts.
+        second: Keeps those of the planner, if there is one.
         saver: Keeps the threads.
         telemetry: Makes visible what limits do.
         on_decision: Sees every decision.
@@ -156,6 +162,24 @@ def build_agents(
         on_decision=on_decision,
         telemetry=telemetry,
     )
+    embedding = Quota(30, per="global", window=window(minutes=1), smooth=True)
+    desk = QuotaMiddleware(
+        [
+            ToolCallLimit("embed", quotas=[embedding], wait=40 / speed),
+            ToolCallLimit("tally", quotas=[Quota(5, per="agent", window=window(seconds=WINDOW))]),
+            ToolCallLimit("translate", quotas=[Quota(20, per="tenant", window=hour)]),
+        ],
+        store=store,
+        on_decision=on_decision,
+        telemetry=telemetry,
+    )
+    planner = QuotaMiddleware(
+        [ToolCallLimit("plan", quotas=[Quota(1000, per="global", window=hour)])],
+        store=second or store,
+        on_store_error="block",
+        on_decision=on_decision,
+        telemetry=telemetry,
+    )
     clerk = ToolCallLimitMiddleware(
         tool_name="file",
         thread_limit=THREAD_LIMIT,
@@ -172,7 +196,13 @@ def build_agents(
 
         return ScriptedChatModel(script=answer, keep_calls=0, model=ANSWERS)
 
-    quotas = {"support": support, "researcher": researcher, "writer": writer}
+    quotas = {
+        "support": support,
+        "researcher": researcher,
+        "writer": writer,
+        "desk": desk,
+        "planner": planner,
+    }
     agents = {
         name: create_agent(
             scripted(name),

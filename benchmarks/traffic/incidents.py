@@ -1,18 +1,21 @@
-"""Half an hour in which things go wrong: what happens when, and how soon somebody is told."""
+"""Nineteen minutes in which things go wrong: what happens when, and how soon somebody is told."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.traffic.agents import Question
+from benchmarks.traffic.agents import WINDOW, Question
 from benchmarks.traffic.truth import Truth
 from tests.server.alertmanager import Notification
 
-SECONDS = 27 * 60
+SECONDS = 19 * 60
 """How long users ask, in simulated seconds; then all processes are killed."""
 
 _MINUTE = 60.0
-OUTAGES = ((11 * _MINUTE, 14 * _MINUTE), (17 * _MINUTE, 26 * _MINUTE))
-"""When the store is lost, and when it is back, in simulated seconds."""
+OUTAGES = {
+    "redis": (8 * _MINUTE, 11 * _MINUTE),
+    "postgresql": (14 * _MINUTE, 17 * _MINUTE),
+}
+"""When each store is lost, and when it is back, in simulated seconds."""
 
 _SOON, _SOON_WITHOUT_STORE = 90, 150
 _TWICE = 600
@@ -28,6 +31,7 @@ class Incident(NamedTuple):
         alert: The alert that tells of it.
         labels: What the alert must say.
         within: How soon, in simulated seconds.
+        over: When it is over, by the clock; `None` if it lasts.
     """
 
     name: str
@@ -35,6 +39,7 @@ class Incident(NamedTuple):
     alert: str
     labels: dict[str, str]
     within: int
+    over: float | None = None
 
 
 class Told(NamedTuple):
@@ -43,6 +48,8 @@ class Told(NamedTuple):
     incident: Incident
     by: Notification | None
     after: float | None
+    ended: float | None = None
+    """How many simulated seconds after its end the alert was resolved."""
 
     @property
     def in_time(self) -> bool:
@@ -53,18 +60,34 @@ class Told(NamedTuple):
 def questions() -> Iterator[Question]:
     """What users ask beside the usual: they run into limits, one after the other."""
     # A small limit of the writer first: what comes later must not be hidden behind it.
-    for turn in range(48):
-        at = 3 * _MINUTE + 30 * turn
+    for turn in range(32):
+        at = 2 * _MINUTE + 30 * turn
         yield Question(at, "writer", "small-0", "user-01", "tenant-1", " ".join(["browse"] * 4))
+        # A silent limit refuses until its process dies.
+        yield Question(at, "researcher", "silent-0", "user-01", "tenant-1", "browse " * 5)
     # So many drafts use up what all writers may spend in an hour.
     for turn in range(75):
-        at, thread = 6 * _MINUTE + turn, f"rush-{turn}"
+        at, thread = 4 * _MINUTE + turn, f"rush-{turn}"
         yield Question(at, "writer", thread, "user-02", "tenant-2", "|".join(["draft draft"] * 3))
+    # Twice the rate of a smooth quota. Who waits holds up no question: each has its own thread.
+    for turn in range(80):
+        at, thread = 3 * _MINUTE + 3 * turn, f"embed-{turn}"
+        yield Question(at, "desk", thread, "user-04", "tenant-0", "embed embed embed")
+    # A quota is used up, and nobody asks until its window ends.
+    for turn in range(6):
+        yield Question(
+            5 * _MINUTE + 10 * turn, "desk", "tally-0", "user-04", "tenant-0", "tally tally"
+        )
     # A tenant uses up its plan.
     for turn in range(34):
-        at = 9 * _MINUTE + (5 * turn if turn < 10 else 30 * turn - 250)
+        at = 6 * _MINUTE + (5 * turn if turn < 10 else 22 * turn - 170)
         text = "|".join(["lookup lookup lookup lookup"] * 3)
         yield Question(at, "support", f"plan-{turn % 5}", "user-03", "tenant-3", text)
+    # A customer comes near her budget: 17 of 20.
+    for turn in range(17):
+        yield Question(7 * _MINUTE + turn, "desk", "near-0", "user-01", "tenant-1", "translate")
+    for at in range(30, SECONDS, 15):
+        yield Question(at, "planner", f"plans-{at}", "user-05", "tenant-0", "plan")
 
 
 def incidents(truth: Truth, begun: float, gone: float, speed: float) -> list[Incident]:
@@ -76,7 +99,12 @@ def incidents(truth: Truth, begun: float, gone: float, speed: float) -> list[Inc
         gone: When all processes were killed.
         speed: How many simulated seconds pass in a real one.
     """
-    first = {key: times[0] for key, times in truth.refusal_times("agent", "limit", "scope").items()}
+    times = truth.refusal_times("agent", "limit", "scope")
+    first = {key: moments[0] for key, moments in times.items()}
+    window = WINDOW / speed
+    tallied = times.get(("desk", "tool:tally", "agent"))
+    ends = tallied and (tallied[1] // window + 1) * window
+    near = begun + (7 * _MINUTE + 16) / speed
 
     def refused(agent: str, limit: str, scope: str) -> float | None:
         return first.get((agent, limit, scope))
@@ -104,13 +132,28 @@ def incidents(truth: Truth, begun: float, gone: float, speed: float) -> list[Inc
             *(refused("support", "tool:lookup", "tenant"), used_up),
             *(limit("support", "tool:lookup") | {"subject": "tenant-3"}, _SOON),
         ),
+        Incident(
+            "a smooth quota is over its rate",
+            *(refused("desk", "tool:embed", "global"), "LangChainQuotaRateExceeded"),
+            *(limit("desk", "tool:embed"), _SOON),
+        ),
+        Incident(
+            "a window ends while its alert fires",
+            *(refused("desk", "tool:tally", "agent"), used_up, limit("desk", "tool:tally"), _SOON),
+            over=ends,
+        ),
+        Incident(
+            "a customer is near her budget",
+            *(near, "LangChainQuotaRunsOutSoon", limit("desk", "tool:translate"), _SOON),
+        ),
         *(
             Incident(
-                f"the store is lost for {(ends - begins) / _MINUTE:.0f} minutes",
-                *(begun + begins / speed, "LangChainQuotaEnforcementDegraded", {}),
+                f"{kind} is lost for {(ends - begins) / _MINUTE:.0f} minutes",
+                *(begun + begins / speed, "LangChainQuotaEnforcementDegraded", {"store": kind}),
                 _SOON_WITHOUT_STORE,
+                begun + ends / speed,
             )
-            for begins, ends in OUTAGES
+            for kind, (begins, ends) in OUTAGES.items()
         ),
         Incident("all processes are gone", gone, "LangChainQuotaMetricsMissing", {}, _SOON),
     ]
@@ -127,13 +170,26 @@ def told(
             if (
                 incident.at is not None
                 and each.labels["alertname"] == incident.alert
-                and incident.labels.items() <= each.labels.items()
+                and _is_about(each, incident)
                 and each.at >= incident.at
             ):
-                return Told(incident, each, (each.at - incident.at) * speed)
+                return Told(incident, each, (each.at - incident.at) * speed, ended(incident, each))
         return Told(incident, None, None)
 
+    def ended(incident: Incident, by: Notification) -> float | None:
+        for post in messages:
+            for each in post:
+                if each.status == "resolved" and each.labels == by.labels and each.at > by.at:
+                    return None if incident.over is None else (each.at - incident.over) * speed
+        return None
+
     return [told_of(each) for each in happened]
+
+
+def _is_about(notification: Notification, incident: Incident) -> bool:
+    """Whether a notification has an incident's labels; a store's begins with its kind."""
+    labels = notification.labels
+    return all(labels.get(name, "").startswith(value) for name, value in incident.labels.items())
 
 
 def told_twice(messages: Sequence[Sequence[Notification]], speed: float) -> list[Notification]:
@@ -161,8 +217,7 @@ def for_nothing(
     for post in messages:
         for each in post:
             tells = any(
-                incident.alert == each.labels["alertname"]
-                and incident.labels.items() <= each.labels.items()
+                incident.alert == each.labels["alertname"] and _is_about(each, incident)
                 for incident in happened
             )
             if each.status == "firing" and not tells:
@@ -186,16 +241,19 @@ def lines(
     speed: float,
 ) -> Iterator[str]:
     """A table of what happened, when it was told and how; what was told twice, or for nothing."""
-    yield f"{'event':<42}{'happened':>9}{'told':>7}{'after':>7}  {'to':<10}text"
-    for incident, by, after in told(happened, messages, speed):
+    yield f"{'event':<42}{'happened':>9}{'told':>7}{'after':>7}{'ended after':>13}  {'to':<10}words"
+    for incident, by, after, ended in told(happened, messages, speed):
         late = "" if after is not None and after <= incident.within else "  LATE"
         yield (
             f"{incident.name:<42}{clock(incident.at, begun, speed):>9}"
             f"{clock(by.at if by else None, begun, speed):>7}"
-            f"{'' if after is None else f'{after:.0f} s':>7}  "
+            f"{'' if after is None else f'{after:.0f} s':>7}"
+            f"{'' if ended is None else f'{ended:.0f} s':>13}  "
             f"{by.path.strip('/') if by else '':<10}"
             f"{by.annotations.get('summary', '') if by else ''}{late}"
         )
+        if by:
+            yield f"    {by.annotations.get('description', '')}"
     for title, found in (
         ("told twice", told_twice(messages, speed)),
         ("told beside", for_nothing(happened, messages)),

@@ -17,7 +17,14 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from benchmarks.traffic.agents import Question, build_agents
 from benchmarks.traffic.truth import Journal
-from langchain_quota import Decision, RedisStore, Telemetry, start_metrics_server, usage
+from langchain_quota import (
+    Decision,
+    PostgresStore,
+    RedisStore,
+    Telemetry,
+    start_metrics_server,
+    usage,
+)
 from langchain_quota.telemetry import capturing
 
 _run: ContextVar[int] = ContextVar("_run")
@@ -41,6 +48,8 @@ async def main(order: Mapping[str, Any]) -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     store = RedisStore(order["redis"], timeout=order["timeout"])
+    postgres = order["postgres"]
+    second = PostgresStore(postgres, timeout=order["timeout"]) if postgres else None
 
     def on_decision(decision: Decision) -> None:
         journal.decided(decision, _run.get())
@@ -74,6 +83,7 @@ async def main(order: Mapping[str, Any]) -> None:
         telemetry = Telemetry(registry=registry, subject_label={"tenant": str})
         agents, quotas = build_agents(
             store,
+            second,
             saver,
             telemetry,
             on_decision=on_decision,
@@ -87,6 +97,8 @@ async def main(order: Mapping[str, Any]) -> None:
                     number, *question = json.loads(line)
                     answering.create_task(answer(number, Question(*question)))
     await store.aclose()
+    if second is not None:
+        await second.aclose()
     journal.close()
 
 

@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.traffic import incidents
 from benchmarks.traffic.agents import Profile, Question, loops, questions
 from benchmarks.traffic.truth import Journal, Truth
+from langchain_quota import PostgresStore
 from tests.forked import ROOT, as_module, start_python
+from tests.server.postgres import running_postgres
 from tests.server.prometheus import DEADLINE
 from tests.server.proxy import Proxy, proxy
 from tests.server.redis import running_redis
@@ -324,23 +326,32 @@ def running_traffic(
     asked = questions(profile, seconds=seconds, threads=threads, seed=seed, events=events)
     if profile == "incidents":
         asked = sorted([*asked, *incidents.questions()])
-    with running_redis(directory / "redis") as server, proxy(server.port) as redis:
+    with ExitStack() as servers:
+        server = servers.enter_context(running_redis(directory / "redis"))
+        redis = servers.enter_context(proxy(server.port))
+        second, plans = None, ""
+        if profile == "incidents":
+            second = servers.enter_context(running_postgres())
+            plans = second.database()
+            PostgresStore(plans).setup()
         order = {
             "redis": redis.url,
+            "postgres": plans,
             "checkpoints": str(directory / "checkpoints.sqlite"),
             "speed": speed,
             # Nobody waits for a store that is lost; a busy machine may be slow to answer.
-            "timeout": 0.25 if profile in ("broken", "incidents") else 5,
+            "timeout": {"broken": 0.25, "incidents": 1}.get(profile, 5),
         }
         lifetime = round(2 * seconds / speed + 10 * DEADLINE)
         traffic = Traffic(asked, order, directory, redis, lifetime)
         if profile == "broken":
             traffic.events |= {seconds * 0.2: redis.blackhole, seconds * 0.45: redis.heal}
-        if profile == "incidents":
-            for lost, back in incidents.OUTAGES:
-                traffic.events |= {lost: redis.blackhole, back: redis.heal}
+        if second is not None:
+            (lost, back), (stopped, resumed) = incidents.OUTAGES.values()
+            traffic.events |= {lost: redis.blackhole, back: redis.heal}
+            traffic.events |= {stopped: second.pause, resumed: second.resume}
         if events:
-            traffic.events[seconds * (0.58 if profile == "incidents" else 0.5)] = traffic.restart
+            traffic.events[seconds * (0.68 if profile == "incidents" else 0.5)] = traffic.restart
         try:
             for replica in range(replicas):
                 traffic.start(replica)
