@@ -327,7 +327,7 @@ def _limits() -> TablePanel:
 
 def _health() -> TimeseriesPanel:
     errors = "job_component_error_type:langchain_quota_errors:increase15s"
-    fallbacks = "job_instance_agent_action:langchain_quota_store_fallbacks:increase15s"
+    fallbacks = "job_agent_store_action:langchain_quota_store_fallbacks:increase15s"
     unchecked = "job_agent_kind:langchain_quota_unchecked_calls:increase15s"
     near = 'scope="thread",state="near",shown="false"'
     counted = (

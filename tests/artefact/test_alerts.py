@@ -1,7 +1,13 @@
 """An agent breaches a limit, and a webhook hears of it: by real servers, as they are configured."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import yaml
 from langgraph.checkpoint.memory import InMemorySaver
 from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client import CollectorRegistry
@@ -16,8 +22,10 @@ from tests.server.alertmanager import (
     running_alertmanager,
     running_webhook,
 )
-from tests.server.prometheus import eventually
+from tests.server.programs import required_program
+from tests.server.prometheus import DEADLINE, eventually
 
+ROOT = Path(__file__).parents[2]
 HOSTILE = '"}} {{ $value }} @channel <!here> &var-job=x'
 SPEED = 60
 """How many seconds of the rules and of the example pass in a second here."""
@@ -68,7 +76,10 @@ def test_a_breach_is_told_and_resolved(tmp_path: Path) -> None:
         assert breach.annotations["summary"] == (
             'Limit "tool:search" of agent "researcher" refuses calls on 1 thread'
         )
-        assert 'Thresholds: "run" 2 calls.' in breach.annotations["description"]
+        assert (
+            'Thresholds: "run" 2 calls. Refused last on threads:'
+            in breach.annotations["description"]
+        )
         assert webhook.wait_for("LangChainQuotaThreadKeepsHitting", "firing").path == "/chat"
 
         search("newcomer", times=1, limit=0)
@@ -77,3 +88,31 @@ def test_a_breach_is_told_and_resolved(tmp_path: Path) -> None:
         webhook.wait_for("LangChainQuotaLimitBreached", "resolved", agent="researcher")
     assert {told.path for told in webhook.notifications} == {"/chat"}
     assert HOSTILE not in str(webhook.notifications)
+
+
+def test_the_page_is_followed(tmp_path: Path) -> None:
+    """Every command of the page on alerts runs; what it tries reaches Slack, and the pager."""
+    page = (ROOT / "docs" / "alerts.md").read_text(encoding="utf-8")
+    *preparing, trying = re.findall(r"```shell\n(.*?)```", page, re.DOTALL)
+    (receivers,) = re.findall(r"```yaml\n(route:.*?)```", page, re.DOTALL)
+    receivers = receivers.replace("/etc/alertmanager", str(tmp_path))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    required_program("amtool", "prometheus-alertmanager")
+
+    def follow(commands: str) -> None:
+        options: Any = {"cwd": tmp_path, "env": {**os.environ, "PATH": path}, "timeout": DEADLINE}
+        subprocess.run(["bash", "-euo", "pipefail", "-c", commands], check=True, **options)
+
+    with running_webhook() as webhook:
+        (tmp_path / "alertmanager.yml").write_text(receivers)
+        (tmp_path / "slack-webhook").write_text(f"{webhook.url}/slack")
+        (tmp_path / "pagerduty-key").write_text("key")
+        follow("\n".join(preparing))
+        merged = yaml.safe_load(hurried((tmp_path / "merged.yml").read_text(), SPEED))
+        merged["receivers"][1]["pagerduty_configs"][0]["url"] = f"{webhook.url}/pagerduty"
+        with running_alertmanager(tmp_path, merged) as address:
+            follow(trying.replace("localhost:9093", address))
+            eventually(lambda: len(webhook.bodies) >= 2)
+    slack, pager = sorted(webhook.bodies, key=lambda body: "payload" in body)
+    assert slack["attachments"][0]["text"].startswith("A test, warning\n")
+    assert pager["payload"]["summary"] == "A test, critical "
