@@ -11,12 +11,11 @@ from grafana_foundation_sdk.builders.timeseries import Panel as TimeseriesPanel
 from dashboards import panels as show
 from dashboards import queries as ask
 from dashboards import settings
-from dashboards.overview import cost, shared
+from dashboards.overview import cost, subjects
 from dashboards.settings import CRITICAL, DOLLARS, OK, ROUNDED, SHARE, WARNING
 from dashboards.variables import common_variables
 
 _RUNS = "job_agent_model_usage_price:langchain_quota_model_runs:increase15s"
-_PER_HOUR = "/ (${__interval_ms} / 3600000)"
 _ONCE = "A run that several limits count is counted once."
 
 
@@ -30,7 +29,7 @@ def build() -> Dashboard:
         cost(show.Place(41, 8, 5)),
         show.stat(
             show.Place(42, 8, 5),
-            "Tokens today",
+            "Tokens, last 24 hours",
             f"What model runs used in the last 24 hours, and in the last hour: the pace. {_ONCE}",
             [
                 show.Query(ask.spent("tokens", "24h"), "24 hours"),
@@ -40,24 +39,25 @@ def build() -> Dashboard:
             no_value="No limit of tokens.",
         ),
         _uncertain_share(),
-        _per_hour(44, "Money", "dollars", DOLLARS),
-        _per_hour(45, "Tokens", "tokens", ROUNDED),
-        _budgets(),
+        _spent(44, "Money spent", "dollars", DOLLARS),
+        _spent(45, "Tokens used", "tokens", ROUNDED),
+        subjects(show.Place(46, 24, 8), "Shared budgets", 'unit!="calls"'),
         _threads(),
         show.row(49, "Estimates and prices, whatever Limit is chosen", _uncertain_runs()),
     )
 
 
-def _per_hour(number: int, name: str, spent: str, unit: str) -> TimeseriesPanel:
-    amounts = f"{ask.spent(spent, ask.BAR, 'agent, model')} {_PER_HOUR} > 0"
+def _spent(number: int, title: str, spent: str, unit: str) -> TimeseriesPanel:
+    amounts = f"{ask.spent(spent, ask.BAR, 'agent, model')} > 0"
     queries = [show.Query(amounts, "{{agent}}: {{model}}")]
     if spent == "dollars":
-        of_tools = f"{ask.spent_by_tools(ask.BAR)} {_PER_HOUR} > 0"
+        of_tools = f"{ask.spent_by_tools(ask.BAR)} > 0"
         queries.append(show.Query(of_tools, "{{agent}}: tool {{tool}}"))
     return show.bars(
         show.Place(number, 12, 8),
-        f"{name} per hour",
-        f"How fast each agent spends, by model{' and by paid tool' * (len(queries) > 1)}. {_ONCE}",
+        title,
+        "What each agent spent since the bar before, by model"
+        f"{' and by paid tool' * (len(queries) > 1)}. {_ONCE}",
         queries,
         unit=unit,
     ).no_value("Nothing was spent.")
@@ -87,7 +87,7 @@ def _uncertain_share() -> StatPanel:
 
     return show.stat(
         show.Place(43, 8, 5),
-        "Uncertain runs today",
+        "Uncertain runs, last 24 hours",
         "The share of the model runs of the last 24 hours whose usage is estimated, and of those "
         "without a price. The variable Limit does not narrow it.",
         [
@@ -99,60 +99,31 @@ def _uncertain_share() -> StatPanel:
     ).decimals(1)
 
 
-def _budgets() -> TablePanel:
-    budgets = " and on (job, agent, limit) " + ask.select(
-        ask.ALLOWED, ask.AGENT, ask.LIMIT, 'unit!="calls"'
-    )
-
-    def amount(name: str, unit: str) -> str:
-        amounts = ask.select(f"langchain_quota_subject_{name}_{unit}", ask.AGENT, ask.LIMIT)
-        return f"max by ({ask.OF_SUBJECT}) ({amounts})"
-
-    return shared(
-        show.Place(46, 24, 8),
-        "Budgets",
-        [
-            show.gauge("Share", f"{ask.ratio()}{budgets}", 100),
-            show.Column("Spent $", amount("used", "dollars"), _amount(DOLLARS, 2)),
-            show.Column("of $", amount("limit", "dollars"), _amount(DOLLARS, 2)),
-            show.Column("Tokens", amount("used", "tokens"), _amount(ROUNDED, 1)),
-            show.Column("of", amount("limit", "tokens"), _amount(ROUNDED, 1)),
-        ],
-        budgets,
-    )
-
-
-def _amount(unit: str, decimals: int) -> dict[str, object]:
-    return {"unit": unit, "decimals": decimals, "custom.width": 80}
-
-
 def _threads() -> TablePanel:
     by = "job, agent, thread_id"
 
     def total(unit: str) -> str:
-        of = ask.select(f"langchain_quota_thread_spent_{unit}_total", ask.AGENT, ask.LIMIT)
-        return f"max by ({by}) (sum by ({by}, limit) ({of}) > 0)"
+        series = f"{ask.THREADS}_spent_{unit}"
+        grown = ask.increases(series, ask.RANGE, ask.AGENT, ask.LIMIT)
+        return f"max by ({by}) (sum by ({by}, limit) ({grown}) > 0)"
 
+    most = f"topk({settings.TOP}, {total('dollars')} or {total('tokens')} / 1e9)"
     return show.table(
         show.Place(47, 24, 8),
         "Threads that spend the most",
-        "What the model runs of conversations have spent since they have series, the most "
-        "expensive on top. Paid tools are left out. Click one to see more.",
+        "What the model runs of conversations spent in the chosen time, the most expensive on top. "
+        "Paid tools are left out. Click one to see more.",
         [
-            show.text("Thread", "thread_id", 380, links=ask.LINKS),
+            show.text("Thread", "thread_id", links=ask.LINKS),
             show.text("Agent", "agent", 220),
             show.Column(
-                "Dollars",
-                total("dollars"),
-                _amount(DOLLARS, 4) | {"custom.width": 150},
+                "Dollars", total("dollars"), {"unit": DOLLARS, "decimals": 4, "custom.width": 150}
             ),
             show.Column(
-                "Tokens",
-                total("tokens"),
-                _amount(ROUNDED, 1) | {"custom.width": 150},
+                "Tokens", total("tokens"), {"unit": ROUNDED, "decimals": 1, "custom.width": 150}
             ),
             show.text("Job", "job", 160),
         ],
-        sort_by=f"topk({settings.TOP}, {total('dollars')} or {total('tokens')} / 1e9)",
+        sort_by=most,
         no_value="Nothing was spent.",
     )

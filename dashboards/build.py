@@ -8,8 +8,20 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from dashboards import budgets, overview, settings, thread
+from dashboards.queries import select
 
 FOLDER = Path(__file__).parent / "grafana"
+
+_RESTARTS = {
+    "name": "Restarts",
+    "datasource": {"type": "prometheus", "uid": "${datasource}"},
+    "enable": True,
+    "expr": select("job_instance:langchain_quota_start_time:restarted"),
+    "iconColor": settings.NEUTRAL,
+    "textFormat": "",
+    "titleFormat": "{{instance}} restarted",
+    "step": "15s",
+}
 
 # The SDK writes them into every variable; they belong to those of intervals.
 _OF_INTERVALS = ("auto", "auto_count", "auto_min")
@@ -32,7 +44,7 @@ def main() -> None:
 
 def _json(board: Dashboard) -> str:
     made: dict[str, Any] = json.loads(JSONEncoder().encode(board.build()))
-    made["annotations"] = {"list": []}
+    made["annotations"] = {"list": [_RESTARTS]}
     for variable in made["templating"]["list"]:
         for name in _OF_INTERVALS:
             variable.pop(name, None)

@@ -1,4 +1,4 @@
-"""The first dashboard: what is wrong, who is refused, and what it costs; who is near, below."""
+"""The first dashboard: alerts, each thread's and customer's quota, what is blocked, and health."""
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.builders.stat import Panel as StatPanel
@@ -21,23 +21,25 @@ _ABOUT = (
 
 
 def build() -> Dashboard:
-    """The dashboard."""
+    """Return the dashboard."""
     return show.new_dashboard(
         settings.OVERVIEW_UID,
         settings.OVERVIEW_TITLE,
-        "What is wrong, who is refused now, what is refused, and what it costs.",
+        "What each thread and customer has used of its quota, what is wrong, and what it costs.",
         common_variables(),
-        _alerts(),
         _refused_now(),
         _at_limits(),
-        _calls_refused(),
-        cost(show.Place(45, 3, 7)),
+        _calls_blocked(),
+        cost(show.Place(45, 4, 5)),
+        _processes(),
+        _store(),
+        threads(show.Place(57, 24, 10)),
+        subjects(show.Place(58, 24, 7), "Quota used by customer"),
+        _alerts(),
         _refusals(),
-        _customers(),
-        _threads(),
-        show.row(53, "Who is near a limit", _shared(), _nearest()),
         show.row(54, "Limits, and dry runs", _limits()),
-        show.row(55, "Health, whatever Agent and Limit are chosen", _health()),
+        show.row(60, "Runs and waits", _ended(), _waits()),
+        show.row(55, "Health, whatever Agent and Limit are chosen", _health(), _store_seconds()),
     )
 
 
@@ -59,20 +61,18 @@ def _alerts() -> TablePanel:
         return f'label_join({expr}, "about", " ", {_ABOUT})'
 
     return show.table(
-        show.Place(41, 24, 7),
+        show.Place(41, 12, 8),
         "Alerts that fire",
         "The alerts of langchain-quota that fire for the chosen jobs, those that page first. "
         "Click an alert to open its runbook. 'About' is the customer, thread, process, model, kind "
-        "of calls, what failed, or what becomes of calls while the store fails.",
+        "of calls, what failed, or what happens to calls while the store fails.",
         [
-            show.text("Severity", "severity", 80, **show.severities()),
-            show.text("Alert", "alertname", 320, links=[runbook]),
-            show.text("Agent", "agent", 120),
-            show.text("Limit", "limit", 130),
-            show.text("Quota", "scope", 80),
-            show.text("About", "about", 250),
-            show.when("Since", about(since), 145),
-            show.text("Job", "job", 110),
+            show.text("Severity", "severity", 70, **show.severities()),
+            show.text("Alert", "alertname", links=[runbook]),
+            show.text("Agent", "agent", 90),
+            show.text("Limit", "limit", 90),
+            show.text("About", "about", 110),
+            show.when("Since", about(since), 120),
         ],
         sort_by=about(severity),
         no_value="No alert fires.",
@@ -81,10 +81,10 @@ def _alerts() -> TablePanel:
 
 def _refused_now() -> StatPanel:
     return show.stat(
-        show.Place(42, 3, 7),
-        "Refused now",
-        "How many conversations (threads) and customers (subjects of quotas) were refused in the "
-        "last 5 minutes, whatever time and limit are chosen, if they have series.",
+        show.Place(42, 4, 5),
+        "Blocked now",
+        "How many conversations (threads) and customers (subjects of quotas) had calls blocked in "
+        "the last 5 minutes, whatever time and limit are chosen, if they have series.",
         [
             show.Query(_or_zero(f"sum({ask.select(metric, ask.AGENT)})"), name)
             for metric, name in (
@@ -98,19 +98,19 @@ def _refused_now() -> StatPanel:
 
 
 def _at_limits() -> StatPanel:
-    threads = ask.select(
+    exhausted = ask.select(
         "job_agent_limit:langchain_quota_threads_exhausted:count", ask.AGENT, ask.LIMIT
     )
     customers = f"group by (job, agent, scope, subject) ({ask.ratio(_LABELLED)} >= 1)"
     waiting = ask.select("langchain_quota_waiting_calls", ask.AGENT, ask.LIMIT)
     return show.stat(
-        show.Place(43, 3, 7),
+        show.Place(43, 4, 5),
         "At their limits",
-        "How many threads and customers have nothing left of a limit: their next call is refused. "
+        "How many threads and customers have nothing left of a limit: their next call is blocked. "
         "Of several limits of an agent, the one that most threads have used up counts. Also how "
         "many calls wait now, for room in a quota or for other calls to end.",
         [
-            show.Query(_or_zero(f"sum(max by (job, agent) ({threads}))"), "threads"),
+            show.Query(_or_zero(f"sum(max by (job, agent) ({exhausted}))"), "threads"),
             show.Query(_or_zero(f"count({customers})"), "customers"),
             show.Query(_or_zero(f"sum({waiting})"), "waiting"),
         ],
@@ -119,19 +119,19 @@ def _at_limits() -> StatPanel:
     )
 
 
-def _calls_refused() -> StatPanel:
-    refused = ask.grown(ask.CALLS, ask.RANGE, ask.AGENT, _BLOCKED)
+def _calls_blocked() -> StatPanel:
+    blocked = ask.grown(ask.CALLS, ask.RANGE, ask.AGENT, _BLOCKED)
     checked = ask.grown(ask.CALLS, ask.RANGE, ask.AGENT)
     return show.stat(
-        show.Place(44, 3, 7),
+        show.Place(44, 4, 5),
         "Calls blocked",
         "How many calls were blocked in the chosen time, and which share of all checked calls that "
         "is. A call that two limits refuse is one call. Calls that were blocked because the store "
         "failed are included. The variable Limit does not narrow it.",
         [
-            show.Query(_or_zero(refused), "calls", properties=show.fixed(settings.NEUTRAL)),
+            show.Query(_or_zero(blocked), "calls", properties=show.fixed(settings.NEUTRAL)),
             show.Query(
-                f"{refused} / ({checked} > 0) or vector(0)",
+                _or_zero(f"{blocked} / ({checked} > 0)"),
                 "share",
                 properties={"unit": SHARE, "decimals": 1},
             ),
@@ -146,10 +146,10 @@ def _calls_refused() -> StatPanel:
 
 
 def cost(place: show.Place) -> StatPanel:
-    """What model runs and paid tools cost."""
+    """Return what model runs and paid tools cost."""
     return show.stat(
         place,
-        "Cost today",
+        "Cost, last 24 hours",
         "What model runs and paid tools cost in the last 24 hours, and in the last hour: the pace. "
         "A run that several limits count is counted once. Only agents with a limit of money are "
         "counted.",
@@ -162,125 +162,137 @@ def cost(place: show.Place) -> StatPanel:
     )
 
 
-def _customers() -> TablePanel:
-    refused = f"sum by ({ask.OF_SUBJECT}) ({ask.refused_subjects(_LABELLED)}) > 0"
-    most = f"topk({settings.TOP}, {refused})"
-    return show.table(
-        show.Place(46, 12, 7),
-        "Customers refused now",
-        "Whom a shared quota refused calls in the last 5 minutes, whoever is refused most on top. "
-        "Only quotas that Telemetry(subject_label=…) names are listed.",
+def _processes() -> StatPanel:
+    return show.stat(
+        show.Place(61, 4, 5),
+        "Processes",
+        "How many processes have metrics, and how many restarted in the last hour. A dashed line "
+        "in the charts is a restart.",
         [
-            show.text("Customer", "subject", 150),
-            show.text("Quota", "scope", 80),
-            show.text("Limit", "limit", 105),
-            show.count("Refused", most, 80),
-            show.gauge("Used", f"{ask.ratio(_LABELLED)} and on ({ask.OF_SUBJECT}) ({refused})", 80),
-            show.text("Agent", "agent", 100),
+            show.Query(f"count({ask.select('langchain_quota_build_info')})", "running"),
+            show.Query(
+                f"count({ask.select('langchain_quota_start_time_seconds')} > time() - 3600) "
+                f"or 0 * count({ask.select('langchain_quota_build_info')})",
+                "restarted",
+            ),
         ],
-        sort_by=most,
-        no_value="No customer is refused.",
+        unit=COUNT,
+        no_value="no process",
     )
 
 
-def _threads() -> TablePanel:
-    last = ask.last_time("refusal", ask.AGENT, ask.LIMIT)
-    latest = f"topk({settings.TOP}, {last} > time() - 300)"
-    refused = (
-        f"{ask.refusals(ask.AGENT, ask.LIMIT)} and on ({ask.OF_THREAD}) ({last} > time() - 300)"
-    )
-    most = f"topk({settings.TOP}, {refused})"
-    return show.table(
-        show.Place(47, 12, 7),
-        "Threads refused now",
-        "Which conversations a limit refused in the last 5 minutes, and how many calls since they "
-        "have series. Click a thread to see more.",
+def _store() -> StatPanel:
+    seconds = ask.select("langchain_quota_store_seconds_count")
+    failed = ask.select("langchain_quota_store_seconds_count", 'outcome!="ok"')
+    return show.stat(
+        show.Place(62, 4, 5),
+        "Store failures",
+        "The share of requests to the shared store that failed in the last 5 minutes, and how many "
+        "calls were checked without the store in the chosen time.",
         [
-            show.text("Thread", "thread_id", 170, links=ask.LINKS),
-            show.text("Limit", "limit", 115),
-            show.count("Refused", most, 80),
-            show.when("Last refusal", f"{latest} * 1000", 145),
-            show.text("Agent", "agent", 100),
-            show.Column("job", "job", {"custom.hidden": True}),
+            show.Query(
+                f"(sum(rate({failed}[5m])) or 0 * sum(rate({seconds}[5m]))) "
+                f"/ (sum(rate({seconds}[5m])) > 0)",
+                "requests",
+                properties={"unit": SHARE, "decimals": 1},
+            ),
+            show.Query(
+                _or_zero(
+                    ask.grown(
+                        "job_agent_store_action:langchain_quota_store_fallbacks:increase15s",
+                        ask.RANGE,
+                    )
+                ),
+                "calls without it",
+            ),
         ],
-        sort_by=most,
-        no_value="No thread is refused.",
+        unit=COUNT,
+        steps=((None, OK), (0.01, settings.WARNING), (1, CRITICAL)),
+        no_value="no store",
+    )
+
+
+def threads(place: show.Place) -> TablePanel:
+    """Return the table of threads: what each has used of what."""
+    rank = ask.top(ask.THREADS)
+    first = f"and on ({ask.OF_THREAD}) {rank}"
+    used, limit = ask.thread_amounts(ask.AGENT)
+    blocked = ask.increases(f"{ask.THREADS}_blocked", "5m", ask.AGENT, ask.LIMIT)
+    decided = ask.last_time("decision", ask.AGENT, ask.LIMIT)
+    return show.table(
+        place,
+        "Quota used by thread",
+        "What each conversation has used of its limits: first those with blocked calls in the last "
+        "5 minutes, then those with least left. 'Runs out in' uses the pace of the last 15 "
+        "minutes. Click a thread to see more.",
+        [
+            show.text("Thread", "thread_id", links=ask.LINKS),
+            show.text("Agent", "agent", 130),
+            show.text("Limit", "limit", 130),
+            show.gauge("Used", f"({ask.thread_ratio(ask.AGENT, ask.LIMIT)} + 0) {first}", 170),
+            show.text("Of", "amount", 190),
+            show.left(f"sum by ({ask.OF_THREAD}) ({limit} - {used}) {first}"),
+            show.duration("Runs out in", f"{ask.thread_seconds_left()} {first}", 100),
+            show.count("Blocked, 5 min", f"{blocked} > 0 {first}", 120),
+            show.when("Last call", f"{decided} * 1000 {first}", 150),
+        ],
+        sort_by=rank,
+        labels_from=ask.amount(f"({used} {first})", limit, f"{ask.OF_THREAD}, unit"),
+        no_value="No limit per thread has checked a call.",
+    )
+
+
+def subjects(place: show.Place, title: str, *units: str) -> TablePanel:
+    """Return the table of shared quotas; a matcher of the label `unit` may narrow it."""
+    used, limit = ask.subject_amounts(*units)
+    only = f" and on ({ask.OF_SUBJECT}) {used}" if units else ""
+    rank = f"{ask.top(ask.SUBJECT)}{only}"
+    resets = ask.select(f"{ask.SUBJECT}_reset:max", ask.AGENT, ask.LIMIT)
+    blocked = ask.increases(f"{ask.SUBJECT}_blocked", "5m", ask.AGENT, ask.LIMIT)
+    return show.table(
+        place,
+        title,
+        "What customers and everybody together have used of shared quotas, in the order of the "
+        "threads. 'Runs out in' uses the pace of the last hour. A customer has a row if "
+        "Telemetry(subject_label=…) names the quota; without a name, the quota is that of all.",
+        [
+            show.text("Customer", "subject"),
+            show.text("Quota", "scope", 90),
+            show.text("Agent", "agent", 110),
+            show.text("Limit", "limit", 120),
+            show.gauge("Used", f"{ask.ratio()}{only}", 170),
+            show.text("Of", "amount", 190),
+            show.left(f"sum by ({ask.OF_SUBJECT}) ({limit} - {used})"),
+            show.duration("Runs out in", f"{ask.seconds_left()}{only}", 100),
+            show.count("Blocked, 5 min", f"{blocked} > 0{only}", 120),
+            show.when("Resets", f"{resets} * 1000{only}", 150),
+        ],
+        sort_by=rank,
+        labels_from=ask.amount(used, limit, f"{ask.OF_SUBJECT}, unit"),
+        no_value="No quota is shared.",
     )
 
 
 def _refusals() -> TimeseriesPanel:
     refused = ask.grown(ask.DECISIONS, ask.BAR, ask.AGENT, ask.LIMIT, _BLOCKED, by="limit, scope")
-    calls = ask.select("langchain_quota_calls_total", ask.AGENT, 'decision="allowed"')
-    allowed = f"sum(rate({calls}[$__rate_interval])) * 60"
     return show.bars(
-        show.Place(48, 12, 7),
-        "Refusals by limit, calls/min",
-        "How many calls per minute each limit refused, and at which threshold (bars), and how "
-        "many were allowed (line). Click a dot to open the trace of a call.",
+        show.Place(48, 12, 8),
+        "Calls blocked by limit",
+        "How many calls each limit refused since the bar before, and at which threshold. Click a "
+        "dot to open the trace of a call.",
         [
-            show.Query(f"{refused} {ask.PER_MINUTE} > 0", "{{limit}} ({{scope}})"),
-            show.Query(allowed, "calls allowed", exemplar=True, properties=show.LINE),
+            show.Query(f"{refused} > 0", "{{limit}} ({{scope}})"),
+            # Only for the exemplars, which recorded series do not have.
+            show.Query(
+                f"0 * sum(rate({ask.select('langchain_quota_calls_total', ask.AGENT, _BLOCKED)}"
+                "[$__rate_interval]))",
+                "traces",
+                exemplar=True,
+                properties=show.LINE,
+            ),
         ],
         unit=settings.ROUNDED,
-    ).no_value("No call was checked.")
-
-
-def _shared() -> TablePanel:
-    return shared(
-        show.Place(49, 24, 9),
-        "Shared quotas",
-        [show.gauge("Used", ask.ratio(), 110)],
-    )
-
-
-def shared(
-    place: show.Place, title: str, amounts: list[show.Column], among: str = ""
-) -> TablePanel:
-    """A table of shared quotas and their subjects; an expression may narrow all columns."""
-    refused = ask.refused_subjects('subject=~".*"')
-    resets = ask.select(f"{ask.SUBJECT}reset:max", ask.AGENT, ask.LIMIT)
-    return show.table(
-        place,
-        title,
-        "Quotas of users, tenants, agents and of all. Whoever is refused is on top, then who has "
-        "nothing left, then who has least left. 'Time left' uses the pace of the last hour.",
-        [
-            show.text("Customer", "subject", 170),
-            show.text("Quota", "scope", 100),
-            show.text("Agent", "agent", 130),
-            show.text("Limit", "limit", 130),
-            show.count("Refused", f"{refused}{among}", 80),
-            *amounts,
-            show.duration("Time left", f"{ask.seconds_left()}{among}", 110),
-            show.when("Resets", f"{resets} * 1000{among}", 120),
-            show.text("Job", "job", 110),
-        ],
-        sort_by=f"{ask.rank()}{among}",
-        no_value="No quota is shared.",
-    )
-
-
-def _nearest() -> TablePanel:
-    nearest = f"topk({settings.TOP}, {ask.thread_ratio(ask.AGENT, ask.LIMIT)})"
-    return show.table(
-        show.Place(50, 24, 9),
-        "Threads nearest to their limits",
-        "How much of their limits conversations have used, those with nothing left on top. Click a "
-        "thread to see more.",
-        [
-            show.text("Thread", "thread_id", 330, links=ask.LINKS),
-            show.text("Agent", "agent", 150),
-            show.text("Limit", "limit", 150),
-            show.gauge("Used", nearest, 160),
-            show.count("Refused", ask.refusals(ask.AGENT, ask.LIMIT), 90),
-            show.when(
-                "Last call", f"{ask.last_time('decision', ask.AGENT, ask.LIMIT)} * 1000", 145
-            ),
-            show.text("Job", "job", 130),
-        ],
-        sort_by=nearest,
-        no_value="No limit per thread.",
-    )
+    ).no_value("No call was blocked.")
 
 
 def _limits() -> TablePanel:
@@ -308,15 +320,15 @@ def _limits() -> TablePanel:
         "a dry run (enforce=False). Limits that a function computes are not listed.",
         [
             show.text("Agent", "agent", 150),
-            show.text("Limit", "limit", 150),
+            show.text("Limit", "limit"),
             show.text("Scope", "scope", 100),
-            show.Column("Allowed", allowed, {"decimals": None, "custom.width": 110}),
+            show.left(allowed, "Allowed", 110),
             show.text("Unit", "unit", 80),
             show.share_of(
                 "Near from", f"({allowed} ^ 0) * on (job, agent, limit) group_left () {near}"
             ),
-            show.share_of("Refused", share("blocked")),
-            show.share_of("Would refuse", share("would_block")),
+            show.share_of("Blocked", share("blocked")),
+            show.share_of("Would block", share("would_block")),
             show.text("Job", "job", 110),
         ],
         # Every row needs a number: Grafana does not sort others.
@@ -325,31 +337,69 @@ def _limits() -> TablePanel:
     )
 
 
+def _ended() -> TimeseriesPanel:
+    counted = (
+        ("runs_ended", "limit", "runs ended by {{limit}}"),
+        ("downgraded_calls", "limit", "calls to a cheaper model by {{limit}}"),
+        ("long_tool_calls", "limit, outcome", "tool calls over the time of {{limit}}: {{outcome}}"),
+    )
+    return show.bars(
+        show.Place(63, 12, 8),
+        "What else limits do",
+        "How many runs limits ended since the bar before, how many model calls a budget sent to "
+        "its downgrade_to, and how many tool calls took longer than call_limit. Runs that end with "
+        "a last answer of the model do not count.",
+        [
+            show.Query(f"sum by ({labels}) (increase({series}[$__rate_interval])) > 0", legend)
+            for name, labels, legend in counted
+            for series in [ask.select(f"langchain_quota_{name}_total", ask.AGENT, ask.LIMIT)]
+        ],
+        unit=settings.ROUNDED,
+    ).no_value("Nothing.")
+
+
+def _waits() -> TimeseriesPanel:
+    waited = ask.select("langchain_quota_wait_seconds_bucket", ask.AGENT, ask.LIMIT)
+    return show.timeseries(
+        show.Place(64, 12, 8),
+        "Time that calls wait",
+        "How long calls waited for room in a quota, or for other calls to end: nine of ten calls "
+        "waited no longer than this.",
+        [
+            show.Query(
+                f"histogram_quantile(0.9, sum by (le, limit) (rate({waited}[$__rate_interval])))",
+                "{{limit}}",
+            )
+        ],
+        unit="s",
+    ).no_value("No limit lets calls wait.")
+
+
 def _health() -> TimeseriesPanel:
     errors = "job_component_error_type:langchain_quota_errors:increase15s"
     fallbacks = "job_agent_store_action:langchain_quota_store_fallbacks:increase15s"
     unchecked = "job_agent_kind:langchain_quota_unchecked_calls:increase15s"
     near = 'scope="thread",state="near",shown="false"'
     counted = (
-        (errors, "component", "failures of {{component}}"),
-        (fallbacks, "action", "calls without the store: {{action}}"),
-        (unchecked, "kind", "calls that no limit checked: {{kind}}"),
+        (f'{fallbacks}{{action="block"', "without the store, calls are blocked"),
+        (f'{fallbacks}{{action="allow"', "without the store, calls run"),
     )
     return show.bars(
-        show.Place(52, 24, 8),
-        "Health",
-        "How many processes have metrics (line); and since the bar before, what failed, and how "
-        "many calls were decided without the shared store (block: refused; allow: run) or "
-        "checked by no limit. Threads near a limit that have no series are in no table.",
+        show.Place(52, 12, 8),
+        "What failed",
+        "Failures since the bar before, calls that were checked without the shared store, and "
+        "calls that no limit checked. Threads near a limit that have no series are in no table.",
         [
             show.Query(
-                f"count by (job) ({ask.select('langchain_quota_build_info')})",
-                "processes of {{job}}",
-                properties=show.LINE,
+                f"{ask.grown(errors, ask.BAR, by='component')} > 0", "failures of {{component}}"
             ),
             *(
-                show.Query(f"{ask.grown(metric, ask.BAR, by=label)} > 0", legend)
-                for metric, label, legend in counted
+                show.Query(f"sum(sum_over_time({metric},{ask.JOB}}}[{ask.BAR}])) > 0", legend)
+                for metric, legend in counted
+            ),
+            show.Query(
+                f"{ask.grown(unchecked, ask.BAR, by='kind')} > 0",
+                "calls that no limit checked: {{kind}}",
             ),
             show.Query(
                 f"sum({ask.select('langchain_quota_subjects', near)}) > 0",
@@ -358,8 +408,26 @@ def _health() -> TimeseriesPanel:
             ),
         ],
         unit=COUNT,
-    )
+    ).no_value("Nothing failed.")
+
+
+def _store_seconds() -> TimeseriesPanel:
+    seconds = ask.select("langchain_quota_store_seconds_bucket")
+    return show.timeseries(
+        show.Place(67, 12, 8),
+        "Time that the store takes",
+        "How long requests to the shared store took: half of them, and 99 of 100.",
+        [
+            show.Query(
+                f"histogram_quantile({share}, sum by (le) (rate({seconds}[$__rate_interval])))",
+                name,
+            )
+            for share, name in ((0.5, "median"), (0.99, "99 of 100"))
+        ],
+        unit="s",
+    ).no_value("No store.")
 
 
 def _or_zero(expr: str) -> str:
-    return f"{expr} or vector(0)"
+    """Return 0 where a query finds nothing, but nothing if no process has metrics."""
+    return f"{expr} or 0 * count({ask.select('langchain_quota_build_info')})"

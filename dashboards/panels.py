@@ -52,6 +52,9 @@ TIME_LEFT: Steps = (
 )
 
 
+USED: Steps = ((None, settings.OK), (0.8, settings.WARNING), (1, settings.CRITICAL))
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A panel's id, its width in 24ths, and its height in rows; links contain the id."""
@@ -221,19 +224,19 @@ def table(  # noqa: PLR0913 - the same
     *,
     sort_by: str,
     no_value: str,
+    labels_from: str | None = None,
 ) -> TablePanel:
     """A table of labels and of values now, of several queries.
 
     A column whose source has a selector is a query, any other a label. The rows are sorted by the
-    values of `sort_by`, falling: a column's query, or one whose values are not shown.
+    values of `sort_by`, falling: a column's query, or one whose values are not shown. `labels_from`
+    is a query that only adds labels.
     """
     shown = [column.source for column in columns if "{" in column.source]
     # First, because Grafana leaves rows without its value where they are: below, then.
-    every = [*dict.fromkeys([sort_by, *shown])]
+    every = [*dict.fromkeys([sort_by, *shown, *([labels_from] if labels_from else [])])]
     value = {expr: f"Value #{ref_id}" for ref_id, expr in zip(ascii_uppercase, every, strict=False)}
-    panel = (
-        _empty_table(place, title, description).unit(settings.COUNT).decimals(0).no_value(no_value)
-    )
+    panel = _empty_table(place, title, description).unit(settings.COUNT).no_value(no_value)
     for ref_id, expr in zip(ascii_uppercase, every, strict=False):
         panel.with_target(_target(expr, ref_id).instant().format(PromQueryFormat.TABLE))
     names = [value.get(column.source, column.source) for column in columns]
@@ -266,10 +269,10 @@ def table(  # noqa: PLR0913 - the same
     return panel
 
 
-def text(title: str, label: str, width: int, **properties: object) -> Column:
-    """A column of a label; what is too long for it continues below, and can be looked at."""
+def text(title: str, label: str, width: int | None = None, **properties: object) -> Column:
+    """A column of a label; without a width it takes the space that is left."""
     own = {
-        "custom.width": width,
+        **({} if width is None else {"custom.width": width}),
         "custom.inspect": True,
         "custom.cellOptions": {"type": "auto", "wrapText": True},
     }
@@ -277,13 +280,14 @@ def text(title: str, label: str, width: int, **properties: object) -> Column:
 
 
 def gauge(title: str, expr: str, width: int) -> Column:
-    """A column of shares, as bars."""
+    """A column of shares, as bars: blue, orange when little is left, red when nothing is left."""
     cell = common.TableBarGaugeCellOptions(
         mode=common.BarGaugeDisplayMode.BASIC,
         value_display_mode=common.BarGaugeValueMode.TEXT,
     )
-    own = {"unit": "percentunit", "min": 0, "max": 1, "custom.cellOptions": cell}
-    return Column(title, expr, {**own, **fixed(settings.NEUTRAL), "custom.width": width})
+    own = {"unit": "percentunit", "decimals": 0, "min": 0, "max": 1, "custom.cellOptions": cell}
+    colours = {"color": {"mode": "thresholds"}, "thresholds": thresholds(USED)}
+    return Column(title, expr, {**own, **colours, "custom.width": width})
 
 
 def severities() -> Properties:
@@ -313,7 +317,12 @@ def when(title: str, expr: str, width: int) -> Column:
 
 def count(title: str, expr: str, width: int) -> Column:
     """A column of whole numbers."""
-    return Column(title, expr, {"custom.width": width})
+    return Column(title, expr, {"decimals": 0, "custom.width": width})
+
+
+def left(expr: str, title: str = "Left", width: int = 80) -> Column:
+    """A column of amounts whose unit another column names."""
+    return Column(title, expr, {"custom.width": width, "unit": settings.ROUNDED})
 
 
 def duration(title: str, expr: str, width: int) -> Column:

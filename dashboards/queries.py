@@ -19,7 +19,8 @@ NO_BACKTICK = "/^[^`]+$/"
 UNITS = ("", "_tokens", "_dollars", "_seconds")
 """How the names of the metrics of an amount end: those of calls have no unit."""
 
-SUBJECT = "job_agent_limit_scope_subject:langchain_quota_subject_"
+SUBJECT = "job_agent_limit_scope_subject:langchain_quota_subject"
+THREADS = "job_agent_limit_thread_id:langchain_quota_thread"
 DECISIONS = "job_agent_limit_scope_decision:langchain_quota_limit_decisions:increase15s"
 CALLS = "job_instance_agent_decision:langchain_quota_calls:increase15s"
 ALLOWED = "job_agent_limit_scope_unit:langchain_quota_limit:max"
@@ -42,48 +43,62 @@ def grown(metric: str, window: str, *matchers: str, by: str = "") -> str:
     return f"sum by ({by}) ({total})" if by else f"sum({total})"
 
 
-def refused_subjects(only: str) -> str:
-    """How many calls of each subject of a quota were refused in 5 minutes."""
-    blocked = select(f"{SUBJECT}blocked:increase15s", AGENT, LIMIT, only)
-    return f"sum_over_time({blocked}[5m])"
+def top(series: str, *only: str) -> str:
+    """Return the first rows of a table: the order of threads or subjects is recorded."""
+    # A table merges rows only if all labels are equal, and the name of a series is one of them.
+    return f"topk({settings.TOP}, {select(f'{series}:rank', AGENT, LIMIT, *only)} + 0)"
 
 
 def ratio(*only: str) -> str:
-    """The used share of shared quotas."""
-    return select(f"{SUBJECT}used:ratio", AGENT, LIMIT, *only)
-
-
-def rank() -> str:
-    """The order of subjects: who is refused most, who has nothing left, who has little left."""
-    refused = refused_subjects('subject=~".*"')
-    return f"topk({settings.TOP}, clamp_max({ratio()}, 1) + ({refused} or 0 * {ratio()}))"
-
-
-def seconds_left(*only: str) -> str:
-    """How long what is left of a shared quota lasts, at the pace of the last hour."""
-    growth = select(f"{SUBJECT}used:growth1h", AGENT, LIMIT, *only)
-    return f"(1 - {ratio(*only)} > 0) / ({growth} > 0) * 3600"
+    """Return the used share of shared quotas."""
+    return f"({select(f'{SUBJECT}_used:ratio', AGENT, LIMIT, *only)} + 0)"
 
 
 def thread_ratio(*only: str) -> str:
-    """What threads have used of their limits, in any unit, from the replica that decided last.
+    """Return the used share of threads' limits, in any unit."""
+    return select(f"{THREADS}_used:ratio", *only)
 
-    Only the time has matchers: the join narrows the rest.
-    """
-    shares = " or ".join(
-        f"langchain_quota_thread_used{unit} / (langchain_quota_thread_limit{unit} > 0)"
-        for unit in UNITS
+
+def increases(series: str, window: str, *only: str) -> str:
+    """Return how much a recorded series of threads or subjects grew in a window."""
+    return f"sum_over_time({select(f'{series}:increase15s', *only)}[{window}])"
+
+
+def thread_amounts(*only: str) -> tuple[str, str]:
+    """Return what threads have used, and their limits; the label `unit` says in what."""
+    series = "job_agent_limit_thread_id_unit:langchain_quota_thread_"
+    return select(f"{series}used:newest", *only), select(f"{series}limit:newest", *only)
+
+
+def subject_amounts(*only: str) -> tuple[str, str]:
+    """Return what subjects have used of quotas, and their limits, like `thread_amounts`."""
+    series = "job_agent_limit_scope_subject_unit:langchain_quota_subject_"
+    return select(f"{series}used:newest", AGENT, *only), select(
+        f"{series}limit:newest", AGENT, *only
     )
-    decided = select("langchain_quota_thread_timestamp_seconds", 'event="decision"', *only)
-    last = f"topk by ({OF_THREAD}) (1, {decided})"
-    return (
-        f"max by ({OF_THREAD}) (({shares}) and on (job, instance, agent, limit, thread_id) {last})"
-    )
 
 
-def refusals(*only: str) -> str:
-    """How many calls of threads were refused, by limit, since the threads have series."""
-    return f"sum by ({OF_THREAD}) ({select('langchain_quota_thread_blocked_total', *only)})"
+def seconds_left(*only: str) -> str:
+    """Return how long what is left of a shared quota lasts, at the pace of the last hour."""
+    growth = select(f"{SUBJECT}_used:growth1h", AGENT, LIMIT, *only)
+    return f"(1 - {ratio(*only)} > 0) / ({growth} > 0) * 3600"
+
+
+def thread_seconds_left(*only: str) -> str:
+    """Return how long what is left of threads' limits lasts, at the pace of 15 minutes."""
+    used = thread_ratio(*(only or (AGENT, LIMIT)))
+    return f"(1 - {used} > 0) / (deriv({used}[15m]) > 0)"
+
+
+def amount(used: str, limit: str, labels: str) -> str:
+    """Return series whose label `amount` says what is used of what, such as `18 of 20 calls`."""
+
+    def as_label(name: str, series: str) -> str:
+        return f'count_values by ({labels}) ("{name}", round({series}, 0.0001))'
+
+    both = f"{as_label('used', used)} * on ({labels}) group_left (of) {as_label('of', limit)}"
+    text = f'label_join({both}, "amount", " of ", "used", "of")'
+    return f'label_join({text}, "amount", " ", "amount", "unit")'
 
 
 def last_time(event: str, *only: str) -> str:

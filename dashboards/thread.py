@@ -13,23 +13,32 @@ _NO_LIMIT = "No limit counts per thread."
 
 
 def build() -> Dashboard:
-    """The dashboard."""
-    known = ask.select("langchain_quota_thread_timestamp_seconds", ask.AGENT)
-    threads = one("thread", "Thread", f"label_values({known}, thread_id)").regex(ask.NO_BACKTICK)
-    refused = ask.refusals(ask.AGENT, ask.THREAD)
-    spent = "max(sum by (limit) ({}))"
-    most_used = f"topk({settings.TOP}, {_RATIO})"
+    """Return the dashboard."""
+    tracked = ask.select("langchain_quota_thread_timestamp_seconds", ask.AGENT)
+    threads = one("thread", "Thread", f"label_values({tracked}, thread_id)").regex(ask.NO_BACKTICK)
+
+    def blocked(window: str) -> str:
+        return ask.increases(f"{ask.THREADS}_blocked", window, ask.AGENT, ask.THREAD)
+
+    def spent(unit: str) -> str:
+        series = f"{ask.THREADS}_spent_{unit}"
+        return f"max(sum by (limit) ({ask.increases(series, ask.RANGE, ask.AGENT, ask.THREAD)}))"
+
+    used, limit = ask.thread_amounts(ask.AGENT, ask.THREAD)
+    checked = ask.last_time("decision", ask.AGENT, ask.THREAD)
+    others = ask.select(ask.ALLOWED, ask.AGENT, 'scope!="thread"')
+    of_thread = f"and on (job, agent, limit) {checked}"
     return show.new_dashboard(
         settings.THREAD_UID,
         settings.THREAD_TITLE,
-        "What one conversation has used of its limits, what was refused on it, and why.",
+        "What one conversation has used of its limits, what was blocked on it, and why.",
         [*common_variables(limit=False), threads],
         show.stat(
             show.Place(41, 6, 5),
-            "Refused",
-            "How many calls of the thread limits refused, since the processes that serve it "
-            "started. A call that two limits refuse counts for both.",
-            [show.Query(f"sum({refused}) or vector(0)", "calls")],
+            "Calls blocked",
+            "How many calls of the thread limits blocked in the chosen time. A call that two "
+            "limits refuse counts for both.",
+            [show.Query(f"sum({blocked(ask.RANGE)}) or 0 * count({checked})", "calls")],
             unit=COUNT,
             steps=((None, OK), (1, CRITICAL)),
         ),
@@ -48,11 +57,11 @@ def build() -> Dashboard:
             "When nothing is left of a limit, at the pace of the last 15 minutes. 0 if nothing is "
             "left of one.",
             [
-                *(
-                    show.Query(_seconds_left(unit), unit.removeprefix("_") or "calls", instant=True)
-                    for unit in ask.UNITS
+                show.Query(
+                    f"min({ask.thread_seconds_left(ask.AGENT, ask.THREAD)} or 0 * ({_RATIO} >= 1))",
+                    "first limit",
+                    instant=True,
                 ),
-                show.Query(f"min(0 * ({_RATIO} >= 1))", "used up", instant=True),
             ],
             unit="s",
             steps=show.TIME_LEFT,
@@ -61,60 +70,70 @@ def build() -> Dashboard:
         show.stat(
             show.Place(44, 6, 5),
             "Spent",
-            "What the model runs of the thread have spent, since the processes that serve it "
-            "started. Limits of money count dollars, limits of tokens or money count tokens.",
+            "What the model runs of the thread spent in the chosen time. Limits of money count "
+            "dollars, limits of tokens or money count tokens.",
             [
-                show.Query(
-                    spent.format(
-                        ask.select(
-                            f"langchain_quota_thread_spent_{unit}_total", ask.AGENT, ask.THREAD
-                        )
-                    ),
-                    unit,
-                    properties={"unit": shown, "decimals": decimals},
-                )
+                show.Query(spent(unit), unit, properties={"unit": shown, "decimals": decimals})
                 for unit, shown, decimals in (("dollars", DOLLARS, 4), ("tokens", ROUNDED, 0))
             ],
             unit=COUNT,
             no_value="No limit of tokens or money.",
         ),
-        show.timeseries(
-            show.Place(45, 12, 8),
-            "Used of each limit",
-            "What share of each limit the thread has used. At 100% its next call is refused.",
-            [show.Query(_RATIO, "{{limit}}")],
-            unit=SHARE,
-        )
-        .no_value(_NO_LIMIT)
-        .max(1),
-        show.timeseries(
-            show.Place(46, 12, 8),
-            "Refusals over time",
-            "How many calls of the thread each limit has refused in all, limits of runs and shared "
-            "quotas included. A step is a refusal; a fall is a process that ended.",
-            [show.Query(refused, "{{limit}}")],
-            unit=COUNT,
-        ).no_value("Nothing was refused."),
         show.table(
             show.Place(47, 24, 7),
             "Limits of this thread",
             "The limits that checked calls of the thread. 'Used' is empty for a limit that does "
             "not count per thread, such as a limit of runs.",
             [
-                show.text("Limit", "limit", 220),
-                show.text("Agent", "agent", 180),
-                show.gauge("Used", most_used, 200),
-                show.count("Refused", refused, 110),
-                show.when("Last refusal", _last("refusal"), 160),
-                show.when("Last call", _last("decision"), 160),
-                show.when("Resets", _last("reset"), 160),
+                show.text("Limit", "limit"),
+                show.text("Agent", "agent", 150),
+                show.gauge("Used", f"{_RATIO} + 0", 190),
+                show.text("Of", "amount", 190),
+                show.left(f"sum by ({ask.OF_THREAD}) ({limit} - {used})"),
+                show.count("Blocked", f"{blocked(ask.RANGE)} > 0", 90),
+                show.when("Last block", _last("refusal"), 130),
+                show.when("Last call", f"{checked} * 1000", 130),
+                show.when("Resets", _last("reset"), 130),
             ],
-            sort_by=most_used,
+            sort_by=f"{_RATIO} + 0 or 0 * {checked}",
+            labels_from=ask.amount(used, limit, f"{ask.OF_THREAD}, unit"),
             no_value="The thread has no series any more.",
         ),
+        show.table(
+            show.Place(50, 12, 8),
+            "Numbers for each run, and shared quotas",
+            "What else the limits that checked calls of the thread allow: in each run, and to all "
+            "whose calls a shared quota counts. What a quota has used is on the overview.",
+            [
+                show.text("Limit", "limit"),
+                show.text("Agent", "agent", 130),
+                show.text("Counted per", "scope", 120),
+                show.left(f"({others} + 0) {of_thread}", "Allowed", 110),
+                show.text("Unit", "unit", 90),
+            ],
+            sort_by=f"({others} + 0) {of_thread}",
+            no_value="No other limit has a number.",
+        ),
+        show.bars(
+            show.Place(46, 12, 8),
+            "Calls blocked by limit",
+            "How many calls of the thread each limit blocked since the bar before, limits of runs "
+            "and shared quotas included.",
+            [show.Query(f"sum by (limit) ({blocked(ask.BAR)}) > 0", "{{limit}}")],
+            unit=COUNT,
+        ).no_value("Nothing was blocked."),
         show.row(
             49,
-            "Traces",
+            "History and traces",
+            show.timeseries(
+                show.Place(45, 24, 8),
+                "Used of each limit",
+                "What share of each limit the thread has used. At 100% its next call is blocked.",
+                [show.Query(_RATIO, "{{limit}}")],
+                unit=SHARE,
+            )
+            .no_value(_NO_LIMIT)
+            .max(1),
             show.traces(
                 show.Place(48, 24, 9),
                 "Blocked calls in traces",
@@ -129,10 +148,3 @@ def build() -> Dashboard:
 
 def _last(event: str) -> str:
     return f"{ask.last_time(event, ask.AGENT, ask.THREAD)} * 1000"
-
-
-def _seconds_left(unit: str) -> str:
-    used = f"langchain_quota_thread_used{unit}"
-    limit = ask.select(f"langchain_quota_thread_limit{unit}", ask.THREAD)
-    left = f"{limit} - {ask.select(used, ask.THREAD)} > 0"
-    return f"min(({left}) / (deriv({ask.select(used, ask.AGENT, ask.THREAD)}[15m]) > 0))"

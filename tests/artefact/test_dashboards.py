@@ -179,9 +179,9 @@ def test_the_files_are_what_is_generated() -> None:
 
 
 def test_they_are_few_and_short() -> None:
-    """There are at most 28 panels, and no query is longer than 600 characters."""
-    assert len([panel for each in boards() for panel in each.panels]) <= 28
-    assert all(len(query.expr) <= 600 for each in boards() for query in each.queries)
+    """There are at most 33 panels, and no query is longer than 650 characters."""
+    assert len([panel for each in boards() for panel in each.panels]) <= 33
+    assert all(len(query.expr) <= 650 for each in boards() for query in each.queries)
 
 
 def test_grafana_takes_the_json() -> None:
@@ -366,12 +366,13 @@ def test_every_query_returns_data(seen: Seen) -> None:
     Where a panel shows exemplars, there are some.
     """
     empty = {
-        *(f"{OVERVIEW} {panel}" for panel in ("46 A", "46 B", "49 B", "52 D", "52 E")),
-        "langchain-quota-budgets 46 B",
+        *(f"{OVERVIEW} {panel}" for panel in ("52 B", "52 D", "52 E", "63 B", "63 C")),
     }
+    # A customer is blocked only if the agents had to run again and again.
+    perhaps = {f"{OVERVIEW} 58 E", "langchain-quota-budgets 46 E"}
 
     def found() -> bool:
-        if seen.unanswered() == empty:
+        if seen.unanswered() - perhaps == empty:
             return True
         # On a busy machine an increase between two late scrapes is not seen: there is another.
         seen.go_on()
@@ -379,14 +380,14 @@ def test_every_query_returns_data(seen: Seen) -> None:
 
     with suppress(AssertionError):
         eventually(found)
-    assert seen.unanswered() == empty
+    assert seen.unanswered() - perhaps == empty
     for query in (query for board in boards() for query in board.queries if query.exemplar):
         asked = interpolate(query.expr, ANYTHING)
         assert eventually(lambda: seen.prometheus.exemplars(asked)), query.where  # noqa: B023 - at once
 
 
 def test_what_tools_cost(seen: Seen) -> None:
-    """*Cost today* has what models and paid tools cost, also where there is but one of them."""
+    """*Cost, last 24 hours* has what models and paid tools cost, also where there is but one of them."""
     [cost] = [
         each for each in board(OVERVIEW).queries if "[24h]" in each.expr and "tool" in each.expr
     ]
@@ -453,12 +454,14 @@ def test_a_hostile_thread_is_found(seen: Seen) -> None:
     [values] = [each for each in seen.choices(board(THREAD)) if each["thread"] == HOSTILE]
     [used] = seen.ask(query(f"{THREAD} 45 A"), values)
     of = {"job": "agents", "agent": "finder", "limit": "tool:search", "thread_id": HOSTILE}
-    assert used["metric"] == of
+    assert of.items() <= used["metric"].items()
     assert float(used["values"][-1][1]) == 1
-    [refused] = seen.ask(query(f"{THREAD} 46 A"), values)
-    assert float(refused["values"][-1][1]) == TRIED - ALLOWED
-    [left] = seen.ask(query(f"{THREAD} 43 E"), values)
+    [blocked] = seen.ask(query(f"{THREAD} 41 A"), values)
+    assert float(blocked["values"][-1][1]) == TRIED - ALLOWED
+    [left] = seen.ask(query(f"{THREAD} 43 A"), values)
     assert float(left["value"][1]) == 0
+    [amount] = seen.ask(query(f"{THREAD} 47 H"), values)
+    assert amount["metric"]["amount"] == f"{ALLOWED} of {ALLOWED} calls"
 
 
 def test_an_export_for_one_job_sees_that_job_only(seen: Seen) -> None:
@@ -467,10 +470,5 @@ def test_an_export_for_one_job_sees_that_job_only(seen: Seen) -> None:
     Recorded series are narrowed by the rules, which are exported with the same selector.
     """
     for options, expected in (({}, {"agents", "demo"}), ({"selector": 'job="agents"'}, {"agents"})):
-        narrowed = board(OVERVIEW, **options)
-        [values] = seen.choices(narrowed)
-        queries = [
-            each for each in narrowed.queries if not re.search(":langchain|ALERTS", each.expr)
-        ]
-        found = [each["metric"] for query in queries for each in seen.ask(query, values)]
-        assert {each["job"] for each in found if "job" in each} == expected
+        [job, *_] = board(OVERVIEW, **options).variables
+        assert {*seen.offered(job, ANYTHING)} == expected
