@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from langchain_quota.telemetry import hmac_label as hmac_label
     from langchain_quota.telemetry.exposition import metrics_app as metrics_app
     from langchain_quota.telemetry.exposition import start_metrics_server as start_metrics_server
+    from langchain_quota.telemetry.otlp import export_metrics as export_metrics
 else:
     from importlib import import_module
 
@@ -69,6 +70,7 @@ else:
         "stores.redis": ("RedisStore",),
         "telemetry": ("Telemetry", "hmac_label"),
         "telemetry.exposition": ("metrics_app", "start_metrics_server"),
+        "telemetry.otlp": ("export_metrics",),
     }
     _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
     __all__ = ["__version__"]

@@ -3,11 +3,14 @@
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 from starlette.testclient import TestClient
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
@@ -168,3 +171,30 @@ async def test_the_collector_keeps_what_spans_say() -> None:
     assert policy["string_attribute"]["key"] == "langchain_quota.decision"
     assert {*policy["string_attribute"]["values"]} == found - {"allowed"}
     assert all(each.keys() == {"name", "type", each["type"]} for each in policies)
+
+
+def test_a_job_pushes_all_metrics() -> None:
+    """What the example sends to a Pushgateway is what a scrape would show."""
+    received: list[tuple[str, bytes]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(202)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    registry = telling().registry
+    [code] = [text for text in blocks("python") if "push_to_gateway" in text]
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        namespace: dict[str, Any] = {}
+        code = code.replace("localhost:9091", f"127.0.0.1:{server.server_port}")
+        exec(code, namespace)  # noqa: S102 - our own page
+        namespace["REGISTRY"] = registry
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        namespace["push"]()
+        thread.join()
+    assert received == [("/metrics/job/nightly", generate_latest(registry))]

@@ -267,7 +267,7 @@ def exposed(family: Metric) -> str:
 @pytest.fixture(scope="module")
 def seen() -> Seen:
     """The scenes, played once for all tests; one hides its thread."""
-    told: Any = {"subject_label": {PER: str}}
+    told: Any = {"subject_label": {PER: str}, "run_histograms": True}
     signals = telling(**told)
     told["tracer_provider"] = signals.provider
     hiding = Telemetry(registry=CollectorRegistry(), thread_label=hmac_label("a" * 16), **told)

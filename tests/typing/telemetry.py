@@ -3,14 +3,22 @@
 from datetime import timedelta
 from typing import assert_type
 
+from opentelemetry.sdk.metrics.export import ConsoleMetricExporter
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import get_tracer_provider
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 
-from langchain_quota import Telemetry, hmac_label, metrics_app, start_metrics_server
+from langchain_quota import (
+    Telemetry,
+    export_metrics,
+    hmac_label,
+    metrics_app,
+    start_metrics_server,
+)
 from langchain_quota.telemetry.exposition import MetricsServer
+from langchain_quota.telemetry.otlp import MetricsExport
 
 Telemetry(registry=CollectorRegistry(), tracer_provider=TracerProvider(), near=0.9)
 Telemetry(spans="refused", thread_label=hmac_label("a secret of 16 bytes or more"), max_tools=20)
@@ -32,6 +40,9 @@ server.close()
 with start_metrics_server(0, "0.0.0.0", registry=CollectorRegistry()) as running:
     assert_type(running, MetricsServer)
 start_metrics_server(certfile="cert.pem", keyfile="key.pem", client_cafile="ca.pem")
+
+assert_type(export_metrics(ConsoleMetricExporter(), every="30s"), MetricsExport)
+export_metrics(ConsoleMetricExporter(), timedelta(minutes=1), CollectorRegistry()).flush()
 
 
 def of_text(thread_id: str) -> str:

@@ -74,7 +74,7 @@ def _is_outdated(file: Path) -> bool:
     return False
 
 
-def _resolve_registry(registry: CollectorRegistry) -> CollectorRegistry:
+def resolve_registry(registry: CollectorRegistry) -> CollectorRegistry:
     """Return the registry to serve: in multi-process mode one with the metrics of all workers."""
     directory = multiprocess_directory()
     if directory is None:
@@ -175,7 +175,7 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         httpd, thread = start_http_server(
             port,
             bound_addr,
-            registry=_resolve_registry(registry),
+            registry=resolve_registry(registry),
             certfile=certfile,
             keyfile=keyfile,
             client_cafile=client_cafile,
@@ -234,7 +234,7 @@ class _MetricsApp:
     """An ASGI app: an instance, not a function, so that Starlette takes it as a route."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._app = make_asgi_app(_resolve_registry(registry))
+        self._app = make_asgi_app(resolve_registry(registry))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request, and render in a worker thread."""
