@@ -37,7 +37,7 @@ def build() -> Dashboard:
         subjects(show.Place(58, 24, 7), "Quota used by customer"),
         _alerts(),
         _refusals(),
-        show.row(54, "Limits, and dry runs", _limits()),
+        show.row(54, "Limits, and dry runs", _limits(), _runs()),
         show.row(60, "Runs and waits", _ended(), _waits()),
         show.row(55, "Health, whatever Agent and Limit are chosen", _health(), _store_seconds()),
     )
@@ -373,6 +373,40 @@ def _waits() -> TimeseriesPanel:
         ],
         unit="s",
     ).no_value("No limit lets calls wait.")
+
+
+def _runs() -> TablePanel:
+    buckets = ask.select(ask.RUN_USED, ask.AGENT, ask.LIMIT)
+    grown = f"sum by (job, agent, limit, unit, le) (increase({buckets}[{ask.RANGE}]))"
+    allowed = ask.select(ask.ALLOWED, ask.AGENT, ask.LIMIT, 'scope="run"')
+
+    def column(title: str, expr: str, width: int = 100) -> show.Column:
+        return show.Column(title, expr, {"decimals": 2, "custom.width": width})
+
+    def used(title: str, share: float) -> show.Column:
+        return column(title, f"histogram_quantile({share}, {grown})")
+
+    runs = f'sum by (job, agent, limit, unit) (increase({buckets[:-1]},le="+Inf"}}[{ask.RANGE}]))'
+    return show.table(
+        show.Place(56, 24, 8),
+        "What runs use",
+        "What the runs that ended in the chosen time had used of each limit: half of them at most "
+        "'Median', 95 of 100 at most '95 %', and all at most 'Highest', each up to the next bound "
+        "of the histogram. 'Allowed' is the run limit. Needs Telemetry(run_histograms=True).",
+        [
+            show.text("Agent", "agent", 150),
+            show.text("Limit", "limit"),
+            show.count("Runs", runs, 80),
+            used("Median", 0.5),
+            used("95 %", 0.95),
+            used("Highest", 1),
+            column("Allowed", f"max by (job, agent, limit, unit) ({allowed})"),
+            show.text("Unit", "unit", 80),
+            show.text("Job", "job", 110),
+        ],
+        sort_by=runs,
+        no_value="No run ended with Telemetry(run_histograms=True).",
+    )
 
 
 def _health() -> TimeseriesPanel:

@@ -24,6 +24,7 @@ THREADS = "job_agent_limit_thread_id:langchain_quota_thread"
 DECISIONS = "job_agent_limit_scope_decision:langchain_quota_limit_decisions:increase15s"
 CALLS = "job_instance_agent_decision:langchain_quota_calls:increase15s"
 ALLOWED = "job_agent_limit_scope_unit:langchain_quota_limit:max"
+RUN_USED = "job_instance_agent_limit_unit_le:langchain_quota_run_used:sum"
 OF_SUBJECT = "job, agent, limit, scope, subject"
 OF_THREAD = "job, agent, limit, thread_id"
 

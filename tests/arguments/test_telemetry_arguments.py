@@ -24,6 +24,7 @@ WRONG: list[tuple[str, object, type[Exception]]] = [
     ("thread_label", "hidden", TypeError),
     *[("subject_label", x, TypeError) for x in (str, {"tenant": "hidden"}, {7: str})],
     ("count_unchecked_calls", 1, TypeError),
+    ("run_histograms", 1, TypeError),
 ]
 
 
@@ -66,7 +67,7 @@ def test_what_shapes_shared_metrics_must_agree(argument: str, ours: Any, theirs:
     """Of two Telemetry on one registry; the error names the argument and both values."""
     registry = CollectorRegistry()
     Telemetry(registry=registry)
-    Telemetry(registry=registry, spans="off", count_unchecked_calls=True)
+    Telemetry(registry=registry, spans="off", count_unchecked_calls=True, run_histograms=True)
     with pytest.raises(ValueError, match=argument) as caught:
         Telemetry(**{"registry": registry, argument: ours})
     assert f"{argument}={ours!r}" in str(caught.value)

@@ -253,7 +253,10 @@ class Searchers:
         provider = TracerProvider()
         provider.add_span_processor(BrokenProcessor())
         self._telemetry = Telemetry(
-            registry=registry, tracer_provider=provider, subject_label={"tenant": str}
+            registry=registry,
+            tracer_provider=provider,
+            subject_label={"tenant": str},
+            run_histograms=True,
         )
         # Exemplars lead to spans, which the demo makes only where an SDK is set up around it.
         self._traced = Telemetry(
@@ -387,7 +390,7 @@ def test_every_query_returns_data(seen: Seen) -> None:
 
 
 def test_what_tools_cost(seen: Seen) -> None:
-    """*Cost, last 24 hours* has what models and paid tools cost, also where there is but one of them."""
+    """*Cost, last 24 hours* has what models and tools cost, or what one of them costs."""
     [cost] = [
         each for each in board(OVERVIEW).queries if "[24h]" in each.expr and "tool" in each.expr
     ]

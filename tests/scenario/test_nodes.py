@@ -53,7 +53,7 @@ def nodes(signals: Signals, middleware: QuotaMiddleware[Any, Any]) -> list[str]:
         ([TokenLimit(run_limit=9)], QuotaMiddleware, BOTH),
         ([MODEL], QuotaMiddleware, BEFORE),
         ([ModelCallLimit(run_limit=9, exit_behavior="finalize")], QuotaMiddleware, BOTH),
-        ([SEARCH], OwnQuota, BOTH),
+        ([SEARCH], OwnQuota, [*BOTH, "after_agent"]),
     ],
     ids=[
         *(

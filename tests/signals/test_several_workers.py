@@ -51,7 +51,7 @@ def script(messages: Sequence[BaseMessage]) -> Any:
 
 async def take(steps: Sequence[Step]) -> None:
     """Check calls, as a worker does."""
-    signals = telling(registry=REGISTRY, max_exported_threads=2)
+    signals = telling(registry=REGISTRY, max_exported_threads=2, run_histograms=True)
     scene = Scene(signals, script, LIMITS, store=MemoryStore(), context={"user_id": USER})
     for what, thread, count in steps:
         scene.thread_id = thread
@@ -172,12 +172,14 @@ def test_what_workers_know_together(
 
 
 def test_any_worker_answers_for_all(tmp_path: Path) -> None:
-    """Also one that has checked nothing: counters are summed, and threads shown."""
+    """Also one that has checked nothing: counters and histograms are summed, and threads shown."""
     found = shown(worked(tmp_path, searched(0, 9), searched(1, 3, "t2")))
     assert found["apples_total"] == {("red",): 6}
     assert found["langchain_quota_thread_used"] == {OF_T1: 9, (*OF_T1[:2], "t2"): 3}
     calls = ("unnamed", "allowed", "tool", "search")
     assert found["langchain_quota_calls_total"][calls] == 12
+    assert found["langchain_quota_run_used_count"]["unnamed", "searches"] == 2
+    assert found["langchain_quota_run_used_sum"]["unnamed", "searches"] == 12
     assert one(found, "build_info", next(iter(found["langchain_quota_build_info"]))) == 1
 
 

@@ -72,6 +72,7 @@ class _GraphKernel(Kernel):
     """Stores which questions people are asked, and drops answers that are no longer needed."""
 
     graph: "GraphLimits"
+    knows_run_end = False
 
     async def _check_and_record(
         self, mode: Mode, batch: Batch, conclude: Conclude

@@ -29,6 +29,7 @@ from langchain_quota.features.model_notes import ModelNotes
 from langchain_quota.features.repeats import Repeats
 from langchain_quota.features.reruns import Reruns
 from langchain_quota.features.root_runs import RootRuns
+from langchain_quota.features.run_histograms import RunHistograms
 from langchain_quota.features.setup_warnings import MisspelledTools, UnsavedThreadLimits
 from langchain_quota.features.unchecked_calls import Unchecked
 from langchain_quota.features.waiting import Waiting
@@ -149,6 +150,7 @@ class QuotaMiddleware(
         MisspelledTools,
         Unchecked,
         CallTimes,
+        RunHistograms,
     )
 
     why_nobody_is_asked: ClassVar[str] = ""
@@ -163,6 +165,9 @@ class QuotaMiddleware(
             unneeded = _unneeded(cls.feature_kinds, limits)
             if __.get("store") is not None and "after_model" not in unneeded:
                 unneeded = tuple(hook for hook in unneeded if hook != "wrap_tool_call")
+            telemetry = __.get("telemetry")
+            if not (isinstance(telemetry, Telemetry) and telemetry.recorder.has_run_histograms):
+                unneeded = (*unneeded, "after_agent")
             instance: Self = super().__new__(_with_hooks(package_class, unneeded))
             return instance
         return super().__new__(cls)
@@ -264,6 +269,14 @@ class QuotaMiddleware(
     ) -> Update | None:
         """Call `after_model` without blocking the event loop."""
         return await self.kernel.after_model("a", state, runtime)
+
+    def after_agent(self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]) -> None:
+        """Observe what the run has used, with `Telemetry(run_histograms=True)`."""
+        self.kernel.end_run(state, runtime)
+
+    async def aafter_agent(self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]) -> None:
+        """Call `after_agent` without blocking the event loop."""
+        self.kernel.end_run(state, runtime)
 
     def wrap_model_call(
         self,

@@ -207,7 +207,7 @@ class Traffic:
             [*LIMITS, concurrency, RepeatLimit(3)],
             store=self._store,
             on_decision=self._count_decision,
-            telemetry=Telemetry(near=NEAR),
+            telemetry=Telemetry(near=NEAR, run_histograms=True),
         )
         self._agent: Any = create_agent(
             ScriptedChatModel(script=_next_turn, keep_calls=0),

@@ -86,6 +86,9 @@ class Feature:
     def begin_run(self, state: State, feature_data: FeatureData) -> None:
         """Add to the data of features that a new run writes."""
 
+    def end_run(self, state: State, runtime: object) -> None:
+        """Use the final state of a run that has ended, and was not interrupted."""
+
     async def root_run_subject(
         self, mode: Mode, state: State, caller: CallContext, prefix: str
     ) -> str:

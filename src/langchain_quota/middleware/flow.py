@@ -5,7 +5,7 @@ from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import is_
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from langchain.agents.middleware.types import ToolCallRequest
 
@@ -83,6 +83,9 @@ class Kernel:
         TypeError: `telemetry` has the wrong type.
     """
 
+    knows_run_end: ClassVar[bool] = True
+    """Whether `end_run` is called when a run ends; nothing says when a run of a graph does."""
+
     def __init__(  # noqa: PLR0913 - keyword-only, with defaults
         self,
         middleware: Middleware,
@@ -138,6 +141,7 @@ class Kernel:
         self.around_model_hooks = overriding(features, Feature.around_model)
         self.around_tool_hooks = overriding(features, Feature.around_tool)
         self.begin_run_hooks = overriding(features, Feature.begin_run)
+        self.end_run_hooks = overriding(features, Feature.end_run)
         self.name_attempt_hooks = overriding(features, Feature.name_attempt)
         self.adjust_checks_hooks = overriding(features, Feature.adjust_checks)
         self.on_hook_result_hooks = overriding(features, Feature.on_hook_result)
@@ -171,6 +175,11 @@ class Kernel:
         if client is not None:
             sent = AcquireRequest("", "", corrections=refund_corrections(step, refunds))
             await client.settle(mode, sent)
+
+    def end_run(self, state: State, runtime: object) -> None:
+        """Pass the final state of a run that has ended to features."""
+        for end_run in self.end_run_hooks:
+            end_run(state, runtime)
 
     def learn_tools(self, request: Request) -> None:
         """Learn which tools there really are, before the model invents others."""

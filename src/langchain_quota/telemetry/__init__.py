@@ -63,6 +63,9 @@ class Telemetry:
             `langchain_quota_unchecked_calls_total`, with one log line for each kind of call. Meant
             for staging: once a middleware has such a `Telemetry`, every run of the process takes a
             few percent longer, with or without limits.
+        run_histograms: Whether to observe what each run has used of its limits when it ends, in
+            `langchain_quota_run_used` and its variants for tokens, dollars and seconds. Each run
+            of an agent with a `QuotaMiddleware` then has one graph node more, at its end.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -96,6 +99,7 @@ class Telemetry:
         max_tools: int = 100,
         max_agents: int = 1_000,
         count_unchecked_calls: bool = False,
+        run_histograms: bool = False,
     ) -> None:
         validate_type("registry", registry, CollectorRegistry, "a CollectorRegistry")
         validate_type("tracer_provider", tracer_provider, TracerProvider | None, "a TracerProvider")
@@ -116,6 +120,7 @@ class Telemetry:
         for argument, value in bounds.items():
             validate_count(argument, value, what="a whole number")
         validate_switch("count_unchecked_calls", count_unchecked_calls)
+        validate_switch("run_histograms", run_histograms)
         settings = Settings(
             near=near,
             thread_label=thread_label,
@@ -129,6 +134,7 @@ class Telemetry:
             *(instruments, tracing),
             created_at=UserLine.of_caller(),
             count_unchecked_calls=count_unchecked_calls,
+            run_histograms=run_histograms,
         )
 
 

@@ -11,7 +11,7 @@ from langchain_quota.runtime.units import Level, Unit
 Exemplar = dict[str, str] | None
 
 LimitSpend = tuple[str, Unit, int]
-"""The name of a limit, its unit, and how much a model run has spent of it, from 0."""
+"""The name of a limit, its unit, and how much a run of a model or an agent has used, from 0."""
 
 LimitGrant = tuple[str, Scope, Unit, int]
 """The name of a limit, the scope of its threshold, its unit, and how much was added to it."""

@@ -163,6 +163,17 @@ class Metrics:
             labels = caller.agent, limit_label(limit), model
             self.count(names.SPENT[unit], in_base_unit(amount, unit), *labels)
 
+    def observe_run(
+        self, caller: CallerLabels, used: Sequence[LimitSpend], *, has_ended: bool
+    ) -> None:
+        """Add what a run has used to the histograms, if it has ended; create their series at 0."""
+        with self._lock:
+            for limit, unit, amount in used:
+                histogram = self._histograms[names.RUN_USED[unit].name]
+                series = histogram[caller.agent, limit_label(limit)]
+                if has_ended:
+                    series.observe(in_base_unit(amount, unit))
+
     def count_grants(self, caller: CallerLabels, grants: Sequence[LimitGrant]) -> None:
         """Count what was granted on top of limits."""
         for limit, scope, unit, amount in grants:

@@ -10,6 +10,14 @@ DECISION_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01
 WAIT_BUCKETS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """The bounds of histograms, in seconds. Calls that did not wait are in the first bucket."""
 
+RUN_BUCKETS: dict[Unit, tuple[float, ...]] = {
+    "calls": (0, 1, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 75, 100, 150, 200, 500),
+    "tokens": (0, *(digits * 10**power for power in range(2, 7) for digits in (1, 2, 5))),
+    "nanodollars": (0, *(digits / 10**power for power in range(4, -2, -1) for digits in (1, 2, 5))),
+    "milliseconds": (0, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1_200, 1_800, 3_600),
+}
+"""The bounds of what a run uses: calls, tokens, dollars and seconds."""
+
 
 class MetricSpec(NamedTuple):
     """The specification of a metric."""
@@ -62,6 +70,11 @@ def _amounts(name: str, labels: str, text: str, **options: Any) -> ByUnit:
 def _spent(name: str, labels: str, text: str, **options: Any) -> ByUnit:
     metrics = _amounts(name, labels, text, kind="counter", **options)
     return {unit: metrics[unit] for unit in metrics if unit != "calls"}
+
+
+def _of_runs(name: str, labels: str, text: str) -> ByUnit:
+    metrics = _amounts(name, labels, text, kind="histogram")
+    return {unit: metrics[unit]._replace(buckets=RUN_BUCKETS[unit]) for unit in metrics}
 
 
 _counter = partial(_metric, kind="counter")
@@ -141,6 +154,11 @@ RUNS_ENDED = _counter(
     "runs_ended_total",
     "agent limit",
     "Runs that an exhausted limit has ended. Those that end with a last answer do not count.",
+)
+RUN_USED = _of_runs(
+    "run_used",
+    "agent limit",
+    "What runs had used of a limit when they ended, only with run_histograms=True",
 )
 LONG_CALLS = _counter(
     "long_tool_calls_total",

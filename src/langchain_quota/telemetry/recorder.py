@@ -98,6 +98,7 @@ class Recorder:
         *,
         created_at: UserLine,
         count_unchecked_calls: bool = False,
+        run_histograms: bool = False,
     ) -> None:
         make = instruments.settings.thread_label
         self._thread_label: Callable[[object], str] = label
@@ -106,6 +107,7 @@ class Recorder:
         self.near = instruments.settings.near
         self.record_error = instruments.failed
         self.counts_unchecked_calls = count_unchecked_calls
+        self.has_run_histograms = run_histograms
         self._shared = instruments
         self._guard = instruments.guard
         self._metrics = metrics = instruments.metrics
@@ -236,6 +238,13 @@ class Recorder:
         labels = self._model_label(model), price, "estimated" if estimated else "reported"
         self._guard("metrics", self._metrics.count_spend, caller, spent, *labels)
         self._guard("threads", self._usage.spend, caller, spent)
+
+    def record_run(
+        self, agent: str | None, used: Sequence[LimitSpend], *, has_ended: bool = True
+    ) -> None:
+        """Record what a run has used of each limit when it ends, or that it begins."""
+        caller = self._labels_of(agent)
+        self._guard("metrics", self._metrics.observe_run, caller, used, has_ended=has_ended)
 
     def record_grants(self, agent: str | None, grants: Sequence[LimitGrant]) -> None:
         """Record what was granted on top of limits."""

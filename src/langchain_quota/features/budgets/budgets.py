@@ -30,7 +30,6 @@ from langchain_quota.features.budgets.charging import (
     ChargeContext,
     Charging,
     Reservation,
-    counts_of,
     settlements,
 )
 from langchain_quota.features.budgets.estimates import asked_of
@@ -195,7 +194,7 @@ class Budgets(Feature):
 
     def state_counts(self, state: State) -> Mapping[str, int]:
         """Return the budgets' use in the state."""
-        return counts_of(state)
+        return self._late.counts(state)
 
     def adjust_checks(self, batch: Batch) -> None:
         """Know what is used of the budgets; ask for the prices of paid tool calls."""

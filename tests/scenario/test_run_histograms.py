@@ -1,0 +1,204 @@
+"""Histograms of what runs have used when they end: `Telemetry(run_histograms=True)`."""
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import AgentMiddleware, hook_config
+from langchain_core.messages import BaseMessage
+from langchain_core.tools import StructuredTool
+from langgraph.types import interrupt
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from langchain_quota import (
+    CostLimit,
+    ModelCallLimit,
+    QuotaMiddleware,
+    RepeatLimit,
+    TimeLimit,
+    TokenLimit,
+    ToolCallLimit,
+)
+from langchain_quota.limits import Limit
+from tests.scene import Form, Kind, Scene, both_forms, recording
+from tests.telemetry import Signals, needs_inline, paid, telling
+
+USED = "langchain_quota_run_used"
+MODEL, SEARCH = ModelCallLimit(run_limit=99, name="model"), ToolCallLimit("search", run_limit=2)
+
+
+@pytest.fixture
+def observing() -> Signals:
+    return telling(run_histograms=True)
+
+
+def observed(signals: Signals, limit: str, unit: str = "", agent: str = "unnamed") -> list[float]:
+    """How many runs were observed, and what they used together."""
+    values = (
+        signals.value(f"{USED}{unit}_{part}", agent=agent, limit=limit) for part in ("count", "sum")
+    )
+    return [-1 if value is None else value for value in values]
+
+
+def turns(*numbers: int) -> Callable[[Sequence[BaseMessage]], Any]:
+    """A script that calls so many tools in each run, one after the other, for 10 tokens a call."""
+
+    def script(messages: Sequence[BaseMessage]) -> Any:
+        asked = [index for index, each in enumerate(messages) if each.type == "human"]
+        called = sum(each.type == "ai" for each in messages[asked[-1] :])
+        return paid(10, *(["search"] if called < numbers[len(asked) - 1] else []))
+
+    return script
+
+
+@both_forms
+@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+async def test_each_run_of_a_thread_is_observed(kind: Kind, form: Form, observing: Signals) -> None:
+    """With its calls, tokens, dollars and seconds; refused calls and other runs do not count."""
+    cost = CostLimit(run_limit=9, tool_prices={"search": Decimal("0.25")})
+    limits: list[Limit] = [
+        MODEL,
+        SEARCH,
+        TokenLimit(thread_limit=9_999),
+        cost,
+        TimeLimit(run_limit="1h"),
+    ]
+    scene = Scene(
+        observing,
+        turns(0, 1, 4),
+        [*limits, RepeatLimit(9, name="repeats")],
+        kind=kind,
+        form=form,
+        prices=lambda usage: Decimal(0),
+    )
+    for _ in range(3):
+        await scene.play()
+    assert observed(observing, "model") == [3, 1 + 2 + 5]
+    assert observed(observing, "tool:search") == [3, 0 + 1 + 2]
+    assert observed(observing, "tokens", "_tokens") == [3, 80]
+    assert observed(observing, "cost", "_dollars") == [3, 0.75]
+    spent = observing.samples("langchain_quota_spent_seconds_total", limit="time")
+    assert observed(observing, "time", "_seconds") == pytest.approx([3, sum(spent.values())])
+    assert observed(observing, "repeats") == [-1, -1]
+
+
+async def test_a_run_that_waits_for_a_person_counts_once(observing: Signals) -> None:
+    """When it really ends, with what it used before; a run that raises does not count."""
+
+    def ask() -> Any:
+        return interrupt("May I?")
+
+    def fail() -> Any:
+        raise RuntimeError("the tool failed")
+
+    ran: list[str] = []
+    tools = [recording("search", ran, ask), recording("fail", ran, fail)]
+    script = [paid(1, "search"), paid(1), paid(1, "fail")]
+    scene = Scene(observing, script, [MODEL], tools=tools, ran=ran)
+    assert "__interrupt__" in await scene.play()
+    # The series begins at 0, so that `increase()` sees the first run.
+    assert observed(observing, "model") == [0, 0]
+    await scene.resume("yes")
+    assert observed(observing, "model") == [1, 2]
+    with pytest.raises(RuntimeError, match="the tool failed"):
+        await scene.play()
+    assert observed(observing, "model") == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["end", "direct", "jump"])
+async def test_all_ends_count(how: str, observing: Signals) -> None:
+    """A limit's end, a tool that returns directly, and another middleware that ends the run."""
+    options: Any = {"name": "search", "description": "Search.", "return_direct": how == "direct"}
+
+    def search() -> str:
+        time.sleep(0.01)
+        return "42"
+
+    direct = StructuredTool.from_function(search, **options)
+    limit = ToolCallLimit("search", run_limit=1, exit_behavior="end")
+
+    class Jump(AgentMiddleware[Any, Any]):
+        @hook_config(can_jump_to=["end"])
+        async def abefore_model(self, state: Any, runtime: Any) -> Any:
+            ends = how == "jump" and state["messages"][-1].type == "tool"
+            return {"jump_to": "end"} if ends else None
+
+    scene = Scene(observing, turns(9), [Jump(), limit, TimeLimit(run_limit="1h")], tools=[direct])
+    await scene.play()
+    assert observed(observing, "tool:search") == [1, 1]
+    spent = sum(observing.samples("langchain_quota_spent_seconds_total", limit="time").values())
+    assert observed(observing, "time", "_seconds") == pytest.approx([1, spent])
+
+
+async def test_a_sub_agents_run_is_its_own(observing: Signals) -> None:
+    """A sub-agent in a tool is observed under its name, and its calls are not the outer agent's."""
+    helper = Scene(observing, turns(1, 0), [MODEL], name="helper")
+
+    async def search() -> str:
+        """Ask the helper."""
+        return str((await helper.play(thread_id="2"))["messages"][-1].text)
+
+    tool = StructuredTool.from_function(coroutine=search, name="search")
+    await Scene(observing, turns(2), [MODEL], tools=[tool], name="boss").play()
+    assert observed(observing, "model", agent="boss") == [1, 3]
+    assert observed(observing, "model", agent="helper") == [2, 3]
+
+
+@pytest.mark.parametrize("kind", ["quota", "drop-in", "graph"])
+async def test_where_there_are_none(kind: Kind, signals: Signals, observing: Signals) -> None:
+    """Without the option there is no node and no series; drop-ins and graphs never have them."""
+    scene = Scene(signals if kind == "quota" else observing, turns(1), [MODEL], kind=kind)
+    await scene.play()
+    assert not [name for name in scene.agent.nodes if "after_agent" in name]
+    assert observed(scene.signals, "model") == [-1, -1]
+
+
+def quantile(signals: Signals, name: str, share: float) -> tuple[float, float, float]:
+    """What PromQL's `histogram_quantile` makes of the exposition, and the bucket around it."""
+    text = generate_latest(signals.registry).decode()
+    buckets = [
+        (float(each.labels["le"]), each.value)
+        for family in text_string_to_metric_families(text)
+        for each in family.samples
+        if each.name == f"{name}_bucket"
+    ]
+    rank, below, bound = share * buckets[-1][1], 0.0, 0.0
+    for upper, count in buckets:
+        if count >= rank:
+            if math.isinf(upper) or upper <= 0:
+                return (bound, bound, upper) if math.isinf(upper) else (upper, upper, upper)
+            return bound + (upper - bound) * (rank - below) / (count - below), bound, upper
+        below, bound = count, upper
+    raise AssertionError
+
+
+def test_quantiles_are_right_within_a_bucket(observing: Signals) -> None:
+    """Of 2,000 ends with random counts; however many runs there are, the series stay as many."""
+    of_use = TokenLimit(run_limit=10**9), CostLimit(run_limit=10**6), TimeLimit(run_limit="9d")
+    quota = QuotaMiddleware([MODEL, *of_use], telemetry=observing.telemetry)
+    counters = {"_tokens": "total_tokens", "_dollars": "nanodollars", "_seconds": "milliseconds"}
+    scale, draw = {"": 1, "_tokens": 1, "_dollars": 10**9, "_seconds": 1_000}, random.Random(7)  # noqa: S311 - drawn counts
+    middle = {"": 9, "_tokens": 20_000, "_dollars": 2 * 10**8, "_seconds": 20_000}
+    truth: dict[str, list[float]] = {unit: [] for unit in middle}
+    series = []
+    for number in range(2_000):
+        use = {unit: int(draw.lognormvariate(math.log(middle[unit]), 1)) for unit in middle}
+        spent = {f"model.{counter}": use[unit] for unit, counter in counters.items()}
+        ledger = {"counts": {"run_model": use[""]}, "own": {"budgets": {"run_spent": spent}}}
+        quota.after_agent({"messages": [], "langchain_quota": ledger}, None)  # type: ignore[arg-type,typeddict-item]
+        for unit, amount in use.items():
+            truth[unit].append(amount / scale[unit])
+        if number in (0, 1_999):
+            series.append(len(generate_latest(observing.registry).splitlines()))
+    assert series[0] == series[1]
+    for unit, values in truth.items():
+        for share in (0.5, 0.95, 1.0):
+            true = sorted(values)[math.ceil(share * len(values)) - 1]
+            estimate, lower, upper = quantile(observing, f"{USED}{unit}", share)
+            assert lower <= true <= upper, (unit, share, true)
+            assert lower <= estimate <= upper
