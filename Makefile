@@ -67,7 +67,7 @@ bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/b
 soak: $(VENV)/.develop ## Run agents for half an hour, and fail if anything grows; ARGS="--minutes 5" for less.
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
-picture: $(VENV)/.develop ## Draw the demo and top for the docs anew.
+picture: $(VENV)/.develop ## Draw the page for the docs anew, in Chromium.
 	@$(BIN)/python -m tools.picture $(ARGS)
 
 # Tests are read, too: a new one that needs more lines replaces one that finds less.
@@ -144,7 +144,7 @@ $(VENV)/.python:
 
 $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Installing the demo into $(VENV): a minute or two, only once …"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[demo]'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.python pyproject.toml constraints.txt
@@ -168,5 +168,5 @@ $(VENV)/.matrix: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.develop: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Installing what tests and checks need into $(VENV): some minutes, only once …"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[demo,otlp]' --group test --group lint
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[otlp]' --group test --group lint
 	@touch $@ $(VENV)/.demo

@@ -44,7 +44,7 @@ SHOW = "from importlib.metadata import version as v; print(v('langchain'), v('la
 def tests(session: nox.Session, versions: str) -> None:
     """Run the tests on one Python, with the oldest, the pinned or the newest versions."""
     session.install("-c", "constraints.txt", "--upgrade", "pip")
-    session.install(*VERSIONS[versions], "--editable", ".[demo,otlp]")
+    session.install(*VERSIONS[versions], "--editable", ".[otlp]")
     session.run("python", "-c", SHOW)
     given = session.posargs or ["tests", *(f"--ignore=tests/{name}" for name in SAME_EVERYWHERE)]
     session.run("pytest", "-m", "not rest", *given)

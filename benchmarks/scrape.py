@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.checked import Used, check
 from benchmarks.report import Ratio, Result, Table, divided, number
 from benchmarks.sizes import Size
-from langchain_quota import Telemetry, ToolCallLimit, metrics_app
+from langchain_quota import Telemetry, ToolCallLimit, metrics_app, quota_app
 from langchain_quota.limits.call import Call
 from langchain_quota.middleware.context import fixed
 from langchain_quota.telemetry import recorder_of
@@ -94,7 +94,31 @@ def measure(size: Size) -> Result:
         3,
         divided(median(largest.took), median(least.took)),
     )
-    return Result([Table("Scraping", columns, rows, note)], [ratio])
+    pages = asyncio.run(_measure_pages([each for each in scenes if not each.has_urgent], size))
+    return Result([Table("Scraping", columns, rows, note), pages], [ratio])
+
+
+async def _measure_pages(scenes: list[Scraped], size: Size) -> Table:
+    """Read the page's data, computed anew each time, and once more."""
+    rows = []
+    for scene in scenes:
+        first, late, again = list[float](), list[float](), list[float]()
+        for _ in range(size.scrapes):
+            app = quota_app(scene.registry)
+            for took in (first, again):
+                _, milliseconds, delay = await _watched(scraped(app, "/quota.json"))
+                took.append(milliseconds)
+                if took is first:
+                    late.append(delay)
+        numbers = median(first), max(first), median(late), max(late), median(again)
+        rows.append([f"{scene.threads:,}", *(number(each, 1) for each in numbers)])
+    columns = ("threads", "computed", "longest", "loop late", "latest", "again")
+    note = (
+        "Milliseconds of `/quota.json`. *computed* is an answer that is computed anew, which "
+        "happens at most once a second, and at most for a tenth of the time; *again* is any other "
+        "answer. *loop late* and *latest* are as above."
+    )
+    return Table("The page", columns, rows, note)
 
 
 async def _measure(scenes: list[Scraped], scrapes: int) -> list[float]:
@@ -139,7 +163,7 @@ async def _watched(doing: Coroutine[Any, Any, int]) -> tuple[int, float, float]:
     return given, took * 1_000, late * 1_000
 
 
-async def scraped(app: Any) -> int:
+async def scraped(app: Any, path: str = "/metrics") -> int:
     """Scrape as a server does.
 
     Returns:
@@ -156,7 +180,7 @@ async def scraped(app: Any) -> int:
     scope = {
         "type": "http",
         "method": "GET",
-        "path": "/metrics",
+        "path": path,
         "query_string": b"",
         "headers": [],
     }

@@ -103,6 +103,8 @@ addresses() {
     curl -d '{"text": "what is there on limits", "user_id": "me"}' -H content-type:application/json \\
       http://$(port agent-1 8000)/threads/mine/messages
 
+  The page      http://$(port agent-1 8000)/quota/  any user, with the password METRICS_TOKEN of docker/.env
+
   The load driver plays for a while; the first alert comes within two minutes.
   Traces are in Grafana: click the dot of a blocked call. Stop everything: make down
 BANNER

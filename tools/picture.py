@@ -1,62 +1,43 @@
-"""The docs' pictures of the terminal: the demo, and `top` beside it, at the end of its traffic.
+"""Draw the page for the docs, in a real browser: what the demo shows when its traffic is over.
 
-`make picture` writes docs/images/demo.svg and top.svg.
+`make picture` writes docs/images/page-light.png and page-dark.png. It needs Playwright, and
+Chromium of the system (`apt-get install chromium`).
 """
 
 import argparse
 import asyncio
-import io
 import logging
-import re
-import time
-from contextlib import nullcontext
+import shutil
+import sys
 from pathlib import Path
+from threading import Thread
+from typing import Literal
 
-from prometheus_client import generate_latest
-from rich.console import Console, RenderableType
-from rich.terminal_theme import MONOKAI
+from playwright.sync_api import sync_playwright
 
-from langchain_quota.cli.demo import Traffic, table
-from langchain_quota.cli.metrics import figures, of_text
-from langchain_quota.cli.top import screen
+from langchain_quota import start_metrics_server
+from langchain_quota.cli.demo import Traffic
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 THREADS = 6
-SIZES = {"demo": (124, None), "top": (114, 22)}
-"""In characters; the bars have the space that the names leave."""
-FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
+WIDTH, HEIGHT = 1200, 780
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
-def drawn(seconds: int) -> dict[str, RenderableType]:
-    """What the demo and `top` show when the demo's traffic is over."""
-    logging.getLogger("langchain_quota").setLevel(logging.ERROR)
-    traffic = Traffic(THREADS, seconds)
-    asyncio.run(traffic.run(nullcontext()))
-    known = figures([of_text(generate_latest().decode())])
-    width, height = SIZES["top"]
-    top = Console(width=width, height=height, file=io.StringIO())
-    return {
-        "demo": table(traffic.rows()),
-        "top": screen(known, console=top, addresses=1, faults=(), now=time.time()),
-    }
-
-
-def svg(shown: RenderableType, name: str) -> str:
-    """A terminal with something, drawn with fonts that the reader's machine has."""
-    width, height = SIZES[name]
-    console = Console(
-        record=True,
-        width=width,
-        height=height,
-        file=io.StringIO(),
-        force_terminal=True,
-        color_system="truecolor",
-    )
-    console.print(shown)
-    made = console.export_svg(title=f"langchain-quota {name}", theme=MONOKAI, unique_id=name)
-    # Rich's own style sheet loads a font from elsewhere.
-    made = re.sub(r"@font-face \{.*?\}\s*", "", made, flags=re.DOTALL)
-    return made.replace("Fira Code, monospace", FONTS) + "\n"
+def draw(url: str, directory: Path, chromium: str) -> None:
+    """Draw the page in both color schemes."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for scheme in SCHEMES:
+            page = browser.new_page(
+                viewport={"width": WIDTH, "height": HEIGHT},
+                color_scheme=scheme,
+                device_scale_factor=1.5,
+            )
+            page.goto(url)
+            page.locator("#threads tr.row").first.wait_for()
+            page.screenshot(path=directory / f"page-{scheme}.png")
+        browser.close()
 
 
 def main() -> None:
@@ -66,8 +47,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=10, help="how long the traffic lasts")
     arguments = parser.parse_args()
     arguments.to.mkdir(parents=True, exist_ok=True)
-    for name, shown in drawn(arguments.seconds).items():
-        (arguments.to / f"{name}.svg").write_text(svg(shown, name), encoding="utf-8")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        sys.exit("chromium not found: apt-get install chromium")
+    logging.getLogger("langchain_quota").setLevel(logging.ERROR)
+    traffic = Traffic(THREADS, arguments.seconds, on_refusal=print)
+    # A browser's events take the event loop of this thread.
+    running = Thread(target=asyncio.run, args=(traffic.run(),))
+    running.start()
+    running.join()
+    with start_metrics_server(0, registry=traffic.registry) as server:
+        draw(str(server.page_url), arguments.to, chromium)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from langchain_quota.telemetry.exposition import metrics_app as metrics_app
     from langchain_quota.telemetry.exposition import start_metrics_server as start_metrics_server
     from langchain_quota.telemetry.otlp import export_metrics as export_metrics
+    from langchain_quota.telemetry.page import quota_app as quota_app
 else:
     from importlib import import_module
 
@@ -71,6 +72,7 @@ else:
         "telemetry": ("Telemetry", "hmac_label"),
         "telemetry.exposition": ("metrics_app", "start_metrics_server"),
         "telemetry.otlp": ("export_metrics",),
+        "telemetry.page": ("quota_app",),
     }
     _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
     __all__ = ["__version__"]

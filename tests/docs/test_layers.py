@@ -64,6 +64,6 @@ def test_importing_needs_no_extra() -> None:
         "from prometheus_client import REGISTRY\n"
         "assert not [each for each in REGISTRY.collect() if 'quota' in each.name]\n"
     )
-    extras = ("redis", "psycopg", "rich", "httpx", "genai_prices", "opentelemetry.sdk")
+    extras = ("redis", "psycopg", "httpx", "genai_prices", "opentelemetry.sdk")
     done = run_python(without(*extras) + program)
     assert (done.returncode, done.stderr) == (0, "")

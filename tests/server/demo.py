@@ -16,7 +16,7 @@ class Demo:
 
     def __init__(self, process: Program, log: Path) -> None:
         self._process, self._log = process, log
-        self.address = self._says(r"http://(127\.0\.0\.1:\d+)/metrics").group(1)
+        self.address = self._says(r"http://(127\.0\.0\.1:\d+)/\n").group(1)
 
     @property
     def output(self) -> str:

@@ -201,6 +201,11 @@ def test_metrics_are_guarded(service: Service, thread: str) -> None:
         assert response.status_code == 401
         assert response.headers["www-authenticate"] == 'Bearer realm="metrics"'
         assert "langchain_quota" not in response.text
+    for password, status in ((TOKEN, 200), (f"{TOKEN}x", 401)):
+        response = service.client.get("/quota/quota.json", auth=("me", password))
+        assert (response.status_code, thread in response.text) == (status, status == 200)
+    assert response.headers["www-authenticate"] == 'Basic realm="metrics"'
+    assert service.client.get("/quota/", auth=("me", TOKEN)).text.startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])

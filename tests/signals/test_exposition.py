@@ -82,7 +82,7 @@ def test_where_it_listens(
                 get(f"http://127.0.0.1:{server.port}/metrics")
     (message,) = caplog.messages
     assert server.url in message
-    assert (VARIABLE in message) == (bound == "127.0.0.1")
+    assert (VARIABLE in message) == (bound != ANYWHERE)
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -91,6 +91,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"addr": 127}, TypeError, "addr must be a string or None, not 127"),
     ({"addr": "no.such.host.invalid"}, OSError, "cannot serve metrics on no.such.host.invalid:0: "),
     ({"certfile": "some.pem"}, ValueError, "certfile=some.pem"),
+    ({"page": 1}, TypeError, "page must be True or False, not 1"),
+    ({"dashboards_url": "javascript:1"}, ValueError, "dashboards_url must begin with https://"),
     ({"keyfile": "some.pem"}, ValueError, "keyfile=some.pem"),
     ({"client_cafile": "some.pem"}, ValueError, "client_cafile=some.pem"),
 ]
@@ -148,7 +150,7 @@ def test_an_unusable_file(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     own = certificates["server"]
-    files = {"certfile": own.certfile, "keyfile": own.keyfile, "client_cafile": own.certfile}
+    files: Any = {"certfile": own.certfile, "keyfile": own.keyfile, "client_cafile": own.certfile}
     path = tmp_path / "broken.pem"
     if broken != "certfile":
         path.write_text("nothing of use")

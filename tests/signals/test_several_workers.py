@@ -23,8 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from langchain_quota import MemoryStore, Quota, TokenLimit, ToolCallLimit, metrics_app
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import Call
 from tests.forked import run_python
 from tests.scene import Scene
+from tests.server.prometheus import eventually
 from tests.telemetry import paid, telling
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +51,12 @@ def script(messages: Sequence[BaseMessage]) -> Any:
     return paid(10)
 
 
+def waiting_workers(directory: Path) -> list[Path]:
+    """The files in which a call waits."""
+    files = directory.glob("langchain_quota.*.json")
+    return [file for file in files if json.loads(file.read_text().splitlines()[0])[5]]
+
+
 async def take(steps: Sequence[Step]) -> None:
     """Check calls, as a worker does."""
     signals = telling(registry=REGISTRY, max_exported_threads=2, run_histograms=True)
@@ -59,8 +67,15 @@ async def take(steps: Sequence[Step]) -> None:
             await scene.reset()
         elif what == "wait":
             with signals.recorder.waiting(None, thread):
+                if count > 1:
+                    eventually(lambda: waiting_workers(Path(os.environ[VARIABLE])))
                 if count:
                     os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "pay":
+            call = Call("model", agent=None, thread_id=thread)
+            signals.recorder.record_spend(
+                call, [("money", "nanodollars", count * 10**9)], model="m"
+            )
         elif what == "kill":
             # Nobody asks a worker to write: it does so by itself, at most a second later.
             await asyncio.sleep(3)
@@ -231,6 +246,30 @@ def test_a_link_in_place_of_a_file(tmp_path: Path) -> None:
     assert (file.suffix, file.is_symlink(), stat.S_IMODE(file.stat().st_mode)) == (
         *(".json", False, 0o600),
     )
+
+
+PAGE_OF_ALL = """
+import json, os, sys, time
+from urllib.request import urlopen
+from langchain_quota import start_metrics_server
+with start_metrics_server(0) as server, urlopen(server.page_url + "quota.json") as answer:
+    print(answer.read().decode())
+"""
+
+
+def test_the_page_of_several_workers(tmp_path: Path) -> None:
+    """Any process shows what all know: blocked calls and costs are summed, who has died waits not.
+
+    The process of the page checks no calls.
+    """
+    paying = (0, [(SEARCH, "t1", 12), ("pay", "t1", 3)])
+    worked(tmp_path, paying, paying, (0, [("wait", "searches", 2)]))
+    assert len(waiting_workers(tmp_path)) == 1
+    done = run_python(PAGE_OF_ALL, env=os.environ | {VARIABLE: str(tmp_path)}, cwd=ROOT)
+    found = json.loads(done.stdout)
+    (row,) = [row for row in found["threads"]["rows"] if row["id"] == "t1"]
+    assert (found["processes"], row["blocked"], row["blocked_by"]["scope"]) == (3, 8, "thread")
+    assert (found["totals"]["waiting"], found["totals"]["cost"]["dollars"]) == (0, 6)
 
 
 EMPTY_FILE = """

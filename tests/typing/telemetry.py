@@ -15,6 +15,7 @@ from langchain_quota import (
     export_metrics,
     hmac_label,
     metrics_app,
+    quota_app,
     start_metrics_server,
 )
 from langchain_quota.telemetry.exposition import MetricsServer
@@ -32,10 +33,12 @@ label: str = hmac_label(b"a secret of 16 bytes or more")("thread-7")
 app = Starlette(routes=[Route("/metrics", metrics_app())])
 app.add_route("/metrics", metrics_app())
 app.router.routes.append(Mount("/inner", metrics_app(CollectorRegistry())))
+app.mount("/quota", quota_app(dashboards_url="https://grafana.example.org"))
 
 server = start_metrics_server()
 assert_type(server, MetricsServer)
 assert_type((server.url, server.addr, server.port), tuple[str, str, int])
+assert_type(server.page_url, str | None)
 server.close()
 with start_metrics_server(0, "0.0.0.0", registry=CollectorRegistry()) as running:
     assert_type(running, MetricsServer)

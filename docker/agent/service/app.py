@@ -2,8 +2,10 @@
 
 import asyncio
 import hmac
+from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -11,9 +13,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from langchain_quota import CostLimit, metrics_app, usage
+from langchain_quota import CostLimit, metrics_app, quota_app, usage
 from service.agent import build_agent, limits
 from service.bodies import BoundedBodies
 from service.runs import BusyError, Run, Runs, Token, ToolCalls, ToolResult, observe
@@ -114,7 +116,10 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_api_route("/healthz", _alive, methods=["GET"])
     app.add_api_route("/readyz", _ready, methods=["GET"])
     # A route: a mount would answer with a redirect.
-    app.router.routes.append(Route("/metrics", _Guarded(settings.metrics_token)))
+    guard = partial(_Guarded, token=settings.metrics_token)
+    app.router.routes.append(Route("/metrics", guard(metrics_app())))
+    # A browser cannot send a bearer token, so it asks for a password: any user, and the token.
+    app.mount("/quota", guard(quota_app(), scheme="basic"))
     return app
 
 
@@ -266,24 +271,31 @@ def _event(event: Shape) -> str:
 
 
 class _Guarded:
-    """The metrics, for clients with the token; an instance, so that Starlette takes it as a route.
+    """An app for clients with the token; an instance, so that Starlette takes it as a route.
 
     Args:
+        app: The app.
         token: The token.
+        scheme: `"bearer"`, or `"basic"`, where the token is the password of any user.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, app: ASGIApp, *, token: str, scheme: str = "bearer") -> None:
+        self._app = app
         self._token = token.encode()
-        self._metrics = metrics_app()
+        self._scheme = scheme
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         shown = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, token = shown.partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._token):
-            await self._metrics(scope, receive, send)
+        if self._scheme == "basic":
+            with suppress(ValueError):
+                token = b64decode(token).partition(b":")[2]
+        is_right = hmac.compare_digest(token.strip(), self._token)
+        if scheme.lower() == self._scheme.encode() and is_right:
+            await self._app(scope, receive, send)
             return
-        headers = {"WWW-Authenticate": 'Bearer realm="metrics"'}
+        headers = {"WWW-Authenticate": f'{self._scheme.capitalize()} realm="metrics"'}
         response = _problem(401, "unauthorized", "show the token", headers)
         await response(scope, receive, send)
 

@@ -18,7 +18,7 @@ SERVICE_NAME = "langchain-quota-agent"
 FLUSH_SECONDS = 3
 """Together with the seconds for requests less than the 10 after which Docker kills."""
 
-_UNTRACED = ("/healthz", "/readyz", "/metrics")
+_UNTRACED = ("/healthz", "/readyz", "/metrics", "/quota/")
 
 
 @asynccontextmanager
@@ -93,6 +93,6 @@ REQUEST_SPANS = TelemetryConfig(
     operation_spans=False,
     metrics=False,
     logs=False,
-    exclude=lambda scope: scope["path"] in _UNTRACED,
+    exclude=lambda scope: scope["path"].startswith(_UNTRACED),
 )
 """FastAPI's own server span around each request, a child of the caller's, and nothing more."""

@@ -1,4 +1,4 @@
-"""The command line: `langchain-quota demo`, `export`, `quotas` and `top`."""
+"""The command line: `langchain-quota demo`, `export` and `quotas`."""
 
 import os
 import sys
@@ -14,9 +14,6 @@ FAILED = 2
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells give it."""
 
-_EXTRAS = ("demo", "top")
-"""The extras of the package, each for the command of this name."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, by default with the process's arguments, and return the exit code."""
@@ -27,18 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = command_line.parse_args(argv)
     command: str = arguments.command
     try:
-        # Import the command only now, because its extra may be missing.
+        # Import the command only now: the help and the version need no other package.
         return int(import_module(f"langchain_quota.cli.{command}").run(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED
     except CommandError as error:
         complain(command, str(error))
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing.startswith("langchain_quota") or command not in _EXTRAS:
-            raise
-        remedy = f'pip install "langchain-quota[{command}]"'
-        complain(command, f"needs the package {missing}: {remedy}")
     except OSError as error:
         # The reader of the output is gone, or the disk is full. The interpreter's last flush must
         # not fail as well.

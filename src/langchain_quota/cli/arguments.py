@@ -14,11 +14,6 @@ from langchain_quota.monitoring.exports import GRAFANA_URL
 from langchain_quota.runtime.units import duration
 
 STORE_VARIABLE = "LANGCHAIN_QUOTA_STORE"
-TOKEN_VARIABLE = "LANGCHAIN_QUOTA_METRICS_TOKEN"  # noqa: S105 - its name, not a token
-DEFAULT = "http://127.0.0.1:9464/metrics"
-"""Where `start_metrics_server` serves by default."""
-VIEWS = ("threads", "quotas", "limits")
-"""What `top` shows."""
 SORTS = ("key", "share", "used", "reset")
 """How `quotas show` sorts: by key, by the largest share or use, or by the next end of a window."""
 
@@ -26,7 +21,7 @@ _OWN_LABELS = frozenset(
     {
         *("action", "agent", "alert", "component", "counts", "decision", "error_type", "event"),
         *("kind", "le", "level", "limit", "model", "operation", "outcome", "price", "scope"),
-        *("shown", "state", "subject", "thread_id", "tool", "unit", "usage", "version"),
+        *("shown", "state", "store", "subject", "thread_id", "tool", "unit", "usage", "version"),
     }
 )
 """The labels of the package's own metrics. Not every metric has all, so no selector names one."""
@@ -50,7 +45,6 @@ def parser() -> ArgumentParser:
     text = "write dashboards, alert rules and an example for Alertmanager"
     _add_export(add("export", help=text))
     _add_quotas(add("quotas", help="see what is used of shared quotas, reset it, grant more"))
-    _add_top(add("top", help="watch who is near a limit, and who is refused"))
     return command_line
 
 
@@ -60,9 +54,9 @@ def _add_demo(demo: ArgumentParser) -> None:
     add("--threads", type=_number(int, 1, 100), default=6, help=text)
     text = f"how long the traffic lasts {default}"
     add("--seconds", type=_number(int, 1, 3600), default=20, help=text)
-    text = f"where /metrics is served; 0 takes a free port {default}"
+    text = f"where the page and /metrics are served; 0 takes a free port {default}"
     add("--port", type=_number(int, 0, 65_535), default=9464, help=text)
-    add("--serve", action="store_true", help="go on serving /metrics afterwards, until Ctrl-C")
+    add("--serve", action="store_true", help="go on serving them afterwards, until Ctrl-C")
 
 
 def _add_export(export: ArgumentParser) -> None:
@@ -144,16 +138,6 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     actions.add_parser("grants", parents=[several, lines], help=text)
 
 
-def _add_top(top: ArgumentParser) -> None:
-    add = top.add_argument
-    text = f"the /metrics of each process, such as host:9464 (default: {DEFAULT})"
-    add("addresses", nargs="*", type=_address, default=[DEFAULT], metavar="ADDRESS", help=text)
-    add("--once", action="store_true", help="print everything once, as plain text")
-    text = "seconds between two updates (default: %(default)g)"
-    add("--interval", type=_number(float, 0.1, 3600), default=2.0, metavar="SECONDS", help=text)
-    add("--view", choices=VIEWS, help="show only this view (default: all)")
-
-
 def _user() -> str:
     """Return the system's name of the user; empty if there is none."""
     with suppress(ImportError, KeyError, OSError):
@@ -177,11 +161,6 @@ def _duration(text: str) -> timedelta:
     if time is None:
         raise ArgumentTypeError(f"must be a time such as 30m, 12h, 1d or 2w, not {text!r}")
     return time
-
-
-def _address(text: str) -> str:
-    url = _url(text if "://" in text else f"http://{text}").rstrip("/")
-    return url if urlsplit(url).path else f"{url}/metrics"
 
 
 def _selector(text: str) -> str:

@@ -143,7 +143,7 @@ class Waiting(Feature):
     async def _check_when_room(
         self, mode: Mode, batch: Batch, wait: "_Wait", acquire: BatchCheck
     ) -> tuple[Batch, AcquireResult]:
-        may_wait, agent = True, batch.context.agent
+        may_wait, caller = True, batch.context
         while may_wait:
             may_wait = await self._wait_for_turn(batch, wait)
             if wait.has_waited:
@@ -164,7 +164,7 @@ class Waiting(Feature):
                 wait.limit, wait.scope = missing.limit, missing.scope
                 self._begin_wait(batch, wait, result)
                 wait.queues.move(wait.waiter, missing.queue)
-                with self.recorder.waiting(agent, wait.limit):
+                with self.recorder.waiting(caller.agent, wait.limit, caller.thread_id):
                     await wait_for(mode, min(missing.pause, LOOKS_AGAIN))
         # Check once more with the batch's own stops, so that the limit's `exit_behavior` decides
         # what a refusal does.
@@ -190,9 +190,9 @@ class Waiting(Feature):
 
     async def _wait_for_turn(self, batch: Batch, wait: "_Wait") -> bool:
         """Wait behind earlier calls of the same quotas; return whether they left in time."""
-        seconds, agent = 0.0, batch.context.agent
+        seconds, caller = 0.0, batch.context
         while True:
-            with self.recorder.waiting(agent, wait.limit):
+            with self.recorder.waiting(caller.agent, wait.limit, caller.thread_id):
                 if seconds > 0:
                     await wait.waiter.sleep(seconds)
                 if wait.queues.is_next(wait.waiter, sorted(wait.quotas)):

@@ -8,6 +8,7 @@ import ssl
 import sys
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,11 +21,12 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.runtime.arguments import validate_switch, validate_type
 from langchain_quota.runtime.sync_async import as_async, run_sync
 from langchain_quota.telemetry.instruments import usage_of
+from langchain_quota.telemetry.page import Page, log_unreadable
 from langchain_quota.telemetry.usage import UsageTable
-from langchain_quota.telemetry.workers import directory_error, multiprocess_directory
+from langchain_quota.telemetry.workers import directory_error, is_alive, multiprocess_directory
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
 """The environment variable with the default address to bind."""
@@ -40,18 +42,13 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-def _log_unreadable(error: Exception) -> None:
-    """Log an error where no telemetry counts errors yet."""
-    logger.error("what other workers know cannot be read", exc_info=error)
-
-
 class _WorkersCollector(MultiProcessCollector):
     """A collector of the metrics of all workers, also for a process that checks no calls."""
 
     def __init__(self, registry: CollectorRegistry, directory: Path) -> None:
         super().__init__(None, str(directory))  # type: ignore[no-untyped-call]  # no types there
         self._registry = registry
-        self._table_of_others = UsageTable(None, directory, _log_unreadable)
+        self._table_of_others = UsageTable(None, directory, log_unreadable)
 
     def collect(self) -> Iterator[Metric]:
         """Render the metrics of all workers, by this worker's settings, else by another's."""
@@ -65,13 +62,7 @@ class _WorkersCollector(MultiProcessCollector):
 def _is_outdated(file: Path) -> bool:
     """Return True if a file has what a process does now, and the process has died."""
     kind, _, pid = file.stem.rpartition("_")
-    if kind == "gauge_livesum" and os.name == "posix":
-        with suppress(PermissionError):
-            try:
-                os.kill(int(pid), 0)
-            except ProcessLookupError:
-                return True
-    return False
+    return kind == "gauge_livesum" and not is_alive(int(pid))
 
 
 def resolve_registry(registry: CollectorRegistry) -> CollectorRegistry:
@@ -95,6 +86,7 @@ class MetricsServer:
         addr: The address that it is bound to.
         port: The port that it is bound to.
         url: Where Prometheus finds the metrics.
+        page_url: Where people find the page; `None` without it.
 
     Examples:
         >>> from urllib.request import urlopen
@@ -105,11 +97,14 @@ class MetricsServer:
         200
     """
 
-    def __init__(self, addr: str, port: int, *, tls: bool, stop: Callable[[], None]) -> None:
+    def __init__(
+        self, addr: str, port: int, *, tls: bool, page: bool, stop: Callable[[], None]
+    ) -> None:
         self.addr = addr
         self.port = port
         host = f"[{addr}]" if ":" in addr else addr
         self.url = f"{'https' if tls else 'http'}://{host}:{port}/metrics"
+        self.page_url = self.url.removesuffix("metrics") if page else None
         self._stop = stop
 
     def close(self) -> None:
@@ -131,8 +126,10 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
     keyfile: str | None = None,
     client_cafile: str | None = None,
     registry: CollectorRegistry = REGISTRY,
+    page: bool = True,
+    dashboards_url: str | None = None,
 ) -> MetricsServer:
-    """Serve the metrics over HTTP, in a daemon thread.
+    """Serve the metrics over HTTP, in a daemon thread, and a page that shows them at `/`.
 
     In prometheus_client's multi-process mode it serves the metrics of all workers.
 
@@ -144,11 +141,16 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         keyfile: The certificate's key, in a PEM file.
         client_cafile: Authorities, in a PEM file, whose certificates clients must show.
         registry: The metrics.
+        page: Whether browsers get the page at `/`, and its data at `/quota.json`. On this machine's
+            own address it is answered only by that address or as localhost.
+        dashboards_url: Where your Grafana is, for a link on the page.
 
     Raises:
-        TypeError: `port` is no whole number, or `addr` no string.
-        ValueError: `port` is out of bounds, only one of `certfile` and `keyfile` is given, or
-            `client_cafile` without them; in multi-process mode, if the directory does not exist.
+        TypeError: `port` is no whole number, `addr` or `dashboards_url` no string, or `page` no
+            switch.
+        ValueError: `port` is out of bounds, `dashboards_url` no address, only one of `certfile` and
+            `keyfile` is given, or `client_cafile` without them; in multi-process mode, if the
+            directory does not exist.
         OSError: The address cannot be bound, or a certificate or key cannot be read; the message
             names it.
 
@@ -170,7 +172,10 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         raise ValueError(f"client_cafile={client_cafile} needs certfile and keyfile")
     if certfile is not None:
         _check_certificates(certfile, keyfile, client_cafile)
+    validate_switch("page", page)
     bound_addr = addr or os.environ.get(ADDR_VARIABLE) or LOOPBACK
+    is_local = _is_loopback(bound_addr)
+    site = Page(registry, dashboards_url=dashboards_url, is_local=is_local)
     try:
         httpd, thread = start_http_server(
             port,
@@ -190,6 +195,8 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
             f"a free one), or another address with addr= or {ADDR_VARIABLE}",
         ) from error
 
+    if page and (metrics := httpd.get_app()):
+        httpd.set_app(site.before(metrics))
     if isinstance(httpd.socket, ssl.SSLSocket):
         # Shake hands in each connection's own thread, because a silent client must not stop others.
         httpd.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
@@ -201,14 +208,23 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         httpd.server_close()
         thread.join()
 
-    server = MetricsServer(bound_addr, httpd.server_port, tls=certfile is not None, stop=stop)
+    server = MetricsServer(
+        bound_addr, httpd.server_port, tls=certfile is not None, page=page, stop=stop
+    )
     hint = (
         f" (this machine only; in a container set addr or {ADDR_VARIABLE} to 0.0.0.0)"
-        if bound_addr in {LOOPBACK, "localhost", "::1"}
+        if is_local
         else ""
     )
-    logger.info("metrics are served on %s%s", server.url, hint)
+    also = f", and the page on {server.page_url}" if page else ""
+    logger.info("metrics are served on %s%s%s", server.url, also, hint)
     return server
+
+
+def _is_loopback(addr: str) -> bool:
+    with suppress(ValueError):
+        return addr == "localhost" or ip_address(addr).is_loopback
+    return False
 
 
 def _log_broken_connection(_request: object, client: object) -> None:

@@ -1,6 +1,5 @@
 """How the usage table becomes metrics: its subjects are rated by use, and rendered."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,12 +9,15 @@ from langchain_quota.limits.call import THREAD
 from langchain_quota.runtime.units import Level, in_base_unit, level
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
+from langchain_quota.telemetry.reading import Row, Series, current_numbers
 from langchain_quota.telemetry.workers import Number, Subject, Use
 
 UseCount = tuple[str, Use, Number | None, Level | None]
 """A limit, its use, the number with the highest used share, and the level of an enforced limit."""
 
-Rated = tuple[tuple[int, float, float], Subject, list[UseCount]]
+SortKey = tuple[int, float, float]
+
+Rated = tuple[SortKey, Subject, list[UseCount]]
 """The sort key of a subject for the export, the subject, and its counts."""
 
 _METRICS = {
@@ -41,33 +43,24 @@ class Families(dict[str, Metric]):
         # The metrics of a thread share a dict of labels. `add_metric` would copy it for each.
         self[spec.name].samples.append(Sample(spec.name, labels, value))
 
-    def add_subjects(self, rated: Iterable[Rated]) -> None:
-        """Add the samples of subjects; those with the same label are exported as the first one."""
-        refusals = Counter[tuple[str, ...]]()
-        for _, subject, counts in rated:
-            for limit, use, *_ in counts:
-                refusals[*subject.key[:2], limit, subject.label or ""] += use.blocked
-        for _, subject, counts in rated:
-            agent, scope, _ = subject.key
-            label = subject.label or ""
-            for limit, use, number, _ in counts:
-                # The user's function may give two subjects the same label.
-                blocked = refusals.pop((agent, scope, limit, label), None)
-                if blocked is None:
-                    continue
-                labels = {"agent": agent, "limit": limit_label(limit)}
-                if scope == THREAD:
-                    labels["thread_id"] = label
+    def add_rows(self, rows: Iterable[Row]) -> None:
+        """Add the samples of rows."""
+        for row in rows:
+            is_thread = row.scope == THREAD
+            for limit, (use, number, _, blocked) in row.counts.items():
+                labels = {"agent": row.agent, "limit": limit_label(limit)}
+                if is_thread:
+                    labels["thread_id"] = row.label
                     self._add_thread(use, labels)
                 else:
-                    labels |= {"scope": scope, "subject": label}
-                used_specs, limit_specs, times, blocked_spec = _METRICS[scope == THREAD]
+                    labels |= {"scope": row.scope, "subject": row.label}
+                used_specs, limit_specs, times, blocked_spec = _METRICS[is_thread]
                 if number is not None:
-                    used, maximum, ends = number
+                    used, maximum, ends, _ = number
                     self.add(used_specs[use.unit], labels, in_base_unit(used, use.unit))
                     self.add(limit_specs[use.unit], labels, in_base_unit(maximum, use.unit))
                     self._add_time(times, labels, "reset", ends)
-                if number is not None or scope == THREAD:
+                if number is not None or is_thread:
                     self._add_time(times, labels, "decision", use.decided)
                 if blocked:
                     self.add(blocked_spec, labels, blocked)
@@ -91,16 +84,19 @@ def _highest(numbers: Sequence[Number], now: float, *, is_thread: bool) -> Numbe
     """Return the number with the highest used share; an ended window of a thread has used 0."""
     if len(numbers) == 1 and numbers[0][2] is None:
         return numbers[0] if numbers[0][1] else None
-    limited = [number for number in numbers if number[1]]
-    running = [number for number in limited if number[2] is None or number[2] > now]
-    if is_thread:
-        over = [number for number in limited if number[2] is not None and number[2] <= now]
-        running += [(0, limit, None) for _, limit, _ in over]
+    running = current_numbers(numbers, now, is_thread=is_thread)
     return max(running, key=lambda number: number[0] / number[1], default=None)
 
 
-def rate(subject: Subject, now: float) -> tuple[tuple[int, float, float], list[UseCount]]:
-    """Return a subject's sort key and counts; near subjects come first, then exhausted ones."""
+STATES: dict[int, str] = {2: Level.NEAR, 1: Level.EXHAUSTED}
+"""The states of subjects, by the first part of their sort key."""
+
+
+def rate(subject: Subject, now: float) -> tuple[SortKey, float, list[UseCount]]:
+    """Return a subject's sort key, its last refusal, and its counts.
+
+    Near subjects come first, then exhausted ones.
+    """
     is_thread = subject.key[1] == THREAD
     counts: list[UseCount] = []
     highest = refused = 0.0
@@ -116,13 +112,13 @@ def rate(subject: Subject, now: float) -> tuple[tuple[int, float, float], list[U
         counts.append((limit, use, number, reached))
     reached_levels = {reached for _, _, _, reached in counts}
     if Level.EXHAUSTED in reached_levels:
-        return (1, refused, subject.last), counts
+        return (1, refused, subject.last), refused, counts
     if Level.NEAR in reached_levels:
-        return (2, highest, subject.last), counts
-    return (0, subject.last, subject.last), counts
+        return (2, highest, subject.last), refused, counts
+    return (0, subject.last, subject.last), refused, counts
 
 
-def levels(subject: Subject, counts: list[UseCount]) -> list[tuple[str, ...]]:
+def levels(subject: Subject, counts: list[UseCount]) -> list[Series]:
     """Return the agent's label, the limit, the scope and the level, for each limit with a level."""
     agent, scope, _ = subject.key
     return [(agent, limit, scope, reached) for limit, _, _, reached in counts if reached]

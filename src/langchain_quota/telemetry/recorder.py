@@ -222,6 +222,8 @@ class Recorder:
             tool = self._shared.tools[caller.agent, refund.call.tool]
             self._guard("metrics", self._metrics.count_refund, caller, tool, refund)
             self._guard("threads", self._usage.refund, caller, refund)
+        if any(refund.nanodollars for refund in refunds):
+            self._guard("threads", self._usage.refund_costs, caller, refunds)
 
     def record_spend(
         self,
@@ -285,14 +287,18 @@ class Recorder:
         self._guard("metrics", sink, caller, limit, decision, seconds, scope)
 
     @contextmanager
-    def waiting(self, agent: str | None, limit: str) -> Iterator[None]:
+    def waiting(self, agent: str | None, limit: str, thread_id: object = None) -> Iterator[None]:
         """Count a waiting call while the context is open."""
-        caller = self._labels_of(agent)
-        self._guard("metrics", self._metrics.change_waiting, caller, limit, 1)
+        caller = self._labels_of(agent, thread_id)
+        self._change_waiting(caller, limit, 1)
         try:
             yield
         finally:
-            self._guard("metrics", self._metrics.change_waiting, caller, limit, -1)
+            self._change_waiting(caller, limit, -1)
+
+    def _change_waiting(self, caller: CallerLabels, limit: str, change: int) -> None:
+        self._guard("metrics", self._metrics.change_waiting, caller, limit, change)
+        self._guard("threads", self._usage.change_waiting, caller, limit, change)
 
     def record_slot_decision(self, decision: Decision, waited_for: str, seconds: float) -> None:
         """Record that a call got its slots, or that concurrency limits refused it."""

@@ -5,11 +5,10 @@ each writes its table to a file of their directory, and a scrape reads all files
 """
 
 import atexit
-import hashlib
 import os
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import nlargest
 from operator import itemgetter
@@ -26,8 +25,17 @@ from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import Level, Unit
 from langchain_quota.telemetry import names, workers
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
-from langchain_quota.telemetry.families import Families, Rated, levels, rate
+from langchain_quota.telemetry.families import STATES, Families, Rated, levels, rate
 from langchain_quota.telemetry.labels import limit_label
+from langchain_quota.telemetry.reading import (
+    BLOCKED_NOW,
+    HOURS,
+    Reading,
+    Rows,
+    Series,
+    costs_of,
+    digest,
+)
 from langchain_quota.telemetry.workers import Key, Number, Snapshot, Subject, Use
 
 MAX_TRACKED = 100_000
@@ -75,6 +83,9 @@ class UsageTable(Collector):
         """Begin an empty table, as in a forked process, whose parent exports its own subjects."""
         # The longest idle subjects come first.
         self._subjects: OrderedDict[Key, Subject] = OrderedDict()
+        # Nanodollars by the hour since the Unix epoch, and the number of calls that wait.
+        self._costs = Counter[int]()
+        self._waiting = 0
         self._is_due = False
         self._written = 0.0
         self._path: Path | None = None
@@ -85,6 +96,7 @@ class UsageTable(Collector):
         """Add the decisions about calls of one agent and thread, in order."""
         now, caller = time.time(), event.caller
         statuses = [status for decision in event.decisions for status in decision.limits]
+        thread: Subject | None = None
         with self._lock:
             # Forget idle subjects first, so that one which comes back gets a new label.
             self._forget(now)
@@ -92,6 +104,10 @@ class UsageTable(Collector):
                 thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
                 for status in statuses:
                     self._record(_use_of(thread, status.limit, status.unit), status, now)
+            # A charge has no tools: what its call costs is known to `spend`.
+            for decision in event.decisions if event.tools else ():
+                costs = [status.cost for status in decision.limits if status.unit == "nanodollars"]
+                self._add_cost(max(costs, default=0), thread, now)
         quotas = [
             entry
             for status in statuses
@@ -108,6 +124,9 @@ class UsageTable(Collector):
                 use.numbers = (_number(status, quota),) if has_number else ()
                 if status.scope == quota.scope:
                     _count_refusal(use, status, now)
+                    if thread is not None and use.refused == now:
+                        thread.line = ""
+                        thread.uses[status.limit].subject = subject.label or ""
                 if subject.label:
                     event.subjects[status.limit, quota.scope] = subject.label
         if self._path is not None:
@@ -122,19 +141,42 @@ class UsageTable(Collector):
                 return
             thread.line = ""
             use.numbers = tuple(
-                (max(0, used - refund.call.amount), limit, ends)
-                for used, limit, ends in use.numbers
+                (max(0, used - refund.call.amount), limit, ends, scope)
+                for used, limit, ends, scope in use.numbers
             )
         self._write_soon()
 
-    def spend(self, caller: CallerLabels, spent: Sequence[LimitSpend]) -> None:
-        """Add what a model call of a thread has spent, by limit."""
-        if caller.thread is None:
-            return
+    def refund_costs(self, caller: CallerLabels, refunds: Iterable[Refund]) -> None:
+        """Subtract what calls of paid tools cost that did not run, once for each call."""
+        costs: dict[object, int] = {}
+        for refund in refunds:
+            call = refund.call.tool, refund.call.id
+            costs[call] = max(costs.get(call, 0), refund.nanodollars)
         with self._lock:
-            thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, time.time())
-            for limit, unit, amount in spent:
-                _use_of(thread, limit, unit).spent += amount
+            thread = self._subjects.get((caller.agent, THREAD, caller.thread or ""))
+            self._add_cost(-sum(costs.values()), thread, time.time())
+        self._write_soon()
+
+    def change_waiting(self, caller: CallerLabels, limit: str, change: int) -> None:
+        """Change the number of calls that wait now for a limit."""
+        with self._lock:
+            self._waiting = max(0, self._waiting + change)
+            thread = self._subjects.get((caller.agent, THREAD, caller.thread or ""))
+            if thread is not None:
+                use = thread.uses.get(limit) or thread.uses.setdefault(limit, Use())
+                use.waiting, thread.line = max(0, use.waiting + change), ""
+        self._write_soon()
+
+    def spend(self, caller: CallerLabels, spent: Sequence[LimitSpend]) -> None:
+        """Add what a model call has spent, by limit; its cost counts once, under several limits."""
+        now, thread = time.time(), None
+        with self._lock:
+            if caller.thread is not None:
+                thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
+                for limit, unit, amount in spent:
+                    _use_of(thread, limit, unit).spent += amount
+            costs = [amount for _, unit, amount in spent if unit == "nanodollars"]
+            self._add_cost(max(costs, default=0), thread, now)
         self._write_soon()
 
     def reset(self, caller: CallerLabels, limits: Sequence[LimitStatus]) -> None:
@@ -149,7 +191,7 @@ class UsageTable(Collector):
                     self._record(_use_of(thread, status.limit, status.unit), status, now)
             for use in thread.uses.values():
                 use.decided = now
-                use.numbers = tuple((0, limit, None) for _, limit, _ in use.numbers)
+                use.numbers = tuple((0, limit, None, scope) for _, limit, _, scope in use.numbers)
         self._write_soon()
 
     def write(self) -> None:
@@ -166,13 +208,14 @@ class UsageTable(Collector):
                     for subject in subjects:
                         subject.line = subject.line or workers.line_of(subject)
                     lines = [subject.line for subject in subjects]
-                workers.write(self._path, self._settings, lines)
+                    snapshot = self._snapshot(self._settings, subjects)
+                workers.write(self._path, snapshot, lines)
             except Exception as error:
                 self._on_error(error)
 
     def end(self) -> None:
         """Write the file for the last time, if it has subjects."""
-        if self._subjects:
+        if self._subjects or self._costs:
             self.write()
 
     def describe(self) -> Iterator[Metric]:
@@ -181,18 +224,37 @@ class UsageTable(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Render the subjects of all processes, by the settings of this one, else of another."""
+        reading = self.read()
+        if not reading.processes:
+            return
+        families = Families()
+        families.add_rows(reading.rows)
+        self._series |= dict.fromkeys(series[:3] for series in reading.tracked)
+        # Copy, because a concurrent scrape may add series.
+        for agent, limit, scope in list(self._series):
+            labels = {"agent": agent, "limit": limit_label(limit), "scope": scope}
+            for state in Level:
+                visible = reading.exported[agent, limit, scope, state]
+                hidden = reading.tracked[agent, limit, scope, state] - visible
+                families.add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, visible)
+                families.add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
+        families.add(names.START_TIME, {}, reading.started)
+        yield from families.values()
+
+    def read(self) -> Reading:
+        """Return what all processes know now, bounded for the export."""
         snapshots: list[Snapshot] = []
         if self._settings is not None:
             with self._lock:
-                # Among equals, subjects with the latest calls come first.
-                subjects = list(reversed(self._subjects.values()))
-            snapshots.append(self._settings._replace(subjects=subjects))
+                # In any order: an OrderedDict in its order takes 30 times as long, under the lock.
+                subjects = list(dict.values(self._subjects))[::-1]
+                snapshots.append(self._snapshot(self._settings, subjects))
         if self._directory is not None:
             snapshots += workers.read_others(self._directory, self._path, self._on_error)
-        if not snapshots:
-            return
-        families, now, bounds = Families(), time.time(), snapshots[0]
-        tracked, exported = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+        now, rows = time.time(), Rows()
+        bounds = snapshots[0] if snapshots else Snapshot(now, 0, 0, 0.0)
+        tracked, exported, hidden = Counter[Series](), Counter[Series](), Counter[bool]()
+        states = defaultdict[tuple[bool, str], set[str]](set)
         active = [one for one in workers.merge(snapshots) if now - one.last <= bounds.ttl]
         of_quotas = [subject for subject in active if subject.key[1] != THREAD]
         for subjects, max_exported in (
@@ -202,37 +264,71 @@ class UsageTable(Collector):
             ([subject for subject in of_quotas if subject.label], bounds.max_subjects),
             ([subject for subject in of_quotas if subject.label is None], 0),
         ):
-            rated = self._rate_all(subjects, now, tracked)
+            rated = self._rate_all(subjects, now, tracked, states)
             # Consume the iterator even if none is exported, because it counts all subjects.
             top = nlargest(max(1, max_exported), rated, key=itemgetter(0))[:max_exported]
+            hidden[bool(subjects) and subjects[0].key[1] == THREAD] += len(subjects) - len(top)
             for _, subject, counts in top:
                 exported.update(levels(subject, counts))
-            families.add_subjects(top)
-        self._series |= dict.fromkeys((agent, limit, scope) for agent, limit, scope, _ in tracked)
-        # Copy, because a concurrent scrape may add series.
-        for series in list(self._series):
-            agent, limit, scope = series
-            labels = {"agent": agent, "limit": limit_label(limit), "scope": scope}
-            for state in Level:
-                visible = exported[*series, state]
-                hidden = tracked[*series, state] - visible
-                families.add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, visible)
-                families.add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
-        families.add(names.START_TIME, {}, min(snapshot.started for snapshot in snapshots))
-        yield from families.values()
+                rows.add(subject, counts)
+        return Reading(
+            now,
+            started=min((snapshot.started for snapshot in snapshots), default=now),
+            processes=len(snapshots),
+            rows=[*rows.values()],
+            states=states,
+            tracked=tracked,
+            exported=exported,
+            hidden=hidden,
+            waiting=sum(snapshot.waiting for snapshot in snapshots),
+            costs=costs_of(snapshots, now),
+        )
+
+    def _snapshot(self, settings: Snapshot, subjects: Sequence[Subject]) -> Snapshot:
+        """Return what this process knows now."""
+        return settings._replace(
+            pid=os.getpid(),
+            waiting=self._waiting,
+            costs=[*self._costs.items()],
+            subjects=subjects,
+        )
+
+    def _add_cost(self, amount: int, thread: Subject | None, now: float) -> None:
+        """Add nanodollars to the cost of this hour, and to that of a thread."""
+        if not amount:
+            return
+        hour = int(now // 3600)
+        self._costs[hour] += amount
+        for past in [past for past in self._costs if past <= hour - HOURS]:
+            del self._costs[past]
+        if thread is not None:
+            thread.cost += amount
+            thread.line = ""
 
     def _rate_all(
-        self, subjects: Iterable[Subject], now: float, tracked: Counter[tuple[str, ...]]
+        self,
+        subjects: Iterable[Subject],
+        now: float,
+        tracked: Counter[Series],
+        states: dict[tuple[bool, str], set[str]],
     ) -> Iterator[Rated]:
         """Rate and count subjects: near ones by share come first, then exhausted ones."""
         # Yield them singly: for a list of many, the garbage collector would stop all threads.
         for subject in subjects:
             try:
-                sort_key, counts = rate(subject, now)
+                sort_key, refused, counts = rate(subject, now)
             except Exception as error:
                 self._on_error(error)
                 continue
             tracked.update(levels(subject, counts))
+            # Strings, for many new tuples would have the garbage collector stop all threads.
+            _, scope, name = subject.key
+            if scope != THREAD:
+                name = f"{scope} {name}"
+            if now - refused < BLOCKED_NOW:
+                states[scope == THREAD, "blocked"].add(name)
+            if state := STATES.get(sort_key[0]):
+                states[scope == THREAD, state].add(name)
             yield sort_key, subject, counts
 
     def _forget(self, now: float) -> None:
@@ -282,7 +378,7 @@ class UsageTable(Collector):
             # Root runs come without end, and nobody searches for one by its id.
             if quota.per in (THREAD, ROOT_RUN):
                 continue
-            key = (agent, quota.scope, _digest(quota.subject))
+            key = (agent, quota.scope, digest(quota.subject))
             label = None
             if quota.per in _BOUNDED:
                 label = ""
@@ -322,18 +418,14 @@ def _count_refusal(use: Use, status: LimitStatus, now: float) -> None:
     """Count a refusal if the limit refuses the call because it is exhausted."""
     if status.reason is not None and status.enforced and status.reason != STORE:
         use.blocked += 1
-        use.refused = now
+        use.refused, use.scope, use.subject = now, status.scope or "", ""
 
 
 def _number(status: LimitStatus, count: CountStatus) -> Number:
     """Return what is used of a limit in one scope."""
     ends = None if count.resets_at is None else count.resets_at.timestamp()
-    return count.before if status.deferred else count.used, count.limit or 0, ends
-
-
-def _digest(subject: str) -> str:
-    """Return the hash of a subject, which is stored so that users' names are not."""
-    return hashlib.blake2b(subject.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    used = count.before if status.deferred else count.used
+    return used, count.limit or 0, ends, count.scope
 
 
 _tables: WeakSet[UsageTable] = WeakSet()

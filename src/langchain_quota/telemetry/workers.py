@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,10 +17,12 @@ from langchain_quota.runtime.units import Unit
 Key = tuple[str, str, str]
 """The agent's label, the scope, and the label of a thread or the hash of another subject."""
 
-Number = tuple[int, int, float | None]
-"""What is used, the limit (0 for none), and when the window ends, in seconds since the epoch."""
+Number = tuple[int, int, float | None, str]
+"""What is used, the limit (0 for none), when the window ends, and the scope.
 
-FILES = "langchain_quota.usage-4.*.json"
+The time is in seconds since the Unix epoch."""
+
+FILES = "langchain_quota.usage-5.*.json"
 """Pattern of the files' names, with the version of their format. prometheus_client's are `*.db`."""
 
 _MIB = 2**20
@@ -44,6 +47,12 @@ class Use:
     blocked: int = 0
     refused: float | None = None
     spent: int = 0
+    scope: str = ""
+    """The scope of the last refusal: `"thread"`, `"run"`, or the quota's name."""
+    subject: str = ""
+    """The label of the user or tenant whose quota refused last, if it is shown."""
+    waiting: int = 0
+    """The number of calls that wait now."""
 
 
 @dataclass(slots=True)
@@ -55,6 +64,8 @@ class Subject:
     """A thread's label; `""` for subjects per agent or global; `None` for one that is not shown."""
     last: float
     uses: dict[str, Use]
+    cost: int = 0
+    """What a thread has cost, in nanodollars, paid tools included."""
     line: str = ""
     """The subject's line in the file; empty if the subject has changed since it was written."""
 
@@ -66,6 +77,11 @@ class Snapshot(NamedTuple):
     max_threads: int
     max_subjects: int
     ttl: float
+    pid: int = 0
+    waiting: int = 0
+    """The number of calls that wait now, with or without a thread."""
+    costs: Sequence[tuple[int, int]] = ()
+    """The cost of each of the last 24 hours: the hour since the Unix epoch, and nanodollars."""
     subjects: Sequence[Subject] = ()
 
 
@@ -74,15 +90,15 @@ def line_of(subject: Subject) -> str:
     uses = {
         limit: [getattr(use, name) for name in Use.__slots__] for limit, use in subject.uses.items()
     }
-    return json.dumps([subject.key, subject.label, subject.last, uses])
+    return json.dumps([subject.key, subject.label, subject.last, uses, subject.cost])
 
 
 # Most lines are the same as at the last scrape. To parse all of them again would take long, and the
 # garbage collector would stop all threads for it.
 @lru_cache(maxsize=20_000)
 def _parse_subject(line: str) -> Subject:
-    key, label, last, uses = json.loads(line)
-    return Subject(tuple(key), label, last, {limit: Use(*use) for limit, use in uses.items()})
+    key, label, last, uses, cost = json.loads(line)
+    return Subject(tuple(key), label, last, {limit: Use(*use) for limit, use in uses.items()}, cost)
 
 
 def write(path: Path, snapshot: Snapshot, lines: Iterable[str]) -> None:
@@ -117,9 +133,33 @@ def _read(path: Path) -> Snapshot:
     """Read the file of a process, without its subjects if the file is older than their `ttl`."""
     with path.open(encoding="ascii") as file:
         snapshot = Snapshot(*json.loads(next(file)))
+        if not is_alive(snapshot.pid):
+            snapshot = snapshot._replace(waiting=0)
         if time.time() - os.fstat(file.fileno()).st_mtime > snapshot.ttl:
             return snapshot
-        return snapshot._replace(subjects=list(map(_parse_subject, file)))
+        subjects = list(map(_parse_subject, file))
+        if not snapshot.waiting:
+            # No call of a process that was killed waits any more.
+            subjects = list(map(_without_waiting, subjects))
+        return snapshot._replace(subjects=subjects)
+
+
+def is_alive(pid: int) -> bool:
+    """Return False if a process has ended; where that cannot be known, True."""
+    if os.name == "posix":
+        with suppress(PermissionError):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return False
+    return True
+
+
+def _without_waiting(subject: Subject) -> Subject:
+    if not any(use.waiting for use in subject.uses.values()):
+        return subject
+    uses = {limit: replace(use, waiting=0) for limit, use in subject.uses.items()}
+    return replace(subject, uses=uses)
 
 
 def merge(snapshots: Sequence[Snapshot]) -> Sequence[Subject]:
@@ -143,13 +183,18 @@ def _merge_two(first: Subject, second: Subject) -> Subject:
             uses[limit] = use
             continue
         newest, older = (first_use, use) if first_use.decided >= use.decided else (use, first_use)
+        refused = max(newest, older, key=lambda use: use.refused or 0)
         uses[limit] = replace(
             newest,
             blocked=newest.blocked + older.blocked,
-            refused=max(newest.refused or 0, older.refused or 0) or None,
+            refused=refused.refused,
             spent=newest.spent + (older.spent if older.unit == newest.unit else 0),
+            scope=refused.scope,
+            subject=refused.subject,
+            waiting=newest.waiting + older.waiting,
         )
-    return Subject(first.key, first.label or second.label, max(first.last, second.last), uses)
+    label, last = first.label or second.label, max(first.last, second.last)
+    return Subject(first.key, label, last, uses, first.cost + second.cost)
 
 
 def multiprocess_directory() -> Path | None:

@@ -93,7 +93,7 @@ class ConcurrencySlots(Feature):
     ) -> ToolMessage | None:
         """Wait for a call's slots, and record the decision; return the answer to a blocked call."""
         try:
-            with self.recorder.waiting(slots.call.agent, slots.waited_for):
+            with self.recorder.waiting(slots.call.agent, slots.waited_for, slots.call.thread_id):
                 await slots.acquire(
                     mode, self._lease_store, tool, partial(self._stream_wait, slots)
                 )

@@ -1,0 +1,370 @@
+"""The page that shows the quotas of all conversations, and its data: `/` and `/quota.json`."""
+
+import asyncio
+import gzip
+import hashlib
+import json
+import re
+import time
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from langchain_quota import __version__
+from langchain_quota.limits.call import THREAD
+from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.runtime.sync_async import fork_safe_lock
+from langchain_quota.runtime.units import NANODOLLARS, UNIT_LABELS, Level, in_base_unit
+from langchain_quota.telemetry.instruments import usage_of
+from langchain_quota.telemetry.labels import limit_label
+from langchain_quota.telemetry.logs import logger
+from langchain_quota.telemetry.reading import (
+    BLOCKED_NOW,
+    HOURS,
+    Count,
+    Reading,
+    Row,
+    current_numbers,
+)
+from langchain_quota.telemetry.usage import UsageTable
+from langchain_quota.telemetry.workers import directory_error, multiprocess_directory
+
+SCHEMA = 1
+"""The version of `/quota.json`: it changes when a field is changed or removed."""
+
+_MAX_AGE = 25.0
+"""The seconds after which figures are computed anew, however long that takes."""
+
+_STATES: tuple[str, ...] = ("blocked", Level.EXHAUSTED, Level.NEAR, Level.OK)
+"""The states of a row, the most urgent first."""
+
+_SORTS = ("state", "name", "used", "resets", "blocked", "last_blocked", "cost")
+
+_PARAMETERS = {
+    "find": re.compile(".*", re.DOTALL),
+    "state": re.compile("|".join(("", *_STATES, "waiting"))),
+    "sort": re.compile(f"-?({'|'.join(_SORTS)})"),
+    "rows": re.compile("[1-9][0-9]?|[1-4][0-9][0-9]|500"),
+}
+"""The parameters of `/quota.json`, and the values that they may have."""
+
+Json = dict[str, Any]
+Response = tuple[str, dict[str, str], bytes]
+"""Status, headers and body."""
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+WsgiApp = Callable[..., Iterable[bytes]]
+"""An app for a server of the standard library: of the request, and of what starts the response."""
+
+_as_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class _Row(NamedTuple):
+    """A conversation with all its agents, or the subject of a quota."""
+
+    # The garbage collector would stop all threads for many objects, so JSON is kept as text.
+    json: str
+    text: str
+    """What the filter searches."""
+    states: tuple[str, ...]
+    keys: tuple[Any, ...]
+    """The sort keys, in the order of `_SORTS`."""
+
+
+def _rows_of(reading: Reading) -> Iterator[tuple[str, _Row]]:
+    """Return the exported rows with their kinds; a conversation of several agents is one row."""
+    merged: dict[tuple[str, str], list[Row]] = {}
+    for part in reading.rows:
+        name = part.label or ("" if part.is_global else part.agent)
+        merged.setdefault((part.scope, name), []).append(part)
+    for (scope, name), parts in merged.items():
+        yield "threads" if scope == THREAD else "subjects", _row_of(scope, name, parts, reading.now)
+
+
+def _row_of(scope: str, name: str, parts: list[Row], now: float) -> _Row:
+    counts = [(part.agent, *item) for part in parts for item in part.counts.items()]
+    counts.sort(key=lambda item: (_tightness(item[2]), item[1]), reverse=True)
+    limits = [_limit_of(*item, now, is_thread=scope == THREAD) for item in counts]
+    last = max(limits, key=lambda limit: limit["blocked_at"] or 0, default=None)
+    blocked_at = last and last["blocked_at"]
+    reached = {limit["state"] for limit in limits}
+    if blocked_at and now - blocked_at < BLOCKED_NOW:
+        reached.add("blocked")
+    states = [state for state in _STATES if state in reached]
+    row: Json = {
+        "id": name,
+        "scope": scope,
+        "agents": [part.agent for part in parts],
+        "state": states[0] if states else None,
+        "blocked": sum(limit["blocked"] for limit in limits),
+        "blocked_at": blocked_at,
+        "blocked_by": last
+        and last["blocked_by"]
+        and {"limit": last["limit"], **last["blocked_by"]},
+        "waiting": sum(limit["waiting"] for limit in limits),
+        "last_call_at": max(part.last for part in parts),
+        "cost": sum(part.cost for part in parts) / NANODOLLARS or None,
+        "limits": limits,
+    }
+    if row["waiting"]:
+        states.append("waiting")
+    share, resets = -1.0, None
+    if limits and limits[0]["numbers"]:
+        share, resets = _tightness(counts[0][2])[1], limits[0]["numbers"][0]["resets_at"]
+    keys = (
+        (_STATES.index(row["state"]) if row["state"] else 9, -share, -row["last_call_at"], name),
+        (name.casefold(), scope),
+        -share,
+        resets or float("inf"),
+        -row["blocked"],
+        -(blocked_at or 0),
+        -(row["cost"] or 0),
+    )
+    words = (name, scope, *row["agents"], *(limit["limit"] for limit in limits))
+    return _Row(_as_json(row), "\n".join(words).casefold(), tuple(states), keys)
+
+
+def _limit_of(agent: str, limit: str, count: Count, now: float, *, is_thread: bool) -> Json:
+    use = count.use
+    numbers = sorted(
+        current_numbers(use.numbers, now, is_thread=is_thread),
+        key=lambda number: -number[0] / number[1],
+    )
+    return {
+        "limit": limit_label(limit),
+        "agent": agent,
+        "unit": UNIT_LABELS[use.unit],
+        "state": count.level,
+        "numbers": [
+            {
+                "scope": limit_label(scope),
+                "used": in_base_unit(used, use.unit),
+                "allowed": in_base_unit(allowed, use.unit),
+                "resets_at": ends,
+            }
+            for used, allowed, ends, scope in numbers
+        ],
+        "blocked": count.blocked,
+        "blocked_at": use.refused,
+        "blocked_by": use.refused and {"scope": limit_label(use.scope), "subject": use.subject},
+        "waiting": use.waiting,
+        "checked_at": use.decided or None,
+    }
+
+
+def _tightness(count: Count) -> tuple[bool, float]:
+    """Return a sort key: whether the limit is enforced, and its used share."""
+    share = -1.0 if count.number is None else count.number[0] / count.number[1]
+    return count.level is not None, share
+
+
+def log_unreadable(error: Exception) -> None:
+    """Log an error where no telemetry counts errors yet."""
+    logger.error("what other workers know cannot be read", exc_info=error)
+
+
+_PAGE = Path(__file__).with_name("page.html").read_bytes()
+
+
+def _hash_of(tag: str) -> str:
+    """Return the hash of the page's only script or style, for its Content-Security-Policy."""
+    [text] = re.findall(f"<{tag}>(.*?)</{tag}>".encode(), _PAGE, re.DOTALL)
+    return f"'sha256-{b64encode(hashlib.sha256(text).digest()).decode()}'"
+
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        f"default-src 'none'; script-src {_hash_of('script')}; style-src {_hash_of('style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Vary": "Accept, Accept-Encoding",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Page:
+    """The page and its data, for a server of any kind."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        dashboards_url: str | None = None,
+        is_local: bool = False,
+    ) -> None:
+        validate_type("registry", registry, CollectorRegistry, "a CollectorRegistry")
+        validate_type("dashboards_url", dashboards_url, str | None, "an address or None")
+        if dashboards_url is not None and not dashboards_url.startswith(("https://", "http://")):
+            must = "must begin with https:// or http://"
+            raise ValueError(f"dashboards_url {must}, not {dashboards_url!r}")
+        directory = multiprocess_directory()
+        if directory is not None and not directory.is_dir():
+            raise directory_error(directory, "read")
+        self._registry = registry
+        self._dashboards_url = dashboards_url
+        self._is_local = is_local
+        # In a process that checks no calls, this table reads what the workers write.
+        self._others = UsageTable(None, directory, log_unreadable)
+        self._lock = fork_safe_lock()
+        self._until = 0.0
+
+    def answer(self, name: str, query: str, host: str, encoding: str) -> Response:
+        """Return the page for the name `""`, and its data for `"quota.json"`."""
+        status, body, kind = "200 OK", _PAGE, "text/html; charset=utf-8"
+        # An attacker may let a name of theirs point to this machine (DNS rebinding).
+        if self._is_local and not _is_this_machine(host):
+            status, kind = "421 Misdirected Request", "text/plain"
+            body = b"Open the page by 127.0.0.1 or localhost.\n"
+        elif name:
+            values = dict(parse_qsl(query[:2_000]))
+            wrong = [key for key in values if not _is_valid(key, values[key])]
+            if wrong:
+                status, kind = "400 Bad Request", "text/plain"
+                patterns = ((key, _PARAMETERS[key].pattern) for key in _PARAMETERS)
+                possible = "; ".join(map("=".join, patterns))
+                body = f"{wrong[0]} is wrong. Possible are: {possible}\n".encode()
+            else:
+                body, kind = self._read(values).encode("ascii"), "application/json"
+        headers = {**_HEADERS, "Content-Type": kind}
+        if "gzip" in encoding:
+            headers["Content-Encoding"], body = "gzip", gzip.compress(body, 1)
+        return status, {**headers, "Content-Length": str(len(body))}, body
+
+    def _read(self, values: dict[str, str]) -> str:
+        """Return the figures, and the rows that a reader asks for, as JSON."""
+        with self._lock:
+            # All readers share the figures. However many subjects there are, they take at most a
+            # tenth of a core.
+            began = time.monotonic()
+            if began >= self._until:
+                self._compute((usage_of(self._registry) or self._others).read())
+                took = time.monotonic() - began
+                self._until = began + took + min(max(1.0, 9 * took), _MAX_AGE)
+            rows, hidden = self._rows, self._hidden
+            figures = {**self._all, "now": time.time()}
+        find, state = values.get("find", "").casefold(), values.get("state")
+        sort, count = values.get("sort", "state"), int(values.get("rows", 50))
+        index = _SORTS.index(sort.removeprefix("-"))
+        parts = [_as_json(figures)[:-1]]
+        for kind, exported in rows.items():
+            matching = [
+                row for row in exported if find in row.text and (not state or state in row.states)
+            ]
+            matching.sort(key=lambda row: row.keys[index], reverse=sort.startswith("-"))
+            part = {
+                "exported": len(exported),
+                "hidden": hidden[kind],
+                "found": len(matching),
+            }
+            shown = ",".join(row.json for row in matching[:count])
+            parts.append(f'"{kind}":{_as_json(part)[:-1]},"rows":[{shown}]}}')
+        return ",".join(parts) + "}"
+
+    def _compute(self, reading: Reading) -> None:
+        self._rows: dict[str, list[_Row]] = {"threads": [], "subjects": []}
+        for kind, row in _rows_of(reading):
+            self._rows[kind].append(row)
+        self._hidden = {kind: reading.hidden[kind == "threads"] for kind in self._rows}
+        totals: Json = {
+            state: {kind: len(reading.states[kind == "threads", state]) for kind in self._rows}
+            for state in _STATES[:-1]
+        }
+        first = int(reading.now // 3600) - HOURS + 1
+        hours = [max(0, reading.costs[first + hour]) / NANODOLLARS for hour in range(HOURS)]
+        totals["waiting"] = reading.waiting
+        totals["cost"] = {"dollars": sum(hours), "hours": hours} if reading.costs else None
+        self._all = {
+            "schema": SCHEMA,
+            "version": __version__,
+            "at": reading.now,
+            "started_at": reading.started if reading.processes else None,
+            "processes": reading.processes,
+            "blocked_now_seconds": BLOCKED_NOW,
+            "dashboards_url": self._dashboards_url,
+            "totals": totals,
+        }
+
+    def before(self, metrics: WsgiApp) -> WsgiApp:
+        """Return a WSGI app that answers browsers at `/`, and all others with the metrics."""
+
+        def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+            name, accept = environ["PATH_INFO"].removeprefix("/"), environ.get("HTTP_ACCEPT", "")
+            # Whoever scrapes `/` gets metrics.
+            is_page = name == "quota.json" or (not name and "text/html" in accept)
+            if environ["REQUEST_METHOD"] != "GET" or not is_page:
+                return metrics(environ, start)
+            keys = ("QUERY_STRING", "HTTP_HOST", "HTTP_ACCEPT_ENCODING")
+            status, headers, body = self.answer(name, *(environ.get(key, "") for key in keys))
+            start(status, list(headers.items()))
+            return [body]
+
+        return app
+
+
+def _is_valid(parameter: str, value: str) -> bool:
+    return parameter in _PARAMETERS and bool(_PARAMETERS[parameter].fullmatch(value))
+
+
+def _is_this_machine(host: str) -> bool:
+    """Return True for an address or localhost: names that no foreign DNS server resolves."""
+    with suppress(ValueError):
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ip_address(name))
+    return False
+
+
+class _QuotaApp(Page):
+    """An ASGI app: an instance, not a function, so that Starlette takes it as a route."""
+
+    async def __call__(self, scope: MutableMapping[str, Any], _: object, send: Send) -> None:
+        """Answer one request, off the event loop."""
+        name = scope["path"].rpartition("/")[2]
+        encoding = dict(scope["headers"]).get(b"accept-encoding", b"").decode("latin-1")
+        status, headers, body = "404 Not Found", _HEADERS, b""
+        if scope["method"] in {"GET", "HEAD"} and name in {"", "quota.json"}:
+            query = scope["query_string"].decode("latin-1")
+            answer = await asyncio.to_thread(self.answer, name, query, "", encoding)
+            status, headers, body = answer
+        raw = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
+        await send({"type": "http.response.start", "status": int(status[:3]), "headers": raw})
+        sent = b"" if scope["method"] == "HEAD" else body
+        await send({"type": "http.response.body", "body": sent})
+
+
+# By Starlette's types, `mount` takes an app of its own types, so the arguments are open.
+def quota_app(
+    registry: CollectorRegistry = REGISTRY, *, dashboards_url: str | None = None
+) -> Callable[..., Any]:
+    """Return an ASGI app with the page of all conversations and their quotas, and its data.
+
+    Mount it behind your application's own login; in FastAPI with
+    `app.mount("/quota", quota_app())`, and open `/quota/`. It has no access control of its own:
+    everybody who can reach it can read thread ids. It shows what `/metrics` exports, no more.
+
+    Args:
+        registry: The metrics.
+        dashboards_url: Where your Grafana is, for a link on the page.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `dashboards_url` is no address of the web; in multi-process mode, if the
+            directory does not exist.
+
+    Examples:
+        >>> from starlette.applications import Starlette
+        >>> from langchain_quota import quota_app
+        >>> app = Starlette()
+        >>> app.mount("/quota", quota_app())
+    """
+    return _QuotaApp(registry, dashboards_url=dashboards_url)

@@ -1,0 +1,318 @@
+"""The page's data: what `/quota.json` says of threads, subjects and costs, and who may read it."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from blockbuster import blockbuster_ctx
+from langchain_core.messages import BaseMessage
+from langchain_core.tools import StructuredTool
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+
+from langchain_quota import (
+    ConcurrencyLimit,
+    CostLimit,
+    MemoryStore,
+    Quota,
+    TokenLimit,
+    ToolCallLimit,
+    hmac_label,
+    metrics_app,
+    quota_app,
+    start_metrics_server,
+)
+from tests.clock import Clock
+from tests.scene import Scene
+from tests.server.prometheus import eventually
+from tests.telemetry import Signals, paid, telling
+
+get = partial(httpx.get, trust_env=False)  # no proxy
+HOUR = timedelta(hours=1)
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of all, which begins with an hour."""
+    made = Clock(3_600_000.0)
+    monkeypatch.setattr(time, "time", made)
+    return made
+
+
+@contextmanager
+def serving(signals: Signals, **options: Any) -> Iterator[str]:
+    """The address of the page."""
+    with start_metrics_server(0, registry=signals.registry, **options) as server:
+        assert server.page_url is not None
+        yield server.page_url
+
+
+def read(signals: Signals, query: str = "") -> dict[str, Any]:
+    """The data of a page that nobody has read before."""
+    with serving(signals) as url:
+        answer = get(f"{url}quota.json?{query}")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def ids(part: dict[str, Any]) -> list[str]:
+    return [row["id"] for row in part["rows"]]
+
+
+def script(messages: Sequence[BaseMessage]) -> Any:
+    return (
+        paid(0, *["search"] * int(messages[-1].text)) if messages[-1].type == "human" else paid(0)
+    )
+
+
+async def searched(signals: Signals, *limits: Any, **uses: int) -> None:
+    """Let threads search so often; the part of a thread's name before `_` is its tenant."""
+    scene = Scene(signals, script, limits, store=MemoryStore(clock=time.time), name="boss")
+    for thread, count in uses.items():
+        await scene.play(str(count), thread_id=thread, context={"tenant": thread.partition("_")[0]})
+
+
+async def test_what_it_says(clock: Clock) -> None:
+    """Rows have their numbers by name, the tightest first; a blocked call names whose quota it was.
+
+    The totals count threads and subjects in their states.
+    """
+    signals = telling(subject_label={"tenant": str})
+    quotas = [
+        Quota(3, per="tenant", window=HOUR),
+        Quota(5, per="thread", window=HOUR, name="hourly"),
+        Quota(100, per="global"),
+    ]
+    limit = ToolCallLimit("search", thread_limit=20, quotas=quotas)
+    await searched(signals, limit, acme_1=4, umbrella_1=1)
+    found = read(signals)
+    assert found["schema"] == 1
+    assert (found["at"], found["started_at"], found["processes"]) == (clock.now, clock.now, 1)
+    assert (ids(found["threads"]), ids(found["subjects"])) == (
+        ["acme_1", "umbrella_1"],
+        ["acme", "umbrella", ""],
+    )
+    one = {"threads": 1, "subjects": 1}
+    assert {each: found["totals"][each] for each in ("blocked", "exhausted")} == {
+        "blocked": one,
+        "exhausted": {"threads": 0, "subjects": 1},
+    }
+    thread = found["threads"]["rows"][0]
+    end = clock.now + 3600
+    assert thread == {
+        "id": "acme_1",
+        "scope": "thread",
+        "agents": ["boss"],
+        "state": "blocked",
+        "last_call_at": clock.now,
+        "waiting": 0,
+        "cost": None,
+        "blocked": 1,
+        "blocked_at": clock.now,
+        "blocked_by": {"limit": "tool:search", "scope": "tenant", "subject": "acme"},
+        "limits": [
+            {
+                "limit": "tool:search",
+                "agent": "boss",
+                "unit": "calls",
+                "state": "ok",
+                "numbers": [
+                    {"scope": "hourly", "used": 3, "allowed": 5, "resets_at": end},
+                    {"scope": "thread", "used": 3, "allowed": 20, "resets_at": None},
+                ],
+                "blocked": 1,
+                "blocked_at": clock.now,
+                "waiting": 0,
+                "checked_at": clock.now,
+                "blocked_by": {"scope": "tenant", "subject": "acme"},
+            }
+        ],
+    }
+    [number] = found["subjects"]["rows"][0]["limits"][0]["numbers"]
+    assert number == {"scope": "tenant", "used": 3, "allowed": 3, "resets_at": end}
+    clock.now += 300
+    assert read(signals)["threads"]["rows"][0]["state"] == "ok"
+
+
+@pytest.mark.parametrize("shown", [0, 2, 9])
+async def test_it_shows_what_metrics_export(shown: int) -> None:
+    """The same threads and subjects with the same labels are in both; no filter finds another."""
+    label = hmac_label("0123456789abcdef")
+    signals = telling(
+        thread_label=label, max_exported_threads=shown, subject_label={"tenant": label}
+    )
+    limit = ToolCallLimit("search", thread_limit=5, quotas=[Quota(9, per="tenant")])
+    uses = {f"t{each}_": each + 1 for each in range(5)}
+    await searched(signals, limit, **uses)
+    with serving(signals) as url:
+        text = get(f"{url}metrics").text
+        found = get(f"{url}quota.json").json()
+        every = {each: get(f"{url}quota.json?find={label(each)}").json() for each in uses}
+    for kind, series in (("threads", "thread_used"), ("subjects", "subject_used")):
+        exported = {key[-1] for key in signals.samples(f"langchain_quota_{series}", agent="boss")}
+        assert {*ids(found[kind])} == exported
+        assert {each for answer in every.values() for each in ids(answer[kind])} <= exported
+    assert found["threads"]["hidden"] == 5 - min(5, shown)
+    assert not any(each in text + str(found) for each in uses)
+
+
+async def test_queries(signals: Signals) -> None:
+    """Rows are found by a part of a name, by state, and in any order; 50 of them at first.
+
+    A parameter that is wrong is named.
+    """
+    await searched(signals, ToolCallLimit("search", thread_limit=10), y=11, X=1, w=8, xy=10)
+    with serving(signals) as url:
+        for query, expected in (
+            ("", ["y", "xy", "w", "X"]),
+            ("find=X", ["xy", "X"]),
+            ("find=BOSS", ["y", "xy", "w", "X"]),
+            ("state=exhausted", ["y", "xy"]),
+            ("state=near", ["w"]),
+            ("state=waiting", []),
+            ("sort=name", ["w", "X", "xy", "y"]),
+            ("sort=-used&rows=2", ["X", "w"]),
+        ):
+            part = get(f"{url}quota.json?{query}").json()["threads"]
+            assert ids(part) == expected, query
+        assert (part["found"], part["exported"]) == (4, 4)
+        for query in ("sort=colour", "state=tired", "rows=0", "rows=501", "page=2"):
+            answer = get(f"{url}quota.json?{query}")
+            assert answer.status_code == 400
+            assert answer.text.startswith(f"{query.split('=')[0]} is wrong. Possible are: find=")
+
+
+async def test_what_a_day_costs(clock: Clock) -> None:
+    """A call counts once under two limits, with paid tools and without refunds, for 24 hours."""
+    signals = telling()
+    limits: list[Any] = [
+        CostLimit(thread_limit=100, tool_prices={"search": "0.50"}),
+        CostLimit(run_limit=100, tool_prices={"search": "0.50"}, name="second"),
+        TokenLimit(run_limit=10**9),
+        ConcurrencyLimit("search", max_concurrency=1, wait=0),
+    ]
+    busy = asyncio.Event()
+
+    async def search() -> str:
+        """Search."""
+        busy.set()
+        await asyncio.sleep(0)
+        return "found"
+
+    tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
+    scene = Scene(
+        signals,
+        [paid(2, "search", "search"), paid(1)],
+        limits,
+        tools=[tool],
+        prices=lambda used: Decimal(used.total_tokens),
+        store=MemoryStore(),
+    )
+    await scene.play()
+    found = read(signals)
+    # Of two searches at once one is blocked, and its price is refunded.
+    assert (found["totals"]["cost"]["dollars"], found["threads"]["rows"][0]["cost"]) == (3.5, 3.5)
+    assert found["totals"]["cost"]["hours"] == [0.0] * 23 + [3.5]
+    clock.now += 23 * 3600
+    assert read(signals)["totals"]["cost"]["hours"] == [3.5] + [0.0] * 23
+    clock.now += 3600
+    assert read(signals)["totals"]["cost"] is None
+
+
+async def test_who_waits(signals: Signals) -> None:
+    """A call that waits is seen on its thread, and no longer when it runs."""
+    busy, gone = asyncio.Event(), asyncio.Event()
+
+    async def search() -> str:
+        """Search."""
+        busy.set()
+        await gone.wait()
+        return "found"
+
+    tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
+    limits: list[Any] = [
+        ToolCallLimit("search", thread_limit=9),
+        ConcurrencyLimit("search", max_concurrency=1),
+    ]
+    scene = Scene(signals, script, limits, tools=[tool], store=MemoryStore(), name="boss")
+    running = asyncio.create_task(scene.play("1", thread_id="first"))
+    await busy.wait()
+    waiting = asyncio.create_task(scene.play("1", thread_id="second"))
+    found = await asyncio.to_thread(
+        eventually, lambda: (one := read(signals, "state=waiting"))["threads"]["rows"] and one
+    )
+    assert (ids(found["threads"]), found["totals"]["waiting"]) == (["second"], 1)
+    gone.set()
+    await asyncio.gather(running, waiting)
+    assert (await asyncio.to_thread(read, signals))["totals"]["waiting"] == 0
+
+
+def test_who_gets_the_page(signals: Signals) -> None:
+    """A browser gets the page at `/`, guarded by its headers, and a scraper the metrics.
+
+    On this machine's own address, a foreign name for it is refused.
+    """
+    with serving(signals) as url:
+        page = get(url, headers=BROWSER)
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert (len(page.content) < 30_000, page.headers["cache-control"]) == (True, "no-store")
+        policy = page.headers["content-security-policy"]
+        for directive in ("default-src 'none'", "require-trusted-types-for 'script'"):
+            assert directive in policy
+        assert "unsafe" not in policy
+        assert "access-control-allow-origin" not in page.headers
+        assert not [
+            word
+            for word in ("http://", "https://")
+            if word in page.text.replace("http://www.w3.org/2000/svg", "")
+        ]
+        for path in ("", "metrics", "quota"):
+            assert get(url + path).text.startswith("# HELP")
+        for host, status in (
+            *[(name, 200) for name in ("localhost:1", "127.0.0.1", "[::1]:9464", "10.0.0.7")],
+            *[(name, 421) for name in ("evil.example", "localhost.evil.example:9464", "", "[")],
+        ):
+            for path in ("", "quota.json"):
+                assert get(url + path, headers={**BROWSER, "host": host}).status_code == status
+    with start_metrics_server(0, registry=signals.registry, page=False) as server:
+        assert server.page_url is None
+        for path in ("/", "/quota.json"):
+            answer = get(f"http://127.0.0.1:{server.port}{path}", headers=BROWSER)
+            assert answer.text.startswith("# HELP")
+
+
+async def test_it_is_computed_once_and_off_the_loop(signals: Signals) -> None:
+    """Many readers get one computation, and nothing blocks the event loop meanwhile."""
+    await searched(signals, ToolCallLimit("search", thread_limit=9), one=1)
+    app = Starlette()
+    app.mount("/quota", quota_app(signals.registry, dashboards_url="https://grafana.example"))
+    app.add_route("/metrics", metrics_app(signals.registry))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://any.example") as client:
+        with blockbuster_ctx():
+            assert (await client.get("/quota/", headers=BROWSER)).text.startswith("<!doctype html>")
+            url = "/quota/quota.json"
+            answers = await asyncio.gather(*(client.get(url) for _ in range(5)))
+        assert len({answer.json()["at"] for answer in answers}) == 1
+        assert answers[0].json()["dashboards_url"] == "https://grafana.example"
+        for method, path, status in (("GET", "/quota/other", 404), ("POST", url, 404)):
+            assert (await client.request(method, path)).status_code == status
+        head = await client.head(url)
+        assert (head.status_code, head.content) == (200, b"")
+
+
+def test_before_any_call() -> None:
+    """Without an agent there is an answer, and no row."""
+    with start_metrics_server(0, registry=CollectorRegistry()) as server:
+        found = get(f"{server.page_url}quota.json").json()
+    assert (found["started_at"], found["processes"]) == (None, 0)
+    assert found["threads"] == {"exported": 0, "hidden": 0, "found": 0, "rows": []}
