@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test test-all explore traffic docker-test stack-test dashboards bench soak lint format test-matrix picture docs docs-serve coverage mutants dist langchain-tests langgraph-server clean
+.PHONY: help demo up down test test-all explore traffic docker-test stack-test dashboards bench soak lint format test-matrix picture docs docs-serve coverage mutants dist langchain-tests langgraph-server instructions clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
@@ -91,6 +91,9 @@ format: $(VENV)/.develop ## Mend what can be mended of the style.
 
 test-matrix: $(VENV)/.matrix ## Run the tests of the package on every Python found, and oldest and newest langchain; ARGS="-- -k trial".
 	@$(BIN)/nox --envdir .venv-nox $(ARGS)
+
+instructions: $(VENV)/.develop ## Count the instructions of key paths with valgrind; ARGS="--against main" compares.
+	@$(BIN)/python -m benchmarks.instructions $(ARGS)
 
 langchain-tests: $(VENV)/.develop ## Run LangChain's own tests of its limiters on the drop-ins.
 	@$(BIN)/python tools/upstream.py
