@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test test-all explore traffic docker-test stack-test dashboards bench soak lint format test-matrix picture docs docs-serve coverage mutants dist langchain-tests langgraph-server instructions clean
+.PHONY: help demo up down test test-all explore traffic docker-test stack-test dashboards bench soak lint format test-matrix picture docs docs-serve coverage mutants dist langchain-tests langgraph-server audit instructions clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
@@ -84,6 +84,10 @@ lint: $(VENV)/.develop ## Check style and types.
 		$(BIN)/mypy --config-file= --strict -c "$$(sed -n '/^```python$$/,/^```$$/{/^```/!p}' $$page)" \
 		|| { echo "in the Python of $$page"; exit 1; }; done
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+	@# Workflows: what GitHub would refuse, and what an attacker could use.
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --quiet --persona pedantic .github
 
 format: $(VENV)/.develop ## Mend what can be mended of the style.
 	$(BIN)/ruff check --fix
@@ -91,6 +95,9 @@ format: $(VENV)/.develop ## Mend what can be mended of the style.
 
 test-matrix: $(VENV)/.matrix ## Run the tests of the package on every Python found, and oldest and newest langchain; ARGS="-- -k trial".
 	@$(BIN)/nox --envdir .venv-nox $(ARGS)
+
+audit: $(VENV)/.develop ## Look the pinned packages up in PyPI's list of vulnerabilities, which needs the network.
+	@$(BIN)/pip-audit --disable-pip --no-deps --requirement constraints.txt
 
 instructions: $(VENV)/.develop ## Count the instructions of key paths with valgrind; ARGS="--against main" compares.
 	@$(BIN)/python -m benchmarks.instructions $(ARGS)
