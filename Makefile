@@ -47,6 +47,7 @@ traffic: $(VENV)/.develop ## Simulate a service, with Prometheus and Alertmanage
 
 ifeq ($(CI),true)
 test-all: .venv-langgraph/.server
+docs: $(VENV)/.develop # for the tests of the site
 endif
 
 langgraph-server: .venv-langgraph/.server ## Install LangGraph's own server, which one test needs; CI=true does it.
