@@ -62,6 +62,24 @@ def check_version(version: str) -> None:
         raise DistError(f"the package says {version}, CHANGELOG.md {newest}, and the tags {tags}")
 
 
+def check_reproducible(directory: Path) -> None:
+    """Build again, and check that every file is equal byte by byte.
+
+    Raises:
+        DistError: A file differs, or is missing.
+    """
+    constraints = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    run(sys.executable, "-m", "build", "--outdir", str(directory), settings=constraints)
+    built, again = (
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+        for folder in (ROOT / "dist", directory)
+    )
+    if built != again:
+        different = [name for name in built | again if built.get(name) != again.get(name)]
+        raise DistError(f"a second build differs: {', '.join(different)}")
+    print("a second build is equal, byte by byte")
+
+
 def run(
     *command: str, cwd: Path = ROOT, status: int = 0, settings: Mapping[str, str] | None = None
 ) -> list[str]:
@@ -214,6 +232,7 @@ def main() -> int:
         check_version(version)
         with TemporaryDirectory() as temporary:
             directory = Path(temporary).resolve()
+            check_reproducible(directory / "again")
             try_installed(directory / "installed", wheel, version)
             try_cloned(directory / "home")
     except DistError as error:
