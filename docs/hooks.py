@@ -1,7 +1,9 @@
 """The site's hook: guides are found first, by the words that people type."""  # noqa: INP001 - mkdocs loads it by its path
 
+from pathlib import Path
 from typing import Any
 
+from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page
 
 BOOSTS = {
@@ -43,3 +45,21 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         if page.file.src_uri.startswith(begins):
             page.meta["search"] = {"boost": boost}
     return markdown
+
+
+def on_post_build(config: MkDocsConfig, **_: Any) -> None:
+    """Write `llms-full.txt`: all guides in one file, in the order of the navigation."""
+    pages = [
+        path for path in _paths(config["nav"]) if not path.startswith(("runbooks/", "reference/"))
+    ]
+    docs = Path(config["docs_dir"])
+    texts = [f"<!-- {path} -->\n\n{(docs / path).read_text()}" for path in pages]
+    (Path(config["site_dir"]) / "llms-full.txt").write_text("\n".join(texts))
+
+
+def _paths(nav: Any) -> list[str]:
+    """Return the pages of a part of the navigation."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [path for part in parts for path in _paths(part)]
