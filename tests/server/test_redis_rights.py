@@ -46,13 +46,15 @@ def use_all_of_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_rights_are_those_that_are_used(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user with the page's rights can do all, and there is no right that is not needed."""
+    """A user with the page's rights can do all, and each is needed; the password is a variable."""
+    password = f'{SECRET}: @/?#%20&é"\\'
+    monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_PASSWORD", password)
     assert re.findall(r"need `\+(\w+)`", PAGE) == ["scan"]
     with redis_server.client() as client:
-        rights = (f">{SECRET}", KEYS, *(f"+{each}" for each in [*COMMANDS, "scan"]))
+        rights = (f">{password}", KEYS, *(f"+{each}" for each in [*COMMANDS, "scan"]))
         client.execute_command("ACL", "SETUSER", "quota", "on", *rights)
         client.config_resetstat()
-        use_all_of_it(f"redis://quota:{SECRET}@127.0.0.1:{redis_server.port}", monkeypatch)
+        use_all_of_it(f"redis://quota@127.0.0.1:{redis_server.port}", monkeypatch)
         statistics: Any = client.info("commandstats")
     used = {each.removeprefix("cmdstat_") for each in statistics} - OF_CONNECTIONS
     assert used == {*COMMANDS, "scan"}

@@ -46,7 +46,8 @@ class RedisStore(ServerStore):
     Args:
         source: The URL of one server in redis-py's form: `redis://`, `rediss://` for TLS or
             `unix://`, with user and password percent-encoded. `None`: the URL in the environment
-            variable `LANGCHAIN_QUOTA_REDIS_URL`. Or your own client, of one server or of a cluster,
+            variable `LANGCHAIN_QUOTA_REDIS_URL`. If the URL has no password, it is that in
+            `LANGCHAIN_QUOTA_REDIS_PASSWORD`. Or your own client, of one server or of a cluster,
             which keeps its timeouts and retries: a client of `redis` serves the sync form, a client
             of `redis.asyncio` the async form, on its own event loop.
         prefix: What all keys begin with, `[A-Za-z0-9_.-]{1,64}`. Stores with different prefixes

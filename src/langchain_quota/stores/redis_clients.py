@@ -30,6 +30,9 @@ from langchain_quota.stores.server import PerLoop, Server
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 """The environment variable with the URL of the server."""
 
+PASSWORD_VARIABLE = "LANGCHAIN_QUOTA_REDIS_PASSWORD"  # noqa: S105 - its name
+"""The environment variable with the password of a URL that has none."""
+
 _PROTOCOL = 2
 """With 3, redis-py listens for notifications, and does not see that an idle connection is dead."""
 
@@ -291,8 +294,10 @@ class _OwnedClients(Clients):
     def _pool(
         self, kind: type[_Pool], retry: type[Retry | AsyncRetry], most: int, seconds: float | None
     ) -> _Pool:
-        url, options = self._url, {"max_connections": most, "protocol": _PROTOCOL}
-        pool = cast("_Pool", kind.from_url(url, **options))
+        # The URL's own password replaces that of the options.
+        password = os.environ.get(PASSWORD_VARIABLE) or None
+        options = {"max_connections": most, "protocol": _PROTOCOL, "password": password}
+        pool = cast("_Pool", kind.from_url(self._url, **options))
         pool.connection_kwargs |= _DRIVER | {
             "socket_timeout": seconds,
             "socket_connect_timeout": seconds,
