@@ -141,7 +141,7 @@ endef
 $(ENV_FILE):
 	@umask 077; secret() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }; \
 	sed -e "s/^METRICS_TOKEN=$$/&$$(secret)/" -e "s/^POSTGRES_PASSWORD=$$/&$$(secret)/" \
-		docker/.env.example > $@
+		-e "s/^REDIS_PASSWORD=$$/&$$(secret)/" docker/.env.example > $@
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \

@@ -41,6 +41,7 @@ ALERT = "LangChainQuotaLimitBreached"
 SECRETS = {
     "METRICS_TOKEN": r"""t0ken:"$HOME"/#%&\with=all&kinds""",
     "POSTGRES_PASSWORD": r"""p@ss: w/rd #%$HOME"\é?&=""",
+    "REDIS_PASSWORD": r"""--p@ss: w/rd #%$HOME"\é?&=""",
 }
 """Every character that means something in a URL, a shell or a file of settings."""
 
@@ -214,6 +215,8 @@ def is_contained() -> None:
             "gains no new ones": "no-new-privileges:true" in host["SecurityOpt"],
             "has a read-only root": host["ReadonlyRootfs"] or service in WRITABLE,
             "has bounded memory": host["Memory"] > 0,
+            "has bounded processors": host["NanoCpus"] > 0,
+            "has bounded processes": (host["PidsLimit"] or 0) > 0,
             "rotates its logs": "max-size" in host["LogConfig"]["Config"],
             "has no volume": not volumes or each["Config"]["Image"] != IMAGE,
             "publishes on loopback only": all(
@@ -224,6 +227,8 @@ def is_contained() -> None:
         }
         wrong += [f"{service} {what}" for what, held in holds.items() if not held]
     expect(not wrong, "every container is confined" + (f", but not: {wrong}" if wrong else ""))
+    ping = ("exec", "-T", "--env", "REDISCLI_AUTH=", "redis", "redis-cli", "ping")
+    expect("PONG" not in compose(*ping, check=False).stdout, "Redis asks for its password")
 
 
 def blocks_and_alerts(urls: Mapping[str, str]) -> None:

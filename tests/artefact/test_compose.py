@@ -24,7 +24,7 @@ PROMETHEUS = DOCKER / "prometheus" / "prometheus.yaml"
 RULES = "/etc/prometheus/rules/langchain-quota-rules.yaml"
 ALERTMANAGER = "/etc/alertmanager/alertmanager.yaml"
 DASHBOARDS = "/etc/grafana/dashboards"
-SECRETS = {"METRICS_TOKEN", "POSTGRES_PASSWORD"}
+SECRETS = {"METRICS_TOKEN", "POSTGRES_PASSWORD", "REDIS_PASSWORD"}
 AGENTS = ["agent-1", "agent-2"]
 IMAGE = "langchain-quota-agent"
 VARIABLE = re.compile(r"\$(?:\$|\{(?P<name>\w+)(?:(?P<kind>:-|:\?)(?P<rest>[^}]*))?\})")
@@ -106,7 +106,7 @@ def test_what_others_reach() -> None:
 
 
 def test_containers_are_confined() -> None:
-    """Every service has no rights, a read-only root, bounded memory, short logs, a fixed image."""
+    """Every service has no rights, a read-only root, bounds, short logs, and a fixed image."""
     for name, service in SERVICES.items():
         assert service["cap_drop"] == ["ALL"], name
         assert set(service.get("cap_add", [])) <= OF_ITS_USER, name
@@ -114,6 +114,8 @@ def test_containers_are_confined() -> None:
         # Compose cannot write a secret from the environment into a container with such a root.
         assert service["read_only"] == ("secrets" not in service), name
         assert re.fullmatch(r"\d+[mg]", service["mem_limit"]), name
+        assert service["cpus"] > 0, name
+        assert service["pids_limit"] > 0, name
         assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
         image, _, tag = service["image"].partition(":")
         assert service.get("pull_policy") == "never" if image == IMAGE else VERSION.fullmatch(tag)
@@ -147,7 +149,28 @@ def test_settings_and_secrets() -> None:
     secret = [value for _, value in named if any(name in value for name in SECRETS)]
     assert all(re.fullmatch(r"\$\{\w+:\?[^}]*\}", value) for value in secret)
     hidden = {key for key, value in named if value in secret}
-    assert hidden == {"METRICS_TOKEN", "POSTGRES_PASSWORD", "PGPASSWORD"}
+    of_redis = {"LANGCHAIN_QUOTA_REDIS_PASSWORD", "REDISCLI_AUTH"}
+    assert hidden == {"METRICS_TOKEN", "POSTGRES_PASSWORD", "PGPASSWORD", *of_redis}
+    command = SERVICES["redis"]["command"]
+    assert command[command.index("--requirepass") + 1] == SERVICES["redis"]["environment"].get(
+        "REDISCLI_AUTH"
+    )
+
+
+def test_networks_are_apart() -> None:
+    """Only agents and their load reach the databases, and who watches reaches no agent."""
+    networks = load(COMPOSE)["networks"]
+    members: dict[str, set[str]] = {name: set() for name in networks}
+    for name, service in SERVICES.items():
+        for network in service.get("networks", []):
+            members[network].add(name)
+    assert members == {
+        "data": {*AGENTS, "load", "redis", "postgres"},
+        "telemetry": {*AGENTS, "prometheus", "tempo"},
+        "watch": {"prometheus", "tempo", "alertmanager", "grafana"},
+    }
+    assert networks["data"] == {"internal": True}
+    assert {name for name in SERVICES if not SERVICES[name].get("networks")} == {"webhook"}
 
 
 def test_what_is_mounted_is_what_is_shipped() -> None:
