@@ -30,10 +30,11 @@ ALSO = {
     "alerts.md": ["Slack", "PagerDuty", "email"],
     "budgets.md": ["spend"],
     "comparison.md": ["429", "rate", "throttling"],
-    "customers.md": ["GDPR", "privacy"],
-    "limits.md": ["dry", "testing", "unit"],
+    "customers.md": ["GDPR", "privacy", "timezone"],
+    "limits.md": ["dry", "pytest", "runaway", "testing", "throttle", "unit"],
     "migrating.md": ["migrate", "migration"],
-    "production.md": ["multiprocess", "gunicorn", "uvicorn"],
+    "production.md": ["Helm", "multiprocess", "gunicorn", "uvicorn"],
+    "troubleshooting.md": ["FAQ"],
 }
 """Words that people type, and the page does not use."""
 
