@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test test-all explore traffic docker-test stack-test dashboards bench soak lint format test-matrix picture docs docs-serve coverage mutants dist langchain-tests langgraph-server audit instructions clean
+.PHONY: help demo up down test test-all explore traffic docker-test stack-test kubernetes-test pin-images dashboards bench soak lint format test-matrix picture docs docs-serve coverage mutants dist langchain-tests langgraph-server audit instructions clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
@@ -57,6 +57,20 @@ docker-test: ## Build the service's image and try it, if there is a Docker engin
 
 stack-test: ## Start the whole stack in every way, and break it, if there is a Docker engine.
 	@DOCKER=$(DOCKER) $(PYTHON) docker/stack_test.py
+
+# Go checks the program's sources against its public log of checksums. The custom resources' schemas are
+# those of a commit.
+KUBECONFORM = go run github.com/yannh/kubeconform/cmd/kubeconform@v0.7.0
+SCHEMAS = https://raw.githubusercontent.com/datreeio/CRDs-catalog/7b1e26ef9deea49293714d204c1a2270aab1178f
+
+kubernetes-test: $(VENV)/.develop ## Check what `export kubernetes` writes, with kubectl, Go and the network.
+	@to=$$(mktemp -d) && trap 'rm -rf "$$to"' EXIT && set -o pipefail && \
+	$(BIN)/langchain-quota export kubernetes --to $$to --grafana-url https://grafana.example.org >/dev/null && \
+	kubectl kustomize $$to | $(KUBECONFORM) -strict -summary -schema-location default \
+		-schema-location '$(SCHEMAS)/{{.Group}}/{{.ResourceKind}}_{{.ResourceAPIVersion}}.json' -
+
+pin-images: $(VENV)/.python ## Add to the images in docker/ the digests that their registries name, with Docker's buildx.
+	@$(BIN)/python -m tools.pin_images
 
 dashboards: $(VENV)/.develop ## Write the Grafana dashboards and the stack's alert rules anew.
 	@$(BIN)/python -m dashboards.build
