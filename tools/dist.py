@@ -154,6 +154,12 @@ def readme() -> tuple[list[list[str]], list[list[str]]]:
     return blocks[:clone], blocks[clone:]
 
 
+def first_example() -> str:
+    """Return the README's first example."""
+    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return "" if found is None else found[1]
+
+
 def shell(lines: Sequence[str], cwd: Path, settings: Mapping[str, str]) -> None:
     """Run lines in one shell, each of which has to succeed and to print what is expected.
 
@@ -170,13 +176,14 @@ def shell(lines: Sequence[str], cwd: Path, settings: Mapping[str, str]) -> None:
 def try_installed(directory: Path, wheel: Path, version: str) -> None:
     """Do with the wheel what the README does with the package from an index.
 
-    Without extras, the wheel is imported, exports, runs the demo, and names the extra that a
-    command needs. The public API has its documented types.
+    Without extras, the wheel runs the first example, exports, runs the demo, and names the extra
+    that a command needs. The public API has its documented types.
     """
     there = Elsewhere(directory, wheel)
     (bare, *others), _ = readme()
     shell(bare, directory, there.settings)
     there.run("python -I -c", BARE, says=f"{version} {directory}")
+    there.run("python -I -c", first_example(), says="\nTool call limit exceeded. Do not call")
     there.run("langchain-quota --version", says=version)
     for what in ("prometheus", "alertmanager", "grafana"):
         there.run(f"langchain-quota export {what} --to bare")
@@ -184,7 +191,7 @@ def try_installed(directory: Path, wheel: Path, version: str) -> None:
         there.run(f"test -f bare/{board.name}")
     there.run("langchain-quota quotas show", status=2, says="langchain-quota[redis]")
     there.run("python -I -c", PRICES, status=1, says="langchain-quota[cost]")
-    print("the bare wheel is imported, exports, and names its extras")
+    print("the bare wheel runs the first example, exports, and names its extras")
     for block in others:
         shell(block, directory, there.settings)
     print("the README's lines for those who install the package run")
