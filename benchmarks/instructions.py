@@ -7,6 +7,7 @@ the commit, or what `accepted.yaml` allows it, with the reason.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -29,14 +30,12 @@ SETUPS = (
 )
 
 
-def paths() -> dict[str, Work]:
-    """Return the key paths by name: steps of agents, telemetry of a decision, and a store."""
-    steps: dict[str, Work] = {f"step: {setup}": Step(setup, has_memory=False) for setup in SETUPS}
-    return {
-        **steps,
-        "telemetry of a decision": Emitting(1, "not sampled"),
-        "a store's answer": Asking("hooks"),
-    }
+STEPS: dict[str, Work] = {f"step: {setup}": Step(setup, has_memory=False) for setup in SETUPS}
+SHORT: dict[str, Work] = {
+    "telemetry of a decision": Emitting(1, "not sampled"),
+    "a store's answer": Asking("hooks"),
+}
+"""Paths that are repeated more often: what a process does once would show in their numbers."""
 
 
 def main() -> int:
@@ -49,11 +48,9 @@ def main() -> int:
     parser.add_argument("--against", metavar="COMMIT", help="compare with the merge base of this")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     arguments = parser.parse_args()
-    works = paths()
-    counted = costs([*works.values()], (4, 24), counted=True, rounds=1)
-    if counted.unit != "instructions":
+    if shutil.which("valgrind") is None:
         raise SystemExit("valgrind is missing: on Debian and Ubuntu, apt-get install valgrind")
-    counts = {name: round(counted.of[work]) for name, work in works.items()}
+    counts = {**_counts(STEPS, (4, 24)), **_counts(SHORT, (40, 440))}
     if arguments.json:
         print(json.dumps(counts))  # noqa: T201 - a command: it prints
         return 0
@@ -78,6 +75,12 @@ def exceeds(
     most = accepted.get(name, {}).get("instructions", 0)
     allowed = max(before.get(name, count) * MOST, most if isinstance(most, int) else 0)
     return count > allowed
+
+
+def _counts(works: Mapping[str, Work], times: tuple[int, int]) -> dict[str, int]:
+    """Return the instructions of each path."""
+    counted = costs([*works.values()], times, counted=True, rounds=1)
+    return {name: round(counted.of[work]) for name, work in works.items()}
 
 
 def _counts_at(commit: str) -> dict[str, int]:
