@@ -112,7 +112,7 @@ test-matrix: $(VENV)/.matrix ## Run the tests of the package on every Python fou
 	@$(BIN)/nox --envdir .venv-nox $(ARGS)
 
 audit: $(VENV)/.develop ## Look the pinned packages up in PyPI's list of vulnerabilities, which needs the network.
-	@$(BIN)/pip-audit --disable-pip --no-deps --requirement constraints.txt
+	@$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
 instructions: $(VENV)/.develop ## Count the instructions of key paths with valgrind; ARGS="--against main" compares.
 	@$(BIN)/python -m benchmarks.instructions $(ARGS)
