@@ -10,52 +10,40 @@ from asyncio import CancelledError
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from copy import copy
-from dataclasses import replace
 from functools import partial
 from secrets import token_hex
-from typing import Any, ClassVar, TypedDict, TypeVar
-from uuid import uuid4
+from typing import Any, ClassVar
 
 from langchain.agents.middleware.types import ModelResponse, ToolCallRequest
 from langchain_core.load import dumps
-from langchain_core.messages import AIMessage
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
-from langchain_quota.core.checks import CallChecks, ResolvedLimits, run_counter
+from langchain_quota.core.checks import CallChecks, ResolvedLimits
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.features.budgets.charging import (
-    MAX_LATE,
     OWN,
     ChargeContext,
     Charging,
     Reservation,
-    settlements,
 )
-from langchain_quota.features.budgets.estimates import asked_of
 from langchain_quota.features.budgets.model_runs import own_call, running_graph, watch_all_models
 from langchain_quota.features.budgets.prices import Pricing, check_prices
+from langchain_quota.features.budgets.second_check import FirstCheck, SecondCheck, remember
 from langchain_quota.features.budgets.work import Stopwatch, mark
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, TokenLimit
-from langchain_quota.limits.call import STORE, Call, Scope
+from langchain_quota.limits.call import STORE, Call
 from langchain_quota.limits.options import MILLISECONDS, counts_calls
 from langchain_quota.middleware.calls import (
-    OF_RUN,
-    OF_THREAD,
     Batch,
     HookResult,
     Update,
-    model_batch,
     model_context,
 )
-from langchain_quota.middleware.conclude import conclude_model, final_call
 from langchain_quota.middleware.context import CallContext, running_runtime
 from langchain_quota.middleware.feature import Feature, ModelCall, Request, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import (
     LEDGER,
-    THREAD_MODEL,
     THREAD_TOOLS,
     Counts,
     FeatureData,
@@ -65,34 +53,9 @@ from langchain_quota.middleware.state import (
     ledger,
     merge_ledgers,
 )
-from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.runtime.units import near_threshold
-
-T = TypeVar("T")
-
-LEASE = 900
-"""How long a store reserves an amount for a model call, in seconds.
-
-After that the amount is released, for example because the process has died. A call that takes
-longer is charged nevertheless, but others may have used its amount by then. Clients of providers
-give up after 600 seconds by default.
-"""
-
-
-class FirstCheck(TypedDict):
-    """The result of the check before a model call, when its request is not known yet."""
-
-    used: dict[str, int]
-    """The counts before the call, by the name of the count."""
-    refused: dict[str, Scope]
-    """The limits on calls in a dry run that would refuse it, with the scopes."""
-    granted: dict[str, int]
-    """The amounts that a store's grants added to limits, by key."""
-    keys: dict[str, int]
-    """The amounts that a store charged, by key."""
-
 
 _NEW_RUN: Mapping[str, Any] = {"run_spent": {}, "admitted": None, "error": None}
 """The feature's data at the start of a run."""
@@ -165,8 +128,9 @@ class Budgets(Feature):
         }
         # The settings of the first model of each of the newest steps, as a hash.
         self._first: OrderedDict[str, int] = OrderedDict()
-        # The errors that are raised, once, after the model's step, by the id of the final message.
-        self._errors: OrderedDict[str, Exception] = OrderedDict()
+        self._second_check = SecondCheck(
+            kernel, self._pricing, self._charging, has_reserves=self._reserves
+        )
         self._counts_time = _of_time(limits)
         self._counts_use = any(limit.unit in ("tokens", "nanodollars") for limit in limits)
         self._stopwatch = Stopwatch()
@@ -265,7 +229,7 @@ class Budgets(Feature):
         error = feature_ledger(state, self.name).get("error")
         if error is not None:
             *numbers, text = error
-            remembered = self._errors.pop(ledger(state).get("ended") or "", None)
+            remembered = self._second_check.errors.pop(ledger(state).get("ended") or "", None)
             raise remembered or ModelCallLimitExceededError(*numbers, message=text)
 
     async def shape_request(self, mode: Mode, request: Request) -> Request:  # noqa: ARG002 - as for every feature
@@ -277,7 +241,7 @@ class Budgets(Feature):
         # Another middleware may make an equal model for each request.
         first = settings = hash(dumps(request.model))
         if task is not None:
-            first = _remember(self._first, task, first)
+            first = remember(self._first, task, first)
         # A later attempt of the step with another model is a fallback, which stays.
         return request.override(model=other) if first == settings else request
 
@@ -295,7 +259,7 @@ class Budgets(Feature):
         is_retry = self._late.has_made(task, state)
         if self._reserves or is_retry:
             first = None if is_retry else feature_ledger(state, self.name).get("admitted")
-            request, hold = await self._reserve(mode, request, step, first, written)
+            request, hold = await self._second_check.reserve(mode, request, step, first, written)
             if hold is None:
                 return None
         else:
@@ -343,142 +307,6 @@ class Budgets(Feature):
         mark(answered, request.tool_call["id"], run, entries["spent_by"], work.amount)
         return answered
 
-    async def _reserve(
-        self,
-        mode: Mode,
-        request: Request,
-        step: ChargeContext,
-        first: FirstCheck | None,
-        written: Update,
-    ) -> tuple[Request, Reservation | None]:
-        """Reserve all that the call can use, or make it the run's last; `None` if it is refused."""
-        kernel, last = self._kernel, bool(ledger(step.state).get("final"))
-        while True:
-            shaped = await kernel.shape_request(mode, request)
-            batch = self._reserving_batch(shaped, step)
-            result = await kernel.acquire(mode, batch)
-            if last or all(result.admitted) or not _may_be_the_last(batch, result):
-                break
-            # Ask for a call without tools, the last one of its budget.
-            _, breaches = batch.decide(result)
-            last, request = True, _with_ledger(request, final_call(breaches))
-        if not all(result.admitted):
-            conclusion = conclude_model(batch, result)
-            written.update(await self._refuse(mode, batch, conclusion, first))
-            return shaped, None
-        (checks,) = batch.call_checks
-        amounts = checks.demand.amounts
-        hold = Reservation(
-            {limit.limit.counter: amounts[run_counter(limit.limit)] for limit in checks.limits}
-        )
-        if batch.answered and batch.sent is not None:
-            hold = hold._replace(request=batch.sent.idempotency_key)
-        try:
-            if first:
-                hook_result = _result_of_both_checks(batch, step.limits, first, result)
-                written.update(await kernel.record(mode, batch, hook_result) or {})
-        except (Exception, CancelledError):
-            # The call is not made.
-            await self._charging.settle(mode, settlements(step.limits, batch.used, (), hold))
-            raise
-        if last and batch.ledger.get("final"):
-            final = Ledger(final=batch.ledger["final"])
-            if reason := batch.ledger.get("final_reason"):
-                final["final_reason"] = reason
-            written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), final)
-        return shaped, hold
-
-    def _reserving_batch(self, request: Request, step: ChargeContext) -> Batch:
-        """Return the batch that reserves all that the call can use."""
-        if request.model is not None:
-            # A price that is missing is an error before anything is charged.
-            model_usage = asked_of(request.model, request.model_settings)
-            self._pricing.check(model_usage, agent=step.call.agent)
-        reserving = []
-        lease = LEASE if self._reserves else None
-        for budget in step.limits.budgets:
-            reserve = getattr(budget.limit, "reserve", None)
-            bound = reserve(request) if callable(reserve) else reserve or 0
-            amount = self._pricing.most(budget.limit, bound)
-            reserving.append(budget.with_checks(amount=amount, lease=lease))
-        task = f"{self._kernel.name}.held"
-        batch = model_batch(request.state, request.runtime, step.limits, task=task)
-        # The name is new each time, because another attempt of the task may reserve something, too.
-        batch.name = token_hex(16)
-        if request.model is not None:
-            batch.model = request.model, request.model_settings
-        batch.used |= self._late.counts(batch.state)
-        batch.limits = ResolvedLimits(reserving)
-        batch.stops = batch.limits.stops
-        batch.set_checks([CallChecks.of(reserving)])
-        return batch
-
-    async def _refuse(
-        self,
-        mode: Mode,
-        batch: Batch,
-        conclusion: HookResult,
-        first: FirstCheck | None,
-    ) -> Update:
-        """Return the update of a refused call; an error in it is raised after the model's step."""
-        # Raised here, it would lose the update, and other middlewares would retry the call.
-        update: Update = {**(conclusion.update or {})}
-        update.pop("jump_to", None)
-        error: Any = conclusion.error
-        if error is not None:
-            message = AIMessage(str(error), name=batch.context.own_name, id=str(uuid4()))
-            numbers = [error.thread_count, error.run_count, error.thread_limit, error.run_limit]
-            entries = {"error": [*numbers, str(error)]}
-            written = Ledger(ended=message.id, own={self.name: entries})
-            update = {"messages": [message], LEDGER: written}
-            _remember(self._errors, str(message.id), error)
-        if first:
-            # The first check has counted the call.
-            counts = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
-            of_thread = max(0, batch.used[OF_THREAD] - 1)
-            if any(not limit.is_budget for limit in batch.original_limits.limits):
-                update[THREAD_MODEL] = of_thread
-            else:
-                counts["thread_model"] = of_thread
-            update[LEDGER] = merge_ledgers(update[LEDGER], Ledger(counts=counts))
-            if first["keys"]:
-                refund = {key: -amount for key, amount in first["keys"].items()}
-                corrections = (Correction(uuid4().hex, refund),)
-                await self._charging.settle(mode, AcquireRequest("", "", corrections=corrections))
-        batch.save(self.name, self._late.of(batch.state))
-        hook_result = conclusion._replace(update=update)
-        return await self._kernel.record(mode, batch, hook_result) or update
-
-
-def _result_of_both_checks(
-    batch: Batch, limits: ResolvedLimits, first: FirstCheck, second: AcquireResult
-) -> HookResult:
-    """Return the decision about an admitted call by all limits: on calls first, then on budgets."""
-    # The counts in the state have the call by now.
-    used = first["used"] | {
-        check.counter: second.used[check.counter] for check in batch.call_checks[0].checks
-    }
-    reserving = {limit.limit.name: limit for limit in batch.limits.limits}
-    both = ResolvedLimits(
-        reserving.get(limit.limit.name)
-        # Without the store, no quota has checked it.
-        or limit._replace(checks=tuple(check for check in limit.checks if check.counter in used))
-        for limit in limits.raised(first["granted"]).limits
-    )
-    whole = replace(batch, limits=both, call_checks=[CallChecks.of(both.limits)], used=used)
-    refused = first["refused"] | {**second.refused[0]}
-    decisions, _ = whole.decide(AcquireResult(used, (refused,), (True,)))
-    by = batch.ledger.get("downgraded") or ""
-    return HookResult([decision._replace(downgraded_by=by) for decision in decisions])
-
-
-def _remember(memory: OrderedDict[str, T], key: str, value: T) -> T:
-    """Remember a value for one of the newest keys; return the first value of the key."""
-    value = memory.setdefault(key, value)
-    if len(memory) > MAX_LATE:
-        memory.popitem(last=False)
-    return value
-
 
 def _downgraded_by(batch: Batch) -> str:
     """Return the name of the first limit whose use sends calls to another model."""
@@ -491,13 +319,6 @@ def _downgraded_by(batch: Batch) -> str:
         ):
             return str(limit.name)
     return ""
-
-
-def _with_ledger(request: Request, entries: Ledger) -> Request:
-    """Return the request with other entries in its ledger."""
-    state: Any = copy(request.state)
-    state[LEDGER] = merge_ledgers(ledger(state), entries)
-    return compat.with_state(request, state)
 
 
 def _mode_after(mode: Mode, error: BaseException) -> Mode | None:
@@ -521,12 +342,3 @@ def _step(state: State, limits: ResolvedLimits, context: CallContext) -> ChargeC
     return ChargeContext(
         state, limits, Call("model", agent=context.agent, thread_id=context.thread_id)
     )
-
-
-def _may_be_the_last(batch: Batch, result: AcquireResult) -> bool:
-    """Return whether all limits that refuse a call would let it be the last one."""
-    if STORE in result.refused[0].values():
-        return False
-    by_name = batch.limits.by_name
-    refusing = [by_name[name] for name in result.refused[0] if by_name[name].enforce]
-    return all(limit.exit_behavior == "finalize" for limit in refusing)
