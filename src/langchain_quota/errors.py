@@ -171,7 +171,8 @@ class UnknownPriceError(_CopiedError, LookupError):
         else:
             text = (
                 f"no price is known for a model{served} that has no name: give its class a field "
-                "model or model_name, or give prices= as a function"
+                "model or model_name, or give QuotaMiddleware prices= as a function, such as "
+                'prices=lambda usage: Decimal("0.01")'
             )
         super().__init__(text)
         self.model = model

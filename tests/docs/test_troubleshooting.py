@@ -16,7 +16,6 @@ from langgraph.warnings import LangGraphDeprecatedSinceV10
 
 import langchain_quota
 from langchain_quota import (
-    GraphQuota,
     MemoryStore,
     ModelCallLimit,
     Quota,
@@ -68,18 +67,15 @@ def older_agent(signals: Signals) -> None:
         make(ScriptedChatModel(script=[]), [], middleware=[quota(signals, SEARCH)])
 
 
-untyped: Any = QuotaMiddleware
 node: Any = StateGraph(MessagesState).add_node
 alone: Any = create_agent
 OF_LIBRARIES: dict[str, Callable[[Signals], object]] = {
-    "QuotaMiddleware.__init__() got an unexpected keyword argument": lambda _: untyped(run_limit=3),
     "Please remove duplicate middleware instances.": lambda signals: agent(
         quota(signals, SEARCH), quota(signals, MODEL)
     ),
     "'QuotaMiddleware' object is not iterable": lambda signals: alone(
         ScriptedChatModel(script=[]), middleware=quota(signals, SEARCH)
     ),
-    "'method' object is not iterable": lambda _: agent(GraphQuota([SEARCH])),
     "create_react_agent() got unexpected keyword arguments: {'middleware': …": older_agent,
     "Expected a Runnable, callable or dict": lambda signals: node("quota", quota(signals, SEARCH)),
     "Checkpointer requires one or more of the following 'configurable' keys: …": (

@@ -42,13 +42,14 @@ from langchain_quota.middleware.state import (
     merge_ledgers,
     run_model,
 )
-from langchain_quota.runtime.arguments import validate_choice, validate_type
+from langchain_quota.runtime.arguments import explain_arguments, validate_choice, validate_type
 from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.telemetry import Telemetry
 
 OnPending = Literal["skip", "raise"]
 
 
+@explain_arguments('ToolCallLimitMiddleware(tool_name="search", run_limit=5)')
 class ToolCallLimitMiddleware(
     LimitMiddleware[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]
 ):
@@ -163,6 +164,7 @@ class ToolCallLimitMiddleware(
         return hook_result
 
 
+@explain_arguments("ModelCallLimitMiddleware(run_limit=10)")
 class ModelCallLimitMiddleware(
     LimitMiddleware[Any, ContextT, ResponseT], Generic[ResponseT, ContextT]
 ):

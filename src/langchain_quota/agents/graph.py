@@ -1,6 +1,6 @@
 """GraphQuota: limits for any graph of LangGraph, by a limited model and limited tools."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial, wraps
@@ -36,6 +36,17 @@ from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry.receipts import Receipt
 
 Tools = Sequence[Tool | Callable[..., object]]
+
+
+class _OfGraph(partial[ToolNode]):
+    """`GraphQuota.tools`, over which LangChain iterates if the quota is in `middleware`."""
+
+    def __iter__(self) -> Iterator[Tool]:
+        """Raise a `TypeError` that says what to write."""
+        raise TypeError(
+            "GraphQuota is no middleware: write middleware=[QuotaMiddleware([…])] for create_agent"
+        )
+
 
 _ToolWrapper = Callable[[Mode, ToolCallRequest, ToolHandler], Awaitable[ToolAnswer]]
 _tool_wrapper: ContextVar[_ToolWrapper] = ContextVar("_tool_wrapper")
@@ -84,6 +95,7 @@ class GraphQuota(SubjectMethods):
         shared = store is not None
         self._limits = GraphLimits(limits, agent=name, shared=shared, store=self.store, **options)
         self.kernel = self._limits.kernel
+        vars(self)["tools"] = _OfGraph(self.tools)
         watch_root_runs()
 
     def model(self, llm: str | BaseChatModel, tools: Tools = ()) -> BaseChatModel:

@@ -47,7 +47,7 @@ from langchain_quota.middleware.feature import (
     ToolHandler,
 )
 from langchain_quota.middleware.state import QuotaState, State, ledger
-from langchain_quota.runtime.arguments import validate_choice, validate_switch
+from langchain_quota.runtime.arguments import explain_arguments, validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.telemetry import Telemetry
@@ -68,6 +68,7 @@ class SharedOptions(TypedDict, total=False):
     telemetry: Telemetry | None
 
 
+@explain_arguments('QuotaMiddleware([ToolCallLimit("search", run_limit=5)])')
 class QuotaMiddleware(
     ThreadMethods[ContextT, ResponseT],
     LimitMiddleware[Any, ContextT, ResponseT],
@@ -190,6 +191,11 @@ class QuotaMiddleware(
         check_together(limits)
         validate_choice("on_store_error", on_store_error, ("block", "allow"))
         check_store(store, limits)
+        if store is None and on_store_error != "block":
+            raise ValueError(
+                f"on_store_error={on_store_error!r} needs a store: add store=RedisStore(), or "
+                "leave it out"
+            )
         validate_switch("tell_model", tell_model)
         validate_switch("hide_exhausted", hide_exhausted)
         validate_switch("stream_events", stream_events)

@@ -140,6 +140,11 @@ class ThreadMethods(SubjectMethods, LimitMiddleware[Any, ContextT, ResponseT]):
         return checks_calls and error.startswith(_LIMIT_ERRORS)
 
 
+# Python names it in errors, such as of a missing argument.
+for _name in ("reset", "areset", "grant", "agrant"):
+    vars(ThreadMethods)[_name].__qualname__ = f"QuotaMiddleware.{_name}"
+
+
 def _is(node: str, hook: str) -> bool:
     """Return whether a node is that of a hook; with several loops, its name has a prefix."""
     return node == hook or node.endswith(f".{hook}")

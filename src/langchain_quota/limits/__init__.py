@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from langchain_quota.limits.budgets import CostLimit, TokenLimit
 from langchain_quota.limits.calls import ModelCallLimit, ToolCallLimit
 from langchain_quota.limits.concurrency import ConcurrencyLimit
+from langchain_quota.limits.quotas import Quota
 from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.limits.time import TimeLimit
 from langchain_quota.runtime.arguments import short_repr
@@ -33,9 +34,14 @@ def check_together(limits: Sequence[Limit]) -> None:
     is_list = isinstance(argument, Sequence) and not isinstance(argument, str)
     wrong = [limit for limit in limits if not isinstance(limit, Limit)] if is_list else [argument]
     if wrong:
+        remedy = ""
+        if isinstance(wrong[0], Quota):
+            remedy = ': write ToolCallLimit("search", quotas=[Quota(…)])'
+        elif hasattr(type(wrong[0]), "wrap_tool_call"):
+            remedy = ": it is a middleware, so list it in middleware= of create_agent"
         raise TypeError(
             "limits must be a sequence of limits, such as [ToolCallLimit(…)], not "
-            f"{short_repr(wrong[0])}"
+            f"{short_repr(wrong[0])}{remedy}"
         )
     if not limits:
         raise ValueError("limits must have at least one limit, such as ToolCallLimit(…)")

@@ -16,6 +16,7 @@ from langchain_quota.limits.options import (
     whole_amount,
 )
 from langchain_quota.runtime.arguments import (
+    explain_arguments,
     parse_tool_names,
     short_repr,
     validate_choice,
@@ -103,6 +104,7 @@ class Budget(ModelLimit[Amount]):
         return whole_amount(self.unit, "limit", amount) if is_amount else 0
 
 
+@explain_arguments("TokenLimit(run_limit=50_000)")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimit(Budget[int]):
     """How many tokens the model calls of a thread and of a run may use.
@@ -166,6 +168,7 @@ class TokenLimit(Budget[int]):
         self._set(counter=_COUNTERS[self.tokens])
 
 
+@explain_arguments('CostLimit(run_limit="0.50")')
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLimit(Budget[Dollars]):
     """How much the model calls of a thread and of a run may cost, in US dollars.
@@ -221,6 +224,7 @@ class CostLimit(Budget[Dollars]):
         self._check_budget()
 
 
+@explain_arguments("Price(input=2.50, output=10)")
 @dataclass(frozen=True, kw_only=True)
 class Price:
     """The prices of a model's tokens, in US dollars per million tokens.

@@ -5,12 +5,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal
 
 from langchain_quota.limits.options import MODEL, CallLimit, ModelLimit
+from langchain_quota.runtime.arguments import explain_arguments
 
 ToolExitBehavior = Literal["continue", "error", "end", "ask"]
 ExitBehavior = Literal["continue", "error", "end"]
 """The exit behaviours that LangChain's limiters know."""
 
 
+@explain_arguments('ToolCallLimit("search", run_limit=5)')
 @dataclass(frozen=True, slots=True)
 class ToolCallLimit(CallLimit[int]):
     """How many tool calls a thread and a run may make.
@@ -95,6 +97,7 @@ class ToolCallLimit(CallLimit[int]):
             )
 
 
+@explain_arguments("ModelCallLimit(run_limit=10)")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCallLimit(ModelLimit[int]):
     """How many model calls a thread and a run may make.

@@ -5,13 +5,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from langchain_quota.limits.options import LimitOptions
-from langchain_quota.runtime.arguments import validate_count
+from langchain_quota.runtime.arguments import explain_arguments, validate_count
 from langchain_quota.runtime.units import Time, parse_milliseconds
 
 if TYPE_CHECKING:
     from langchain_quota.core.decision import Decision
 
 
+@explain_arguments('ConcurrencyLimit("browser", max_concurrency=2)')
 @dataclass(frozen=True, slots=True)
 class ConcurrencyLimit(LimitOptions):
     """The number of tool calls that may run at the same time; further calls wait.

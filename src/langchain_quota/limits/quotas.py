@@ -10,6 +10,7 @@ from langchain_quota.limits.call import CONCURRENCY, ROOT_RUN, RUN, STORE, THREA
 from langchain_quota.limits.windows import CalendarWindow, parse_window
 from langchain_quota.runtime.arguments import (
     NoHook,
+    explain_arguments,
     validate_count,
     validate_function,
     validate_switch,
@@ -28,6 +29,7 @@ _CHOICES = (
 _SCOPE_NAME = re.compile(r"[a-z_]{1,32}")
 
 
+@explain_arguments('Quota(500, per="user_id", window="month")')
 @dataclass(frozen=True, slots=True)
 class Quota:
     """The number of calls that a subject, such as a user or a tenant, may make in all its runs.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from langchain_quota.limits.calls import ExitBehavior
 from langchain_quota.limits.options import LimitOptions
 from langchain_quota.runtime.arguments import (
+    explain_arguments,
     parse_tool_names,
     validate_count,
     validate_sync_function,
@@ -20,6 +21,7 @@ MOST_KEPT = 100
 """The number of a run's newest calls that a limit remembers: about 5 kB of a checkpoint."""
 
 
+@explain_arguments("RepeatLimit(3)")
 @dataclass(frozen=True, slots=True)
 class RepeatLimit(LimitOptions):
     """How often a run may make the same tool call without getting a new answer.

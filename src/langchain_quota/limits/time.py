@@ -5,9 +5,11 @@ from typing import ClassVar
 
 from langchain_quota.limits.budgets import Budget
 from langchain_quota.limits.options import MILLISECONDS, counts_calls, validate_amount
+from langchain_quota.runtime.arguments import explain_arguments
 from langchain_quota.runtime.units import Time, Unit, parse_milliseconds
 
 
+@explain_arguments('TimeLimit(run_limit="5m")')
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit(Budget[Time]):
     """How long an agent may work in a thread and in a run, and how long each tool call may take.

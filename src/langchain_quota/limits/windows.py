@@ -5,6 +5,7 @@ from calendar import monthrange
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
+from difflib import get_close_matches
 from functools import cache, lru_cache
 from typing import Any, cast
 from zoneinfo import ZoneInfo
@@ -77,8 +78,13 @@ def _parse_length(window: object) -> timedelta | None:
     length: Any = duration(window) if isinstance(window, str) else window
     if length is None and window is not None:
         units = 'window must be "hour", "day", "week", "month" or a time such as '
-        raise ValueError(f'{units}"30s", "10m", "1h" or "7d", not {window!r}')
-    validate_type("window", length, timedelta | None, 'a time such as "1h", a timedelta or None')
+        meant = get_close_matches(str(window).lower(), CALENDAR, 1)
+        remedy = f': write "{meant[0]}"' if meant else ""
+        raise ValueError(f'{units}"30s", "10m", "1h" or "7d", not {window!r}{remedy}')
+    what = 'a time such as "1h", a timedelta or None'
+    if isinstance(window, int) and not isinstance(window, bool):
+        raise TypeError(f'window must be {what}, not {window!r}: write "{window}s"')
+    validate_type("window", length, timedelta | None, what)
     if length is not None and (length < timedelta(seconds=1) or length.microseconds):
         raise ValueError(f"window must be whole seconds, from 1, not {window!r}")
     return cast("timedelta | None", length)

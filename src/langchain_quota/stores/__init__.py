@@ -181,6 +181,8 @@ def check_store(store: object, limits: Sequence[Limit]) -> None:
     if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
         # A URL is not shown: it may have a password.
         shown = "a string: RedisStore(url) is one" if isinstance(store, str) else repr(store)
+        if isinstance(store, type):
+            shown = f"the class: write store={store.__name__}()"
         raise TypeError(f"store must be a QuotaStore or None, not {shown}")
     for limit in limits:
         if store is None and limit.quotas:
