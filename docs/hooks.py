@@ -15,6 +15,7 @@ BOOSTS = {
     "troubleshooting": 0.2,
     "comparison": 0.5,
     "migrating": 0.5,
+    "faq": 1.5,
     "quickstart": 2,
     "concepts": 3,
     "limits": 2,
@@ -30,11 +31,19 @@ ALSO = {
     "alerts.md": ["Slack", "PagerDuty", "email"],
     "budgets.md": ["spend"],
     "comparison.md": ["429", "rate", "throttling"],
-    "customers.md": ["GDPR", "privacy", "timezone"],
-    "limits.md": ["dry", "pytest", "runaway", "testing", "throttle", "unit"],
+    "customers.md": ["GDPR", "privacy"],
+    "faq.md": [
+        "frequently asked questions",
+        "429",
+        "runaway",
+        "pytest",
+        "timezone",
+        "throttle",
+        "helm",
+    ],
+    "limits.md": ["dry", "testing", "unit"],
     "migrating.md": ["migrate", "migration"],
-    "production.md": ["Helm", "multiprocess", "gunicorn", "uvicorn"],
-    "troubleshooting.md": ["FAQ"],
+    "production.md": ["multiprocess", "gunicorn", "uvicorn"],
 }
 """Words that people type, and the page does not use."""
 

@@ -18,6 +18,7 @@ PHRASES = {
     "limits by plan, timezone",
     "agents": "deepagents, sub-agents, supervisor",
     "langgraph": "StateGraph, create_react_agent, streaming",
+    "faq": "429, runaway, pytest, timezone, throttle, helm, faq, kill switch, slack message",
     "people": "human approval, interrupt",
     "dashboards": "grafana, import dashboard, which customer is refused",
     "alerts": "alertmanager, Slack, PagerDuty",
