@@ -21,9 +21,9 @@ from tests.telemetry import paid, telling
 
 Step = tuple[str, str, int]
 """What happens, to which tenant, and an amount: of cents, or of hours."""
-WHATS = ["run", "run", "run", "grant", "revoke", "reset", "wait"]
+ACTIONS = ["run", "run", "run", "grant", "revoke", "reset", "wait"]
 TENANTS = ["acme", "beta"]
-steps = st.tuples(st.sampled_from(WHATS), st.sampled_from(TENANTS), st.integers(1, 40))
+steps = st.tuples(st.sampled_from(ACTIONS), st.sampled_from(TENANTS), st.integers(1, 40))
 DAY = 86_400
 
 
@@ -117,7 +117,7 @@ def test_left_in_redis(redis_server: RedisServer) -> None:
     """The same in Redis, without the windows."""
     chance = random.Random(4711)  # noqa: S311 - no secret
     plan = [
-        (chance.choice(WHATS), chance.choice(TENANTS), chance.randint(1, 40)) for _ in range(60)
+        (chance.choice(ACTIONS), chance.choice(TENANTS), chance.randint(1, 40)) for _ in range(60)
     ]
     with closing(RedisStore(redis_server.url, prefix=redis_server.prefix(), timeout=30)) as store:
         asyncio.run(play(plan, World(store, None, "async")))
