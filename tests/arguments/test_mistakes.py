@@ -76,9 +76,9 @@ ROWS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
         AGENT.reset,
         (),
         {},
-        "QuotaMiddleware.reset() missing 2 required positional arguments: 'agent",
+        "reset() missing 1 required positional argument: 'agent",
     ),
-    (AGENT.agrant, (), {}, "QuotaMiddleware.agrant() missing 2 required positional arguments: 'c"),
+    (AGENT.agrant, (), {}, "agrant() missing 2 required positional arguments: 'name"),
 ]
 
 

@@ -140,9 +140,11 @@ class ThreadMethods(SubjectMethods, LimitMiddleware[Any, ContextT, ResponseT]):
         return checks_calls and error.startswith(_LIMIT_ERRORS)
 
 
-# Python names it in errors, such as of a missing argument.
-for _name in ("reset", "areset", "grant", "agrant"):
-    vars(ThreadMethods)[_name].__qualname__ = f"QuotaMiddleware.{_name}"
+for _kind in (SubjectMethods, ThreadMethods):
+    for _name in ("left", "aleft", "grant", "agrant", "revoke", "arevoke", "reset", "areset"):
+        if _name in vars(_kind):
+            # Python's errors about arguments name the method, and not a class that is internal.
+            vars(_kind)[_name].__qualname__ = _name
 
 
 def _is(node: str, hook: str) -> bool:
