@@ -11,6 +11,7 @@ from langchain.agents.middleware import ToolCallLimitMiddleware as LangChainsLim
 from langchain.agents.middleware import before_agent
 
 from langchain_quota import MemoryStore, QuotaMiddleware, ToolCallLimit
+from langchain_quota.testing import ScriptedChatModel
 from tests.forked import run_python
 from tests.scene import Scene, asking
 from tests.telemetry import Signals
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 REPOSITORY = "langchain-quota/langchain-quota"
 PAGES = [page for page in sorted(DOCS.glob("**/*.md")) if "```python\n" in page.read_text()]
-FIRST = [README, *(DOCS / f"{name}.md" for name in ("quickstart", "limits", "people"))]
+FIRST = [README, *(DOCS / f"{name}.md" for name in ("quickstart", "limits", "budgets", "people"))]
 """Pages of which a reader pastes a block without the others."""
 
 OTHERS = ("deepagents", "langchain_openai", "langfuse", "langgraph_supervisor", "langgraph_swarm")
@@ -66,8 +67,10 @@ def test_each_block_runs_alone(page: Path) -> None:
     There an empty line ends what is indented.
     """
     first = blocks(page)[0]
+    all_continue = "All later blocks continue" in " ".join(page.read_text().split())
     for before, code in re.findall(r"(.*?)```python\n(.*?)```", page.read_text(), re.DOTALL):
-        continues = "This continues the first example" in before.rpartition("```")[2]
+        said = "This continues the first example" in before.rpartition("```")[2]
+        continues = said or (all_continue and code != first)
         done = run_python(on_any_port(f"{first}\n{code}" if continues else code), cwd=ROOT)
         assert done.returncode == 0, done.stderr
         compiled = CommandCompiler()
@@ -149,6 +152,17 @@ async def test_concurrent_runs(limiter: str, calls: int, signals: Signals) -> No
     assert said in " ".join(README.read_text().split())
     row = "| five runs at once on a thread with limit 3 | 15 calls | 3 with a store, 15 w"
     assert row in (DOCS / "comparison.md").read_text()
+
+
+def test_lines_with_a_real_model() -> None:
+    """The README's agent with a real model can be made with a scripted one; it has 120 lines."""
+    [code] = blocks(README, "py")
+    scripted = code.replace('"openai:gpt-4o"', "ScriptedChatModel(script=[])")
+    names = {"ScriptedChatModel": ScriptedChatModel, "search": ScriptedChatModel.get_name}
+    exec(scripted.partition("result = ")[0], names)  # noqa: S102 - our own page
+    assert "agent" in names
+    assert scripted != code
+    assert len(README.read_text().splitlines()) <= 120
 
 
 def test_links_of_the_readme() -> None:
