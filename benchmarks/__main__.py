@@ -44,27 +44,27 @@ DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 HEAD = """\
 # Benchmarks
 
-[Production](production.md#know-what-it-costs) has the numbers that matter most. This is the
-overhead of limits: what they add to a step of an agent, which is a model call and a tool call. The
-model and the tools answer immediately.
+[Production](production.md#know-what-it-costs) summarizes the most important numbers. This page
+shows the overhead of limits: what they add to a step of an agent, which is one model call and one
+tool call. The model and the tools answer immediately.
 
 """
 
 HOW = """\
 - *CPU µs a step*: microseconds of CPU time of all threads, in runs of ten steps without a
-  checkpointer. *to LangChain*: the same, divided by what LangChain's limiters add for these limits.
-- *its hooks alone*: what hooks of the same kinds cost that check nothing and write the same keys.
-- *ms* and *bytes a step*: time by the clock, and what is stored, with PostgreSQL as checkpointer.
-- *LangChain, 2* has LangChain's `ModelCallLimitMiddleware` and `ToolCallLimitMiddleware`.
-  *LangChain, 8* also has one for each of six tools. *drop-in* has the classes of this package with
-  the same names. *QuotaMiddleware* and *Inline* (`InlineQuotaMiddleware`) have the same limits.
+  checkpointer. *to LangChain* is this, divided by what LangChain's limiters add for these limits.
+- *its hooks alone*: the cost of hooks of the same kinds that check nothing and write the same keys.
+- *ms* and *bytes a step*: elapsed time and stored bytes, with PostgreSQL as checkpointer.
+- *LangChain, 2* is LangChain's `ModelCallLimitMiddleware` and `ToolCallLimitMiddleware`, and
+  *LangChain, 8* adds one for each of six tools. *drop-in* uses this package's classes of the same
+  names. *QuotaMiddleware* and *Inline* (`InlineQuotaMiddleware`) have the same limits.
   *QuotaMiddleware, model* limits only model calls; *QuotaMiddleware, tool* and *Inline, 1* limit
   all tools together.
-- Telemetry is on. The SDK makes the spans, and does not sample them. The garbage collector is on.
+- Telemetry is on, and the SDK creates all spans without sampling. The garbage collector is on.
 
-`make bench` measures all set-ups by turns, and writes this page. It also prints runs of 3 and 60
+`make bench` measures all set-ups in turn and writes this page. It also prints runs of 3 and 60
 steps, instructions, other checkpointers, budgets, decisions, scrapes, workers, stores, memory and
-imports, and which targets are met. Nothing else should run on the machine for 20 minutes.
+imports, and which targets are met. Run nothing else on the machine for these 20 minutes.
 `make bench ARGS="--quick --only steps"` tries one part.
 
 Machine: {machine}

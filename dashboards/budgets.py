@@ -30,7 +30,7 @@ def build() -> Dashboard:
         show.stat(
             show.Place(42, 8, 5),
             "Tokens, last 24 hours",
-            f"What model runs used in the last 24 hours, and in the last hour: the pace. {_ONCE}",
+            f"What model runs used in the last 24 hours, and the last hour as the pace. {_ONCE}",
             [
                 show.Query(ask.spent("tokens", "24h"), "24 hours"),
                 show.Query(ask.spent("tokens", "1h"), "last hour"),
@@ -56,7 +56,7 @@ def _spent(number: int, title: str, spent: str, unit: str) -> TimeseriesPanel:
     return show.bars(
         show.Place(number, 12, 8),
         title,
-        "What each agent spent since the bar before, by model"
+        "What each agent spent since the previous bar, by model"
         f"{' and by paid tool' * (len(queries) > 1)}. {_ONCE}",
         queries,
         unit=unit,
@@ -88,8 +88,8 @@ def _uncertain_share() -> StatPanel:
     return show.stat(
         show.Place(43, 8, 5),
         "Uncertain runs, last 24 hours",
-        "The share of the model runs of the last 24 hours whose usage is estimated, and of those "
-        "without a price. The variable Limit does not narrow it.",
+        "The share of model runs in the last 24 hours whose usage is estimated, and of those that "
+        "have no price. The variable Limit has no effect here.",
         [
             show.Query(share('usage="estimated"'), "estimated"),
             show.Query(share('price="unknown"'), "no price"),
@@ -111,8 +111,8 @@ def _threads() -> TablePanel:
     return show.table(
         show.Place(47, 24, 8),
         "Threads that spend the most",
-        "What the model runs of conversations spent in the chosen time, the most expensive on top. "
-        "Paid tools are left out. Click one to see more.",
+        "What the model runs of conversations spent in the chosen time, with the most expensive on "
+        "top. Paid tools are not included. Click a conversation to see more.",
         [
             show.text("Thread", "thread_id", links=ask.LINKS),
             show.text("Agent", "agent", 220),

@@ -63,9 +63,9 @@ def _alerts() -> TablePanel:
     return show.table(
         show.Place(41, 12, 8),
         "Alerts that fire",
-        "The alerts of langchain-quota that fire for the chosen jobs, those that page first. "
-        "Click an alert to open its runbook. 'About' is the customer, thread, process, model, kind "
-        "of calls, what failed, or what happens to calls while the store fails.",
+        "The firing alerts of langchain-quota for the chosen jobs, with those that page on top. "
+        "Click an alert to open its runbook. 'About' shows the customer, thread, process, model or "
+        "kind of calls, what failed, or what happens to calls while the store fails.",
         [
             show.text("Severity", "severity", 70, **show.severities()),
             show.text("Alert", "alertname", links=[runbook]),
@@ -83,8 +83,8 @@ def _refused_now() -> StatPanel:
     return show.stat(
         show.Place(42, 4, 5),
         "Blocked now",
-        "How many conversations (threads) and customers (subjects of quotas) had calls blocked in "
-        "the last 5 minutes, whatever time and limit are chosen, if they have series.",
+        "How many conversations (threads) and customers (subjects of quotas) with series had calls "
+        "blocked in the last 5 minutes, regardless of the chosen time and limit.",
         [
             show.Query(_or_zero(f"sum({ask.select(metric, ask.AGENT)})"), name)
             for metric, name in (
@@ -106,9 +106,9 @@ def _at_limits() -> StatPanel:
     return show.stat(
         show.Place(43, 4, 5),
         "At their limits",
-        "How many threads and customers have nothing left of a limit: their next call is blocked. "
-        "Of several limits of an agent, the one that most threads have used up counts. Also how "
-        "many calls wait now, for room in a quota or for other calls to end.",
+        "How many threads and customers have exhausted a limit, so that their next call is "
+        "blocked. If an agent has several limits, the one that most threads exhausted counts. "
+        "'Waiting' calls wait for room in a quota or for other calls to end.",
         [
             show.Query(_or_zero(f"sum(max by (job, agent) ({exhausted}))"), "threads"),
             show.Query(_or_zero(f"count({customers})"), "customers"),
@@ -125,9 +125,9 @@ def _calls_blocked() -> StatPanel:
     return show.stat(
         show.Place(44, 4, 5),
         "Calls blocked",
-        "How many calls were blocked in the chosen time, and which share of all checked calls that "
-        "is. A call that two limits refuse is one call. Calls that were blocked because the store "
-        "failed are included. The variable Limit does not narrow it.",
+        "How many calls were blocked in the chosen time, and their share of all checked calls. A "
+        "call that two limits refuse counts once. Calls that were blocked because the store failed "
+        "are included. The variable Limit has no effect here.",
         [
             show.Query(_or_zero(blocked), "calls", properties=show.fixed(settings.NEUTRAL)),
             show.Query(
@@ -150,9 +150,9 @@ def cost(place: show.Place) -> StatPanel:
     return show.stat(
         place,
         "Cost, last 24 hours",
-        "What model runs and paid tools cost in the last 24 hours, and in the last hour: the pace. "
-        "A run that several limits count is counted once. Only agents with a limit of money are "
-        "counted.",
+        "What model runs and paid tools cost in the last 24 hours, and in the last hour, which "
+        "shows the pace. A run under several limits counts once. Only agents with a limit of money "
+        "are included.",
         [
             show.Query(ask.cost("24h"), "24 hours"),
             show.Query(ask.cost("1h"), "last hour"),
@@ -166,8 +166,8 @@ def _processes() -> StatPanel:
     return show.stat(
         show.Place(61, 4, 5),
         "Processes",
-        "How many processes have metrics, and how many restarted in the last hour. A dashed line "
-        "in the charts is a restart.",
+        "How many processes export metrics, and how many restarted in the last hour. Dashed lines "
+        "in the charts mark restarts.",
         [
             show.Query(f"count({ask.select('langchain_quota_build_info')})", "running"),
             show.Query(
@@ -222,9 +222,9 @@ def threads(place: show.Place) -> TablePanel:
     return show.table(
         place,
         "Quota used by thread",
-        "What each conversation has used of its limits: first those with blocked calls in the last "
-        "5 minutes, then those with least left. 'Runs out in' uses the pace of the last 15 "
-        "minutes. Click a thread to see more.",
+        "What each conversation has used of its limits. Those with blocked calls in the last 5 "
+        "minutes come first, then those with least left. 'Runs out in' uses the pace of the last "
+        "15 minutes. Click a thread to see more.",
         [
             show.text("Thread", "thread_id", links=ask.LINKS),
             show.text("Agent", "agent", 130),
@@ -252,9 +252,9 @@ def subjects(place: show.Place, title: str, *units: str) -> TablePanel:
     return show.table(
         place,
         title,
-        "What customers and everybody together have used of shared quotas, in the order of the "
-        "threads. 'Runs out in' uses the pace of the last hour. A customer has a row if "
-        "Telemetry(subject_label=…) names the quota; without a name, the quota is that of all.",
+        "What each customer, or everybody together, has used of shared quotas, in the same order "
+        "as threads. 'Runs out in' uses the pace of the last hour. Customers are only listed if "
+        "Telemetry(subject_label=…) names the quota. A row without a customer is for everybody.",
         [
             show.text("Customer", "subject"),
             show.text("Quota", "scope", 90),
@@ -278,7 +278,7 @@ def _refusals() -> TimeseriesPanel:
     return show.bars(
         show.Place(48, 12, 8),
         "Calls blocked by limit",
-        "How many calls each limit refused since the bar before, and at which threshold. Click a "
+        "How many calls each limit refused since the previous bar, and at which threshold. Click a "
         "dot to open the trace of a call.",
         [
             show.Query(f"{refused} > 0", "{{limit}} ({{scope}})"),
@@ -315,8 +315,8 @@ def _limits() -> TablePanel:
     return show.table(
         show.Place(51, 24, 8),
         "Limits",
-        "What limits allow, from which used share they are near, and which share of the calls that "
-        "they checked they refused in the chosen time. 'Would refuse' is the share of a limit in "
+        "What limits allow, at which used share they count as near, and which share of their "
+        "checked calls they refused in the chosen time. 'Would block' is this share for a limit in "
         "a dry run (enforce=False). Limits that a function computes are not listed.",
         [
             show.text("Agent", "agent", 150),
@@ -346,9 +346,9 @@ def _ended() -> TimeseriesPanel:
     return show.bars(
         show.Place(63, 12, 8),
         "What else limits do",
-        "How many runs limits ended since the bar before, how many model calls a budget sent to "
-        "its downgrade_to, and how many tool calls took longer than call_limit. Runs that end with "
-        "a last answer of the model do not count.",
+        "How many runs were ended by limits since the previous bar, how many model calls a budget "
+        "sent to its downgrade_to, and how many tool calls took longer than call_limit. Runs that "
+        "end with a last answer of the model do not count.",
         [
             show.Query(f"sum by ({labels}) (increase({series}[$__rate_interval])) > 0", legend)
             for name, labels, legend in counted
@@ -363,7 +363,7 @@ def _waits() -> TimeseriesPanel:
     return show.timeseries(
         show.Place(64, 12, 8),
         "Time that calls wait",
-        "How long calls waited for room in a quota, or for other calls to end: nine of ten calls "
+        "How long calls waited for room in a quota, or for other calls to end. Nine of ten calls "
         "waited no longer than this.",
         [
             show.Query(
@@ -390,9 +390,9 @@ def _runs() -> TablePanel:
     return show.table(
         show.Place(56, 24, 8),
         "What runs use",
-        "What the runs that ended in the chosen time had used of each limit: half of them at most "
-        "'Median', 95 of 100 at most '95 %', and all at most 'Highest', each up to the next bound "
-        "of the histogram. 'Allowed' is the run limit. Needs Telemetry(run_histograms=True).",
+        "What runs that ended in the chosen time had used of each limit. Half of them used at most "
+        "'Median', 95 of 100 at most '95 %', and all at most 'Highest', rounded up to a bound of "
+        "the histogram. 'Allowed' is the run limit. Needs Telemetry(run_histograms=True).",
         [
             show.text("Agent", "agent", 150),
             show.text("Limit", "limit"),
@@ -421,8 +421,9 @@ def _health() -> TimeseriesPanel:
     return show.bars(
         show.Place(52, 12, 8),
         "What failed",
-        "Failures since the bar before, calls that were checked without the shared store, and "
-        "calls that no limit checked. Threads near a limit that have no series are in no table.",
+        "Failures since the previous bar, calls that were checked without the shared store, and "
+        "calls that no limit checked. Hidden threads near a limit have no series, and are in no "
+        "table.",
         [
             show.Query(
                 f"{ask.grown(errors, ask.BAR, by='component')} > 0", "failures of {{component}}"
@@ -450,7 +451,8 @@ def _store_seconds() -> TimeseriesPanel:
     return show.timeseries(
         show.Place(67, 12, 8),
         "Time that the store takes",
-        "How long requests to the shared store took: half of them, and 99 of 100.",
+        "How long requests to the shared store took: the median, and the time within which 99 of "
+        "100 ended.",
         [
             show.Query(
                 f"histogram_quantile({share}, sum by (le) (rate({seconds}[$__rate_interval])))",

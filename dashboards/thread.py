@@ -45,7 +45,7 @@ def build() -> Dashboard:
         show.stat(
             show.Place(42, 6, 5),
             "Most used limit",
-            "What share of a limit the thread has used: of the limit of which it has used most.",
+            "The share of its most used limit that the thread has used.",
             [show.Query(f"max({_RATIO})", "used")],
             unit=SHARE,
             steps=((None, OK), (0.8, WARNING), (1, CRITICAL)),
@@ -54,8 +54,8 @@ def build() -> Dashboard:
         show.stat(
             show.Place(43, 6, 5),
             "Runs out in",
-            "When nothing is left of a limit, at the pace of the last 15 minutes. 0 if nothing is "
-            "left of one.",
+            "When the first limit is exhausted, at the pace of the last 15 minutes. 0 if one "
+            "already is.",
             [
                 show.Query(
                     f"min({ask.thread_seconds_left(ask.AGENT, ask.THREAD)} or 0 * ({_RATIO} >= 1))",
@@ -70,8 +70,8 @@ def build() -> Dashboard:
         show.stat(
             show.Place(44, 6, 5),
             "Spent",
-            "What the model runs of the thread spent in the chosen time. Limits of money count "
-            "dollars, limits of tokens or money count tokens.",
+            "What the thread's model runs spent in the chosen time. Dollars need a limit of money, "
+            "and tokens need a limit of tokens or money.",
             [
                 show.Query(spent(unit), unit, properties={"unit": shown, "decimals": decimals})
                 for unit, shown, decimals in (("dollars", DOLLARS, 4), ("tokens", ROUNDED, 0))
@@ -82,8 +82,8 @@ def build() -> Dashboard:
         show.table(
             show.Place(47, 24, 7),
             "Limits of this thread",
-            "The limits that checked calls of the thread. 'Used' is empty for a limit that does "
-            "not count per thread, such as a limit of runs.",
+            "The limits that checked calls of the thread. 'Used' is empty for limits that do not "
+            "count per thread, such as run limits.",
             [
                 show.text("Limit", "limit"),
                 show.text("Agent", "agent", 150),
@@ -102,8 +102,8 @@ def build() -> Dashboard:
         show.table(
             show.Place(50, 12, 8),
             "Numbers for each run, and shared quotas",
-            "What else the limits that checked calls of the thread allow: in each run, and to all "
-            "whose calls a shared quota counts. What a quota has used is on the overview.",
+            "What else the thread's limits allow: in each run, and in shared quotas. The overview "
+            "shows how much of a quota is used.",
             [
                 show.text("Limit", "limit"),
                 show.text("Agent", "agent", 130),
@@ -117,8 +117,8 @@ def build() -> Dashboard:
         show.bars(
             show.Place(46, 12, 8),
             "Calls blocked by limit",
-            "How many calls of the thread each limit blocked since the bar before, limits of runs "
-            "and shared quotas included.",
+            "How many calls of the thread each limit blocked since the previous bar, including run "
+            "limits and shared quotas.",
             [show.Query(f"sum by (limit) ({blocked(ask.BAR)}) > 0", "{{limit}}")],
             unit=COUNT,
         ).no_value("Nothing was blocked."),
@@ -128,7 +128,8 @@ def build() -> Dashboard:
             show.timeseries(
                 show.Place(45, 24, 8),
                 "Used of each limit",
-                "What share of each limit the thread has used. At 100% its next call is blocked.",
+                "The share of each limit that the thread has used. At 100%, its next call is "
+                "blocked.",
                 [show.Query(_RATIO, "{{limit}}")],
                 unit=SHARE,
             )
@@ -137,8 +138,8 @@ def build() -> Dashboard:
             show.traces(
                 show.Place(48, 24, 9),
                 "Blocked calls in traces",
-                "Calls of the thread that were blocked or skipped: by which limit, at which "
-                "threshold, and how much was used. The panel cannot show a thread whose id has a "
+                "Calls of the thread that were blocked or skipped, with the limit, the threshold "
+                "and how much was used. The panel cannot show threads whose id contains a "
                 "backtick.",
                 ask.refused_spans(),
             ).no_value("No trace of a blocked call in this time."),

@@ -130,8 +130,8 @@ def test_texts_are_those_of_the_selected_jobs(tmp_path: Path) -> None:
     }
     texts = {
         "summary": 'Limit "l" of agent "r" refuses calls on 1 thread',
-        "description": 'Within 5 minutes limit "l" refused 3 of 3 calls of agent "r" (job "a"). '
-        'Refused last on threads: "ann". It began at 1970-01-01 00:05:00 +0000 UTC.',
+        "description": 'Limit "l" refused 3 of 3 calls of agent "r" (job "a") within 5 minutes. '
+        'Latest refusals on threads: "ann". Refusals began at 1970-01-01 00:05:00 +0000 UTC.',
         "runbook_url": f"{exports.RUNBOOKS}/LangChainQuotaLimitBreached.md",
         "dashboard_url": f"{exports.GRAFANA_URL}/d/langchain-quota-overview"
         "?from=now-1h&to=now&var-job=a&var-agent=r&var-limit=l",

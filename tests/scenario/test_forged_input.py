@@ -166,10 +166,10 @@ async def asked_again(caller: Caller) -> None:
         await caller.send(Command(resume={"decisions": [{"type": kind}]}), checkpoint_id=asked)
 
 
-NEW_THREAD = "A new thread has a new limit."
+NEW_THREAD = "**New threads**: each one starts with a new limit"
 COMMANDS = "`command.update`"
 CHECKPOINTS = "`checkpoint_id`"
-RESUMES = "Whoever can resume a thread"
+RESUMES = "**Resuming a thread**"
 STATE = [(kind, shared) for kind, shared in EVERYWHERE if not shared or kind == "drop-in"]
 """Where the thread's state counts what is limited."""
 BETWEEN = [each for each in STATE if each[0] == "drop-in"]

@@ -122,5 +122,5 @@ async def test_a_store_that_is_nearly_full(log: Log, signals: Signals) -> None:
         await scene.play(context={"user_id": str(user)})
         logged.append(sum("nearly full" in each.message for each in log.records))
     assert logged == [0, 0, 0, 1, 1]
-    line = "WARNING the store is nearly full: 4 counts of at most 5 make no room for others"
+    line = "WARNING the store is nearly full: 4 of at most 5 counts cannot be dropped"
     assert line in lines(log.records)

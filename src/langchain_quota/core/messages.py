@@ -21,7 +21,9 @@ SKIPPED = (
 )
 """The answer of a tool call whose batch was stopped."""
 
-FINALIZED = "This tool call was not run: the model call that made it was the last of its budget."
+FINALIZED = (
+    "This tool call was not run: the model call that made it was the last one in its budget."
+)
 """The answer of a tool call that the last admitted model call makes."""
 
 ABANDONED = "This tool call was not completed: the run that made it was stopped."
@@ -55,7 +57,7 @@ def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
 
 def took_too_long(tool: str, maximum: int, *, runs_on: bool) -> str:
     """Return the answer of a call that took longer than `maximum` milliseconds, for the model."""
-    what = "and nobody waits for it any more. It may still run" if runs_on else "and was stopped"
+    what = "and is no longer waited for. It may still run" if runs_on else "and was stopped"
     return (
         f"The call of '{tool}' took longer than {as_time(maximum)}, {what}. It may have done its "
         "work, or a part of it. Look at what it did, try a smaller step, or go on without it."

@@ -155,7 +155,7 @@ class Unchecked(Feature):
 
 def _log(agent: str, kind: str) -> None:
     logger.warning(
-        "no limit checked a %s call of agent %r, and its run has limits: %s",
+        "no limit checked a %s call of agent %r, although its run has limits: %s",
         kind,
         agent,
         "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "

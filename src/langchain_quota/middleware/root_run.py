@@ -114,10 +114,10 @@ _named: WeakValueDictionary[str, RootRun] = WeakValueDictionary()
 def log_lost() -> None:
     """Log once that a run begins a root run of its own: no error, since it may be meant so."""
     logger.warning(
-        "a run with a quota per 'root_run' has a budget of its own, though it began inside another "
-        "run, which it cannot find. Pass on that run's context, or the callbacks of its config. "
-        "Make middlewares when the program starts: the other run may have begun before the first "
-        "one with such a quota"
+        "a run with a quota per 'root_run' started inside another run but cannot find it, so it "
+        "has a separate budget. Pass on the other run's context, or the callbacks of its config. "
+        "Create middlewares when the program starts: the other run may have started before the "
+        "first one with such a quota"
     )
 
 

@@ -71,7 +71,7 @@ def nearly_full(store: object) -> bool:
     is_full = occupancy.share >= NEARLY_FULL
     if is_full:
         logger.warning(
-            "the store is nearly full: %d counts of at most %d make no room for others",
+            "the store is nearly full: %d of at most %d counts cannot be dropped",
             occupancy.keys - occupancy.droppable,
             occupancy.max_keys,
         )

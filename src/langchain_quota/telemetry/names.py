@@ -102,19 +102,19 @@ CROSSINGS = _counter(
 LIMIT = _metric(
     "limit",
     "agent limit scope unit",
-    "The configured limit, in the unit of the label: calls, tokens, dollars or seconds. Grants are "
-    "not in it. Absent if a function computes it. The rate of a smooth quota has a unit such as "
-    "calls per minute; it is 0 if a function computes it.",
+    "The configured limit without grants, in calls, tokens, dollars or seconds, as the label unit "
+    "says. Absent if a function computes it. The rate of a smooth quota has a unit such as calls "
+    "per minute, and is 0 if a function computes it.",
 )
 LIMIT_NEAR = _metric(
     "limit_near_ratio",
     "agent limit alert",
-    "The used share from which a limit is near, from 0 to 1. Absent with enforce=False.",
+    "The used share, from 0 to 1, at which a limit counts as near. Absent with enforce=False.",
 )
 UNCHECKED_CALLS = _counter(
     "unchecked_calls_total",
     "agent kind",
-    "Model and tool calls in runs with limits that no limit checked. Counted only with "
+    "Model and tool calls that no limit checked, in runs with limits. Counted only with "
     "count_unchecked_calls=True.",
 )
 SPENT = _spent("spent_total", "agent limit model", "What model runs have spent of a limit")
@@ -127,33 +127,33 @@ TOOL_SPENT = _counter(
 DOWNGRADED = _counter(
     "downgraded_calls_total",
     "agent limit",
-    "Model calls that a limit of tokens or dollars has go to its cheaper model.",
+    "Model calls that a limit of tokens or dollars sent to its cheaper model.",
 )
 GRANTED = _counter(
     "granted_total",
     "agent limit scope unit",
-    "What was granted on top of a limit, in the unit of the label: calls, tokens, dollars or "
-    "seconds. The first process that checks a call with a grant of a store counts it.",
+    "What was granted on top of a limit, in calls, tokens, dollars or seconds, as the label unit "
+    "says. A grant in a store is counted by the first process that checks a call under it.",
 )
 QUESTIONS = _counter(
     "questions_total",
     "agent limit event",
-    "Questions to people whether a run may go on at a limit, and their answers. A question counts "
-    "for each limit that it is about, and again if its answer cannot be used.",
+    "Questions that ask a person whether a run may go on at a limit, and their answers. A question "
+    "counts for each limit that it is about, and again if its answer is invalid.",
     together=("asked", "approve", "reject"),
 )
 MODEL_RUNS = _counter(
     "model_runs_total",
     "agent model price usage",
-    "Model runs that limits of tokens or dollars count, by where usage and price come from. Calls "
-    "that were not made, because their model has no price, count, too.",
+    "Model runs under limits of tokens or dollars, by the sources of their usage and price. This "
+    "includes calls that were not made because their model has no price.",
     together=("reported", "estimated"),
 )
-RUNS = _counter("runs_total", "agent", "Runs that have begun.")
+RUNS = _counter("runs_total", "agent", "Runs that have started.")
 RUNS_ENDED = _counter(
     "runs_ended_total",
     "agent limit",
-    "Runs that an exhausted limit has ended. Those that end with a last answer do not count.",
+    "Runs that an exhausted limit ended, except for those that ended with a last answer.",
 )
 RUN_USED = _of_runs(
     "run_used",
@@ -163,7 +163,7 @@ RUN_USED = _of_runs(
 LONG_CALLS = _counter(
     "long_tool_calls_total",
     "agent limit outcome",
-    "Tool calls that took longer than call_limit, by what became of them.",
+    "Tool calls that took longer than call_limit, by what happened to them.",
     together=("cancelled", "left_running", "dry_run"),
 )
 DECISION_SECONDS = _histogram(
@@ -181,12 +181,12 @@ WAIT_SECONDS = _histogram(
     together=("allowed", "blocked", "would_block", "cancelled"),
     buckets=WAIT_BUCKETS,
 )
-WAITING = _metric("waiting_calls", "agent limit", "Calls that wait now.", mode="livesum")
+WAITING = _metric("waiting_calls", "agent limit", "Calls that are waiting now.", mode="livesum")
 SUBJECTS = _of_table(
     "subjects",
     "agent limit scope state shown",
-    "Tracked threads, and subjects of quotas, by how much of a limit they have used. Root runs, "
-    "limits of 0 and limits with enforce=False do not count.",
+    "Tracked threads and subjects of quotas, by how much of a limit they have used. Root runs, "
+    "limits of 0 and limits with enforce=False are not included.",
 )
 THREAD_USED = _amounts(
     "thread_used", "agent limit thread_id", "What a thread has used of a limit", is_of_table=True
@@ -203,14 +203,14 @@ THREAD_SPENT = _spent(
 THREAD_BLOCKED = _of_table(
     "thread_blocked_total",
     "agent limit thread_id",
-    "Calls that a limit refused on a thread, at any scope. Begins with the first refusal.",
+    "Calls that a limit refused on a thread, at any scope. Absent before the first refusal.",
     kind="counter",
 )
 THREAD_TIMES = _of_table(
     "thread_timestamp_seconds",
     "agent limit thread_id event",
-    "When a thread's count was last set, a call of it last refused, and its window ends, in "
-    "seconds since the Unix epoch.",
+    "When a thread's count was last set, when a call of it was last refused, and when its window "
+    "ends, in seconds since the Unix epoch.",
 )
 SUBJECT_USED = _amounts(
     "subject_used",
@@ -227,18 +227,19 @@ SUBJECT_LIMIT = _amounts(
 SUBJECT_BLOCKED = _of_table(
     "subject_blocked_total",
     "agent limit scope subject",
-    "Calls that a quota refused to a subject. Begins with the first refusal.",
+    "Calls that a quota refused for a subject. Absent before the first refusal.",
     kind="counter",
 )
 SUBJECT_TIMES = _of_table(
     "subject_timestamp_seconds",
     "agent limit scope subject event",
-    "When a subject's count was last set, and its window ends, in seconds since the Unix epoch.",
+    "When a subject's count was last set, and when its window ends, in seconds since the Unix "
+    "epoch.",
 )
 STORE_SECONDS = _histogram(
     "store_seconds",
     "store operation outcome",
-    "How long the shared store took to answer. The label has its kind and its server.",
+    "How long the shared store took to answer. The label store shows its kind and server.",
     together=("ok", "error", "timeout"),
     buckets=STORE_BUCKETS,
 )
@@ -251,15 +252,17 @@ STORE_FALLBACKS = _counter(
 ERRORS = _counter(
     "errors_total",
     "component error_type",
-    "Failures of telemetry, observers, stores and functions that you gave.",
+    "Failures of telemetry, observers, stores and your own functions.",
 )
 START_TIME = _of_table(
     "start_time_seconds",
     "",
-    "When the counters of the process began at 0, in seconds since the Unix epoch. Of several "
-    "workers on one port, the first one.",
+    "When the counters of the process started at 0, in seconds since the Unix epoch. If several "
+    "workers share a port, this is the time of the first one.",
 )
-BUILD_INFO = _metric("build_info", "version", "1, with the version of langchain-quota.")
+BUILD_INFO = _metric(
+    "build_info", "version", "Always 1, labelled with the version of langchain-quota."
+)
 
 METRICS = tuple(
     spec

@@ -93,7 +93,9 @@ class MetricsExport:
         except Exception as raised:
             failed, error = True, raised
         if failed and not self._has_failed:
-            logger.error("metrics cannot be exported, until an export works again", exc_info=error)
+            logger.error(
+                "metrics cannot be exported: not logged again until it works", exc_info=error
+            )
         self._has_failed = failed
 
 

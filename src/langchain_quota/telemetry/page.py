@@ -167,7 +167,7 @@ def _tightness(count: Count) -> tuple[bool, float]:
 
 def log_unreadable(error: Exception) -> None:
     """Log an error where no telemetry counts errors yet."""
-    logger.error("what other workers know cannot be read", exc_info=error)
+    logger.error("the metrics of other workers cannot be read", exc_info=error)
 
 
 _PAGE = Path(__file__).with_name("page.html").read_bytes()
