@@ -101,6 +101,35 @@ async def test_streamed_updates(signals: Signals) -> None:
     scene.check()
 
 
+async def test_the_history_is_not_copied(signals: Signals) -> None:
+    """Before the model answers, limits and the model's request have the agent's own lists."""
+    seen: dict[str, Any] = {}
+
+    class Around(AgentMiddleware[Any, Any, Any]):
+        """Sees the request before and after the limits."""
+
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.place = name
+
+        @property
+        def name(self) -> str:
+            return self.place
+
+        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
+            seen[self.place] = request.state["messages"], request.messages
+            return await handler(request)
+
+    def most(state: Any, _: Any) -> int:
+        seen["limit"] = state["messages"]
+        return 1
+
+    limits = [ModelCallLimit(run_limit=most)]
+    await Scene(signals, ["done"], [Around("out"), *limits, Around("in")], kind="inline").play()
+    assert seen["limit"] is seen["in"][0] is seen["out"][0]
+    assert seen["in"][1] is seen["out"][1]
+
+
 async def test_two_of_them(signals: Signals) -> None:
     """Two in one agent fail at the first model call, with what to do."""
 

@@ -2,12 +2,13 @@
 
 import copy
 import re
+import sys
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import hook_config
+from langchain.agents.middleware import AgentMiddleware, hook_config
 
 from langchain_quota import (
     ConcurrencyLimit,
@@ -92,6 +93,36 @@ async def test_only_the_kinds_that_are_limited(
     scene = Scene(signals, [["search"], "done"], [cls([limit], telemetry=signals.telemetry)])
     await scene.play()
     assert [span.name for span in signals.spans()] == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "options", "installed"),
+    [
+        ([MODEL], {"store": MemoryStore()}, ()),
+        ([MODEL], {"tell_model": True}, ()),
+        ([MODEL], {}, ("this",)),
+        ([MODEL, ToolCallLimit(run_limit=9)], {}, ()),
+        ([TokenLimit(run_limit=9)], {}, ()),
+        ([MODEL], {}, ()),
+    ],
+    ids=["a store", "notes", "deep agents", "tools", "tokens", "nothing"],
+)
+async def test_around_the_model_only_if_needed(
+    limits: Sequence[Limit],
+    options: Any,
+    installed: Sequence[str],
+    signals: Signals,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Model calls are wrapped for features, labels of tools, and packages not yet imported."""
+    monkeypatch.setattr("langchain_quota.features.deep_agents._PACKAGES", installed)
+    quota = QuotaMiddleware(limits, telemetry=signals.telemetry, **options)
+    is_needed = (limits, options, installed) != ([MODEL], {}, ())
+    for hook in ("wrap_model_call", "awrap_model_call"):
+        assert (getattr(type(quota), hook) is not getattr(AgentMiddleware, hook)) is is_needed
+    await Scene(signals, ["done"], [quota]).play()
+    assert "this" not in sys.modules
+    assert [span.name for span in signals.spans()] == ["check_quota model"]
 
 
 def test_the_signature_is_worked_out_once() -> None:

@@ -38,28 +38,33 @@ class InlineState(dict[str, Any]):
             self.request = self.request.override(messages=self._not_overruled(request.messages))
 
     def _not_overruled(self, messages: list[AnyMessage]) -> list[AnyMessage]:
+        if not self.overruled:
+            return messages
         return [message for message in messages if message.id not in self.overruled]
 
     def write(self, update: Update | None) -> None:
         """Apply an update of the state."""
         new = {**(update or {})}
         messages = new.pop("messages", [])
-        self.new_messages += messages
-        self["messages"] = [*self["messages"], *messages]
-        for target in (self, self.written):
+        if messages:
+            self.new_messages += messages
+            self["messages"] = [*self["messages"], *messages]
+        for target in (self, self.written) if new else ():
             target.update(new, langchain_quota=merge_ledgers(ledger(target), ledger(new)))
 
     def answer(self, response: Response) -> None:
         """Add the model's answer, with the ids under which charges are kept."""
         result = response.result
         answered = {reply.tool_call_id for reply in result if isinstance(reply, ToolMessage)}
+        messages: list[BaseMessage] = []
         for message in result:
             named = message
             if isinstance(named, AIMessage):
                 # A copy: a cache may give the same message again.
                 named = named.model_copy(update={"id": named.id or str(uuid4())})
                 named = identified(named, answered)
-            self.write({"messages": [named]})
+            messages.append(named)
+        self.write({"messages": messages})
         self["structured_response"] = response.structured_response
 
 

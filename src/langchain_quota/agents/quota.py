@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, ClassVar, Generic, Self, TypedDict
+from typing import Any, ClassVar, Generic, TypedDict
 
 from langchain.agents.middleware.types import (
     AgentMiddleware,
@@ -46,6 +46,7 @@ from langchain_quota.middleware.feature import (
     ToolAnswer,
     ToolHandler,
 )
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import QuotaState, State, ledger
 from langchain_quota.runtime.arguments import explain_arguments, validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
@@ -157,22 +158,6 @@ class QuotaMiddleware(
     why_nobody_is_asked: ClassVar[str] = ""
     """What an agent needs instead of this middleware, if no limit of it can ask."""
 
-    def __new__(cls, limits: Any = None, *_: Any, **__: Any) -> Self:
-        """Make an object of a class that has only the hooks which the limits need."""
-        # LangChain makes a node for each hook that the class overrides, and a wrapper around each
-        # tool call. A subclass of the user's own keeps all hooks.
-        if is_own(cls):
-            package_class: Any = cls
-            unneeded = _unneeded(cls.feature_kinds, limits)
-            if __.get("store") is not None and "after_model" not in unneeded:
-                unneeded = tuple(hook for hook in unneeded if hook != "wrap_tool_call")
-            telemetry = __.get("telemetry")
-            if not (isinstance(telemetry, Telemetry) and telemetry.recorder.has_run_histograms):
-                unneeded = (*unneeded, "after_agent")
-            instance: Self = super().__new__(_with_hooks(package_class, unneeded))
-            return instance
-        return super().__new__(cls)
-
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
         self,
         limits: Sequence[Limit],
@@ -217,6 +202,11 @@ class QuotaMiddleware(
             checks_inline="model" in self.checking_nodes(),
             model_mode="admitted" if any("model" in limit.kinds for limit in limits) else None,
         )
+        # LangChain makes a node for each hook that the class overrides, and a wrapper around each
+        # model and tool call. A subclass of the user's own keeps all hooks.
+        if is_own(type(self)):
+            package_class: Any = type(self)
+            self.__class__ = _with_hooks(package_class, _unneeded(self.kernel, self.feature_kinds))
 
     def receipt(self) -> AbstractContextManager[Receipt]:
         """Return a context manager that adds up what runs use: `with quota.receipt() as bill:`.
@@ -348,17 +338,29 @@ class WrittenResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
         return ModelResponse(self.result, self.structured_response)
 
 
-_OPTIONAL = ("before_model", "after_model", "wrap_tool_call")
-"""The hooks that only some limits need."""
+_OPTIONAL = ("before_model", "after_model", "wrap_model_call", "wrap_tool_call", "after_agent")
+"""The hooks that only some limits and options need."""
 
 
-def _unneeded(kinds: Sequence[type[Feature]], limits: object) -> tuple[str, ...]:
-    """Return the hooks that limits do not need; none if these are no limits."""
-    if not isinstance(limits, Sequence) or not all(isinstance(limit, Limit) for limit in limits):
-        return ()
-    hooks = {"model": "before_model", "tool": "after_model"}
-    needed = {hooks[kind] for limit in limits for kind in limit.kinds}
-    needed.update(*(kind.needed_hooks(limits) for kind in kinds))
+def _unneeded(kernel: Kernel, kinds: Sequence[type[Feature]]) -> tuple[str, ...]:
+    """Return the hooks that neither limits nor features need."""
+    of_kind = {"model": "before_model", "tool": "after_model"}
+    needed = {of_kind[kind] for kind in kernel.kinds}
+    needed.update(*(kind.needed_hooks(kernel.limits) for kind in kinds))
+    has_node = "after_model" in needed
+    around_model: list[object] = [
+        *(kernel.learn_tools_hooks, kernel.shape_request_hooks, kernel.around_model_hooks),
+        *(kernel.check_rerun_hooks, kernel.checks_inline),
+        # The tools of an agent get their labels before names that its model invents.
+        "tool" in kernel.kinds,
+        kernel.after_model_hooks and not has_node,
+    ]
+    needs = {
+        "wrap_model_call": any(around_model),
+        "wrap_tool_call": kernel.store is not None and has_node,
+        "after_agent": bool(kernel.end_run_hooks),
+    }
+    needed.update(hook for hook, is_needed in needs.items() if is_needed)
     return tuple(hook for hook in _OPTIONAL if hook not in needed)
 
 

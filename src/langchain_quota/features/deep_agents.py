@@ -4,7 +4,9 @@
 where no hook of a middleware sees the calls. The tool `task` of deepagents starts sub-agents.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from types import FunctionType
 from weakref import WeakSet
 
@@ -22,6 +24,9 @@ from langchain_quota.middleware.state import LEDGER
 from langchain_quota.runtime import compat
 from langchain_quota.telemetry.labels import UNNAMED
 
+_PACKAGES = ("deepagents", "langchain_quickjs")
+"""The packages whose tools are checked."""
+
 _TASK = "task"
 """The function by which code starts sub-agents, and the tool that it calls."""
 
@@ -30,9 +35,11 @@ class DeepAgents(Feature):
     """Refuses code that can call a limited tool, and warns of sub-agents without limits."""
 
     @classmethod
-    def create(cls, kernel: Kernel) -> "DeepAgents":
-        """Return the feature, which every middleware needs."""
-        return cls(kernel)
+    def create(cls, kernel: Kernel) -> "DeepAgents | None":
+        """Return the feature if a package is installed whose tools it checks."""
+        # The package may be imported later.
+        installed = any(name in sys.modules or find_spec(name) for name in _PACKAGES)
+        return cls(kernel) if installed else None
 
     def learn_tools(self, agent: str | None, tools: Sequence[Tool]) -> None:
         """Refuse to run an agent whose code can call a limited tool; warn of the rest once."""

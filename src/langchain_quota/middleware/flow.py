@@ -366,7 +366,7 @@ class Kernel:
     ) -> Response | None:
         """Make an allowed model call; return `None` if it is blocked now."""
         call: ModelCall = handler
-        if not self._feature_shapes_requests:
+        if self.shape_request_hooks and not self._feature_shapes_requests:
             call = partial(self._call_shaped, mode, handler)
         for around_model in reversed(self.around_model_hooks):
             call = partial(around_model, mode, call=call, written=written)

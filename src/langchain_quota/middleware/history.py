@@ -1,10 +1,9 @@
 """Tool calls in a message history: pending, answered and dangling ones."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolCall, ToolMessage
@@ -71,8 +70,7 @@ def _identified_block(block: Block, calls: list[ToolCall]) -> Block:
     return block
 
 
-@dataclass(frozen=True, slots=True)
-class PendingCalls:
+class PendingCalls(NamedTuple):
     """The tool calls of the newest AIMessage that wait for an answer."""
 
     message: AIMessage

@@ -121,7 +121,8 @@ class Metrics:
             self.count(names.RUNS_ENDED, 1, agent, limit_label(limit))
 
     def count_crossings(self, event: DecisionEvent) -> None:
-        """Count the thresholds that charges have crossed."""
+        """Find the refusals and the thresholds that charges have crossed; count the latter."""
+        event.add_notices(self._near_share)
         for _, status, scope, reached in event.notices:
             if reached is not None:
                 labels = event.caller.agent, limit_label(status.limit), scope, reached

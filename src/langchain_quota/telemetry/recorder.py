@@ -122,15 +122,18 @@ class Recorder:
             ("threads", usage.record_decisions),
             ("tracing", tracing.make_spans),
             ("metrics", metrics.count_decisions),
+            ("metrics", metrics.count_crossings),
         )
         self._charge_sinks = (
             ("threads", usage.record_decisions),
             ("tracing", tracing.set_active_exemplar),
             ("metrics", metrics.count_charge),
+            ("metrics", metrics.count_crossings),
         )
         self._slot_sinks = (
             ("tracing", tracing.set_active_exemplar),
             ("metrics", metrics.count_refusals),
+            ("metrics", metrics.count_crossings),
         )
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
@@ -358,12 +361,14 @@ class Recorder:
     def _dispatch(
         self, event: DecisionEvent, sinks: Sequence[tuple[str, Callable[[DecisionEvent], None]]]
     ) -> None:
-        """Pass an event to sinks, in their order, and its notices to metrics and the log."""
+        """Pass an event to sinks, in their order, and its notices to the log."""
         for component, sink in sinks:
-            self._guard(component, sink, event)
-        self._guard("metrics", event.add_notices, self.near)
+            # As `_guard` does, without its arguments: this runs several times for each call.
+            try:
+                sink(event)
+            except Exception as error:
+                self.record_error(component, error)
         if event.notices:
-            self._guard("metrics", self._metrics.count_crossings, event)
             self._guard("observer", logs.log_notices, event)
         if self.streams:
             self._guard("observer", stream.write_decisions, event)

@@ -3,6 +3,7 @@
 import math
 import time
 from datetime import UTC
+from functools import lru_cache
 from typing import Literal
 
 from opentelemetry import trace
@@ -10,7 +11,7 @@ from opentelemetry.util.types import AttributeValue
 
 from langchain_quota import __version__
 from langchain_quota.core.decision import Answer, Decision, LimitStatus, Outcome
-from langchain_quota.limits.call import STORE, THREAD, Call
+from langchain_quota.limits.call import STORE, THREAD, Call, Scope
 from langchain_quota.runtime.units import UNIT_LABELS, in_base_unit
 from langchain_quota.telemetry.events import DecisionEvent, Exemplar
 from langchain_quota.telemetry.labels import NONE, describe, label, limit_label
@@ -168,12 +169,18 @@ def _add_limit(attributes: Attributes, status: LimitStatus) -> None:
     if unit != "calls":
         attributes[UNIT] = UNIT_LABELS[unit]
     for count in status.counts:
+        used, limit = _keys_of(count.scope)
         # Without the store, the use of the thread's other runs is unknown.
-        used = None if scope == STORE and count.scope == THREAD else count.used
-        for name, amount in ((USED, used), (LIMIT_OF, count.limit)):
-            if amount is not None:
-                value = amount if unit == "calls" else in_base_unit(amount, unit)
-                attributes[name.format(scope=count.scope)] = value
+        if scope != STORE or count.scope != THREAD:
+            attributes[used] = in_base_unit(count.used, unit)
+        if count.limit is not None:
+            attributes[limit] = in_base_unit(count.limit, unit)
+
+
+@lru_cache
+def _keys_of(scope: Scope) -> tuple[str, str]:
+    """Return the names of the attributes for what is used in a scope, and for its limit."""
+    return USED.format(scope=scope), LIMIT_OF.format(scope=scope)
 
 
 def _add_answer(attributes: Attributes, answer: Answer, status: LimitStatus | None) -> None:

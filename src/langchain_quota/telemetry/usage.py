@@ -109,13 +109,14 @@ class UsageTable(Collector):
                 costs = [status.cost for status in decision.limits if status.unit == "nanodollars"]
                 self._add_cost(max(costs, default=0), thread, now)
         quotas = [
-            entry
+            (*self._key_of(caller.agent, quota), status, quota)
             for status in statuses
-            if any(count.per for count in status.counts)
-            for entry in self._quotas(caller.agent, status)
+            for quota in status.counts
+            # Root runs come without end, and nobody searches for one by its id.
+            if quota.per not in ("", THREAD, ROOT_RUN)
         ]
-        with self._lock:
-            for key, label, status, quota in quotas:
+        for key, label, status, quota in quotas:
+            with self._lock:
                 subject = self._touch(key, label, now)
                 use = _use_of(subject, status.limit, status.unit)
                 use.decided, use.near = now, self._near_share(status)
@@ -353,13 +354,17 @@ class UsageTable(Collector):
         """Set what a thread has used of a limit, after a decision."""
         # When the call ran in an outage, no quota has an answer, and the state has no count. With a
         # run limit alone, a store has no count of the thread.
-        limited = [count for count in status.counts if count.limit is not None]
-        has_no_thread = status.shared and all(count.scope == RUN for count in limited)
-        is_unknown = has_no_thread and (not limited or len(use.numbers) > 1)
+        has_no_thread = status.shared and {*status.scopes} <= {RUN}
+        is_unknown = has_no_thread and (not status.scopes or len(use.numbers) > 1)
         if status.reason != STORE and not is_unknown:
             use.decided = now
-            counts = [count for count in status.counts if THREAD in (count.scope, count.per)]
-            use.numbers = tuple(_number(status, count) for count in counts if not count.smooth)
+            use.numbers = tuple(
+                [
+                    _number(status, count)
+                    for count in status.counts
+                    if THREAD in (count.scope, count.per) and not count.smooth
+                ]
+            )
         if status.reason is not None:
             _count_refusal(use, status, now)
         use.near = self._near_share(status)
@@ -370,22 +375,15 @@ class UsageTable(Collector):
             return None
         return self._near if status.near is None else status.near
 
-    def _quotas(
-        self, agent: str, status: LimitStatus
-    ) -> Iterator[tuple[Key, str | None, LimitStatus, CountStatus]]:
-        """Return quotas with their keys and labels, except those per thread or root run."""
-        for quota in status.quotas:
-            # Root runs come without end, and nobody searches for one by its id.
-            if quota.per in (THREAD, ROOT_RUN):
-                continue
-            key = (agent, quota.scope, digest(quota.subject))
-            label = None
-            if quota.per in _BOUNDED:
-                label = ""
-            elif key not in self._subjects and self._subject_label is not None:
-                # Call the user's function outside the lock, because it may be slow.
-                label = self._subject_label(quota.scope, quota.subject)
-            yield key, label, status, quota
+    def _key_of(self, agent: str, quota: CountStatus) -> tuple[Key, str | None]:
+        """Return the key of a quota's subject, and its label if the subject is new."""
+        key = (agent, quota.scope, digest(quota.subject))
+        if quota.per in _BOUNDED:
+            return key, ""
+        if key in self._subjects or self._subject_label is None:
+            return key, None
+        # Call the user's function outside the lock, because it may be slow.
+        return key, self._subject_label(quota.scope, quota.subject)
 
     def _write_soon(self) -> None:
         """Write a second after the last write, in a new thread, so that no event loop waits."""
