@@ -36,6 +36,7 @@ def build() -> Dashboard:
         threads(show.Place(57, 24, 10)),
         subjects(show.Place(58, 24, 7), "Quota used by customer"),
         _alerts(),
+        _blocked_threads(),
         _refusals(),
         show.row(54, "Limits, and dry runs", _limits(), _runs()),
         show.row(60, "Runs and waits", _ended(), _waits()),
@@ -61,18 +62,18 @@ def _alerts() -> TablePanel:
         return f'label_join({expr}, "about", " ", {_ABOUT})'
 
     return show.table(
-        show.Place(41, 12, 8),
+        show.Place(41, 24, 6),
         "Alerts that fire",
         "The firing alerts of langchain-quota for the chosen jobs, with those that page on top. "
         "Click an alert to open its runbook. 'About' shows the customer, thread, process, model or "
         "kind of calls, what failed, or what happens to calls while the store fails.",
         [
-            show.text("Severity", "severity", 70, **show.severities()),
+            show.text("Severity", "severity", 80, **show.severities()),
             show.text("Alert", "alertname", links=[runbook]),
-            show.text("Agent", "agent", 90),
-            show.text("Limit", "limit", 90),
-            show.text("About", "about", 110),
-            show.when("Since", about(since), 120),
+            show.text("Agent", "agent", 130),
+            show.text("Limit", "limit", 130),
+            show.text("About", "about", 250),
+            show.when("Since", about(since), 145),
         ],
         sort_by=about(severity),
         no_value="No alert fires.",
@@ -227,14 +228,14 @@ def threads(place: show.Place) -> TablePanel:
         "15 minutes. Click a thread to see more.",
         [
             show.text("Thread", "thread_id", links=ask.LINKS),
-            show.text("Agent", "agent", 130),
-            show.text("Limit", "limit", 130),
-            show.gauge("Used", f"({ask.thread_ratio(ask.AGENT, ask.LIMIT)} + 0) {first}", 170),
-            show.text("Of", "amount", 190),
+            show.text("Agent", "agent", 110),
+            show.text("Limit", "limit", 120),
+            show.gauge("Used", f"({ask.thread_ratio(ask.AGENT, ask.LIMIT)} + 0) {first}", 150),
+            show.text("Of", "amount", 170),
             show.left(f"sum by ({ask.OF_THREAD}) ({limit} - {used}) {first}"),
-            show.duration("Runs out in", f"{ask.thread_seconds_left()} {first}", 100),
-            show.count("Blocked, 5 min", f"{blocked} > 0 {first}", 120),
-            show.when("Last call", f"{decided} * 1000 {first}", 150),
+            show.duration("Runs out in", f"{ask.thread_seconds_left()} {first}", 95),
+            show.count("Blocked, 5 min", f"{blocked} > 0 {first}", 105),
+            show.when("Last call", f"{decided} * 1000 {first}", 130),
         ],
         sort_by=rank,
         labels_from=ask.amount(f"({used} {first})", limit, f"{ask.OF_THREAD}, unit"),
@@ -257,19 +258,40 @@ def subjects(place: show.Place, title: str, *units: str) -> TablePanel:
         "Telemetry(subject_label=…) names the quota. A row without a customer is for everybody.",
         [
             show.text("Customer", "subject"),
-            show.text("Quota", "scope", 90),
-            show.text("Agent", "agent", 110),
-            show.text("Limit", "limit", 120),
-            show.gauge("Used", f"{ask.ratio()}{only}", 170),
-            show.text("Of", "amount", 190),
+            show.text("Quota", "scope", 75),
+            show.text("Agent", "agent", 90),
+            show.text("Limit", "limit", 110),
+            show.gauge("Used", f"{ask.ratio()}{only}", 140),
+            show.text("Of", "amount", 150),
             show.left(f"sum by ({ask.OF_SUBJECT}) ({limit} - {used})"),
-            show.duration("Runs out in", f"{ask.seconds_left()}{only}", 100),
-            show.count("Blocked, 5 min", f"{blocked} > 0{only}", 120),
-            show.when("Resets", f"{resets} * 1000{only}", 150),
+            show.duration("Runs out in", f"{ask.seconds_left()}{only}", 95),
+            show.count("Blocked, 5 min", f"{blocked} > 0{only}", 105),
+            show.when("Resets", f"{resets} * 1000{only}", 120),
         ],
         sort_by=rank,
         labels_from=ask.amount(used, limit, f"{ask.OF_SUBJECT}, unit"),
         no_value="No quota is shared.",
+    )
+
+
+def _blocked_threads() -> TablePanel:
+    blocked = ask.increases(f"{ask.THREADS}_blocked", "5m", ask.AGENT, ask.LIMIT)
+    most = f"topk({settings.TOP}, sum by ({ask.OF_THREAD}) ({blocked}) > 0)"
+    last = ask.last_time("refusal", ask.AGENT, ask.LIMIT)
+    return show.table(
+        show.Place(68, 12, 8),
+        "Threads blocked now",
+        "Which conversations had calls blocked in the last 5 minutes, by limits of any kind. Click "
+        "a thread to see more.",
+        [
+            show.text("Thread", "thread_id", links=ask.LINKS),
+            show.text("Agent", "agent", 110),
+            show.text("Limit", "limit", 120),
+            show.count("Blocked", most, 80),
+            show.when("Last", f"{last} * 1000 and on ({ask.OF_THREAD}) {most}", 130),
+        ],
+        sort_by=most,
+        no_value="No thread is blocked.",
     )
 
 

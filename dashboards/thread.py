@@ -5,7 +5,7 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 from dashboards import panels as show
 from dashboards import queries as ask
 from dashboards import settings
-from dashboards.settings import COUNT, CRITICAL, DOLLARS, OK, ROUNDED, SHARE, WARNING
+from dashboards.settings import COUNT, CRITICAL, DOLLARS, OK, ROUNDED, SHARE
 from dashboards.variables import common_variables, one
 
 _RATIO = ask.thread_ratio(ask.AGENT, ask.THREAD)
@@ -34,7 +34,7 @@ def build() -> Dashboard:
         "What one conversation has used of its limits, what was blocked on it, and why.",
         [*common_variables(limit=False), threads],
         show.stat(
-            show.Place(41, 6, 5),
+            show.Place(41, 8, 5),
             "Calls blocked",
             "How many calls of the thread limits blocked in the chosen time. A call that two "
             "limits refuse counts for both.",
@@ -43,16 +43,7 @@ def build() -> Dashboard:
             steps=((None, OK), (1, CRITICAL)),
         ),
         show.stat(
-            show.Place(42, 6, 5),
-            "Most used limit",
-            "The share of its most used limit that the thread has used.",
-            [show.Query(f"max({_RATIO})", "used")],
-            unit=SHARE,
-            steps=((None, OK), (0.8, WARNING), (1, CRITICAL)),
-            no_value=_NO_LIMIT,
-        ).decimals(0),
-        show.stat(
-            show.Place(43, 6, 5),
+            show.Place(43, 8, 5),
             "Runs out in",
             "When the first limit is exhausted, at the pace of the last 15 minutes. 0 if one "
             "already is.",
@@ -68,7 +59,7 @@ def build() -> Dashboard:
             no_value="Not at this pace.",
         ).decimals(0),
         show.stat(
-            show.Place(44, 6, 5),
+            show.Place(44, 8, 5),
             "Spent",
             "What the thread's model runs spent in the chosen time. Dollars need a limit of money, "
             "and tokens need a limit of tokens or money.",
