@@ -32,6 +32,7 @@ ALSO = {
     "budgets.md": ["spend"],
     "comparison.md": ["429", "rate", "throttling"],
     "customers.md": ["GDPR", "privacy"],
+    "dashboards.md": ["which customer is refused"],
     "faq.md": [
         "frequently asked questions",
         "429",
@@ -43,6 +44,7 @@ ALSO = {
     ],
     "limits.md": ["dry", "testing", "unit"],
     "migrating.md": ["migrate", "migration"],
+    "people.md": ["interrupt", "interrupts"],
     "production.md": ["multiprocess", "gunicorn", "uvicorn"],
 }
 """Words that people type, and the page does not use."""
