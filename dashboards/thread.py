@@ -102,7 +102,7 @@ def build() -> Dashboard:
                 show.left(f"({others} + 0) {of_thread}", "Allowed", 110),
                 show.text("Unit", "unit", 90),
             ],
-            sort_by=f"({others} + 0) {of_thread}",
+            sort_by=f"({others} * 0) {of_thread}",
             no_value="No other limit has a number.",
         ),
         show.bars(
