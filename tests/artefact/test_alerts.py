@@ -77,7 +77,7 @@ def test_a_breach_is_told_and_resolved(tmp_path: Path) -> None:
             'Limit "tool:search" of agent "researcher" refuses calls on 1 thread'
         )
         assert (
-            'Thresholds: "run" 2 calls. Refused last on threads:'
+            'Thresholds: "run" 2 calls. Latest refusals on threads:'
             in breach.annotations["description"]
         )
         assert webhook.wait_for("LangChainQuotaThreadKeepsHitting", "firing").path == "/chat"

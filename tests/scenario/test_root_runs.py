@@ -240,7 +240,7 @@ def test_what_cannot_be_known() -> None:
     )
 
     assert done.stdout.split() == ["10", "2.0"]
-    assert done.stderr.count("Make middlewares when the program starts") == 1
+    assert done.stderr.count("Create middlewares when the program starts") == 1
 
 
 ASKED_BY_LANGCHAIN = """
