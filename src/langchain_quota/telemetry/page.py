@@ -39,7 +39,7 @@ SCHEMA = 1
 """The version of `/quota.json`: it changes when a field is changed or removed."""
 
 _MAX_AGE = 25.0
-"""The seconds after which figures are computed anew, however long that takes."""
+"""The seconds after which figures are computed again, however long that takes."""
 
 _STATES: tuple[str, ...] = ("blocked", Level.EXHAUSTED, Level.NEAR, Level.OK)
 """The states of a row, the most urgent first."""
