@@ -31,7 +31,8 @@ QUOTA = Quota(5, per="user_id")
 TOOL = 'write ToolCallLimit("search", run_limit=5)'
 MONTHLY = 'write Quota(500, per="user_id", window="month")'
 AGENT: Any = QuotaMiddleware([SEARCH])
-FREE = QuotaMiddleware([CostLimit(run_limit=1)])
+PRICES = {"another-model": Price(input=1, output=1)}
+FREE = QuotaMiddleware([CostLimit(run_limit=1)], prices=PRICES)
 PRICED = 'give QuotaMiddleware prices= as a function, such as prices=lambda usage: Decimal("0.01")'
 
 

@@ -180,7 +180,9 @@ def quantile(signals: Signals, name: str, share: float) -> tuple[float, float, f
 def test_quantiles_are_right_within_a_bucket(observing: Signals) -> None:
     """Of 2,000 ends with random counts; however many runs there are, the series stay as many."""
     of_use = TokenLimit(run_limit=10**9), CostLimit(run_limit=10**6), TimeLimit(run_limit="9d")
-    quota = QuotaMiddleware([MODEL, *of_use], telemetry=observing.telemetry)
+    quota = QuotaMiddleware(
+        [MODEL, *of_use], prices=lambda usage: Decimal(0), telemetry=observing.telemetry
+    )
     counters = {"_tokens": "total_tokens", "_dollars": "nanodollars", "_seconds": "milliseconds"}
     scale, draw = {"": 1, "_tokens": 1, "_dollars": 10**9, "_seconds": 1_000}, random.Random(7)  # noqa: S311 - drawn counts
     middle = {"": 9, "_tokens": 20_000, "_dollars": 2 * 10**8, "_seconds": 20_000}
