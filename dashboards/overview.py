@@ -31,10 +31,17 @@ def build() -> Dashboard:
         _at_limits(),
         _calls_blocked(),
         cost(show.Place(45, 4, 5)),
-        _processes(),
+        show.stat(
+            show.Place(61, 4, 5),
+            "Processes",
+            "How many processes export metrics. Dashed lines in the charts mark restarts.",
+            [show.Query(f"count({ask.select('langchain_quota_build_info')})", "running")],
+            unit=COUNT,
+            no_value="no process",
+        ),
         _store(),
-        threads(show.Place(57, 24, 10)),
-        subjects(show.Place(58, 24, 7), "Quota used by customer"),
+        _threads(),
+        _subjects(),
         _alerts(),
         _blocked_threads(),
         _refusals(),
@@ -163,25 +170,6 @@ def cost(place: show.Place) -> StatPanel:
     )
 
 
-def _processes() -> StatPanel:
-    return show.stat(
-        show.Place(61, 4, 5),
-        "Processes",
-        "How many processes export metrics, and how many restarted in the last hour. Dashed lines "
-        "in the charts mark restarts.",
-        [
-            show.Query(f"count({ask.select('langchain_quota_build_info')})", "running"),
-            show.Query(
-                f"count({ask.select('langchain_quota_start_time_seconds')} > time() - 3600) "
-                f"or 0 * count({ask.select('langchain_quota_build_info')})",
-                "restarted",
-            ),
-        ],
-        unit=COUNT,
-        no_value="no process",
-    )
-
-
 def _store() -> StatPanel:
     seconds = ask.select("langchain_quota_store_seconds_count")
     failed = ask.select("langchain_quota_store_seconds_count", 'outcome!="ok"')
@@ -213,15 +201,14 @@ def _store() -> StatPanel:
     )
 
 
-def threads(place: show.Place) -> TablePanel:
-    """Return the table of threads: what each has used of what."""
+def _threads() -> TablePanel:
     rank = ask.top(ask.THREADS)
     first = f"and on ({ask.OF_THREAD}) {rank}"
     used, limit = ask.thread_amounts(ask.AGENT)
     blocked = ask.increases(f"{ask.THREADS}_blocked", "5m", ask.AGENT, ask.LIMIT)
     decided = ask.last_time("decision", ask.AGENT, ask.LIMIT)
     return show.table(
-        place,
+        show.Place(57, 24, 10),
         "Quota used by thread",
         "What each conversation has used of its limits. Those with blocked calls in the last 5 "
         "minutes come first, then those with least left. 'Runs out in' uses the pace of the last "
@@ -243,16 +230,14 @@ def threads(place: show.Place) -> TablePanel:
     )
 
 
-def subjects(place: show.Place, title: str, *units: str) -> TablePanel:
-    """Return the table of shared quotas; a matcher of the label `unit` may narrow it."""
-    used, limit = ask.subject_amounts(*units)
-    only = f" and on ({ask.OF_SUBJECT}) {used}" if units else ""
-    rank = f"{ask.top(ask.SUBJECT)}{only}"
+def _subjects() -> TablePanel:
+    used, limit = ask.subject_amounts()
+    rank = ask.top(ask.SUBJECT)
     resets = ask.select(f"{ask.SUBJECT}_reset:max", ask.AGENT, ask.LIMIT)
     blocked = ask.increases(f"{ask.SUBJECT}_blocked", "5m", ask.AGENT, ask.LIMIT)
     return show.table(
-        place,
-        title,
+        show.Place(58, 24, 7),
+        "Quota used by customer",
         "What each customer, or everybody together, has used of shared quotas, in the same order "
         "as threads. 'Runs out in' uses the pace of the last hour. Customers are only listed if "
         "Telemetry(subject_label=…) names the quota. A row without a customer is for everybody.",
@@ -261,12 +246,12 @@ def subjects(place: show.Place, title: str, *units: str) -> TablePanel:
             show.text("Quota", "scope", 75),
             show.text("Agent", "agent", 90),
             show.text("Limit", "limit", 110),
-            show.gauge("Used", f"{ask.ratio()}{only}", 140),
+            show.gauge("Used", ask.ratio(), 140),
             show.text("Of", "amount", 150),
             show.left(f"sum by ({ask.OF_SUBJECT}) ({limit} - {used})"),
-            show.duration("Runs out in", f"{ask.seconds_left()}{only}", 95),
-            show.count("Blocked, 5 min", f"{blocked} > 0{only}", 118),
-            show.when("Resets", f"{resets} * 1000{only}", 120),
+            show.duration("Runs out in", ask.seconds_left(), 95),
+            show.count("Blocked, 5 min", f"{blocked} > 0", 118),
+            show.when("Resets", f"{resets} * 1000", 120),
         ],
         sort_by=rank,
         labels_from=ask.amount(used, limit, f"{ask.OF_SUBJECT}, unit"),
@@ -360,22 +345,24 @@ def _limits() -> TablePanel:
 
 
 def _ended() -> TimeseriesPanel:
-    counted = (
-        ("runs_ended", "limit", "runs ended by {{limit}}"),
-        ("downgraded_calls", "limit", "calls to a cheaper model by {{limit}}"),
-        ("long_tool_calls", "limit, outcome", "tool calls over the time of {{limit}}: {{outcome}}"),
-    )
+    counted = {
+        "runs ended by": "runs_ended",
+        "calls to a cheaper model by": "downgraded_calls",
+        "tool calls over the time of": "long_tool_calls",
+    }
+
+    def grown(name: str) -> str:
+        series = ask.select(f"langchain_quota_{name}_total", ask.AGENT, ask.LIMIT)
+        return f"sum by (limit) (increase({series}[$__rate_interval])) > 0"
+
+    actions = ask.together({what: grown(name) for what, name in counted.items()})
     return show.bars(
         show.Place(63, 12, 8),
         "What else limits do",
         "How many runs were ended by limits since the previous bar, how many model calls a budget "
         "sent to its downgrade_to, and how many tool calls took longer than call_limit. Runs that "
         "end with a last answer of the model do not count.",
-        [
-            show.Query(f"sum by ({labels}) (increase({series}[$__rate_interval])) > 0", legend)
-            for name, labels, legend in counted
-            for series in [ask.select(f"langchain_quota_{name}_total", ask.AGENT, ask.LIMIT)]
-        ],
+        [show.Query(actions, "{{what}} {{limit}}")],
         unit=settings.ROUNDED,
     ).no_value("Nothing.")
 
@@ -436,10 +423,6 @@ def _health() -> TimeseriesPanel:
     fallbacks = "job_agent_store_action:langchain_quota_store_fallbacks:increase15s"
     unchecked = "job_agent_kind:langchain_quota_unchecked_calls:increase15s"
     near = 'scope="thread",state="near",shown="false"'
-    counted = (
-        (f'{fallbacks}{{action="block"', "without the store, calls are blocked"),
-        (f'{fallbacks}{{action="allow"', "without the store, calls run"),
-    )
     return show.bars(
         show.Place(52, 12, 8),
         "What failed",
@@ -450,9 +433,9 @@ def _health() -> TimeseriesPanel:
             show.Query(
                 f"{ask.grown(errors, ask.BAR, by='component')} > 0", "failures of {{component}}"
             ),
-            *(
-                show.Query(f"sum(sum_over_time({metric},{ask.JOB}}}[{ask.BAR}])) > 0", legend)
-                for metric, legend in counted
+            show.Query(
+                f"{ask.grown(fallbacks, ask.BAR, by='action')} > 0",
+                "calls without the store: on_store_error={{action}}",
             ),
             show.Query(
                 f"{ask.grown(unchecked, ask.BAR, by='kind')} > 0",
@@ -470,18 +453,16 @@ def _health() -> TimeseriesPanel:
 
 def _store_seconds() -> TimeseriesPanel:
     seconds = ask.select("langchain_quota_store_seconds_bucket")
+
+    def within(share: float) -> str:
+        return f"histogram_quantile({share}, sum by (le) (rate({seconds}[$__rate_interval])))"
+
     return show.timeseries(
         show.Place(67, 12, 8),
         "Time that the store takes",
         "How long requests to the shared store took: the median, and the time within which 99 of "
         "100 ended.",
-        [
-            show.Query(
-                f"histogram_quantile({share}, sum by (le) (rate({seconds}[$__rate_interval])))",
-                name,
-            )
-            for share, name in ((0.5, "median"), (0.99, "99 of 100"))
-        ],
+        [show.Query(ask.together({"median": within(0.5), "99 of 100": within(0.99)}), "{{what}}")],
         unit="s",
     ).no_value("No store.")
 

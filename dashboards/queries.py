@@ -6,6 +6,8 @@ an export puts the matchers that it was given. A thread's id is any printable te
 characters: it stands in raw strings, in which only the backtick means something.
 """
 
+from collections.abc import Mapping
+
 from dashboards import settings
 from langchain_quota.telemetry import tracing
 
@@ -38,16 +40,23 @@ def select(metric: str, *matchers: str) -> str:
     return f"{metric}{{{','.join((JOB, *matchers))}}}"
 
 
+def together(exprs: Mapping[str, str]) -> str:
+    """Ask several queries as one: the label `what` of each series is the key of its query."""
+    return " or ".join(
+        f'label_replace({expr}, "what", "{what}", "", "")' for what, expr in exprs.items()
+    )
+
+
 def grown(metric: str, window: str, *matchers: str, by: str = "") -> str:
     """How much was counted in a window, exactly: the sum of what each evaluation recorded."""
     total = f"sum_over_time({select(metric, *matchers)}[{window}])"
     return f"sum by ({by}) ({total})" if by else f"sum({total})"
 
 
-def top(series: str, *only: str) -> str:
+def top(series: str) -> str:
     """Return the first rows of a table: the order of threads or subjects is recorded."""
     # A table merges rows only if all labels are equal, and the name of a series is one of them.
-    return f"topk({settings.TOP}, {select(f'{series}:rank', AGENT, LIMIT, *only)} + 0)"
+    return f"topk({settings.TOP}, {select(f'{series}:rank', AGENT, LIMIT)} + 0)"
 
 
 def ratio(*only: str) -> str:
@@ -71,18 +80,16 @@ def thread_amounts(*only: str) -> tuple[str, str]:
     return select(f"{series}used:newest", *only), select(f"{series}limit:newest", *only)
 
 
-def subject_amounts(*only: str) -> tuple[str, str]:
+def subject_amounts() -> tuple[str, str]:
     """Return what subjects have used of quotas, and their limits, like `thread_amounts`."""
     series = "job_agent_limit_scope_subject_unit:langchain_quota_subject_"
-    return select(f"{series}used:newest", AGENT, *only), select(
-        f"{series}limit:newest", AGENT, *only
-    )
+    return select(f"{series}used:newest", AGENT), select(f"{series}limit:newest", AGENT)
 
 
-def seconds_left(*only: str) -> str:
+def seconds_left() -> str:
     """Return how long what is left of a shared quota lasts, at the pace of the last hour."""
-    growth = select(f"{SUBJECT}_used:growth1h", AGENT, LIMIT, *only)
-    return f"(1 - {ratio(*only)} > 0) / ({growth} > 0) * 3600"
+    growth = select(f"{SUBJECT}_used:growth1h", AGENT, LIMIT)
+    return f"(1 - {ratio()} > 0) / ({growth} > 0) * 3600"
 
 
 def thread_seconds_left(*only: str) -> str:
