@@ -198,6 +198,10 @@ def test_everything_reaches_its_end() -> None:
         for each in values(load(mounted("prometheus", RULES)), "dashboard_url")
     }
     assert links == {f"localhost:{port}"}
+    pages = {SERVICES[agent]["environment"]["DASHBOARDS_URL"] for agent in AGENTS}
+    assert {VARIABLE.sub(lambda found: found["rest"], page) for page in pages} == {
+        f"http://localhost:{port}"
+    }
     tempo = load(DOCKER / "tempo" / "tempo.yaml")
     otlp = urlsplit(SERVICES["agent-1"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"])
     protocol = tempo["distributor"]["receivers"]["otlp"]["protocols"]["grpc"]

@@ -43,6 +43,7 @@ LIMITS = {
 }
 LOOP = "1 2 3 4 5"
 """The scripted model calls a tool for every word, one in each model call."""
+GRAFANA = "http://localhost:3000"
 NEVER = 600
 """Seconds after which no test waits any more: a tool that takes so long does not end."""
 
@@ -70,7 +71,8 @@ RUN_USED_UP = used_up("model", "run", None, 4)
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The service with SQLite and its own memory."""
-    with running_service(tmp_path_factory.mktemp("service"), **LIMITS) as running:
+    settings = {**LIMITS, "DASHBOARDS_URL": GRAFANA}
+    with running_service(tmp_path_factory.mktemp("service"), **settings) as running:
         yield running
 
 
@@ -191,7 +193,7 @@ def test_usage(service: Service, thread: str) -> None:
 
 
 def test_metrics_are_guarded(service: Service, thread: str) -> None:
-    """Whoever shows the token gets what the runs did; nobody else does."""
+    """Whoever shows the token gets what the runs did, and where Grafana is; nobody else does."""
     service.ask(thread, "oak ash elm")
     blocked = ("agent", "librarian"), ("limit", "tool:search"), ("thread_id", thread)
     assert service.series()["langchain_quota_thread_blocked_total", frozenset(blocked)] == 1
@@ -204,6 +206,7 @@ def test_metrics_are_guarded(service: Service, thread: str) -> None:
     for password, status in ((TOKEN, 200), (f"{TOKEN}x", 401)):
         response = service.client.get("/quota/quota.json", auth=("me", password))
         assert (response.status_code, thread in response.text) == (status, status == 200)
+        assert (f'"dashboards_url":"{GRAFANA}"' in response.text) == (status == 200)
     assert response.headers["www-authenticate"] == 'Basic realm="metrics"'
     assert service.client.get("/quota/", auth=("me", TOKEN)).text.startswith("<!doctype html>")
 

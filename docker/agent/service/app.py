@@ -119,7 +119,8 @@ def create_app(settings: Settings) -> FastAPI:
     guard = partial(_Guarded, token=settings.metrics_token)
     app.router.routes.append(Route("/metrics", guard(metrics_app())))
     # A browser cannot send a bearer token, so it asks for a password: any user, and the token.
-    app.mount("/quota", guard(quota_app(), scheme="basic"))
+    page = quota_app(dashboards_url=settings.dashboards_url or None)
+    app.mount("/quota", guard(page, scheme="basic"))
     return app
 
 

@@ -37,6 +37,7 @@ class Settings:
         model: `"scripted"`, or `provider:name`.
         database_url: Keeps the threads: `sqlite:///file`, or a PostgreSQL URL.
         redis_url: Keeps the shared counts; empty for the memory of the process.
+        dashboards_url: Where Grafana is, for a link on the page of quotas; empty for no link.
         host, port: Where the service listens; port 0 takes a free one.
         workers: Processes that share the port.
         run_model_limit: Most model calls in a run.
@@ -54,6 +55,7 @@ class Settings:
     model: str
     database_url: str = field(repr=False)
     redis_url: str = field(repr=False)
+    dashboards_url: str
     host: str
     port: int
     workers: int
@@ -87,6 +89,7 @@ class Settings:
             model=read("MODEL", SCRIPTED, _model),
             database_url=read("DATABASE_URL", f"{SQLITE}threads.sqlite", _database_url),
             redis_url=read("LANGCHAIN_QUOTA_REDIS_URL", "", _redis_url),
+            dashboards_url=read("DASHBOARDS_URL", "", _dashboards_url),
             host=environment.get("HOST") or "127.0.0.1",
             port=read("PORT", "8000", _whole(0, 65_535)),
             workers=read("WORKERS", "1", _whole(1, 64)),
@@ -141,6 +144,12 @@ def _database_url(text: str) -> str:
 def _redis_url(text: str) -> str:
     if text:
         RedisStore(text)  # it connects at its first use only
+    return text
+
+
+def _dashboards_url(text: str) -> str:
+    if text and not re.fullmatch(r"https?://\S+", text):
+        raise ValueError(f"must begin with https:// or http://, not {text!r}")
     return text
 
 
