@@ -21,12 +21,13 @@ from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.limits.options import UNITS
 from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount, in_base_unit
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.grants import Grant, in_utc, unit_of
+from langchain_quota.stores.grants import Grant, in_utc
 from langchain_quota.stores.keys import (
     CountKey,
     dimension_of,
     parsed,
     read_emission_interval,
+    unit_of,
     window_end,
 )
 from langchain_quota.stores.postgres import PostgresStore

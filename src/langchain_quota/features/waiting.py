@@ -88,7 +88,7 @@ class Waiting(Feature):
             if not check.spacing:
                 return check
             room = (check.maximum or 0) - check.amount - charged[check.counter]
-            seconds = seconds_until_room(result.drained_in[check.counter], room, check.spacing)
+            seconds = seconds_until_room(check.key, result.drained_in[check.counter], room)
             return check._replace(resets_at=in_utc(now + seconds))
 
         def with_reset_times(limit: ResolvedLimit) -> ResolvedLimit:
@@ -271,20 +271,22 @@ class Waiting(Feature):
         missing: list[_MissingRoom] = []
         for limit, scope, counter, maximum, _ in thresholds:
             check, room = checks[limit, scope], maximum - demanded[counter]
-            if result.used[counter] <= room:
-                continue
             pause = last = math.inf
-            if counter in later_calls:
-                spacing, level = check.spacing, result.drained_in[counter]
-                last = seconds_until_room(level, room, spacing)
-                pause = seconds_until_room(level, maximum - 1, spacing)
-                # The first call fits now. The last one is late by a part of an interval: wait
-                # for that part, so that every other start time is a whole number of intervals.
-                pause = pause if pause > 0 else last % (spacing / 10**6)
+            if check.spacing:
+                level = result.drained_in[counter]
+                last = seconds_until_room(check.key, level, room)
+                if last <= 0:
+                    continue
+                pause = last = last if room >= 0 or counter in later_calls else math.inf
+                if counter in later_calls:
+                    pause = seconds_until_room(check.key, level, maximum - 1)
+                    # The first call fits now. The last one is late by a part of an interval: wait
+                    # for that part, so that every other start time is a whole number of intervals.
+                    pause = pause if pause > 0 else last % (check.spacing / 10**6)
+            elif result.used[counter] <= room:
+                continue
             elif room >= 0 and check.resets_at is not None:
-                # `resets_at` is when one call fits. Add the time for the rest of the batch.
-                extra = (demanded[counter] - check.amount) * check.spacing / 10**6
-                pause = last = check.resets_at.timestamp() - self._clock() + extra
+                pause = last = check.resets_at.timestamp() - self._clock()
             pause = max(_MIN_PAUSE, pause)
             missing.append(_MissingRoom(pause, last, limit, scope, _queue_of(check)))
         longest = max(missing, key=attrgetter("pause"), default=_MissingRoom())
@@ -306,7 +308,7 @@ class Waiting(Feature):
             ]
             for limit, check in smooth:
                 seconds = seconds_until_room(
-                    levels[check.counter], (check.maximum or 0) - 1, check.spacing
+                    check.key, levels[check.counter], (check.maximum or 0) - 1
                 )
                 start = max(0.0, seconds), limit, check.scope
                 starts[str(call.id)] = max(start, starts.get(str(call.id), start))

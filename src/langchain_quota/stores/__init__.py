@@ -138,9 +138,10 @@ class QuotaStore(Protocol):
 
         A count whose key has a window and a limit, `search:user_id:ada:60~60`, drains: it falls
         evenly, by the limit in each window, by the store's clock. Kept is when it is 0: what is
-        charged moves this time by `read_emission_interval(key)` microseconds for each call, at
-        the earliest from now. A count is rounded up to calls. `AcquireResult.drained_in` says
-        exactly when it was 0 before the batch.
+        charged moves this time by `drain_time(key, amount)` microseconds, at the earliest from
+        now. It drains in the order of charges, and what has drained of a reservation is used: it
+        is not released, and settles the same amount of use. A count of calls is rounded up, one
+        of tokens down. `AcquireResult.drained_in` says exactly when it was 0 before the batch.
 
         Args:
             request: The batch. Counts without a key belong to the caller, and are not kept. With a

@@ -22,22 +22,23 @@ local function get(key, drains)
   local kept = redis.call('HMGET', key, 'used', 'next_end', 'at')
   local used, next_end, at = whole(kept[1]), whole(kept[2]), whole(kept[3])
   if kept[1] and not (used and used >= 0) then error('no count is kept under ' .. key) end
-  if used and next_end and next_end <= now then used = used_without(key, used, now, true) end
   if used and at and at > micros() then
     used = math.max(0, used - at + micros())
     redis.call('HSET', key, 'used', digits(used), 'at', digits(micros()))
   end
+  if used and next_end and next_end <= now then used = used_without(key, used, now, true) end
   return used and drains and math.max(0, used - micros()) or used
 end
 
--- The fields, and their values, that say that a request holds an amount under a key, if it does.
+-- Notes that a request holds an amount that it has charged under a key, if it does.
 local function hold(key, amount, lease)
   if lease < 0 then return end
   local ends = now + lease + 1
-  local before, next_end = unpack(redis.call('HMGET', key, ask.hold, 'next_end'))
-  local kept, last = held(before)
+  local before, next_end, charged = unpack(redis.call('HMGET', key, ask.hold, 'next_end', 'charged'))
+  local kept, last, earlier = held(before)
   local text = digits(amount + (kept or 0)) .. ' ' .. digits(math.max(ends, last or ends))
-  return ask.hold, text, 'next_end', digits(math.min(ends, whole(next_end) or ends))
+  if charged then text = text .. ' ' .. (earlier and digits(earlier) or charged) end
+  redis.call('HSET', key, ask.hold, text, 'next_end', digits(math.min(ends, whole(next_end) or ends)))
 end
 
 local function remember(key, value, seconds)
@@ -48,19 +49,23 @@ local function remembered(key)
   return key > 0 and redis.call('GET', KEYS[key])
 end
 
--- Lowers a count; if a field is given, by no more than what the field still holds.
+-- Lowers a count; if a field is given, by no more than what the field still holds. Returns the part of
+-- it that has drained, which is not subtracted again.
 local function lower(key, amount, field)
-  local used = get(key)
-  local rest, ends = held(used and field and redis.call('HGET', key, field))
-  if not used or (field and not rest) then return end
+  local used, left = get(key), amount
+  local rest, ends, charged = held(used and field and redis.call('HGET', key, field))
+  if not used or (field and not rest) then return 0 end
   if field then
     amount = math.min(amount, rest)
+    left = undrained(key, used, amount, charged)
     redis.call('HDEL', key, field)
     if amount < rest then
-      redis.call('HSET', key, field, digits(rest - amount) .. ' ' .. digits(ends))
+      local text = digits(rest - amount) .. ' ' .. digits(ends)
+      redis.call('HSET', key, field, charged and text .. ' ' .. digits(charged) or text)
     end
   end
-  redis.call('HSET', key, 'used', digits(math.max(0, used - amount)))
+  redis.call('HSET', key, 'used', digits(math.max(0, used - left)))
+  return amount - left
 end
 
 -- Each {key, amount, field of what it holds} that an attempt charged; 0 to the key of its result.
@@ -85,7 +90,8 @@ local function correct(correction)
   for _, part in ipairs(correction.amounts) do
     local index, _, ends, idle, drains, start, amount, limit = unpack(part)
     local key, shown = KEYS[index], limit >= 0 and {'limit', digits(limit)} or {}
-    if correction.hold then lower(key, math.huge, correction.hold) end
+    local drained = correction.hold and lower(key, math.huge, correction.hold) or 0
+    if amount > 0 then amount = math.max(0, amount - drained) end
     if amount > 0 then
       put(key, (get(key, drains) or start) + amount, ends, idle, drains, unpack(shown))
     else
@@ -141,7 +147,8 @@ local function charge(kept, counts, used)
     local key, amount = KEYS[index], counts[i] - used[i]
     if key and amount > 0 then
       kept[index] = (kept[index] or start) + amount
-      put(key, kept[index], ends, idle, drains, 'limit', digits(limit), hold(key, amount, lease))
+      put(key, kept[index], ends, idle, drains, 'limit', digits(limit))
+      hold(key, amount, lease)
       table.insert(record, {key, amount, lease >= 0 and ask.hold or nil})
     end
   end

@@ -7,9 +7,11 @@
 -- Kept are
 --   a count     a hash: used, limit, ends. One that drains falls by one each microsecond: kept as used
 --               is when it is 0, since the Unix epoch; at is the server's time of its last change, so
---               that a clock which goes back takes the count with it. What is used includes what is held: a field
---               "held:..." for each request has the amount and the end of its lease. No lease ends
---               before the field next_end. Anything else is an error: others can write there, too.
+--               that a clock which goes back takes the count with it; charged is all that was ever
+--               added to it. What is used includes what is held: a field "held:..." for each request
+--               has the amount and the end of its lease, and what was charged by then if the count
+--               drains. No lease ends before the field next_end. Anything else is an error: others
+--               can write there, too.
 --   grants      of a count, under a key of their own: a packed list of {name, amount, end, new,
 --               details}; new: no call has been checked by it. After its end a grant is remembered
 --               for as long as a correction.
@@ -36,22 +38,29 @@ local function digits(number)
   return texts[number]
 end
 
--- The amount, and the end of the lease; nothing if the text is not that of a hold.
+-- The amount, the end of the lease, and what was charged by then; nothing if the text is no hold.
 local function held(text)
-  local amount, ends = string.match(text or '', '^(%d+) (%d+)$')
+  local amount, ends, charged = string.match(text or '', '^(%d+) (%d+) ?(%d*)$')
   amount, ends = whole(amount), whole(ends)
-  if amount and ends then return amount, ends end
+  if amount and ends then return amount, ends, whole(charged) end
+end
+
+-- What a hold gives back: the part that has not drained. A count drains in the order of charges.
+local function undrained(key, used, amount, charged)
+  if not charged then return amount end
+  local later = whole(redis.call('HGET', key, 'charged')) - charged
+  return math.max(0, math.min(amount, used - micros() - later))
 end
 
 -- What is used without the holds whose leases end by then; they are removed only if it is asked for.
 local function used_without(key, used, by, removes)
   local next_end, kept = '', redis.call('HGETALL', key)
   for i = 1, #kept, 2 do
-    local part, ends = held(string.sub(kept[i], 1, 5) == 'held:' and kept[i + 1])
+    local part, ends, charged = held(string.sub(kept[i], 1, 5) == 'held:' and kept[i + 1])
     if part and ends > by then
       next_end = digits(math.min(ends, whole(next_end) or ends))
     elseif part then
-      used = math.max(0, used - part)
+      used = math.max(0, used - undrained(key, used, part, charged))
       if removes then redis.call('HDEL', key, kept[i]) end
     end
   end
@@ -68,7 +77,10 @@ end
 local function put(key, used, ends, idle, drains, ...)
   if drains then
     idle = math.ceil(used / 1000000) + GRACE
-    redis.call('HSET', key, 'at', digits(micros()))
+    local kept = redis.call('HMGET', key, 'used', 'charged')
+    local before = math.max(0, (whole(kept[1]) or 0) - micros())
+    local charged = (whole(kept[2]) or 0) + math.max(0, used - before)
+    redis.call('HSET', key, 'at', digits(micros()), 'charged', digits(charged))
     used = used + micros()
   end
   redis.call('HSET', key, 'used', digits(used), 'ends', digits(ends), ...)

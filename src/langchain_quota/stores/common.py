@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Demand
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.stores import ROOT_RUN_IDLE, RUN_IDLE
-from langchain_quota.stores.keys import CountKey, dimension_of
+from langchain_quota.stores.keys import CountKey, dimension_of, drain_time
 
 _IDLE_AT_MOST = {RUN: RUN_IDLE, ROOT_RUN: ROOT_RUN_IDLE}
 
@@ -47,6 +47,21 @@ def metadata(request: AcquireRequest) -> dict[str | None, Metadata]:
             if entry is not None and enforced and maximum >= 0:
                 entry.limit = maximum if entry.limit is None else min(maximum, entry.limit)
     return by_key
+
+
+def demands_in_drain_time(request: AcquireRequest) -> tuple[Demand, ...]:
+    """Return the demands of a request, in microseconds where counts drain."""
+    keys = {name: counter.key for name, counter in request.counters.items()}
+    return tuple(
+        Demand(
+            {name: drain_time(keys[name], amount) for name, amount in amounts.items()},
+            tuple(
+                threshold._replace(maximum=drain_time(keys[threshold.counter], threshold.maximum))
+                for threshold in thresholds
+            ),
+        )
+        for amounts, thresholds in request.demands
+    )
 
 
 def replay(remembered: AcquireResult, request: AcquireRequest) -> AcquireResult:

@@ -25,7 +25,12 @@ from langchain_quota.runtime.units import (
 )
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import idle_time
-from langchain_quota.stores.keys import CountKey, parsed, read_emission_interval, window_end
+from langchain_quota.stores.keys import (
+    CountKey,
+    read_emission_interval,
+    unit_of,
+    window_end,
+)
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""
@@ -271,12 +276,6 @@ class SupportsGrants(ABC):
         if ended is not None:
             _log("revoked", ended)
         return ended
-
-
-def unit_of(key: str) -> Unit:
-    """Return the unit of a count, by the text of its key."""
-    parsed_key = parsed(key)
-    return UNITS.get(parsed_key.counter, "calls") if parsed_key else "calls"
 
 
 def _check_texts(**arguments: object) -> None:

@@ -12,8 +12,10 @@ from urllib.parse import quote, unquote
 
 from langchain_core.runnables import RunnableConfig
 
+from langchain_quota.limits.options import UNITS
 from langchain_quota.limits.windows import CalendarWindow, around
 from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.runtime.units import Unit
 
 Prefix: TypeAlias = str | Callable[[Any, Any], str]
 """What all keys of a store begin with, or a function of state and runtime that returns it."""
@@ -59,7 +61,7 @@ class CountKey:
     offset: int | None = None
     """Of a window of the calendar: how many seconds its zone is ahead of UTC at its end."""
     limit: int | None = None
-    """In place of an index, for a count that drains: how many calls drain in a window."""
+    """In place of an index, for a count that drains: how many calls or tokens do in a window."""
 
     def __post_init__(self) -> None:
         ends = self.limit if self.index is None else self.index
@@ -164,20 +166,46 @@ def window_end(text: str) -> int | None:
 
 
 def read_emission_interval(text: str | None) -> int:
-    """Return the microseconds in which a count drains by a call; 0 for a count that does not."""
+    """Return the microseconds in which a count drains by one; 0 for a count that does not."""
     key = parsed(text) if text and "~" in text else None
     # Rounded up: the rate is never higher than the limit says.
     return -(-(key.window or 0) * 10**6 // key.limit) if key and key.limit else 0
 
 
-def seconds_until_room(drained_in: int, room: int, spacing: int) -> float:
-    """Return the seconds until a draining count has at most `room` calls; below 0 if it has."""
-    return (drained_in - room * spacing) / 10**6
+def drain_time(text: str | None, amount: int) -> int:
+    """Return the microseconds in which an amount drains; the amount if its count does not drain."""
+    interval = read_emission_interval(text)
+    key = parsed(text) if text and interval else None
+    if key is None or _unit(key) == "calls":
+        return amount * (interval or 1)
+    # Each call is rounded up once. If each token were, large limits would not be reached.
+    microseconds = -(-abs(amount) * (key.window or 0) * 10**6 // (key.limit or 1))
+    return microseconds if amount > 0 else -microseconds
 
 
-def unit_in(key: str | None) -> int:
-    """Return what one call adds to a count: 1, or microseconds where the count drains."""
-    return read_emission_interval(key) or 1
+def drained_amount(text: str | None, microseconds: int) -> int:
+    """Return the amount that drains in a time; the number itself if its count does not drain."""
+    interval = read_emission_interval(text)
+    key = parsed(text) if text and interval else None
+    if key is None or _unit(key) == "calls":
+        return -(-microseconds // (interval or 1))
+    # Rounded down, because the time was rounded up.
+    return microseconds * (key.limit or 0) // ((key.window or 1) * 10**6)
+
+
+def seconds_until_room(key: str | None, drained_in: int, room: int) -> float:
+    """Return the seconds until a draining count is at most `room`; below 0 if it is."""
+    return (drained_in - drain_time(key, room)) / 10**6
+
+
+def unit_of(text: str) -> Unit:
+    """Return the unit of a count, by the text of its key."""
+    key = parsed(text)
+    return _unit(key) if key else "calls"
+
+
+def _unit(key: CountKey) -> Unit:
+    return UNITS.get(key.counter, "calls")
 
 
 def dimension_of(key: str) -> str:

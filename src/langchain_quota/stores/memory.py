@@ -3,7 +3,7 @@
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -24,6 +24,7 @@ from langchain_quota.stores import (
 from langchain_quota.stores.common import (
     check_keys,
     check_request,
+    demands_in_drain_time,
     idle_seconds,
     idle_time,
     metadata,
@@ -31,7 +32,12 @@ from langchain_quota.stores.common import (
 )
 from langchain_quota.stores.expiring_dict import ExpiringDict
 from langchain_quota.stores.grants import Grant, SupportsGrants, in_utc
-from langchain_quota.stores.keys import read_emission_interval, unit_in, window_end
+from langchain_quota.stores.keys import (
+    drain_time,
+    drained_amount,
+    read_emission_interval,
+    window_end,
+)
 from langchain_quota.stores.rate_limiter import RateLimiting
 
 _REMEMBERED_AT_MOST = 100_000
@@ -149,6 +155,15 @@ class MemoryStore(SupportsGrants, RateLimiting):
         """`reset`; it does not block."""
         self.reset(keys)
 
+    async def _delay(self, _: Mode, key: str, microseconds: int) -> None:
+        with self._lock:
+            now = self.clock()
+            self._make_room([key], now)
+            count = self._counts.get(key, now)
+            level = max(microseconds, 0 if count is None else count.at(key, now))
+            # What was held before gives back nothing of the delay.
+            self._write(key, count, level, None, now).charged += microseconds
+
     async def _grant(self, _: Mode, grant: Grant) -> tuple[Grant | None, bool]:
         with self._lock:
             now = self.clock()
@@ -193,7 +208,7 @@ class MemoryStore(SupportsGrants, RateLimiting):
     def _use(self, key: str, now: float) -> QuotaUsage | None:
         count, granted = self._counts.get(key, now), _amount(self._granted(key, now))
         if count is not None:
-            used = -(-count.at(key, now) // unit_in(key))
+            used = drained_amount(key, count.at(key, now))
             return QuotaUsage(key, used, count.limit, count.ends, granted)
         return QuotaUsage(key, 0, None, window_end(key), granted) if granted else None
 
@@ -206,17 +221,18 @@ class MemoryStore(SupportsGrants, RateLimiting):
             self._undo(correction.attempt_id, now)
         if self._results.get(correction.idempotency_key, now) is None:
             for key, amount in correction.amounts.items():
-                count, unit = self._counts.get(key, now), unit_in(key)
+                count, added = self._counts.get(key, now), drain_time(key, amount)
                 if count is not None and correction.settles:
-                    count.lower(math.inf, correction.settles)
-                if amount > 0:
-                    start = correction.starts.get(key, 0) * unit
+                    drained = count.lower(math.inf, correction.settles, count.level(key, now))
+                    added = max(0, added - drained) if added > 0 else added
+                if added > 0:
+                    start = drain_time(key, correction.starts.get(key, 0))
                     used = start if count is None else count.at(key, now)
                     # Calls that have run are counted even if the store is full.
-                    count = self._write(key, count, used + amount * unit, window_end(key), now)
+                    count = self._write(key, count, used + added, window_end(key), now)
                     count.limit = correction.limits.get(key, count.limit)
                 elif count is not None:
-                    count.lower(-amount * unit)
+                    count.lower(-added)
 
     def _undo(self, attempt_id: str, now: float) -> None:
         stored = self._attempts.get(attempt_id, now)
@@ -228,24 +244,28 @@ class MemoryStore(SupportsGrants, RateLimiting):
         for key, amount, is_held in stored.charged:
             count = self._counts.get(key, now)
             if count is not None:
-                count.lower(amount, stored.name if is_held else None)
+                held_by = stored.name if is_held else None
+                count.lower(amount, held_by, count.level(key, now))
 
     def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
         used, grants, drained_in = {}, {}, {}
         for name, counter in request.counters.items():
-            key, spacing = counter.key, read_emission_interval(counter.key)
+            key = counter.key
             count = None if key is None else self._counts.get(key, now)
-            amount = count.at(key, now) if count else counter.used * (spacing or 1)
-            used[name] = -(-amount // (spacing or 1))
-            if spacing:
-                drained_in[name] = amount
+            used[name] = count.at(key, now) if count else drain_time(key, counter.used)
+            if read_emission_interval(key):
+                drained_in[name] = used[name]
             if counter.key in self._grants.all:
                 grants[name] = self._granted(counter.key, now)
         granted = {name: room for name, given in grants.items() if (room := _amount(given))}
-        result = admit(request.demands, used, request.stops, granted)
+        demands = demands_in_drain_time(request) if drained_in else request.demands
+        result = admit(demands, used, request.stops, granted)
+        charged = result.charged(demands)
         if drained_in:
+            counters = request.counters
+            used |= {n: drained_amount(counters[n].key, time) for n, time in drained_in.items()}
             result = replace(result, drained_in=drained_in)
-        self._charge(request, result, now)
+        self._charge(request, charged, result, now)
         newly = {
             name: [stored_grant for stored_grant in given if stored_grant.is_new]
             for name, given in grants.items()
@@ -255,21 +275,26 @@ class MemoryStore(SupportsGrants, RateLimiting):
         new = {name: _amount(given) for name, given in newly.items() if given}
         return replace(result, newly_granted=new) if new else result
 
-    def _charge(self, request: AcquireRequest, result: AcquireResult, now: float) -> None:
+    def _charge(
+        self,
+        request: AcquireRequest,
+        charged: Mapping[str, int],
+        result: AcquireResult,
+        now: float,
+    ) -> None:
         charges = [
             (counter, counter.key, amount)
-            for name, amount in result.charged(request.demands).items()
+            for name, amount in charged.items()
             if amount and (counter := request.counters[name]).key is not None
         ]
         if not charges:
             return
         beside, stored = metadata(request), StoredResult(request.idempotency_key, result, [])
         self._make_room([key for _, key, _ in charges], now)
-        for counter, key, amount in charges:
+        for counter, key, added in charges:
             # Another counter with this key may have been charged just now.
-            added = amount * unit_in(key)
             known = self._counts.get(key, now)
-            used = known.at(key, now) if known else counter.used * unit_in(key)
+            used = known.at(key, now) if known else drain_time(key, counter.used)
             count = self._write(key, known, used + added, beside[key].ends, now)
             count.limit = beside[key].limit
             self._counts.droppable.pop(key, None)
@@ -285,11 +310,14 @@ class MemoryStore(SupportsGrants, RateLimiting):
         self, key: str, known: "Count | None", used: int, ends: int | None, now: float
     ) -> "Count":
         count = known or Count()
-        count.used, count.ends = used, ends
         expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
         if read_emission_interval(key):
+            count.charged += max(0, used - count.at(key, now))
             count.used, expires = used + _micros(now), now + used / 10**6 + GRACE
             count.changed_at = _micros(now)
+        else:
+            count.used = used
+        count.ends = ends
         # Never earlier than before.
         _, least = self._counts.all.get(key, (None, expires))
         self._counts.put(key, count, max(expires, least))
@@ -352,12 +380,18 @@ class Count:
     used: int = 0
     limit: int | None = None
     ends: int | None = None
-    holds: dict[str, tuple[int, int]] | None = None
-    """What is held, and until when, by the request that holds it."""
+    holds: dict[str, tuple[int, int, int]] | None = None
+    """What is held, until when, and what was `charged` by then, by the request that holds it."""
     next_end: float = math.inf
     """No lease of the holds ends before this time."""
     changed_at: int = 0
     """If it drains, when it was last changed: a clock that goes back takes the count with it."""
+    charged: int = 0
+    """If it drains, all that was ever added to it."""
+
+    def level(self, key: str, now: float) -> int | None:
+        """Return the count at a time, in microseconds, if it drains; `None` for any other."""
+        return self.at(key, now) if read_emission_interval(key) else None
 
     def at(self, key: str | None, now: float) -> int:
         """Return the count at a time; in microseconds if it drains."""
@@ -366,25 +400,38 @@ class Count:
     def hold(self, name: str, amount: int, ends: int) -> None:
         """Note that a request only holds, until its lease ends, so much of what it has charged."""
         self.holds = self.holds or {}
-        held, last = self.holds.get(name, (0, ends))
-        self.holds[name] = (held + amount, max(ends, last))
+        held, last, charged = self.holds.get(name, (0, ends, self.charged))
+        self.holds[name] = (held + amount, max(ends, last), charged)
         self.next_end = min(ends, self.next_end)
 
-    def lower(self, amount: float, held_by: str | None = None) -> None:
-        """Subtract an amount; if a request is named, no more than it still holds."""
-        if held_by is not None:
-            held, ends = (self.holds or {}).pop(held_by, (0, 0))
-            amount = min(amount, held)
-            if held > amount:
-                self.hold(held_by, held - int(amount), ends)
-        self.used = max(0, self.used - int(amount))
+    def lower(self, amount: float, held_by: str | None = None, level: int | None = None) -> int:
+        """Subtract an amount; if a request is named, no more than it still holds.
 
-    def end_leases(self, now: float) -> None:
+        Return the part of it that has drained, which is not subtracted again.
+
+        Args:
+            amount: In microseconds if the count drains.
+            held_by: The idempotency key of a request.
+            level: The count now if it drains.
+        """
+        drained = 0
+        if held_by is not None:
+            held, ends, charged = (self.holds or {}).pop(held_by, (0, 0, 0))
+            amount = min(amount, held)
+            if held > amount and self.holds is not None:
+                self.holds[held_by] = (held - int(amount), ends, charged)
+            if level is not None:
+                # A count drains in the order of charges. So what was charged later is left first.
+                drained = int(amount) - max(0, min(int(amount), level - self.charged + charged))
+        self.used = max(0, self.used - int(amount) + drained)
+        return drained
+
+    def end_leases(self, key: str, now: float) -> None:
         """Release what is held by leases that are over."""
         holds = self.holds or {}
-        for name in [name for name, (_, ends) in holds.items() if ends <= now]:
-            self.lower(math.inf, name)
-        self.next_end = min((ends for _, ends in holds.values()), default=math.inf)
+        for name in [name for name, (_, ends, _) in holds.items() if ends <= now]:
+            self.lower(math.inf, name, self.level(key, now))
+        self.next_end = min((ends for _, ends, _ in holds.values()), default=math.inf)
 
 
 class _Counts(ExpiringDict[Count]):
@@ -396,11 +443,11 @@ class _Counts(ExpiringDict[Count]):
 
     def get(self, name: str, now: float) -> Count | None:
         count = super().get(name, now)
-        if count is not None and count.next_end <= now:
-            count.end_leases(now)
         if count is not None and 0 < _micros(now) < count.changed_at:
             count.used = max(0, count.used - count.changed_at + _micros(now))
             count.changed_at = _micros(now)
+        if count is not None and count.next_end <= now:
+            count.end_leases(name, now)
         return count
 
     def remove(self, name: str) -> None:

@@ -3,6 +3,7 @@
 --           else than a count is kept
 --   reset
 --   grant   name, amount, ends, details; answer: what is kept, nothing if it would be over
+--   delay   amount: in how many microseconds a count drains, unless it drains later
 --   revoke  name; answer: what is ended, nothing if there is none
 --   grants  what is granted
 --           answer of each grant: number of the count, amount, end, details, whether it is new
@@ -33,6 +34,14 @@ end
 function operations.reset(_, key, _, ends, idle, drains)
   if redis.call('HGET', key, 'next_end') then used_without(key, 0, math.huge, true) end
   put(key, 0, ends, idle, drains)
+end
+
+function operations.delay(_, key, _, ends, idle, drains)
+  local kept = redis.call('HMGET', key, 'used', 'at')
+  local level = (whole(kept[1]) or 0) - math.max(micros(), whole(kept[2]) or 0)
+  put(key, math.max(level, ask.amount), ends, idle, drains)
+  -- What was held before gives back nothing of the delay.
+  redis.call('HINCRBY', key, 'charged', digits(ask.amount))
 end
 
 local function tell(number, grant, is_new)

@@ -174,7 +174,7 @@ class PostgresStore(ServerStore):
         return await self._within(mode, work)
 
     async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | None
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | int | None
     ) -> Answers:
         async def work(connection: "Connection") -> Answers:
             begin = "" if op in _READING else _BEGIN

@@ -1,5 +1,6 @@
 """LangChain's rate limiter, shared through a store."""
 
+import math
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from uuid import uuid4
@@ -17,7 +18,12 @@ from langchain_quota.limits.quotas import Quota
 from langchain_quota.runtime.arguments import validate_count, validate_name
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, semaphore_of
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync, wait_for
-from langchain_quota.stores.keys import CountKey, read_emission_interval, seconds_until_room
+from langchain_quota.stores.keys import (
+    CountKey,
+    drain_time,
+    read_emission_interval,
+    seconds_until_room,
+)
 
 _SCOPE = "rate_limiter"
 _FOREVER = 1e9
@@ -30,6 +36,30 @@ class RateLimiting:
     prefix: object
     acquire: Callable[[AcquireRequest], AcquireResult]
     aacquire: Callable[[AcquireRequest], Awaitable[AcquireResult]]
+
+    def delay(self, key: str, seconds: float, *, burst: int = 0) -> None:
+        """Have a smooth count admit nothing for some seconds; after them it drains evenly.
+
+        A count that admits nothing for longer is not changed, so that repeating it does no harm.
+
+        Args:
+            key: The key of a smooth count, as `QuotaUsage` has it.
+            seconds: How long, from 0, from now by the store's clock.
+            burst: The highest burst of the limits on the count.
+
+        Raises:
+            QuotaStoreError: The store failed, or did not answer in time.
+            ValueError: The key is not that of a smooth count.
+        """
+        run_sync(self._delay("", key, _delay_time(key, seconds, burst)))
+
+    async def adelay(self, key: str, seconds: float, *, burst: int = 0) -> None:
+        """`delay`, without blocking the event loop."""
+        await self._delay("a", key, _delay_time(key, seconds, burst))
+
+    async def _delay(self, mode: Mode, key: str, microseconds: int) -> None:
+        """Have a count drain no sooner than in so many microseconds."""
+        raise NotImplementedError
 
     def rate_limiter(
         self, name: str, limit: int, window: timedelta | str, *, burst: int = 1
@@ -70,6 +100,13 @@ class RateLimiting:
         return _StoreRateLimiter(self, str(key), quota.burst or 1)
 
 
+def _delay_time(key: str, seconds: float, burst: int) -> int:
+    """Return in how many microseconds a count drains that admits nothing for some seconds."""
+    if not read_emission_interval(key):
+        raise ValueError(f"key must be that of a smooth count, not {key!r}")
+    return math.ceil(max(0.0, seconds) * 10**6) + drain_time(key, burst)
+
+
 class _StoreRateLimiter(BaseRateLimiter):
     """A count of a store that drains."""
 
@@ -105,6 +142,4 @@ class _StoreRateLimiter(BaseRateLimiter):
         result = await call_variant(mode, self._store.acquire, self._store.aacquire, request)
         if result.admitted[0]:
             return 0
-        return seconds_until_room(
-            result.drained_in[_SCOPE], self._burst - 1, read_emission_interval(self._key)
-        )
+        return seconds_until_room(self._key, result.drained_in[_SCOPE], self._burst - 1)

@@ -92,7 +92,7 @@ class RedisStore(ServerStore):
         return await self._run(mode, "acquire", prefix, ask, read)
 
     async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | None
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | int | None
     ) -> wire.Answers:
         ask = partial(wire.operation, op, keys, grant, self._idle)
         read: Callable[..., wire.Answers] = wire.uses if op == "peek" else wire.grants

@@ -63,7 +63,7 @@ class Rows(MemoryStore):
             raise QuotaStoreError(f"no count is kept under {self._odd[0]!r}")
         return super().acquire(request)
 
-    def operate(self, op: str, keys: Sequence[str], grant: Grant | str | None) -> Answers:
+    def operate(self, op: str, keys: Sequence[str], grant: Grant | str | int | None) -> Answers:
         """Run an operation and return its result; see `ServerStore`."""
         if op == "peek":
             uses = {**dict(zip(keys, self.peek(keys), strict=True)), **dict.fromkeys(self._odd)}
@@ -72,6 +72,9 @@ class Rows(MemoryStore):
             return [run_sync(self._grant("", grant))]
         if isinstance(grant, str):
             return [(run_sync(self._revoke("", keys[0], grant)), False)]
+        if isinstance(grant, int):
+            run_sync(self._delay("", keys[0], grant))
+            return []
         if op == "grants":
             return [(grant, False) for grant in self.grants()]
         self.reset(keys)

@@ -152,9 +152,11 @@ class ServerStore(SupportsGrants, RateLimiting):
 
     @abstractmethod
     async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | None
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | int | None
     ) -> Answers:
-        """Make one step of another operation, on a grant to give, or on the id of one to revoke.
+        """Make one step of another operation.
+
+        It gets a grant to give, the id of one to revoke, or the time in which a count drains.
 
         What it answers: "peek" each key under which something is kept, and its use, `None` if it is
         no count; "grant" and "revoke" a grant, and whether it is new; "grants" all of them.
@@ -184,6 +186,9 @@ class ServerStore(SupportsGrants, RateLimiting):
         check_keys(keys, of_counts=True)
         await self._each(mode, "reset", keys)
 
+    async def _delay(self, mode: Mode, key: str, microseconds: int) -> None:
+        await self._each(mode, "delay", [key], microseconds)
+
     async def _grant(self, mode: Mode, grant: Grant) -> tuple[Grant | None, bool]:
         results = await self._each(mode, "grant", [grant.key], grant)
         return results[0] if results else (None, False)
@@ -197,7 +202,7 @@ class ServerStore(SupportsGrants, RateLimiting):
         return [*{(grant.key, grant.id): grant for grant, _ in grants}.values()]
 
     async def _each(
-        self, mode: Mode, op: str, keys: Sequence[str], grant: Grant | str | None = None
+        self, mode: Mode, op: str, keys: Sequence[str], grant: Grant | str | int | None = None
     ) -> Answers:
         """Return the results of one step for each prefix of the keys."""
         results: Answers = []

@@ -15,9 +15,19 @@ from urllib.parse import quote, unquote
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, Threshold
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.common import check_fits, idle_time, metadata
+from langchain_quota.stores.common import (
+    check_fits,
+    demands_in_drain_time,
+    idle_time,
+    metadata,
+)
 from langchain_quota.stores.grants import Grant, in_utc
-from langchain_quota.stores.keys import read_emission_interval, unit_in, window_end
+from langchain_quota.stores.keys import (
+    drain_time,
+    drained_amount,
+    read_emission_interval,
+    window_end,
+)
 
 MAX_COUNT = 2**53 - 1
 """The largest count, start and amount: scripts compute in floating point."""
@@ -54,15 +64,15 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> Message:
         entry, lease = beside[counter.key], _NONE
         if counter.lease is not None:
             lease, hold = _exact(counter.lease), _hold(request.idempotency_key)
-        start, limit = _exact(counter.used * unit_in(counter.key)), _clamped(entry.limit)
+        start, limit = _exact(drain_time(counter.key, counter.used)), _clamped(entry.limit)
         counters.append((*_count(counter.key, idle, place, entry.ends), start, limit, lease))
-    units = {name: unit_in(each.key) for name, each in request.counters.items()}
+    drains = any(counter[4] for counter in counters)
     number = {name: number for number, name in enumerate(request.counters, 1)}
     limits: dict[str, int] = {}
     thresholds: dict[Threshold, int] = {}
     calls = []
-    for amounts, over in request.demands:
-        added = [(number[name], _exact(n * units[name])) for name, n in amounts.items()]
+    for amounts, over in demands_in_drain_time(request) if drains else request.demands:
+        added = [(number[name], _exact(amount)) for name, amount in amounts.items()]
         parts = [part for each in added for part in each]
         calls.append((parts, [thresholds.setdefault(t, len(thresholds) + 1) for t in over]))
     return {
@@ -75,7 +85,7 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> Message:
                 limits.setdefault(threshold.limit, len(limits)),
                 number[threshold.counter],
                 # It may be below 0, and grants may raise it.
-                max(-MAX_COUNT, min(threshold.maximum * units[threshold.counter], MAX_COUNT)),
+                max(-MAX_COUNT, min(threshold.maximum, MAX_COUNT)),
                 bool(threshold.enforced),
                 f"{_quoted(threshold.limit)} {_quoted(threshold.scope)}",
             )
@@ -88,13 +98,15 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> Message:
 
 
 def operation(
-    op: str, keys: Iterable[str], grant: Grant | str | None, idle: int, place: Place
+    op: str, keys: Iterable[str], grant: Grant | str | int | None, idle: int, place: Place
 ) -> Message:
     """Return the request for any other operation on counts."""
     counts = [_count(key, idle, place, window_end(key)) for key in dict.fromkeys(keys)]
     message: Message = {"op": op, "counts": counts}
     if isinstance(grant, str):
         message["name"] = _short(grant)
+    if isinstance(grant, int):
+        message["amount"] = _exact(grant)
     if isinstance(grant, Grant):
         given_at = grant.given_at.timestamp()
         fields = {"id": grant.id, "at": given_at, "reason": grant.reason, "by": grant.by}
@@ -112,8 +124,8 @@ def _correction(correction: Correction, idle: int, place: Place) -> Message:
         "amounts": [
             (
                 *_count(key, idle, place, window_end(key)),
-                _exact(starts.get(key, 0) * unit_in(key)),
-                _exact(amount * unit_in(key)),
+                _exact(drain_time(key, starts.get(key, 0))),
+                _exact(drain_time(key, amount)),
                 _clamped(limits.get(key)),
             )
             for key, amount in correction.amounts.items()
@@ -157,19 +169,19 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
         texts = [unquote(name, errors="surrogatepass") for name in names]
         admitted.append(runs == "1")
         refused.append(dict(zip(texts[::2], texts[1::2], strict=True)))
-    used_by_name = dict(zip(request.counters, used, strict=True))
-    spacing = {
-        name: read_emission_interval(refusal.key) for name, refusal in request.counters.items()
-    }
+    kept = dict(zip(request.counters, used, strict=True))
+    keys = {name: counter.key for name, counter in request.counters.items()}
+    drained_in = {name: kept[name] for name in kept if read_emission_interval(keys[name])}
+    drained = {name: drained_amount(keys[name], time) for name, time in drained_in.items()}
     return AcquireResult(
-        {name: -(-amount // (spacing[name] or 1)) for name, amount in used_by_name.items()},
+        {**kept, **drained},
         tuple(refused),
         tuple(admitted),
         stopped=stopped == "1",
         replayed=replayed == "1",
         granted=_amounts(request.counters, granted),
         newly_granted=_amounts(request.counters, newly),
-        drained_in={name: amount for name, amount in used_by_name.items() if spacing[name]},
+        drained_in=drained_in,
     )
 
 
@@ -181,8 +193,8 @@ def uses(keys: Iterable[str], reply: object) -> list[tuple[str, QuotaUsage | Non
         used, limit, ends = (None if row == _NONE else row for row in value)
         if used is not None:
             ends = window_end(key) if ends is None else ends
-            calls = -(-used // unit_in(key))
-            usage = None if used == _ODD else QuotaUsage(key, calls, limit, ends, granted)
+            amount = drained_amount(key, used)
+            usage = None if used == _ODD else QuotaUsage(key, amount, limit, ends, granted)
             usages.append((key, usage))
     return usages
 
