@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from langchain_quota.agents.graph import GraphQuota as GraphQuota
     from langchain_quota.agents.inline import InlineQuotaMiddleware as InlineQuotaMiddleware
     from langchain_quota.agents.quota import QuotaMiddleware as QuotaMiddleware
+    from langchain_quota.agents.quota_headers import (
+        QuotaHeadersMiddleware as QuotaHeadersMiddleware,
+    )
     from langchain_quota.agents.with_limits import with_limits as with_limits
     from langchain_quota.core.decision import Decision as Decision
     from langchain_quota.core.stops import stop_reason as stop_reason
@@ -56,6 +59,7 @@ else:
         "features.budgets.estimates": ("max_usage",),
         "agents.with_limits": ("with_limits",),
         "agents.graph": ("GraphQuota",),
+        "agents.quota_headers": ("QuotaHeadersMiddleware",),
         "agents.inline": ("InlineQuotaMiddleware",),
         "limits.budgets": ("CostLimit", "Price", "TokenLimit"),
         "limits.calls": ("ModelCallLimit", "ToolCallLimit"),

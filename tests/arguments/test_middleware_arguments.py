@@ -16,6 +16,7 @@ from langchain_quota import (
     ModelCallLimitMiddleware,
     Price,
     Quota,
+    QuotaHeadersMiddleware,
     QuotaMiddleware,
     TokenLimit,
     ToolCallLimit,
@@ -40,6 +41,10 @@ PRICES = "prices= needs a limit of costs: add a CostLimit"
 
 def observer(decision: Decision) -> None:
     """Takes a decision."""
+
+
+async def copy_scope(scope: Any) -> Any:
+    """Take a scope, and wait."""
 
 
 class Counting:
@@ -174,3 +179,26 @@ async def test_a_copy_asks_the_same_store(signals: Signals) -> None:
         labels = {"agent": "unnamed", "kind": "tool", "tool": "search", "decision": name}
         assert signals.value("langchain_quota_calls_total", **labels) == 1
     assert counts(store) == {"search:global:": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"quota": SHARED}, TypeError, "quota must be a QuotaMiddleware or a GraphQuota, not Tool"),
+        ({"quota": QuotaMiddleware([SEARCH])}, ValueError, "quota must have a store, and a limit"),
+        ({"quota": GraphQuota([SEARCH])}, ValueError, "quota must have a store, and a limit"),
+        ({"subject": "user_id"}, TypeError, "subject must be a function of the ASGI scope, not"),
+        ({"subject": lambda: None}, TypeError, "subject must be a function of scope, as in lambda"),
+        ({"subject": copy_scope}, TypeError, "subject must be a function that is not async, not"),
+        ({"path": 3}, TypeError, "path must be a path, not 3"),
+        ({"path": "me"}, ValueError, "path must begin with a slash, as"),
+        ({"replace_answers": 1}, TypeError, "replace_answers must be True or False, not 1"),
+        ({"header": 1}, TypeError, "QuotaHeadersMiddleware has no argument 'header': write"),
+    ],
+)
+def test_headers(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    """What an app gives to the middleware of its headers is checked when the app starts."""
+    quota = QuotaMiddleware([SHARED], store=MemoryStore())
+    given: Any = {"quota": quota, "subject": lambda scope: None, **options}
+    with pytest.raises(kind, match=f"^{re.escape(text)}"):
+        QuotaHeadersMiddleware(lambda *_: None, **given)  # type: ignore[arg-type]

@@ -23,7 +23,14 @@ PAGES = [page for page in sorted(DOCS.glob("**/*.md")) if "```python\n" in page.
 FIRST = [README, *(DOCS / f"{name}.md" for name in ("quickstart", "limits", "budgets", "people"))]
 """Pages of which a reader pastes a block without the others."""
 
-OTHERS = ("deepagents", "langchain_openai", "langfuse", "langgraph_supervisor", "langgraph_swarm")
+OTHERS = (
+    "deepagents",
+    "fastapi",
+    "langchain_openai",
+    "langfuse",
+    "langgraph_supervisor",
+    "langgraph_swarm",
+)
 """Packages of pages that the oldest environment does not have."""
 
 PRINTED = re.compile(r"```python\n(?:(?!```).)*```\n\n```text\n(.*?)```", re.DOTALL)

@@ -293,6 +293,17 @@ def test_users_have_quotas(server: User, user: User) -> None:
     assert other.answers("by_user", "search", other.thread()) == ["found"]
 
 
+def test_users_see_their_limits(server: User, user: User) -> None:
+    """All of the server's routes have a user's RateLimit headers, and one the user's limits."""
+    thread = user.thread()
+    user.answers("by_user", "search", thread)
+    (limit,) = user.get("/quota/me").json()["limits"]
+    assert (limit["policy"], limit["left"]) == ("tool:search/user", 2)
+    assert user.get(f"/threads/{thread}").headers["ratelimit"] == '"tool:search/user";r=2'
+    assert server.get("/quota/me").status_code == 401
+    assert "ratelimit" not in server.get("/ok").headers
+
+
 def test_a_graph_without_create_agent(user: User) -> None:
     """A thread's limit holds from run to run, also for calls that the input makes and marks."""
     thread = user.thread()

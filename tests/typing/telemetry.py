@@ -11,6 +11,11 @@ from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 
 from langchain_quota import (
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    QuotaHeadersMiddleware,
+    QuotaMiddleware,
     Telemetry,
     export_metrics,
     hmac_label,
@@ -34,6 +39,10 @@ app = Starlette(routes=[Route("/metrics", metrics_app())])
 app.add_route("/metrics", metrics_app())
 app.router.routes.append(Mount("/inner", metrics_app(CollectorRegistry())))
 app.mount("/quota", quota_app(dashboards_url="https://grafana.example.org"))
+
+quota = QuotaMiddleware([ModelCallLimit(quotas=[Quota(9, per="user_id")])], store=MemoryStore())
+app.add_middleware(QuotaHeadersMiddleware, quota=quota, subject=lambda scope: scope["state"])
+QuotaHeadersMiddleware(app, quota=quota, subject=lambda _: {"user_id": 7}, replace_answers=False)
 
 server = start_metrics_server()
 assert_type(server, MetricsServer)
@@ -61,4 +70,5 @@ Telemetry(CollectorRegistry())  # type: ignore[call-arg]  # pyright: ignore[repo
 hmac_label(7)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 start_metrics_server("9464")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 start_metrics_server(9464, "127.0.0.1", "cert.pem")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+app.add_middleware(QuotaHeadersMiddleware, quota=quota)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 metrics_app("/metrics")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

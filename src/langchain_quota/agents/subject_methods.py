@@ -17,6 +17,7 @@ from langchain_quota.middleware.root_run import StoreSequence
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
 from langchain_quota.runtime.units import UNIT_LABELS, Dollars, Time, exact_amount
+from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import CountKey, check_prefix
@@ -61,6 +62,15 @@ class CountName(NamedTuple):
     prefix: str | None
     subject: Mapping[str, Id]
     number: Dollars | Time | None = None
+
+
+def balance_of(limit: Limit, check: Check, use: QuotaUsage | None) -> Balance:
+    """Return the balance of a count; `use` is what the store keeps under the check's key."""
+    used, granted = (0, 0) if use is None else (use.used, use.granted)
+    most = (check.maximum or 0) + granted
+    amounts = (exact_amount(amount, limit.unit) for amount in (used, most, max(0, most - used)))
+    used_amount, limit_amount, left = amounts
+    return Balance(used_amount, limit_amount, left, UNIT_LABELS[limit.unit], check.resets_at)
 
 
 class SubjectMethods:
@@ -192,15 +202,44 @@ class SubjectMethods:
         """Call `reset` without blocking the event loop."""
         await self._reset_count("a", CountName(name, quota, prefix, subject))
 
+    async def balances(
+        self, subject: Mapping[str, Id]
+    ) -> list[tuple[Limit, str, CountKey, Balance]] | None:
+        """Return what a subject has left of enforced limits, with the names of their quotas.
+
+        The store is read once; `None` if it is unavailable. A number that a function decides is
+        that of the last charge; before the first one, the quota is left out.
+
+        Raises:
+            ValueError: No quota counts by a name of the subject, or it has no prefix.
+        """
+        prefix: Any = subject.get("prefix")
+        counts = [
+            await self._find("a", CountName(limit.name, one.name, prefix, {per: subject[per]}))
+            for limit in self.kernel.limits
+            for one in limit.quotas
+            # The key of a smooth quota has its number.
+            if limit.enforce and not (one.smooth and callable(one.limit))
+            if (per := one.dimension) in subject
+        ]
+        if not counts:
+            raise ValueError(f"no quota counts by one of {[*subject]}")
+        uses = await counts[0][0].peek("a", list(dict.fromkeys(key for *_, key in counts)))
+        if uses is None:
+            return None
+        balances = []
+        for _, limit, check, key in counts:
+            use = uses.get(key)
+            number = check.maximum if not check.computed else use.limit if use else None
+            if number is not None:
+                balance = balance_of(limit, check._replace(maximum=number), use)
+                balances.append((limit, check.scope, CountKey.parse(key), balance))
+        return balances
+
     async def _left(self, mode: Mode, name: CountName) -> Balance:
         client, limit, check, key = await self._find(mode, name, reads=True)
         [use] = await call_variant(mode, client.store.peek, client.store.apeek, [key])
-        used, granted = (0, 0) if use is None else (use.used, use.granted)
-        most = (check.maximum or 0) + granted
-        amounts = (exact_amount(amount, limit.unit) for amount in (used, most, max(0, most - used)))
-        used_amount, limit_amount, left = amounts
-        unit = UNIT_LABELS[limit.unit]
-        return Balance(used_amount, limit_amount, left, unit, check.resets_at)
+        return balance_of(limit, check, use)
 
     async def _grant(self, mode: Mode, name: CountName, amount: Any, options: Any) -> Grant:
         store, key = self._granting(), (await self._find(mode, name))[-1]

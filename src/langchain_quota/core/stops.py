@@ -1,19 +1,24 @@
 """Why a limit stopped a call or a run, as data for the code around the agent."""
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
 # That of `typing` has no JSON Schema before Python 3.12.
 from typing_extensions import TypedDict
 
-from langchain_quota.core.decision import LimitStatus, Outcome
+from langchain_quota.core.decision import Decision, LimitStatus, Outcome
 from langchain_quota.limits.call import Scope
 from langchain_quota.runtime.units import UNIT_LABELS, Unit, in_base_unit
 
 STOP = "langchain_quota_stop"
 """The key of the data, in the `response_metadata` of an AIMessage and the `artifact` of a
 ToolMessage. Providers are sent neither of them."""
+
+
+ended_runs: ContextVar[list[Decision] | None] = ContextVar("langchain_quota_ended", default=None)
+"""The list to which the refusals are added that end outermost runs of this context."""
 
 
 class StopReason(TypedDict):

@@ -11,6 +11,8 @@ from langchain.agents.middleware.types import ToolCallRequest
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.core.checks import OnStoreError, ResolvedLimits
+from langchain_quota.core.decision import Outcome
+from langchain_quota.core.stops import ended_runs
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Kind
 from langchain_quota.middleware.calls import (
@@ -342,6 +344,11 @@ class Kernel:
             self.observers.check(mode)
         update = hook_result.update
         reason = add_reasons(batch, hook_result, self.recorder.subject_label)
+        noted = ended_runs.get()
+        if not (noted is None or reason is None or hook_result.error or batch.context.is_nested):
+            # A run that a person has ended was not refused.
+            blocked = (one for one in hook_result.decisions if one.outcome is Outcome.BLOCKED)
+            noted += [decision for decision in blocked if decision.answer is None]
         record = self.recorder.record(
             hook_result.decisions,
             started=batch.started,

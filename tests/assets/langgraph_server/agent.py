@@ -9,12 +9,14 @@ from langchain.agents import create_agent
 from langchain_core.messages import BaseMessage, HumanMessage
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import tools_condition
-from quota_telemetry import telemetry  # type: ignore[import-not-found]  # the server finds it
+from quota_telemetry import (  # type: ignore[import-not-found]  # the server finds it
+    quota_by_user,
+    telemetry,
+)
 
 from langchain_quota import (
     GraphQuota,
     ModelCallLimit,
-    Quota,
     QuotaMiddleware,
     RedisStore,
     ToolCallLimit,
@@ -45,11 +47,6 @@ def words(messages: Sequence[BaseMessage]) -> list[str] | str:
     return str(newest.content).split() if isinstance(newest, HumanMessage) else "That is all."
 
 
-def user(state: Any, runtime: Any) -> str:
-    """Who asks: as the server's authentication has found, not as the request says."""
-    return str(runtime.server_info.user.identity)
-
-
 model = ScriptedChatModel(script=words)
 
 by_thread = create_agent(
@@ -64,18 +61,7 @@ by_thread = create_agent(
     name="by_thread",
 )
 
-by_user = create_agent(
-    model,
-    [search],
-    middleware=[
-        QuotaMiddleware(
-            [ToolCallLimit("search", quotas=[Quota(3, per=user, name="user")])],
-            store=RedisStore(),
-            telemetry=telemetry,
-        )
-    ],
-    name="by_user",
-)
+by_user = create_agent(model, [search], middleware=[quota_by_user], name="by_user")
 
 asking = create_agent(
     model,
