@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -15,7 +16,7 @@ from psycopg.rows import dict_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from langchain_quota import Quota, ToolCallLimit
-from langchain_quota.core.admission import Correction
+from langchain_quota.core.admission import AcquireResult, Correction, Demand
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.postgres import PostgresStore
 from tests.forked import run_python
@@ -370,6 +371,68 @@ class TestLocks:
         (count,) = used(store, "search")
         assert count is not None
         assert 40 <= count <= 80
+
+
+class TestBatches:
+    """Async requests that begin in the same turn of the event loop share transactions."""
+
+    async def test_ten_transactions_serve_all(self, store: PostgresStore, beside: Any) -> None:
+        """Sixteen requests share one; each is counted, and gets its own answer."""
+        await store.aacquire(calls("search", 1, limit=10**6))
+        asked = [store.aacquire(calls("search", 1, limit=10**6)) for _ in range(160)]
+        results = await asyncio.gather(*asked)
+        assert sorted(result.used["search"] for result in results) == [*range(1, 161)]
+        query = (
+            "SELECT count(DISTINCT xmin::text) FROM langchain_quota WHERE prefix = %s "
+            "AND kind = 'result'"
+        )
+        assert beside.execute(query, [store.prefix]).fetchone() == (11,)
+
+    async def test_an_error_is_its_callers(self, store: PostgresStore, beside: Any) -> None:
+        """What is wrong with one request, or kept for it, fails this one only."""
+        before, after, lost = calls("search", 1), calls("search", 1), calls("search", 1)
+        broken, stray = calls("odd", 1), calls("email", 1)
+        stray = replace(stray, demands=(Demand({"no counter": 1}),))
+        await store.aacquire(broken)
+        change = "UPDATE langchain_quota SET value = '[]' WHERE prefix = %s AND kind = 'result'"
+        beside.execute(change, [store.prefix])
+        undo = correcting(Correction("undo", attempt_id=before.attempt_id))
+        undone = correcting(Correction("lost", attempt_id=lost.attempt_id))
+        sent = [before, broken, stray, undone, lost, undo, after, after]
+        found = await asyncio.gather(*map(store.aacquire, sent), return_exceptions=True)
+        assert "no result is kept under" in str(found[1])
+        assert isinstance(found[2], KeyError)
+        assert "corrected before it arrived" in str(found[4])
+        good = [each for each in found if isinstance(each, AcquireResult)]
+        assert [each.used.get("search") for each in good] == [0, None, None, 0, 0]
+        assert [each.replayed for each in good] == [False, False, False, False, True]
+        assert used(store, "search") == [1]
+
+    async def test_a_batch_deletes_what_has_expired(
+        self, store: PostgresStore, beside: Any
+    ) -> None:
+        """It deletes more rows than it writes, so that the table does not grow."""
+        beside.execute("TRUNCATE langchain_quota")  # of other tests, which would go first
+        with time_of(clock := Clock()):
+            for day in range(3):
+                clock.now = 4e9 + day * 48 * 3600 + 5e-6
+                keys = [f"search:run:{day}-{number}" for number in range(16)]
+                await asyncio.gather(*(store.aacquire(calls(key, 1)) for key in keys))
+        assert rows(beside, store) == 48
+
+    async def test_a_cancelled_caller_takes_nothing_from_others(self, store: PostgresStore) -> None:
+        """The others of its batch are answered; cancelled by all its callers, it ends."""
+        for turns in range(20):
+            before = asyncio.all_tasks()
+            tasks = [asyncio.create_task(store.aacquire(calls("search", 1))) for _ in range(4)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for task in tasks[turns % 2 :]:
+                task.cancel()
+            await asyncio.wait(tasks)
+            assert tasks[0].cancelled() or tasks[0].result().admitted == (True,)
+            assert asyncio.all_tasks() == before
+        await store.aacquire(calls("search", 1))
 
 
 class TestOutages:

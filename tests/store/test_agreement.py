@@ -1,5 +1,6 @@
 """All stores and the rule itself agree on random requests, call by call, over time."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -498,6 +499,28 @@ def test_postgres_agrees(postgres_url: str, steps: list[Step]) -> None:
     given: Any = {"prefix": prefix, "idle_ttl": idle, "timeout": 60}
     with closing(PostgresStore(postgres_url, **given)) as shared, time_of(clock):
         agree(steps, shared, clock, wait)
+
+
+@examples(200)
+@given(steps=histories(), alone=st.integers(0, 5))
+def test_postgres_agrees_on_a_batch(postgres_url: str, steps: list[Step], alone: int) -> None:
+    """Requests that share a transaction get the answers that they get one after the other."""
+    sent = [step for step in steps if isinstance(step, AcquireRequest)]
+    clock, idle = Clock(START), timedelta(seconds=IDLE)
+    shared = PostgresStore(postgres_url, prefix=uuid4().hex, idle_ttl=idle, timeout=60)
+    memory = MemoryStore(idle_ttl=idle, clock=clock)
+
+    async def together() -> list[Any]:
+        asked = [shared.aacquire(request) for request in sent[alone:]]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    with closing(shared), time_of(clock):
+        answers = [outcome(shared, request) for request in sent[:alone]]
+        for answer in asyncio.run(together()):
+            assert isinstance(answer, AcquireResult | QuotaStoreError)
+            answers.append(None if isinstance(answer, QuotaStoreError) else answer)
+        assert answers == [outcome(memory, request) for request in sent]
+        assert shared.peek(KEYS) == memory.peek(KEYS)
 
 
 def agree(

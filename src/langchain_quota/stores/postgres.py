@@ -9,11 +9,13 @@ from functools import partial
 from hashlib import sha256
 from math import ceil
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
+from langchain_quota.stores.batches import Batch
 from langchain_quota.stores.common import metadata
 from langchain_quota.stores.grants import Grant
 from langchain_quota.stores.keys import Prefix
@@ -81,7 +83,7 @@ _LISTED = ("count", GRANTS)
 """What is found by a pattern of keys, `_PAGE` at a time."""
 _PAGE = 500
 _CLEANED_EVERY, _CLEANED = 16, 100
-"""Every so many requests that write delete so many expired rows at most: more than they make."""
+"""After writing so many rows, on average, so many expired ones are deleted at most."""
 
 _ROUNDED = 3600
 """When a count is deleted, in seconds: an index that changes with every charge would grow."""
@@ -100,8 +102,10 @@ class PostgresStore(ServerStore):
 
     For those whose checkpointer is PostgreSQL already. `setup()` makes its table, once. A request
     is one short transaction of two round trips: it locks and reads what it names, and writes what
-    has changed. No session keeps any state, so a pooler such as PgBouncer may share connections in
-    its transaction mode. Requests delete what has expired. Counts are as durable as PostgreSQL.
+    has changed. Async requests that begin at about the same time may share a transaction, in which
+    they are admitted one after the other, each with its own result. No session keeps any state, so
+    a pooler such as PgBouncer may share connections in its transaction mode. Requests delete what
+    has expired. Counts are as durable as PostgreSQL.
 
     A request that is under way locks its counts. If its worker's event loop is blocked for more
     than a quarter of the timeout, the server ends the transaction, and the request is tried again.
@@ -146,6 +150,10 @@ class PostgresStore(ServerStore):
 
         super().__init__(prefix, timeout, idle_ttl)
         self._server = self._connections = connections(source, timeout)
+        # Those that are under way, by prefix.
+        self._batches: WeakValueDictionary[str, Batch[AcquireRequest, AcquireResult]] = (
+            WeakValueDictionary()
+        )
 
     def setup(self) -> None:
         """Make the table `langchain_quota`, in the first schema of the search path, if need be.
@@ -162,16 +170,40 @@ class PostgresStore(ServerStore):
     async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
         metadata(request)  # what is wrong with a request is no failure of PostgreSQL
 
-        async def work(connection: "Connection") -> AcquireResult:
-            names, undone = names_of(request), Rows.undone
+        async def work() -> AcquireResult:
+            if mode:
+                return await self._batch(mode, prefix).answer(request)
+            (answer,) = await self._send(mode, prefix, lambda: [request])
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        return await self._in_time(mode, work)
+
+    def _batch(self, mode: Mode, prefix: str) -> Batch[AcquireRequest, AcquireResult]:
+        batch = self._batches.get(prefix)
+        if batch is None or not batch.is_open:
+            batch = self._batches[prefix] = Batch(partial(self._send, mode, prefix))
+        return batch
+
+    async def _send(
+        self, mode: Mode, prefix: str, take: Callable[[], Sequence[AcquireRequest]]
+    ) -> Sequence[AcquireResult | BaseException]:
+        """Admit requests one after the other, in one transaction."""
+
+        async def work(connection: "Connection") -> Sequence[AcquireResult | BaseException]:
+            requests = take()
+            names = set[Name]().union(*map(names_of, requests))
             rows = await self._read(connection, prefix, names, _BEGIN)
-            while not (more := undone(rows, request)) <= names:
+            while not (more := rows.undone(requests)) <= names:
                 # From the beginning, since locks are taken in one order.
                 names |= more
                 rows = await self._read(connection, prefix, names, f"ROLLBACK; {_BEGIN}")
-            return await self._written(connection, prefix, rows, lambda: rows.acquire(request))
+            answers = [*map(rows.answer, requests)]
+            await self._write(connection, prefix, rows)
+            return answers
 
-        return await self._within(mode, work)
+        return await self._tried(mode, work)
 
     async def _operate(
         self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | int | None
@@ -179,8 +211,10 @@ class PostgresStore(ServerStore):
         async def work(connection: "Connection") -> Answers:
             begin = "" if op in _READING else _BEGIN
             rows = await self._read(connection, prefix, names_of_keys(keys), begin)
-            done = partial(rows.operate, op, keys, grant)
-            return await self._written(connection, prefix, rows, done) if begin else done()
+            answers = rows.operate(op, keys, grant)
+            if begin:
+                await self._write(connection, prefix, rows)
+            return answers
 
         return await self._within(mode, work)
 
@@ -205,15 +239,15 @@ class PostgresStore(ServerStore):
 
     async def _within(self, mode: Mode, work: "Callable[[Connection], Awaitable[T]]") -> T:
         """Do some work with a connection, in time."""
+        return await self._in_time(mode, lambda: self._tried(mode, work))
 
-        async def tried() -> T:
-            for _ in range(_TRIES):
-                with suppress(self._connections.ended):
-                    async with self._connections.taken(mode) as connection:
-                        return await work(connection)
-            raise QuotaStoreError(f"{self!r}: the server ended {_TRIES} transactions")
-
-        return await self._in_time(mode, tried)
+    async def _tried(self, mode: Mode, work: "Callable[[Connection], Awaitable[T]]") -> T:
+        """Do some work with a connection, again if the server ends the transaction."""
+        for _ in range(_TRIES):
+            with suppress(self._connections.ended):
+                async with self._connections.taken(mode) as connection:
+                    return await work(connection)
+        raise QuotaStoreError(f"{self!r}: the server ended {_TRIES} transactions")
 
     async def _read(
         self, connection: "Connection", prefix: str, names: set[Name], begin: str
@@ -239,19 +273,6 @@ class PostgresStore(ServerStore):
             (time,) = (float(value) for column, value in rows if not column)
             return Rows(self._idle, time, read)
 
-    async def _written(
-        self, connection: "Connection", prefix: str, rows: Rows, do: Callable[[], T]
-    ) -> T:
-        """Do something with rows, and write what has changed."""
-        try:
-            answer = do()
-        except QuotaStoreError:
-            # Its corrections are made.
-            await self._write(connection, prefix, rows)
-            raise
-        await self._write(connection, prefix, rows)
-        return answer
-
     async def _write(self, connection: "Connection", prefix: str, rows: Rows) -> None:
         written, gone, moment, quoted = [], [], rows.clock(), self._connections.quoted
         for (kind, name), text, expires in rows.changed():
@@ -271,9 +292,9 @@ class PostgresStore(ServerStore):
             statements += _WRITE.format(rows=",".join(written))
         if gone:
             statements += _DELETE.format(ids=",".join(gone))
-        # One of so many requests, by the server's microseconds.
-        if statements and int(moment * 1e6) % _CLEANED_EVERY == 0:
-            statements += _CLEAN.format(now=int(moment), most=_CLEANED)
+        # By chance, the server's microseconds. A batch deletes more rows than it writes, too.
+        if int(moment * 1e6) % _CLEANED_EVERY < len(written):
+            statements += _CLEAN.format(now=int(moment), most=_CLEANED + len(written))
         await self._connections.commit(connection, statements)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import parse_qs, quote, urlsplit
@@ -23,6 +23,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.stores.batches import Batch
 from langchain_quota.stores.grants import logger
 from langchain_quota.stores.redis_script import Script
 from langchain_quota.stores.server import PerLoop, Server
@@ -38,9 +39,6 @@ _PROTOCOL = 2
 
 _CONNECTIONS = 32
 """Most connections, for all threads and for each event loop; other operations wait."""
-
-_MOST = 16
-"""Most requests of a pipeline. While the server answers one pipeline, the next one is packed."""
 
 # Otherwise every connection reads the version of redis from a file, on the event loop.
 _DRIVER = {"driver_info": redis.DriverInfo()} if hasattr(redis, "DriverInfo") else {}
@@ -180,7 +178,7 @@ class _PipeliningClient:
         self.client = client
         self._permits = asyncio.Semaphore(connections)
         self._callers = 0
-        self._next: _Pipeline | None = None
+        self._next: Batch[tuple[Any, ...], object] | None = None
 
     async def eval(self, *arguments: Any) -> object:
         """Run a script."""
@@ -195,65 +193,17 @@ class _PipeliningClient:
                 async with self._permits:
                     return await self.client.evalsha(*arguments)
             if self._next is None or not self._next.is_open:
-                self._next = _Pipeline(self.client, self._permits)
+                self._next = Batch(self._pipeline)
             return await self._next.answer(arguments)
         finally:
             self._callers -= 1
 
-
-class _Pipeline:
-    """Requests that are sent together; it is open for more until a connection is free."""
-
-    # A task of its own sends them: a caller who is cancelled, or whose time is over, takes nothing
-    # from the others. The task ends with its last caller at the latest. If it fails, or somebody
-    # cancels it, it fails for all who still wait.
-
-    def __init__(self, client: redis.asyncio.Redis, permits: asyncio.Semaphore) -> None:
-        self._client = client
-        self._permits = permits
-        self._requests: dict[asyncio.Future[object], tuple[Any, ...]] = {}
-        self._task = asyncio.get_running_loop().create_task(self._send())
-        self._task.add_done_callback(self._hand_out)
-        self.is_open = True
-
-    async def answer(self, arguments: tuple[Any, ...]) -> object:
-        """Send a request, and wait for the answer."""
-        waiting: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._requests[waiting] = arguments
-        self.is_open = len(self._requests) < _MOST
-        try:
-            answer = await waiting
-        except asyncio.CancelledError:
-            del self._requests[waiting]
-            if not self._requests:
-                self.is_open = False
-                self._task.cancel()
-                await asyncio.wait([self._task])
-            raise
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    async def _send(self) -> dict[asyncio.Future[object], object]:
-        # Others ask in the same turn; and with an eager task factory, nobody has asked yet.
-        await asyncio.sleep(0)
+    async def _pipeline(self, take: Callable[[], Sequence[tuple[Any, ...]]]) -> list[object]:
         async with self._permits:
-            self.is_open = False
-            sent = dict(self._requests)
-            pipeline = self._client.pipeline(transaction=False)
-            for arguments in sent.values():
+            pipeline = self.client.pipeline(transaction=False)
+            for arguments in take():
                 pipeline.evalsha(*arguments)
-            return dict(zip(sent, await pipeline.execute(raise_on_error=False), strict=True))
-
-    def _hand_out(self, task: asyncio.Task[dict[asyncio.Future[object], object]]) -> None:
-        self.is_open = False
-        failure = (
-            ConnectionError("the pipeline was cancelled") if task.cancelled() else task.exception()
-        )
-        answers = {} if failure else task.result()
-        for waiting in self._requests:
-            if not waiting.done():
-                waiting.set_result(answers.get(waiting, failure))
+            return cast("list[object]", await pipeline.execute(raise_on_error=False))
 
 
 class _OwnedClients(Clients):

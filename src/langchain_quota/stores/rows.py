@@ -43,8 +43,8 @@ class Rows(MemoryStore):
             SETTLED: self._settled,
         }
         self._read = dict(read)
-        # The counts that are none, whatever others have written there.
-        self._odd: list[str] = []
+        # What cannot be read, whatever others have written there.
+        self._odd: set[Name] = set()
         # An attempt and its result are one object, as where they were made: their texts are equal.
         self._made: dict[str, StoredResult] = {}
         for (kind, name), text in read.items():
@@ -52,22 +52,25 @@ class Rows(MemoryStore):
                 expires, value = json.loads(text, parse_constant=_CONSTANTS.__getitem__)
                 self._tables[kind].all[name] = self._value(kind, name, value, text), +expires
             except (TypeError, ValueError, LookupError):
-                if kind != COUNT:
-                    raise
-                self._odd.append(name)
+                self._odd.add((kind, name))
                 del self._read[kind, name]
 
-    def acquire(self, request: AcquireRequest) -> AcquireResult:
-        """As `MemoryStore.acquire`, if all counts that it needs can be read."""
-        if self._odd:
-            raise QuotaStoreError(f"no count is kept under {self._odd[0]!r}")
-        return super().acquire(request)
+    def answer(self, request: AcquireRequest) -> AcquireResult | Exception:
+        """As `acquire`, if all that it needs can be read; what fails is an answer, too."""
+        try:
+            if self._odd:
+                self._check_readable(names_of(request) | self.undone([request]))
+            return self.acquire(request)
+        except Exception as error:  # noqa: BLE001 - it is raised for the caller of this request
+            return error
 
     def operate(self, op: str, keys: Sequence[str], grant: Grant | str | int | None) -> Answers:
         """Run an operation and return its result; see `ServerStore`."""
+        odd = [name for kind, name in self._odd if kind == COUNT]
+        self._check_readable({name for name in self._odd if name[0] != COUNT})
         if op == "peek":
-            uses = {**dict(zip(keys, self.peek(keys), strict=True)), **dict.fromkeys(self._odd)}
-            return [(key, use) for key, use in uses.items() if use or key in self._odd]
+            uses = {**dict(zip(keys, self.peek(keys), strict=True)), **dict.fromkeys(odd)}
+            return [(key, use) for key, use in uses.items() if use or key in odd]
         if isinstance(grant, Grant):
             return [run_sync(self._grant("", grant))]
         if isinstance(grant, str):
@@ -80,10 +83,10 @@ class Rows(MemoryStore):
         self.reset(keys)
         return []
 
-    def undone(self, request: AcquireRequest) -> set[Name]:
-        """Return what changes where the request's corrections undo one of these attempts."""
+    def undone(self, requests: Sequence[AcquireRequest]) -> set[Name]:
+        """Return what changes where corrections of the requests undo one of these attempts."""
         names: set[Name] = set()
-        for correction in request.corrections:
+        for correction in chain.from_iterable(request.corrections for request in requests):
             attempt, _ = self._attempts.all.get(correction.attempt_id or "", (REFUSED, 0))
             names.update(names_of_keys(key for key, *_ in attempt.charged))
             names.update({(RESULT, attempt.name)} if attempt.name else ())
@@ -100,6 +103,10 @@ class Rows(MemoryStore):
         for kind, name in self._read:
             if name not in self._tables[kind].all:
                 yield (kind, name), None, 0
+
+    def _check_readable(self, names: set[Name]) -> None:
+        for kind, name in self._odd & names:
+            raise QuotaStoreError(f"no {kind} is kept under {name!r}")
 
     def _value(self, kind: str, name: str, value: Any, text: str) -> Any:
         if kind == COUNT:
