@@ -377,11 +377,11 @@ class TestBatches:
     """Async requests that begin in the same turn of the event loop share transactions."""
 
     async def test_ten_transactions_serve_all(self, store: PostgresStore, beside: Any) -> None:
-        """Sixteen requests share one; each is counted, and gets its own answer."""
+        """32 requests share one; each is counted, and gets its own answer."""
         await store.aacquire(calls("search", 1, limit=10**6))
-        asked = [store.aacquire(calls("search", 1, limit=10**6)) for _ in range(160)]
+        asked = [store.aacquire(calls("search", 1, limit=10**6)) for _ in range(320)]
         results = await asyncio.gather(*asked)
-        assert sorted(result.used["search"] for result in results) == [*range(1, 161)]
+        assert sorted(result.used["search"] for result in results) == [*range(1, 321)]
         query = (
             "SELECT count(DISTINCT xmin::text) FROM langchain_quota WHERE prefix = %s "
             "AND kind = 'result'"

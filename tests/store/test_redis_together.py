@@ -13,7 +13,7 @@ from langchain_quota.stores.redis import RedisStore
 from tests.server.redis import Detour, RedisServer, detour
 from tests.server.stores import calls
 
-MOST = 16
+MOST = 32
 """How many requests share a round trip."""
 CALLERS = MOST + 1
 """One sends alone, and the others fill a pipeline."""

@@ -2,10 +2,10 @@
 -- ARGV[1]  corrections    {marker, attempt, result, hold, amounts = {{count ..., start, amount, limit}}}
 --          attempt, result  keys under which the attempt and its result are remembered
 --          hold             the field of what is held: by the request, or by the one that is settled
---          counters         {count ..., start, limit, lease}; start: where a new one begins; limit: to
---                           show; lease: in seconds
---          thresholds       {number of the limit, counter, maximum, whether it is enforced, names},
---                           names: of limit and scope, encoded, with a space between
+--          counters         count ..., start, limit, lease of each; start: where a new one begins;
+--                           limit: to show; lease: in seconds
+--          thresholds       number of the limit, counter, maximum, whether it is enforced, of each
+--          names            limit and scope of each threshold, encoded, with a space between them
 --          calls            {counter, amount, counter, amount ...}, {threshold, threshold ...}
 --          stops            {number of the limit, after how many refused calls it stops the batch}
 -- Answer   "refused" if the attempt was corrected before it arrived; {"again", keys ...} if nothing
@@ -68,7 +68,8 @@ local function lower(key, amount, field)
   return amount - left
 end
 
--- Each {key, amount, field of what it holds} that an attempt charged; 0 to the key of its result.
+-- The key, amount and field of what it holds of each count that an attempt charged; false for no
+-- field, and the amount 0 for the key of its result.
 local function charged_by(attempt)
   local record = remembered(attempt)
   return record and record ~= 'refused' and cmsgpack.unpack(record) or {}
@@ -76,8 +77,9 @@ end
 
 local function correct(correction)
   if redis.call('EXISTS', KEYS[correction.marker]) == 1 then return end
-  for _, charged in ipairs(charged_by(correction.attempt)) do
-    local key, amount, field = unpack(charged)
+  local charged = charged_by(correction.attempt)
+  for i = 1, #charged, 3 do
+    local key, amount, field = unpack(charged, i, i + 2)
     if amount == 0 then
       redis.call('DEL', key)
     else
@@ -101,10 +103,11 @@ local function correct(correction)
 end
 
 local declared, again = {}, {'again'}
-for _, key in ipairs(KEYS) do declared[key] = true end
+for i = 1, #ask.corrections > 0 and #KEYS or 0 do declared[KEYS[i]] = true end
 for _, correction in ipairs(ask.corrections) do
-  for _, charged in ipairs(charged_by(correction.attempt)) do
-    if not declared[charged[1]] then table.insert(again, charged[1]) end
+  local charged = charged_by(correction.attempt)
+  for i = 1, #charged, 3 do
+    if not declared[charged[i]] then table.insert(again, charged[i]) end
   end
 end
 if #again > 1 then return again end
@@ -118,13 +121,13 @@ local function admit(counts, more)
     local amounts, refusing, runs, call = {}, {}, true, ''
     for j = 1, #added, 2 do amounts[added[j]] = added[j + 1] end
     for _, index in ipairs(over) do
-      local limit, counter, most, enforced, names = unpack(ask.thresholds[index])
+      local limit, counter, most, enforced = unpack(ask.thresholds, 4 * index - 3, 4 * index)
       if counts[counter] + amounts[counter] > most + (more[counter] or 0) then
         runs = runs and not enforced
         if not refusing[limit] then
           refusing[limit] = true
           refusals[limit] = (refusals[limit] or 0) + 1
-          call = call .. ' ' .. names
+          call = call .. ' ' .. ask.names[index]
         end
       end
     end
@@ -139,17 +142,22 @@ local function admit(counts, more)
   return table.concat(calls, ','), stopped
 end
 
+local function of_counter(i)
+  return unpack(ask.counters, 8 * i - 7, 8 * i)
+end
+
 -- kept: the counts as charged so far, by key. A new key begins at the start of its first counter.
 local function charge(kept, counts, used)
   local record = {}
-  for i, counter in ipairs(ask.counters) do
-    local index, _, ends, idle, drains, start, limit, lease = unpack(counter)
+  for i = 1, #ask.counters / 8 do
+    local index, _, ends, idle, drains, start, limit, lease = of_counter(i)
     local key, amount = KEYS[index], counts[i] - used[i]
     if key and amount > 0 then
       kept[index] = (kept[index] or start) + amount
       put(key, kept[index], ends, idle, drains, 'limit', digits(limit))
       hold(key, amount, lease)
-      table.insert(record, {key, amount, lease >= 0 and ask.hold or nil})
+      record[#record + 1], record[#record + 2] = key, amount
+      record[#record + 1] = lease >= 0 and ask.hold
     end
   end
   return record
@@ -157,19 +165,24 @@ end
 
 local function numbers(values)
   local found = {}
-  for i = 1, #ask.counters do found[i] = digits(values[i] or 0) end
+  for i = 1, #ask.counters / 8 do found[i] = digits(values[i] or 0) end
   return table.concat(found, ' ')
 end
 
-if remembered(ask.attempt) == 'refused' then return 'refused' end
-local result = remembered(ask.result)
+-- One command for all of these, because mostly there is none: the attempt, its result, and grants.
+local rare = {KEYS[ask.attempt]}
+rare[#rare + 1] = KEYS[ask.result]
+for i = 2, #ask.counters, 8 do rare[#rare + 1] = KEYS[ask.counters[i]] end
+local any_rare = #rare > 0 and redis.call('EXISTS', unpack(rare)) > 0
+if any_rare and remembered(ask.attempt) == 'refused' then return 'refused' end
+local result = any_rare and remembered(ask.result)
 if result then return 'acquired 1 ' .. result end
 local kept, used, counts, more, news, new = {}, {}, {}, {}, {}, ''
-for i, counter in ipairs(ask.counters) do
-  local index, of_grants, _, _, drains, start = unpack(counter)
+for i = 1, #ask.counters / 8 do
+  local index, of_grants, _, _, drains, start = of_counter(i)
   if index > 0 then
     kept[index] = get(KEYS[index], drains)
-    local grants = grants_of(KEYS[of_grants])
+    local grants = any_rare and grants_of(KEYS[of_grants]) or {}
     if #grants > 0 then more[i], news[i] = granted(grants) end
   end
   used[i] = kept[index] or start
@@ -182,7 +195,7 @@ if next(more) then
   for i, amount in pairs(news) do
     if amount > 0 then
       -- From now on none of them is new: a call has been checked by them.
-      local key = KEYS[ask.counters[i][2]]
+      local key = KEYS[ask.counters[8 * i - 6]]
       local grants = grants_of(key)
       for _, grant in ipairs(grants) do grant[4] = false end
       keep_grants(key, grants)
@@ -191,7 +204,9 @@ if next(more) then
 end
 local record = stopped == 0 and charge(kept, counts, used) or {}
 if #record > 0 then
-  if ask.result > 0 then table.insert(record, {KEYS[ask.result], 0}) end
+  if ask.result > 0 then
+    record[#record + 1], record[#record + 2], record[#record + 3] = KEYS[ask.result], 0, false
+  end
   remember(ask.attempt, cmsgpack.pack(record), REMEMBERED)
   remember(ask.result, result, REMEMBERED)
 end

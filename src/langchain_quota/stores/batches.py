@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-_MOST = 16
+_MOST = 32
 """Most requests of a batch. While the server answers one batch, the next one is packed."""
 
 Q = TypeVar("Q")

@@ -15,7 +15,7 @@
 --   grants      of a count, under a key of their own: a packed list of {name, amount, end, new,
 --               details}; new: no call has been checked by it. After its end a grant is remembered
 --               for as long as a correction.
---   an attempt  a packed list of {key, amount, field of what it holds}, or "refused"
+--   an attempt  a packed list, see charged_by, or "refused"
 --   a result    the text of its answer
 
 local ask = cjson.decode(ARGV[1])

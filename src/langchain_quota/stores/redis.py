@@ -107,12 +107,15 @@ class RedisStore(ServerStore):
         async def work() -> T:
             while True:
                 arguments = call.arguments()
-                with self._reading():
+                try:
                     reply = await self._clients.run(mode, call.script, arguments)
                     if not call.again(reply):
                         answer = read(reply)
-                        await self._clients.warn_of_eviction(mode)
+                        if not self._clients.has_warned:
+                            await self._clients.warn_of_eviction(mode)
                         return answer
+                except self._clients.unreadable as error:
+                    raise self._failure(error) from error
 
         return await self._in_time(mode, work)
 

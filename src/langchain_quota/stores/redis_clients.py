@@ -87,7 +87,7 @@ class Clients(Server, ABC):
     unreadable = (exceptions.InvalidResponse, *Server.unreadable)
     timeouts = (exceptions.TimeoutError, TimeoutError)
     failed = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
-    _has_warned = False
+    has_warned = False
 
     @abstractmethod
     async def opened(self, mode: Mode) -> ScriptClient:
@@ -97,15 +97,14 @@ class Clients(Server, ABC):
         """Run a script, load it first if the server does not know it, and return the reply."""
         client = await self.opened(mode)
         try:
-            return await _awaited(client.evalsha(script.sha, *arguments))
+            reply = client.evalsha(script.sha, *arguments)
+            return await cast("Awaitable[object]", reply) if mode else reply
         except exceptions.NoScriptError:
             return await _awaited(client.eval(script.text, *arguments))
 
     async def warn_of_eviction(self, mode: Mode) -> None:
-        """Warn once of a server that may evict counts, if its user may ask it."""
-        if self._has_warned:
-            return
-        self._has_warned, client = True, await self.opened(mode)
+        """Warn of a server that may evict counts, if its user may ask it."""
+        self.has_warned, client = True, await self.opened(mode)
         with suppress(*self.failed):
             reply = await _awaited(client.eval("return redis.call('INFO', 'memory')", 0))
             policy = re.search("maxmemory_policy:([a-z-]+)", str(reply))

@@ -1,6 +1,5 @@
 """The scripts in Redis, and the names of keys there."""
 
-import json
 import re
 from hashlib import sha1
 from importlib.resources import files
@@ -32,16 +31,15 @@ SCRIPTS = {
     for name in ("acquire", "operations")
 }
 
-_compact = json.JSONEncoder(check_circular=False, separators=(",", ":")).encode
-
 
 class ScriptCall:
     """One call of a script: what is asked, and the keys that it may use."""
 
     def __init__(self, script: str, prefix: str, ask: Ask) -> None:
         self.script = SCRIPTS[script]
+        self._prefix = prefix
         self._keys: dict[bytes, int] = {}
-        self._asked = _compact(ask(lambda kind, key: self._number(name_of(prefix, kind, key))))
+        self._asked = ask(self._place)
 
     def arguments(self) -> list[int | bytes | str]:
         """Return the arguments of `EVALSHA` after the script: number of keys, keys, request."""
@@ -53,13 +51,14 @@ class ScriptCall:
             return False
         number = len(self._keys)
         for name in reply[1:]:
-            self._number(name if isinstance(name, bytes) else str(name).encode())
+            self._keys.setdefault(name if isinstance(name, bytes) else str(name).encode(), 0)
         if len(self._keys) == number:
             raise ValueError("it asks for keys that it has")
         return True
 
-    def _number(self, name: bytes) -> int:
-        return self._keys.setdefault(name, len(self._keys) + 1)
+    def _place(self, kind: str, key: str) -> int:
+        keys = self._keys
+        return keys.setdefault(name_of(self._prefix, kind, key), len(keys) + 1)
 
 
 def name_of(prefix: str, kind: str, key: str) -> bytes:

@@ -38,8 +38,7 @@ Place = Callable[[str, str], int]
 T = TypeVar("T")
 Answers = list[Any]
 """Of peek: keys and uses; of others: grants, and whether each is new. See `ServerStore`."""
-Message = dict[str, object]
-Ask = Callable[[Place], Message]
+Ask = Callable[[Place], str]
 
 _NONE = -1
 _ODD = -2
@@ -53,56 +52,50 @@ _RESULT = re.compile(
 """The text of an answer, as acquire.lua says it."""
 
 
-def acquire(request: AcquireRequest, idle: int, place: Place) -> Message:
+def acquire(request: AcquireRequest, idle: int, place: Place) -> str:
     """Return the request that admits a batch."""
     beside, hold = metadata(request), ""
-    counters: list[tuple[int, ...]] = []
+    counters, thresholds, names = list[str](), list[str](), list[str]()
     for counter in request.counters.values():
         if counter.key is None:
-            counters.append((0, 0, _NONE, 0, False, _exact(counter.used), _NONE, _NONE))
+            counters.append(f"0,0,{_NONE},0,false,{_exact(counter.used)},{_NONE},{_NONE}")
             continue
         entry, lease = beside[counter.key], _NONE
         if counter.lease is not None:
             lease, hold = _exact(counter.lease), _hold(request.idempotency_key)
-        start, limit = _exact(drain_time(counter.key, counter.used)), _clamped(entry.limit)
-        counters.append((*_count(counter.key, idle, place, entry.ends), start, limit, lease))
-    drains = any(counter[4] for counter in counters)
+        start = _exact(counter.used and drain_time(counter.key, counter.used))
+        limit = _clamped(entry.limit)
+        counters.append(f"{_count(counter.key, idle, place, entry.ends)},{start},{limit},{lease}")
+    drains = any("~" in (counter.key or "") for counter in request.counters.values())
     number = {name: number for number, name in enumerate(request.counters, 1)}
     limits: dict[str, int] = {}
-    thresholds: dict[Threshold, int] = {}
+    indexes: dict[Threshold, int] = {}
     calls = []
     for amounts, over in demands_in_drain_time(request) if drains else request.demands:
-        added = [(number[name], _exact(amount)) for name, amount in amounts.items()]
-        parts = [part for each in added for part in each]
-        calls.append((parts, [thresholds.setdefault(t, len(thresholds) + 1) for t in over]))
-    return {
-        "attempt": _marker("attempt", request.attempt_id, place),
-        "result": _marker("result", request.idempotency_key, place),
-        "hold": hold,
-        "counters": counters,
-        "thresholds": [
-            (
-                limits.setdefault(threshold.limit, len(limits)),
-                number[threshold.counter],
-                # It may be below 0, and grants may raise it.
-                max(-MAX_COUNT, min(threshold.maximum, MAX_COUNT)),
-                bool(threshold.enforced),
-                f"{_quoted(threshold.limit)} {_quoted(threshold.scope)}",
-            )
-            for threshold in thresholds
-        ],
-        "calls": calls,
-        "stops": [(limits.get(name, _NONE), after) for name, after in request.stops.items()],
-        "corrections": [_correction(correction, idle, place) for correction in request.corrections],
-    }
+        added = [part for name in amounts for part in (number[name], _exact(amounts[name]))]
+        calls.append([added, [indexes.setdefault(each, len(indexes) + 1) for each in over]])
+    for threshold in indexes:
+        limit = limits.setdefault(threshold.limit, len(limits))
+        bound, limit_and_scope = _threshold(threshold)
+        thresholds.append(f"{limit},{number[threshold.counter]},{bound}")
+        names.append(limit_and_scope)
+    stops = [[limits.get(name, _NONE), after] for name, after in request.stops.items()]
+    corrections = [_correction(correction, idle, place) for correction in request.corrections]
+    return (
+        f'{{"attempt":{_marker("attempt", request.attempt_id, place)},'
+        f'"result":{_marker("result", request.idempotency_key, place)},"hold":"{hold}",'
+        f'"counters":[{",".join(counters)}],"thresholds":[{",".join(thresholds)}],'
+        f'"names":[{",".join(names)}],"calls":{calls},"stops":{stops},'
+        f'"corrections":[{",".join(corrections)}]}}'
+    )
 
 
 def operation(
     op: str, keys: Iterable[str], grant: Grant | str | int | None, idle: int, place: Place
-) -> Message:
+) -> str:
     """Return the request for any other operation on counts."""
-    counts = [_count(key, idle, place, window_end(key)) for key in dict.fromkeys(keys)]
-    message: Message = {"op": op, "counts": counts}
+    counts = [f"[{_count(key, idle, place, window_end(key))}]" for key in dict.fromkeys(keys)]
+    message: dict[str, object] = {"op": op}
     if isinstance(grant, str):
         message["name"] = _short(grant)
     if isinstance(grant, int):
@@ -112,32 +105,44 @@ def operation(
         fields = {"id": grant.id, "at": given_at, "reason": grant.reason, "by": grant.by}
         message |= {"name": _short(grant.id), "details": json.dumps(fields)}
         message |= {"amount": _exact(grant.amount), "ends": _exact(grant.ends or 0)}
-    return message
+    return f'{{"counts":[{",".join(counts)}],{json.dumps(message)[1:]}'
 
 
-def _correction(correction: Correction, idle: int, place: Place) -> Message:
+def _correction(correction: Correction, idle: int, place: Place) -> str:
     starts, limits, settles = correction.starts, correction.limits, correction.settles
-    message = {
-        "marker": _marker("settled" if settles else "corrected", correction.id, place),
-        "attempt": _marker("attempt", correction.attempt_id, place),
-        "result": _marker("result", correction.idempotency_key, place),
-        "amounts": [
-            (
-                *_count(key, idle, place, window_end(key)),
-                _exact(drain_time(key, starts.get(key, 0))),
-                _exact(drain_time(key, amount)),
-                _clamped(limits.get(key)),
-            )
-            for key, amount in correction.amounts.items()
-        ],
-    }
-    return {**message, "hold": _hold(settles)} if settles else message
+    amounts = [
+        f"[{_count(key, idle, place, window_end(key))},"
+        f"{_exact(drain_time(key, starts.get(key, 0)))},{_exact(drain_time(key, amount))},"
+        f"{_clamped(limits.get(key))}]"
+        for key, amount in correction.amounts.items()
+    ]
+    hold = f',"hold":"{_hold(settles)}"' if settles else ""
+    return (
+        f'{{"marker":{_marker("settled" if settles else "corrected", correction.id, place)},'
+        f'"attempt":{_marker("attempt", correction.attempt_id, place)},'
+        f'"result":{_marker("result", correction.idempotency_key, place)},'
+        f'"amounts":[{",".join(amounts)}]{hold}}}'
+    )
 
 
-def _count(key: str, idle: int, place: Place, ends: int | None) -> tuple[int, ...]:
+def _count(key: str, idle: int, place: Place, ends: int | None) -> str:
     """Return what a script needs to know of a count."""
-    places = place("count", key), place("grants", key)
-    return (*places, _clamped(ends), idle_time(key, idle), bool(read_emission_interval(key)))
+    return f"{place('count', key)},{place('grants', key)},{_clamped(ends)},{_kept(key, idle)}"
+
+
+@lru_cache(maxsize=4096)
+def _kept(key: str, idle: int) -> str:
+    """Return how long a count is kept without a charge, and whether it drains."""
+    return f"{idle_time(key, idle)},{'true' if read_emission_interval(key) else 'false'}"
+
+
+@lru_cache(maxsize=1024)
+def _threshold(threshold: Threshold) -> tuple[str, str]:
+    """Return the maximum of a threshold with whether it is enforced, and its names."""
+    limit, scope, _, maximum, enforced = threshold
+    # It may be below 0, and grants may raise it.
+    bound = max(-MAX_COUNT, min(maximum, MAX_COUNT))
+    return f"{bound},{'true' if enforced else 'false'}", f'"{_quoted(limit)} {_quoted(scope)}"'
 
 
 def _marker(kind: str, name: str | None, place: Place) -> int:
@@ -170,8 +175,12 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
         admitted.append(runs == "1")
         refused.append(dict(zip(texts[::2], texts[1::2], strict=True)))
     kept = dict(zip(request.counters, used, strict=True))
-    keys = {name: counter.key for name, counter in request.counters.items()}
-    drained_in = {name: kept[name] for name in kept if read_emission_interval(keys[name])}
+    keys = {
+        name: counter.key
+        for name, counter in request.counters.items()
+        if "~" in (counter.key or "")
+    }
+    drained_in = {name: kept[name] for name in keys if read_emission_interval(keys[name])}
     drained = {name: drained_amount(keys[name], time) for name, time in drained_in.items()}
     return AcquireResult(
         {**kept, **drained},
@@ -233,7 +242,9 @@ def _counts(text: str) -> list[int]:
 
 def _amounts(counters: Mapping[str, object], text: str) -> dict[str, int]:
     """Return the amount of each counter, by name, without zeros."""
-    named = zip(counters, _counts(text), strict=bool(text))
+    if not text:
+        return {}
+    named = zip(counters, _counts(text), strict=True)
     return {name: amount for name, amount in named if amount}
 
 
@@ -258,7 +269,6 @@ def _clamped(number: int | None) -> int:
     return _NONE if number is None else max(_NONE, min(number, MAX_COUNT))
 
 
-@lru_cache(maxsize=1024)
 def _quoted(name: str) -> str:
     """Encode a name of any characters, so that it has no spaces and no commas."""
     return quote(name, errors="surrogatepass")
