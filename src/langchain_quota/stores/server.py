@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from textwrap import shorten
 from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import UNREADABLE, EventLoopBlockedError, QuotaStoreError
@@ -79,6 +79,8 @@ class ServerStore(SupportsGrants, RateLimiting):
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout must be above 0, not {timeout!r}")
         self._timeout = timeout
+        # Its event loop keeps it while it ticks, and ends with it.
+        self._ticker: Callable[[], Ticker | None] = lambda: None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._server.name}, prefix={self.prefix!r})"
@@ -240,11 +242,14 @@ class ServerStore(SupportsGrants, RateLimiting):
                 f"{server.name} serves no {wanted} calls: give {type(self).__name__} "
                 f"{server.serving[bool(mode)]}"
             )
-        patience = StallTolerantTimeout(self._timeout)
+        wait, ticker = Wait(), self._ticker()
+        if mode and (ticker is None or ticker.loop is not asyncio.get_running_loop()):
+            ticker = Ticker(self._timeout)
+            self._ticker = ref(ticker)
         try:
-            return await (patience.run(work) if mode else work())
+            return await (ticker.run(wait, work) if ticker and mode else work())
         except server.failed as error:
-            raise self._failure(error, patience.blocked) from error
+            raise self._failure(error, wait.blocked) from error
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -310,39 +315,55 @@ class PerLoop(Generic[T]):
             await self._close(value)
 
 
-class StallTolerantTimeout:
-    """A timeout that leaves out time in which the event loop was blocked."""
+class Ticker:
+    """Times out waits of an event loop, without the time in which the loop was blocked."""
 
     # While the event loop is blocked, a reply waits unread, and `asyncio.timeout` would end before
-    # it is read. So this one counts ticks of the event loop. A late tick counts as one.
+    # it is read. So this one counts ticks of the event loop. A late tick counts as one. All waits
+    # share the ticks: a timer for each takes as long as writing its request.
 
     def __init__(self, seconds: float) -> None:
+        self.loop = asyncio.get_running_loop()
         self._tick = seconds / _TICKS
-        self._left = _TICKS
-        self.blocked = 0.0
+        self._waits: set[Wait] = set()
+        self._ticks = False
 
-    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def run(self, wait: "Wait", work: Callable[[], Awaitable[T]]) -> T:
         """Do some work; `TimeoutError` when the time is over."""
-        self._loop = asyncio.get_running_loop()
-        async with asyncio.timeout(None) as self._timeout:
-            self._next()
+        async with asyncio.timeout(None) as wait.timeout:
+            self._waits.add(wait)
+            if not self._ticks:
+                self._next()
             try:
                 return await work()
             finally:
-                self._timer.cancel()
+                self._waits.remove(wait)
 
     def _next(self) -> None:
-        self._due = self._loop.time() + self._tick
-        self._timer = self._loop.call_at(self._due, self._passed)
+        self._ticks = bool(self._waits)
+        if self._ticks:
+            self._due = self.loop.time() + self._tick
+            self.loop.call_at(self._due, self._passed)
 
     def _passed(self) -> None:
-        self.blocked += self._loop.time() - self._due
-        self._left -= 1
-        if self._left:
-            self._next()
-        else:
-            # It ends in the loop's next turn: a reply that is here already is read first.
-            self._timeout.reschedule(self._loop.time())
+        now = self.loop.time()
+        for wait in self._waits:
+            wait.blocked += now - self._due
+            wait.left -= 1
+            if not wait.left:
+                # It ends in the loop's next turn: a reply that is here already is read first.
+                wait.timeout.reschedule(now)
+        self._next()
+
+
+class Wait:
+    """A wait for a server: how long the event loop was blocked meanwhile, in seconds."""
+
+    timeout: asyncio.Timeout
+
+    def __init__(self) -> None:
+        self.left = _TICKS + 1  # the first tick may come at any time
+        self.blocked = 0.0
 
 
 def _redact(error: BaseException, secrets: Sequence[str]) -> None:
