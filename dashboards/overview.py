@@ -92,13 +92,17 @@ def _refused_now() -> StatPanel:
         show.Place(42, 4, 5),
         "Blocked now",
         "How many conversations (threads) and customers (subjects of quotas) with series had calls "
-        "blocked in the last 5 minutes, regardless of the chosen time and limit.",
+        "blocked in the last 5 minutes, regardless of the chosen time and limit, and how many "
+        "subjects operators have frozen.",
         [
-            show.Query(_or_zero(f"sum({ask.select(metric, ask.AGENT)})"), name)
-            for metric, name in (
-                ("job_agent:langchain_quota_threads_refused:count5m", "threads"),
-                ("job_agent:langchain_quota_subjects_refused:count5m", "customers"),
-            )
+            *(
+                show.Query(_or_zero(f"sum({ask.select(metric, ask.AGENT)})"), name)
+                for metric, name in (
+                    ("job_agent:langchain_quota_threads_refused:count5m", "threads"),
+                    ("job_agent:langchain_quota_subjects_refused:count5m", "customers"),
+                )
+            ),
+            show.Query(f"max({ask.select('langchain_quota_frozen_subjects')})", "frozen"),
         ],
         unit=COUNT,
         steps=((None, OK), (1, CRITICAL)),

@@ -401,6 +401,44 @@ def test_grant(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.splitlines()[1] == "search   user_id  'ada'       3  55  reset"
 
 
+def test_freeze(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """A subject or all: who froze it is listed beside grants and counts, until it is thawed."""
+    with pytest.raises(SystemExit):
+        run("freeze", "--reason", "nobody says whose")
+    assert run("thaw", "--per", "user_id", "ada") == 2
+    ada, bo = ("--per", "user_id", "ada"), ("--reason", "abuse", "--by", "bo")
+    capsys.readouterr()
+    assert run("freeze", *ada, *bo) == 0
+    line = "frozen: user_id ada since THEN until thawed, by 'bo', reason 'abuse'"
+    first, second = told_of(capsys.readouterr().out)
+    assert (first, second[:38]) == (line, "not frozen: calls that ask no store, l")
+    assert 'on_store_error="allow", calls while the store is unavailable' in second
+    assert store.acquire(calls(ADA, 1)).frozen == (ADA,)
+    assert run("freeze", "--all", *bo, "--for", "1d") == 0
+    everything = "frozen: all since THEN until THEN, by 'bo', reason 'abuse'"
+    assert told_of(capsys.readouterr().out)[0] == everything
+    assert run("show") == 0
+    assert told_of(capsys.readouterr().out)[:2] == [everything, line]
+    assert run("grants") == 0
+    assert told_of(capsys.readouterr().out)[2].split()[:4] == [
+        ":user_id:ada",
+        "frozen",
+        "thawed",
+        "'bo'",
+    ]
+    assert run("grants", "--json", "--subject", "ada") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [listed[name] for name in ("key", "per", "subject", "granted", "until", "by")] == [
+        *(":user_id:ada", "user_id", "ada", 0, None, "bo")
+    ]
+    for whose in (ada, ("--all",)):
+        assert run("thaw", *whose) == 0
+        assert capsys.readouterr().out.startswith("thawed: ")
+        assert run("thaw", *whose) == 2
+        assert capsys.readouterr().err.startswith("langchain-quota quotas: not frozen: ")
+    assert store.acquire(calls(ADA, 1)).admitted == (True,)
+
+
 def test_who_grants(
     run: Run, store: RedisStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,6 +170,9 @@ class Seen:
             thread = LIMITED if per == "thread" else THREAD
             scene = await self.play(searches, shared, thread_id=thread, **options)
         await scene.quota.areset(scene.agent, scene.config)
+        scene.quota.freeze()
+        await scene.play()
+        scene.quota.thaw()
         for action in ("block", "allow"):
             daily = ToolCallLimit(TOOL, quotas=[Quota(5, per="global")])
             await self.play(searches, daily, store=Broken(), on_store_error=action)

@@ -153,6 +153,28 @@ def test_processes_share_the_counts_of_tenants(
     assert sum(map(len, kept)) == len(TENANTS)
 
 
+async def test_a_tenant_is_frozen(nodes: list[RedisServer], client: Any) -> None:
+    """A freeze is in the slot of its prefix, which is named; other tenants' calls run on."""
+    name = "test_a_tenant_is_frozen"
+    scene = scene_of(store_of(client, name), form="sync")
+    with pytest.raises(TypeError, match="prefix must be a string"):
+        scene.quota.freeze(tenant=TENANTS[0])
+    for tenant in TENANTS[::2]:
+        scene.quota.freeze(tenant=tenant, prefix=f"{name}.{tenant}", by="ada")
+    for tenant in TENANTS:
+        await scene.play(context={"tenant": tenant}, thread_id=tenant)
+        [*freezes] = of_tenant(client, name, tenant).grants()
+        assert [freeze.by for freeze in freezes] == ["ada"] * (tenant in TENANTS[::2])
+    assert len(scene.ran) == 2 * len(TENANTS[1::2])
+    for node in nodes:
+        with node.client() as own:
+            found = [*own.scan_iter(match=f"{{{name}.*", count=1_000)]
+        assert len({each.partition(b"}")[0] for each in found}) == len({*map(key_slot, found)})
+    assert all(scene.quota.thaw(tenant=t, prefix=f"{name}.{t}") for t in TENANTS[::2])
+    await scene.play(context={"tenant": TENANTS[0]}, thread_id="8")
+    assert len(scene.ran) == 2 * len(TENANTS[1::2]) + 2
+
+
 async def test_a_first_caller_who_is_cancelled(nodes: list[RedisServer]) -> None:
     """Who waits for the client's first connection is not cancelled with who began it."""
     async with aclosing(redis.asyncio.RedisCluster("127.0.0.1", nodes[0].port)) as client:

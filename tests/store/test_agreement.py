@@ -15,6 +15,7 @@ import redis
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from langchain_quota import Quota, QuotaMiddleware, ToolCallLimit
 from langchain_quota.core.admission import (
     AcquireRequest,
     AcquireResult,
@@ -41,6 +42,7 @@ from tests.server.postgres import time_of
 from tests.server.redis import RedisServer, let_pass, time_from
 from tests.server.stores import used
 from tests.stores import Clock
+from tests.telemetry import telling
 
 START = 3 * 10**9
 """When a history begins: so late that Redis, by its own clock, forgets nothing meanwhile."""
@@ -56,6 +58,7 @@ KEYS = (
 NOW = "now"
 """Where Redis reads the time."""
 COUNTERS = ("a", "b", "c", "d", "Zähler %2F\ud800")
+TELEMETRY = telling().telemetry
 V = TypeVar("V")
 LIMITS = ("one", "two", "drei: 100 %\n", "\ud800")
 SCOPES = ("thread", "run", "%41 ü")
@@ -151,8 +154,24 @@ class Revoke(NamedTuple):
     id: str
 
 
-Step = AcquireRequest | list[str] | int | Give | Revoke
-"""What is asked, the keys that are reset, how many seconds pass, or what is granted."""
+class Freeze(NamedTuple):
+    """A subject, or all, that is frozen for so many seconds or until it is thawed."""
+
+    per: str
+    subject: str
+    seconds: int | None
+
+    @property
+    def name(self) -> str:
+        return str(CountKey("", self.per, self.subject))
+
+
+class Thaw(Freeze):
+    """A subject, or all, that is thawed."""
+
+
+Step = AcquireRequest | list[str] | int | Give | Revoke | Freeze
+"""What is asked, the keys that are reset, how many seconds pass, what is granted or frozen."""
 
 gives = st.builds(
     Give,
@@ -162,6 +181,12 @@ gives = st.builds(
     st.sampled_from("gh"),
 )
 revokes = st.builds(Revoke, st.sampled_from(KEYS[1:]), st.sampled_from("gh"))
+freezes = st.builds(
+    lambda kind, names, seconds: kind(*names, seconds),
+    st.sampled_from([Freeze, Thaw]),
+    st.sampled_from([("user_id", "ada"), ("tenant", "Grüße:{*}"), ("", "")]),
+    st.sampled_from([None, -1, 5, 4000]),
+)
 
 resets = st.lists(st.sampled_from(KEYS[1:]), min_size=1, max_size=2)
 waits = st.sampled_from([1, 5, 6, 61]) | st.sampled_from(
@@ -175,7 +200,7 @@ def histories(draw: st.DrawFn) -> list[Step]:
     made: list[AcquireRequest] = []
     steps: list[Step] = []
     for _ in range(draw(st.integers(1, 10))):
-        steps.extend(draw(st.lists(resets | waits | gives | revokes, max_size=2)))
+        steps.extend(draw(st.lists(resets | waits | gives | revokes | freezes, max_size=2)))
         asked = draw(requests() | holding())
         if draw(st.booleans()) and made:
             earlier = draw(st.sampled_from(made))
@@ -257,6 +282,7 @@ class Model:
     corrected: Known[bool] = field(default_factory=Known)
     settled: Known[bool] = field(default_factory=Known)
     grants: list[Granted] = field(default_factory=list)
+    frozen: dict[str, float] = field(default_factory=dict)
 
     def wait(self, seconds: int) -> None:
         self.now += seconds
@@ -264,6 +290,7 @@ class Model:
             known.forget(self.now)
         self.counts.forget(self.now)
         self.grants = [each for each in self.grants if each.ends + CORRECTED > self.now]
+        self.frozen = {name: ends for name, ends in self.frozen.items() if ends > self.now}
         self.holds = [each for each in self.holds if each.key in self.counts]
         for hold in [each for each in self.holds if each.ends <= self.now]:
             self.give_back(hold)
@@ -291,6 +318,21 @@ class Model:
                 return each.amount
         return None
 
+    def freeze(self, asked: Freeze) -> bool:
+        """Freeze or thaw; whether that changes anything."""
+        if isinstance(asked, Thaw):
+            return self.frozen.pop(asked.name, None) is not None
+        ends = inf if asked.seconds is None else self.now + asked.seconds
+        if ends > self.now:
+            self.frozen[asked.name] = ends
+        return ends > self.now
+
+    def is_frozen(self, key: str | None) -> bool:
+        key = key or ""
+        return ":" in key and not {"::", f":{':'.join(key.split(':')[1:3])}"}.isdisjoint(
+            self.frozen
+        )
+
     def granted(self, key: str | None) -> list[Granted]:
         return [each for each in self.grants if each.key == key]
 
@@ -317,12 +359,14 @@ class Model:
         if (len(known.used), len(known.admitted)) != (len(request.counters), len(request.demands)):
             raise QuotaStoreError("form")
         granted = dict(zip(request.counters, [*known.granted.values()], strict=True))
+        names = dict(zip(known.used, request.counters, strict=True))
         return replace(
             known,
             used=dict(zip(request.counters, known.used.values(), strict=True)),
             replayed=True,
             granted={name: amount for name, amount in granted.items() if amount},
             newly_granted={},
+            frozen=tuple(names[name] for name in known.frozen),
         )
 
     def admit(self, request: AcquireRequest) -> AcquireResult:
@@ -352,7 +396,9 @@ class Model:
             )
             for each in request.demands
         ]
-        result = replace(admit(demands, used, request.stops), granted=granted)
+        frozen = [name for name, each in request.counters.items() if self.is_frozen(each.key)]
+        result = admit(demands, used, request.stops, frozen=frozen)
+        result = replace(result, granted=granted, freezes=len(self.frozen))
         charged: list[tuple[str, int, bool]] = []
         for name, amount in result.charged(request.demands).items():
             counter = request.counters[name]
@@ -446,6 +492,22 @@ def given_by(store: SupportsGrants, asked: Give, now: float) -> tuple[int, int |
     except ValueError:
         return None
     return grant.amount, grant.ends
+
+
+def frozen_by(store: Any, asked: Freeze, now: float) -> bool:
+    """Freeze or thaw; whether that changes anything."""
+    limit = ToolCallLimit(quotas=[Quota(1, per="user_id"), Quota(1, per="tenant")])
+    quota: Any = QuotaMiddleware([limit], store=store, telemetry=TELEMETRY)
+    subject = {asked.per: asked.subject} if asked.per else {}
+    if isinstance(asked, Thaw):
+        return bool(quota.thaw(**subject))
+    try:
+        quota.freeze(
+            until=None if asked.seconds is None else in_utc(now + asked.seconds), **subject
+        )
+    except ValueError:
+        return False
+    return True
 
 
 def _held_twice() -> list[Step]:
@@ -544,6 +606,11 @@ def agree(
             for each in (memory, shared):
                 grant = each.revoke(*step)
                 assert (grant and grant.amount) == ended
+        elif isinstance(step, Freeze):
+            changed = model.freeze(step)
+            assert [frozen_by(store, step, clock.now) for store in (memory, shared)] == [
+                changed
+            ] * 2
         elif isinstance(step, list):
             for store in (model, memory, shared):
                 store.reset(step)

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from langchain_core.rate_limiters import BaseRateLimiter
 
+from langchain_quota import Quota, QuotaMiddleware, ToolCallLimit
 from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Demand, Threshold
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore, QuotaUsage
@@ -26,12 +28,15 @@ from tests.server.postgres import PostgresServer, time_of
 from tests.server.redis import RedisServer, let_pass, time_from
 from tests.server.stores import batch, calls, correcting, settlement, used
 from tests.stores import Clock
+from tests.telemetry import telling
 
 KEY = str(CountKey("search", "user_id", "ada"))
 OTHER = str(CountKey("email", "user_id", "ada"))
 DAY = CountKey.at("search", "user_id", "ada", timedelta(days=1), 4e9)
 LONG = 3600
 """A lease that no test outlasts, in seconds."""
+
+TELEMETRY = telling().telemetry
 
 Store = MemoryStore | RedisStore | PostgresStore
 
@@ -531,6 +536,36 @@ class TestGrants:
 
 SMOOTH = CountKey.at("search", "user_id", "ada", timedelta(minutes=1), 0, limit=60)
 """A count that drains by a call each second."""
+
+
+class TestFreezes:
+    """Subjects whose calls operators have stopped."""
+
+    def test_block_all_but_what_lets_calls_run(self, store: Store) -> None:
+        """Leases of running calls and rate limiters go on; so does an answer that was given."""
+        quota: Any = QuotaMiddleware(
+            [ToolCallLimit(quotas=[Quota(1, per="user_id")])], store=store, telemetry=TELEMETRY
+        )
+        slot, before = str(CountKey("search", "concurrency", "")), calls(KEY, 1)
+        assert store.acquire(before).admitted == (True,)
+        quota.freeze()
+        quota.freeze(user_id="ada", reason="abuse", by="bo")
+        result = store.acquire(batch({slot: 1, KEY: 1}, {slot: 1}, limits={slot: 9, KEY: 9}))
+        assert (result.refused, result.admitted) == (({"limit": KEY}, {}), (False, True))
+        assert (result.frozen, result.freezes) == ((KEY,), 2)
+        assert (used(store, slot, KEY), used(store, OTHER)) == ([1, 1], [None])
+        again = store.acquire(before)
+        assert (again.admitted, again.replayed, again.frozen) == ((True,), True, ())
+        limiter = store.rate_limiter("openai", 60, "1m")
+        assert limiter.acquire(blocking=False)
+        assert [(each.key, each.amount, each.by, each.until) for each in store.grants()] == [
+            ("::", 0, "", None),
+            (":user_id:ada", 0, "bo", None),
+        ]
+        assert quota.thaw()
+        assert store.acquire(calls(OTHER, 1)).frozen == (OTHER,)
+        assert quota.thaw(user_id="ada")
+        assert store.acquire(calls(KEY, 1)).admitted == (True,)
 
 
 class TestSmooth:

@@ -236,6 +236,77 @@ class SubjectMethods:
                 balances.append((limit, check.scope, CountKey.parse(key), balance))
         return balances
 
+    def freeze(
+        self,
+        *,
+        until: datetime | None = None,
+        reason: str = "",
+        by: str = "",
+        prefix: str | None = None,
+        **subject: Id,
+    ) -> None:
+        """Block the calls of a subject in all processes, until it is thawed.
+
+        From the store's answer on, limits that count for the subject refuse its calls, for the
+        reason `"frozen"`, as their `exit_behavior` says. Calls that run go on. While the store is
+        unavailable, `on_store_error` decides alone. A second freeze replaces the first one.
+
+        Args:
+            until: When the freeze ends by itself, with a time zone.
+            reason: Why, for the list and the log.
+            by: Who freezes.
+            prefix: The prefix of keys, needed if a function decides it for the store.
+            subject: Whose calls, such as `tenant="acme"` or `thread="7"`; without one, all calls
+                that ask the store.
+
+        Raises:
+            TypeError: An argument has the wrong type, or the store keeps no freezes.
+            ValueError: No enforced limit counts so, `until` is over, or there is no store.
+            QuotaStoreError: The store was unavailable. The subject may be frozen nevertheless.
+        """
+        options = {"until": until, "reason": reason, "by": by}
+        run_sync(self._freeze("", "freeze", subject, prefix, **options))
+
+    async def afreeze(
+        self,
+        *,
+        until: datetime | None = None,
+        reason: str = "",
+        by: str = "",
+        prefix: str | None = None,
+        **subject: Id,
+    ) -> None:
+        """Call `freeze` without blocking the event loop."""
+        options = {"until": until, "reason": reason, "by": by}
+        await self._freeze("a", "freeze", subject, prefix, **options)
+
+    def thaw(self, *, by: str = "", prefix: str | None = None, **subject: Id) -> bool:
+        """End what `freeze` with the same subject began; return whether it was frozen."""
+        return run_sync(self._freeze("", "thaw", subject, prefix, by=by))
+
+    async def athaw(self, *, by: str = "", prefix: str | None = None, **subject: Id) -> bool:
+        """Call `thaw` without blocking the event loop."""
+        return await self._freeze("a", "thaw", subject, prefix, by=by)
+
+    async def _freeze(
+        self, mode: Mode, op: str, subject: Mapping[str, Id], prefix: str | None, **options: Any
+    ) -> bool:
+        store, client = self._granting(), self.kernel.store
+        enforced = [limit for limit in self.kernel.limits if limit.counted and limit.enforce]
+        names = {quota.dimension for limit in enforced for quota in limit.quotas}
+        names |= {THREAD for limit in enforced if limit.thread_limit is not None}
+        names -= {"global", ROOT_RUN}
+        if not enforced or len(subject) > 1 or not names.issuperset(subject):
+            expected = " or ".join([*(f"{name}=…" for name in sorted(names)), "no subject"])
+            expected = expected if enforced else "an enforced limit that counts in the store"
+            raise ValueError(f"{op} needs {expected}; given: {dict(subject)!r}")
+        [(per, value)] = subject.items() or [("", "")]
+        text = subject_text(f"the freeze per {per!r}", value) if per else ""
+        if client is not None and callable(client.prefix):
+            options["prefix"] = check_prefix("prefix", prefix)
+        change = store.freeze if op == "freeze" else store.thaw
+        return await change(mode, per, text, **options) is not None
+
     async def _left(self, mode: Mode, name: CountName) -> Balance:
         client, limit, check, key = await self._find(mode, name, reads=True)
         [use] = await call_variant(mode, client.store.peek, client.store.apeek, [key])

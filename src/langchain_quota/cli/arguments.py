@@ -134,8 +134,26 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     add("--id", help="the grant's id: a second grant with the same key and id adds nothing")
     revoke = actions.add_parser("revoke", parents=[one], help="end a grant now")
     revoke.add_argument("--id", required=True, help="the grant's id, as quotas grants prints it")
+    _add_freezes(actions.add_parser, server)
     text = "print what is granted, and why"
     actions.add_parser("grants", parents=[several, lines], help=text)
+
+
+def _add_freezes(add_parser: Callable[..., ArgumentParser], server: ArgumentParser) -> None:
+    stopped = ArgumentParser(add_help=False, parents=[server])
+    subject = stopped.add_mutually_exclusive_group(required=True)
+    text = "whose calls: what quotas count by, and who, such as --per tenant acme"
+    subject.add_argument("--per", nargs=2, metavar=("NAME", "ID"), help=text)
+    text = "all calls that ask the store"
+    subject.add_argument("--all", dest="per", action="store_const", const=("", ""), help=text)
+    text = "who does it (default: the system's user)"
+    stopped.add_argument("--by", default=_user(), metavar="NAME", help=text)
+    text = "block a subject's calls in all processes"
+    add = add_parser("freeze", parents=[stopped], help=text).add_argument
+    add("--reason", required=True, help="why, for the list and the log")
+    text = "for how long, such as 30m, 12h, 1d or 2w (default: until it is thawed)"
+    add("--for", dest="for_time", type=_duration, metavar="TIME", help=text)
+    add_parser("thaw", parents=[stopped], help="end a freeze")
 
 
 def _user() -> str:

@@ -19,6 +19,7 @@ from langchain_quota.cli.printing import CommandError, one_line, printable, say,
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.limits.options import UNITS
+from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount, in_base_unit
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.grants import Grant, in_utc
@@ -65,6 +66,9 @@ def _show(store: Store, arguments: Namespace) -> int:
         usages = [usage for usage in usages if _share(usage) >= arguments.near]
     usages.sort(key=_SORTS[arguments.sort])
     if not arguments.json:
+        for grant in store.grants():
+            if not grant.amount:
+                say(f"frozen: {_line(grant)}")
         _print(usages)
     for usage in usages if arguments.json else ():
         say(json.dumps(_usage_object(usage)))
@@ -239,8 +243,8 @@ def _grants(store: Store, arguments: Namespace) -> int:
     rows = [
         (
             printable(grant.key),
-            format_amount(grant.amount, grant.unit),
-            _format_time(grant.ends, grant.key),
+            format_amount(grant.amount, grant.unit) if grant.amount else "frozen",
+            _until(grant),
             *(repr(grant.by), repr(grant.reason), printable(grant.id)),
         )
         for grant in in_order
@@ -251,7 +255,35 @@ def _grants(store: Store, arguments: Namespace) -> int:
     return 0
 
 
-_ACTIONS = {"show": _show, "reset": _reset, "grant": _grant, "revoke": _revoke, "grants": _grants}
+def _freeze(store: Store, arguments: Namespace) -> int:
+    until = arguments.for_time and datetime.now(UTC) + arguments.for_time
+    options = {"until": until, "reason": arguments.reason, "by": arguments.by}
+    freeze = run_sync(store.freeze("", *arguments.per, **options))
+    say(f"frozen: {_line(freeze)}")
+    say(
+        "not frozen: calls that ask no store, limits with enforce=False, and, with "
+        'on_store_error="allow", calls while the store is unavailable'
+    )
+    return 0
+
+
+def _thaw(store: Store, arguments: Namespace) -> int:
+    freeze = run_sync(store.thaw("", *arguments.per, by=arguments.by))
+    if freeze is None:
+        raise CommandError(f"not frozen: {_whose(printable(':'.join(arguments.per)))}")
+    say(f"thawed: {_line(freeze)}")
+    return 0
+
+
+_ACTIONS = {
+    "show": _show,
+    "reset": _reset,
+    "grant": _grant,
+    "revoke": _revoke,
+    "grants": _grants,
+    "freeze": _freeze,
+    "thaw": _thaw,
+}
 
 
 def _find_current_key(store: Store, text: str) -> str:
@@ -287,7 +319,18 @@ def _line(grant: Grant) -> str:
     amount = format_amount(grant.amount, grant.unit) + (" calls" if grant.unit == "calls" else "")
     key, name = printable(grant.key), printable(grant.id)
     cause = f"by {grant.by!r}, reason {grant.reason!r}"
-    return f"{amount} under {key} until {_format_time(grant.ends, grant.key)}, {cause}, id {name}"
+    if not grant.amount:
+        since = _format_time(grant.given_at.timestamp(), grant.key)
+        return f"{_whose(key)} since {since} until {_until(grant)}, {cause}"
+    return f"{amount} under {key} until {_until(grant)}, {cause}, id {name}"
+
+
+def _whose(key: str) -> str:
+    return key.strip(":").replace(":", " ") or "all"
+
+
+def _until(grant: Grant) -> str:
+    return "thawed" if grant.until is None else _format_time(grant.ends, grant.key)
 
 
 def _format_time(seconds: float | None, key: str) -> str:

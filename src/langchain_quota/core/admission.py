@@ -143,6 +143,8 @@ class AcquireResult:
             zeros.
         newly_granted: The part of `granted` that no earlier request has used.
         drained_in: In how many microseconds each count that drains is 0, by name; before the batch.
+        frozen: The names of the counters whose subject is frozen: their thresholds refuse.
+        freezes: How many freezes the store has for these keys' prefix.
     """
 
     used: Mapping[str, int]
@@ -153,6 +155,8 @@ class AcquireResult:
     granted: Mapping[str, int] = field(default_factory=dict)
     newly_granted: Mapping[str, int] = field(default_factory=dict)
     drained_in: Mapping[str, int] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+    freezes: int = 0
 
     def charged(self, demands: Iterable[Demand]) -> dict[str, int]:
         """Return the amounts that the batch adds to each count.
@@ -174,6 +178,7 @@ def admit(
     used: Mapping[str, int],
     stops: Mapping[str, int],
     granted: Mapping[str, int] | None = None,
+    frozen: Sequence[str] = (),
 ) -> AcquireResult:
     """Admit each call against the thresholds over its counts.
 
@@ -185,6 +190,7 @@ def admit(
         used: The counts before the batch, by name.
         stops: The limits whose refusals stop the batch, and after how many refused calls.
         granted: The amounts that are added to the thresholds over counts, by name.
+        frozen: The counts whose thresholds refuse every call, before others.
     """
     granted = granted or {}
     counts = dict(used)
@@ -195,9 +201,13 @@ def admit(
         refusing: dict[str, Scope] = {}
         runs = True
         for limit, scope, counter, maximum, enforced in thresholds:
-            if counts[counter] + amounts[counter] > maximum + granted.get(counter, 0):
+            if counter in frozen:
+                refusing[limit] = scope
+            elif counts[counter] + amounts[counter] > maximum + granted.get(counter, 0):
                 refusing.setdefault(limit, scope)
-                runs = runs and not enforced
+            else:
+                continue
+            runs = runs and not enforced
         if runs:
             for counter, amount in amounts.items():
                 counts[counter] += amount
@@ -207,4 +217,6 @@ def admit(
         refused.append(refusing)
         admitted.append(runs)
     stopped = any(refusals[limit] >= after for limit, after in stops.items())
-    return AcquireResult(used, tuple(refused), tuple(admitted), stopped, granted=granted)
+    return AcquireResult(
+        used, tuple(refused), tuple(admitted), stopped, granted=granted, frozen=tuple(frozen)
+    )

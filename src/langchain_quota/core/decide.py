@@ -1,7 +1,7 @@
 """The decision about each call of a batch, and the limits whose refusals hold."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -20,6 +20,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
     charging: bool = True,
     refusal_does: Exit | None = None,
     spent: int | None = None,
+    frozen: Collection[str] = (),
 ) -> LimitStatus:
     """Return the status of a limit at one call."""
     limit, run_check = resolved.limit, resolved.checks[1]
@@ -33,6 +34,8 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
         exit_behavior = refusal_does
     if refused_at is not None:
         reason = "store" if refused_at == STORE else run_check.reason
+        if frozen and (refused_at in {c.scope for c in resolved.checks if c.counter in frozen}):
+            reason = "frozen"
     return LimitStatus(
         limit=limit.name,
         exit_behavior=exit_behavior,
@@ -93,6 +96,7 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
                 charging=charging,
                 refusal_does=exits.get(limit.limit.name),
                 spent=limit.checks[1].amount * runs if call.kind == "tool" else None,
+                frozen=result.frozen,
             )
             for limit in limits
         ]
@@ -120,7 +124,7 @@ class Breach:
     exit_behavior: Exit
     decision: Decision
     refusals: int
-    store_unavailable: bool
+    reason: Reason | None
     # The counts of the thread and the run as if the refused calls had run, and the failed checks.
     thread_count: int
     run_count: int
@@ -160,7 +164,7 @@ def find_breaches(
                 refusal.exit_behavior,
                 decision,
                 len(refusals),
-                refusal.reason == "store",
+                refusal.reason,
                 counts[0][1],
                 counts[1][1],
                 tuple(

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from langchain_quota.limits.call import (
+    FROZEN,
     RUN,
     STORE,
     Call,
@@ -15,9 +16,9 @@ from langchain_quota.limits.call import (
 )
 from langchain_quota.runtime.units import Level, Unit, near_threshold
 
-Reason = Literal["exhausted", "failing", "store"]
-"""Why a limit refuses a call: a threshold is exhausted, the tool keeps failing in the same way, or
-the store is unavailable."""
+Reason = Literal["exhausted", "failing", "frozen", "store"]
+"""Why a limit refuses a call: a threshold is exhausted, the tool keeps failing in the same way, the
+subject is frozen, or the store is unavailable."""
 
 
 class Outcome(StrEnum):
@@ -95,9 +96,10 @@ class LimitStatus(NamedTuple):
         exit_behavior: What a refusal by the limit does.
         counts: Its counts: the thread's, the run's, and those of its quotas.
         reason: Why it refuses the call: a threshold is `"exhausted"`, the tool is `"failing"` in
-            the same way again and again, or the shared `"store"` is unavailable; `None` if it
-            admits the call.
-        scope: The scope that is exhausted; `None` for none. If there are several, the first.
+            the same way again and again, the subject is `"frozen"`, or the shared `"store"` is
+            unavailable; `None` if it admits the call.
+        scope: The scope that is exhausted or frozen; `None` for none. If several are exhausted,
+            the first.
         charged: Whether the call is charged to this limit by this decision.
         deferred: Whether the call runs now and is counted when it has returned, as every call is
             in budgets of tokens and money.
@@ -150,9 +152,9 @@ class LimitStatus(NamedTuple):
     def refusal_scope(self) -> str | None:
         """Scope of a refusal, as in metrics and spans; `None` if it admits the call.
 
-        It is the exhausted scope, or `"store"` if the store is unavailable.
+        It is the exhausted scope, `"frozen"`, or `"store"` if the store is unavailable.
         """
-        return STORE if self.reason == "store" else self.scope
+        return self.reason if self.reason in (FROZEN, STORE) else self.scope
 
     def count_of(self, scope: Scope | None) -> CountStatus | None:
         """Return the count of a scope, a quota's before the thread's own; `None` without one."""
@@ -177,7 +179,7 @@ class LimitStatus(NamedTuple):
     def resets_at(self) -> datetime | None:
         """End of the last window of all exhausted quotas; `None` if one has no end."""
         first = self.count_of(self.scope)
-        if first is None or not first.per:
+        if first is None or not first.per or self.reason == "frozen":
             return None
         exhausted = [
             quota for quota in self.quotas if quota is first or quota.before >= (quota.limit or 0)

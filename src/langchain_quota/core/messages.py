@@ -95,8 +95,8 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
     """Return which thresholds of a limit are reached, with counts, and when quotas reset."""
     # Tool counts are as if the refused calls had run; model counts are those before the call.
     limit = breach.limit.limit
-    if breach.store_unavailable:
-        return _unchecked(limit)
+    if breach.reason in {"frozen", "store"}:
+        return _unchecked(limit, breach.reason)
     if isinstance(limit, RepeatLimit):
         repeats, _ = _why(limit, breach.decision)
         return f"{repeats}."
@@ -128,8 +128,8 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
 def _refusal(limit: Limit, decision: Decision, status: LimitStatus) -> str:
     if limit.message is not None:
         return _custom(limit.message, decision)
-    if status.reason == "store":
-        return _unchecked(limit)
+    if status.reason in {"frozen", "store"}:
+        return _unchecked(limit, status.reason)
     if (count := status.count_of(CONCURRENCY)) is not None:
         maximum = count.limit
         return (
@@ -174,7 +174,9 @@ def _why(limit: Limit, decision: Decision) -> tuple[str, str]:
     )
 
 
-def _unchecked(limit: Limit) -> str:
+def _unchecked(limit: Limit, reason: str | None) -> str:
+    if reason == "frozen":
+        return "The call was not run: an operator has stopped calls like it until further notice."
     if limit.unit != "calls":
         return f"{_BUDGETS[limit.unit]} limit could not be checked: try again later."
     if limit.kind == "model":

@@ -30,7 +30,8 @@ class StopReason(TypedDict):
             also be `"allowed"`, `"would_block"`, or `"waiting"` for a decision.
         limit: The limit's name.
         scope: The scope that is exhausted: `"thread"`, `"run"`, `"concurrency"`, `"call"`, or a
-            quota's name; `"store"` if the store was unavailable.
+            quota's name; `"frozen"` if the subject is frozen, `"store"` if the store was
+            unavailable.
         subject: The user, tenant or other subject of a quota, as `subject_label` returns it; `None`
             if `subject_label` does not name the quota.
         used: How much is used, without the blocked call, in `unit`; `None` if it is not known.
@@ -85,7 +86,7 @@ def reason_of(
     scope = scope or status.refusal_scope or ""
     count = status.count_of(scope)
     if count is None:
-        return make_reason(decision, status.limit, scope, unit=status.unit)
+        return make_reason(decision, status.limit, scope, subject=subject, unit=status.unit)
     return make_reason(
         decision,
         status.limit,

@@ -272,7 +272,8 @@ def _needs_after(batch: Batch, result: AcquireResult, grants: Sequence[_Offer]) 
     stops = {name: after for name, after in batch.stops.items() if name not in asking}
     granted = {grant.counter: grant.amount for grant in grants}
     unasked = admit(demands, result.used, stops, granted)
-    if unasked.stopped or (batch.sent is not None and not batch.answered):
+    # Nobody is asked to allow what an operator has stopped.
+    if unasked.stopped or result.frozen or (batch.sent is not None and not batch.answered):
         return None
     needs: _Needs = {}
     added = unasked.charged(demands)

@@ -159,7 +159,7 @@ class Waiting(Feature):
                 return batch, result
             missing = self._find_missing_room(batch, result, stops, later_calls)
             last_start = time.monotonic() + max(missing.pause, missing.last)
-            may_wait = last_start <= wait.deadline
+            may_wait = last_start <= wait.deadline and not result.frozen
             if may_wait:
                 wait.limit, wait.scope = missing.limit, missing.scope
                 self._begin_wait(batch, wait, result)

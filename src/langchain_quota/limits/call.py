@@ -17,6 +17,9 @@ ROOT_RUN: Scope = "root_run"
 STORE: Scope = "store"
 """In place of a scope, if a limit refuses because the store is unavailable."""
 
+FROZEN: Scope = "frozen"
+"""In place of a scope, if a limit refuses because its subject is frozen."""
+
 CONCURRENCY: Scope = "concurrency"
 """The scope of calls that run at the same time. Their count includes the blocked call."""
 

@@ -19,7 +19,7 @@ from langchain_quota.runtime.arguments import (
 from langchain_quota.runtime.units import Dollars, Time
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
-_RESERVED = (RUN, STORE, CONCURRENCY, "none")
+_RESERVED = (RUN, STORE, CONCURRENCY, "frozen", "none")
 _CHOICES = (
     'one of "thread" (counts the calls of a conversation), "root_run" (of an outermost run, with '
     'its sub-agents), "agent" (of all agents with its name), "global" (of all), another name, such '

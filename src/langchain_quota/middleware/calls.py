@@ -160,6 +160,8 @@ class Batch:
     sent: AcquireRequest | None = None
     # The counts against which the calls were checked.
     counted: Mapping[str, int] = field(default_factory=dict)
+    # Those whose subjects were frozen.
+    frozen: Sequence[str] = ()
     answered: bool = False
     # What a store's grants added to its limits, by key.
     granted: Mapping[str, int] = field(default_factory=dict)

@@ -280,7 +280,7 @@ class Kernel:
         if result.stopped:
             for refused in self.recheck_stopped_hooks:
                 batch, result = await refused(mode, batch, result)
-        batch.counted = result.used
+        batch.counted, batch.frozen = result.used, result.frozen
         hook_result = conclude(batch, result)
         if batch.counts and batch.counts.refunds and not hook_result.error:
             step = batch.context.step(f"{batch.task}.refused")

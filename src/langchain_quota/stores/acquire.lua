@@ -7,11 +7,13 @@
 --          thresholds       number of the limit, counter, maximum, whether it is enforced, of each
 --          names            limit and scope of each threshold, encoded, with a space between them
 --          calls            {counter, amount, counter, amount ...}, {threshold, threshold ...}
+--          frozen           the key of the freezes
 --          stops            {number of the limit, after how many refused calls it stops the batch}
 -- Answer   "refused" if the attempt was corrected before it arrived; {"again", keys ...} if nothing
 --   was done, and it is to be sent again with these added to KEYS; or a text, which clients read
 --   faster than lists of lists. Its lines:
---     acquired, replayed, stopped
+--     acquired, replayed, stopped; only if anything is frozen: how many freezes there are, and the
+--       numbers of the counters whose subjects are frozen, with commas between
 --     used of each counter
 --     of each call, with commas between: admitted, and names of each limit that refuses it
 --     only if anything is granted: the amount of each counter
@@ -114,23 +116,24 @@ if #again > 1 then return again end
 for _, correction in ipairs(ask.corrections) do correct(correction) end
 
 -- As admit() in admission.py.
-local function admit(counts, more)
+local function admit(counts, more, frozen)
   local calls, refusals, stopped = {}, {}, 0
   for i, asked in ipairs(ask.calls) do
     local added, over = unpack(asked)
-    local amounts, refusing, runs, call = {}, {}, true, ''
+    local amounts, refusing, order, runs, call = {}, {}, {}, true, ''
     for j = 1, #added, 2 do amounts[added[j]] = added[j + 1] end
     for _, index in ipairs(over) do
       local limit, counter, most, enforced = unpack(ask.thresholds, 4 * index - 3, 4 * index)
-      if counts[counter] + amounts[counter] > most + (more[counter] or 0) then
+      if frozen[counter] or counts[counter] + amounts[counter] > most + (more[counter] or 0) then
         runs = runs and not enforced
         if not refusing[limit] then
-          refusing[limit] = true
           refusals[limit] = (refusals[limit] or 0) + 1
-          call = call .. ' ' .. ask.names[index]
+          table.insert(order, limit)
         end
+        if frozen[counter] or not refusing[limit] then refusing[limit] = ask.names[index] end
       end
     end
+    for _, limit in ipairs(order) do call = call .. ' ' .. refusing[limit] end
     if runs then
       for counter, amount in pairs(amounts) do counts[counter] = counts[counter] + amount end
     end
@@ -163,17 +166,38 @@ local function charge(kept, counts, used)
   return record
 end
 
+-- The counters whose subjects are frozen, and what the answer says of them.
+local function frozen_counters()
+  local frozen, numbers, names, freezes = {}, {}, {}, 0
+  for _, grant in ipairs(grants_of(KEYS[ask.frozen])) do
+    if grant[3] > now then names[cjson.decode(grant[5]).id], freezes = true, freezes + 1 end
+  end
+  if freezes == 0 then return frozen, '' end
+  for i = 1, #ask.counters / 8 do
+    local key = KEYS[of_counter(i)] or ''
+    local dimension, subject = string.match(key, '^{[^}]*}:count:[^:]*:([^:]+):([^:]*)')
+    -- As freezes_of() in keys.py.
+    if dimension and dimension ~= 'concurrency' and dimension ~= 'rate_limiter'
+      and (names['::'] or names[':' .. dimension .. ':' .. subject]) then
+      frozen[i] = true
+      table.insert(numbers, i)
+    end
+  end
+  return frozen, ' ' .. freezes .. ' ' .. table.concat(numbers, ',')
+end
+
 local function numbers(values)
   local found = {}
   for i = 1, #ask.counters / 8 do found[i] = digits(values[i] or 0) end
   return table.concat(found, ' ')
 end
 
--- One command for all of these, because mostly there is none: the attempt, its result, and grants.
-local rare = {KEYS[ask.attempt]}
+-- One command for all of these, because mostly there is none: the attempt, its result, grants, and
+-- freezes.
+local rare = {KEYS[ask.frozen], KEYS[ask.attempt]}
 rare[#rare + 1] = KEYS[ask.result]
 for i = 2, #ask.counters, 8 do rare[#rare + 1] = KEYS[ask.counters[i]] end
-local any_rare = #rare > 0 and redis.call('EXISTS', unpack(rare)) > 0
+local any_rare = redis.call('EXISTS', unpack(rare)) > 0
 if any_rare and remembered(ask.attempt) == 'refused' then return 'refused' end
 local result = any_rare and remembered(ask.result)
 if result then return 'acquired 1 ' .. result end
@@ -188,8 +212,10 @@ for i = 1, #ask.counters / 8 do
   used[i] = kept[index] or start
   counts[i] = used[i]
 end
-local said, stopped = admit(counts, more)
-result = stopped .. '\n' .. numbers(used) .. '\n' .. said
+local frozen, marks = {}, ''
+if any_rare then frozen, marks = frozen_counters() end
+local said, stopped = admit(counts, more, frozen)
+result = stopped .. marks .. '\n' .. numbers(used) .. '\n' .. said
 if next(more) then
   result, new = result .. '\n' .. numbers(more), '\n' .. numbers(news)
   for i, amount in pairs(news) do

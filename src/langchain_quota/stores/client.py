@@ -65,7 +65,12 @@ class StoreClient:
         result: AcquireResult | None = None
         with self._asking("acquire", sent if undo else None):
             result = await self._send(mode, sent)
-        return result  # noqa: RET504 - without an answer it is None
+            if not result.replayed:
+                prefix = self.prefix
+                if callable(prefix):
+                    prefix = prefix_of(next(iter(keys_of(sent)), ""))
+                self._recorder.record_freezes(f"{self.label} {prefix}", result.freezes)
+        return result
 
     async def settle(self, mode: Mode, sent: AcquireRequest) -> AcquireResult | None:
         """Charge what was used in place of what was held: now, or later if it cannot be sent."""

@@ -14,7 +14,8 @@
 --               can write there, too.
 --   grants      of a count, under a key of their own: a packed list of {name, amount, end, new,
 --               details}; new: no call has been checked by it. After its end a grant is remembered
---               for as long as a correction.
+--               for as long as a correction. Those under "::" are the freezes, of 0: the id in the
+--               details is ":tenant:acme" for the counts of a subject, and "::" for all.
 --   an attempt  a packed list, see charged_by, or "refused"
 --   a result    the text of its answer
 

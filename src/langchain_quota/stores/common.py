@@ -73,6 +73,7 @@ def replay(remembered: AcquireResult, request: AcquireRequest) -> AcquireResult:
         used={names[name]: used for name, used in remembered.used.items()},
         replayed=True,
         granted={names[name]: amount for name, amount in remembered.granted.items()},
+        frozen=tuple(names[name] for name in remembered.frozen),
     )
 
 

@@ -26,6 +26,7 @@ from langchain_quota.runtime.units import (
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.common import idle_time
 from langchain_quota.stores.keys import (
+    FREEZES,
     CountKey,
     read_emission_interval,
     unit_of,
@@ -57,7 +58,8 @@ class Grant:
             counts them.
         id: The grant's name. A second grant with the same key and id adds nothing.
         given_at: When it was given, in UTC.
-        until: When it ends, in UTC; never `None` once a store has given it.
+        until: When it ends, in UTC; once a store has given it, `None` only for a freeze that lasts
+            until it is thawed.
         reason: Why it was given.
         by: Who gave it.
 
@@ -178,6 +180,9 @@ class SupportsGrants(ABC):
     def grants(self, pattern: str = "*") -> list[Grant]:
         """Return the grants that have not ended, sorted by key and time; see `usages`.
 
+        The pattern `*` includes freezes: grants of 0 under keys such as `:tenant:acme`, or `::` if
+        all are frozen.
+
         Args:
             pattern: A glob pattern of keys, as in Python's `fnmatch.fnmatchcase`.
 
@@ -185,7 +190,43 @@ class SupportsGrants(ABC):
             QuotaStoreError: The store failed.
             TypeError: The store serves no sync calls.
         """
-        return sorted(self._active_grants(pattern), key=lambda grant: (grant.key, grant.given_at))
+        grants = map(_as_listed, self._active_grants(pattern))
+        return sorted(grants, key=lambda grant: (grant.key, grant.given_at))
+
+    async def freeze(  # noqa: PLR0913 - keyword-only, with defaults
+        self,
+        mode: Mode,
+        per: str,
+        subject: str,
+        *,
+        until: datetime | None = None,
+        reason: str = "",
+        by: str = "",
+        prefix: str = "",
+    ) -> Grant:
+        """Freeze a subject, or all if both names are empty; see `QuotaMiddleware.freeze`."""
+        _check_texts(per=per, subject=subject, reason=reason, by=by)
+        _check_until(until)
+        if bool(per) != bool(subject):
+            raise ValueError(f"a freeze needs two names or none, not {per!r} and {subject!r}")
+        times = in_utc(self.clock()), until or _LAST
+        freeze = Grant(_freezes_key(prefix), 0, str(CountKey("", per, subject)), *times, reason, by)
+        stored, _ = await self._grant(mode, freeze)
+        if stored is None:
+            raise ValueError(f"until must be later than now, not {until}")
+        freeze = _as_listed(stored)
+        _log("frozen", freeze)
+        return freeze
+
+    async def thaw(
+        self, mode: Mode, per: str, subject: str, *, by: str = "", prefix: str = ""
+    ) -> Grant | None:
+        """End a freeze, and return it; `None` if there is none."""
+        ended = await self._revoke(mode, _freezes_key(prefix), str(CountKey("", per, subject)))
+        if ended is not None:
+            ended = _as_listed(ended)
+            _log("thawed", replace(ended, by=by))
+        return ended
 
     def _validated_grant(  # noqa: PLR0913, PLR0917 - those of `grant`
         self,
@@ -207,9 +248,7 @@ class SupportsGrants(ABC):
             raise ValueError(
                 f"a smooth quota takes no grants: raise its limit or its burst, not {counted!r}"
             )
-        validate_type("until", until, datetime | None, "a datetime or None")
-        if until is not None and until.tzinfo is None:
-            raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
+        _check_until(until)
         unit = unit_of(counted)
         whole = whole_amount(unit, "amount", amount)
         if not 0 < whole <= MAX_AMOUNT:
@@ -284,6 +323,25 @@ def _check_texts(**arguments: object) -> None:
         validate_type(argument, value, str, "a string")
         if len(str(value)) > MAX_TEXT:
             raise ValueError(f"{argument} must have at most {MAX_TEXT} characters")
+
+
+def _check_until(until: datetime | None) -> None:
+    validate_type("until", until, datetime | None, "a datetime or None")
+    if until is not None and until.tzinfo is None:
+        raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
+
+
+def _freezes_key(prefix: str) -> str:
+    return f"{prefix}/{FREEZES}" if prefix else FREEZES
+
+
+def _as_listed(grant: Grant) -> Grant:
+    """Return a grant; a freeze, which is one of 0, under its subject, and without an end if so."""
+    if grant.amount or grant.until is None:
+        return grant
+    return replace(
+        grant, key=grant.id, until=None if grant.until.year == _LAST.year else grant.until
+    )
 
 
 def _log(event: str, grant: Grant) -> None:

@@ -213,6 +213,19 @@ def dimension_of(key: str) -> str:
     return key.partition(":")[2].partition(":")[0]
 
 
+FREEZES = "::"
+"""The key of a prefix's freezes, and the name of the freeze of all subjects."""
+
+
+def freezes_of(key: str) -> tuple[str, ...]:
+    """Return the names of the freezes that stop the calls of a count: its subject's, and of all."""
+    _, dimension, subject = (*key.split(":", 3), "", "")[:3]
+    # Leases are renewed while calls run, and a rate limiter could only let its callers wait.
+    if dimension in {"", "concurrency", "rate_limiter"}:
+        return ()
+    return f":{dimension}:{subject}", FREEZES
+
+
 def check_prefix(what: str, prefix: object) -> str:
     """Check a prefix of a store, and return it."""
     validate_type(what, prefix, str, "a string")

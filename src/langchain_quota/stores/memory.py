@@ -33,8 +33,10 @@ from langchain_quota.stores.common import (
 from langchain_quota.stores.expiring_dict import ExpiringDict
 from langchain_quota.stores.grants import Grant, SupportsGrants, in_utc
 from langchain_quota.stores.keys import (
+    FREEZES,
     drain_time,
     drained_amount,
+    freezes_of,
     read_emission_interval,
     window_end,
 )
@@ -172,7 +174,8 @@ class MemoryStore(SupportsGrants, RateLimiting):
                 stored_grant.grant.id: stored_grant
                 for stored_grant in self._granted(grant.key, now - CORRECTED)
             }
-            if grant.id in by_id:
+            # A freeze takes the place of an earlier one.
+            if grant.id in by_id and grant.amount:
                 return by_id[grant.id].grant, False
             new = by_id[grant.id] = StoredGrant(grant)
             if new.ends <= now:
@@ -259,8 +262,18 @@ class MemoryStore(SupportsGrants, RateLimiting):
                 grants[name] = self._granted(counter.key, now)
         granted = {name: room for name, given in grants.items() if (room := _amount(given))}
         demands = demands_in_drain_time(request) if drained_in else request.demands
-        result = admit(demands, used, request.stops, granted)
+        freezes, frozen = set[str](), list[str]()
+        if FREEZES in self._grants.all:
+            freezes = {stored_grant.grant.id for stored_grant in self._granted(FREEZES, now)}
+            frozen = [
+                name
+                for name, counter in request.counters.items()
+                if not freezes.isdisjoint(freezes_of(counter.key or ""))
+            ]
+        result = admit(demands, used, request.stops, granted, frozen)
         charged = result.charged(demands)
+        if freezes:
+            result = replace(result, freezes=len(freezes))
         if drained_in:
             counters = request.counters
             used |= {n: drained_amount(counters[n].key, time) for n, time in drained_in.items()}

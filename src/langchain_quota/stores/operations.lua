@@ -2,7 +2,8 @@
 --   peek    answer of each: used, limit, end of window, what is granted; used is -2 where something
 --           else than a count is kept
 --   reset
---   grant   name, amount, ends, details; answer: what is kept, nothing if it would be over
+--   grant   name, amount, ends, details; answer: what is kept, nothing if it would be over. One of 0
+--           is a freeze, and takes the place of an earlier one
 --   delay   amount: in how many microseconds a count drains, unless it drains later
 --   revoke  name; answer: what is ended, nothing if there is none
 --   grants  what is granted
@@ -53,8 +54,11 @@ function operations.grant(number, key, of_grants, ends, idle)
   local grants = {}
   for _, kept in ipairs(grants_of(of_grants)) do
     if kept[3] + CORRECTED > now then
-      if kept[1] == ask.name then return tell(number, kept, 0) end
-      table.insert(grants, kept)
+      if kept[1] ~= ask.name then
+        table.insert(grants, kept)
+      elseif ask.amount > 0 then
+        return tell(number, kept, 0)
+      end
     end
   end
   if ask.ends <= now then return end

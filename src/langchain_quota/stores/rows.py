@@ -15,6 +15,7 @@ from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.expiring_dict import ExpiringDict
 from langchain_quota.stores.grants import Grant
+from langchain_quota.stores.keys import FREEZES
 from langchain_quota.stores.memory import REFUSED, Count, MemoryStore, StoredGrant, StoredResult
 from langchain_quota.stores.wire import Answers
 
@@ -128,7 +129,8 @@ def names_of(request: AcquireRequest) -> set[Name]:
             (RESULT, correction.idempotency_key),
             (ATTEMPT, correction.attempt_id or ""),
         }
-    return {name for name in names if name[1] or name[0] in (COUNT, GRANTS)}
+    names = {name for name in names if name[1] or name[0] in (COUNT, GRANTS)}
+    return names | {(GRANTS, FREEZES)}
 
 
 def names_of_keys(keys: Iterable[str]) -> set[Name]:
@@ -153,7 +155,7 @@ def _plain(value: Any) -> object:
 
 
 def _acquired(name: str, result: Any, charged: list[Any]) -> StoredResult:
-    lists = {field: tuple(result[field]) for field in ("refused", "admitted")}
+    lists = {field: tuple(result[field]) for field in ("refused", "admitted", "frozen")}
     charges = [(str(key), int(amount), bool(is_held)) for key, amount, is_held in charged]
     return StoredResult(name, AcquireResult(**{**result, **lists}), charges)
 

@@ -23,6 +23,7 @@ from langchain_quota.stores.common import (
 )
 from langchain_quota.stores.grants import Grant, in_utc
 from langchain_quota.stores.keys import (
+    FREEZES,
     drain_time,
     drained_amount,
     read_emission_interval,
@@ -46,7 +47,7 @@ _ODD = -2
 _NUMBERS = "(?:[0-9]+(?: [0-9]+)*)?"
 _CALL = r"[01](?: [^\s,]+ [^\s,]+)*"
 _RESULT = re.compile(
-    rf"acquired ([01]) ([01])\n({_NUMBERS})\n((?:{_CALL}(?:,{_CALL})*)?)"
+    rf"acquired ([01]) ([01])(?: ([0-9]+) ([0-9,]*))?\n({_NUMBERS})\n((?:{_CALL}(?:,{_CALL})*)?)"
     rf"(?:\n({_NUMBERS}))?(?:\n({_NUMBERS}))?"
 )
 """The text of an answer, as acquire.lua says it."""
@@ -86,6 +87,7 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> str:
         f'"result":{_marker("result", request.idempotency_key, place)},"hold":"{hold}",'
         f'"counters":[{",".join(counters)}],"thresholds":[{",".join(thresholds)}],'
         f'"names":[{",".join(names)}],"calls":{calls},"stops":{stops},'
+        f'"frozen":{place("grants", FREEZES)},'
         f'"corrections":[{",".join(corrections)}]}}'
     )
 
@@ -162,7 +164,7 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
     match = _RESULT.fullmatch(text)
     if match is None:
         raise ValueError("it is no result")
-    replayed, stopped, counts, refusals, granted, newly = match.groups("")
+    replayed, stopped, freezes, frozen, counts, refusals, granted, newly = match.groups("")
     used, calls = _counts(counts), refusals.split(",") if refusals else []
     if replayed == "1":
         check_fits(len(used), len(calls), request)
@@ -170,11 +172,12 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
         raise ValueError("it is the result of another request")
     admitted, refused = [], []
     for call in calls:
-        runs, *names = call.split(" ")
-        texts = [unquote(name, errors="surrogatepass") for name in names]
+        runs, *refusing = call.split(" ")
+        texts = [unquote(name, errors="surrogatepass") for name in refusing]
         admitted.append(runs == "1")
         refused.append(dict(zip(texts[::2], texts[1::2], strict=True)))
-    kept = dict(zip(request.counters, used, strict=True))
+    names = [*request.counters]
+    kept = dict(zip(names, used, strict=True))
     keys = {
         name: counter.key
         for name, counter in request.counters.items()
@@ -191,6 +194,8 @@ def result(request: AcquireRequest, reply: object) -> AcquireResult:
         granted=_amounts(request.counters, granted),
         newly_granted=_amounts(request.counters, newly),
         drained_in=drained_in,
+        frozen=tuple(names[int(number) - 1] for number in frozen.split(",") if number),
+        freezes=int(freezes or 0),
     )
 
 

@@ -4,7 +4,7 @@ import logging
 from datetime import UTC
 
 from langchain_quota.core.decision import LimitStatus
-from langchain_quota.limits.call import CONCURRENCY, STORE, Scope
+from langchain_quota.limits.call import CONCURRENCY, FROZEN, STORE, Scope
 from langchain_quota.runtime.units import UNIT_LABELS, Level, format_amount, in_base_unit
 from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.events import DecisionEvent
@@ -98,7 +98,7 @@ def _log(
 ) -> None:
     if not logger.isEnabledFor(severity):
         return
-    # If the store was unavailable, there is no count.
+    # If the store was unavailable, or the subject is frozen, no count matters.
     count, unit = status.count_of(scope), status.unit
     used, threshold = (count.used, count.limit) if count else (None, None)
     # Name the argument of the limit, or the quota, as the user wrote it.
@@ -125,6 +125,6 @@ def _log(
         result,
         event.caller.name,
         event.caller.thread,
-        "store unavailable" if scope == STORE else amounts,
+        {STORE: "store unavailable", FROZEN: "the subject is frozen"}.get(scope, amounts),
         extra=fields,
     )

@@ -198,7 +198,8 @@ class Metrics:
 
     def _refusals_of(self, agent: str, status: LimitStatus) -> Counter:
         outcome = Outcome.BLOCKED if status.enforced else Outcome.WOULD_BLOCK
-        return self._refusals[agent, limit_label(status.limit), status.scope or NONE, outcome]
+        scope = status.refusal_scope or NONE
+        return self._refusals[agent, limit_label(status.limit), scope, outcome]
 
     def _charges_of(self, agent: str, status: LimitStatus) -> Counter:
         """Return the counter of a limit's charges; create series for a limit with new settings."""

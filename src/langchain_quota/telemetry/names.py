@@ -153,7 +153,7 @@ RUNS = _counter("runs_total", "agent", "Runs that have started.")
 RUNS_ENDED = _counter(
     "runs_ended_total",
     "agent limit",
-    "Runs that an exhausted limit ended, except for those that ended with a last answer.",
+    "Runs that an exhausted or frozen limit ended, except for those that ended with a last answer.",
 )
 RUN_USED = _of_runs(
     "run_used",
@@ -253,6 +253,11 @@ ERRORS = _counter(
     "errors_total",
     "component error_type",
     "Failures of telemetry, observers, stores and your own functions.",
+)
+FROZEN = _of_table(
+    "frozen_subjects",
+    "",
+    "Subjects that are frozen, by the store's last answer to a process that checks calls.",
 )
 START_TIME = _of_table(
     "start_time_seconds",

@@ -282,7 +282,7 @@ class Page:
         }
         first = int(reading.now // 3600) - HOURS + 1
         hours = [max(0, reading.costs[first + hour]) / NANODOLLARS for hour in range(HOURS)]
-        totals["waiting"] = reading.waiting
+        totals["waiting"], totals["frozen"] = reading.waiting, reading.frozen
         totals["cost"] = {"dollars": sum(hours), "hours": hours} if reading.costs else None
         self._all = {
             "schema": SCHEMA,

@@ -68,6 +68,8 @@ class Reading(NamedTuple):
     """The number of calls that wait now."""
     costs: Counter[int]
     """Nanodollars by the hour since the Unix epoch, for the last 24 hours."""
+    frozen: int = 0
+    """The number of frozen subjects, by the store's newest answer."""
 
 
 class Rows(dict[tuple[str, str, str], Row]):

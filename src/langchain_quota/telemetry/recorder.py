@@ -256,6 +256,10 @@ class Recorder:
         if grants:
             self._guard("metrics", self._metrics.count_grants, self._labels_of(agent), grants)
 
+    def record_freezes(self, source: str, count: int) -> None:
+        """Record how many subjects are frozen in a store, under one prefix."""
+        self._guard("threads", self._usage.record_freezes, source, count)
+
     def record_unknown_price(
         self, agent: str | None, error: UnknownPriceError, *, is_made: bool = True
     ) -> None:

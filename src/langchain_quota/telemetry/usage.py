@@ -20,7 +20,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from langchain_quota.core.decision import CountStatus, LimitStatus, Refund
-from langchain_quota.limits.call import ROOT_RUN, RUN, STORE, THREAD
+from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import Level, Unit
 from langchain_quota.telemetry import names, workers
@@ -86,6 +86,9 @@ class UsageTable(Collector):
         # Nanodollars by the hour since the Unix epoch, and the number of calls that wait.
         self._costs = Counter[int]()
         self._waiting = 0
+        # How many subjects are frozen, by store and prefix, and when a store said so last.
+        self._frozen = Counter[str]()
+        self._answered = 0.0
         self._is_due = False
         self._written = 0.0
         self._path: Path | None = None
@@ -125,6 +128,8 @@ class UsageTable(Collector):
                 use.numbers = (_number(status, quota),) if has_number else ()
                 if status.scope == quota.scope:
                     _count_refusal(use, status, now)
+                    if subject.label and status.reason == FROZEN:
+                        event.subjects[status.limit, FROZEN] = subject.label
                     if thread is not None and use.refused == now:
                         thread.line = ""
                         thread.uses[status.limit].subject = subject.label or ""
@@ -167,6 +172,14 @@ class UsageTable(Collector):
                 use = thread.uses.get(limit) or thread.uses.setdefault(limit, Use())
                 use.waiting, thread.line = max(0, use.waiting + change), ""
         self._write_soon()
+
+    def record_freezes(self, source: str, count: int) -> None:
+        """Note how many subjects are frozen in a store, under one prefix."""
+        self._answered = time.time()
+        if count != self._frozen[source]:
+            with self._lock:
+                self._frozen[source] = count
+            self._write_soon()
 
     def spend(self, caller: CallerLabels, spent: Sequence[LimitSpend]) -> None:
         """Add what a model call has spent, by limit; its cost counts once, under several limits."""
@@ -239,6 +252,7 @@ class UsageTable(Collector):
                 hidden = reading.tracked[agent, limit, scope, state] - visible
                 families.add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, visible)
                 families.add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
+        families.add(names.FROZEN, {}, reading.frozen)
         families.add(names.START_TIME, {}, reading.started)
         yield from families.values()
 
@@ -283,6 +297,7 @@ class UsageTable(Collector):
             hidden=hidden,
             waiting=sum(snapshot.waiting for snapshot in snapshots),
             costs=costs_of(snapshots, now),
+            frozen=max((*snapshot.frozen,) for snapshot in snapshots)[1] if snapshots else 0,
         )
 
     def _snapshot(self, settings: Snapshot, subjects: Sequence[Subject]) -> Snapshot:
@@ -291,6 +306,7 @@ class UsageTable(Collector):
             pid=os.getpid(),
             waiting=self._waiting,
             costs=[*self._costs.items()],
+            frozen=(self._answered, self._frozen.total()),
             subjects=subjects,
         )
 
@@ -413,10 +429,10 @@ def _use_of(subject: Subject, limit: str, unit: Unit) -> Use:
 
 
 def _count_refusal(use: Use, status: LimitStatus, now: float) -> None:
-    """Count a refusal if the limit refuses the call because it is exhausted."""
+    """Note a refusal, except in an outage; count it if the limit is exhausted, and not frozen."""
     if status.reason is not None and status.enforced and status.reason != STORE:
-        use.blocked += 1
-        use.refused, use.scope, use.subject = now, status.scope or "", ""
+        use.blocked += status.reason != FROZEN
+        use.refused, use.scope, use.subject = now, status.refusal_scope or "", ""
 
 
 def _number(status: LimitStatus, count: CountStatus) -> Number:

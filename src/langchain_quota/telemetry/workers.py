@@ -82,6 +82,8 @@ class Snapshot(NamedTuple):
     """The number of calls that wait now, with or without a thread."""
     costs: Sequence[tuple[int, int]] = ()
     """The cost of each of the last 24 hours: the hour since the Unix epoch, and nanodollars."""
+    frozen: tuple[float, int] = 0.0, 0
+    """When the store answered last, and how many subjects were frozen then."""
     subjects: Sequence[Subject] = ()
 
 

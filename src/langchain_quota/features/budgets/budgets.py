@@ -214,7 +214,11 @@ class Budgets(Feature):
             if status.refused and status.limit not in budgets
         }
         first = FirstCheck(
-            used={**batch.counted}, refused=refused, granted={**batch.granted}, keys=charged
+            used={**batch.counted},
+            refused=refused,
+            frozen=[*batch.frozen],
+            granted={**batch.granted},
+            keys=charged,
         )
         batch.save(self.name, {"admitted": first})
         return conclusion._replace(decisions=())

@@ -67,6 +67,8 @@ class FirstCheck(TypedDict):
     """The counts before the call, by the name of the count."""
     refused: dict[str, Scope]
     """The limits on calls in a dry run that would refuse it, with the scopes."""
+    frozen: list[str]
+    """The counts of frozen subjects, which these limits refuse."""
     granted: dict[str, int]
     """The amounts that a store's grants added to limits, by key."""
     keys: dict[str, int]
@@ -217,7 +219,8 @@ def _result_of_both_checks(
     )
     whole = replace(batch, limits=both, call_checks=[CallChecks.of(both.limits)], used=used)
     refused = first["refused"] | {**second.refused[0]}
-    decisions, _ = whole.decide(AcquireResult(used, (refused,), (True,)))
+    frozen = (*first["frozen"], *second.frozen)
+    decisions, _ = whole.decide(AcquireResult(used, (refused,), (True,), frozen=frozen))
     by = batch.ledger.get("downgraded") or ""
     return HookResult([decision._replace(downgraded_by=by) for decision in decisions])
 
