@@ -567,6 +567,18 @@ class TestFreezes:
         assert quota.thaw(user_id="ada")
         assert store.acquire(calls(KEY, 1)).admitted == (True,)
 
+    def test_come_before_exhausted_counts(self, store: Store) -> None:
+        """A limit that is exhausted, too, refuses with the frozen scope; the last freeze counts."""
+        limit = ToolCallLimit(quotas=[Quota(1, per="user_id"), Quota(1, per="tenant")])
+        quota: Any = QuotaMiddleware([limit], store=store, telemetry=TELEMETRY)
+        tenant = str(CountKey("search", "tenant", "acme"))
+        for reason in ("first", "second"):
+            quota.freeze(tenant="acme", reason=reason)
+        assert [freeze.reason for freeze in store.grants()] == ["second"]
+        asked = batch({OTHER: 1, tenant: 1}, limits={OTHER: 0, tenant: 9})
+        result = store.acquire(asked)
+        assert (result.refused, result.frozen) == (({"limit": tenant},), (tenant,))
+
 
 class TestSmooth:
     """A count that drains."""
