@@ -1,6 +1,7 @@
 """The page's data: what `/quota.json` says of threads, subjects and costs, and who may read it."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from langchain_core.tools import StructuredTool
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
+from benchmarks.scrape import scraped, tracked
 from langchain_quota import (
     ConcurrencyLimit,
     CostLimit,
@@ -308,6 +310,22 @@ async def test_it_is_computed_once_and_off_the_loop(signals: Signals) -> None:
             assert (await client.request(method, path)).status_code == status
         head = await client.head(url)
         assert (head.status_code, head.content) == (200, b"")
+
+
+async def test_no_step_waits_while_it_is_computed() -> None:
+    """While many rows are read, the event loop runs, though no thread is interrupted."""
+    registry = tracked(2_000)
+    app, ticks, interval = quota_app(registry), 0, sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        reading = asyncio.create_task(scraped(app, "/quota.json"))
+        while not reading.done():
+            ticks += 1
+            await asyncio.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+    assert await reading > 2_000
+    assert ticks > 10
 
 
 def test_before_any_call() -> None:

@@ -31,6 +31,7 @@ from langchain_quota.telemetry.reading import (
     Reading,
     Row,
     current_numbers,
+    in_slices,
 )
 from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import directory_error, multiprocess_directory
@@ -273,7 +274,7 @@ class Page:
 
     def _compute(self, reading: Reading) -> None:
         self._rows: dict[str, list[_Row]] = {"threads": [], "subjects": []}
-        for kind, row in _rows_of(reading):
+        for kind, row in in_slices(_rows_of(reading)):
             self._rows[kind].append(row)
         self._hidden = {kind: reading.hidden[kind == "threads"] for kind in self._rows}
         totals: Json = {

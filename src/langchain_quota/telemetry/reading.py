@@ -1,10 +1,11 @@
 """What subjects have used, as one reader of all processes sees it: for /metrics and the page."""
 
 import hashlib
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from langchain_quota.runtime.units import Level
 from langchain_quota.telemetry.workers import Number, Snapshot, Subject, Use
@@ -14,6 +15,13 @@ BLOCKED_NOW = 300
 
 HOURS = 24
 """The number of hours for which costs are kept."""
+
+SLICE = 256
+"""The number of subjects that are read or written without a pause."""
+
+_PAUSE = 0.0001
+
+T = TypeVar("T")
 
 Series = tuple[str, str, str, Level]
 """The label of an agent, a limit, a scope and a level."""
@@ -91,6 +99,16 @@ class Rows(dict[tuple[str, str, str], Row]):
                 row.counts[limit] = Count(use, number, level, use.blocked)
             else:
                 row.counts[limit] = first._replace(blocked=first.blocked + use.blocked)
+
+
+def in_slices(items: Iterable[T]) -> Iterator[T]:
+    """Yield items, and pause after some of them, so that no event loop waits for this thread."""
+    # Python takes the interpreter from a busy thread only after 5 ms, and each step of an event
+    # loop may have to wait that long. A thread that sleeps gives it away at once.
+    for index, item in enumerate(items, 1):
+        if not index % SLICE:
+            time.sleep(_PAUSE)
+        yield item
 
 
 def costs_of(snapshots: Sequence[Snapshot], now: float) -> Counter[int]:

@@ -35,6 +35,7 @@ from langchain_quota.telemetry.reading import (
     Series,
     costs_of,
     digest,
+    in_slices,
 )
 from langchain_quota.telemetry.workers import Key, Number, Snapshot, Subject, Use
 
@@ -218,11 +219,9 @@ class UsageTable(Collector):
             self._is_due = False
             try:
                 with self._lock:
-                    subjects = list(self._subjects.values())
-                    for subject in subjects:
-                        subject.line = subject.line or workers.line_of(subject)
-                    lines = [subject.line for subject in subjects]
+                    subjects = list(dict.values(self._subjects))
                     snapshot = self._snapshot(self._settings, subjects)
+                lines = [self._line_of(subject) for subject in in_slices(subjects)]
                 workers.write(self._path, snapshot, lines)
             except Exception as error:
                 self._on_error(error)
@@ -270,10 +269,12 @@ class UsageTable(Collector):
         bounds = snapshots[0] if snapshots else Snapshot(now, 0, 0, 0.0)
         tracked, exported, hidden = Counter[Series](), Counter[Series](), Counter[bool]()
         states = defaultdict[tuple[bool, str], set[str]](set)
-        active = [one for one in workers.merge(snapshots) if now - one.last <= bounds.ttl]
-        of_quotas = [subject for subject in active if subject.key[1] != THREAD]
+        merged = in_slices(workers.merge(snapshots))
+        active = [subject for subject in merged if now - subject.last <= bounds.ttl]
+        threads = [subject for subject in in_slices(active) if subject.key[1] == THREAD]
+        of_quotas = [subject for subject in in_slices(active) if subject.key[1] != THREAD]
         for subjects, max_exported in (
-            ([subject for subject in active if subject.key[1] == THREAD], bounds.max_threads),
+            (threads, bounds.max_threads),
             # The subjects of quotas per agent or global have no label, and always have series.
             ([subject for subject in of_quotas if subject.label == ""], len(of_quotas)),
             ([subject for subject in of_quotas if subject.label], bounds.max_subjects),
@@ -310,6 +311,15 @@ class UsageTable(Collector):
             subjects=subjects,
         )
 
+    def _line_of(self, subject: Subject) -> str:
+        """Return the line of a subject in the file."""
+        line = subject.line
+        if not line:
+            # Lock for one subject at a time, because decisions wait for this lock.
+            with self._lock:
+                line = subject.line = workers.line_of(subject)
+        return line
+
     def _add_cost(self, amount: int, thread: Subject | None, now: float) -> None:
         """Add nanodollars to the cost of this hour, and to that of a thread."""
         if not amount:
@@ -331,7 +341,7 @@ class UsageTable(Collector):
     ) -> Iterator[Rated]:
         """Rate and count subjects: near ones by share come first, then exhausted ones."""
         # Yield them singly: for a list of many, the garbage collector would stop all threads.
-        for subject in subjects:
+        for subject in in_slices(subjects):
             try:
                 sort_key, refused, counts = rate(subject, now)
             except Exception as error:
