@@ -114,10 +114,10 @@ async def test_around_the_model_only_if_needed(
     signals: Signals,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Model calls are wrapped for features, labels of tools, and packages not yet imported."""
+    """Model calls are wrapped for features and packages not yet imported, not for labels."""
     monkeypatch.setattr("langchain_quota.features.deep_agents._PACKAGES", installed)
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry, **options)
-    is_needed = (limits, options, installed) != ([MODEL], {}, ())
+    is_needed = bool(options or installed or isinstance(limits[0], TokenLimit))
     for hook in ("wrap_model_call", "awrap_model_call"):
         assert (getattr(type(quota), hook) is not getattr(AgentMiddleware, hook)) is is_needed
     await Scene(signals, ["done"], [quota]).play()

@@ -80,7 +80,7 @@ ODD = ["s" * 65, "two words", "a\n", "süß", "\ud800", "a/b"]
 
 
 async def test_tools_are_bounded_by_agent() -> None:
-    """Those of limits and of the agent come first; what a model invents is `_other` beyond that."""
+    """Names in limits always have labels; others as far as the bound, even those a model invents."""
     signals = telling(max_tools=4)
     limits: list[Limit] = [
         ToolCallLimit("limited", run_limit=99),
@@ -88,7 +88,7 @@ async def test_tools_are_bounded_by_agent() -> None:
     ]
     for agent in ("boss", "clerk"):
         invented = [*ODD, *(f"invented-{index}-{agent}" for index in range(100))]
-        called = [*invented, "search", "calc", "limited", "left_out"]
+        called = ["search", "calc", *invented, "limited", "left_out"]
         scene = Scene(signals, asking(*called), limits, name=agent)
         await scene.play()
     calls = signals.samples(CALLS, kind="tool", decision="allowed")

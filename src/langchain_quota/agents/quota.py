@@ -351,8 +351,6 @@ def _unneeded(kernel: Kernel, kinds: Sequence[type[Feature]]) -> tuple[str, ...]
     around_model: list[object] = [
         *(kernel.learn_tools_hooks, kernel.shape_request_hooks, kernel.around_model_hooks),
         *(kernel.check_rerun_hooks, kernel.checks_inline),
-        # The tools of an agent get their labels before names that its model invents.
-        "tool" in kernel.kinds,
         kernel.after_model_hooks and not has_node,
     ]
     needs = {

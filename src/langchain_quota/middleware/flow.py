@@ -184,12 +184,11 @@ class Kernel:
             end_run(state, runtime)
 
     def learn_tools(self, request: Request) -> None:
-        """Learn which tools there really are, before the model invents others."""
+        """Pass the tools that a model is offered to the features, if they have changed."""
         agent, tools = running_agent(), request.tools
         newest, before = self._newest
         if agent == newest and len(tools) == len(before) and all(map(is_, tools, before)):
             return
-        self.recorder.learn_tools(agent, [t.name for t in tools if not isinstance(t, dict)])
         for learn in self.learn_tools_hooks:
             learn(agent, tools)
         self._newest = agent, [*tools]

@@ -55,7 +55,7 @@ class Telemetry:
         thread_ttl: How long a thread without calls keeps its series, and how long a user or
             another subject of a quota without calls is counted; above 0.
         max_tools: The most tool names per agent that are labels, beside those that limits name,
-            from 0; further ones are labelled `_other`.
+            from 0; later ones are labelled `_other`, even if a model has invented earlier ones.
         max_agents: The most names of agents that are labels, from 0; further ones are labelled
             `_other`. Logs and spans have every agent's own name.
         count_unchecked_calls: Whether to count model and tool calls that no limit checks, in runs

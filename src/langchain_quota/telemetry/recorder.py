@@ -165,12 +165,6 @@ class Recorder:
         """Log that a store is nearly full; return False as long as it may still become so."""
         return self._guard("store", logs.nearly_full, store) is not False
 
-    def learn_tools(self, agent: str | None, offered: Iterable[str]) -> None:
-        """Learn an agent's tools: they get labels before names that its model invents."""
-        agent_label = self._labels_of(agent).agent
-        for name in offered:
-            self._guard("metrics", self._shared.tools.__getitem__, (agent_label, name))
-
     def record(  # noqa: PLR0913 - keyword-only, with defaults
         self,
         decisions: Sequence[Decision],
