@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 from opentelemetry.trace import NoOpTracerProvider
 from prometheus_client import CollectorRegistry
 
+from benchmarks.by_hand import ObservedModelLimiter, ObservedToolLimiter, Signals
 from langchain_quota import (
     CostLimit,
     InlineQuotaMiddleware,
@@ -37,6 +38,7 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitMiddleware,
 )
+from langchain_quota.features import deep_agents
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.state import (
     LEDGER,
@@ -52,6 +54,9 @@ from langchain_quota.middleware.state import (
     merge_ledgers,
 )
 from langchain_quota.runtime.compat import untraced
+
+# Most users have none of the packages whose tools need a hook around the model.
+deep_agents._PACKAGES = ()
 
 TOOLS = ("search", "fetch", "read", "write", "mail", "plan")
 """The tools of the agent; its steps call them in turn."""
@@ -155,6 +160,16 @@ def _langchain(tools: Sequence[str | None], *, model: bool) -> Setup:
     def make(_telemetry: Telemetry, limits: Limits) -> Middlewares:
         first: Middlewares = [LangChainModelLimiter(**limits)] if model else []
         return [*first, *(LangChainToolLimiter(tool_name=name, **limits) for name in tools)]
+
+    return make
+
+
+def _observed(tools: Sequence[str | None], *, model: bool) -> Setup:
+    def make(_telemetry: Telemetry, limits: Limits) -> Middlewares:
+        signals = Signals(provider("not sampled"))
+        first: Middlewares = [ObservedModelLimiter(signals, **limits)] if model else []
+        others = (ObservedToolLimiter(signals, tool_name=name, **limits) for name in tools)
+        return [*first, *others]
 
     return make
 
@@ -272,7 +287,7 @@ class _Wrapping(_Beginning):
         return await handler(request)
 
 
-class _ToolHooks(_Wrapping):
+class _ToolHooks(_Beginning):
     """The hooks of `QuotaMiddleware` with one tool limit: they write its keys, and no more."""
 
     state_schema = QuotaState
@@ -282,7 +297,7 @@ class _ToolHooks(_Wrapping):
         return _BATCH
 
 
-class _ModelHooks(_Wrapping):
+class _ModelHooks(_Beginning):
     """The same with model limits only."""
 
     state_schema = QuotaState
@@ -352,6 +367,10 @@ SETUPS: dict[str, Setup] = {
     "LangChain, tool": _langchain(ANY, model=False),
     "LangChain, 2": _langchain(ANY, model=True),
     "LangChain, 8": _langchain(EACH, model=True),
+    "LangChain and telemetry, model": _observed((), model=True),
+    "LangChain and telemetry, tool": _observed(ANY, model=False),
+    "LangChain and telemetry, 2": _observed(ANY, model=True),
+    "LangChain and telemetry, 8": _observed(EACH, model=True),
     "drop-in, model": _drop_in((), model=True),
     "drop-in, tool": _drop_in(ANY, model=False),
     "drop-in, 2": _drop_in(ANY, model=True),

@@ -80,7 +80,7 @@ ODD = ["s" * 65, "two words", "a\n", "süß", "\ud800", "a/b"]
 
 
 async def test_tools_are_bounded_by_agent() -> None:
-    """Names in limits always have labels; others as far as the bound, even those a model invents."""
+    """Names in limits always have labels; of others, the first do, invented or not."""
     signals = telling(max_tools=4)
     limits: list[Limit] = [
         ToolCallLimit("limited", run_limit=99),

@@ -24,7 +24,7 @@ from langchain_quota.middleware.state import LEDGER
 from langchain_quota.runtime import compat
 from langchain_quota.telemetry.labels import UNNAMED
 
-_PACKAGES = ("deepagents", "langchain_quickjs")
+_PACKAGES: tuple[str, ...] = ("deepagents", "langchain_quickjs")
 """The packages whose tools are checked."""
 
 _TASK = "task"
