@@ -21,6 +21,7 @@ from langchain_quota import (
     TimeLimit,
     TokenLimit,
     ToolCallLimit,
+    ToolCallLimitExceededError,
     stop_reason,
 )
 from langchain_quota.limits import Limit
@@ -118,8 +119,19 @@ async def test_what_the_data_says(limit: Limit, script: Any, how: Any, data: Any
     options |= {key: each for key, each in how.items() if key == "prices"}
     model = ScriptedChatModel(model="m", script=script)
     scene = Scene(signals, model, [limit], context=ANN, **options)
-    reason = stop_reason(await scene.play())
+    with scene.quota.receipt() as bill:
+        reason = stop_reason(await scene.play())
     assert reason == (data and blocked(**data))
+    assert [limit for _, limit in bill.ended_by] == ([reason["limit"]] if reason else [])
+
+
+async def test_an_exception_ends_a_run(signals: Signals) -> None:
+    """A receipt names the limit that raised, although there is no message with a reason."""
+    limit = ToolCallLimit("search", run_limit=1, exit_behavior="error")
+    scene = Scene(signals, [TWO], [limit])
+    with scene.quota.receipt() as bill, pytest.raises(ToolCallLimitExceededError):
+        await scene.play()
+    assert [name for _, name in bill.ended_by] == ["tool:search"]
 
 
 async def test_a_subject_without_a_label_is_not_named(signals: Signals) -> None:

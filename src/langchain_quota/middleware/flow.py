@@ -348,11 +348,15 @@ class Kernel:
             # A run that a person has ended was not refused.
             blocked = (one for one in hook_result.decisions if one.outcome is Outcome.BLOCKED)
             noted += [decision for decision in blocked if decision.answer is None]
+        ending = reason["limit"] if reason else ""
+        if hook_result.error is not None:
+            refusals = (status for one in hook_result.decisions for status in one.refused_by)
+            ending = next((status.limit for status in refusals if status.enforced), "")
         record = self.recorder.record(
             hook_result.decisions,
             started=batch.started,
             error=hook_result.error,
-            ends_run=bool(hook_result.error or ledger(update or {}).get("ended")),
+            ended_by=ending,
             task_id=batch.context.task(batch.task),
             model=batch.model,
         )

@@ -66,8 +66,7 @@ class Receipt:
     Attributes:
         runs: Outermost runs; one that is interrupted and resumed in the block is one.
         seconds: Time that the block has taken, waits included; 0 until it ends.
-        ended_by: The agents whose runs limits have ended, sub-agents among them, with the limit;
-            an empty one after the last answer of a budget.
+        ended_by: The agents whose runs limits have ended, sub-agents among them, with the limit.
 
     Examples:
         >>> from langchain_quota import CostLimit, QuotaMiddleware
@@ -122,7 +121,7 @@ class Receipt:
         for line in self.lines:
             agents.setdefault(line.agent, []).append(line)
         for agent, limit in self.ended_by:
-            agents.setdefault(agent, []).append(f"ended by {limit or 'its last answer'}")
+            agents.setdefault(agent, []).append(f"ended by {limit}")
         text = [f"{self.runs:,} run{'s' * (self.runs != 1)}, {as_time(round(self.seconds * 1000))}"]
         text += [str(self.total("model")), str(self.total("tool"))]
         for agent, rows in agents.items():
@@ -152,20 +151,18 @@ class Receipt:
                 line = self._line(ended.agent, "model", next(iter(usage.models), ""))
                 line.add(ModelUsage() if usage.cached else usage, 1, self._price(usage))
 
-    def add_decisions(self, decisions: Sequence[Decision], *, ended: bool = False) -> None:
-        """Add blocked calls, what allowed tool calls cost, and the end of the run."""
-        by = ""
+    def add_decisions(self, decisions: Sequence[Decision], *, ended_by: str = "") -> None:
+        """Add blocked calls, what allowed tool calls cost, and the limit that ends the run."""
         for call, outcome, limits, *_ in decisions:
             if outcome is Outcome.BLOCKED:
                 limit = next(one.limit for one in limits if one.refused and one.enforced)
-                by = by or limit
                 with self._lock:
                     blocked = self._line(call.agent or "", call.kind, call.tool or "").blocked
                     blocked[limit] = blocked.get(limit, 0) + 1
             elif outcome is not Outcome.SKIPPED and call.kind == "tool":
                 self._pay(call, max((status.cost for status in limits), default=0))
-        if ended:
-            self.ended_by.append((decisions[0].call.agent or "", by))
+        if ended_by:
+            self.ended_by.append((decisions[0].call.agent or "", ended_by))
 
     def refund(self, refunds: Sequence[Refund]) -> None:
         """Refund what tool calls of this block have cost."""

@@ -171,7 +171,7 @@ class Recorder:
         *,
         started: int,
         error: BaseException | None = None,
-        ends_run: bool = False,
+        ended_by: str = "",
         task_id: str | None = None,
         model: "tuple[BaseChatModel, Mapping[str, object]] | None" = None,
     ) -> TaskRecord:
@@ -185,7 +185,7 @@ class Recorder:
             for captured in _captures.get():
                 captured.extend(decisions)
             for receipt in open_receipts():
-                receipt.add_decisions(decisions, ended=ends_run)
+                receipt.add_decisions(decisions, ended_by=ended_by)
             if self._settings_checked_in != os.getpid():
                 self._settings_checked_in = os.getpid()
                 self._guard("metrics", self._check_settings)
