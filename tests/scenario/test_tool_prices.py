@@ -319,3 +319,12 @@ async def test_a_tool_named_like_money(signals: Signals) -> None:
     assert scene.ran == [MONEY, "search", MONEY]
     assert spent(scene, MONEY)[0] == 33 * CENT
     assert scene.usage().tools == {MONEY: 2}
+
+
+async def test_calls_that_share_an_id(signals: Signals) -> None:
+    """Each call of a message costs the price of its own tool, though a model gave both one id."""
+    calls: Any = [{"name": name, "args": {}, "id": "same"} for name in ("search", "calc")]
+    limit = CostLimit(run_limit=5, tool_prices={"search": 3})
+    scene = Scene(signals, [calls, "done"], [limit], prices=by_model)
+    await scene.play()
+    assert spent(scene, MONEY) == (302 * CENT, 302 * CENT)

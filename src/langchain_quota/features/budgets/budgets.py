@@ -177,17 +177,14 @@ class Budgets(Feature):
         for name, amount in self._late.counts(state).items():
             batch.used[name] = batch.used.get(name, 0) + amount
         pending: Any = batch.pending
-        calls = {call["id"]: call for call in pending.calls}
         batch.set_checks(
             CallChecks.of(
                 limit.with_checks(amount=price, keep=limit.keep) if limit.is_budget else limit
                 for limit in checks.limits
-                if (
-                    price := self._pricing.of_tool(limit.limit, calls[call.id])
-                    or not limit.is_budget
-                )
+                if (price := self._pricing.of_tool(limit.limit, call) or not limit.is_budget)
             )
-            for call, checks in zip(batch.calls, batch.call_checks, strict=True)
+            # After the last call of a budget, no call is checked.
+            for call, checks in zip(pending.calls, batch.call_checks, strict=False)
         )
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
