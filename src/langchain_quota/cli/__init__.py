@@ -1,4 +1,4 @@
-"""The command line: `langchain-quota demo`, `export` and `quotas`."""
+"""The command line: `langchain-quota demo`, `export`, `quotas` and `replay`."""
 
 import os
 import sys

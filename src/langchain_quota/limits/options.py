@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from langchain_quota.core.decision import Decision
 """The units of the counters of the model; the counters of tools count calls."""
 
+TOKENS = (TOTAL_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS)
+
 BUDGETS = tuple(counter for counter, unit in UNITS.items() if unit != "calls")
 """The counters of budgets: tokens, money and time."""
 

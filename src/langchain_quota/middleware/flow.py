@@ -41,6 +41,8 @@ from langchain_quota.middleware.feature import (
     ToolAnswer,
     ToolHandler,
 )
+from langchain_quota.middleware.log_lines import check_line
+from langchain_quota.middleware.root_run import watch_root_runs
 from langchain_quota.middleware.state import (
     LEDGER,
     Amounts,
@@ -113,9 +115,13 @@ class Kernel:
             self.recorder = self.recorder.streaming()
         self.recorder.watch_limits(limits)
         self.observers = Observers(on_decision, self.recorder)
+        if self.observers.logs:
+            watch_root_runs()
         self.store = None if store is None else StoreClient(store, self.recorder)
         self.on_store_error: OnStoreError = on_store_error
         self.options = options or FeatureOptions()
+        if store is not None:
+            self.observers.clock = clock_of(store)
         # What follows from a result; the drop-ins have their own.
         self.conclude_model: Conclude = conclude_model
         self.conclude_tools: Conclude = conclude_tools
@@ -360,6 +366,10 @@ class Kernel:
             task_id=batch.context.task(batch.task),
             model=batch.model,
         )
+        if record.is_new and self.observers.logs:
+            ended = bool(hook_result.error or ledger(update or {}).get("ended"))
+            options = {"stored": self.store is not None, "ended": ended}
+            self.observers.log(check_line, batch, hook_result.decisions, **options)
         if record.is_new and hook_result.refunds:
             self.recorder.record_refunds(hook_result.refunds)
         if record.is_new and reason is not None:

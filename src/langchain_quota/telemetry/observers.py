@@ -1,19 +1,26 @@
 """The user's functions that are called with every decision, for billing, audits or alerts."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Self
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import ParamSpec, Self
 
 from langchain_quota.core.decision import Decision
 from langchain_quota.runtime.arguments import is_async, validate_function
 from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.telemetry.decision_log import DecisionLog
 from langchain_quota.telemetry.recorder import Recorder, TaskRecord
 
 Observer = Callable[[Decision], Awaitable[None] | None]
+LogLine = tuple[Mapping[str, object], Mapping[str, str]]
+"""A line of a decision log, and the subjects in it."""
+P = ParamSpec("P")
 
 
 class Observers:
-    """The functions of `on_decision`; their exceptions are counted and logged."""
+    """The functions and logs of `on_decision`; their exceptions are counted and logged."""
+
+    clock: Callable[[], float] = staticmethod(time.time)
 
     def __init__(self, on_decision: Observer | Sequence[Observer], recorder: Recorder) -> None:
         observers = (on_decision,) if callable(on_decision) else on_decision
@@ -21,7 +28,9 @@ class Observers:
             raise TypeError(f"on_decision must be a function or several, not {on_decision!r}")
         for observer in observers:
             validate_function("on_decision", observer, "decision")
-        self._observers: tuple[Observer, ...] = tuple(observers)
+        self.logs = tuple(log for log in observers if isinstance(log, DecisionLog))
+        functions = (observer for observer in observers if observer not in self.logs)
+        self._observers: tuple[Observer, ...] = tuple(functions)
         self.present = bool(self._observers)
         """True if there are observers."""
         self._recorder = recorder
@@ -35,6 +44,15 @@ class Observers:
         for observer in self._observers if not mode else ():
             if is_async(observer):
                 raise _async_error(observer)
+
+    def log(self, make: Callable[P, LogLine], *args: P.args, **options: P.kwargs) -> None:
+        """Write a line to the decision logs, if there are any."""
+        try:
+            line, subjects = make(*args, **options) if self.logs else ({}, {})
+            for log in self.logs:
+                log.write({"time": round(self.clock(), 6), **line}, subjects)
+        except Exception as error:
+            self._recorder.record_error("observer", error)
 
     async def notify(
         self, mode: Mode, decisions: Sequence[Decision], record: TaskRecord | None = None

@@ -108,16 +108,11 @@ class Budgets(Feature):
 
     def __init__(self, kernel: Kernel) -> None:
         limits, options = kernel.limits, kernel.options
-        recorder, store = kernel.recorder, kernel.store
         allows = options["unknown_price"] == "allow"
         self._kernel = kernel
-        self._pricing = Pricing(limits, options["prices"], recorder, allow_unknown=allows)
-        self._charging = Charging(
-            {limit.counter for limit in limits if counts_calls(limit)},
-            self._pricing,
-            store,
-            recorder,
-        )
+        self._pricing = Pricing(limits, options["prices"], kernel.recorder, allow_unknown=allows)
+        counters = {limit.counter for limit in limits if counts_calls(limit)}
+        self._charging = Charging(kernel, counters, self._pricing)
         self._late = self._charging.late
         # Whether a call asks for its reserve when its request is known.
         self._reserves = any(getattr(limit, "reserve", None) is not None for limit in limits)

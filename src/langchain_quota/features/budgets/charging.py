@@ -17,13 +17,13 @@ from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.reports import charged_tokens
 from langchain_quota.features.budgets.work import Work, marked, pass_on
 from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Call
-from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS
+from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS, TOKENS
+from langchain_quota.middleware.flow import Kernel
+from langchain_quota.middleware.log_lines import charge_line
 from langchain_quota.middleware.root_run import root_run
 from langchain_quota.middleware.state import Amounts, State, feature_ledger, ledger, spent
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
-from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry.labels import NONE
-from langchain_quota.telemetry.recorder import Recorder
 
 OWN = "budgets"
 """The name of the budgets' data in the ledger."""
@@ -146,14 +146,13 @@ class UnsavedUsage:
 class Charging:
     """Charges model runs."""
 
-    def __init__(
-        self, counters: set[str], pricing: Pricing, store: StoreClient | None, recorder: Recorder
-    ) -> None:
+    def __init__(self, kernel: Kernel, counters: set[str], pricing: Pricing) -> None:
         self.late = UnsavedUsage()
         self._counters = [counter for counter in BUDGETS if counter in counters]
         self._pricing = pricing
-        self._store = store
-        self._recorder = recorder
+        self._store = kernel.store
+        self._recorder = kernel.recorder
+        self._observers = kernel.observers
 
     async def charge(  # noqa: PLR0913 - what a call has used
         self,
@@ -182,6 +181,9 @@ class Charging:
         before = self.late.counts(state)
         # The charge is kept first: what follows may fail or be cancelled.
         written = self.late.keep(state, total, task, is_tool=is_tool)
+        if self._observers.logs and used:
+            tokens = ({of: charged_tokens(run.usage, of) for of in TOKENS} for run in runs)
+            self._observers.log(charge_line, state, {**added(tokens), **total})
         less = self._worked_inside(limits, worked, work.inside if work else {})
         answer = await self.settle(mode, settlements(limits, before, used, held, less))
         of_time = [

@@ -109,6 +109,7 @@ class SecondCheck:
             shaped = await kernel.shape_request(mode, request)
             batch = self._reserving_batch(shaped, step)
             result = await kernel.acquire(mode, batch)
+            batch.counted, batch.frozen = result.used, result.frozen
             if last or all(result.admitted) or not _may_be_the_last(batch, result):
                 break
             # Ask for a call without tools, the last one of its budget.
@@ -127,8 +128,8 @@ class SecondCheck:
             hold = hold._replace(request=batch.sent.idempotency_key)
         try:
             if first:
-                hook_result = _result_of_both_checks(batch, step.limits, first, result)
-                written.update(await kernel.record(mode, batch, hook_result) or {})
+                both = _result_of_both_checks(batch, step.limits, first, result)
+                written.update(await kernel.record(mode, *both) or {})
         except (Exception, CancelledError):
             # The call is not made.
             await self._charging.settle(mode, settlements(step.limits, batch.used, (), hold))
@@ -204,8 +205,8 @@ class SecondCheck:
 
 def _result_of_both_checks(
     batch: Batch, limits: ResolvedLimits, first: FirstCheck, second: AcquireResult
-) -> HookResult:
-    """Return the decision about an admitted call by all limits: on calls first, then on budgets."""
+) -> tuple[Batch, HookResult]:
+    """Return the decision about an admitted call by all limits, and the batch of all checks."""
     # The counts in the state have the call by now.
     used = first["used"] | {
         check.counter: second.used[check.counter] for check in batch.call_checks[0].checks
@@ -217,12 +218,14 @@ def _result_of_both_checks(
         or limit._replace(checks=tuple(check for check in limit.checks if check.counter in used))
         for limit in limits.raised(first["granted"]).limits
     )
-    whole = replace(batch, limits=both, call_checks=[CallChecks.of(both.limits)], used=used)
+    call_checks = [CallChecks.of(both.limits)]
     refused = first["refused"] | {**second.refused[0]}
-    frozen = (*first["frozen"], *second.frozen)
+    granted, frozen = {**first["granted"], **batch.granted}, (*first["frozen"], *second.frozen)
+    whole = replace(batch, limits=both, call_checks=call_checks, used=used)
+    whole.counted, whole.granted, whole.frozen = used, granted, frozen
     decisions, _ = whole.decide(AcquireResult(used, (refused,), (True,), frozen=frozen))
     by = batch.ledger.get("downgraded") or ""
-    return HookResult([decision._replace(downgraded_by=by) for decision in decisions])
+    return whole, HookResult([decision._replace(downgraded_by=by) for decision in decisions])
 
 
 def remember(memory: OrderedDict[str, T], key: str, value: T) -> T:
