@@ -62,6 +62,7 @@ WAIT = "wait must be from 0 to 1000000000 seconds, not"
 NO_TIME = "wait must be a time, such as"
 DAILY = {"quotas": [Quota(3, per="user_id", window="1d")]}
 SMOOTH = Quota(3, per="user_id", window="1d", smooth=True)
+NOTHING = Quota(3, per="team", window="1d", rollover=0)
 IN_DOLLARS: dict[str, Any] = {"quotas": [Quota("1.50", per="global")]}
 KEEP, AMOUNTS = {"keep": 1}, (*NUMBERS, "reserve", "keep")
 WHOLE = "must be a whole number or None, not"
@@ -151,6 +152,7 @@ OF_BUDGETS: Rows = [
     (ValueError, "run_limit must be", {"run_limit": -1}),
     (ValueError, "reserve must be above 0", {**RUN, "reserve": 0}),
     (ValueError, "quota 'user_id' is smooth, and counts", {"quotas": [SMOOTH]}),
+    (ValueError, "rollover of quota 'team' must be above 0, not 0", {"quotas": [NOTHING]}),
     (ValueError, "keep must be above 0, not 0", {**LAST, "keep": 0}),
     (ValueError, "Invalid exit_behavior", {**RUN, "exit_behavior": "continue"}),
     (ValueError, "exit_behavior='finalize' does not go with keep=None", LAST),
@@ -297,6 +299,8 @@ OF_QUOTAS: Rows = [
     (ValueError, "burst=2 needs smooth=True", {"burst": 2, "window": DAY}),
     (ValueError, "burst must be 1 or more", {"burst": 0, "window": DAY, "smooth": True}),
     (ValueError, "at most the limit, 5, not 6", {"burst": 6, "window": DAY, "smooth": True}),
+    (ValueError, "rollover=2 needs windows that end: write window=", {"rollover": 2}),
+    (ValueError, "leave smooth out", {"rollover": 2, "window": DAY, "smooth": True}),
 ]
 
 

@@ -20,7 +20,14 @@ import pytest
 
 from langchain_quota import CostLimit, ModelCallLimitExceededError, Quota, TokenLimit
 from langchain_quota.cli import main
-from langchain_quota.core.admission import Correction
+from langchain_quota.core.admission import (
+    AcquireRequest,
+    Correction,
+    CountRef,
+    Demand,
+    Rollover,
+    Threshold,
+)
 from langchain_quota.limits import Limit
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.postgres import PostgresStore
@@ -109,7 +116,7 @@ def test_json(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -
     assert run("show", "--json") == 0
     shown = lines(capsys)
     assert [each["subject"] for each in shown] == ["", "acme", per[1], "ada", "bob"]
-    counts = {"used": 4.250000001, "limit": 5.5, "left": 1.249999999}
+    counts = {"used": 4.250000001, "limit": 5.5, "left": 1.249999999, "rolled_over": None}
     assert shown[2] == {**same, **end, **counts, "resets_at": "2100-01-02T00:00:00+00:00"}
     assert shown[0]["limit"] is shown[0]["left"] is shown[0]["resets_at"] is None
     assert run("grants", "--json") == 0
@@ -124,6 +131,24 @@ def test_json(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -
     assert "no count matches --per and --subject" in capsys.readouterr().err
     assert run("reset", "--yes", "--per", "user_id", "--subject", "ada") == 0
     assert used(store) == [0, 12, 1, 2]
+
+
+def test_rolled_over(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """What rolled over is a part of the limit; a window that is over is not listed, nor reset."""
+    now, day = int(time.time()), timedelta(days=1)
+    past, present = (CountKey.at("search", "tenant", "eve", day, now - n * 86_400) for n in (2, 0))
+    for key, previous in ((past, ALL), (present, str(past))):
+        rollover = Rollover(previous, 5, 9, now + 90_000)
+        count = CountRef(str(key), expires_at=key.ends, rollover=rollover)
+        demand = Demand({"eve": 7}, (Threshold("limit", "tenant", "eve", 9),))
+        store.acquire(AcquireRequest("", "", {"eve": count}, (demand,)))
+    assert [use.used for use in store.usages("*:eve:*")] == [7, 7]
+    assert run("show", "--json", "--subject", "eve") == 0
+    [shown] = lines(capsys)
+    numbers = {name: shown[name] for name in ("used", "limit", "left", "granted", "rolled_over")}
+    assert numbers == {"used": 7, "limit": 11, "left": 4, "granted": 2, "rolled_over": 2}
+    assert run("reset", "--yes", "--subject", "eve") == 0
+    assert sorted(use.used for use in store.usages("*:eve:*")) == [0, 7]
 
 
 LONG = "o'neil-" * 30

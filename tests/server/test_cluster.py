@@ -34,7 +34,10 @@ RUNS = 3
 PATIENCE = 120
 LIMITS: list[Any] = [
     ToolCallLimit(
-        "email", run_limit=5, quotas=[Quota(LIMIT, per="tenant", window=timedelta(days=7))]
+        "email",
+        run_limit=5,
+        # Nothing was used in the window before.
+        quotas=[Quota(LIMIT - 2, per="tenant", window=timedelta(days=7), rollover=2)],
     ),
     ModelCallLimit(thread_limit=1_000),
 ]

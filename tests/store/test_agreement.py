@@ -22,6 +22,7 @@ from langchain_quota.core.admission import (
     Correction,
     CountRef,
     Demand,
+    Rollover,
     Threshold,
     admit,
 )
@@ -66,6 +67,15 @@ ATTEMPTS = ("", "x", "y", "z")
 REQUESTS = ("", "i", "j", "k")
 
 
+rollovers = st.builds(
+    Rollover,
+    previous=st.sampled_from(KEYS),
+    amount=st.sampled_from([1, 3, 10**12]),
+    limit=st.sampled_from([0, 2, 5, 2**53 - 1]),
+    kept_until=st.sampled_from([START + 60, START + 90_000, START + 2 * CORRECTED]),
+)
+
+
 @st.composite
 def counters(draw: st.DrawFn, *, named: bool) -> CountRef:
     """A counter; whose request has a name, it may have a lease."""
@@ -77,6 +87,7 @@ def counters(draw: st.DrawFn, *, named: bool) -> CountRef:
         None if ends is None else ends - draw(st.sampled_from([0, 0.5])),
         mirrored=draw(st.booleans()),
         lease=draw(st.sampled_from([None, 5, 5, 60, 10_000])) if named else None,
+        rollover=None if ends is None else draw(st.none() | rollovers),
     )
 
 
@@ -283,12 +294,15 @@ class Model:
     settled: Known[bool] = field(default_factory=Known)
     grants: list[Granted] = field(default_factory=list)
     frozen: dict[str, float] = field(default_factory=dict)
+    rolled: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """What rolled over to counts, and until when they are kept for it."""
 
     def wait(self, seconds: int) -> None:
         self.now += seconds
         for known in (self.results, self.made, self.refused, self.corrected, self.settled):
             known.forget(self.now)
         self.counts.forget(self.now)
+        self.rolled = {key: self.rolled[key] for key in self.rolled if key in self.counts}
         self.grants = [each for each in self.grants if each.ends + CORRECTED > self.now]
         self.frozen = {name: ends for name, ends in self.frozen.items() if ends > self.now}
         self.holds = [each for each in self.holds if each.key in self.counts]
@@ -337,7 +351,17 @@ class Model:
         return [each for each in self.grants if each.key == key]
 
     def more(self, key: str | None) -> int:
-        return sum(each.amount for each in self.granted(key) if each.ends > self.now)
+        granted = sum(each.amount for each in self.granted(key) if each.ends > self.now)
+        return granted + self.rolled.get(key or "", (0, 0))[0]
+
+    def roll_over(self, request: AcquireRequest) -> None:
+        for counter in request.counters.values():
+            key, rollover = counter.key or "", counter.rollover
+            if rollover is not None and key not in self.rolled:
+                left = rollover.limit - (self.counts.of(rollover.previous) or 0)
+                used = self.counts.of(key)
+                self.rolled[key] = max(0, min(left, rollover.amount)), rollover.kept_until
+                self.put(key, counter.used if used is None else used)
 
     def reset(self, keys: Sequence[str]) -> None:
         self.holds = [each for each in self.holds if each.key not in keys]
@@ -370,11 +394,12 @@ class Model:
         )
 
     def admit(self, request: AcquireRequest) -> AcquireResult:
-        used = {}
+        used, granted = {}, {}
+        self.roll_over(request)
         for name, counter in request.counters.items():
             kept = self.counts.of(counter.key or "")
             used[name] = counter.used if kept is None else kept
-        granted = {name: self.more(each.key) for name, each in request.counters.items()}
+            granted[name] = self.more(counter.key)
         news = {
             name: sum(
                 grant.amount
@@ -463,8 +488,8 @@ class Model:
             self.counts[key] = max(0, used + amount), self.counts[key][1]
 
     def put(self, key: str, used: int) -> None:
-        ends = window_end(key)
-        until = self.now + IDLE if ends is None else max(ends, self.now) + GRACE
+        ends, (_, last) = window_end(key), self.rolled.get(key, (0, 0))
+        until = self.now + IDLE if ends is None else max(ends, self.now, last) + GRACE
         self.counts[key] = used, until
 
 
@@ -534,11 +559,21 @@ def _granted_again() -> list[Step]:
     return [gone, Give(key, 2, 2 * CORRECTED, "h"), CORRECTED + 4, gone, 1, gone]
 
 
+def _kept_for_the_next_window() -> list[Step]:
+    """A count is kept for the next window, even if it is reset."""
+    rollover = Rollover(KEYS[3], 3, 2, START + 90_000)
+    count = CountRef(KEYS[2], expires_at=window_end(KEYS[2]), rollover=rollover)
+    request = AcquireRequest("i", "x", {"a": count}, (Demand({"a": 1}),))
+    again = AcquireRequest("j", "y", {"b": count})
+    return [request, [KEYS[2]], 86_400, again]
+
+
 @examples(400)
 @given(steps=histories())
 @example(steps=_held_twice())
 @example(steps=_held_longest())
 @example(steps=_granted_again())
+@example(steps=_kept_for_the_next_window())
 def test_all_agree(client: redis.Redis, steps: list[Step]) -> None:
     """The same requests get the same answers, and leave the same counts, limits and windows."""
     client.flushall()
@@ -551,6 +586,7 @@ def test_all_agree(client: redis.Redis, steps: list[Step]) -> None:
 @example(steps=_held_twice())
 @example(steps=_held_longest())
 @example(steps=_granted_again())
+@example(steps=_kept_for_the_next_window())
 def test_postgres_agrees(postgres_url: str, steps: list[Step]) -> None:
     """The same for a store that has its rows in PostgreSQL between two requests."""
     clock, prefix, idle = Clock(START), uuid4().hex, timedelta(seconds=IDLE)
@@ -621,6 +657,9 @@ def agree(
         kept = memory.peek(KEYS)
         assert shared.peek(KEYS) == kept
         more = [model.more(key) for key in KEYS]
+        assert [use.rolled_over if use else None for use in kept] == [
+            model.rolled[key][0] if key in model.rolled else None for key in KEYS
+        ]
         counts = [model.counts.of(key) for key in KEYS]
         known = [
             used if used is not None or not grant else 0

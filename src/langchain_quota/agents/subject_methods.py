@@ -19,6 +19,7 @@ from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
 from langchain_quota.runtime.units import UNIT_LABELS, Dollars, Time, exact_amount
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.client import StoreClient
+from langchain_quota.stores.common import added_to
 from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import CountKey, check_prefix
 
@@ -64,10 +65,10 @@ class CountName(NamedTuple):
     number: Dollars | Time | None = None
 
 
-def balance_of(limit: Limit, check: Check, use: QuotaUsage | None) -> Balance:
-    """Return the balance of a count; `use` is what the store keeps under the check's key."""
-    used, granted = (0, 0) if use is None else (use.used, use.granted)
-    most = (check.maximum or 0) + granted
+def balance_of(limit: Limit, check: Check, key: str, uses: Mapping[str, QuotaUsage]) -> Balance:
+    """Return the balance of a count; `uses` is what the store keeps under the check's keys."""
+    used = uses[key].used if key in uses else 0
+    most = (check.maximum or 0) + added_to([check], uses).get(key, 0)
     amounts = (exact_amount(amount, limit.unit) for amount in (used, most, max(0, most - used)))
     used_amount, limit_amount, left = amounts
     return Balance(used_amount, limit_amount, left, UNIT_LABELS[limit.unit], check.resets_at)
@@ -224,7 +225,8 @@ class SubjectMethods:
         ]
         if not counts:
             raise ValueError(f"no quota counts by one of {[*subject]}")
-        uses = await counts[0][0].peek("a", list(dict.fromkeys(key for *_, key in counts)))
+        keys = [one for *_, check, key in counts for one in (key, *check.previous_keys)]
+        uses = await counts[0][0].peek("a", list(dict.fromkeys(keys)))
         if uses is None:
             return None
         balances = []
@@ -232,7 +234,7 @@ class SubjectMethods:
             use = uses.get(key)
             number = check.maximum if not check.computed else use.limit if use else None
             if number is not None:
-                balance = balance_of(limit, check._replace(maximum=number), use)
+                balance = balance_of(limit, check._replace(maximum=number), key, uses)
                 balances.append((limit, check.scope, CountKey.parse(key), balance))
         return balances
 
@@ -309,8 +311,10 @@ class SubjectMethods:
 
     async def _left(self, mode: Mode, name: CountName) -> Balance:
         client, limit, check, key = await self._find(mode, name, reads=True)
-        [use] = await call_variant(mode, client.store.peek, client.store.apeek, [key])
-        return balance_of(limit, check, use)
+        keys = [key, *check.previous_keys]
+        peeked = await call_variant(mode, client.store.peek, client.store.apeek, keys)
+        uses = {use.key: use for use in peeked if use is not None}
+        return balance_of(limit, check, key, uses)
 
     async def _grant(self, mode: Mode, name: CountName, amount: Any, options: Any) -> Grant:
         store, key = self._granting(), (await self._find(mode, name))[-1]

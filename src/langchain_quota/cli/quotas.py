@@ -21,7 +21,7 @@ from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.limits.options import UNITS
 from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount, in_base_unit
-from langchain_quota.stores import QuotaUsage
+from langchain_quota.stores import GRACE, QuotaUsage
 from langchain_quota.stores.grants import Grant, in_utc
 from langchain_quota.stores.keys import (
     CountKey,
@@ -107,7 +107,8 @@ def _usage_object(usage: QuotaUsage) -> dict[str, object]:
     limit = None if limit is None else limit + granted
     left = None if limit is None else max(0, limit - used)
     resets_at = None if usage.expires_at is None else in_utc(usage.expires_at).isoformat()
-    amounts = _object(usage.key, used=used, limit=limit, left=left, granted=granted)
+    added = {"granted": granted, "rolled_over": usage.rolled_over}
+    amounts = _object(usage.key, used=used, limit=limit, left=left, **added)
     return {**amounts, "resets_at": resets_at}
 
 
@@ -168,6 +169,8 @@ def _find_usages(store: Store, arguments: Namespace) -> list[QuotaUsage]:
             # Other programs may keep keys of other forms.
             and parsed(usage.key)
             and (with_runs or dimension_of(usage.key) not in (RUN, ROOT_RUN))
+            # A window that is over may be kept for what rolls over.
+            and (usage.expires_at or math.inf) + GRACE > time.time()
         }
     return [usages[key] for key in sorted(usages) if _is_of(key, arguments)]
 

@@ -43,6 +43,26 @@ class Demand(NamedTuple):
     thresholds: tuple[Threshold, ...] = ()
 
 
+class Rollover(NamedTuple):
+    """What the window before adds to the limits over a count: what it has left of its limit.
+
+    Attributes:
+        previous: The key of that window's count.
+        amount: The most that is added.
+        limit: The quota's own limit.
+        kept_until: When the next window, which reads the count, ends: in seconds since the epoch.
+    """
+
+    previous: str
+    amount: int
+    limit: int
+    kept_until: int
+
+    def of(self, used: int) -> int:
+        """Return what is added if the window before has used so much."""
+        return max(0, min(self.amount, self.limit - used))
+
+
 @dataclass(frozen=True, slots=True)
 class CountRef:
     """One count, and where it is kept.
@@ -57,6 +77,7 @@ class CountRef:
         lease: How many seconds, from 1, the request reserves what it charges under the key. After
             that the store releases it, unless a correction that `settles` the request comes first.
             `None`: the charge is final.
+        rollover: What the window before may add to the limits; `None` for nothing.
     """
 
     key: str | None = None
@@ -64,6 +85,7 @@ class CountRef:
     expires_at: float | None = None
     mirrored: bool = False
     lease: int | None = None
+    rollover: Rollover | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +161,9 @@ class AcquireResult:
         admitted: For each demand, whether no enforced limit refuses it.
         stopped: Whether refusals stopped the batch: nothing of it is charged.
         replayed: Whether the request was answered before, and is not charged again.
-        granted: The amounts that grants added to the thresholds over counts, by name; without
-            zeros.
-        newly_granted: The part of `granted` that no earlier request has used.
+        granted: The amounts that grants and rollover added to the thresholds over counts, by name;
+            without zeros.
+        newly_granted: The grants in it that no earlier request has used.
         drained_in: In how many microseconds each count that drains is 0, by name; before the batch.
         frozen: The names of the counters whose subject is frozen: their thresholds refuse.
         freezes: How many freezes the store has for these keys' prefix.

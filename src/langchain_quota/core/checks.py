@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from langchain_quota.core.admission import Demand, Threshold
+from langchain_quota.core.admission import Demand, Rollover, Threshold
 from langchain_quota.core.decision import Reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import RUN, STORE, THREAD, Call, Kind, Scope
@@ -30,12 +30,20 @@ class Check(NamedTuple):
     lease: int | None = None
     reason: Reason = "exhausted"
     computed: bool = False
-    # The next three belong to quotas only.
+    # What grants and rollover have added to the maximum.
+    granted: int = 0
+    # The next four belong to quotas only.
     per: str = ""
     subject: str = ""
     resets_at: datetime | None = None
+    rollover: Rollover | None = None
     # The emission interval of a smooth quota, in microseconds.
     spacing: int = 0
+
+    @property
+    def previous_keys(self) -> tuple[str, ...]:
+        """Key of the count from which some may roll over, if any."""
+        return () if self.rollover is None else (self.rollover.previous,)
 
     @property
     def needs(self) -> int:
@@ -47,8 +55,7 @@ class Check(NamedTuple):
         amount = granted.get(self.counter if self.key is None else self.key, 0)
         if not amount or self.maximum is None:
             return self
-        # A grant to one subject does not change the limit itself.
-        return self._replace(maximum=self.maximum + amount, computed=True)
+        return self._replace(maximum=self.maximum + amount, granted=self.granted + amount)
 
 
 class ResolvedLimit(NamedTuple):
@@ -242,9 +249,10 @@ class ResolvedLimits:
         ]
 
     def keys(self) -> list[str]:
-        """Return the keys under which a store keeps their counts, sorted."""
-        checks = (check for resolved in self.limits for check in resolved.checks)
-        return sorted({check.key for check in checks if check.key})
+        """Return the keys that a store reads for them, sorted."""
+        checks = [check for resolved in self.limits for check in resolved.checks]
+        previous = {key for check in checks for key in check.previous_keys}
+        return sorted(previous | {check.key for check in checks if check.key})
 
     def checks_for(self, call: Call) -> CallChecks:
         """Return the checks that apply to a call."""

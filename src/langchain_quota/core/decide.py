@@ -51,6 +51,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
                     check.per,
                     smooth=check.spacing > 0,
                     spacing=check.spacing,
+                    granted=check.granted,
                 )
                 for check in resolved.checks
             ]

@@ -73,6 +73,7 @@ class CountStatus(NamedTuple):
     per: str = ""
     smooth: bool = False
     spacing: int = 0
+    granted: int = 0
 
     @property
     def share(self) -> float:
@@ -107,7 +108,7 @@ class LimitStatus(NamedTuple):
             counted.
         near: The limit's own near share; `None` for that of the telemetry.
         alert: Whether its refusals are worth an alert.
-        computed: The scopes whose limit was computed for this call, or raised by a grant.
+        computed: The scopes whose limit was computed for this call.
         shared: Whether a store keeps one of the counts.
         unit: What is counted: `"calls"`, `"tokens"`, `"nanodollars"` or `"milliseconds"`.
         needs: How much of a budget the call may need, if the budget refuses it; else 0.

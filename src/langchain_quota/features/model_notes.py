@@ -19,6 +19,7 @@ from langchain_quota.middleware.state import State, ledger, run_tools, thread_to
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.runtime.units import Level, as_dollars, as_time, level
 from langchain_quota.stores import QuotaUsage
+from langchain_quota.stores.common import added_to
 
 LAST_CALL = (
     "This is the last model call of this budget: no tool can be called any more. "
@@ -76,7 +77,8 @@ class ModelNotes(Feature):
         if usages is None:
             # The store did not answer: show what the state knows, and no quota.
             limits, usages = limits.without_store("allow"), {}
-        limits = limits.raised({key: usage.granted for key, usage in usages.items()})
+        checks = (check for limit in limits.limits for check in limit.checks)
+        limits = limits.raised(added_to(checks, usages))
         counts = _state_counts(state, limits)
         for count_more in self._kernel.state_counts_hooks:
             counts |= count_more(state)

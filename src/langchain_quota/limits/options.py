@@ -294,3 +294,5 @@ def _validate_quotas(unit: Unit, quotas: object) -> None:
             )
         if not callable(quota.limit):
             whole_amount(unit, f"limit of quota {quota.name!r}", quota.limit)
+        if quota.rollover is not None:
+            validate_amount(unit, f"rollover of quota {quota.name!r}", quota.rollover)

@@ -66,6 +66,8 @@ class Quota:
             quotas share a count only if their limits are equal, too.
         burst: With `smooth`: how many calls may come together after a pause, from 1 (the default)
             and at most `limit`. Messages and metrics show the burst as the quota's limit.
+        rollover: How much of what a window leaves is added to the next one at most, above 0, in the
+            unit of `limit`. Needs a window, and no smooth quota.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.
             A function needs a name. Two quotas of one limit need different names. Names of scopes,
             such as `"run"` and `"thread"`, are taken.
@@ -93,6 +95,7 @@ class Quota:
     name: str = ""
     smooth: bool = False
     burst: int | None = None
+    rollover: "Dollars | Time | None" = None
     period: timedelta | CalendarWindow | None = field(init=False, repr=False)
     """The window as a `timedelta` or a `CalendarWindow`."""
     # No type, so that the dataclass does not take it for a field.
@@ -117,6 +120,7 @@ class Quota:
             raise ValueError(
                 f'window={self.window!r} cannot be smooth: give its length, such as window="1h"'
             )
+        _check_rollover(self)
         if self.burst is not None and not self.smooth:
             raise ValueError(f"burst={self.burst!r} needs smooth=True")
         if self.burst is not None:
@@ -139,6 +143,13 @@ class Quota:
     def dimension(self) -> str:
         """Name under which its subjects are kept: quotas with one dimension share a count."""
         return self.per if isinstance(self.per, str) else self.name
+
+
+def _check_rollover(quota: Quota) -> None:
+    """Check that a quota that rolls over has windows that end."""
+    if quota.rollover is not None and (quota.smooth or quota.window is None):
+        remedy = "leave smooth out" if quota.smooth else 'write window="month"'
+        raise ValueError(f"rollover={quota.rollover!r} needs windows that end: {remedy}")
 
 
 def _check_free(name: str, per: object) -> None:

@@ -249,9 +249,12 @@ class Batch:
                     None if check.resets_at is None else check.resets_at.timestamp(),
                     check.mirrored,
                     check.lease,
+                    check.rollover,
                 )
             elif counter_ref.key is None and check.key is not None:
                 counters[check.counter] = replace(counter_ref, key=check.key)
+            elif check.rollover is not None and counter_ref.rollover is None:
+                counters[check.counter] = replace(counter_ref, rollover=check.rollover)
         name = self.name or self.context.step(self.task)
         self.sent = AcquireRequest(
             # An answer that is remembered is matched by position.

@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
@@ -13,6 +14,7 @@ from langgraph.config import get_config
 from langgraph.pregel import Pregel
 from langgraph.runtime import Runtime, get_runtime
 
+from langchain_quota.core.admission import Rollover
 from langchain_quota.core.checks import (
     Check,
     ResolvedLimit,
@@ -290,7 +292,12 @@ def quota_check(  # noqa: PLR0913 - what a key needs
     counter, window = store_counter(limit), quota.period
     number = whole_amount(limit.unit, what, maximum)
     rate = max(1, number) if quota.smooth else None
-    key = CountKey.at(counter, quota.dimension, subject, window, now, prefix=prefix, limit=rate)
+    at = partial(CountKey.at, counter, quota.dimension, subject, window, prefix=prefix, limit=rate)
+    key, rollover = at(now), None
+    if quota.rollover is not None and key.ends is not None and key.window is not None:
+        most = whole_amount(limit.unit, "rollover", quota.rollover)
+        previous, following = at(key.ends - key.window - 1), at(key.ends)
+        rollover = Rollover(str(previous), most, number, following.ends or 0)
     # A thread's use in all is one count, for every limit.
     in_all = quota.dimension == THREAD and key.window is None
     return Check(
@@ -304,6 +311,7 @@ def quota_check(  # noqa: PLR0913 - what a key needs
         per=quota.dimension,
         subject=key.subject,
         resets_at=key.resets_at,
+        rollover=rollover,
         spacing=read_emission_interval(str(key)),
     )
 

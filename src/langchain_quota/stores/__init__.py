@@ -38,14 +38,15 @@ class QuotaUsage:
             that are running.
         limit: The smallest enforced limit when it was last charged, for show; `None` for none.
         expires_at: When its window ends, in seconds since the Unix epoch; `None` if it has none.
-        granted: What is granted on top of its limits now; see `Grant`.
+        granted: What is added to its limits now, by grants and by what rolled over.
+        rolled_over: What rolled over from the window before; `None` before it is fixed.
 
     Examples:
         >>> from langchain_quota import MemoryStore
         >>> store = MemoryStore()
         >>> store.reset(["search:user_id:ada"])
-        >>> store.usages()
-        [QuotaUsage(key='search:user_id:ada', used=0, limit=None, expires_at=None, granted=0)]
+        >>> [(usage.key, usage.used) for usage in store.usages()]
+        [('search:user_id:ada', 0)]
     """
 
     key: str
@@ -53,6 +54,7 @@ class QuotaUsage:
     limit: int | None
     expires_at: float | None
     granted: int = 0
+    rolled_over: int | None = None
 
 
 class Occupancy(NamedTuple):
@@ -87,10 +89,10 @@ class QuotaStore(Protocol):
 
     Every operation is one atomic step. The async forms do the same as the sync ones.
 
-    A count expires an hour after its window. One without a window expires when it has not been
-    charged for a year (a store may have a shorter time), a root run's for a week, a run's for a
-    day. Results, refused attempts and corrections that settle a request are remembered for an
-    hour, other corrections for a week.
+    A count expires an hour after its window; with a `rollover`, after the next one. One without a
+    window expires when it has not been charged for a year (a store may have a shorter time), a root
+    run's for a week, a run's for a day. Results, refused attempts and corrections that settle a
+    request are remembered for an hour, other corrections for a week.
 
     A store may have three attributes more. `clock`, a function that gives the seconds since the
     Unix epoch, decides which window a call is in, in place of the worker's clock. `prefix`, if it
@@ -129,7 +131,9 @@ class QuotaStore(Protocol):
         3. A request whose idempotency key was answered before gets the same answer, with
            `replayed`, and is charged nothing. Its counters are matched by position.
         4. The calls are checked by `admit`, on the counts that are kept. A counter without a kept
-           count uses its own `used`. Grants under the keys raise the limits.
+           count uses its own `used`. Grants under the keys raise the limits, and so does what
+           rolled over: the first request whose counter has a `rollover` fixes it by the count of
+           the window before (`Rollover.of`), even if no call is admitted.
         5. What is admitted is charged, unless refusals stop the batch. A new key begins at the
            count of its first charged counter. The result is remembered if it charged a key;
            else the next try is checked again. What a counter with a lease charges is reserved: it

@@ -4,6 +4,8 @@
 --          hold             the field of what is held: by the request, or by the one that is settled
 --          counters         count ..., start, limit, lease of each; start: where a new one begins;
 --                           limit: to show; lease: in seconds
+--          rollovers        {number of the counter, key of the count before, and the rest of Rollover in
+--                           admission.py}
 --          thresholds       number of the limit, counter, maximum, whether it is enforced, of each
 --          names            limit and scope of each threshold, encoded, with a space between them
 --          calls            {counter, amount, counter, amount ...}, {threshold, threshold ...}
@@ -21,7 +23,8 @@
 
 -- The count; nil if none is kept.
 local function get(key, drains)
-  local kept = redis.call('HMGET', key, 'used', 'next_end', 'at')
+  local kept = redis.call('HMGET', key, 'used', 'next_end', 'at', 'rolled_over')
+  if kept[4] then rolled_over[key], kept_until[key] = held(kept[4]) end
   local used, next_end, at = whole(kept[1]), whole(kept[2]), whole(kept[3])
   if kept[1] and not (used and used >= 0) then error('no count is kept under ' .. key) end
   if used and at and at > micros() then
@@ -166,6 +169,17 @@ local function charge(kept, counts, used)
   return record
 end
 
+-- Fixes what rolls over to a count with the first request of its window.
+local function roll_over(i, previous, amount, limit, last)
+  local index, _, ends, idle, drains, start = of_counter(i)
+  local key = KEYS[index]
+  local used = get(key, drains) or start
+  if rolled_over[key] then return end
+  amount = math.max(0, math.min(amount, limit - (get(KEYS[previous]) or 0)))
+  rolled_over[key], kept_until[key] = amount, last
+  put(key, used, ends, idle, drains, 'rolled_over', digits(amount) .. ' ' .. digits(last))
+end
+
 -- The counters whose subjects are frozen, and what the answer says of them.
 local function frozen_counters()
   local frozen, numbers, names, freezes = {}, {}, {}, 0
@@ -202,12 +216,15 @@ if any_rare and remembered(ask.attempt) == 'refused' then return 'refused' end
 local result = any_rare and remembered(ask.result)
 if result then return 'acquired 1 ' .. result end
 local kept, used, counts, more, news, new = {}, {}, {}, {}, {}, ''
+for _, rollover in ipairs(ask.rollovers) do roll_over(unpack(rollover)) end
 for i = 1, #ask.counters / 8 do
   local index, of_grants, _, _, drains, start = of_counter(i)
   if index > 0 then
-    kept[index] = get(KEYS[index], drains)
+    local key = KEYS[index]
+    kept[index] = get(key, drains)
     local grants = any_rare and grants_of(KEYS[of_grants]) or {}
     if #grants > 0 then more[i], news[i] = granted(grants) end
+    if (rolled_over[key] or 0) > 0 then more[i] = (more[i] or 0) + rolled_over[key] end
   end
   used[i] = kept[index] or start
   counts[i] = used[i]

@@ -10,8 +10,9 @@
 --               that a clock which goes back takes the count with it; charged is all that was ever
 --               added to it. What is used includes what is held: a field "held:..." for each request
 --               has the amount and the end of its lease, and what was charged by then if the count
---               drains. No lease ends before the field next_end. Anything else is an error: others
---               can write there, too.
+--               drains. No lease ends before the field next_end. rolled_over has what rolled over
+--               from the window before, and until when to keep the count for it. Anything else is
+--               an error: others can write there, too.
 --   grants      of a count, under a key of their own: a packed list of {name, amount, end, new,
 --               details}; new: no call has been checked by it. After its end a grant is remembered
 --               for as long as a correction. Those under "::" are the freezes, of 0: the id in the
@@ -69,9 +70,12 @@ local function used_without(key, used, by, removes)
   return used
 end
 
+-- What rolled over to the counts that were read, and until when they are kept, by key.
+local rolled_over, kept_until = {}, {}
+
 -- When a count that is written now is over.
-local function expiry(ends, idle)
-  return digits(ends < 0 and now + idle or math.max(ends, now) + GRACE)
+local function expiry(key, ends, idle)
+  return digits(ends < 0 and now + idle or math.max(ends, now, kept_until[key] or 0) + GRACE)
 end
 
 -- The last arguments are further fields, and values.
@@ -85,7 +89,7 @@ local function put(key, used, ends, idle, drains, ...)
     used = used + micros()
   end
   redis.call('HSET', key, 'used', digits(used), 'ends', digits(ends), ...)
-  redis.call('EXPIREAT', key, expiry(ends, idle))
+  redis.call('EXPIREAT', key, expiry(key, ends, idle))
 end
 
 local function grants_of(key)

@@ -1,15 +1,16 @@
 """What all stores share: the validation of requests, and how long counts are kept."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Demand
+from langchain_quota.core.checks import Check
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.runtime.arguments import validate_type
-from langchain_quota.stores import ROOT_RUN_IDLE, RUN_IDLE
+from langchain_quota.stores import ROOT_RUN_IDLE, RUN_IDLE, QuotaUsage
 from langchain_quota.stores.keys import CountKey, dimension_of, drain_time
 
 _IDLE_AT_MOST = {RUN: RUN_IDLE, ROOT_RUN: ROOT_RUN_IDLE}
@@ -85,8 +86,10 @@ def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
 
 def keys_of(request: AcquireRequest) -> list[str]:
     """Return the keys that a request and its corrections name."""
-    keys = [counter.key for counter in request.counters.values() if counter.key is not None]
+    counters = request.counters.values()
+    keys = [counter.key for counter in counters if counter.key is not None]
     return [
+        *(counter.rollover.previous for counter in counters if counter.rollover is not None),
         *keys,
         *(
             key
@@ -94,6 +97,18 @@ def keys_of(request: AcquireRequest) -> list[str]:
             for key in (*correction.amounts, *correction.starts)
         ),
     ]
+
+
+def added_to(checks: Iterable[Check], usages: Mapping[str, QuotaUsage]) -> dict[str, int]:
+    """Return what grants and rollover add to limits, by key; what will roll over included."""
+    added = {key: usage.granted for key, usage in usages.items()}
+    for check in checks:
+        usage = usages.get(check.key or "")
+        if check.rollover is not None and (usage is None or usage.rolled_over is None):
+            previous = usages.get(check.rollover.previous)
+            rest = check.rollover.of(previous.used if previous else 0)
+            added[check.key or ""] = rest + (usage.granted if usage else 0)
+    return added
 
 
 def idle_time(key: str, idle: int) -> int:

@@ -211,8 +211,9 @@ class MemoryStore(SupportsGrants, RateLimiting):
     def _use(self, key: str, now: float) -> QuotaUsage | None:
         count, granted = self._counts.get(key, now), _amount(self._granted(key, now))
         if count is not None:
-            used = drained_amount(key, count.at(key, now))
-            return QuotaUsage(key, used, count.limit, count.ends, granted)
+            used, rolled_over = drained_amount(key, count.at(key, now)), count.rolled_over
+            granted += rolled_over or 0
+            return QuotaUsage(key, used, count.limit, count.ends, granted, rolled_over)
         return QuotaUsage(key, 0, None, window_end(key), granted) if granted else None
 
     def _correct(self, correction: Correction, now: float) -> None:
@@ -251,16 +252,20 @@ class MemoryStore(SupportsGrants, RateLimiting):
                 count.lower(amount, held_by, count.level(key, now))
 
     def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
-        used, grants, drained_in = {}, {}, {}
+        used, grants, granted, drained_in = {}, {}, {}, {}
+        self._roll_over(request, now)
         for name, counter in request.counters.items():
             key = counter.key
             count = None if key is None else self._counts.get(key, now)
+            added = (count.rolled_over or 0) if count else 0
             used[name] = count.at(key, now) if count else drain_time(key, counter.used)
             if read_emission_interval(key):
                 drained_in[name] = used[name]
             if counter.key in self._grants.all:
                 grants[name] = self._granted(counter.key, now)
-        granted = {name: room for name, given in grants.items() if (room := _amount(given))}
+                added += _amount(grants[name])
+            if added:
+                granted[name] = added
         demands = demands_in_drain_time(request) if drained_in else request.demands
         freezes, frozen = set[str](), list[str]()
         if FREEZES in self._grants.all:
@@ -287,6 +292,20 @@ class MemoryStore(SupportsGrants, RateLimiting):
             stored_grant.is_new = False
         new = {name: _amount(given) for name, given in newly.items() if given}
         return replace(result, newly_granted=new) if new else result
+
+    def _roll_over(self, request: AcquireRequest, now: float) -> None:
+        """Fix what rolls over to counts with the first request of their windows."""
+        for counter in request.counters.values():
+            key, rollover = counter.key, counter.rollover
+            if key is None or rollover is None:
+                continue
+            count, previous = self._counts.get(key, now), self._counts.get(rollover.previous, now)
+            if count is None or count.rolled_over is None:
+                self._make_room([key], now)
+                count = count or Count(counter.used)
+                count.rolled_over = rollover.of(previous.used if previous else 0)
+                self._counts.put(key, count, rollover.kept_until + GRACE)
+                self._write(key, count, count.used, window_end(key), now)
 
     def _charge(
         self,
@@ -401,6 +420,8 @@ class Count:
     """If it drains, when it was last changed: a clock that goes back takes the count with it."""
     charged: int = 0
     """If it drains, all that was ever added to it."""
+    rolled_over: int | None = None
+    """What rolled over from the window before; `None` before it is fixed."""
 
     def level(self, key: str, now: float) -> int | None:
         """Return the count at a time, in microseconds, if it drains; `None` for any other."""

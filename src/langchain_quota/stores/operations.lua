@@ -1,6 +1,6 @@
 -- Everything but acquiring: op says what, for counts.
---   peek    answer of each: used, limit, end of window, what is granted; used is -2 where something
---           else than a count is kept
+--   peek    answer of each: what is added to limits, used, limit, end of window, what of it rolled
+--           over; used is -2 where something else than a count is kept
 --   reset
 --   grant   name, amount, ends, details; answer: what is kept, nothing if it would be over. One of 0
 --           is a freeze, and takes the place of an earlier one
@@ -14,18 +14,19 @@ local answer, operations = {}, {}
 -- Nothing is written: a server that is full, and takes no writes, shows its counts.
 local function use(key, grants, drains)
   local more = granted(grants_of(grants))
-  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends', 'next_end', 'at')
+  local kept = redis.pcall('HMGET', key, 'used', 'limit', 'ends', 'next_end', 'at', 'rolled_over')
   if kept.err and not string.find(kept.err, 'WRONGTYPE', 1, true) then error(kept.err) end
   local used, limit, ends, next_end = whole(kept[1]), whole(kept[2]), whole(kept[3]), whole(kept[4])
   if not (kept[1] or kept[2] or kept[3]) and redis.call('EXISTS', key) == 0 then
-    return more > 0 and 0 or -1, -1, -1, more
+    return more, more > 0 and 0 or -1, -1, -1, -1
   end
   if not used or used < 0 or (kept[2] and not limit) or (kept[3] and not ends) then
-    return -2, -1, -1, 0
+    return 0, -2, -1, -1, -1
   end
   if next_end and next_end <= now then used = used_without(key, used, now) end
   if drains then used = math.max(0, used - math.max(micros(), whole(kept[5]) or 0)) end
-  return used, limit or -1, ends or -1, more
+  local rolled = held(kept[6])
+  return more + (rolled or 0), used, limit or -1, ends or -1, rolled or -1
 end
 
 function operations.peek(_, key, grants, _, _, drains)
@@ -34,6 +35,7 @@ end
 
 function operations.reset(_, key, _, ends, idle, drains)
   if redis.call('HGET', key, 'next_end') then used_without(key, 0, math.huge, true) end
+  rolled_over[key], kept_until[key] = held(redis.call('HGET', key, 'rolled_over'))
   put(key, 0, ends, idle, drains)
 end
 
@@ -66,7 +68,7 @@ function operations.grant(number, key, of_grants, ends, idle)
   table.insert(grants, new)
   keep_grants(of_grants, grants)
   -- The idle time of the count is reset, as after a charge.
-  redis.call('EXPIREAT', key, expiry(ends, idle))
+  if ends < 0 then redis.call('EXPIREAT', key, expiry(key, ends, idle)) end
   tell(number, new, 1)
 end
 

@@ -141,7 +141,8 @@ def names_of_keys(keys: Iterable[str]) -> set[Name]:
 def _count(**value: Any) -> Count:
     """Return the count of a row, which others can write, too; `ValueError` if it is none."""
     count = Count(**value)
-    whole = [count.used, count.limit or 0, count.ends or 0, *chain(*(count.holds or {}).values())]
+    optional = (count.limit or 0, count.ends or 0, count.rolled_over or 0)
+    whole = [count.used, *optional, *chain(*(count.holds or {}).values())]
     if {*map(type, whole)} != {int} or min(count.used, count.next_end) < 0:
         raise ValueError("it is no count")
     return count

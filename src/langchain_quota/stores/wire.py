@@ -57,6 +57,7 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> str:
     """Return the request that admits a batch."""
     beside, hold = metadata(request), ""
     counters, thresholds, names = list[str](), list[str](), list[str]()
+    rollovers: list[list[int]] = []
     for counter in request.counters.values():
         if counter.key is None:
             counters.append(f"0,0,{_NONE},0,false,{_exact(counter.used)},{_NONE},{_NONE}")
@@ -67,6 +68,9 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> str:
         start = _exact(counter.used and drain_time(counter.key, counter.used))
         limit = _clamped(entry.limit)
         counters.append(f"{_count(counter.key, idle, place, entry.ends)},{start},{limit},{lease}")
+        if (rollover := counter.rollover) is not None:
+            previous = place("count", rollover.previous)
+            rollovers.append([len(counters), previous, *map(_clamped, rollover[1:])])
     drains = any("~" in (counter.key or "") for counter in request.counters.values())
     number = {name: number for number, name in enumerate(request.counters, 1)}
     limits: dict[str, int] = {}
@@ -87,7 +91,7 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> str:
         f'"result":{_marker("result", request.idempotency_key, place)},"hold":"{hold}",'
         f'"counters":[{",".join(counters)}],"thresholds":[{",".join(thresholds)}],'
         f'"names":[{",".join(names)}],"calls":{calls},"stops":{stops},'
-        f'"frozen":{place("grants", FREEZES)},'
+        f'"frozen":{place("grants", FREEZES)},"rollovers":{rollovers},'
         f'"corrections":[{",".join(corrections)}]}}'
     )
 
@@ -203,13 +207,13 @@ def uses(keys: Iterable[str], reply: object) -> list[tuple[str, QuotaUsage | Non
     """Return the counts under keys; `None` for what is something else."""
     usages: list[tuple[str, QuotaUsage | None]] = []
     numbers = [_of(int, row) for row in _of(list, reply)]
-    for key, *value, granted in zip(dict.fromkeys(keys), *[iter(numbers)] * 4, strict=True):
-        used, limit, ends = (None if row == _NONE else row for row in value)
+    for key, granted, *value in zip(dict.fromkeys(keys), *[iter(numbers)] * 5, strict=True):
+        used, limit, ends, rolled_over = (None if row == _NONE else row for row in value)
         if used is not None:
             ends = window_end(key) if ends is None else ends
             amount = drained_amount(key, used)
-            usage = None if used == _ODD else QuotaUsage(key, amount, limit, ends, granted)
-            usages.append((key, usage))
+            usage = QuotaUsage(key, amount, limit, ends, granted, rolled_over)
+            usages.append((key, None if used == _ODD else usage))
     return usages
 
 

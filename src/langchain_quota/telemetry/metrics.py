@@ -207,7 +207,9 @@ class Metrics:
         settings: _LimitSettings = (
             *(status.near, status.alert, status.enforced, status.unit),
             *[
-                (count.spacing, None) if count.scope in computed else (count.spacing, count.limit)
+                (count.spacing, None)
+                if count.scope in computed
+                else (count.spacing, count.limit and count.limit - count.granted)
                 for count in status.counts
             ],
         )
@@ -225,7 +227,8 @@ class Metrics:
             _ = self._counters[names.CROSSINGS.name][agent, limit, count.scope, Level.NEAR]
             computed = count.scope in status.computed
             if count.spacing or not computed:
-                amount, unit = in_base_unit(count.limit or 0, status.unit), UNIT_LABELS[status.unit]
+                amount = in_base_unit((count.limit or 0) - count.granted, status.unit)
+                unit = UNIT_LABELS[status.unit]
                 if count.spacing:
                     amount, unit = (0, "calls per second") if computed else rate_of(count.spacing)
                 labels = agent, limit, count.scope, unit
