@@ -115,16 +115,23 @@ def _at_limits() -> StatPanel:
     )
     customers = f"group by (job, agent, scope, subject) ({ask.ratio(_LABELLED)} >= 1)"
     waiting = ask.select("langchain_quota_waiting_calls", ask.AGENT, ask.LIMIT)
+    refusals = ask.select("langchain_quota_provider_refusals_total", ask.AGENT, ask.LIMIT)
+    waits = "job_agent_limit:langchain_quota_provider_waits:bool"
+    paced = f"max(avg_over_time({ask.select(waits, ask.AGENT, ask.LIMIT)}[{ask.RANGE}]))"
     return show.stat(
         show.Place(43, 4, 5),
         "At their limits",
         "How many threads and customers have exhausted a limit, so that their next call is "
         "blocked. If an agent has several limits, the one that most threads exhausted counts. "
-        "'Waiting' calls wait for room in a quota or for other calls to end.",
+        "'Waiting' calls wait for room in a quota, at a provider or for other calls to end. '429s' "
+        "are the calls that providers refused in the chosen time, and 'paced' is the share of it "
+        "in which calls waited for a provider.",
         [
             show.Query(_or_zero(f"sum(max by (job, agent) ({exhausted}))"), "threads"),
             show.Query(_or_zero(f"count({customers})"), "customers"),
             show.Query(_or_zero(f"sum({waiting})"), "waiting"),
+            show.Query(f"sum(increase({refusals}[{ask.RANGE}]))", "429s"),
+            show.Query(paced, "paced", properties={"unit": SHARE, "decimals": 0}),
         ],
         unit=COUNT,
         steps=((None, OK), (1, settings.WARNING)),

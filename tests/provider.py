@@ -1,6 +1,7 @@
 """A server that checks and answers as the APIs of OpenAI, Anthropic and Gemini do, by a script."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ def calls(*names: str) -> Answer:
 
 class Provider:
     """What a server has been asked, and what it answers."""
+
+    ahead = 0.0
+    """By how many seconds its clock is ahead."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -78,18 +82,24 @@ class Provider:
 
 
 @contextmanager
-def running_provider() -> Iterator[Provider]:
+def running_provider(kind: Callable[[str], Any] = Provider) -> Iterator[Any]:
     """A server on a free port of this machine."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            length = int(self.headers["Content-Length"])
+            raw = self.rfile.read(length)
+            if len(raw) < length:
+                return  # who asks was killed
+            body = json.loads(raw)
             status, parts, then = provider.answer(self.path, body)
             streamed = status == 200 and body.get("stream")
             if parts:
                 self.send_response(status)
-                kind = "text/event-stream" if streamed else "application/json"
-                self.send_header("Content-Type", kind)
+                media = "text/event-stream" if streamed else "application/json"
+                self.send_header("Content-Type", media)
+                for name, value in getattr(provider, "headers", dict)().items():
+                    self.send_header(name, value)
                 self.end_headers()
             for part in parts:
                 # Who asks may have gone.
@@ -100,11 +110,17 @@ def running_provider() -> Iterator[Provider]:
                     self.close_connection = True
             then()
 
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return super().date_time_string((timestamp or time.time()) + provider.ahead)
+
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        provider = Provider(f"http://127.0.0.1:{server.server_port}")
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        provider = kind(f"http://127.0.0.1:{server.server_port}")
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     )
     from langchain_quota.agents.graph import GraphQuota as GraphQuota
     from langchain_quota.agents.inline import InlineQuotaMiddleware as InlineQuotaMiddleware
+    from langchain_quota.agents.model_pace import ModelPaceMiddleware as ModelPaceMiddleware
     from langchain_quota.agents.quota import QuotaMiddleware as QuotaMiddleware
     from langchain_quota.agents.quota_headers import (
         QuotaHeadersMiddleware as QuotaHeadersMiddleware,
@@ -69,6 +70,7 @@ else:
         "limits.repeats": ("RepeatLimit",),
         "limits.time": ("TimeLimit",),
         "agents.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
+        "agents.model_pace": ("ModelPaceMiddleware",),
         "agents.quota": ("QuotaMiddleware",),
         "middleware.state": ("ModelCallLimitState", "ToolCallLimitState", "usage"),
         "stores.memory": ("MemoryStore",),

@@ -26,6 +26,7 @@ from langchain_quota import (
     ConcurrencyLimit,
     CostLimit,
     MemoryStore,
+    ModelPaceMiddleware,
     Price,
     Quota,
     QuotaMiddleware,
@@ -292,6 +293,7 @@ class Searchers:
             unknown_price="allow",
             store=self._stores[0],
         )
+        self._paced = ModelPaceMiddleware(telemetry=self._telemetry)
         self._asking = self._quota(
             ToolCallLimit("search", run_limit=1, exit_behavior="ask"),
             TokenLimit(run_limit=30, exit_behavior="ask"),
@@ -322,6 +324,7 @@ class Searchers:
         for quota in self._sharing:
             self.run([["search"], "done"], quota, "sharing")
         self.run([["search"] * 4, "done"], self._waiting, "sharing", "waiting")
+        self.run(["done"], self._paced, "paced")
         # After a grant; a part is estimated, and a part has no price.
         for counter, more in (("model.total_tokens", 100), (CostLimit.counter, "0.50")):
             window = timedelta(hours=1)

@@ -30,6 +30,7 @@ from langchain_quota import (
     CostLimit,
     MemoryStore,
     ModelCallLimit,
+    ModelPaceMiddleware,
     Quota,
     RepeatLimit,
     Telemetry,
@@ -66,7 +67,13 @@ LIMITED = "bert"
 OF_TOKENS, OF_MONEY = "of tokens", "of money"
 GIVEN = {
     *("", AGENT, THREAD, LIMITED, USER, PER, TOOL, OF_TOKENS, OF_MONEY, MODEL),
-    *("Broken", "KeyError", "QuotaStoreError", langchain_quota.__version__),
+    *(
+        f"scriptedchatmodel/{MODEL}",
+        "Broken",
+        "KeyError",
+        "QuotaStoreError",
+        langchain_quota.__version__,
+    ),
     *(f"{MODEL}-{number}" for number in range(100)),
 }
 """What the scenes bring along; every other value is the code's own."""
@@ -210,6 +217,14 @@ class Seen:
         with suppress(UnknownPriceError):
             await self.play(["done"], CostLimit(name=OF_MONEY, run_limit=1), prices=lambda _: None)
 
+    async def play_pace(self) -> None:
+        """A provider has nothing left."""
+        said = {"limit": "1000000", "remaining": "0", "reset": "1s"}
+        headers = {f"x-ratelimit-{part}-requests": text for part, text in said.items()}
+        told = AIMessage("done", response_metadata={"headers": headers})
+        pace = ModelPaceMiddleware(telemetry=self.signals.telemetry)
+        await self.play(ScriptedChatModel(model=MODEL, script=[told]), pace)
+
     async def play_questions(self) -> None:
         """A person is asked, and answers in each way; what a store has granted is revoked."""
         day, store = timedelta(days=1), MemoryStore()
@@ -282,6 +297,7 @@ def seen() -> Seen:
         await found.play_limits()
         await found.play_budgets()
         await found.play_questions()
+        await found.play_pace()
         await found.lose_root_runs()
         await hidden.play(asking(TOOL), ToolCallLimit(TOOL, run_limit=5))
         unlimited = Scene(watched.signals, ["done"], tools=(), name=AGENT, checkpointer=None).agent

@@ -241,6 +241,18 @@ def test_model_parameters() -> None:
     assert handler.seen[0]["ls_provider"] == provider
 
 
+@pytest.mark.parametrize("mode", ["", "a"])
+def test_response_hooks(mode: str) -> None:
+    """The clients of OpenAI and Anthropic have lists of hooks, in which ours stays."""
+    openai, anthropic = map(pytest.importorskip, ("langchain_openai", "langchain_anthropic"))
+    key = {"api_key": "none", "model": "some"}
+    for model in (openai.ChatOpenAI(**key), anthropic.ChatAnthropic(**key)):
+        compat.response_hooks(model, mode).append(print)
+        assert print in compat.response_hooks(model, mode)
+        compat.response_hooks(model, mode).remove(print)
+    assert compat.response_hooks(ScriptedChatModel(script=[]), mode) == []
+
+
 def test_is_in_node_and_task_namespace() -> None:
     """A run inside a node knows its task, and is told from one that nothing encloses."""
     handler = Runs()

@@ -153,6 +153,23 @@ def model_parameters(model: "BaseChatModel", settings: Mapping[str, Any]) -> Map
     return cast("Mapping[str, object]", model._get_ls_params(**settings))
 
 
+def response_hooks(model: "BaseChatModel", mode: str) -> list[Callable[..., Any]]:
+    """Return the functions that a chat model's HTTP client calls with each response.
+
+    The list is that of the client, so a function can be added; where none is known, it is new.
+
+    langchain-openai: the SDK's clients are `root_client` and `root_async_client`.
+    langchain-anthropic: they are `_client` and `_async_client`. Both SDKs: a client has an HTTP
+    client as `_client`, whose `event_hooks` has lists.
+    """
+    for attribute in ("root_async_client", "_async_client") if mode else ("root_client", "_client"):
+        client = getattr(getattr(model, attribute, None), "_client", None)
+        hooks = getattr(client, "event_hooks", None)
+        if isinstance(hooks, dict):
+            return cast("list[Callable[..., Any]]", hooks["response"])
+    return []
+
+
 # LangGraph
 
 

@@ -21,6 +21,7 @@ from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.corrections import MAX_PENDING, CorrectionQueue
 from langchain_quota.stores.keys import prefix_of
 from langchain_quota.stores.memory import MemoryStore
+from langchain_quota.stores.rate_limiter import RateLimiting
 from langchain_quota.stores.server import ServerStore
 from langchain_quota.telemetry import logs, names
 from langchain_quota.telemetry.recorder import Recorder
@@ -99,6 +100,15 @@ class StoreClient:
             usages = await call_variant(mode, self.store.peek, self.store.apeek, keys)
             uses = {usage.key: usage for usage in usages if usage is not None}
         return uses  # noqa: RET504 - the same
+
+    async def delay(self, mode: Mode, key: str, seconds: float) -> bool:
+        """Have a smooth count drain in some seconds or later; return whether the store answered."""
+        store, is_done = self.store, False
+        assert isinstance(store, RateLimiting)  # noqa: S101 - for the type checker: it has the method
+        with self._asking("delay"):
+            await call_variant(mode, store.delay, store.adelay, key, seconds)
+            is_done = True
+        return is_done  # noqa: RET504 - without an answer it is false
 
     async def reset(self, mode: Mode, keys: Sequence[str]) -> None:
         """Reset the counts of keys, after the corrections of them that wait."""

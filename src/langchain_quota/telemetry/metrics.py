@@ -182,14 +182,15 @@ class Metrics:
             self.count(names.GRANTED, in_base_unit(amount, unit), *labels)
 
     def observe_wait(
-        self, caller: CallerLabels, limit: str, decision: str, seconds: float, scope: Scope
+        self, caller: CallerLabels, limit: str, decision: str, seconds: float, scope: Scope | None
     ) -> None:
         """Add the duration of a call's wait to the histogram."""
         name = limit_label(limit)
         self.observe(names.WAIT_SECONDS, seconds, caller.agent, name, decision)
-        with self._lock:
-            # Create the series of refusals at 0, so that `increase()` sees the first refusal.
-            _ = self._refusals[caller.agent, name, scope, Outcome.BLOCKED]
+        # Create the series of refusals at 0, so that `increase()` sees the first refusal.
+        if scope is not None:
+            with self._lock:
+                _ = self._refusals[caller.agent, name, scope, Outcome.BLOCKED]
 
     def change_waiting(self, caller: CallerLabels, limit: str, change: int) -> None:
         """Change the number of calls that wait now."""

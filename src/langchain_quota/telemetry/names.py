@@ -181,6 +181,12 @@ WAIT_SECONDS = _histogram(
     together=("allowed", "blocked", "would_block", "cancelled"),
     buckets=WAIT_BUCKETS,
 )
+PROVIDER_REFUSALS = _counter(
+    "provider_refusals_total",
+    "agent limit",
+    "Model calls that a provider answered with status 429, under ModelPaceMiddleware. The label "
+    "limit shows provider and model.",
+)
 WAITING = _metric("waiting_calls", "agent limit", "Calls that are waiting now.", mode="livesum")
 SUBJECTS = _of_table(
     "subjects",

@@ -234,7 +234,7 @@ class Recorder:
         """Record what a model run has spent, once for each run."""
         # `record_charge` records the limits' counts after the run.
         caller = self._labels_of(call.agent, call.thread_id)
-        labels = self._model_label(model), price, "estimated" if estimated else "reported"
+        labels = self.model_label(model), price, "estimated" if estimated else "reported"
         self._guard("metrics", self._metrics.count_spend, caller, spent, *labels)
         self._guard("threads", self._usage.spend, caller, spent)
 
@@ -259,14 +259,14 @@ class Recorder:
     ) -> None:
         """Log the first call of a model without a price; count a call that is not made for it."""
         if not is_made:
-            self.count(names.MODEL_RUNS, agent, self._model_label(error.model), "unknown", NONE)
+            self.count(names.MODEL_RUNS, agent, self.model_label(error.model), "unknown", NONE)
         self.log_first(logs.no_price, agent, str(error))
 
     def warn_of_estimate(self, model: str, created_at: UserLine) -> None:
         """Warn, once for each model, that its tokens are estimated: its provider reports none."""
         # Estimates for a run that was cut off are counted without a warning. Where warnings are
         # errors, log it instead: the answer is paid, and an error would lose it.
-        name = self._model_label(model)
+        name = self.model_label(model)
         if name not in self._estimated_models:
             self._estimated_models.add(name)
             warning = f"model {name!r} reports no usage: its tokens are estimated. "
@@ -281,9 +281,9 @@ class Recorder:
         limit: str,
         decision: str,
         seconds: float,
-        scope: Scope = CONCURRENCY,
+        scope: Scope | None = CONCURRENCY,
     ) -> None:
-        """Record how long a call has waited for a slot, or for room in a quota."""
+        """Record how long a call has waited for what never refuses, or for the scope of a limit."""
         caller, sink = self._labels_of(agent), self._metrics.observe_wait
         self._guard("metrics", sink, caller, limit, decision, seconds, scope)
 
@@ -397,7 +397,7 @@ class Recorder:
         """Return the label of a shared store."""
         return self._guard("metrics", self._shared.stores.__getitem__, ("", name)) or UNNAMED
 
-    def _model_label(self, model: str | None) -> str:
+    def model_label(self, model: str | None) -> str:
         """Return the label of a model."""
         return self._guard("metrics", self._shared.models.__getitem__, ("", model)) or UNNAMED
 

@@ -1,0 +1,210 @@
+"""Model calls at the pace that a provider names: pauses, buckets, and what never happens."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import ModelFallbackMiddleware, ModelRetryMiddleware
+from langchain_core.messages import AIMessage, BaseMessage
+
+from langchain_quota import MemoryStore, ModelPaceMiddleware, QuotaWarning
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.stores import QuotaStore
+from langchain_quota.testing import ScriptedChatModel
+from tests.scene import Form, Scene, both_forms
+from tests.telemetry import Signals, paid
+
+PAUSE = {"retry_after_ms": "300"}
+SECONDS = 0.29
+"""The pause that a provider asks for; the time that a store needs to hear of it is left out."""
+LABELS = {"agent": "unnamed", "limit": "scriptedchatmodel/gpt"}
+WAITS, REFUSALS = "langchain_quota_wait_seconds", "langchain_quota_provider_refusals_total"
+SAID = {"limit": "20", "remaining": "0", "reset": "1s"}
+RATE = {f"x_ratelimit_{part}_requests": value for part, value in SAID.items()}
+"""Twenty calls a second, and none left."""
+
+
+class Refused(Exception):  # noqa: N818 - it is what a provider says
+    """An error 429 with these headers, as the clients of providers raise it."""
+
+    def __init__(self, **headers: str) -> None:
+        named = {name.replace("_", "-").title(): value for name, value in headers.items()}
+        self.response = SimpleNamespace(status_code=429, headers=named)
+
+
+class Played:
+    """A provider that plays a script, and notes when it is called; later it says nothing."""
+
+    def __init__(self, *script: Any) -> None:
+        self._script = [*script]
+        self.times: list[float] = []
+
+    def __call__(self, _: Sequence[BaseMessage]) -> Any:
+        self.times.append(time.monotonic())
+        return self._script.pop(0) if self._script else "done"
+
+    def keeps(self, first: float, interval: float, *, early: int = 0) -> bool:
+        """Whether all calls but so many came no sooner than evenly after the first one's answer."""
+        begin = self.times[0] + first * 0.95
+        late = [at - begin for at in self.times[1 + early :]]
+        return all(at >= index * interval * 0.95 for index, at in enumerate(late))
+
+
+def paced(
+    signals: Signals,
+    script: Callable[..., Any],
+    store: QuotaStore | None = None,
+    *before: Any,
+    form: Form = "async",
+    wait: float = 60,
+) -> Scene:
+    """An agent on no thread whose model has a pace."""
+    pace = ModelPaceMiddleware(store=store, wait=wait, telemetry=signals.telemetry)
+    model = ScriptedChatModel(script=script, model="gpt")
+    items = [*before, pace]
+    return Scene(signals, model, items, form=form, thread_id=None, checkpointer=None)
+
+
+def says(headers: Mapping[str, str], tokens: int = 1) -> AIMessage:
+    """An answer with headers, as `include_response_headers=True` shows them."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return paid(tokens).model_copy(update={"response_metadata": {"headers": named}})
+
+
+async def together(scene: Scene, calls: int) -> None:
+    await asyncio.gather(*(scene.play() for _ in range(calls)))
+
+
+@both_forms
+async def test_one_refusal_paces_all(signals: Signals, form: Form) -> None:
+    """Nobody who shares the store calls during the pause that one agent's error asks for."""
+    store, others = MemoryStore(), Played()
+    with pytest.raises(Refused):
+        await paced(signals, Played(Refused(**PAUSE)), store, form=form).play()
+    refused_at = time.monotonic()
+    await paced(signals, others, form=form).play()
+    await paced(signals, others, store, form=form).play()
+
+    alone, shared = others.times
+    assert alone < refused_at + SECONDS <= shared
+    assert signals.value(REFUSALS, **LABELS) == 1
+    assert (signals.value(f"{WAITS}_sum", **LABELS, decision="allowed") or 0) >= SECONDS / 2
+    assert signals.value("langchain_quota_waiting_calls", **LABELS) == 0
+
+
+@pytest.mark.parametrize(("unit", "tokens", "first"), [("requests", 9, 0.1), ("tokens", 2, 0.15)])
+async def test_calls_come_evenly(signals: Signals, unit: str, tokens: int, first: float) -> None:
+    """Calls come at the rate, though none was refused; they take the tokens that others used."""
+    said = {name.replace("requests", unit): value for name, value in RATE.items()}
+    played = Played(says(said, tokens))
+    scene = paced(signals, played)
+    await scene.play()
+    await together(scene, 4)
+
+    # 95 % of what the provider allows at once is used.
+    assert played.keeps(first, 0.05 if unit == "requests" else 0.1)
+
+
+async def test_a_pause_without_limits(signals: Signals) -> None:
+    """If an error names no limits, the calls after its pause come one a second."""
+    played = Played(Refused(retry_after="0.1"))
+    scene = paced(signals, played)
+    with pytest.raises(Refused):
+        await scene.play()
+    await together(scene, 3)
+
+    assert played.keeps(0.1, 1.0)
+
+
+@both_forms
+async def test_no_call_is_refused(signals: Signals, form: Form) -> None:
+    """A call that has waited as long as it may is made, whatever the provider asks for."""
+    played = Played(Refused(retry_after="1e9"))
+    scene = paced(signals, played, form=form, wait=0.2)
+    with pytest.raises(Refused):
+        await scene.play()
+    await scene.play()
+
+    assert played.keeps(0.2, 0)
+    assert signals.value(f"{WAITS}_count", **LABELS, decision="allowed") == 2
+
+
+async def test_cancelled_waiters_leave(signals: Signals) -> None:
+    """A run that is cancelled while it waits takes nothing, and those behind it go on."""
+    played = Played(Refused(**PAUSE))
+    scene = paced(signals, played)
+    with pytest.raises(Refused):
+        await scene.play()
+    gone = [asyncio.create_task(scene.play()) for _ in range(3)]
+    last = asyncio.create_task(scene.play())
+    await asyncio.sleep(0.1)
+    for each in gone:
+        each.cancel()
+    await last
+
+    assert len(played.times) == 2
+    assert signals.value(f"{WAITS}_count", **LABELS, decision="cancelled") == 3
+    assert signals.value("langchain_quota_waiting_calls", **LABELS) == 0
+
+
+async def test_beside_retries_and_fallbacks(signals: Signals) -> None:
+    """A retry waits once, for the provider alone; a fallback to another model does not wait."""
+    played, other = Played(Refused(**PAUSE)), Played()
+    retry = ModelRetryMiddleware(max_retries=1, initial_delay=0, jitter=False)
+    await paced(signals, played, None, retry).play()
+    assert played.keeps(SECONDS, 0)
+    assert signals.value(f"{WAITS}_count", **LABELS, decision="allowed") == 2
+
+    fallback = ModelFallbackMiddleware(ScriptedChatModel(script=other, model="other"))
+    refusing = Played(Refused(retry_after="60"), Refused())
+    scene = paced(signals, refusing, None, fallback, wait=0.1)
+    await scene.play()
+    await scene.play()
+    labels = {**LABELS, "limit": "scriptedchatmodel/other", "decision": "allowed"}
+    assert len(other.times) == signals.value(f"{WAITS}_count", **labels) == 2
+    assert signals.value(f"{WAITS}_sum", **labels) == 0
+    assert signals.value(REFUSALS, **LABELS) == 3
+
+
+async def test_a_store_that_fails_or_forgets(signals: Signals) -> None:
+    """While the store is unavailable a process keeps its pace; a store that forgets is told."""
+
+    def fail(*_: object) -> None:
+        raise QuotaStoreError("the store is down")
+
+    store, played = MemoryStore(), Played(says(RATE))
+    scene = paced(signals, played, store)
+    await scene.play()
+    with pytest.MonkeyPatch.context() as down:
+        down.setattr(store, "acquire", fail)
+        down.setattr(store, "adelay", fail)
+        await together(scene, 3)
+    store.reset([usage.key for usage in store.usages()])
+    await together(scene, 3)
+
+    # The first one finds that the counts are lost, each time.
+    assert played.keeps(0.1, 0.05, early=2)
+
+
+async def test_clients_that_retry(signals: Signals) -> None:
+    """A client that repeats refused calls by itself is warned of, once."""
+
+    class Repeating(ScriptedChatModel):
+        max_retries: int = 2
+
+    pace = ModelPaceMiddleware(telemetry=signals.telemetry)
+    scene = Scene(signals, Repeating(script=["a", "b"], model="gpt"), [pace])
+    with pytest.warns(QuotaWarning, match="gpt repeats calls by itself.*max_retries=0"):
+        await scene.play()
+    await scene.play()
+
+
+@pytest.mark.parametrize("headers", ["text", None, [("a", "b")], {"x-ratelimit-limit-tokens": 5j}])
+async def test_what_is_no_header(signals: Signals, headers: object) -> None:
+    """Whatever an integration puts in the place of headers, the answer arrives."""
+    answer = AIMessage("done", response_metadata={"headers": headers})
+    result = await paced(signals, Played(answer)).play()
+    assert result["messages"][-1].content == "done"
