@@ -40,7 +40,7 @@ def log_notices(event: DecisionEvent) -> None:
 def no_price(agent: str | None, error: str) -> None:
     """Log that a model has no price; the error says what was looked up, and what to do."""
     logger.warning(
-        "a model of agent %r has no price: %s. Its next calls are only counted",
+        "a model of agent %r has no price: %s. This is logged once, and counted each time",
         agent_name(agent),
         error,
     )
