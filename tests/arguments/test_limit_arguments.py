@@ -63,6 +63,7 @@ NO_TIME = "wait must be a time, such as"
 DAILY = {"quotas": [Quota(3, per="user_id", window="1d")]}
 SMOOTH = Quota(3, per="user_id", window="1d", smooth=True)
 NOTHING = Quota(3, per="team", window="1d", rollover=0)
+SMALL = Quota(9, per="user_id", window="1d", smooth=True, burst=2)
 IN_DOLLARS: dict[str, Any] = {"quotas": [Quota("1.50", per="global")]}
 KEEP, AMOUNTS = {"keep": 1}, (*NUMBERS, "reserve", "keep")
 WHOLE = "must be a whole number or None, not"
@@ -151,7 +152,6 @@ OF_BUDGETS: Rows = [
     (ValueError, "At least one limit must be specified", {}),
     (ValueError, "run_limit must be", {"run_limit": -1}),
     (ValueError, "reserve must be above 0", {**RUN, "reserve": 0}),
-    (ValueError, "quota 'user_id' is smooth, and counts", {"quotas": [SMOOTH]}),
     (ValueError, "rollover of quota 'team' must be above 0, not 0", {"quotas": [NOTHING]}),
     (ValueError, "keep must be above 0, not 0", {**LAST, "keep": 0}),
     (ValueError, "Invalid exit_behavior", {**RUN, "exit_behavior": "continue"}),
@@ -173,6 +173,7 @@ OF_BUDGETS: Rows = [
     (ValueError, "needs enforce=True", {**LAST, **KEEP, "enforce": False}),
 ]
 OF_DOLLARS: Rows = [
+    (ValueError, "quota 'user_id' is smooth, and counts dollars: only", {"quotas": [SMOOTH]}),
     (TypeError, "has no argument 'wait'", {**RUN, "wait": 5}),
     (TypeError, "run_limit must be dollars, such as 0.50, not True", {"run_limit": True}),
     *((ValueError, "in digits", {"run_limit": each}) for each in ("$5", "")),
@@ -194,7 +195,7 @@ OF_DOLLARS: Rows = [
     ),
 ]
 OF_TOKENS: Rows = [
-    (ValueError, "reserve=1 cannot be used with", {**DAILY, "wait": 5, "reserve": 1}),
+    (ValueError, "reserve=3 must be at most burst=2 of", {"quotas": [SMALL], "reserve": 3}),
     *((TypeError, f"{x} must be a whole number", {**LAST, **KEEP, x: "5"}) for x in AMOUNTS),
     (TypeError, "limit of quota 'global' must be a whole number", IN_DOLLARS),
     (ValueError, "limit of quota 'x' must be 0 or more, not -1", {"quotas": [Quota(-1, per="x")]}),

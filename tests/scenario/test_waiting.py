@@ -40,7 +40,10 @@ class Noting(MemoryStore):
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         result = super().acquire(request)
-        if any(":global:" in str(each.key) for each in request.counters.values()):
+        # A request that only settles has no calls.
+        if request.demands and any(
+            ":global:" in str(each.key) for each in request.counters.values()
+        ):
             self.asked += 1
             if result.stopped or not all(result.admitted):
                 self.refused.release()
@@ -111,7 +114,7 @@ async def test_calls_are_spread_evenly(
             assert more <= burst + end - start + 1e-5
 
 
-@pytest.mark.parametrize("kind", ["tool", "model"])
+@pytest.mark.parametrize("kind", ["tool", "model", "tokens"])
 @both_forms
 async def test_who_comes_first_is_served_first(
     form: Form, kind: str, signals: Signals, monkeypatch: pytest.MonkeyPatch
@@ -123,7 +126,8 @@ async def test_who_comes_first_is_served_first(
     slow = Quota(1, per="global", window="5s", smooth=True)
     limited: Any = {"quotas": [slow], "wait": DAY, "name": "tool:search"}
     tool, model = ToolCallLimit("search", **limited), ModelCallLimit(**limited)
-    limit, script = (tool, asking("search")) if kind == "tool" else (model, lambda _: "done")
+    limit: Any = {"tool": tool, "model": model, "tokens": TokenLimit(reserve=1, **limited)}[kind]
+    script = asking("search") if kind == "tool" else lambda _: paid(1)
     agent = Scene(signals, script, [limit], form=form, store=store).agent
     runs: list[Any] = []
     for who in range(5):
@@ -196,6 +200,10 @@ async def test_what_metrics_say_of_waits_and_rates(signals: Signals) -> None:
     assert lost == {("redis 127.0.0.1:1",): 3}
     rates = signals.samples("langchain_quota_limit", limit="tool:search", scope="global")
     assert rates[("now", "calls per hour")] == 2
+    fast = Quota(25_000_000, per="global", window="1m", smooth=True)
+    await Scene(signals, "x", [TokenLimit(quotas=[fast])], store=MemoryStore(), name="x").play()
+    rates = signals.samples("langchain_quota_limit", limit="tokens", scope="global")
+    assert rates == {("x", "tokens per minute"): 25_000_000}
 
 
 @both_forms

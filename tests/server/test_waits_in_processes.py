@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 
-from langchain_quota import ModelCallLimit, Quota, QuotaMiddleware, RedisStore
+from langchain_quota import ModelCallLimit, Quota, QuotaMiddleware, RedisStore, TokenLimit
 from langchain_quota.stores.redis_script import SCRIPTS, Script
 from langchain_quota.testing import ScriptedChatModel
 from tests.forked import ROOT, Program, start_python
 from tests.server.prometheus import eventually
 from tests.server.redis import RedisServer
+from tests.telemetry import paid
 
 RATE, BURST = 40, 3
 """Calls in a second, and at once."""
+SIZE = 1000
+"""The tokens of a call, where tokens are limited."""
 ADMITTED = 120
 """Calls until the test ends: several seconds of them."""
 PROGRAM = """
@@ -28,18 +31,25 @@ asyncio.run(live(*sys.argv[1:]))
 """
 
 
-async def live(url: str, prefix: str, smooth: str) -> None:
+async def live(url: str, prefix: str, kind: str) -> None:
     """Make model calls, as fast as is allowed, until a kill."""
-    # The server itself notes when it admits a call.
-    script, said = SCRIPTS["acquire"].text, "return 'acquired 0 ' .. result .. new"
-    note = f"if #record > 0 then redis.call('RPUSH', '{prefix}:admitted', digits(micros())) end\n"
-    assert said in script
-    SCRIPTS["acquire"] = Script.of(script.replace(said, note + said))
-    kinds: Any = {"smooth": True, "burst": BURST} if smooth else {}
-    quota = Quota(RATE, per="global", window="1s", **kinds)
+    # The server itself notes between which times it admits a call: it may be paused in between.
+    script, times = SCRIPTS["acquire"].text, "digits(begun) .. ' ' .. digits(micros())"
+    first, last = "local declared, again", "return 'acquired 0 ' .. result .. new"
+    note = f"if #record > 0 then redis.call('RPUSH', '{prefix}:admitted', {times}) end\n"
+    assert first in script
+    assert last in script
+    script = script.replace(first, f"local begun = micros()\n{first}")
+    SCRIPTS["acquire"] = Script.of(script.replace(last, note + last))
+    size = SIZE if kind == "tokens" else 1
+    smooth: Any = {"smooth": True, "burst": BURST * size} if kind != "fixed" else {}
+    quotas = [Quota(RATE * size, per="global", window="1s", **smooth)]
+    limit: Any = ModelCallLimit(quotas=quotas, wait=60)
+    if kind == "tokens":
+        limit = TokenLimit(quotas=quotas, wait=60, reserve=SIZE)
     store = RedisStore(url, prefix=prefix, timeout=60)
-    held = QuotaMiddleware([ModelCallLimit(quotas=[quota], wait=60)], store=store)
-    model = ScriptedChatModel(script=lambda _: "done", keep_calls=0)
+    held = QuotaMiddleware([limit], store=store)
+    model = ScriptedChatModel(script=lambda _: paid(SIZE), keep_calls=0)
     agent: Any = create_agent(model, middleware=[held])
 
     async def run() -> None:
@@ -55,9 +65,9 @@ def admitted(client: Any, prefix: str, least: int) -> bool:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("smooth", ["yes", ""], ids=["smooth", "fixed"])
+@pytest.mark.parametrize("kind", ["calls", "tokens", "fixed"])
 def test_killed_processes_are_never_over(
-    redis_server: RedisServer, smooth: str, tmp_path: Path
+    redis_server: RedisServer, kind: str, tmp_path: Path
 ) -> None:
     """By the server's clock no time has more than the rate and the burst, whoever is killed."""
     prefix = redis_server.prefix()
@@ -65,7 +75,7 @@ def test_killed_processes_are_never_over(
 
     def start() -> Program:
         log = output.fileno()
-        arguments = redis_server.url, prefix, smooth
+        arguments = redis_server.url, prefix, kind
         return start_python(PROGRAM, *arguments, stdout=log, stderr=log, cwd=ROOT)
 
     output = (tmp_path / "output").open("wb")
@@ -79,19 +89,20 @@ def test_killed_processes_are_never_over(
                 programs[killed].wait()
                 programs[killed] = start()
             assert eventually(partial(admitted, client, prefix, ADMITTED))
-            noted = map(int, client.lrange(f"{prefix}:admitted", 0, -1))
+            noted = [each.split() for each in client.lrange(f"{prefix}:admitted", 0, -1)]
             # A clock that goes back counts as one that stands still.
-            times = [*accumulate(noted, max)]
+            begun, done = (accumulate(map(int, each), max) for each in zip(*noted, strict=True))
+            times = [*zip(begun, done, strict=True)]
     finally:
         for each in programs:
             each.kill()
             each.wait()
         output.close()
     apart = 10**6 // RATE
-    if smooth:
-        for first, begin in enumerate(times):
-            for more, end in enumerate(times[first:], 1):
+    if kind != "fixed":
+        for first, (begin, _) in enumerate(times):
+            for more, (_, end) in enumerate(times[first:], 1):
                 assert more <= BURST + (end - begin) / apart
     store = RedisStore(redis_server.url, prefix=prefix)
     windows = [each.used for each in store.usages("model:global:*")]
-    assert smooth or (sum(windows) >= ADMITTED and max(windows) <= RATE)
+    assert kind != "fixed" or (sum(windows) >= ADMITTED and max(windows) <= RATE)

@@ -1,5 +1,6 @@
 """Smooth counts of amounts: a call reserves, waits for its amount to drain, and settles its use."""
 
+import asyncio
 import random
 from collections.abc import Callable
 from contextlib import closing
@@ -14,16 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from langchain_quota import Quota, TokenLimit
 from langchain_quota.core.admission import Correction
 from langchain_quota.stores.keys import CountKey, seconds_until_room
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
+from langchain_quota.testing import captured_decisions
 from tests.examples import examples
+from tests.scene import Scene
 from tests.server.postgres import time_of
 from tests.server.redis import RedisServer, let_pass, time_from
 from tests.server.stores import batch, correcting, settlement, used
 from tests.stores import Clock
+from tests.telemetry import Signals, paid
 
 START, NOW, LEASE = 3 * 10**9, "now", 900
 TICK = Fraction(1, 64)
@@ -198,6 +203,35 @@ def test_what_has_drained_is_not_given_back() -> None:
     assert store.acquire(third).admitted == (True,)
     store.acquire(correcting(settlement(third, {key: 90})))
     assert used(store, key) == [90]
+
+
+@pytest.mark.parametrize("kind", ["redis", "postgres"])
+async def test_agents_share_a_pace(
+    kind: str, signals: Signals, request: pytest.FixtureRequest
+) -> None:
+    """Agents of two workers wait for tokens in a real store, all run, and settle what they used."""
+    if kind == "redis":
+        make, url = RedisStore, request.getfixturevalue("redis_server").url
+    else:
+        make, url = PostgresStore, request.getfixturevalue("postgres_url")  # type: ignore[assignment]
+    # Of 30 calls with 1000 tokens each, 9 come at once, and the others within about a second.
+    quota = Quota(20_000, per="global", window="1s", smooth=True, burst=10_000)
+    limit = TokenLimit(quotas=[quota], reserve=2_000, wait=60)
+    stores = [make(url, prefix="pace", timeout=30) for _ in range(2)]
+    scenes = [
+        Scene(signals, lambda _: paid(1_000), [limit], store=stores[each % 2], thread_id=str(each))
+        for each in range(30)
+    ]
+    try:
+        with captured_decisions() as decisions:
+            answers = await asyncio.gather(*(scene.play() for scene in scenes))
+        assert {each["messages"][-1].text for each in answers} == {"done"}
+        assert len([each for each in decisions if each.waited]) >= 10
+        pace = await asyncio.to_thread(stores[0].usages, "*:global:*")
+        assert [0 <= use.used <= 10_000 for use in pace] == [True]
+    finally:
+        for store in stores:
+            await store.aclose()
 
 
 def test_a_delay() -> None:

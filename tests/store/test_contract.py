@@ -556,7 +556,7 @@ class TestFreezes:
         assert (used(store, slot, KEY), used(store, OTHER)) == ([1, 1], [None])
         again = store.acquire(before)
         assert (again.admitted, again.replayed, again.frozen) == ((True,), True, ())
-        limiter = store.rate_limiter("openai", 60, "1m")
+        limiter = store.rate_limiter("openai", requests=60, window="1m")
         assert limiter.acquire(blocking=False)
         assert [(each.key, each.amount, each.by, each.until) for each in store.grants()] == [
             ("::", 0, "", None),
@@ -654,8 +654,10 @@ class TestSmooth:
         """It is LangChain's, is shared by name, and waits in the order of arrival."""
         store = make()
         store = MemoryStore() if isinstance(store, MemoryStore) else store
-        first, second = (store.rate_limiter("openai", 50, "1s", burst=2) for _ in range(2))
-        others = store.rate_limiter("others", 1, "1h")
+        first, second = (
+            store.rate_limiter("openai", requests=50, window="1s", burst=2) for _ in range(2)
+        )
+        others = store.rate_limiter("others", requests=1, window="1h")
         assert isinstance(first, BaseRateLimiter)
         assert [others.acquire(blocking=False) for _ in range(2)] == [True, False]
         order: list[int] = []
@@ -676,7 +678,7 @@ class TestSmooth:
         """No call is allowed that the store has not counted."""
         store = RedisStore("redis://127.0.0.1:1", timeout=5)
         with pytest.raises(QuotaStoreError):
-            store.rate_limiter("openai", 1, "1s").acquire()
+            store.rate_limiter("openai", requests=1, window="1s").acquire()
         by_tenant = RedisStore("redis://127.0.0.1:1", prefix=lambda state, runtime: "acme")
         with pytest.raises(ValueError, match="whose prefix is a string"):
-            by_tenant.rate_limiter("openai", 1, "1s")
+            by_tenant.rate_limiter("openai", requests=1, window="1s")

@@ -38,7 +38,7 @@ class Check(NamedTuple):
     resets_at: datetime | None = None
     rollover: Rollover | None = None
     # The emission interval of a smooth quota, in microseconds.
-    spacing: int = 0
+    spacing: float = 0
 
     @property
     def previous_keys(self) -> tuple[str, ...]:

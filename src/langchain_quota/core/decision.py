@@ -56,7 +56,8 @@ class CountStatus(NamedTuple):
         per: What a quota counts by: `"thread"`, `"agent"`, `"global"`, or a name in
             `runtime.context`. If `per` is a function, the quota's name. Empty if it is no quota.
         smooth: Whether the count drains at an even rate.
-        spacing: For a smooth quota, how many microseconds its rate has from one call to the next.
+        spacing: For a smooth quota, how many microseconds its rate has from one call, or token, to
+            the next.
 
     Examples:
         >>> from langchain_quota.core.decision import CountStatus
@@ -72,7 +73,7 @@ class CountStatus(NamedTuple):
     resets_at: datetime | None = None
     per: str = ""
     smooth: bool = False
-    spacing: int = 0
+    spacing: float = 0
     granted: int = 0
 
     @property

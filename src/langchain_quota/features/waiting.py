@@ -29,7 +29,7 @@ from langchain_quota.core.stops import make_reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind, Scope
 from langchain_quota.limits.options import counts_calls
-from langchain_quota.middleware.calls import Batch, HookResult, refunded_limits
+from langchain_quota.middleware.calls import Batch, refunded_limits
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import BatchCheck, Feature, ToolAnswer, ToolHandler
@@ -127,18 +127,10 @@ class Waiting(Feature):
             return batch, result
         finally:
             queues.move(wait.waiter)
-            waited = batch.feature_data["waited"] = wait.seconds_since(started_at)
+            waited = batch.waited = wait.seconds_since(started_at)
             for outcome in _wait_outcomes(batch, wait, result, delayed):
                 labels = batch.context.agent, wait.limit, outcome, waited, wait.scope
                 self.recorder.record_wait(*labels)
-
-    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
-        """Add to each decision how long its call has waited."""
-        waited = batch.feature_data.get("waited")
-        if not waited:
-            return conclusion
-        decisions = [decision._replace(waited=waited) for decision in conclusion.decisions]
-        return conclusion._replace(decisions=decisions)
 
     async def _check_when_room(
         self, mode: Mode, batch: Batch, wait: "_Wait", acquire: BatchCheck
@@ -222,7 +214,7 @@ class Waiting(Feature):
             return {}
         microseconds = max(0, int((deadline - time.monotonic()) * 10**6))
         later_calls = {
-            check.counter: microseconds // check.spacing
+            check.counter: int(microseconds // check.spacing)
             for (limit, _), check in _checks_by_scope(batch).items()
             if limit in self._max_waits
             and check.spacing
@@ -298,7 +290,8 @@ class Waiting(Feature):
         """Save when tool calls start, if they cannot all start now, and return their ids."""
         if batch.pending is None or batch.sent is None or not batch.answered or result.stopped:
             return ()
-        levels, starts = dict(result.drained_in), dict[str, tuple[float, str, Scope]]()
+        levels: dict[str, float] = {**result.drained_in}
+        starts: dict[str, tuple[float, str, Scope]] = {}
         for call, checks, index in zip(batch.calls, batch.call_checks, batch.index_of, strict=True):
             smooth = [
                 (limit.limit.name, check)

@@ -59,10 +59,9 @@ class Budget(ModelLimit[Amount]):
             )
         if self.downgrade_to is not None and not self.enforce:
             raise ValueError("downgrade_to needs enforce=True")
-        if self.reserve is not None and (self.exit_behavior == "ask" or self.wait is not None):
+        if self.reserve is not None and self.exit_behavior == "ask":
             raise ValueError(
-                f"reserve={self.reserve!r} cannot be used with exit_behavior='ask' or with wait: "
-                "leave it out"
+                f"reserve={self.reserve!r} cannot be used with exit_behavior='ask': leave it out"
             )
         if (self.exit_behavior == "finalize") != (self.keep is not None):
             raise ValueError(
@@ -76,6 +75,8 @@ class Budget(ModelLimit[Amount]):
             (self.run_limit, f"run_limit={self.run_limit!r}"),
             *(
                 (quota.limit, f"limit={quota.limit!r} of quota {quota.name!r}")
+                if quota.burst is None
+                else (quota.burst, f"burst={quota.burst!r} of quota {quota.name!r}")
                 for quota in self.quotas
             ),
         ]
@@ -114,8 +115,8 @@ class TokenLimit(Budget[int]):
     that is never too low prevents this.
 
     `ToolCallLimit` says what the other arguments mean, here in tokens: `thread_limit`, `run_limit`,
-    `grant`, `message`, `near`, `enforce`, `alert`, `quotas` and `wait`.
-    `wait` cannot be used with a `reserve`.
+    `grant`, `message`, `near`, `enforce`, `alert`, `quotas` and `wait`. With `reserve`, a call
+    waits for room for its reserve when its request is known; without, until anything is left.
 
     Args:
         tokens: Which tokens are counted: those of the prompt (`"input"`, with cached ones), those

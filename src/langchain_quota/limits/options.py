@@ -287,10 +287,10 @@ def _validate_quotas(unit: Unit, quotas: object) -> None:
             f"{short_repr(quotas)}"
         )
     for quota in quotas:
-        if quota.smooth and unit != "calls":
+        if quota.smooth and unit not in ("calls", "tokens"):
             raise ValueError(
-                f"quota {quota.name!r} is smooth, and counts {UNIT_LABELS[unit]}: only calls can "
-                "be spread evenly, in a ToolCallLimit or a ModelCallLimit"
+                f"quota {quota.name!r} is smooth, and counts {UNIT_LABELS[unit]}: only calls and "
+                "tokens can be spread evenly"
             )
         if not callable(quota.limit):
             whole_amount(unit, f"limit of quota {quota.name!r}", quota.limit)

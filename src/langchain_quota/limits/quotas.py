@@ -62,10 +62,11 @@ class Quota:
             the last one.
         smooth: Whether calls are spread over the window at an even rate (GCRA, a form of leaky
             bucket): `Quota(60, per="global", window="1m", smooth=True)` allows a call each second.
-            A smooth quota counts calls, not tokens or dollars, and has no calendar window. Smooth
-            quotas share a count only if their limits are equal, too.
-        burst: With `smooth`: how many calls may come together after a pause, from 1 (the default)
-            and at most `limit`. Messages and metrics show the burst as the quota's limit.
+            A smooth quota counts calls or tokens, not dollars or time, and has no calendar window.
+            Smooth quotas share a count only if their limits are equal, too.
+        burst: With `smooth`: how many calls or tokens may come together after a pause, from 1 and
+            at most `limit`. By default one call, or all tokens of a window, as providers count.
+            Messages and metrics show the burst as the quota's limit.
         rollover: How much of what a window leaves is added to the next one at most, above 0, in the
             unit of `limit`. Needs a window, and no smooth quota.
         name: The quota's scope in metrics, spans and messages, `[a-z_]{1,32}`; by default `per`.

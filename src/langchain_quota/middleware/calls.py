@@ -169,6 +169,8 @@ class Batch:
     model: tuple[BaseChatModel, Mapping[str, Any]] | None = None
     # What a person answered at a limit.
     answer: Answer | None = None
+    # How long the calls have waited for room, in seconds.
+    waited: float = 0.0
     # The data of features about the batch, by their names.
     feature_data: dict[str, Any] = field(default_factory=dict)
     # An update of the ledger, beside that of the hook result.
@@ -312,6 +314,8 @@ class Batch:
         decisions = decide(
             self.calls, self.call_checks, self.index_of, result, charging=charging, exits=exits
         )
+        if self.waited:
+            decisions = [decision._replace(waited=self.waited) for decision in decisions]
         if self.answer is not None:
             decisions = [decision._replace(answer=self.answer) for decision in decisions]
         if not any(result.refused):

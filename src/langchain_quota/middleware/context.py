@@ -298,12 +298,17 @@ def quota_check(  # noqa: PLR0913 - what a key needs
         most = whole_amount(limit.unit, "rollover", quota.rollover)
         previous, following = at(key.ends - key.window - 1), at(key.ends)
         rollover = Rollover(str(previous), most, number, following.ends or 0)
+    spacing: float = read_emission_interval(str(key))
+    if spacing and limit.unit != "calls":
+        spacing = (key.window or 0) * 10**6 / (rate or 1)
     # A thread's use in all is one count, for every limit.
     in_all = quota.dimension == THREAD and key.window is None
     return Check(
         quota.name,
         thread_counter(limit) if in_all else str(key),
-        min(number, quota.burst or 1) if quota.smooth else number,
+        min(number, quota.burst or (1 if limit.unit == "calls" else number))
+        if quota.smooth
+        else number,
         str(key),
         # The handler of the root run has its count, too.
         mirrored=quota.per == ROOT_RUN,
@@ -312,7 +317,7 @@ def quota_check(  # noqa: PLR0913 - what a key needs
         subject=key.subject,
         resets_at=key.resets_at,
         rollover=rollover,
-        spacing=read_emission_interval(str(key)),
+        spacing=spacing,
     )
 
 

@@ -274,10 +274,7 @@ class Kernel:
         if self.adjust_checks_hooks:
             self.adjust_checks(batch)
         if self.check_batch_hooks:
-            check: BatchCheck = partial(self._acquire, mode)
-            for check_batch in reversed(self.check_batch_hooks):
-                check = partial(check_batch, mode, acquire=check)
-            batch, result = await check(batch)
+            batch, result = await self.check(mode, batch)
         elif self.store is None:
             result = batch.by_state()
         else:
@@ -296,6 +293,13 @@ class Kernel:
         if hook_result.error is not None:
             raise hook_result.error
         return update
+
+    async def check(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
+        """Check a batch, perhaps after a wait; return the newest batch of its calls, its result."""
+        check: BatchCheck = partial(self._acquire, mode)
+        for check_batch in reversed(self.check_batch_hooks):
+            check = partial(check_batch, mode, acquire=check)
+        return await check(batch)
 
     async def _acquire(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
         """Check a batch, and return it with its result."""

@@ -124,18 +124,21 @@ def exact_amount(amount: int, unit: Unit) -> int | Decimal:
     return Decimal(f"{whole}.{rest:0{places}d}".rstrip("0").removesuffix("."))
 
 
-def rate_of(spacing: int) -> tuple[float, str]:
+def rate_of(spacing: float, unit: Unit) -> tuple[float, str]:
     """Return an even rate in the shortest unit in which it is whole: `(9, "calls per hour")`.
 
     Args:
-        spacing: How many microseconds it has from one call to the next.
+        spacing: How many microseconds it has from one call, or token, to the next.
+        unit: What is counted.
     """
+    rate = 0.0
     for seconds, name in ((1, "second"), (60, "minute"), (3600, "hour"), (86_400, "day")):
-        # The spacing is rounded, and so is the rate that is computed from it.
         rate = seconds * 10**6 / spacing
-        if round(rate) and abs(rate - round(rate)) <= rate * rate / (seconds * 10**6):
-            return round(rate), f"calls per {name}"
-    return rate, "calls per day"
+        # The spacing of calls is rounded, and so is the rate that is computed from it.
+        slack = rate * rate / (seconds * 10**6) if unit == "calls" else rate / 10**9
+        if round(rate) and abs(rate - round(rate)) <= slack:
+            return round(rate), f"{unit} per {name}"
+    return rate, f"{unit} per day"
 
 
 def format_amount(amount: int | None, unit: Unit) -> str:

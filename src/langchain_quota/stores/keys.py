@@ -193,7 +193,7 @@ def drained_amount(text: str | None, microseconds: int) -> int:
     return microseconds * (key.limit or 0) // ((key.window or 1) * 10**6)
 
 
-def seconds_until_room(key: str | None, drained_in: int, room: int) -> float:
+def seconds_until_room(key: str | None, drained_in: float, room: int) -> float:
     """Return the seconds until a draining count is at most `room`; below 0 if it is."""
     return (drained_in - drain_time(key, room)) / 10**6
 

@@ -231,7 +231,9 @@ class Metrics:
                 amount = in_base_unit((count.limit or 0) - count.granted, status.unit)
                 unit = UNIT_LABELS[status.unit]
                 if count.spacing:
-                    amount, unit = (0, "calls per second") if computed else rate_of(count.spacing)
+                    amount, unit = rate_of(count.spacing, status.unit)
+                    if computed:
+                        amount, unit = 0, f"{status.unit} per second"
                 labels = agent, limit, count.scope, unit
                 self._gauges[names.LIMIT.name].labels(*labels).set(amount)
         _ = self._counters[names.RUNS_ENDED.name][agent, limit]

@@ -104,7 +104,7 @@ LIMIT = _metric(
     "agent limit scope unit",
     "The configured limit without grants or rollover, in calls, tokens, dollars or seconds, as the "
     "label unit says. Absent if a function computes it. The rate of a smooth quota has a unit such "
-    "as calls per minute, and is 0 if a function computes it.",
+    "as calls or tokens per minute, and is 0 if a function computes it.",
 )
 LIMIT_NEAR = _metric(
     "limit_near_ratio",

@@ -27,7 +27,12 @@ from langchain_quota.features.budgets.charging import (
 )
 from langchain_quota.features.budgets.model_runs import own_call, running_graph, watch_all_models
 from langchain_quota.features.budgets.prices import Pricing, check_prices
-from langchain_quota.features.budgets.second_check import FirstCheck, SecondCheck, remember
+from langchain_quota.features.budgets.second_check import (
+    FirstCheck,
+    SecondCheck,
+    remember,
+    without_waits,
+)
 from langchain_quota.features.budgets.work import Stopwatch, mark
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, TokenLimit
@@ -163,6 +168,10 @@ class Budgets(Feature):
             self._late.forget(batch.state)
             batch.used |= self._late.counts(batch.state)
             batch.save(self.name, self._late.of(batch.state))
+            if self._second_check.waits and batch.task == self._kernel.name:
+                # Wait, and hold nothing, until the request is known: then there is a second check.
+                batch.limits = ResolvedLimits(map(without_waits, batch.limits.limits))
+                batch.set_checks([CallChecks.of(map(without_waits, batch.call_checks[0].limits))])
 
     def _pay_tools(self, batch: Batch) -> None:
         """Have paid tool calls ask for their price; the batch knows what paid calls have used."""
@@ -255,7 +264,9 @@ class Budgets(Feature):
         is_retry = self._late.has_made(task, state)
         if self._reserves or is_retry:
             first = None if is_retry else feature_ledger(state, self.name).get("admitted")
-            request, hold = await self._second_check.reserve(mode, request, step, first, written)
+            request, step, hold = await self._second_check.reserve(
+                mode, request, step, first, written
+            )
             if hold is None:
                 return None
         else:

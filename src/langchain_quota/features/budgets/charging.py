@@ -320,24 +320,22 @@ def settlements(
         shown = {key: limits_by_key[key] for key in amounts if key in limits_by_key}
         corrections.append(Correction(name, amounts, starts=begins, settles=settles, limits=shown))
 
-    # The first correction releases the reservation under all keys.
-    held = hold.request
-    if held and (not used or any(run.shared for run, _ in used)):
-        add(uuid4().hex, dict.fromkeys(keys, 0), held)
-        held = ""
-    for run, amounts in used if keys else ():
-        # The run itself reserves nothing, but a store forgets settlements sooner than corrections.
-        if not run.shared:
-            charged = {
-                key: max(0, amounts[counter] - less.get(key, 0)) for key, counter in keys.items()
-            }
-            add(run.id, charged, held or run.id)
-            held = ""
-            continue
+    for run, amounts in ((run, amounts) for run, amounts in used if run.shared and keys):
         # Only the first agent that is charged for it makes the correction of a key.
         for key, counter in keys.items():
             if amounts[counter]:
-                add(f"{run.id}/{key}", {key: amounts[counter]}, run.id)
+                name = f"{run.id}/{key}"
+                add(name, {key: amounts[counter]}, hold.request or run.id)
+    # The last correction releases what is still reserved, and charges the use of all attempts.
+    own = [(run.id, amounts) for run, amounts in used if not run.shared]
+    if hold.request or (own and keys):
+        total = added(amounts for _, amounts in own)
+        charged = {
+            key: max(0, total.get(counter, 0) - less.get(key, 0)) for key, counter in keys.items()
+        }
+        name = own[0][0] if own else uuid4().hex
+        # A store forgets settlements sooner than other corrections.
+        add(name, charged, hold.request or name)
     counters = {key: CountRef(key, start) for key, start in starts.items()}
     return AcquireRequest("", "", counters, corrections=tuple(corrections)) if corrections else None
 

@@ -15,7 +15,7 @@ from uuid import uuid4
 from langchain_core.messages import AIMessage
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
-from langchain_quota.core.checks import CallChecks, ResolvedLimits, run_counter
+from langchain_quota.core.checks import CallChecks, ResolvedLimit, ResolvedLimits, run_counter
 from langchain_quota.features.budgets.charging import (
     MAX_LATE,
     OWN,
@@ -26,6 +26,7 @@ from langchain_quota.features.budgets.charging import (
 )
 from langchain_quota.features.budgets.estimates import asked_of
 from langchain_quota.features.budgets.prices import Pricing
+from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, Scope
 from langchain_quota.middleware.calls import (
     OF_RUN,
@@ -92,6 +93,11 @@ class SecondCheck:
         self._pricing = pricing
         self._charging = charging
         self._has_reserves = has_reserves
+        self.waits = any(
+            is_waiting(limit) and getattr(limit, "reserve", None) is not None
+            for limit in kernel.limits
+        )
+        """Whether calls wait for room here, and not in the first check."""
         self.errors: OrderedDict[str, Exception] = OrderedDict()
         """The errors to raise, once, after the model's step, by the id of the final message."""
 
@@ -102,13 +108,15 @@ class SecondCheck:
         step: ChargeContext,
         first: FirstCheck | None,
         written: Update,
-    ) -> tuple[Request, Reservation | None]:
+    ) -> tuple[Request, ChargeContext, Reservation | None]:
         """Reserve all that the call can use, or make it the run's last; `None` if it is refused."""
+        # Return who is charged, too: a call may have waited until windows or limits changed.
         kernel, last = self._kernel, bool(ledger(step.state).get("final"))
         while True:
             shaped = await kernel.shape_request(mode, request)
-            batch = self._reserving_batch(shaped, step)
-            result = await kernel.acquire(mode, batch)
+            batch = self._reserving_batch(shaped, step, is_retry=first is None)
+            batch, result = await kernel.check(mode, batch)
+            step = step._replace(limits=batch.original_limits)
             batch.counted, batch.frozen = result.used, result.frozen
             if last or all(result.admitted) or not _may_be_the_last(batch, result):
                 break
@@ -118,11 +126,15 @@ class SecondCheck:
         if not all(result.admitted):
             conclusion = conclude_model(batch, result)
             written.update(await self._refuse(mode, batch, conclusion, first))
-            return shaped, None
+            return shaped, step, None
         (checks,) = batch.call_checks
         amounts = checks.demand.amounts
         hold = Reservation(
-            {limit.limit.counter: amounts[run_counter(limit.limit)] for limit in checks.limits}
+            {
+                limit.limit.counter: amounts[run_counter(limit.limit)]
+                for limit in checks.limits
+                if limit.is_budget
+            }
         )
         if batch.answered and batch.sent is not None:
             hold = hold._replace(request=batch.sent.idempotency_key)
@@ -139,9 +151,9 @@ class SecondCheck:
             if reason := batch.ledger.get("final_reason"):
                 final["final_reason"] = reason
             written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), final)
-        return shaped, hold
+        return shaped, step, hold
 
-    def _reserving_batch(self, request: Request, step: ChargeContext) -> Batch:
+    def _reserving_batch(self, request: Request, step: ChargeContext, *, is_retry: bool) -> Batch:
         """Return the batch that reserves all that the call can use."""
         if request.model is not None:
             # A price that is missing is an error before anything is charged.
@@ -153,11 +165,27 @@ class SecondCheck:
             reserve = getattr(budget.limit, "reserve", None)
             bound = reserve(request) if callable(reserve) else reserve or 0
             amount = self._pricing.most(budget.limit, bound)
+            for check in budget.checks if budget.limit.enforce else ():
+                if check.spacing and 0 < (check.maximum or 0) < amount:
+                    raise ValueError(
+                        f"reserve of limit {budget.limit.name!r} is {amount:,} tokens, and quota "
+                        f"{check.scope!r} never has more than {check.maximum:,} together: reserve "
+                        "less, or raise its burst"
+                    )
             reserving.append(budget.with_checks(amount=amount, lease=lease))
+        if self.waits and not is_retry:
+            # Attempts of one call count as one call, and the first check has counted the run's.
+            for limit in step.limits.limits:
+                if not limit.is_budget and is_waiting(limit.limit):
+                    counted = limit.with_checks(maximum=None, key=None, amount=0).checks[:2]
+                    reserving.append(limit._replace(checks=(*counted, *limit.checks[2:])))
         task = f"{self._kernel.name}.held"
         batch = model_batch(request.state, request.runtime, step.limits, task=task)
         # The name is new each time, because another attempt of the task may reserve something, too.
         batch.name = token_hex(16)
+        batch.make = lambda limits: self._reserving_batch(
+            request, step._replace(limits=limits), is_retry=is_retry
+        )
         if request.model is not None:
             batch.model = request.model, request.model_settings
         batch.used |= self._charging.late.counts(batch.state)
@@ -203,15 +231,30 @@ class SecondCheck:
         return await self._kernel.record(mode, batch, hook_result) or update
 
 
+def is_waiting(limit: Limit) -> bool:
+    """Return whether calls wait for room in the quotas of a limit."""
+    return limit.enforce and getattr(limit, "wait", None) is not None
+
+
+def without_waits(limit: ResolvedLimit) -> ResolvedLimit:
+    """Return a limit without the quotas for which calls wait."""
+    if not is_waiting(limit.limit):
+        return limit
+    checks = limit.checks[:2]
+    return limit._replace(checks=checks, shared=any(check.key for check in checks))
+
+
 def _result_of_both_checks(
     batch: Batch, limits: ResolvedLimits, first: FirstCheck, second: AcquireResult
 ) -> tuple[Batch, HookResult]:
     """Return the decision about an admitted call by all limits, and the batch of all checks."""
     # The counts in the state have the call by now.
     used = first["used"] | {
-        check.counter: second.used[check.counter] for check in batch.call_checks[0].checks
+        check.counter: second.used[check.counter]
+        for check in batch.call_checks[0].checks
+        if check.counter not in (OF_THREAD, OF_RUN)
     }
-    reserving = {limit.limit.name: limit for limit in batch.limits.limits}
+    reserving = {limit.limit.name: limit for limit in batch.limits.budgets}
     both = ResolvedLimits(
         reserving.get(limit.limit.name)
         # Without the store, no quota has checked it.

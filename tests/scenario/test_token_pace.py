@@ -1,0 +1,320 @@
+"""Tokens a minute: calls reserve tokens, wait for room, and settle; in agents and without them."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+from langchain.agents.middleware import ModelFallbackMiddleware
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import AIMessage, HumanMessage
+
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, max_usage
+from langchain_quota.stores import QuotaUsage
+from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests.scenario.test_waiting import Passing, until
+from tests.scene import Form, Kind, Scene, both_forms
+from tests.stores import DAY, Clock, FickleStore, counts
+from tests.telemetry import Signals, needs_inline
+from tests.tokens import RETRY, ProviderError, answer
+
+MINUTE = Quota(60, per="global", window="1m", smooth=True)
+"""A token a second, and 60 after a pause."""
+KEY = "model.total_tokens:global::60~60"
+REQUESTS = "model:global::60~60"
+GAUGE = "langchain_quota_waiting_calls"
+
+
+def limit(reserve: Any = 30, **options: Any) -> TokenLimit:
+    """A limit of 60 tokens a minute whose calls wait."""
+    return TokenLimit(quotas=[MINUTE], reserve=reserve, wait=DAY, **options)
+
+
+def using(tokens: int) -> Any:
+    """A script whose answers all use so many tokens."""
+    return lambda _: answer(tokens)
+
+
+async def waits(signals: Signals, number: int, name: str = "tokens") -> None:
+    """Wait until so many calls wait for a limit."""
+    await until(lambda: signals.value(GAUGE, agent="unnamed", limit=name) == number)
+
+
+@both_forms
+@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline), "graph"])
+async def test_calls_wait_for_their_reserve(
+    form: Form, kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No time has more tokens than the rate and the burst, though none is lost; waits are told."""
+    clock = Passing(monkeypatch)
+    store, times = MemoryStore(clock=clock), list[float]()
+
+    def script(_: Sequence[Any]) -> AIMessage:
+        times.append(clock.now)
+        return answer(20)
+
+    scene = Scene(signals, script, [limit()], kind=kind, form=form, store=store)
+    with captured_decisions() as decisions:
+        for _ in range(12):
+            await scene.play()
+    assert len(times) == 12
+    for first, start in enumerate(times):
+        for number, end in enumerate(times[first:], 1):
+            assert 20 * number <= 60 + end - start + 1e-3
+    # 240 tokens, of which 60 come at once; the last call needs 10 beyond those that it uses.
+    assert times[-1] - times[0] == pytest.approx(240 - 60 + 10, abs=0.1)
+    waited = [each.waited for each in decisions if each.waited]
+    assert (len(decisions), len(waited)) == (12, 10)
+
+
+async def test_what_is_used_beyond_the_reserve_delays_later_calls(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is debt; without a reserve all use is, and a call waits until anything is left."""
+    for reserve, pause in ((10, 130 - 60 + 10), (None, 130 - 60 + 1)):
+        clock = Passing(monkeypatch)
+        store = MemoryStore(clock=clock)
+        scene = Scene(signals, using(130), [limit(reserve)], store=store)
+        await scene.play()
+        assert counts(store) == {KEY: 130}
+        start = clock.now
+        await scene.play()
+        assert clock.now - start == pytest.approx(pause, abs=0.01)
+
+
+@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+async def test_who_waits_holds_nothing(
+    kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over requests, prompt and answer a call waits for the longest, and is charged once, then."""
+    clock = Passing(monkeypatch)
+    store = MemoryStore(clock=clock)
+    requests = ModelCallLimit(quotas=[MINUTE], wait=DAY, run_limit=3)
+    prompts = TokenLimit(tokens="input", quotas=[MINUTE], wait=DAY, reserve=20)
+    answers = TokenLimit(tokens="output", quotas=[MINUTE], wait=DAY, reserve=60)
+    limits: list[Any] = [requests, prompts, answers]
+    report: Any = {"input_tokens": 30, "output_tokens": 50}
+    scene = Scene(signals, lambda _: answer(80, **report), limits, kind=kind, store=store)
+    await scene.play()
+    output = "model.output_tokens:global::60~60"
+    first = counts(store)
+    assert first == {REQUESTS: 1, "model.input_tokens:global::60~60": 30, output: 50}
+    clock.may.clear()
+    start = clock.now
+    with captured_decisions() as decisions:
+        run = asyncio.create_task(scene.play())
+        await waits(signals, 1, "output_tokens")
+        assert counts(store) == first
+        clock.may.set()
+        await run
+    # 50 were used and 60 are reserved: until then the other counts have drained.
+    assert clock.now - start == pytest.approx(50, abs=0.1)
+    assert counts(store) == {REQUESTS: 1, "model.input_tokens:global::60~60": 30, output: 50}
+    (decision,) = decisions
+    assert [each.limit for each in decision.limits] == ["model", "input_tokens", "output_tokens"]
+    assert decision.waited > 0
+    assert scene.usage().model == 2
+
+
+async def test_a_window_that_ends_while_a_call_waits(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a fixed window the call is charged, and settled, in the window in which it is made."""
+    clock = Passing(monkeypatch)
+    store = MemoryStore(clock=clock)
+    fixed = TokenLimit(quotas=[Quota(60, per="global", window="1m")], reserve=40, wait=DAY)
+    scene = Scene(signals, using(30), [fixed], store=store)
+    for _ in range(2):
+        await scene.play()
+    assert sorted(counts(store).values()) == [30, 30]
+
+
+async def test_who_is_cancelled_holds_nothing(signals: Signals) -> None:
+    """Of those who wait, one who is cancelled charges nothing, and the next one comes."""
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    limits = [ModelCallLimit(quotas=[Quota(600, per="global", window="1m", smooth=True)], wait=DAY)]
+    scenes = [
+        Scene(signals, using(50), [*limits, limit(50)], store=store, thread_id=str(each))
+        for each in range(3)
+    ]
+    await scenes[0].play()
+    runs = []
+    for number, scene in enumerate(scenes[1:], 1):
+        runs.append(asyncio.create_task(scene.play()))
+        await waits(signals, number)
+    runs[0].cancel()
+    await asyncio.wait(runs[:1])
+    await waits(signals, 1)
+    assert counts(store)[KEY] == 50
+    clock.now += 40
+    await runs[1]
+    assert counts(store)[KEY] == 60
+    assert [len(scene.model.calls) for scene in scenes] == [1, 0, 1]
+
+
+async def test_a_thousand_waiters_ask_little(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 250 in a process only the first asks, once a second: four processes ask four times."""
+    clock = Passing(monkeypatch)
+    clock.may.clear()
+    store = FickleStore(MemoryStore(clock=clock))
+    quota = Quota(1, per="global", window="1h", smooth=True)
+    scarce = TokenLimit(quotas=[quota], reserve=1, wait=DAY)
+    scene = Scene(signals, using(1), [scarce], store=store)
+
+    def run(number: int) -> asyncio.Task[Any]:
+        config = {"configurable": {"thread_id": str(number)}}
+        return asyncio.create_task(scene.agent.ainvoke({"messages": [("user", "hi")]}, config))
+
+    await run(-1)
+    before, start = len(store.asked), clock.now
+    runs = [run(each) for each in range(250)]
+    await waits(signals, 250)
+    assert len(store.asked) - before == 1
+    clock.may.set()
+    await until(lambda: clock.now - start > 100)
+    for each in runs:
+        each.cancel()
+    await asyncio.wait(runs)
+    # A call that is admitted also asks when it settles.
+    calls = 2 * len(scene.model.calls)
+    assert len(store.asked) - before <= clock.now - start + calls
+
+
+async def test_a_reserve_above_the_burst(signals: Signals) -> None:
+    """It fails at the call with one line, before anything is charged, and no call is made."""
+    store = MemoryStore()
+    scene = Scene(signals, using(1), [limit(max_usage)], store=store)
+    with pytest.raises(ValueError, match=r"reserve of limit 'tokens' is 1\d,\d+ tokens, and quota"):
+        await scene.play()
+    assert (counts(store), scene.model.calls) == ({}, ())
+
+
+@pytest.mark.parametrize("order", ["outside", "inside", "fallback", "charges all"])
+async def test_beside_retries(
+    order: str, signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that is tried again waits for its turn once, and is charged once for what it used."""
+    clock = Passing(monkeypatch)
+    store, tries = MemoryStore(clock=clock), count()
+
+    def script(_: Sequence[Any]) -> AIMessage:
+        clock.now += 5
+        if next(tries) == 1:
+            raise ProviderError
+        return answer(40)
+
+    requests = ModelCallLimit(quotas=[Quota(9, per="global", window="1h")], wait=DAY)
+    limits = [requests, limit(50)]
+    model = ScriptedChatModel(script=script)
+    beside = ModelFallbackMiddleware(model) if order == "fallback" else RETRY
+    items: list[Any] = [*limits, beside] if order == "inside" else [beside, *limits]
+    charges_all = order == "charges all"
+    scene = Scene(signals, model, items, store=store, charge_all_models=charges_all)
+    await scene.play()
+    start = clock.now
+    await scene.play()
+    # 35 of the first 40 have not drained: it waits for room for 50, and tries twice for 5 seconds.
+    assert clock.now - start == pytest.approx(25 + 10, abs=0.1)
+    tokens = store.peek([KEY])[0]
+    assert isinstance(tokens, QuotaUsage)
+    # The first call's last tokens drain, and those of the second one begin to.
+    assert 30 <= tokens.used <= 45
+    assert [each.used for each in store.usages("model:global:*")] == [2]
+
+
+class TestRateLimiter:
+    """The rate limiter of chat models, without an agent."""
+
+    @pytest.mark.parametrize("way", ["invoke", "stream", "ainvoke", "astream"])
+    async def test_tokens(self, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A call waits for its reserve and a request, and is charged what the model reports."""
+        clock = Passing(monkeypatch)
+        monkeypatch.setattr("langchain_quota.stores.rate_limiter.wait_for", clock.wait)
+        store = MemoryStore(clock=clock)
+        given: Any = {"requests": 60, "tokens": 60, "window": "1m", "reserve": 30}
+        limiter = store.rate_limiter("openai", **given)
+        model = ScriptedChatModel(
+            script=using(20), rate_limiter=limiter, callbacks=[limiter], cache=False
+        )
+        used, start = [], clock.now
+        for _ in range(6):
+            if way == "invoke":
+                await asyncio.to_thread(model.invoke, "Hi!")
+            elif way == "stream":
+                await asyncio.to_thread(lambda: [*model.stream("Hi!")])
+            elif way == "ainvoke":
+                await model.ainvoke("Hi!")
+            else:
+                _ = [each async for each in model.astream("Hi!")]
+            used.append(counts(store)["model.total_tokens:rate_limiter:openai:60~60"])
+        assert used == [20, 39, 50, 50, 50, 50]
+        assert clock.now - start == pytest.approx(6 * 20 - 60 + 10, abs=0.1)
+
+    async def test_many_calls_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each of many tasks is settled by its own use; answers of the cache use nothing."""
+        store = MemoryStore(clock=Clock())
+        limiter = store.rate_limiter("openai", tokens=9_000, window="1m", reserve=50)
+        model = ScriptedChatModel(
+            script=lambda messages: answer(int(messages[0].content)),
+            rate_limiter=limiter,
+            callbacks=[limiter],
+        )
+        await model.ainvoke("7")
+        await asyncio.gather(*(model.ainvoke(str(each)) for each in range(1, 100)))
+        await model.agenerate([[HumanMessage("3")], [HumanMessage("4")]])
+        key = "model.total_tokens:rate_limiter:openai:60~9000"
+        assert counts(store) == {key: 7 + sum(range(100)) + 7}
+        cached = model.model_copy(update={"cache": InMemoryCache()})
+        for _ in range(3):
+            await cached.ainvoke("11")
+        assert counts(store) == {key: 7 + sum(range(100)) + 7 + 11}
+
+    async def test_what_fails_is_charged_its_reserve(self) -> None:
+        """So is a call whose model reports nothing; an outage after a call keeps its answer."""
+        store = FickleStore(MemoryStore(clock=Clock()))
+        make: Any = MemoryStore.rate_limiter
+        limiter = make(store, "openai", tokens=900, window="1m")
+        given: Any = {"rate_limiter": limiter, "callbacks": [limiter]}
+        silent = ScriptedChatModel(script=["Hello.", ProviderError()], **given)
+        await silent.ainvoke("x" * 40)
+        with pytest.raises(ProviderError):
+            await silent.ainvoke("x" * 40)
+        ((key, both),) = counts(store).items()
+        reserved = both // 2
+        assert 10 <= reserved <= 20
+
+        def fail(_: Any) -> AIMessage:
+            store.down = True
+            return answer(500)
+
+        model = ScriptedChatModel(script=fail, **given)
+        assert (await model.ainvoke("Hi!")).text == "Hello."
+        store.down = False
+        # The next request that settles takes it along.
+        await ScriptedChatModel(script=using(7), **given).ainvoke("Hi!")
+        assert counts(store) == {key: 2 * reserved + 500 + 7}
+
+    def test_mistakes(self) -> None:
+        """Each is one line: no limit, too large a reserve, and tokens that nobody told."""
+        make = partial(MemoryStore().rate_limiter, "openai", window="1m")
+        for said, options in (
+            ("give the limiter requests=, tokens=, or both", {}),
+            ("reserve is 9 tokens, and limiter 'openai' never has", {"tokens": 5, "reserve": 9}),
+            ("reserve must be 1 or more", {"tokens": 5, "reserve": 0}),
+            ("burst must be at most the limit, 5, not 6", {"requests": 5, "burst": 6}),
+            ("tokens must be 1 or more", {"tokens": 0}),
+        ):
+            given: Any = options
+            with pytest.raises(ValueError, match=said):
+                make(**given)
+        limiter = make(tokens=5)
+        with pytest.raises(RuntimeError, match=r"rate_limiter=limiter and callbacks=\[limiter\]"):
+            ScriptedChatModel(script=["Hello."], rate_limiter=limiter).invoke("Hi!")
+        model = ScriptedChatModel(script=["Hello."], rate_limiter=limiter, callbacks=[limiter])
+        with pytest.raises(ValueError, match="limiter 'openai' never has more than 5 together"):
+            model.invoke("x" * 100)
