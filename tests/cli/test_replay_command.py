@@ -212,6 +212,7 @@ async def test_sub_agents(log: Path, replayed: Replayed) -> None:
         ("ToolCallLimit(run_limit=3, exit_behavior='ask')", "its calls wait"),
         ("ToolCallLimit(quotas=[Quota(9, per='global', window='1m', smooth=True)])", "it has a s"),
         ("ToolCallLimit(quotas=[Quota(9, per='tenant')])", "the log has no tenant"),
+        ("ToolCallLimit(quotas=[Quota(9, per='user_id', window='1m', rollover=3)])", "what rolls"),
         ("TokenLimit(run_limit=9, reserve=3, name='t')", "the log has no t with reserve 3"),
         ("TimeLimit(run_limit=3)", "the log has no model.milliseconds"),
         ("RepeatLimit(3)", "it depends on more than counts"),

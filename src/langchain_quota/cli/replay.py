@@ -64,6 +64,8 @@ class LogContents:
             return "its calls wait"
         if any(quota.smooth for quota in limit.quotas):
             return "it has a smooth quota"
+        if any(quota.rollover is not None for quota in limit.quotas):
+            return "what rolls over is not in the log"
         needs = {limit.counter} & {*BUDGETS}
         needs |= {f"{limit.name} with reserve {_reserve(limit)}"} if _reserve_of(limit) else set()
         missing = needs - self._has | {f"{kind} calls" for kind in limit.kinds - self._runs.keys()}

@@ -38,7 +38,9 @@ def check_line(
             added = 0 if check.lease else demand.amounts[check.counter]
             count = counts.setdefault(name, [used, used])
             count[1] += added * (decision.outcome in RAN)
-            granted[name] = batch.granted.get(check.key or "", 0)
+            if check.rollover is None:
+                # What rolls over follows from the limit, and is no grant.
+                granted[name] = batch.granted.get(check.key or "", 0)
     # While the store is unavailable, the calls are checked without quotas.
     for check in (check for limit in batch.original_limits.limits for check in limit.checks):
         if check.per:
