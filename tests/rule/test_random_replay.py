@@ -118,7 +118,8 @@ class Agent:
         calls = [
             {"name": each, "args": {}, "id": f"{len(self.scene.model.calls)}-{index}"}
             if isinstance(each, str)
-            else each
+            # Calls share an id in one message only: one of an earlier message is checked twice.
+            else {**each, "id": each["id"] and f"{len(self.scene.model.calls)}-{each['id']}"}
             for index, each in enumerate(batch)
         ]
         used: Any = {"input_tokens": of_input, "output_tokens": of_output}
@@ -183,7 +184,13 @@ def test_random_agents(data: st.DataObject, kind: Kind, form: Form) -> None:
     lines = play(limits, planned)
     assert replayed(limits, lines) == in_log(lines)
 
-    calm = [replace(run, down=False, resets=False) for run in planned]
+    # A refund of a call that only the log has charged is one of the replay, too: without a store,
+    # the inline middleware does not save the count of a call that fails.
+    fails = kind != "inline" or stored
+    calm = [
+        replace(run, down=False, resets=False, answers=[a for a in run.answers if a[0] or fails])
+        for run in planned
+    ]
     meters: list[Limit] = [free(limit) for limit in limits]
     if data.draw(st.booleans()) and not any(getattr(limit, "reserve", None) for limit in limits):
         # The log does not have the limits' own counts.
@@ -202,3 +209,11 @@ def free(limit: Limit) -> Limit:
     if not isinstance(limit, TokenLimit | CostLimit):
         changes.pop("keep", None)
     return replace(limit, **changes)
+
+
+async def test_limits_that_share_a_count() -> None:
+    """The log has a thread's count, although a second limit over it has no number for threads."""
+    limits = [ToolCallLimit(thread_limit=1), ToolCallLimit(name="meter", enforce=False)]
+    planned = [Run("one", "ann", [(["search"], 1, 1)], resets=resets) for resets in (False, True)]
+    lines = await Agent(limits, "graph", "async", stored=True).play(planned)
+    assert replayed(limits, lines) == in_log(lines)

@@ -92,7 +92,8 @@ class Replay:
     """Checks the calls of a log again, line by line.
 
     Where the log has a count, that of the replay differs from it only by the calls that one of the
-    two has charged, and the other has not. So it follows resets, refunds and calls of others.
+    two has charged, and the other has not. So it follows resets, refunds and calls of others. It
+    also follows a refund of a call that it has not charged itself, which lets one call more run.
     """
 
     def __init__(self, limits: Sequence[Limit], contents: LogContents) -> None:

@@ -29,7 +29,11 @@ def check_line(
         )
     # After the last call of a budget, no call is checked.
     for (limits, demand), decision in zip(batch.call_checks, decisions, strict=False):
-        for check in {check.counter: check for limit in limits for check in limit.checks}.values():
+        # Of limits that share a count, those without a threshold for a thread have no key for it.
+        checks = sorted(
+            (c for limit in limits for c in limit.checks), key=lambda c: c.key is not None
+        )
+        for check in {check.counter: check for check in checks}.values():
             if stored and check.scope == THREAD and check.key is None:
                 # Nothing needs this count, so it may be that of the run alone.
                 continue

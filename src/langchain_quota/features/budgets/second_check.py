@@ -266,6 +266,8 @@ def _result_of_both_checks(
     granted, frozen = {**first["granted"], **batch.granted}, (*first["frozen"], *second.frozen)
     whole = replace(batch, limits=both, call_checks=call_checks, used=used)
     whole.counted, whole.granted, whole.frozen = used, granted, frozen
+    # While the store is unavailable, only these have the quotas' subjects.
+    whole.original_limits = batch.original_limits
     decisions, _ = whole.decide(AcquireResult(used, (refused,), (True,), frozen=frozen))
     by = batch.ledger.get("downgraded") or ""
     return whole, HookResult([decision._replace(downgraded_by=by) for decision in decisions])
