@@ -269,10 +269,10 @@ class UsageTable(Collector):
         bounds = snapshots[0] if snapshots else Snapshot(now, 0, 0, 0.0)
         tracked, exported, hidden = Counter[Series](), Counter[Series](), Counter[bool]()
         states = defaultdict[tuple[bool, str], set[str]](set)
-        merged = in_slices(workers.merge(snapshots))
-        active = [subject for subject in merged if now - subject.last <= bounds.ttl]
-        threads = [subject for subject in in_slices(active) if subject.key[1] == THREAD]
-        of_quotas = [subject for subject in in_slices(active) if subject.key[1] != THREAD]
+        threads, of_quotas = list[Subject](), list[Subject]()
+        for subject in in_slices(workers.merge(snapshots)):
+            if now - subject.last <= bounds.ttl:
+                (threads if subject.key[1] == THREAD else of_quotas).append(subject)
         for subjects, max_exported in (
             (threads, bounds.max_threads),
             # The subjects of quotas per agent or global have no label, and always have series.
