@@ -17,11 +17,10 @@ from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.batches import Batch
 from langchain_quota.stores.common import metadata
-from langchain_quota.stores.grants import Grant
 from langchain_quota.stores.keys import Prefix
 from langchain_quota.stores.rows import GRANTS, Name, Rows, names_of, names_of_keys
 from langchain_quota.stores.server import PREFIX, ServerStore
-from langchain_quota.stores.wire import Answers
+from langchain_quota.stores.wire import Answers, Argument
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGresult
@@ -206,12 +205,12 @@ class PostgresStore(ServerStore):
         return await self._tried(mode, work)
 
     async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | int | None
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], argument: Argument
     ) -> Answers:
         async def work(connection: "Connection") -> Answers:
             begin = "" if op in _READING else _BEGIN
             rows = await self._read(connection, prefix, names_of_keys(keys), begin)
-            answers = rows.operate(op, keys, grant)
+            answers = rows.operate(op, keys, argument)
             if begin:
                 await self._write(connection, prefix, rows)
             return answers

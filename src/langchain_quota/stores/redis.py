@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL, wire
-from langchain_quota.stores.grants import Grant
 from langchain_quota.stores.keys import Prefix
 from langchain_quota.stores.redis_script import ScriptCall, key_of, pattern_of
 from langchain_quota.stores.server import PREFIX, ServerStore
@@ -92,9 +91,9 @@ class RedisStore(ServerStore):
         return await self._run(mode, "acquire", prefix, ask, read)
 
     async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | int | None
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], argument: wire.Argument
     ) -> wire.Answers:
-        ask = partial(wire.operation, op, keys, grant, self._idle)
+        ask = partial(wire.operation, op, keys, argument, self._idle)
         read: Callable[..., wire.Answers] = wire.uses if op == "peek" else wire.grants
         return await self._run(mode, "operations", prefix, ask, partial(read, keys))
 

@@ -17,7 +17,7 @@ from langchain_quota.stores.expiring_dict import ExpiringDict
 from langchain_quota.stores.grants import Grant
 from langchain_quota.stores.keys import FREEZES
 from langchain_quota.stores.memory import REFUSED, Count, MemoryStore, StoredGrant, StoredResult
-from langchain_quota.stores.wire import Answers
+from langchain_quota.stores.wire import Answers, Argument
 
 Name = tuple[str, str]
 """A kind of what is kept, and the name under which it is kept."""
@@ -65,19 +65,19 @@ class Rows(MemoryStore):
         except Exception as error:  # noqa: BLE001 - it is raised for the caller of this request
             return error
 
-    def operate(self, op: str, keys: Sequence[str], grant: Grant | str | int | None) -> Answers:
+    def operate(self, op: str, keys: Sequence[str], argument: Argument) -> Answers:
         """Run an operation and return its result; see `ServerStore`."""
         odd = [name for kind, name in self._odd if kind == COUNT]
         self._check_readable({name for name in self._odd if name[0] != COUNT})
         if op == "peek":
             uses = {**dict(zip(keys, self.peek(keys), strict=True)), **dict.fromkeys(odd)}
             return [(key, use) for key, use in uses.items() if use or key in odd]
-        if isinstance(grant, Grant):
-            return [run_sync(self._grant("", grant))]
-        if isinstance(grant, str):
-            return [(run_sync(self._revoke("", keys[0], grant)), False)]
-        if isinstance(grant, int):
-            run_sync(self._delay("", keys[0], grant))
+        if isinstance(argument, Grant):
+            return [run_sync(self._grant("", argument))]
+        if isinstance(argument, str):
+            return [(run_sync(self._revoke("", keys[0], argument)), False)]
+        if isinstance(argument, int):
+            run_sync(self._delay("", keys[0], argument))
             return []
         if op == "grants":
             return [(grant, False) for grant in self.grants()]

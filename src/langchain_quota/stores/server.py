@@ -21,7 +21,7 @@ from langchain_quota.stores.common import check_keys, check_request, idle_second
 from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import Prefix, check_prefix, prefix_of
 from langchain_quota.stores.rate_limiter import RateLimiting
-from langchain_quota.stores.wire import Answers
+from langchain_quota.stores.wire import Answers, Argument
 
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
@@ -154,11 +154,9 @@ class ServerStore(SupportsGrants, RateLimiting):
 
     @abstractmethod
     async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], grant: Grant | str | int | None
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], argument: Argument
     ) -> Answers:
         """Make one step of another operation.
-
-        It gets a grant to give, the id of one to revoke, or the time in which a count drains.
 
         What it answers: "peek" each key under which something is kept, and its use, `None` if it is
         no count; "grant" and "revoke" a grant, and whether it is new; "grants" all of them.
@@ -204,12 +202,12 @@ class ServerStore(SupportsGrants, RateLimiting):
         return [*{(grant.key, grant.id): grant for grant, _ in grants}.values()]
 
     async def _each(
-        self, mode: Mode, op: str, keys: Sequence[str], grant: Grant | str | int | None = None
+        self, mode: Mode, op: str, keys: Sequence[str], argument: Argument = None
     ) -> Answers:
         """Return the results of one step for each prefix of the keys."""
         results: Answers = []
         for prefix, some in self._by_prefix(keys).items() if keys else ():
-            results += await self._operate(mode, prefix, op, some, grant)
+            results += await self._operate(mode, prefix, op, some, argument)
         return results
 
     def _listed(self, kind: str, pattern: str, op: str) -> Answers:

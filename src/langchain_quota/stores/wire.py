@@ -39,6 +39,9 @@ Place = Callable[[str, str], int]
 T = TypeVar("T")
 Answers = list[Any]
 """Of peek: keys and uses; of others: grants, and whether each is new. See `ServerStore`."""
+
+Argument = Grant | str | int | None
+"""Of grant: what to grant; of revoke: its id; of delay: the microseconds until a count is 0."""
 Ask = Callable[[Place], str]
 
 _NONE = -1
@@ -96,21 +99,19 @@ def acquire(request: AcquireRequest, idle: int, place: Place) -> str:
     )
 
 
-def operation(
-    op: str, keys: Iterable[str], grant: Grant | str | int | None, idle: int, place: Place
-) -> str:
+def operation(op: str, keys: Iterable[str], argument: Argument, idle: int, place: Place) -> str:
     """Return the request for any other operation on counts."""
     counts = [f"[{_count(key, idle, place, window_end(key))}]" for key in dict.fromkeys(keys)]
     message: dict[str, object] = {"op": op}
-    if isinstance(grant, str):
-        message["name"] = _short(grant)
-    if isinstance(grant, int):
-        message["amount"] = _exact(grant)
-    if isinstance(grant, Grant):
-        given_at = grant.given_at.timestamp()
-        fields = {"id": grant.id, "at": given_at, "reason": grant.reason, "by": grant.by}
-        message |= {"name": _short(grant.id), "details": json.dumps(fields)}
-        message |= {"amount": _exact(grant.amount), "ends": _exact(grant.ends or 0)}
+    if isinstance(argument, str):
+        message["name"] = _short(argument)
+    if isinstance(argument, int):
+        message["amount"] = _exact(argument)
+    if isinstance(argument, Grant):
+        given_at = argument.given_at.timestamp()
+        fields = {"id": argument.id, "at": given_at, "reason": argument.reason, "by": argument.by}
+        message |= {"name": _short(argument.id), "details": json.dumps(fields)}
+        message |= {"amount": _exact(argument.amount), "ends": _exact(argument.ends or 0)}
     return f'{{"counts":[{",".join(counts)}],{json.dumps(message)[1:]}'
 
 
