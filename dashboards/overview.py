@@ -10,7 +10,7 @@ from dashboards import queries as ask
 from dashboards import settings
 from dashboards.settings import COUNT, CRITICAL, DOLLARS, OK, SHARE
 from dashboards.variables import common_variables
-from langchain_quota.monitoring.exports import RUNBOOKS
+from langchain_quota.cli.export import RUNBOOKS
 
 _BLOCKED = 'decision="blocked"'
 _LABELLED = 'subject!=""'

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.traffic.running import Traffic
+from langchain_quota.cli import export
 from langchain_quota.limits.call import STORE
-from langchain_quota.monitoring import exports
 from langchain_quota.runtime.units import NANODOLLARS, Level
 from tests.server.alertmanager import (
     Webhook,
@@ -161,7 +161,7 @@ def watching(
         scrape_interval: In simulated time, as Prometheus writes it.
     """
     directory.mkdir()
-    [rules] = exports.rules().values()
+    [rules] = export.rules().values()
     with ExitStack() as running:
         webhook = running.enter_context(running_webhook())
         alertmanager = running.enter_context(

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from langchain_quota.features.budgets.estimates import max_usage as max_usage
     from langchain_quota.limits.budgets import CostLimit as CostLimit
     from langchain_quota.limits.budgets import Price as Price
+    from langchain_quota.limits.budgets import TimeLimit as TimeLimit
     from langchain_quota.limits.budgets import TokenLimit as TokenLimit
+    from langchain_quota.limits.calls import ConcurrencyLimit as ConcurrencyLimit
     from langchain_quota.limits.calls import ModelCallLimit as ModelCallLimit
+    from langchain_quota.limits.calls import RepeatLimit as RepeatLimit
     from langchain_quota.limits.calls import ToolCallLimit as ToolCallLimit
-    from langchain_quota.limits.concurrency import ConcurrencyLimit as ConcurrencyLimit
     from langchain_quota.limits.quotas import Quota as Quota
-    from langchain_quota.limits.repeats import RepeatLimit as RepeatLimit
-    from langchain_quota.limits.time import TimeLimit as TimeLimit
     from langchain_quota.middleware.state import ModelCallLimitState as ModelCallLimitState
     from langchain_quota.middleware.state import ToolCallLimitState as ToolCallLimitState
     from langchain_quota.middleware.state import usage as usage
@@ -63,12 +63,9 @@ else:
         "agents.graph": ("GraphQuota",),
         "agents.quota_headers": ("QuotaHeadersMiddleware",),
         "agents.inline": ("InlineQuotaMiddleware",),
-        "limits.budgets": ("CostLimit", "Price", "TokenLimit"),
-        "limits.calls": ("ModelCallLimit", "ToolCallLimit"),
-        "limits.concurrency": ("ConcurrencyLimit",),
+        "limits.budgets": ("CostLimit", "Price", "TimeLimit", "TokenLimit"),
+        "limits.calls": ("ConcurrencyLimit", "ModelCallLimit", "RepeatLimit", "ToolCallLimit"),
         "limits.quotas": ("Quota",),
-        "limits.repeats": ("RepeatLimit",),
-        "limits.time": ("TimeLimit",),
         "agents.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
         "agents.model_pace": ("ModelPaceMiddleware",),
         "agents.quota": ("QuotaMiddleware",),

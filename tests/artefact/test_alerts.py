@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client import CollectorRegistry
 
 from langchain_quota import Telemetry, ToolCallLimitMiddleware, start_metrics_server
-from langchain_quota.monitoring import exports
+from langchain_quota.cli import export
 from tests.server.agents import build_agent, run
 from tests.server.alertmanager import (
     alerting_prometheus,
@@ -45,7 +45,7 @@ def test_a_breach_is_told_and_resolved(tmp_path: Path) -> None:
         script = [["search"] * times, "done"]
         run(build_agent(script, [limiter], name=agent, saver=InMemorySaver()), HOSTILE)
 
-    [rules] = exports.rules(selector='job="agents"').values()
+    [rules] = export.rules(selector='job="agents"').values()
     with (
         start_metrics_server(port=0, registry=registry) as server,
         running_webhook() as webhook,

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from langchain_quota.monitoring import exports
+from langchain_quota.cli import export
 from tests.server.programs import required_program
 from tools import pin_images
 
@@ -174,7 +174,7 @@ def test_what_is_mounted_is_what_is_shipped() -> None:
     assert all(source.is_relative_to(ROOT) for _, source, _, _ in found)
     assert mounted("grafana", DASHBOARDS) == ROOT / "dashboards" / "grafana"
     assert mounted("prometheus", RULES).parent == ROOT / "dashboards" / "prometheus"
-    [route] = exports.alertmanager().values()
+    [route] = export.alertmanager().values()
     config = load(mounted("alertmanager", ALERTMANAGER))
     del config["receivers"], config["route"]["receiver"]
     assert config == yaml.safe_load(route)

@@ -37,7 +37,7 @@ from langchain_quota import (
     ToolCallLimit,
     start_metrics_server,
 )
-from langchain_quota.monitoring import exports
+from langchain_quota.cli import export
 from tests.server.agents import build_agent
 from tests.server.alertmanager import hurried
 from tests.server.demo import running_demo
@@ -135,7 +135,7 @@ class Board:
 
 def boards(**options: Any) -> list[Board]:
     """The dashboards as they are exported."""
-    return [Board(json.loads(text)) for text in exports.dashboards(**options).values()]
+    return [Board(json.loads(text)) for text in export.dashboards(**options).values()]
 
 
 def interpolate(expr: str, values: Values) -> str:
@@ -174,7 +174,7 @@ def query(where: str) -> Query:
 
 def test_the_files_are_what_is_generated() -> None:
     """What is committed is what the code says, and the package gives it out as it is."""
-    assert exports.dashboards() == build.render()
+    assert export.dashboards() == build.render()
     for name, text in build.render().items():
         assert (build.FOLDER / name).read_text(encoding="utf-8") == text
 
@@ -355,7 +355,7 @@ def seen(
         start_metrics_server(port=0, registry=registry) as server,
     ):
         agents = f"{server.addr}:{server.port}"
-        [rules] = exports.rules().values()
+        [rules] = export.rules().values()
         targets = {"demo": demo.address, "agents": agents}
         prometheus = start_prometheus(targets, hurried(rules, SPEED))
         for _ in range(2):

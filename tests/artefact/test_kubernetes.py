@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from langchain_quota.monitoring import exports
+from langchain_quota.cli import export
 from tests.server.prometheus import DEADLINE
 
 PAGE = Path(__file__).parents[2] / "docs" / "production.md"
@@ -36,7 +36,7 @@ def on_the_page(kind: str) -> str:
 
 def test_the_overlay_of_the_page_builds(tmp_path: Path) -> None:
     """The base builds unchanged; the page's overlay adds namespace, label and Secret."""
-    files = exports.kubernetes()
+    files = export.kubernetes()
     overlay, base = tmp_path / "overlay", tmp_path / "overlay" / "langchain-quota"
     base.mkdir(parents=True)
     for name, text in files.items():
@@ -64,7 +64,7 @@ def test_the_overlay_of_the_page_builds(tmp_path: Path) -> None:
 def test_the_pods_of_the_page_are_scraped() -> None:
     """The page's Deployment has the labels and the port that the PodMonitor selects."""
     deployment = yaml.safe_load(on_the_page("Deployment"))
-    monitor = yaml.safe_load(exports.kubernetes()["langchain-quota-podmonitor.yaml"])["spec"]
+    monitor = yaml.safe_load(export.kubernetes()["langchain-quota-podmonitor.yaml"])["spec"]
     pod = deployment["spec"]["template"]
     labels = pod["metadata"]["labels"]
     assert monitor["selector"]["matchLabels"].items() <= labels.items()

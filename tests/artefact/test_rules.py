@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from langchain_quota.monitoring import exports
+from langchain_quota.cli import export
+from langchain_quota.cli.arguments import GRAFANA_URL
 from langchain_quota.telemetry import names
 from tests.server.alertmanager import with_route
 from tests.server.programs import required_program
@@ -32,7 +33,7 @@ def _run(*words: object) -> subprocess.CompletedProcess[str]:
 
 def rules(**options: Any) -> list[Any]:
     """All rules that are exported."""
-    [text] = exports.rules(**options).values()
+    [text] = export.rules(**options).values()
     return [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
 
 
@@ -57,7 +58,7 @@ def check(groups: Any, directory: Path) -> None:
 )
 def test_the_rules_are_valid(options: dict[str, Any], tmp_path: Path) -> None:
     """Promtool takes the rules, whatever the options."""
-    [text] = exports.rules(**options).values()
+    [text] = export.rules(**options).values()
     check(yaml.safe_load(text), tmp_path)
 
 
@@ -100,7 +101,7 @@ def test_every_alert_is_complete() -> None:
 
 def test_the_stack_has_the_exported_rules() -> None:
     """What the stack mounts is what the package writes."""
-    for name, text in exports.rules().items():
+    for name, text in export.rules().items():
         assert (PROMETHEUS / name).read_text() == text
 
 
@@ -118,7 +119,7 @@ def test_links_begin_with_the_given_addresses() -> None:
 def test_texts_are_those_of_the_selected_jobs(tmp_path: Path) -> None:
     """With a selector that has all that could break a text, the alert and its numbers are there."""
     matchers = r'''cluster=~"`%q}}|{{ $value }}|it's \"x\"|eu"'''
-    [text] = exports.rules(selector=matchers).values()
+    [text] = export.rules(selector=matchers).values()
     (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
     labels, other = (f'job="a",instance="{each}",agent="r",limit="l"' for each in "ij")
     refusal = "langchain_quota_thread_timestamp_seconds"
@@ -132,8 +133,8 @@ def test_texts_are_those_of_the_selected_jobs(tmp_path: Path) -> None:
         "summary": 'Limit "l" of agent "r" refuses calls on 1 thread',
         "description": 'Limit "l" refused 3 of 3 calls of agent "r" (job "a") within 5 minutes. '
         'Latest refusals on threads: "ann". Refusals began at 1970-01-01 00:05:00 +0000 UTC.',
-        "runbook_url": f"{exports.RUNBOOKS}/LangChainQuotaLimitBreached.md",
-        "dashboard_url": f"{exports.GRAFANA_URL}/d/langchain-quota-overview"
+        "runbook_url": f"{export.RUNBOOKS}/LangChainQuotaLimitBreached.md",
+        "dashboard_url": f"{GRAFANA_URL}/d/langchain-quota-overview"
         "?from=now-1h&to=now&var-job=a&var-agent=r&var-limit=l",
     }
     of = {"severity": "warning", "job": "a", "agent": "r", "limit": "l"}
@@ -188,14 +189,14 @@ def test_the_route_can_be_included_as_it_is(tmp_path: Path) -> None:
 
 def test_what_needs_somebody_is_told_in_time() -> None:
     """Groups of alert, agent and limit; with the scrape, what waits stays below 90 seconds."""
-    [text] = exports.alertmanager().values()
+    [text] = export.alertmanager().values()
     [route] = yaml.safe_load(text)["route"]["routes"]
     assert route["group_by"] == ["alertname", "agent", "limit"]
     routes = {each["matchers"][0]: each for each in route["routes"]}
     # After the scrape, the evaluation and the group's interval a further customer is told.
     for matcher in ('severity = "critical"', 'alertname = "LangChainQuotaSharedQuotaExhausted"'):
         assert 15 + 15 + 15 + int(routes[matcher]["group_interval"][:-1]) <= 90  # seconds
-    [text] = exports.rules(per_thread=True).values()
+    [text] = export.rules(per_thread=True).values()
     groups = yaml.safe_load(text)["groups"]
     assert {group["interval"] for group in groups} <= {"15s", "30s"}
     waits = {rule["for"] for group in groups for rule in group["rules"] if "for" in rule}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from langchain_quota.cli import main
-from langchain_quota.monitoring import exports
+from langchain_quota.cli import export, main
+from langchain_quota.cli.arguments import GRAFANA_URL
 from langchain_quota.telemetry.names import METRICS
 
 GRAFANA, RUNBOOKS = "https://example.org/grafana", "https://example.org/runbooks"
@@ -21,18 +21,18 @@ def contents(directory: Path) -> dict[str, str]:
 
 def test_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every file is written, with all options, into a new directory; each is a line of output."""
-    boards = exports.dashboards(selector='job="x"', runbooks=RUNBOOKS)
-    placed = exports.kubernetes(**OF_ALERTS, per_thread=True)
+    boards = export.dashboards(selector='job="x"', runbooks=RUNBOOKS)
+    placed = export.kubernetes(**OF_ALERTS, per_thread=True)
     asked: list[tuple[list[str], dict[str, str]]] = [
-        (["grafana"], exports.dashboards()),
+        (["grafana"], export.dashboards()),
         (["grafana", *ALERTS[:2], *ALERTS[4:]], boards),
-        (["prometheus", "--grafana-url", exports.GRAFANA_URL], exports.rules()),
+        (["prometheus", "--grafana-url", GRAFANA_URL], export.rules()),
         (
             ["prometheus", *ALERTS, "--per-thread-alerts"],
-            exports.rules(**OF_ALERTS, per_thread=True),
+            export.rules(**OF_ALERTS, per_thread=True),
         ),
         (["kubernetes", *ALERTS, "--per-thread-alerts"], placed),
-        (["alertmanager"], exports.alertmanager()),
+        (["alertmanager"], export.alertmanager()),
     ]
     for number, (arguments, expected) in enumerate(asked):
         directory = tmp_path / "new" / str(number)
@@ -45,7 +45,7 @@ def test_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_what_is_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If something is in the way of a file none is written, and one line says what."""
-    first, *_, last = sorted(exports.dashboards())
+    first, *_, last = sorted(export.dashboards())
     taken, (file, directory, link) = tmp_path / first, (tmp_path / each for each in "abc")
     taken.write_text("mine")
     for parent in (file, directory, link):
@@ -74,11 +74,11 @@ def test_force_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     Where Grafana is only the user knows: without the option one line names it.
     """
     (tmp_path / "other.yaml").write_text("mine")
-    (tmp_path / exports.RULES).symlink_to("other.yaml")
+    (tmp_path / export.RULES).symlink_to("other.yaml")
     assert main(["export", "prometheus", "--to", str(tmp_path), "--force"]) == 0
-    assert contents(tmp_path) == {**exports.rules(), "other.yaml": "mine"}
+    assert contents(tmp_path) == {**export.rules(), "other.yaml": "mine"}
     last = capsys.readouterr().out.splitlines()[-1]
-    assert exports.GRAFANA_URL in last
+    assert GRAFANA_URL in last
     assert "--grafana-url" in last
 
 
@@ -152,7 +152,7 @@ def test_good_values(tmp_path: Path) -> None:
 
 def test_objects_for_kubernetes() -> None:
     """Each object is of a kind that a cluster takes, plain YAML, and small enough to apply."""
-    files = exports.kubernetes(selector='cluster="eu-1",namespace="agents"')
+    files = export.kubernetes(selector='cluster="eu-1",namespace="agents"')
     found = [yaml.safe_load(text) for text in files.values()]
     named = sorted(f"{each['kind']} {each.get('metadata', {}).get('name')}" for each in found)
     assert named == [
@@ -167,14 +167,14 @@ def test_objects_for_kubernetes() -> None:
 
 def test_objects_have_the_texts_of_the_other_exports() -> None:
     """A ConfigMap has a dashboard and the sidecar's label; the PrometheusRule has the rules."""
-    files = exports.kubernetes(**OF_ALERTS)
-    boards = exports.dashboards(selector='job="x"', runbooks=RUNBOOKS)
+    files = export.kubernetes(**OF_ALERTS)
+    boards = export.dashboards(selector='job="x"', runbooks=RUNBOOKS)
     found = [yaml.safe_load(text) for text in files.values()]
     configs = [each for each in found if each["kind"] == "ConfigMap"]
     assert {name: text for each in configs for name, text in each["data"].items()} == boards
     labels = [each["metadata"]["labels"] for each in configs]
     assert labels == [{"grafana_dashboard": "1"}] * 3
     text = files["langchain-quota-prometheusrule.yaml"]
-    [groups] = map(yaml.safe_load, exports.rules(**OF_ALERTS).values())
+    [groups] = map(yaml.safe_load, export.rules(**OF_ALERTS).values())
     assert yaml.safe_load(text)["spec"] == groups
     assert 'job="x"' in text

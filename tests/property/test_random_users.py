@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from langchain_quota import ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.call import Call
-from langchain_quota.limits.windows import CalendarWindow
+from langchain_quota.limits.quotas import CalendarWindow
 from langchain_quota.stores.keys import CountKey, dimension_of
 from langchain_quota.stores.memory import MemoryStore
 from tests import drawn

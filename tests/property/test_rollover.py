@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from langchain_quota import Decision, MemoryStore, Quota, ToolCallLimit
 from langchain_quota.core.admission import AcquireRequest, Correction
-from langchain_quota.limits.windows import CALENDAR
+from langchain_quota.limits.quotas import CALENDAR
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore

@@ -12,7 +12,7 @@ from langchain_core.tools import tool
 from pydantic import BaseModel
 
 from langchain_quota import max_usage
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 from tests.tokens import answer
 

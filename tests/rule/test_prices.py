@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from langchain_quota import Price
 from langchain_quota.features.budgets.prices import cost, highest_cost, listed_price, resolve_prices
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from tests.examples import examples
 
 genai_prices = pytest.importorskip("genai_prices")

@@ -25,7 +25,7 @@ from langchain_quota import (
 from langchain_quota.core.decision import Answer
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from tests.scene import ANN, CONFIG, Form, Scene, both_forms, check_history
 from tests.stores import DAY
 from tests.telemetry import Signals, needs_inline

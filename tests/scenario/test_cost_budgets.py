@@ -11,7 +11,7 @@ from langchain_core.language_models.base import LangSmithParams
 
 from langchain_quota import CostLimit, MemoryStore, Price, Quota, QuotaMiddleware
 from langchain_quota.errors import UnknownPriceError
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Form, Scene, both_forms
 from tests.stores import counts

@@ -7,7 +7,7 @@ import pytest
 
 from langchain_quota import CostLimit, ModelCallLimit, Telemetry, TokenLimit, ToolCallLimit
 from langchain_quota.errors import UnknownPriceError
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Form, Scene, both_forms
 from tests.telemetry import Signals

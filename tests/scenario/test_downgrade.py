@@ -10,7 +10,7 @@ from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langgraph.graph import START, MessagesState, StateGraph
 
 from langchain_quota import CostLimit, GraphQuota, MemoryStore, Quota, TokenLimit, max_usage
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 from tests.forked import run_python
 from tests.scene import ANN, Scene, Weather, recording

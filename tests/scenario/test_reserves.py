@@ -21,7 +21,7 @@ from langchain_quota import (
     max_usage,
 )
 from langchain_quota.core.decision import Outcome
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.scene import ANN, Form, Kind, Scene, both_forms, cancel_at
 from tests.stores import DAY, TODAY, Clock, FickleStore, counts, run_counts

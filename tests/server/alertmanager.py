@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from langchain_quota.monitoring import exports
+from langchain_quota.cli import export
 from tests.server.programs import required_program
 from tests.server.prometheus import (
     SCRAPE_INTERVAL,
@@ -109,7 +109,7 @@ def hurried(text: str, speed: float) -> str:
 
 def with_route(config: Mapping[str, Any], speed: float = 1) -> Any:
     """A configuration of Alertmanager with the exported route, hurried, before its own routes."""
-    [text] = exports.alertmanager().values()
+    [text] = export.alertmanager().values()
     ours = yaml.safe_load(hurried(text, speed))
     theirs = {"routes": [], **config["route"]}
     routes = ours["route"]["routes"] + theirs["routes"]

@@ -12,7 +12,7 @@ from langchain_core.messages import SystemMessage
 from langchain_quota import CostLimit, MemoryStore, Quota, QuotaWarning, TokenLimit, max_usage
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.limits import Limit
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from tests.clients import (
     KEY,
     PRICES,

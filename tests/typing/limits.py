@@ -31,8 +31,8 @@ from langchain_quota import (
 )
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.limits import Limit
-from langchain_quota.limits.model_usage import ModelUsage
-from langchain_quota.limits.windows import CalendarWindow
+from langchain_quota.limits.call import ModelUsage
+from langchain_quota.limits.quotas import CalendarWindow
 from langchain_quota.testing import ScriptedChatModel
 
 

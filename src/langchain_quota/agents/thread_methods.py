@@ -18,7 +18,7 @@ from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExc
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import THREAD
 from langchain_quota.limits.options import whole_amount
-from langchain_quota.limits.windows import CalendarWindow
+from langchain_quota.limits.quotas import CalendarWindow
 from langchain_quota.middleware.base import ContextT, LimitMiddleware
 from langchain_quota.middleware.context import CompiledGraph
 from langchain_quota.middleware.flow import clock_of

@@ -10,8 +10,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from langchain_quota import __version__
-from langchain_quota.monitoring.exports import GRAFANA_URL
 from langchain_quota.runtime.units import duration
+
+GRAFANA_URL = "http://localhost:3000"
+"""The address of links to dashboards in the data, as only the user knows where Grafana is."""
 
 STORE_VARIABLE = "LANGCHAIN_QUOTA_STORE"
 SORTS = ("key", "share", "used", "reset")

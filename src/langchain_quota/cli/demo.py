@@ -39,8 +39,7 @@ from langchain_quota import (
     ToolCallLimit,
     start_metrics_server,
 )
-from langchain_quota.cli import INTERRUPTED
-from langchain_quota.cli.printing import CommandError, one_line, say, table
+from langchain_quota.cli import INTERRUPTED, CommandError, one_line, say, table
 from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import THREAD

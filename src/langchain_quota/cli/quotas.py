@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 from uuid import uuid4
 
+from langchain_quota.cli import CommandError, one_line, printable, say, table
 from langchain_quota.cli.arguments import STORE_VARIABLE
-from langchain_quota.cli.printing import CommandError, one_line, printable, say, table
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.limits.options import UNITS

@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from langchain_quota.cli.printing import CommandError, complain, one_line, printable, say, table
+from langchain_quota.cli import CommandError, complain, one_line, printable, say, table
 from langchain_quota.core.admission import AcquireResult, Demand, admit
 from langchain_quota.core.checks import CallChecks, ResolvedLimit, ResolvedLimits, demands_of
 from langchain_quota.core.decide import decide

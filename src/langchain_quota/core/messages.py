@@ -12,7 +12,7 @@ from langchain_quota.core.decide import Breach
 from langchain_quota.core.decision import Decision, LimitStatus
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY
-from langchain_quota.limits.repeats import RepeatLimit
+from langchain_quota.limits.calls import RepeatLimit
 from langchain_quota.runtime.units import PER_BASE_UNIT, Unit, as_dollars, as_time, format_amount
 
 SKIPPED = (

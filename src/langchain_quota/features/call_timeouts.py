@@ -12,7 +12,7 @@ from langchain.agents.middleware.types import ToolCallRequest
 from langchain_quota.core import messages
 from langchain_quota.core.stops import make_reason
 from langchain_quota.limits import Limit
-from langchain_quota.limits.time import TimeLimit
+from langchain_quota.limits.budgets import TimeLimit
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel

@@ -9,8 +9,8 @@ from langchain_quota.core.admission import admit
 from langchain_quota.core.checks import ResolvedLimits, run_counter, thread_counter
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
+from langchain_quota.limits.calls import RepeatLimit
 from langchain_quota.limits.options import INPUT_TOKENS, OUTPUT_TOKENS, TOTAL_TOKENS
-from langchain_quota.limits.repeats import RepeatLimit
 from langchain_quota.middleware.calls import model_counts
 from langchain_quota.middleware.feature import Feature, Request, Tool
 from langchain_quota.middleware.flow import Kernel

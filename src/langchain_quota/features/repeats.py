@@ -24,7 +24,7 @@ from langchain_quota.core.checks import (
 from langchain_quota.core.decision import Outcome
 from langchain_quota.core.messages import NOT_RUN
 from langchain_quota.limits.call import RUN, THREAD
-from langchain_quota.limits.repeats import MOST_KEPT, RepeatLimit
+from langchain_quota.limits.calls import MOST_KEPT, RepeatLimit
 from langchain_quota.middleware.calls import Batch, HookResult
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel

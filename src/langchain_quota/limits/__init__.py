@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from langchain_quota.limits.budgets import CostLimit, TokenLimit
-from langchain_quota.limits.calls import ModelCallLimit, ToolCallLimit
-from langchain_quota.limits.concurrency import ConcurrencyLimit
+from langchain_quota.limits.budgets import CostLimit, TimeLimit, TokenLimit
+from langchain_quota.limits.calls import (
+    ConcurrencyLimit,
+    ModelCallLimit,
+    RepeatLimit,
+    ToolCallLimit,
+)
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.limits.repeats import RepeatLimit
-from langchain_quota.limits.time import TimeLimit
 from langchain_quota.runtime.arguments import short_repr
 
 Limit = (

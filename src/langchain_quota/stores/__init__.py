@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits import Limit
-from langchain_quota.limits.concurrency import ConcurrencyLimit
+from langchain_quota.limits.calls import ConcurrencyLimit
 
 REMEMBERED = 3600
 """How long results and refused attempts are remembered, in seconds."""

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 from langchain_quota.limits.options import MODEL, UNITS, whole_amount
-from langchain_quota.limits.windows import CalendarWindow, parse_window
+from langchain_quota.limits.quotas import CalendarWindow, parse_window
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
 from langchain_quota.runtime.units import (

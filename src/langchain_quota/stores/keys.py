@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 from langchain_core.runnables import RunnableConfig
 
 from langchain_quota.limits.options import UNITS
-from langchain_quota.limits.windows import CalendarWindow, around
+from langchain_quota.limits.quotas import CalendarWindow, around
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.units import Unit
 

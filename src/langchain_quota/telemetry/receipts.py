@@ -11,8 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from langchain_quota.core.decision import Decision, Outcome, Refund
-from langchain_quota.limits.call import Call, Kind
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import Call, Kind, ModelUsage
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import NANODOLLARS, as_dollars, as_time
 from langchain_quota.telemetry.labels import UNNAMED

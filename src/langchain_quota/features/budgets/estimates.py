@@ -11,7 +11,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, AnyMessage, BaseM
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from langchain_quota.features.budgets.reports import counted
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from langchain_quota.middleware.feature import Request
 from langchain_quota.runtime import compat
 

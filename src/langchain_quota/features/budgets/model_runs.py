@@ -26,7 +26,7 @@ from langgraph.types import Command
 
 from langchain_quota.features.budgets.estimates import as_json, asked_in, estimated_usage, is_paid
 from langchain_quota.features.budgets.reports import reported_usage
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from langchain_quota.middleware.context import running_config
 from langchain_quota.middleware.root_run import DECISION, HandlerVar, register_root_runs
 from langchain_quota.runtime import compat

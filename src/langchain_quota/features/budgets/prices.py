@@ -15,7 +15,7 @@ from langchain_quota.errors import UnknownPriceError
 from langchain_quota.features.budgets.reports import charged_tokens
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, Price, Prices
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from langchain_quota.limits.options import NANODOLLARS, whole_amount
 from langchain_quota.runtime.arguments import validate_sync_function
 from langchain_quota.runtime.units import Dollars, nanodollars, parse_dollars

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from langchain_quota.features.budgets.model_runs import watch_runs
 from langchain_quota.features.budgets.prices import cost, resolve_prices
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.telemetry.receipts import Receipt, opened
 

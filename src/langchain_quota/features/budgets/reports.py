@@ -7,7 +7,7 @@ from typing import Any
 
 from langchain_core.outputs import LLMResult
 
-from langchain_quota.limits.model_usage import ModelUsage
+from langchain_quota.limits.call import ModelUsage
 
 _TIERS = ("", "priority_", "flex_")
 """What langchain-openai writes in front of the names of details: OpenAI's service tiers."""

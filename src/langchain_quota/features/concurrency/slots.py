@@ -19,7 +19,7 @@ from langchain_quota.core.stops import make_reason, reason_of
 from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, Call
-from langchain_quota.limits.concurrency import ConcurrencyLimit
+from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.middleware.calls import refunded_limits
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime

@@ -1,1 +1,0 @@
-"""Dashboards, rules and alerts that watch the limits, as files to export."""
