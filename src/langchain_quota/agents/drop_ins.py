@@ -300,7 +300,7 @@ class ModelCallLimitMiddleware(
         return {**self._count(state, runtime, name), RUN_MODEL: attempted}
 
     def _count(self, state: State, runtime: object, name: str | None) -> Update:
-        context = call_context(runtime, model_name=name)
+        context = call_context(runtime).answered_by(name)
         call = Call("model", agent=context.agent, thread_id=context.thread_id)
         (limit,) = self.kernel.resolver.fixed["model"].limits
         charged = status(limit, model_counts(state), call.amount)

@@ -175,7 +175,7 @@ class GraphLimits(QuotaMiddleware):
         message = pending.message if pending and ids.issuperset(c["id"] for c in calls) else None
         message_id = None if message is None else message.id
         names = [(message_id, call["id"], call["name"]) for call in calls]
-        work = call_context(running_runtime(), model_name=None).step(repr(names))
+        work = call_context(running_runtime()).step(repr(names))
         if work in run.taken:
             await self.drop_answer(mode, work)
         else:
@@ -228,7 +228,7 @@ class GraphLimits(QuotaMiddleware):
                 "a limited model or tool was called outside of a run, or the run began before its "
                 "GraphQuota was made: call it in a node, a task or an entrypoint"
             )
-        caller = call_context(running_runtime(), model_name=None)
+        caller = call_context(running_runtime())
         if root not in self._roots:
             self._roots[root] = await self.sequence.numbered(mode, root, caller) or root.key
         name = digest(self._roots[root], *caller.graph)

@@ -90,7 +90,7 @@ class Questions(Feature):
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:
         """Raise if the run cannot wait for a person's answer; drop the grants of the last run."""
-        context = call_context(running_runtime(), model_name=None)
+        context = call_context(running_runtime())
         if not (context.remembers or context.invocation):
             raise RuntimeError(
                 f"limit {self._asking_limit!r} has exit_behavior='ask', and a run that waits for a "

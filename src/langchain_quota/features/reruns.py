@@ -5,7 +5,6 @@ in this process. The first step of a resumed run asks the checkpointer whether i
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,11 +12,12 @@ from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
-from langgraph.runtime import ExecutionInfo, Runtime
+from langgraph.runtime import ExecutionInfo
 
 from langchain_quota.limits.call import Kind
 from langchain_quota.middleware.calls import Batch, HookResult, Update
 from langchain_quota.middleware.context import (
+    CallContext,
     NodeRuntime,
     digest,
     running_config,
@@ -55,17 +55,13 @@ class Reruns(Feature):
         # By check: the task that made it. By check and call: the first step that made the call.
         self._claims: Callable[[Hashable], dict[str, str]] = lru_cache(20_000)(lambda _: {})
 
-    async def name_attempt(self, mode: Mode, runtime: object) -> object:
+    async def name_attempt(self, mode: Mode, runtime: object, context: CallContext) -> CallContext:
         """Rename the running task if it was finished before, and its calls cannot be claimed."""
         info = getattr(runtime, "execution_info", None)
-        if not isinstance(runtime, Runtime) or info is None:
-            return runtime
-        has_own_node = not self._kernel.checks_inline
-        if has_own_node and self._claims(info.task_id):
-            return runtime
+        if info is None or (not self._kernel.checks_inline and self._claims(info.task_id)):
+            return context
         attempt, _ = await _find_earlier_run(mode, info)
-        task = f"{info.task_id}/{attempt}"
-        return runtime.override(execution_info=replace(info, task_id=task)) if attempt else runtime
+        return context._replace(task_id=f"{context.task_id}/{attempt}") if attempt else context
 
     def adjust_checks(self, batch: Batch) -> None:
         """Let a refusal of a call that runs again block it only: nobody is asked, no run ends."""

@@ -28,7 +28,7 @@ class UnsavedThreadLimits(Feature):
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
         """Warn if neither a checkpointer nor a store keeps the counts of threads."""
-        context = call_context(running_runtime(), model_name=None)
+        context = call_context(running_runtime())
         has_store = self.store is not None
         if self._warned or context.remembers or (has_store and context.run_thread_id is not None):
             return

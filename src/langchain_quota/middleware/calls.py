@@ -223,7 +223,7 @@ class Batch:
         """Name of the question to a person about the calls; the same if the node runs again."""
         # In a graph, a model call is then another one.
         contents = [(message.type, message.content) for message in self.state.get("messages") or ()]
-        node = call_context(running_runtime(), model_name=None)
+        node = call_context(running_runtime())
         return node.step(f"{self.middleware}/{self.message or contents}")
 
     @property
@@ -330,13 +330,20 @@ def model_counts(state: State) -> dict[str, int]:
     return {OF_THREAD: thread_model(state), OF_RUN: run_model(state)}
 
 
-def model_batch(state: State, runtime: object, limits: ResolvedLimits, *, task: str) -> Batch:
+def model_batch(
+    state: State,
+    runtime: object,
+    limits: ResolvedLimits,
+    *,
+    task: str,
+    context: CallContext | None = None,
+) -> Batch:
     """Return the batch of the next model call."""
-    run_ledger, context = ledger(state), model_context(state, runtime)
+    context = model_context(state, runtime, context)
     call = Call("model", agent=context.agent, thread_id=context.thread_id)
     return Batch(
         state=state,
-        ledger=run_ledger,
+        ledger=ledger(state),
         context=context,
         task=task,
         limits=limits,
@@ -344,20 +351,23 @@ def model_batch(state: State, runtime: object, limits: ResolvedLimits, *, task: 
         call_checks=[limits.checks_for(call)],
         used=model_counts(state),
         runtime=runtime,
-        make=lambda new_limits: model_batch(state, runtime, new_limits, task=task),
+        make=lambda new_limits: model_batch(state, runtime, new_limits, task=task, context=context),
         stops=limits.stops,
     )
 
 
-def model_context(state: State, runtime: object) -> CallContext:
-    """Return the agent and thread of a model call."""
-    name = newest_name(state.get("messages") or ()) if run_model(state) else None
-    return call_context(runtime, model_name=name)
+def model_context(state: State, runtime: object, context: CallContext | None = None) -> CallContext:
+    """Return the agent and thread of a model call; inside a tool, the newest answer tells them."""
+    context = context or call_context(runtime)
+    if context.own_name == context.agent or not run_model(state):
+        return context
+    return context.answered_by(newest_name(state.get("messages") or ()))
 
 
 def tool_batch(  # noqa: PLR0913 - what a hook knows
     state: State,
     runtime: object,
+    context: CallContext,
     limits: ResolvedLimits,
     *,
     middleware: str,
@@ -372,7 +382,7 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     final = run_ledger.get("final")
     if not (every_call or final or _concerns(limits, waiting, run_ledger)):
         return None
-    context = call_context(runtime, model_name=waiting.message.name)
+    context = context.answered_by(waiting.message.name)
     calls = [
         Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
         for call in waiting.calls
@@ -416,7 +426,13 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         used=used,
         runtime=runtime,
         make=lambda new_limits: tool_batch(
-            state, runtime, new_limits, middleware=middleware, every_call=every_call, task=task
+            state,
+            runtime,
+            context,
+            new_limits,
+            middleware=middleware,
+            every_call=every_call,
+            task=task,
         ),
         stops=stops,
         message=waiting.message.id or "",

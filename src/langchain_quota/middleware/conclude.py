@@ -15,7 +15,14 @@ from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.stops import STOP, StopReason, reason_of
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits.call import Call, Exit
-from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Batch, HookResult, Update
+from langchain_quota.middleware.calls import (
+    OF_RUN,
+    OF_THREAD,
+    Batch,
+    HookResult,
+    ToolCounts,
+    Update,
+)
 from langchain_quota.middleware.history import answer_of_blocked
 from langchain_quota.middleware.state import (
     LEDGER,
@@ -168,10 +175,11 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
         ]
         if ends == "error":
             return HookResult(decisions, error=_tool_error(breaches))
-    refunds = _charge(batch, decisions)
+    counts = batch.tool_counts
+    refunds = _charge(batch, counts, decisions)
     if batch.sent is not None:
-        _mirror(batch, batch.sent, result)
-    update = _update(batch, breaches)
+        _mirror(batch, counts, batch.sent, result)
+    update = _update(batch, counts, breaches)
     answers = _answers(decisions, batch, messages.SKIPPED)
     if ends == "end":
         message = _final_message(batch, breaches, batch.pending_calls.message.name)
@@ -213,9 +221,8 @@ def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
     )
 
 
-def _charge(batch: Batch, decisions: Sequence[Decision]) -> list[Refund]:
+def _charge(batch: Batch, counts: ToolCounts, decisions: Sequence[Decision]) -> list[Refund]:
     """Charge allowed calls, and refund what other middlewares charged for blocked ones."""
-    counts = batch.tool_counts
     refunds: list[Refund] = []
     amounts: dict[tuple[str, str], int] = {}
     charged: dict[str, dict[str, int]] = {}
@@ -254,9 +261,8 @@ def refunds_of(call: Call, charges: Sequence[tuple[str, int, int]]) -> list[Refu
     return [Refund(call._replace(amount=amount), limit, cost) for limit, amount, cost in charges]
 
 
-def _mirror(batch: Batch, sent: AcquireRequest, result: AcquireResult) -> None:
+def _mirror(batch: Batch, counts: ToolCounts, sent: AcquireRequest, result: AcquireResult) -> None:
     """Copy the store's counts to the state, with its charges for each call."""
-    counts = batch.tool_counts
     if batch.answered:
         charged = result.charged(batch.demands)
         for limit in (limit for checks in batch.call_checks for limit in checks.limits):
@@ -277,10 +283,9 @@ def _mirror(batch: Batch, sent: AcquireRequest, result: AcquireResult) -> None:
                 counts.of_call(str(call.id))["keys"] |= amounts
 
 
-def _update(batch: Batch, breaches: Sequence[Breach]) -> Update:
+def _update(batch: Batch, counts: ToolCounts, breaches: Sequence[Breach]) -> Update:
     """Return the update of the counts and of the ledger's entry for the message."""
     old, message = batch.ledger, batch.message or ""
-    counts = batch.tool_counts
     for counter in batch.counters:
         counts.thread.setdefault(counter, 0)
     before = old.get("batch")

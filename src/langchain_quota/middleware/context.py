@@ -39,15 +39,15 @@ NodeRuntime = Runtime[Any]
 
 
 class CallContext(NamedTuple):
-    """The agent and thread of a hook's call."""
+    """The agent and thread of a hook's call; inside a tool, they may be those of its caller."""
 
     agent: str | None = None
-    thread_id: object = None
     task_id: str | None = None
     run_thread_id: object = None
     checkpoint_ns: str = ""
     remembers: bool = True
     invocation: str = ""
+    thread_id: object = None
     own_name: str | None = None
 
     @property
@@ -60,6 +60,12 @@ class CallContext(NamedTuple):
         """Name of the running graph; the same if its node is entered again, but not in tools."""
         tasks = compat.enclosing_tasks(self.checkpoint_ns)
         return [task if compat.runs_tools(task) else compat.node_of(task) for task in tasks]
+
+    def answered_by(self, model_name: str | None) -> "CallContext":
+        """Return the context of an agent whose model's answers have this name."""
+        if self.own_name == self.agent or model_name is None or model_name != self.agent:
+            return self
+        return self._replace(thread_id=self.run_thread_id, own_name=self.agent)
 
     def task(self, middleware: str) -> str | None:
         """Return the name of a middleware's work inside a task of the graph."""
@@ -81,7 +87,7 @@ class CallContext(NamedTuple):
         return self.step("run")
 
 
-def call_context(runtime: object, *, model_name: str | None) -> CallContext:
+def call_context(runtime: object) -> CallContext:
     """Return the context of a running hook; outside of a graph, an empty one."""
     config = running_config()
     agent = compat.agent_name(config.get("metadata"))
@@ -90,18 +96,17 @@ def call_context(runtime: object, *, model_name: str | None) -> CallContext:
         return CallContext(agent, own_name=agent)
     enclosing = compat.enclosing_tasks(info.checkpoint_ns)
     in_a_tool = any(map(compat.runs_tools, enclosing))
-    unnamed_inside = in_a_tool and (agent is None or model_name != agent)
     is_saved = compat.checkpointer(config.get("configurable")) is not None
     is_one_call = any(map(compat.is_one_call, enclosing))
     return CallContext(
         agent,
-        None if unnamed_inside else info.thread_id,
         compat.task_id(info),
         info.thread_id,
         info.checkpoint_ns,
         remembers=is_saved and not is_one_call,
         invocation="|".join(enclosing) if is_saved and is_one_call else "",
-        own_name=None if unnamed_inside else agent,
+        thread_id=None if in_a_tool else info.thread_id,
+        own_name=None if in_a_tool else agent,
     )
 
 
@@ -175,6 +180,8 @@ class LimitResolver:
         self._newest: dict[Kind | None, ResolvedLimits] = {}
         self.fixed: dict[Kind | None, ResolvedLimits] = {}
         """Limits whose maximum never changes, by kind of call."""
+        self.subject_hooks: Sequence[Subject] = ()
+        """The functions of features that name the root run."""
         if clock is None and len(self._numbers) == len(limits):
             self.fixed = {
                 kind: ResolvedLimits(self._numbers[limit.name] for limit in of_kind)
@@ -187,13 +194,12 @@ class LimitResolver:
         kind: Kind | None,
         state: State,
         runtime: object,
-        subjects: Sequence[Subject],
+        caller: CallContext,
     ) -> ResolvedLimits:
         """Return the limits on calls of a kind, or on all calls, as they are now."""
-        caller = call_context(runtime, model_name=None)
         prefix = prefix_now(self._prefix, state, runtime)
         subject = ""
-        for root_run in subjects:
+        for root_run in self.subject_hooks:
             subject = await root_run(mode, state, caller, prefix)
         now = None if self._clock is None else self._clock()
         moment = _ResolutionContext(mode, state, runtime, caller, prefix, subject, now)

@@ -95,9 +95,9 @@ class Feature:
         """Return the subject under which a store counts a root run."""
         raise NotImplementedError
 
-    async def name_attempt(self, mode: Mode, runtime: object) -> object:
-        """Change the runtime in which calls are checked."""
-        return runtime
+    async def name_attempt(self, mode: Mode, runtime: object, context: CallContext) -> CallContext:
+        """Return the context in which calls are checked, perhaps with another name of the task."""
+        return context
 
     def adjust_limits(self, state: State, limits: ResolvedLimits) -> ResolvedLimits:
         """Return the limits as they are now, perhaps changed."""

@@ -25,7 +25,9 @@ from langchain_quota.middleware.calls import (
 )
 from langchain_quota.middleware.conclude import add_reasons, conclude_model, conclude_tools
 from langchain_quota.middleware.context import (
+    CallContext,
     LimitResolver,
+    call_context,
     running_agent,
 )
 from langchain_quota.middleware.feature import (
@@ -160,7 +162,7 @@ class Kernel:
         self.adjust_limits_hooks = overriding(features, Feature.adjust_limits)
         self.recheck_stopped_hooks = overriding(features, Feature.recheck_stopped)
         self.check_rerun_hooks = overriding(features, Feature.check_rerun)
-        self.root_run_subject_hooks = overriding(features, Feature.root_run_subject)
+        self.resolver.subject_hooks = overriding(features, Feature.root_run_subject)
         self.shape_request_hooks = overriding(features, Feature.shape_request)
         self.on_store_unavailable_hooks = overriding(features, Feature.on_store_unavailable)
 
@@ -200,13 +202,18 @@ class Kernel:
         self._newest = agent, [*tools]
 
     async def resolve_limits(
-        self, mode: Mode, kind: Kind | None, state: State, runtime: object
+        self,
+        mode: Mode,
+        kind: Kind | None,
+        state: State,
+        runtime: object,
+        caller: CallContext | None = None,
     ) -> ResolvedLimits:
         """Return the limits on calls of a kind, or on all calls, as they are now."""
         limits = self.resolver.fixed.get(kind)
         if limits is None:
-            subjects = self.root_run_subject_hooks
-            limits = await self.resolver.resolve(mode, kind, state, runtime, subjects)
+            caller = caller or call_context(runtime)
+            limits = await self.resolver.resolve(mode, kind, state, runtime, caller)
         for change in self.adjust_limits_hooks:
             limits = change(state, limits)
         return limits
@@ -217,12 +224,13 @@ class Kernel:
         """Check the next model call, with its request if it is there; return the update."""
         if "model" not in self.kinds:
             return None
-        limits = await self.resolve_limits(mode, "model", state, runtime)
+        context = call_context(runtime)
+        limits = await self.resolve_limits(mode, "model", state, runtime, context)
         for prepare in self.before_model_check_hooks:
             await prepare(mode, state, runtime, limits)
-        for attempt in self.name_attempt_hooks:
-            runtime = await attempt(mode, runtime)
-        batch = model_batch(state, runtime, limits, task=self.name)
+        for name_attempt in self.name_attempt_hooks:
+            context = await name_attempt(mode, runtime, context)
+        batch = model_batch(state, runtime, limits, task=self.name, context=context)
         if request is not None:
             batch.model = request.model, request.model_settings
         return await self._check_and_record(mode, batch, self.conclude_model)
@@ -233,12 +241,14 @@ class Kernel:
         """Check the newest tool calls, and return the update."""
         if "tool" not in self.kinds and not ledger(state).get("final"):
             return None
-        limits = await self.resolve_limits(mode, "tool", state, runtime)
-        for attempt in self.name_attempt_hooks:
-            runtime = await attempt(mode, runtime)
+        context = call_context(runtime)
+        limits = await self.resolve_limits(mode, "tool", state, runtime, context)
+        for name_attempt in self.name_attempt_hooks:
+            context = await name_attempt(mode, runtime, context)
         batch = tool_batch(
             state,
             runtime,
+            context,
             limits,
             middleware=self.name,
             every_call=self._checks_every_call,

@@ -31,7 +31,7 @@ def begin_run(kernel: Kernel, mode: Mode, state: State, runtime: object) -> Upda
     """Begin a new run, and return the update; see `LimitMiddleware.before_agent`."""
     # Around the model call, another middleware could take the error for one of the model.
     kernel.observers.check(mode)
-    context = call_context(runtime, model_name=None)
+    context = call_context(runtime)
     compat.note_tracers(running_config().get("callbacks"))
     update: Update = {}
     history = state.get("messages") or ()

@@ -49,24 +49,9 @@ class DecisionEvent:
     """Returns the name of the model that a model call is to reach, if that is known."""
     charged_calls: int = 0
     """The number of calls that a charge counts, if this event is a charge and no decision."""
-    exemplars: list[Exemplar] = field(init=False)
-    """The exemplars of the calls."""
+    exemplars: dict[int, Exemplar] = field(default_factory=dict)
+    """The exemplars of the calls, by their indexes; none if tracing fails."""
     subjects: dict[tuple[str, Scope], str] = field(default_factory=dict)
     """The labels of subjects, by the name of the limit and the quota's name."""
     notices: list[Notice] = field(default_factory=list)
     """The refusals and crossed thresholds, which are logged."""
-
-    def __post_init__(self) -> None:
-        # If tracing fails, the calls have no exemplars.
-        self.exemplars = [None] * len(self.decisions)
-
-    def add_notices(self, near: float) -> None:
-        """Add the refusals, and the thresholds that charges have crossed, to `notices`."""
-        for decision in self.decisions:
-            for status in decision.limits:
-                if status.reason is not None and status.refusal_scope is not None:
-                    self.notices.append((decision, status, status.refusal_scope, None))
-                elif status.charged:
-                    self.notices += [
-                        (decision, status, *crossing) for crossing in status.threshold_events(near)
-                    ]

@@ -93,16 +93,17 @@ class Metrics:
         shared = any(status.shared for decision in event.decisions for status in decision.limits)
         # The duration is below 0 if the system's clock was set back during the check.
         seconds = max(0, event.duration) / 1e9
-        decisions = [*zip(event.decisions, event.exemplars, event.tools, strict=True)]
         refused = False
         with self._lock:
             self._decision_seconds[kind, "store" if shared else "state"].observe(seconds)
-            for decision, exemplar, tool in decisions:
+            for index, decision in enumerate(event.decisions):
+                exemplar, tool = event.exemplars.get(index), event.tools[index]
                 self._calls[agent, kind, tool, decision.outcome].inc(1, exemplar)
                 if decision.downgraded_by:
                     downgraded = self._counters[names.DOWNGRADED.name]
                     downgraded[agent, limit_label(decision.downgraded_by)].inc()
-            for decision, exemplar, tool in decisions:
+            for index, decision in enumerate(event.decisions):
+                exemplar, tool = event.exemplars.get(index), event.tools[index]
                 for status in decision.limits:
                     if status.unit != "calls" and status.cost:
                         labels = agent, limit_label(status.limit), tool, Outcome.ALLOWED
@@ -122,7 +123,13 @@ class Metrics:
 
     def count_crossings(self, event: DecisionEvent) -> None:
         """Find the refusals and the thresholds that charges have crossed; count the latter."""
-        event.add_notices(self._near_share)
+        for decision in event.decisions:
+            for status in decision.limits:
+                if status.reason is not None and status.refusal_scope is not None:
+                    event.notices.append((decision, status, status.refusal_scope, None))
+                elif status.charged:
+                    levels = status.threshold_events(self._near_share)
+                    event.notices += [(decision, status, scope, level) for scope, level in levels]
         for _, status, scope, reached in event.notices:
             if reached is not None:
                 labels = event.caller.agent, limit_label(status.limit), scope, reached
@@ -133,7 +140,7 @@ class Metrics:
         with self._lock:
             for status in event.decisions[0].limits:
                 charges = self._charges_of(event.caller.agent, status)
-                charges.inc(event.charged_calls, event.exemplars[0])
+                charges.inc(event.charged_calls, event.exemplars.get(0))
 
     def count_refusals(self, event: DecisionEvent) -> None:
         """Count refusals by concurrency limits, which are no part of a decision."""
@@ -141,7 +148,7 @@ class Metrics:
             for status in event.decisions[0].limits:
                 if status.scope is not None:
                     refusals = self._refusals_of(event.caller.agent, status)
-                    refusals.inc(exemplar=event.exemplars[0])
+                    refusals.inc(exemplar=event.exemplars.get(0))
 
     def count_refund(self, caller: CallerLabels, tool: str, refund: Refund) -> None:
         """Count a refund of a charge."""

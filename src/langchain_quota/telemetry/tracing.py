@@ -106,7 +106,7 @@ class Tracing:
     def set_active_exemplar(self, event: DecisionEvent) -> None:
         """Set the active span as the exemplar of all calls."""
         active = exemplar(trace.get_current_span().get_span_context())
-        event.exemplars = [active] * len(event.decisions)
+        event.exemplars = dict.fromkeys(range(len(event.decisions)), active)
 
     def _find_tracer(self) -> trace.Tracer | None:
         """Return the tracer, or `None` as long as there is no SDK."""

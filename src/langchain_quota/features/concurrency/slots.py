@@ -137,7 +137,7 @@ class _SlotRequest:
         tool_call, state = request.tool_call, request.state
         state = state if isinstance(state, Mapping) else {}
         name = newest_name(state.get("messages") or ())
-        self.context = context = call_context(running_runtime(), model_name=name)
+        self.context = context = call_context(running_runtime()).answered_by(name)
         self.call = Call(
             "tool", tool_call["name"], tool_call["id"], 1, context.agent, context.thread_id
         )
