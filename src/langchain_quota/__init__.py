@@ -7,12 +7,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     # These are all public names of the package. Other public names are in their modules.
-    from langchain_quota.agents.drop_ins import (
-        ModelCallLimitMiddleware as ModelCallLimitMiddleware,
-    )
-    from langchain_quota.agents.drop_ins import (
-        ToolCallLimitMiddleware as ToolCallLimitMiddleware,
-    )
+    from langchain_quota.agents.drop_ins import ModelCallLimitMiddleware as ModelCallLimitMiddleware
+    from langchain_quota.agents.drop_ins import ToolCallLimitMiddleware as ToolCallLimitMiddleware
     from langchain_quota.agents.graph import GraphQuota as GraphQuota
     from langchain_quota.agents.inline import InlineQuotaMiddleware as InlineQuotaMiddleware
     from langchain_quota.agents.model_pace import ModelPaceMiddleware as ModelPaceMiddleware

@@ -1,7 +1,6 @@
 """GraphQuota: limits for any graph of LangGraph, by a limited model and limited tools."""
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, Unpack
@@ -20,20 +19,13 @@ from langchain_quota.agents.graph_limits import GraphLimits, running_as
 from langchain_quota.agents.quota import SharedOptions
 from langchain_quota.agents.subject_methods import SubjectMethods
 from langchain_quota.limits import Limit, check_together
-from langchain_quota.middleware.feature import (
-    Request,
-    Response,
-    Tool,
-    ToolAnswer,
-    ToolHandler,
-)
+from langchain_quota.middleware.feature import Request, Response, Tool, ToolAnswer, ToolHandler
 from langchain_quota.middleware.history import answer_of_blocked
 from langchain_quota.middleware.root_run import watch_root_runs
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import Mode, as_async, call_variant, run_sync
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.telemetry.receipts import Receipt
 
 Tools = Sequence[Tool | Callable[..., object]]
 
@@ -118,10 +110,6 @@ class GraphQuota(SubjectMethods):
                 "tools are the second argument"
             )
         return _LimitedModel(limits=self._limits, inner=inner, offered=_as_tools(tools))
-
-    def receipt(self) -> AbstractContextManager[Receipt]:
-        """Return a context manager that adds up what runs use; see `QuotaMiddleware.receipt`."""
-        return self._limits.receipt()
 
     def tools(self, tools: Tools, **options: object) -> ToolNode:
         """Return a node of tools that answers the calls which a limit refuses, and runs the others.

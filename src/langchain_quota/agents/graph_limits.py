@@ -20,10 +20,7 @@ from langchain_quota.core.stops import STOP, StopReason
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.calls import Batch, Update
 from langchain_quota.middleware.context import as_json, call_context, digest, running_runtime
-from langchain_quota.middleware.feature import (
-    Handler,
-    Request,
-)
+from langchain_quota.middleware.feature import Handler, Request
 from langchain_quota.middleware.flow import Conclude, Kernel
 from langchain_quota.middleware.history import pending_calls, repaired
 from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run

@@ -1,7 +1,6 @@
 """QuotaMiddleware: many limits in one middleware, checked together."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, ClassVar, Generic, TypedDict
 
@@ -21,7 +20,6 @@ from langchain_quota.agents.thread_methods import ThreadMethods
 from langchain_quota.core.checks import OnStoreError
 from langchain_quota.features.ask import Questions
 from langchain_quota.features.budgets.budgets import Budgets
-from langchain_quota.features.budgets.receipts import receipt_of
 from langchain_quota.features.call_timeouts import CallTimes
 from langchain_quota.features.concurrency.slots import ConcurrencySlots
 from langchain_quota.features.deep_agents import DeepAgents
@@ -53,7 +51,6 @@ from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.telemetry import Telemetry
 from langchain_quota.telemetry.observers import Observer
-from langchain_quota.telemetry.receipts import Receipt
 
 
 class SharedOptions(TypedDict, total=False):
@@ -207,17 +204,6 @@ class QuotaMiddleware(
         if is_own(type(self)):
             package_class: Any = type(self)
             self.__class__ = _with_hooks(package_class, _unneeded(self.kernel, self.feature_kinds))
-
-    def receipt(self) -> AbstractContextManager[Receipt]:
-        """Return a context manager that adds up what runs use: `with quota.receipt() as bill:`.
-
-        It counts the calls of all models and tools that the runs of the block make, in sub-agents,
-        tasks and threads, too, whatever agents they belong to. Not counted are other processes,
-        and threads with neither the run's context nor its `callbacks`. Dollars are those of this
-        middleware's `prices`, and need a `CostLimit`: without a number, `CostLimit(enforce=False)`.
-        The refusals are those of all middlewares. Nothing of it is kept after the block.
-        """
-        return receipt_of(self.kernel)
 
     @hook_config(can_jump_to=["end"])
     def before_model(

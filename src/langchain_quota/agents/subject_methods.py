@@ -1,13 +1,15 @@
 """Methods that read and change what limits count for a subject, by the names of limits."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from uuid import UUID
 
 from langchain_quota.core.checks import Check, ResolvedLimit, store_counter
+from langchain_quota.features.budgets.receipts import receipt_of
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ROOT_RUN, THREAD
 from langchain_quota.limits.quotas import Quota
@@ -22,6 +24,7 @@ from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.common import added_to
 from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import CountKey, check_prefix
+from langchain_quota.telemetry.receipts import Receipt
 
 Id = str | int | UUID
 """Names a subject, such as a user or a customer."""
@@ -78,6 +81,18 @@ class SubjectMethods:
     """Limits whose counts in a store can be read, raised and reset by names."""
 
     kernel: Kernel
+    has_state: ClassVar[bool] = False  # whether the agent's state has the counts of threads, too
+
+    def receipt(self) -> AbstractContextManager[Receipt]:
+        """Return a context manager that adds up what runs use: `with quota.receipt() as bill:`.
+
+        It counts the calls of all models and tools that the runs of the block make, in sub-agents,
+        tasks and threads, too, whatever agents they belong to. Not counted are other processes,
+        and threads with neither the run's context nor its `callbacks`. Dollars are those of this
+        middleware's `prices`, and need a `CostLimit`: without a number, `CostLimit(enforce=False)`.
+        The refusals are those of all middlewares. Nothing of it is kept after the block.
+        """
+        return receipt_of(self.kernel)
 
     def left(
         self,
@@ -327,6 +342,11 @@ class SubjectMethods:
 
     async def _reset_count(self, mode: Mode, name: CountName) -> None:
         client, *_, key = await self._find(mode, name)
+        if self.has_state and THREAD in name.subject and CountKey.parse(key).window is None:
+            raise ValueError(
+                f"the thread's state has the count of limit {name.limit!r}, too: call "
+                "reset(agent, config)"
+            )
         await client.reset(mode, [key])
 
     def _granting(self) -> SupportsGrants:

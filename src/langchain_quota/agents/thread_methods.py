@@ -33,6 +33,8 @@ _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededErro
 class ThreadMethods(SubjectMethods, LimitMiddleware[Any, ContextT, ResponseT]):
     """A middleware whose threads can be reset, and what it counts for others by names."""
 
+    has_state = True
+
     @overload
     def reset(self, agent: CompiledGraph, config: RunnableConfig, /) -> None: ...
 
@@ -81,15 +83,6 @@ class ThreadMethods(SubjectMethods, LimitMiddleware[Any, ContextT, ResponseT]):
             raise TypeError("reset takes an agent and a config, or a limit's name and a subject")
         else:
             await self._reset(mode, agent, config)
-
-    async def _reset_count(self, mode: Mode, name: CountName) -> None:
-        *_, key = await self._find(mode, name)
-        if THREAD in name.subject and CountKey.parse(key).window is None:
-            raise ValueError(
-                f"the thread's state has the count of limit {name.limit!r}, too: call "
-                "reset(agent, config)"
-            )
-        await super()._reset_count(mode, name)
 
     async def _reset(self, mode: Mode, agent: object, config: RunnableConfig) -> None:
         if not isinstance(agent, Pregel):

@@ -10,8 +10,8 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -41,9 +41,6 @@ from langchain_quota import (
 )
 from langchain_quota.cli import INTERRUPTED, CommandError, one_line, say, table
 from langchain_quota.core.decision import Outcome
-from langchain_quota.limits import Limit
-from langchain_quota.limits.call import THREAD
-from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry.exposition import MetricsServer
 from langchain_quota.testing import ScriptedChatModel
 
@@ -123,15 +120,14 @@ def _summarize(traffic: "Traffic", server: MetricsServer, *, serves: bool) -> No
     """Print what happened, and what to do next, in the lines of a small terminal."""
     headings = ["thread", *(_title(limit.name) for limit in LIMITS), "blocked"]
     lines = [
-        [row.thread, *(f"{used:,}/{threshold:,}" for used, threshold in row.uses), str(row.blocked)]
-        for row in traffic.rows()
+        [thread, *traffic.uses(thread), str(blocked)] for thread, blocked in traffic.blocked.items()
     ]
     say()
     for line in table(headings, lines, right=headings[1:]):
         say(line)
     say()
-    worst = max(traffic.rows(), key=lambda row: row.blocked)
-    say(f"Calls over its limits that {worst.thread} asked for: {worst.blocked}; none ran.")
+    thread, blocked = max(traffic.blocked.items(), key=itemgetter(1))
+    say(f"Calls over its limits that {thread} asked for: {blocked}; none ran.")
     command = "langchain-quota"
     if shutil.which(command) is None and Path(sys.argv[0]).name == command:
         command = min(sys.argv[0], os.path.relpath(sys.argv[0]), key=len)  # by `make demo`
@@ -157,15 +153,6 @@ def convert(amount: float) -> str:
     return f"{amount * 11.5:.2f} NOK"
 
 
-@dataclass
-class Row:
-    """A thread, with its use and the threshold of each limit, and the number of blocked calls."""
-
-    thread: str
-    uses: Sequence[tuple[int, int]] = ()
-    blocked: int = 0
-
-
 class Traffic:
     """The conversations: concurrent, each on its own thread, with a scripted model."""
 
@@ -173,9 +160,8 @@ class Traffic:
         self._seconds = seconds
         self._on_refusal = on_refusal
         self._tracer = trace.get_tracer("langchain_quota.demo")
-        names_of_threads = (f"customer-{number}" for number in range(1, threads + 1))
-        self._rows = {thread: Row(thread) for thread in names_of_threads}
-        self._store = MemoryStore()
+        self.blocked = {f"customer-{number}": 0 for number in range(1, threads + 1)}
+        """The number of blocked calls of each thread."""
         # A registry of its own, because others may have settings of theirs on the global one.
         self.registry = CollectorRegistry()
         # The more threads, the more searches run at the same time.
@@ -185,7 +171,7 @@ class Traffic:
         budget = CostLimit(quotas=[Quota(f"{_SHOP_DOLLARS * threads:.2f}", per="shop")])
         self._quota = QuotaMiddleware(
             [*LIMITS, budget, concurrency, RepeatLimit(3)],
-            store=self._store,
+            store=MemoryStore(),
             prices={"scripted": Price(input=10, output=30)},
             on_decision=self._count_decision,
             telemetry=Telemetry(
@@ -201,22 +187,21 @@ class Traffic:
             middleware=[self._quota],
         )
 
-    def rows(self) -> list[Row]:
-        """Return the threads with their use at this moment."""
-        for row in self._rows.values():
-            row.uses = [self._use(row.thread, limit) for limit in LIMITS]
-        return [*self._rows.values()]
+    def uses(self, thread: str) -> list[str]:
+        """Return how much a thread has used of each limit at this moment."""
+        balances = (self._quota.left(limit.name, thread=thread) for limit in LIMITS)
+        return [f"{balance.used:,}/{balance.limit:,}" for balance in balances]
 
     async def run(self) -> None:
         """Hold the conversations."""
-        conversations = map(self._converse, self._rows, count())
+        conversations = map(self._converse, self.blocked, count())
         await asyncio.gather(asyncio.sleep(self._seconds), *conversations)
 
     async def _converse(self, thread: str, number: int) -> None:
         config: RunnableConfig = {"configurable": {"thread_id": thread}}
         turn_seconds = self._seconds / _TURNS
         # Customers begin at different times.
-        begin = time.monotonic() + turn_seconds / 2 * number / len(self._rows)
+        begin = time.monotonic() + turn_seconds / 2 * number / len(self.blocked)
         for turn, question in enumerate(_CUSTOMERS[number % len(_CUSTOMERS)]):
             await asyncio.sleep(begin + turn * turn_seconds - time.monotonic())
             attributes = {"gen_ai.conversation.id": thread}
@@ -226,19 +211,13 @@ class Traffic:
                 await self._agent.ainvoke(messages, config, context=context)
 
     def _count_decision(self, decision: Decision) -> None:
-        row = self._rows[str(decision.call.thread_id)]
-        row.blocked += decision.outcome is Outcome.BLOCKED
+        thread = str(decision.call.thread_id)
+        self.blocked[thread] += decision.outcome is Outcome.BLOCKED
         for status in decision.limits:
             if status.refused:
                 callee = decision.call.tool or "the model"
                 reason = f"{_title(status.limit)} ({status.refusal_scope})"
-                self._on_refusal(f"{row.thread} may not call {callee}: {reason}")
-
-    def _use(self, thread: str, limit: Limit) -> tuple[int, int]:
-        """Return how much the thread has used of a limit, and the limit's threshold."""
-        [usage] = self._store.peek([str(CountKey(limit.counter, THREAD, thread))])
-        threshold: Any = limit.thread_limit
-        return usage.used if usage else 0, threshold
+                self._on_refusal(f"{thread} may not call {callee}: {reason}")
 
 
 def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:

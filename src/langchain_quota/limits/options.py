@@ -31,6 +31,9 @@ from langchain_quota.runtime.units import (
     parse_nanodollars,
 )
 
+if TYPE_CHECKING:
+    from langchain_quota.core.decision import Decision
+
 MODEL = "model"
 """The counter of model calls."""
 TOTAL_TOKENS = f"{MODEL}.total_tokens"
@@ -49,9 +52,6 @@ UNITS = MappingProxyType[str, Unit](
         MILLISECONDS: "milliseconds",
     }
 )
-
-if TYPE_CHECKING:
-    from langchain_quota.core.decision import Decision
 """The units of the counters of the model; the counters of tools count calls."""
 
 TOKENS = (TOTAL_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS)
