@@ -145,6 +145,18 @@ async def test_what_it_says(clock: Clock) -> None:
     assert read(signals)["threads"]["rows"][0]["state"] == "ok"
 
 
+async def test_customers_with_one_label(clock: Clock) -> None:
+    """They are one row, with the numbers of the nearest one, and the refusals of all."""
+    signals = telling(subject_label={"tenant": lambda tenant: tenant[:2]})
+    limit = ToolCallLimit("search", quotas=[Quota(5, per="tenant")])
+    await searched(signals, limit, acorn=4)
+    clock.now += 1
+    await searched(signals, limit, acme=6)
+    [row] = read(signals)["subjects"]["rows"]
+    assert (row["state"], row["blocked"], row["blocked_at"]) == ("blocked", 1, clock.now)
+    assert row["limits"][0]["numbers"][0]["used"] == 4
+
+
 @pytest.mark.parametrize("shown", [0, 2, 9])
 async def test_it_shows_what_metrics_export(shown: int) -> None:
     """The same threads and subjects with the same labels are in both; no filter finds another."""

@@ -26,7 +26,7 @@ from langchain_quota.runtime.arguments import (
 )
 from langchain_quota.runtime.units import PER_BASE_UNIT, Unit
 from langchain_quota.stores.expiring_dict import ExpiringDict
-from langchain_quota.telemetry.exposition import Message, Receive, Send
+from langchain_quota.telemetry.page import Message, Receive, Send
 
 _Headers = list[tuple[bytes, bytes]]
 _Limits = tuple[_Headers, list[object] | None]

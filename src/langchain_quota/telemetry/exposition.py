@@ -2,15 +2,16 @@
 
 import asyncio
 import errno
-import logging
 import os
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
+from threading import Thread
 from typing import Any, Self
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
     REGISTRY,
@@ -24,9 +25,10 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from langchain_quota.runtime.arguments import validate_switch, validate_type
 from langchain_quota.runtime.sync_async import as_async, run_sync
 from langchain_quota.telemetry.instruments import usage_of
-from langchain_quota.telemetry.page import Page, log_unreadable
+from langchain_quota.telemetry.logs import logger
+from langchain_quota.telemetry.page import Message, Page, Receive, Send, log_unreadable
 from langchain_quota.telemetry.usage import UsageTable
-from langchain_quota.telemetry.workers import directory_error, is_alive, multiprocess_directory
+from langchain_quota.telemetry.workers import is_alive, shared_directory
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
 """The environment variable with the default address to bind."""
@@ -34,12 +36,6 @@ ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
 LOOPBACK = "127.0.0.1"
 
 _MAX_PORT = 65_535
-
-logger = logging.getLogger("langchain_quota")
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class _WorkersCollector(MultiProcessCollector):
@@ -67,11 +63,9 @@ def _is_outdated(file: Path) -> bool:
 
 def resolve_registry(registry: CollectorRegistry) -> CollectorRegistry:
     """Return the registry to serve: in multi-process mode one with the metrics of all workers."""
-    directory = multiprocess_directory()
+    directory = shared_directory()
     if directory is None:
         return registry
-    if not directory.is_dir():
-        raise directory_error(directory, "read")
     registry_of_all = CollectorRegistry()
     registry_of_all.register(_WorkersCollector(registry, directory))
     return registry_of_all
@@ -98,18 +92,19 @@ class MetricsServer:
     """
 
     def __init__(
-        self, addr: str, port: int, *, tls: bool, page: bool, stop: Callable[[], None]
+        self, addr: str, httpd: WSGIServer, thread: Thread, *, tls: bool, page: bool
     ) -> None:
-        self.addr = addr
-        self.port = port
+        self.addr, self.port = addr, httpd.server_port
         host = f"[{addr}]" if ":" in addr else addr
-        self.url = f"{'https' if tls else 'http'}://{host}:{port}/metrics"
+        self.url = f"{'https' if tls else 'http'}://{host}:{self.port}/metrics"
         self.page_url = self.url.removesuffix("metrics") if page else None
-        self._stop = stop
+        self._httpd, self._thread = httpd, thread
 
     def close(self) -> None:
         """Stop serving, and free the port."""
-        self._stop()
+        self._httpd.shutdown()
+        self._httpd.server_close()
+        self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -203,21 +198,11 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
     # A broken connection is the client's problem and needs no traceback on stderr.
     httpd.handle_error = _log_broken_connection  # type: ignore[method-assign,assignment]
 
-    def stop() -> None:
-        httpd.shutdown()
-        httpd.server_close()
-        thread.join()
-
-    server = MetricsServer(
-        bound_addr, httpd.server_port, tls=certfile is not None, page=page, stop=stop
-    )
-    hint = (
-        f" (this machine only; in a container set addr or {ADDR_VARIABLE} to 0.0.0.0)"
-        if is_local
-        else ""
-    )
-    also = f", and the page on {server.page_url}" if page else ""
-    logger.info("metrics are served on %s%s%s", server.url, also, hint)
+    server = MetricsServer(bound_addr, httpd, thread, tls=certfile is not None, page=page)
+    where = f", and the page on {server.page_url}" if page else ""
+    if is_local:
+        where += f" (this machine only; in a container set addr or {ADDR_VARIABLE} to 0.0.0.0)"
+    logger.info("metrics are served on %s%s", server.url, where)
     return server
 
 

@@ -26,15 +26,15 @@ from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.reading import (
     BLOCKED_NOW,
+    EVERYBODY,
     HOURS,
-    Count,
     Reading,
-    Row,
     current_numbers,
     in_slices,
+    rate,
 )
 from langchain_quota.telemetry.usage import UsageTable
-from langchain_quota.telemetry.workers import directory_error, multiprocess_directory
+from langchain_quota.telemetry.workers import Subject, Use, shared_directory
 
 SCHEMA = 1
 """The version of `/quota.json`: it changes when a field is changed or removed."""
@@ -60,6 +60,7 @@ Response = tuple[str, dict[str, str], bytes]
 """Status, headers and body."""
 
 Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 WsgiApp = Callable[..., Iterable[bytes]]
 """An app for a server of the standard library: of the request, and of what starts the response."""
@@ -81,18 +82,25 @@ class _Row(NamedTuple):
 
 def _rows_of(reading: Reading) -> Iterator[tuple[str, _Row]]:
     """Return the exported rows with their kinds; a conversation of several agents is one row."""
-    merged: dict[tuple[str, str], list[Row]] = {}
+    merged: dict[tuple[str, str], list[Subject]] = {}
     for part in reading.rows:
-        name = part.label or ("" if part.is_global else part.agent)
-        merged.setdefault((part.scope, name), []).append(part)
+        agent, scope, subject = part.key
+        name = part.label or ("" if subject == EVERYBODY else agent)
+        merged.setdefault((scope, name), []).append(part)
     for (scope, name), parts in merged.items():
         yield "threads" if scope == THREAD else "subjects", _row_of(scope, name, parts, reading.now)
 
 
-def _row_of(scope: str, name: str, parts: list[Row], now: float) -> _Row:
-    counts = [(part.agent, *item) for part in parts for item in part.counts.items()]
-    counts.sort(key=lambda item: (_tightness(item[2]), item[1]), reverse=True)
-    limits = [_limit_of(*item, now, is_thread=scope == THREAD) for item in counts]
+def _row_of(scope: str, name: str, parts: list[Subject], now: float) -> _Row:
+    limits = [
+        _limit_of(part.key[0], limit, use, now, is_thread=scope == THREAD)
+        for part in parts
+        for limit, use in list(part.uses.items())
+    ]
+    # The tightest enforced limit comes first.
+    limits.sort(
+        key=lambda limit: (limit["state"] is not None, _share(limit), limit["limit"]), reverse=True
+    )
     last = max(limits, key=lambda limit: limit["blocked_at"] or 0, default=None)
     blocked_at = last and last["blocked_at"]
     reached = {limit["state"] for limit in limits}
@@ -102,7 +110,7 @@ def _row_of(scope: str, name: str, parts: list[Row], now: float) -> _Row:
     row: Json = {
         "id": name,
         "scope": scope,
-        "agents": [part.agent for part in parts],
+        "agents": [part.key[0] for part in parts],
         "state": states[0] if states else None,
         "blocked": sum(limit["blocked"] for limit in limits),
         "blocked_at": blocked_at,
@@ -116,14 +124,12 @@ def _row_of(scope: str, name: str, parts: list[Row], now: float) -> _Row:
     }
     if row["waiting"]:
         states.append("waiting")
-    share, resets = -1.0, None
-    if limits and limits[0]["numbers"]:
-        share, resets = _tightness(counts[0][2])[1], limits[0]["numbers"][0]["resets_at"]
+    share, numbers = (_share(limits[0]), limits[0]["numbers"]) if limits else (-1.0, ())
     keys = (
         (_STATES.index(row["state"]) if row["state"] else 9, -share, -row["last_call_at"], name),
         (name.casefold(), scope),
         -share,
-        resets or float("inf"),
+        (numbers and numbers[0]["resets_at"]) or float("inf"),
         -row["blocked"],
         -(blocked_at or 0),
         -(row["cost"] or 0),
@@ -132,8 +138,8 @@ def _row_of(scope: str, name: str, parts: list[Row], now: float) -> _Row:
     return _Row(_as_json(row), "\n".join(words).casefold(), tuple(states), keys)
 
 
-def _limit_of(agent: str, limit: str, count: Count, now: float, *, is_thread: bool) -> Json:
-    use = count.use
+def _limit_of(agent: str, limit: str, use: Use, now: float, *, is_thread: bool) -> Json:
+    _, state = rate(use, now, is_thread=is_thread)
     numbers = sorted(
         current_numbers(use.numbers, now, is_thread=is_thread),
         key=lambda number: -number[0] / number[1],
@@ -142,7 +148,7 @@ def _limit_of(agent: str, limit: str, count: Count, now: float, *, is_thread: bo
         "limit": limit_label(limit),
         "agent": agent,
         "unit": UNIT_LABELS[use.unit],
-        "state": count.level,
+        "state": state,
         "numbers": [
             {
                 "scope": limit_label(scope),
@@ -152,7 +158,7 @@ def _limit_of(agent: str, limit: str, count: Count, now: float, *, is_thread: bo
             }
             for used, allowed, ends, scope in numbers
         ],
-        "blocked": count.blocked,
+        "blocked": use.blocked,
         "blocked_at": use.refused,
         "blocked_by": use.refused and {"scope": limit_label(use.scope), "subject": use.subject},
         "waiting": use.waiting,
@@ -160,10 +166,13 @@ def _limit_of(agent: str, limit: str, count: Count, now: float, *, is_thread: bo
     }
 
 
-def _tightness(count: Count) -> tuple[bool, float]:
-    """Return a sort key: whether the limit is enforced, and its used share."""
-    share = -1.0 if count.number is None else count.number[0] / count.number[1]
-    return count.level is not None, share
+def _share(limit: Json) -> float:
+    """Return the used share of a limit's tightest number; -1 without one."""
+    if not limit["numbers"]:
+        return -1.0
+    used, allowed = limit["numbers"][0]["used"], limit["numbers"][0]["allowed"]
+    # Round, so that the same share is equal in dollars, whose amounts are floats, and in calls.
+    return round(float(used / allowed), 12)
 
 
 def log_unreadable(error: Exception) -> None:
@@ -209,14 +218,11 @@ class Page:
         if dashboards_url is not None and not dashboards_url.startswith(("https://", "http://")):
             must = "must begin with https:// or http://"
             raise ValueError(f"dashboards_url {must}, not {dashboards_url!r}")
-        directory = multiprocess_directory()
-        if directory is not None and not directory.is_dir():
-            raise directory_error(directory, "read")
         self._registry = registry
         self._dashboards_url = dashboards_url
         self._is_local = is_local
         # In a process that checks no calls, this table reads what the workers write.
-        self._others = UsageTable(None, directory, log_unreadable)
+        self._others = UsageTable(None, shared_directory(), log_unreadable)
         self._lock = fork_safe_lock()
         self._until = 0.0
 

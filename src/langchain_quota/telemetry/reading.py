@@ -1,14 +1,29 @@
-"""What subjects have used, as one reader of all processes sees it: for /metrics and the page."""
+"""What all processes know of their subjects at one moment: for the page, and as metrics."""
 
 import hashlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from heapq import nlargest
+from operator import itemgetter
+from typing import TypeVar
 
-from langchain_quota.runtime.units import Level
-from langchain_quota.telemetry.workers import Number, Snapshot, Subject, Use
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.samples import Sample
+
+from langchain_quota.limits.call import THREAD
+from langchain_quota.runtime.units import Level, in_base_unit, level
+from langchain_quota.telemetry import names
+from langchain_quota.telemetry.labels import limit_label
+from langchain_quota.telemetry.workers import (
+    Number,
+    OnError,
+    Snapshot,
+    Subject,
+    Use,
+    merge,
+    merge_two,
+)
 
 BLOCKED_NOW = 300
 """For how many seconds after its last blocked call a subject counts as blocked now."""
@@ -26,79 +41,170 @@ T = TypeVar("T")
 Series = tuple[str, str, str, Level]
 """The label of an agent, a limit, a scope and a level."""
 
+_Rated = tuple[tuple[int, float, float], Subject, list[Series]]
+"""The sort key of a subject for the export, the subject, and the levels that it has reached."""
 
-class Count(NamedTuple):
-    """The use of one limit by a row."""
-
-    use: Use
-    number: Number | None
-    """The number with the highest used share."""
-    level: Level | None
-    """`None` for a limit in dry run, or without a number."""
-    blocked: int
+_METRICS = {
+    True: (names.THREAD_USED, names.THREAD_LIMIT, names.THREAD_TIMES, names.THREAD_BLOCKED),
+    False: (names.SUBJECT_USED, names.SUBJECT_LIMIT, names.SUBJECT_TIMES, names.SUBJECT_BLOCKED),
+}
+"""The metrics of use, limit, times and refusals, for threads (`True`) and other subjects."""
 
 
-@dataclass(slots=True)
-class Row:
-    """The subjects of an agent with one label, exported with the numbers of the first one."""
+class Reading:
+    """The subjects of all processes at one moment, bounded for the export."""
 
-    agent: str
-    scope: str
-    label: str
-    """Empty for quotas per agent or global, which have one subject."""
-    is_global: bool
-    """True for a global quota, which all agents share."""
-    last: float
-    """When the last call was, in seconds since the Unix epoch."""
-    counts: dict[str, Count] = field(default_factory=dict)
-    cost: int = 0
-    """What a thread has cost, in nanodollars."""
+    def __init__(self, snapshots: Sequence[Snapshot], on_error: OnError) -> None:
+        self.now = now = time.time()
+        self.processes = len(snapshots)
+        self.started = min((snapshot.started for snapshot in snapshots), default=now)
+        """When the first process began."""
+        self.waiting = sum(snapshot.waiting for snapshot in snapshots)
+        """The number of calls that wait now."""
+        self.frozen = max((*snapshot.frozen,) for snapshot in snapshots)[1] if snapshots else 0
+        """The number of frozen subjects, by the store's newest answer."""
+        self.costs = Counter[int]()
+        """Nanodollars by the hour since the Unix epoch, for the last 24 hours."""
+        for hour, amount in (cost for snapshot in snapshots for cost in snapshot.costs):
+            if hour > now // 3600 - HOURS:
+                self.costs[hour] += amount
+        self.states = defaultdict[tuple[bool, str], set[str]](set)
+        """All subjects that are `blocked` now, `exhausted` or `near`: threads (`True`) or not."""
+        self.tracked = Counter[Series]()
+        """The number of all subjects, by what they have used of a limit."""
+        self.exported = Counter[Series]()
+        """The number of those that are in `rows`."""
+        self.hidden = Counter[bool]()
+        """The number of subjects that are not in `rows`: threads (`True`), and others."""
+        self.rows: Sequence[Subject] = self._read(snapshots, on_error) if snapshots else ()
+        """What is exported: the nearest to their limits first, threads before quotas.
+
+        Subjects of an agent with one label are one row, with the numbers of the first one.
+        """
+
+    def _read(self, snapshots: Sequence[Snapshot], on_error: OnError) -> Sequence[Subject]:
+        bounds = snapshots[0]
+        threads, of_quotas = list[Subject](), list[Subject]()
+        for subject in in_slices(merge(snapshots)):
+            if self.now - subject.last <= bounds.ttl:
+                (threads if subject.key[1] == THREAD else of_quotas).append(subject)
+        rows: dict[tuple[str, str, str | None], Subject] = {}
+        for subjects, max_exported in (
+            (threads, bounds.max_threads),
+            # The subjects of quotas per agent or global have no label, and always have series.
+            ([subject for subject in of_quotas if subject.label == ""], len(of_quotas)),
+            ([subject for subject in of_quotas if subject.label], bounds.max_subjects),
+            ([subject for subject in of_quotas if subject.label is None], 0),
+        ):
+            # Consume the iterator even if none is exported, because it counts all subjects.
+            rated = self._rate_all(subjects, on_error)
+            top = nlargest(max(1, max_exported), rated, key=itemgetter(0))[:max_exported]
+            self.hidden[subjects is threads] += len(subjects) - len(top)
+            for _, subject, reached in top:
+                self.exported.update(reached)
+                key = (*subject.key[:2], subject.label)
+                first = rows.get(key)
+                rows[key] = subject if first is None else merge_two(first, subject, by_time=False)
+        return [*rows.values()]
+
+    def _rate_all(self, subjects: Iterable[Subject], on_error: OnError) -> Iterator[_Rated]:
+        # Yield them singly: for a list of many, the garbage collector would stop all threads.
+        for subject in in_slices(subjects):
+            try:
+                yield self._rate(subject)
+            except Exception as error:
+                on_error(error)
+
+    def _rate(self, subject: Subject) -> _Rated:
+        """Count and rate a subject: near ones by share come first, then exhausted ones."""
+        agent, scope, name = subject.key
+        is_thread, last = scope == THREAD, subject.last
+        reached: list[Series] = []
+        highest = refused = 0.0
+        # Copy, because a concurrent decision may add a limit.
+        for limit, use in list(subject.uses.items()):
+            number, use_level = rate(use, self.now, is_thread=is_thread)
+            if number is not None and use_level is not None:
+                reached.append((agent, limit, scope, use_level))
+                # It fails here if a limit is too large for a metric, not where it is rendered.
+                highest = max(highest, number[0] / float(number[1]))
+            refused = max(refused, use.refused or 0.0)
+        self.tracked.update(reached)
+        levels = {use_level for _, _, _, use_level in reached}
+        # Strings, for many new tuples would have the garbage collector stop all threads.
+        if not is_thread:
+            name = f"{scope} {name}"
+        if self.now - refused < BLOCKED_NOW:
+            self.states[is_thread, "blocked"].add(name)
+        if Level.EXHAUSTED in levels:
+            self.states[is_thread, Level.EXHAUSTED].add(name)
+            return (1, refused, last), subject, reached
+        if Level.NEAR in levels:
+            self.states[is_thread, Level.NEAR].add(name)
+            return (2, highest, last), subject, reached
+        return (0, last, last), subject, reached
 
 
-class Reading(NamedTuple):
-    """The subjects of all processes at one moment."""
+class Families(dict[str, Metric]):
+    """The families of what subjects have used, by name, with their samples."""
 
-    now: float
-    started: float
-    """When the first process began."""
-    processes: int
-    rows: Sequence[Row]
-    """The rows that are exported: the nearest to their limits first, threads before quotas."""
-    states: defaultdict[tuple[bool, str], set[str]]
-    """All subjects that are `blocked` now, `exhausted` or `near`: threads (`True`), and others."""
-    tracked: Counter[Series]
-    """The number of all subjects, by what they have used of a limit."""
-    exported: Counter[Series]
-    """The number of those that are in `rows`."""
-    hidden: Counter[bool]
-    """The number of subjects that are not in `rows`: threads (`True`), and others."""
-    waiting: int
-    """The number of calls that wait now."""
-    costs: Counter[int]
-    """Nanodollars by the hour since the Unix epoch, for the last 24 hours."""
-    frozen: int = 0
-    """The number of frozen subjects, by the store's newest answer."""
+    def __init__(self) -> None:
+        kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        super().__init__(
+            (spec.name, kinds[spec.kind](spec.name, spec.help, labels=spec.labels))
+            for spec in names.METRICS
+            if spec.is_of_table
+        )
 
+    def add_all(self, reading: Reading, series: Iterable[tuple[str, str, str]]) -> None:
+        """Add the samples of a reading; `series` has what is exported even at 0."""
+        for row in reading.rows:
+            for limit, use in list(row.uses.items()):
+                self._add_use(row, limit, use, reading.now)
+        for agent, limit, scope in series:
+            labels = {"agent": agent, "limit": limit_label(limit), "scope": scope}
+            for state in Level:
+                visible = reading.exported[agent, limit, scope, state]
+                hidden = reading.tracked[agent, limit, scope, state] - visible
+                self._add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, visible)
+                self._add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
+        self._add(names.FROZEN, {}, reading.frozen)
+        self._add(names.START_TIME, {}, reading.started)
 
-class Rows(dict[tuple[str, str, str], Row]):
-    """Rows by agent, scope and label."""
+    def _add_use(self, row: Subject, limit: str, use: Use, now: float) -> None:
+        agent, scope, _ = row.key
+        is_thread, unit, label = scope == THREAD, use.unit, row.label or ""
+        used_specs, limit_specs, times, blocked = _METRICS[is_thread]
+        labels = {"agent": agent, "limit": limit_label(limit)}
+        if is_thread:
+            labels["thread_id"] = label
+            self._add_time(times, labels, "refusal", use.refused)
+            # Export from 0 on, because `increase()` does not see the first value of a series.
+            if unit != "calls":
+                self._add(names.THREAD_SPENT[unit], labels, in_base_unit(use.spent, unit))
+        else:
+            labels |= {"scope": scope, "subject": label}
+        number, _ = rate(use, now, is_thread=is_thread)
+        if number is not None:
+            used, maximum, ends, _ = number
+            self._add(used_specs[unit], labels, in_base_unit(used, unit))
+            self._add(limit_specs[unit], labels, in_base_unit(maximum, unit))
+            self._add_time(times, labels, "reset", ends)
+        if number is not None or is_thread:
+            self._add_time(times, labels, "decision", use.decided)
+        if use.blocked:
+            self._add(blocked, labels, use.blocked)
 
-    def add(
-        self, subject: Subject, counts: Sequence[tuple[str, Use, Number | None, Level | None]]
+    def _add(self, spec: names.MetricSpec, labels: dict[str, str], value: float) -> None:
+        # The metrics of a thread share a dict of labels. `add_metric` would copy it for each.
+        self[spec.name].samples.append(Sample(spec.name, labels, value))
+
+    def _add_time(
+        self, spec: names.MetricSpec, labels: dict[str, str], event: str, when: float | None
     ) -> None:
-        """Add a subject; of one with the label of an earlier one, only blocked calls and cost."""
-        agent, scope, _ = subject.key
-        label = subject.label or ""
-        new = Row(agent, scope, label, subject.key[2] == _EVERYBODY, subject.last)
-        row = self.setdefault((agent, scope, label), new)
-        row.last = max(row.last, subject.last)
-        row.cost += subject.cost
-        for limit, use, number, level in counts:
-            first = row.counts.get(limit)
-            if first is None:
-                row.counts[limit] = Count(use, number, level, use.blocked)
-            else:
-                row.counts[limit] = first._replace(blocked=first.blocked + use.blocked)
+        # Round to milliseconds, because a tenth of what a scrape transfers is times.
+        if when:
+            self._add(spec, {**labels, "event": event}, round(when, 3))
 
 
 def in_slices(items: Iterable[T]) -> Iterator[T]:
@@ -111,14 +217,17 @@ def in_slices(items: Iterable[T]) -> Iterator[T]:
         yield item
 
 
-def costs_of(snapshots: Sequence[Snapshot], now: float) -> Counter[int]:
-    """Return what the last hours cost, in nanodollars, by the hour since the Unix epoch."""
-    costs, first = Counter[int](), now // 3600 - HOURS
-    for snapshot in snapshots:
-        for hour, amount in snapshot.costs:
-            if hour > first:
-                costs[hour] += amount
-    return costs
+def rate(use: Use, now: float, *, is_thread: bool) -> tuple[Number | None, Level | None]:
+    """Return the number with the highest used share, and its level if the limit is enforced."""
+    numbers = use.numbers
+    if len(numbers) == 1 and numbers[0][2] is None:
+        number = numbers[0] if numbers[0][1] else None
+    else:
+        running = current_numbers(numbers, now, is_thread=is_thread)
+        number = max(running, key=lambda number: number[0] / number[1], default=None)
+    if number is None or use.near is None:
+        return number, None
+    return number, level(number[0], number[1], use.near)
 
 
 def current_numbers(numbers: Sequence[Number], now: float, *, is_thread: bool) -> Iterator[Number]:
@@ -135,5 +244,5 @@ def digest(subject: str) -> str:
     return hashlib.blake2b(subject.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-_EVERYBODY = digest("")
-"""The hash of the only subject of a global quota."""
+EVERYBODY = digest("")
+"""The hash of the only subject of a global quota, which all agents share."""

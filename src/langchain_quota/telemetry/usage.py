@@ -8,10 +8,8 @@ import atexit
 import os
 import secrets
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import nlargest
-from operator import itemgetter
 from pathlib import Path
 from threading import Timer
 from weakref import WeakSet
@@ -22,30 +20,17 @@ from prometheus_client.registry import Collector
 from langchain_quota.core.decision import CountStatus, LimitStatus, Refund
 from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.runtime.sync_async import fork_safe_lock
-from langchain_quota.runtime.units import Level, Unit
-from langchain_quota.telemetry import names, workers
+from langchain_quota.runtime.units import Unit
+from langchain_quota.telemetry import workers
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
-from langchain_quota.telemetry.families import STATES, Families, Rated, levels, rate
-from langchain_quota.telemetry.labels import limit_label
-from langchain_quota.telemetry.reading import (
-    BLOCKED_NOW,
-    HOURS,
-    Reading,
-    Rows,
-    Series,
-    costs_of,
-    digest,
-    in_slices,
-)
-from langchain_quota.telemetry.workers import Key, Number, Snapshot, Subject, Use
+from langchain_quota.telemetry.reading import HOURS, Families, Reading, digest, in_slices
+from langchain_quota.telemetry.workers import Key, Number, OnError, Snapshot, Subject, Use
 
 MAX_TRACKED = 100_000
 """Maximum of threads and other subjects in the table; the longest idle ones go first."""
 
 INTERVAL = 1.0
 """Minimum time from one write of a worker's file to the next, in seconds."""
-
-OnError = Callable[[Exception], None]
 
 SubjectLabel = Callable[[str, str], str | None]
 """A function from a quota's name and a subject to its label, or `None` if it must not be shown."""
@@ -142,15 +127,13 @@ class UsageTable(Collector):
     def refund(self, caller: CallerLabels, refund: Refund) -> None:
         """Subtract calls from what a thread has used of a limit; other units are settled."""
         with self._lock:
-            thread = self._subjects.get((caller.agent, THREAD, caller.thread or ""))
-            use = None if thread is None else thread.uses.get(refund.limit)
-            if thread is None or use is None or use.unit != "calls":
-                return
-            thread.line = ""
-            use.numbers = tuple(
-                (max(0, used - refund.call.amount), limit, ends, scope)
-                for used, limit, ends, scope in use.numbers
-            )
+            thread = self._change_thread(caller)
+            use = thread.uses.get(refund.limit) if thread else None
+            if use is not None and use.unit == "calls":
+                use.numbers = tuple(
+                    (max(0, used - refund.call.amount), limit, ends, scope)
+                    for used, limit, ends, scope in use.numbers
+                )
         self._write_soon()
 
     def refund_costs(self, caller: CallerLabels, refunds: Iterable[Refund]) -> None:
@@ -160,18 +143,16 @@ class UsageTable(Collector):
             call = refund.call.tool, refund.call.id
             costs[call] = max(costs.get(call, 0), refund.nanodollars)
         with self._lock:
-            thread = self._subjects.get((caller.agent, THREAD, caller.thread or ""))
-            self._add_cost(-sum(costs.values()), thread, time.time())
+            self._add_cost(-sum(costs.values()), self._change_thread(caller), time.time())
         self._write_soon()
 
     def change_waiting(self, caller: CallerLabels, limit: str, change: int) -> None:
         """Change the number of calls that wait now for a limit."""
         with self._lock:
             self._waiting = max(0, self._waiting + change)
-            thread = self._subjects.get((caller.agent, THREAD, caller.thread or ""))
-            if thread is not None:
+            if thread := self._change_thread(caller):
                 use = thread.uses.get(limit) or thread.uses.setdefault(limit, Use())
-                use.waiting, thread.line = max(0, use.waiting + change), ""
+                use.waiting = max(0, use.waiting + change)
         self._write_soon()
 
     def record_freezes(self, source: str, count: int) -> None:
@@ -218,10 +199,8 @@ class UsageTable(Collector):
             self._written = time.monotonic()
             self._is_due = False
             try:
-                with self._lock:
-                    subjects = list(dict.values(self._subjects))
-                    snapshot = self._snapshot(self._settings, subjects)
-                lines = [self._line_of(subject) for subject in in_slices(subjects)]
+                snapshot = self._snapshot(self._settings)
+                lines = [self._line_of(subject) for subject in in_slices(snapshot.subjects)]
                 workers.write(self._path, snapshot, lines)
             except Exception as error:
                 self._on_error(error)
@@ -240,76 +219,32 @@ class UsageTable(Collector):
         reading = self.read()
         if not reading.processes:
             return
-        families = Families()
-        families.add_rows(reading.rows)
         self._series |= dict.fromkeys(series[:3] for series in reading.tracked)
+        families = Families()
         # Copy, because a concurrent scrape may add series.
-        for agent, limit, scope in list(self._series):
-            labels = {"agent": agent, "limit": limit_label(limit), "scope": scope}
-            for state in Level:
-                visible = reading.exported[agent, limit, scope, state]
-                hidden = reading.tracked[agent, limit, scope, state] - visible
-                families.add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, visible)
-                families.add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
-        families.add(names.FROZEN, {}, reading.frozen)
-        families.add(names.START_TIME, {}, reading.started)
+        families.add_all(reading, list(self._series))
         yield from families.values()
 
     def read(self) -> Reading:
         """Return what all processes know now, bounded for the export."""
         snapshots: list[Snapshot] = []
         if self._settings is not None:
-            with self._lock:
-                # In any order: an OrderedDict in its order takes 30 times as long, under the lock.
-                subjects = list(dict.values(self._subjects))[::-1]
-                snapshots.append(self._snapshot(self._settings, subjects))
+            snapshots.append(self._snapshot(self._settings))
         if self._directory is not None:
             snapshots += workers.read_others(self._directory, self._path, self._on_error)
-        now, rows = time.time(), Rows()
-        bounds = snapshots[0] if snapshots else Snapshot(now, 0, 0, 0.0)
-        tracked, exported, hidden = Counter[Series](), Counter[Series](), Counter[bool]()
-        states = defaultdict[tuple[bool, str], set[str]](set)
-        threads, of_quotas = list[Subject](), list[Subject]()
-        for subject in in_slices(workers.merge(snapshots)):
-            if now - subject.last <= bounds.ttl:
-                (threads if subject.key[1] == THREAD else of_quotas).append(subject)
-        for subjects, max_exported in (
-            (threads, bounds.max_threads),
-            # The subjects of quotas per agent or global have no label, and always have series.
-            ([subject for subject in of_quotas if subject.label == ""], len(of_quotas)),
-            ([subject for subject in of_quotas if subject.label], bounds.max_subjects),
-            ([subject for subject in of_quotas if subject.label is None], 0),
-        ):
-            rated = self._rate_all(subjects, now, tracked, states)
-            # Consume the iterator even if none is exported, because it counts all subjects.
-            top = nlargest(max(1, max_exported), rated, key=itemgetter(0))[:max_exported]
-            hidden[bool(subjects) and subjects[0].key[1] == THREAD] += len(subjects) - len(top)
-            for _, subject, counts in top:
-                exported.update(levels(subject, counts))
-                rows.add(subject, counts)
-        return Reading(
-            now,
-            started=min((snapshot.started for snapshot in snapshots), default=now),
-            processes=len(snapshots),
-            rows=[*rows.values()],
-            states=states,
-            tracked=tracked,
-            exported=exported,
-            hidden=hidden,
-            waiting=sum(snapshot.waiting for snapshot in snapshots),
-            costs=costs_of(snapshots, now),
-            frozen=max((*snapshot.frozen,) for snapshot in snapshots)[1] if snapshots else 0,
-        )
+        return Reading(snapshots, self._on_error)
 
-    def _snapshot(self, settings: Snapshot, subjects: Sequence[Subject]) -> Snapshot:
+    def _snapshot(self, settings: Snapshot) -> Snapshot:
         """Return what this process knows now."""
-        return settings._replace(
-            pid=os.getpid(),
-            waiting=self._waiting,
-            costs=[*self._costs.items()],
-            frozen=(self._answered, self._frozen.total()),
-            subjects=subjects,
-        )
+        with self._lock:
+            return settings._replace(
+                pid=os.getpid(),
+                waiting=self._waiting,
+                costs=[*self._costs.items()],
+                frozen=(self._answered, self._frozen.total()),
+                # In any order: an OrderedDict in its order takes 30 times as long, under the lock.
+                subjects=list(dict.values(self._subjects))[::-1],
+            )
 
     def _line_of(self, subject: Subject) -> str:
         """Return the line of a subject in the file."""
@@ -330,33 +265,6 @@ class UsageTable(Collector):
             del self._costs[past]
         if thread is not None:
             thread.cost += amount
-            thread.line = ""
-
-    def _rate_all(
-        self,
-        subjects: Iterable[Subject],
-        now: float,
-        tracked: Counter[Series],
-        states: dict[tuple[bool, str], set[str]],
-    ) -> Iterator[Rated]:
-        """Rate and count subjects: near ones by share come first, then exhausted ones."""
-        # Yield them singly: for a list of many, the garbage collector would stop all threads.
-        for subject in in_slices(subjects):
-            try:
-                sort_key, refused, counts = rate(subject, now)
-            except Exception as error:
-                self._on_error(error)
-                continue
-            tracked.update(levels(subject, counts))
-            # Strings, for many new tuples would have the garbage collector stop all threads.
-            _, scope, name = subject.key
-            if scope != THREAD:
-                name = f"{scope} {name}"
-            if now - refused < BLOCKED_NOW:
-                states[scope == THREAD, "blocked"].add(name)
-            if state := STATES.get(sort_key[0]):
-                states[scope == THREAD, state].add(name)
-            yield sort_key, subject, counts
 
     def _forget(self, now: float) -> None:
         """Forget subjects that are idle or too many."""
@@ -375,6 +283,13 @@ class UsageTable(Collector):
         self._subjects.move_to_end(key)
         subject.last, subject.line = now, ""
         return subject
+
+    def _change_thread(self, caller: CallerLabels) -> Subject | None:
+        """Return the thread of a caller, if it is in the table, and have its line written anew."""
+        thread = self._subjects.get((caller.agent, THREAD, caller.thread or ""))
+        if thread is not None:
+            thread.line = ""
+        return thread
 
     def _record(self, use: Use, status: LimitStatus, now: float) -> None:
         """Set what a thread has used of a limit, after a decision."""

@@ -22,6 +22,8 @@ Number = tuple[int, int, float | None, str]
 
 The time is in seconds since the Unix epoch."""
 
+OnError = Callable[[Exception], None]
+
 FILES = "langchain_quota.usage-5.*.json"
 """Pattern of the files' names, with the version of their format. prometheus_client's are `*.db`."""
 
@@ -119,9 +121,7 @@ def write(path: Path, snapshot: Snapshot, lines: Iterable[str]) -> None:
         raise
 
 
-def read_others(
-    directory: Path, own_path: Path | None, on_error: Callable[[Exception], None]
-) -> Iterator[Snapshot]:
+def read_others(directory: Path, own_path: Path | None, on_error: OnError) -> Iterator[Snapshot]:
     """Read the files of the other processes; report and skip those that cannot be read."""
     for path in directory.glob(FILES):
         if path != own_path:
@@ -172,65 +172,62 @@ def merge(snapshots: Sequence[Snapshot]) -> Sequence[Subject]:
     for snapshot in snapshots:
         for subject in snapshot.subjects:
             first = merged.get(subject.key)
-            merged[subject.key] = subject if first is None else _merge_two(first, subject)
+            merged[subject.key] = subject if first is None else merge_two(first, subject)
     return list(merged.values())
 
 
-def _merge_two(first: Subject, second: Subject) -> Subject:
-    """Return a subject with the newest numbers of two processes, and the sums of their calls."""
+def merge_two(first: Subject, second: Subject, *, by_time: bool = True) -> Subject:
+    """Return a subject with the sums of two, and with the newest numbers, or those of the first."""
     uses = dict(first.uses)
     for limit, use in list(second.uses.items()):
-        first_use = uses.get(limit)
-        if first_use is None:
+        if limit not in uses:
             uses[limit] = use
             continue
-        newest, older = (first_use, use) if first_use.decided >= use.decided else (use, first_use)
-        refused = max(newest, older, key=lambda use: use.refused or 0)
+        main, other = uses[limit], use
+        if by_time and main.decided < use.decided:
+            main, other = use, main
+        refused = max(main, other, key=lambda use: use.refused or 0)
         uses[limit] = replace(
-            newest,
-            blocked=newest.blocked + older.blocked,
+            main,
+            blocked=main.blocked + other.blocked,
             refused=refused.refused,
-            spent=newest.spent + (older.spent if older.unit == newest.unit else 0),
+            spent=main.spent + (other.spent if other.unit == main.unit else 0),
             scope=refused.scope,
             subject=refused.subject,
-            waiting=newest.waiting + older.waiting,
+            waiting=main.waiting + other.waiting,
         )
     label, last = first.label or second.label, max(first.last, second.last)
     return Subject(first.key, label, last, uses, first.cost + second.cost)
 
 
-def multiprocess_directory() -> Path | None:
-    """Return the directory that workers share, or `None` without multi-process mode."""
+def shared_directory(purpose: str = "read") -> Path | None:
+    """Return the directory that workers share, if any; raise if this process cannot use it so."""
     # prometheus_client chooses its mode at import; the environment may have changed since.
     if not is_multiprocess():
         return None
     names = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
-    return next((Path(os.environ[name]) for name in names if name in os.environ), None)
-
-
-def directory_error(directory: Path, purpose: str) -> ValueError:
-    """Return the error for a directory that cannot be read, or written to."""
-    return ValueError(
-        f"PROMETHEUS_MULTIPROC_DIR={str(directory)!r} is no directory that this process can "
-        f"{purpose}: make it before the workers start, or unset the variable where there is one "
-        "worker only"
-    )
+    directory = next((Path(os.environ[name]) for name in names if name in os.environ), None)
+    mode = os.F_OK if purpose == "read" else os.W_OK | os.X_OK
+    if directory is not None and not (directory.is_dir() and os.access(directory, mode)):
+        raise ValueError(
+            f"PROMETHEUS_MULTIPROC_DIR={str(directory)!r} is no directory that this process can "
+            f"{purpose}: make it before the workers start, or unset the variable where there is "
+            "one worker only"
+        )
+    return directory
 
 
 def validate_directory() -> Path | None:
     """Return the directory that workers share, or `None`; raise if it cannot be written to."""
-    directory = multiprocess_directory()
-    if directory is None:
-        return None
-    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        raise directory_error(directory, "write to")
-    disk = shutil.disk_usage(directory)
-    if disk.total and disk.free < _NEEDED_SPACE:
-        free = disk.free * 10 // _MIB / 10  # rounded down, so that it never looks like enough
-        raise ValueError(
-            f"PROMETHEUS_MULTIPROC_DIR={str(directory)!r} is on a disk with "
-            f"{free:.1f} MiB free, and a worker begins with {_NEEDED_SPACE / _MIB:.1f} MiB "
-            "there. On a full disk prometheus_client ends the process (SIGBUS): make room, or name "
-            "a directory on another disk"
-        )
+    directory = shared_directory("write to")
+    if directory is not None:
+        disk = shutil.disk_usage(directory)
+        if disk.total and disk.free < _NEEDED_SPACE:
+            free = disk.free * 10 // _MIB / 10  # rounded down, so that it never looks like enough
+            raise ValueError(
+                f"PROMETHEUS_MULTIPROC_DIR={str(directory)!r} is on a disk with "
+                f"{free:.1f} MiB free, and a worker begins with {_NEEDED_SPACE / _MIB:.1f} MiB "
+                "there. On a full disk prometheus_client ends the process (SIGBUS): make room, or "
+                "name a directory on another disk"
+            )
     return directory
