@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from langchain_quota.stores.redis import RedisStore as RedisStore
     from langchain_quota.telemetry import Telemetry as Telemetry
     from langchain_quota.telemetry import hmac_label as hmac_label
-    from langchain_quota.telemetry.decision_log import log_decisions as log_decisions
     from langchain_quota.telemetry.exposition import metrics_app as metrics_app
     from langchain_quota.telemetry.exposition import start_metrics_server as start_metrics_server
+    from langchain_quota.telemetry.observers import log_decisions as log_decisions
     from langchain_quota.telemetry.otlp import export_metrics as export_metrics
     from langchain_quota.telemetry.page import quota_app as quota_app
 else:
@@ -70,7 +70,7 @@ else:
         "stores.postgres": ("PostgresStore",),
         "stores.redis": ("RedisStore",),
         "telemetry": ("Telemetry", "hmac_label"),
-        "telemetry.decision_log": ("log_decisions",),
+        "telemetry.observers": ("log_decisions",),
         "telemetry.exposition": ("metrics_app", "start_metrics_server"),
         "telemetry.otlp": ("export_metrics",),
         "telemetry.page": ("quota_app",),
