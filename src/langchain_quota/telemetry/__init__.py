@@ -140,17 +140,12 @@ class Telemetry:
 
 def _check_labels(value: object) -> None:
     """Check that `subject_label` maps names of quotas to functions."""
-    example = "{'tenant': str}"
+    must = "subject_label must map names of quotas to functions, as in {'tenant': str}"
     if not isinstance(value, Mapping):
-        raise TypeError(
-            f"subject_label must map names of quotas to functions, as in {example}, not {value!r}"
-        )
+        raise TypeError(f"{must}, not {value!r}")
     for quota, make in value.items():
         if not isinstance(quota, str) or not callable(make):
-            raise TypeError(
-                f"subject_label must map names of quotas to functions, as in {example}: "
-                f"{quota!r} is mapped to {make!r}"
-            )
+            raise TypeError(f"{must}: {quota!r} is mapped to {make!r}")
         validate_sync_function(f"subject_label of {quota!r}", make, "subject")
 
 

@@ -6,7 +6,6 @@ from datetime import UTC
 from langchain_quota.core.decision import LimitStatus
 from langchain_quota.limits.call import CONCURRENCY, FROZEN, STORE, Scope
 from langchain_quota.runtime.units import UNIT_LABELS, Level, format_amount, in_base_unit
-from langchain_quota.stores import Occupancy
 from langchain_quota.telemetry.events import DecisionEvent
 from langchain_quota.telemetry.labels import UNNAMED, limit_label
 
@@ -67,13 +66,13 @@ def nearly_full(store: object) -> bool:
     """Log that a store is nearly full; return False if it says how full it is, and has room."""
     if not hasattr(store, "occupancy"):
         return True
-    occupancy = Occupancy(*store.occupancy)
-    is_full = occupancy.share >= NEARLY_FULL
+    keys, droppable, max_keys = store.occupancy
+    is_full: bool = keys - droppable >= NEARLY_FULL * max_keys
     if is_full:
         logger.warning(
             "the store is nearly full: %d of at most %d counts cannot be dropped",
-            occupancy.keys - occupancy.droppable,
-            occupancy.max_keys,
+            keys - droppable,
+            max_keys,
         )
     return is_full
 

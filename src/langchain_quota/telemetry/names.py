@@ -57,13 +57,15 @@ def _metric(name: str, labels: str, text: str, **options: Any) -> MetricSpec:
 def _amounts(name: str, labels: str, text: str, **options: Any) -> ByUnit:
     stem = name.removesuffix("_total")
     end = name.removeprefix(stem)
+    parts: dict[Unit, tuple[str, str]] = {
+        "calls": ("", "calls"),
+        "tokens": ("_tokens", "tokens"),
+        "nanodollars": ("_dollars", "US dollars"),
+        "milliseconds": ("_seconds", "seconds"),
+    }
     return {
-        "calls": _metric(name, labels, f"{text}, in calls.", **options),
-        "tokens": _metric(f"{stem}_tokens{end}", labels, f"{text}, in tokens.", **options),
-        "nanodollars": _metric(
-            f"{stem}_dollars{end}", labels, f"{text}, in US dollars.", **options
-        ),
-        "milliseconds": _metric(f"{stem}_seconds{end}", labels, f"{text}, in seconds.", **options),
+        unit: _metric(f"{stem}{part}{end}", labels, f"{text}, in {unit_text}.", **options)
+        for unit, (part, unit_text) in parts.items()
     }
 
 
