@@ -214,13 +214,12 @@ class Recorder:
         """Record refunds of one agent's calls on one thread."""
         for receipt in open_receipts():
             receipt.refund(refunds)
-        for refund in refunds:
-            caller = self._labels_of(refund.call.agent, refund.call.thread_id)
-            tool = self._shared.tools[caller.agent, refund.call.tool]
-            self._guard("metrics", self._metrics.count_refund, caller, tool, refund)
-            self._guard("threads", self._usage.refund, caller, refund)
-        if any(refund.nanodollars for refund in refunds):
-            self._guard("threads", self._usage.refund_costs, caller, refunds)
+        if refunds:
+            caller = self._labels_of(refunds[0].call.agent, refunds[0].call.thread_id)
+            for refund in refunds:
+                tool = self._shared.tools[caller.agent, refund.call.tool]
+                self._guard("metrics", self._metrics.count_refund, caller, tool, refund)
+            self._guard("threads", self._usage.refund, caller, refunds)
 
     def record_spend(
         self,

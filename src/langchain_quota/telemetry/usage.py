@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Timer
 from weakref import WeakSet
@@ -124,26 +124,22 @@ class UsageTable(Collector):
         if self._path is not None:
             self._write_soon()
 
-    def refund(self, caller: CallerLabels, refund: Refund) -> None:
-        """Subtract calls from what a thread has used of a limit; other units are settled."""
+    def refund(self, caller: CallerLabels, refunds: Sequence[Refund]) -> None:
+        """Subtract calls that did not run, and what they cost; other units are settled."""
+        costs: dict[object, int] = {}
         with self._lock:
             thread = self._change_thread(caller)
-            use = thread.uses.get(refund.limit) if thread else None
-            if use is not None and use.unit == "calls":
-                use.numbers = tuple(
-                    (max(0, used - refund.call.amount), limit, ends, scope)
-                    for used, limit, ends, scope in use.numbers
-                )
-        self._write_soon()
-
-    def refund_costs(self, caller: CallerLabels, refunds: Iterable[Refund]) -> None:
-        """Subtract what calls of paid tools cost that did not run, once for each call."""
-        costs: dict[object, int] = {}
-        for refund in refunds:
-            call = refund.call.tool, refund.call.id
-            costs[call] = max(costs.get(call, 0), refund.nanodollars)
-        with self._lock:
-            self._add_cost(-sum(costs.values()), self._change_thread(caller), time.time())
+            for refund in refunds:
+                use = thread.uses.get(refund.limit) if thread else None
+                if use is not None and use.unit == "calls":
+                    use.numbers = tuple(
+                        (max(0, used - refund.call.amount), limit, ends, scope)
+                        for used, limit, ends, scope in use.numbers
+                    )
+                # Several limits may refund a call, which was paid once.
+                call = refund.call.tool, refund.call.id
+                costs[call] = max(costs.get(call, 0), refund.nanodollars)
+            self._add_cost(-sum(costs.values()), thread, time.time())
         self._write_soon()
 
     def change_waiting(self, caller: CallerLabels, limit: str, change: int) -> None:
