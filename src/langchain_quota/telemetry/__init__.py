@@ -71,7 +71,7 @@ class Telemetry:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of bounds, or conflicts with another `Telemetry` on the
             same registry: the message names the argument and the value. Or, in prometheus_client's
-            multi-process mode, its directory cannot be written to, or has less than 4 MiB free.
+            multi-process mode, its directory cannot be written to.
 
     Examples:
         >>> from langchain_quota import ModelCallLimit, QuotaMiddleware, Telemetry, hmac_label

@@ -30,7 +30,7 @@ from langchain_quota.telemetry.labels import (
 from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.metrics import Metrics
 from langchain_quota.telemetry.usage import UsageTable
-from langchain_quota.telemetry.workers import Snapshot, validate_directory
+from langchain_quota.telemetry.workers import Snapshot, shared_directory
 
 _MAX_MODELS = 100
 """Maximum of distinct names of models, which callers invent behind a gateway, and of stores."""
@@ -59,7 +59,7 @@ class Instruments:
 
     def __init__(self, registry: CollectorRegistry, settings: Settings) -> None:
         self.settings = settings
-        self.directory = validate_directory()
+        self.directory = shared_directory("write to")
         self.metrics = Metrics(registry, settings.near)
         self.agents = BoundedLabels(settings.max_agents)
         self.tools = BoundedLabels(settings.max_tools, nameless=NONE, allowed=TOOL)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -26,14 +25,6 @@ OnError = Callable[[Exception], None]
 
 FILES = "langchain_quota.usage-5.*.json"
 """Pattern of the files' names, with the version of their format. prometheus_client's are `*.db`."""
-
-_MIB = 2**20
-_NEEDED_SPACE = 4 * _MIB
-"""The free space, in bytes, that a worker needs to begin.
-
-prometheus_client has one file for each of our types of metrics (counter, histogram, gauges of two
-modes). Each file begins with up to a MiB, and takes it from the disk step by step.
-"""
 
 
 @dataclass(slots=True)
@@ -214,20 +205,4 @@ def shared_directory(purpose: str = "read") -> Path | None:
             f"{purpose}: make it before the workers start, or unset the variable where there is "
             "one worker only"
         )
-    return directory
-
-
-def validate_directory() -> Path | None:
-    """Return the directory that workers share, or `None`; raise if it cannot be written to."""
-    directory = shared_directory("write to")
-    if directory is not None:
-        disk = shutil.disk_usage(directory)
-        if disk.total and disk.free < _NEEDED_SPACE:
-            free = disk.free * 10 // _MIB / 10  # rounded down, so that it never looks like enough
-            raise ValueError(
-                f"PROMETHEUS_MULTIPROC_DIR={str(directory)!r} is on a disk with "
-                f"{free:.1f} MiB free, and a worker begins with {_NEEDED_SPACE / _MIB:.1f} MiB "
-                "there. On a full disk prometheus_client ends the process (SIGBUS): make room, or "
-                "name a directory on another disk"
-            )
     return directory
