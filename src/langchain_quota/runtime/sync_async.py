@@ -72,14 +72,8 @@ _locks: dict[ref[Any], None] = {}
 """All locks, in the order of their creation."""
 
 
-class _Held(threading.local):
-    """The locks that a thread holds while it forks."""
-
-    def __init__(self) -> None:
-        self.locks: list[Any] = []
-
-
-_held = _Held()
+_held = threading.local()
+"""Its `locks` are those that a thread holds while it forks."""
 
 
 def fork_safe_lock(kind: Callable[[], Any] = RLock) -> Any:
@@ -99,6 +93,7 @@ def _forget(gone: ref[Any], locks: dict[ref[Any], None] = _locks) -> None:
 
 
 def _acquire_all() -> None:
+    _held.locks = []
     for reference in reversed(list(_locks)):
         lock = reference()
         if lock is not None and lock.acquire(timeout=_PATIENCE):
