@@ -142,3 +142,12 @@ async def test_two_of_them(signals: Signals) -> None:
     with pytest.raises(RuntimeError, match="put all limits into one InlineQuotaMiddleware"):
         await scene.play()
     assert (len(scene.model.calls), scene.ran) == (0, [])
+
+
+async def test_an_older_langchain(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says which LangChain it needs, before the model is called."""
+    monkeypatch.setattr("langchain_quota.agents.inline._LANGCHAIN", (1, 3))
+    scene = Scene(signals, ["never"], [ModelCallLimit(run_limit=1)], kind="inline")
+    with pytest.raises(RuntimeError, match=r"needs langchain 1\.4 or newer: use QuotaMiddleware"):
+        await scene.play()
+    assert not scene.model.calls

@@ -8,7 +8,6 @@ from uuid import uuid4
 from langchain.agents.middleware import AgentMiddleware, ModelResponse
 from langchain.agents.middleware.types import ResponseT
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, RemoveMessage, ToolMessage
-from langgraph.runtime import Runtime
 
 from langchain_quota.agents.quota import QuotaMiddleware, WrittenResponse
 from langchain_quota.errors import ModelCallLimitExceededError
@@ -17,9 +16,11 @@ from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import identified
-from langchain_quota.middleware.state import State, ledger, merge_ledgers, run_model, thread_model
+from langchain_quota.middleware.state import ledger, merge_ledgers, run_model, thread_model
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
+
+_LANGCHAIN = tuple(map(int, version("langchain").split(".")[:2]))
 
 
 class InlineState(dict[str, Any]):
@@ -125,6 +126,9 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     async def _wrap_model_call(
         self, mode: Mode, request: Request, handler: Handler
     ) -> WrittenResponse:
+        # In older versions, a graph without `after_model` hooks cannot go from model to model.
+        if _LANGCHAIN < (1, 4):
+            raise RuntimeError(f"{self.name} needs langchain 1.4 or newer: use QuotaMiddleware")
         if isinstance(request.state, InlineState):
             # Both would write the counts, and neither sees what the other one writes.
             raise RuntimeError(  # noqa: TRY004 - the agent is put together wrongly
@@ -144,25 +148,6 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             step.write(await self.kernel.check_tool_calls(mode, step, request.runtime, task=task))
         messages: list[BaseMessage] = [*step.new_messages, *map(RemoveMessage, step.overruled)]
         return WrittenResponse(ModelResponse(messages, step["structured_response"]), step.written)
-
-    def before_agent(self, state: State, runtime: Runtime[ContextT]) -> Update | None:
-        """Begin a new run; see `QuotaMiddleware`.
-
-        Raises:
-            RuntimeError: LangChain is older than this middleware needs.
-        """
-        self._check_version()
-        return super().before_agent(state, runtime)
-
-    async def abefore_agent(self, state: State, runtime: Runtime[ContextT]) -> Update | None:
-        """Call `before_agent` without blocking the event loop."""
-        self._check_version()
-        return await super().abefore_agent(state, runtime)
-
-    def _check_version(self) -> None:
-        # In older versions, a graph without `after_model` hooks cannot go from model to model.
-        if tuple(map(int, version("langchain").split(".")[:2])) < (1, 4):
-            raise RuntimeError(f"{self.name} needs langchain 1.4 or newer: use QuotaMiddleware")
 
     def checking_nodes(self) -> tuple[str, ...]:
         """Return the graph nodes in which calls are checked."""

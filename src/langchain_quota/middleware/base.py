@@ -103,8 +103,7 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         LangGraph does not call this when a run is resumed.
 
         Raises:
-            RuntimeError: Another middleware of this agent counts its model calls, too; or LangChain
-                is older than `InlineQuotaMiddleware` needs.
+            RuntimeError: Another middleware of this agent counts its model calls, too.
         """
         return begin_run(self.kernel, "", state, runtime)
 
