@@ -5,15 +5,7 @@ from benchmarks.costs import UNIT, costs, cpu_time
 from benchmarks.report import Ratio, Result, Table, number
 from benchmarks.scenes import Mode
 from benchmarks.sizes import Size
-from benchmarks.workloads import (
-    Bare,
-    Checking,
-    Counting,
-    Emitting,
-    Tracing,
-    Work,
-    attributes,
-)
+from benchmarks.workloads import Bare, Checking, Counting, Emitting, Tracing, Work, attributes
 
 MODES: tuple[Mode, ...] = ("not sampled",)
 

@@ -100,9 +100,7 @@ async def postgres() -> AsyncIterator[tuple[BaseCheckpointSaver[Any], Look]]:
     """
     with ExitStack() as running:
         with required():
-            from langgraph.checkpoint.postgres.aio import (  # noqa: PLC0415 - optional
-                AsyncPostgresSaver,
-            )
+            from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver  # noqa: PLC0415 - optional
 
             from tests.server.postgres import running_postgres  # noqa: PLC0415 - needs psycopg
 

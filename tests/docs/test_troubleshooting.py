@@ -15,13 +15,7 @@ from langgraph.prebuilt import create_react_agent
 from langgraph.warnings import LangGraphDeprecatedSinceV10
 
 import langchain_quota
-from langchain_quota import (
-    MemoryStore,
-    ModelCallLimit,
-    Quota,
-    QuotaMiddleware,
-    ToolCallLimit,
-)
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import recording
 from tests.telemetry import Signals

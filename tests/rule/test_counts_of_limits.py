@@ -5,12 +5,7 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import (
-    MemoryStore,
-    ModelCallLimit,
-    Quota,
-    ToolCallLimit,
-)
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.core.decision import Decision
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call

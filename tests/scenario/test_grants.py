@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import (
-    CostLimit,
-    Decision,
-    MemoryStore,
-    ModelCallLimit,
-    Quota,
-    ToolCallLimit,
-)
+from langchain_quota import CostLimit, Decision, MemoryStore, ModelCallLimit, Quota, ToolCallLimit
 from tests.scene import ANN, CONFIG, Form, Scene, both_forms
 from tests.telemetry import Signals
 

@@ -5,13 +5,7 @@ import time
 from threading import Thread
 from typing import Any
 
-from langchain_quota import (
-    MemoryStore,
-    Quota,
-    TokenLimit,
-    ToolCallLimit,
-    stop_reason,
-)
+from langchain_quota import MemoryStore, Quota, TokenLimit, ToolCallLimit, stop_reason
 from tests.scene import ANN, Scene, asking
 from tests.stores import NOON, Clock, counts
 from tests.telemetry import Signals, paid, telling

@@ -8,13 +8,7 @@ import pytest
 from langchain_core.tools import tool
 from langgraph.types import interrupt
 
-from langchain_quota import (
-    ModelCallLimit,
-    QuotaMiddleware,
-    TokenLimit,
-    ToolCallLimit,
-    usage,
-)
+from langchain_quota import ModelCallLimit, QuotaMiddleware, TokenLimit, ToolCallLimit, usage
 from langchain_quota.limits import Limit
 from tests.scene import Form, Kind, Scene, both_forms, recording
 from tests.telemetry import Signals, needs_inline

@@ -27,12 +27,7 @@ from langchain_quota.core.admission import (
     admit,
 )
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.stores import (
-    CORRECTED,
-    GRACE,
-    REMEMBERED,
-    QuotaStore,
-)
+from langchain_quota.stores import CORRECTED, GRACE, REMEMBERED, QuotaStore
 from langchain_quota.stores.grants import SupportsGrants, in_utc
 from langchain_quota.stores.keys import CountKey, window_end
 from langchain_quota.stores.memory import MemoryStore

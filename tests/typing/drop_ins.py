@@ -4,11 +4,7 @@ from dataclasses import dataclass
 from typing import Any, assert_type
 
 from langchain.agents import create_agent
-from langchain.agents.middleware import (
-    HumanInTheLoopMiddleware,
-    PIIMiddleware,
-    TodoListMiddleware,
-)
+from langchain.agents.middleware import HumanInTheLoopMiddleware, PIIMiddleware, TodoListMiddleware
 from langchain.agents.middleware import model_call_limit as langchain_model_limit
 from langchain.agents.middleware import tool_call_limit as langchain_tool_limit
 

@@ -9,18 +9,9 @@ from langchain.agents import create_agent
 from langchain_core.messages import BaseMessage, HumanMessage
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import tools_condition
-from quota_telemetry import (  # type: ignore[import-not-found]  # the server finds it
-    quota_by_user,
-    telemetry,
-)
+from quota_telemetry import quota_by_user, telemetry  # type: ignore[import-not-found]  # the server finds it
 
-from langchain_quota import (
-    GraphQuota,
-    ModelCallLimit,
-    QuotaMiddleware,
-    RedisStore,
-    ToolCallLimit,
-)
+from langchain_quota import GraphQuota, ModelCallLimit, QuotaMiddleware, RedisStore, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
 
 

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from quota_telemetry import (  # type: ignore[import-not-found]  # the server finds it
-    quota_by_user,
-    registry,
-)
+from quota_telemetry import quota_by_user, registry  # type: ignore[import-not-found]  # the server finds it
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 
