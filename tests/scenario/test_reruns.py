@@ -78,6 +78,19 @@ async def test_hooks_that_crash_again_and_again(call_id: str | None, signals: Si
     scene.check()
 
 
+@pytest.mark.parametrize("kind", ["quota", "graph", pytest.param("inline", marks=needs_inline)])
+async def test_an_id_that_comes_again(kind: Kind, signals: Signals) -> None:
+    """A call that no store checks is decided once, though a call of a store had the same id."""
+    turns = [[ToolCall(name=name, args={}, id="1")] for name in ("search", "calc")]
+    store = MemoryStore()
+    scene = Scene(signals, [*turns, "done"], [limit_of()], kind=kind, store=store, context=ANN)
+    with captured_decisions() as decisions:
+        await scene.play()
+    assert scene.ran == ["search", "calc"]
+    assert [each.call.tool for each in decisions] == ["search", "calc"]
+    assert counts(store)[SEARCHES] == 1
+
+
 @pytest.mark.parametrize("days", [0, 1])
 async def test_checked_twice(days: int, signals: Signals) -> None:
     """Checked again, as after a fork of the thread, a batch is charged once, in its last window."""

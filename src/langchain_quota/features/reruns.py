@@ -70,11 +70,15 @@ class Reruns(Feature):
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
         """Name the check in the state."""
+        kind: Kind = "model" if batch.pending is None else "tool"
         if batch.sent is not None and batch.context.task_id is not None:
             check = digest(batch.sent.idempotency_key)[:16]
             for name in (check, batch.context.task_id):
                 self._claims(name).setdefault("by", batch.context.task_id)
-            batch.save(self.name, {batch.calls[0].kind: check})
+            batch.save(self.name, {kind: check})
+        elif feature_ledger(batch.state, self.name).get(kind):
+            # No store has checked these calls, which may have the ids of calls that it did check.
+            batch.save(self.name, {kind: ""})
         return conclusion
 
     async def check_rerun(self, mode: Mode, request: Request) -> Update | None:
