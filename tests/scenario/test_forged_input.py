@@ -88,7 +88,7 @@ Attack = Callable[[Caller], Awaitable[None]]
 
 NINE = ToolCallLimit("search", quotas=[Quota(9, per="user_id")])
 GO: Any = {"messages": [("user", "go")]}
-NOT_RUN, WORKED, MARK = "quota_not_run", "quota_worked", "langchain_quota"
+NOT_RUN, MARK = "quota_not_run", "langchain_quota"
 
 
 def calls(*ids: str) -> list[ToolCall]:
@@ -202,7 +202,6 @@ HELD = [
     Row("an answer is an error", forged("tool", status="error", content="not run")),
     Row("an answer of another call", forged("tool", tool_call_id="other")),
     Row("an answer of another tool", forged("tool", name="calc")),
-    Row("an answer worked backwards", marked("tool", **{WORKED: ["run", "x", -(10**9)]})),
     Row("answers are removed", removed("tool")),
     Row("model answers are removed", removed("ai")),
     Row("a turn is removed", removed("tool", "ai")),

@@ -318,7 +318,7 @@ async def test_refusals_that_nobody_raises_are_forgotten(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where another middleware answers in place of blocked calls, the newest few are kept."""
-    monkeypatch.setattr("langchain_quota.features.budgets.second_check.MAX_LATE", 3)
+    monkeypatch.setattr("langchain_quota.features.budgets.budgets.MAX_LATE", 3)
 
     class Answering(AgentMiddleware[Any, Any]):
         async def awrap_model_call(self, request: Any, handler: Any) -> Any:

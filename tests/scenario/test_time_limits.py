@@ -14,7 +14,7 @@ from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.types import Command, interrupt
+from langgraph.types import interrupt
 
 from langchain_quota import ConcurrencyLimit, MemoryStore, Quota, TimeLimit, ToolCallLimit
 from langchain_quota.limits import Limit
@@ -105,23 +105,6 @@ async def test_a_person_is_no_work(who: str, signals: Signals, clock: Clock) -> 
     assert "__interrupt__" not in result
 
 
-async def test_time_that_is_taken_back(signals: Signals, clock: Clock) -> None:
-    """A message cannot say that a tool has worked for less than no time."""
-    search = recording("search", [], passing(clock, 3))
-    items: list[Any] = [
-        TimeLimit(run_limit="8m"),
-        HumanInTheLoopMiddleware[Any, Any]({"search": True}),
-    ]
-    script = model(clock, ["search"], ["search"], "done")
-    scene = Scene(signals, script, items, tools=[search])
-    await scene.play()
-    for _ in range(2):
-        worked = [scene.state()["langchain_quota"]["run"], "forged", -60 * MINUTE]
-        forged = ToolMessage("", tool_call_id="x", response_metadata={"quota_worked": worked})
-        await scene.invoke(Command(resume=APPROVED, update={"messages": [forged]}))
-    assert scene.last_text() == "Time limits exceeded: run limit (8m/8m)"
-
-
 async def test_tools_at_the_same_time(signals: Signals, clock: Clock) -> None:
     """Tools of one step count as wall-clock time, not as a sum; one of them asks a person."""
     ran: list[str] = []
@@ -157,23 +140,25 @@ async def test_tools_at_the_same_time(signals: Signals, clock: Clock) -> None:
     assert spent(scene, TIME) == (14 * MINUTE, 14 * MINUTE)
 
 
+@pytest.mark.parametrize(("asking", "least"), [("search", "7m"), ("calc", "4m")])
 @pytest.mark.parametrize("stored", [True, False])
-async def test_a_tool_that_asks_and_is_resumed_elsewhere(
-    signals: Signals, clock: Clock, *, stored: bool
+async def test_a_run_that_is_resumed_elsewhere(
+    signals: Signals, clock: Clock, *, asking: str, least: str, stored: bool
 ) -> None:
-    """What a tool has worked before it asks, another process knows from a store, else not."""
+    """What tools have worked since the last model call, another process knows from a store only."""
     passes = passing(clock, 3)
-    search = recording("search", [], lambda: (passes(), asks()))
-    script = model(clock, ["search"], "done")
-    store, limit = MemoryStore() if stored else None, TimeLimit(run_limit="7m")
-    shared: Any = {"tools": [search], "store": store, "checkpointer": InMemorySaver()}
+    search = recording("search", [], lambda: (passes(), asking == "search" and asks()))
+    calc = recording("calc", [], asks)
+    script = model(clock, ["search", "calc"] if asking == "calc" else ["search"], "done")
+    store, limit = MemoryStore() if stored else None, TimeLimit(run_limit=least)
+    shared: Any = {"tools": [search, calc], "store": store, "checkpointer": InMemorySaver()}
     here, elsewhere = (Scene(signals, script, [limit], **shared) for _ in range(2))
 
     await here.play()
     clock.now += 60
     await elsewhere.resume("yes")
 
-    refused = "Time limits exceeded: run limit (7m/7m)"
+    refused = f"Time limits exceeded: run limit ({least}/{least})"
     assert elsewhere.last_text() == (refused if stored else "done")
 
 

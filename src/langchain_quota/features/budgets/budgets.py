@@ -7,11 +7,9 @@ counts of the state and of the store, where it replaces the reservation.
 """
 
 from asyncio import CancelledError
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
-from secrets import token_hex
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 from langchain.agents.middleware.types import ModelResponse, ToolCallRequest
@@ -20,30 +18,21 @@ from langchain_core.load import dumps
 from langchain_quota.core.checks import CallChecks, ResolvedLimits
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.features.budgets.charging import (
+    MAX_LATE,
     OWN,
     ChargeContext,
     Charging,
-    Reservation,
+    Stopwatch,
+    TaskMemory,
 )
 from langchain_quota.features.budgets.model_runs import own_call, running_graph, watch_all_models
 from langchain_quota.features.budgets.prices import Pricing, check_prices
-from langchain_quota.features.budgets.second_check import (
-    FirstCheck,
-    SecondCheck,
-    remember,
-    without_waits,
-)
-from langchain_quota.features.budgets.work import Stopwatch, mark
+from langchain_quota.features.budgets.second_check import SecondCheck, first_check, without_waits
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, TokenLimit
-from langchain_quota.limits.call import STORE, Call
+from langchain_quota.limits.call import Call
 from langchain_quota.limits.options import MILLISECONDS, counts_calls
-from langchain_quota.middleware.calls import (
-    Batch,
-    HookResult,
-    Update,
-    model_context,
-)
+from langchain_quota.middleware.calls import Batch, HookResult, Update, model_context
 from langchain_quota.middleware.context import CallContext, running_runtime
 from langchain_quota.middleware.feature import Feature, ModelCall, Request, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
@@ -72,10 +61,8 @@ class Budgets(Feature):
     # The feature's data in the ledger also has these entries:
     # - `spent_by`: the name of the newest call whose use is in it. This process may know later
     #   calls.
-    # - `tools`: the names of the tool calls whose time is in it, as far as the answers of the
-    #   newest calls may name them.
     # - `admitted`: the first check of a model call whose decision is not recorded yet, see
-    #   `FirstCheck`.
+    #   `first_check`.
     # - `error`: what is raised after the model's step: the counts, the limits, and the text.
     name = OWN
     shapes_requests = True
@@ -119,18 +106,15 @@ class Budgets(Feature):
         counters = {limit.counter for limit in limits if counts_calls(limit)}
         self._charging = Charging(kernel, counters, self._pricing)
         self._late = self._charging.late
-        # Whether a call asks for its reserve when its request is known.
-        self._reserves = any(getattr(limit, "reserve", None) is not None for limit in limits)
         self._downgrades = {
             limit.name: limit.downgrade_to
             for limit in limits
             if isinstance(limit, TokenLimit | CostLimit) and limit.downgrade_to is not None
         }
-        # The settings of the first model of each of the newest steps, as a hash.
-        self._first: OrderedDict[str, int] = OrderedDict()
-        self._second_check = SecondCheck(
-            kernel, self._pricing, self._charging, has_reserves=self._reserves
-        )
+        # Of a task: whether it has made a model call, and the settings of its first model, as a
+        # hash. Of the message of a refusal: the error to raise after the model's step.
+        self._memory: TaskMemory = lru_cache(MAX_LATE)(lambda _: {})
+        self._second_check = SecondCheck(kernel, self._pricing, self._charging, self._memory)
         self._counts_time = _of_time(limits)
         self._counts_use = any(limit.unit in ("tokens", "nanodollars") for limit in limits)
         self._stopwatch = Stopwatch()
@@ -203,25 +187,9 @@ class Budgets(Feature):
                 batch.model = self._downgrades[by], {}
             decisions = [decision._replace(downgraded_by=by) for decision in conclusion.decisions]
             conclusion = conclusion._replace(decisions=decisions)
-        if not self._reserves:
+        if not self._second_check.has_reserves:
             return conclusion
-        keys = batch.sent.keyed(batch.demands[0].amounts) if batch.sent else {}
-        charged = {key: amount for key, amount in keys.items() if amount}
-        budgets = {budget.limit.name for budget in batch.limits.budgets}
-        refused = {
-            status.limit: status.scope or STORE
-            for decision in conclusion.decisions
-            for status in decision.limits
-            if status.refused and status.limit not in budgets
-        }
-        first = FirstCheck(
-            used={**batch.counted},
-            refused=refused,
-            frozen=[*batch.frozen],
-            granted={**batch.granted},
-            keys=charged,
-        )
-        batch.save(self.name, {"admitted": first})
+        batch.save(self.name, {"admitted": first_check(batch, conclusion)})
         return conclusion._replace(decisions=())
 
     def after_model(self, state: State, *, saved: bool) -> None:
@@ -234,7 +202,7 @@ class Budgets(Feature):
         error = feature_ledger(state, self.name).get("error")
         if error is not None:
             *numbers, text = error
-            remembered = self._second_check.errors.pop(ledger(state).get("ended") or "", None)
+            remembered = self._memory(ledger(state).get("ended") or "").pop("error", None)
             raise remembered or ModelCallLimitExceededError(*numbers, message=text)
 
     async def shape_request(self, mode: Mode, request: Request) -> Request:  # noqa: ARG002 - as for every feature
@@ -246,7 +214,7 @@ class Budgets(Feature):
         # Another middleware may make an equal model for each request.
         first = settings = hash(dumps(request.model))
         if task is not None:
-            first = remember(self._first, task, first)
+            first = self._memory(task).setdefault("settings", first)
         # A later attempt of the step with another model is a fallback, which stays.
         return request.override(model=other) if first == settings else request
 
@@ -259,29 +227,30 @@ class Budgets(Feature):
         await self.before_model_check(mode, state, runtime, limits)
         context = model_context(state, runtime)
         step, task = _step(state, limits, context), context.task(kernel.name)
-        hold: Reservation | None = Reservation()
+        memory = {} if task is None else self._memory(task)
         # The first check does not know what earlier attempts of the same task have used.
-        is_retry = self._late.has_made(task, state)
-        if self._reserves or is_retry:
+        is_retry = "made" in memory
+        if self._second_check.has_reserves or is_retry:
             first = None if is_retry else feature_ledger(state, self.name).get("admitted")
-            request, step, hold = await self._second_check.reserve(
-                mode, request, step, first, written
-            )
-            if hold is None:
+            reserved = await self._second_check.reserve(mode, request, step, first, written)
+            if reserved is None:
                 return None
+            request, step = reserved
         else:
             request = await kernel.shape_request(mode, request)
         graph = running_graph() if self._charges_all else None
-        charge = partial(self._charging.charge, step=step, hold=hold, task=task)
+        charge = partial(self._charging.charge, step=step, is_call=True)
         checked = partial(self._pricing.check, agent=step.call.agent)
         with own_call(checked, graph) if self._counts_use else nullcontext() as own_runs:
             try:
-                with self._stopwatch.measured(ledger(state).get("run") or token_hex(16)) as work:
+                with self._stopwatch.measured(state) as work:
                     response = await call(request)
             except BaseException as error:
                 runs = own_runs.runs() if own_runs else []
                 await charge(_mode_after(mode, error), runs=runs, work=work)
                 raise
+            finally:
+                memory["made"] = True
         runs = own_runs.runs() if own_runs else []
         entries = {**await charge(mode, runs=runs, work=work), "admitted": None}
         written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), Ledger(own={self.name: entries}))
@@ -302,16 +271,13 @@ class Budgets(Feature):
         limits = await self._kernel.resolve_limits(mode, "model", state, runtime)
         of_time = [budget for budget in limits.budgets if budget.limit.counter == MILLISECONDS]
         step = _step(state, ResolvedLimits(of_time), model_context(state, runtime))
-        run = ledger(state).get("run") or token_hex(16)
-        charge = partial(self._charging.charge, step=step, runs=())
         try:
-            with self._stopwatch.measured(run) as work:
+            with self._stopwatch.measured(state) as work:
                 answered = await call(request)
         except BaseException as error:
-            await charge(_mode_after(mode, error), work=work)
+            await self._charging.charge(_mode_after(mode, error), step, work=work)
             raise
-        entries = await charge(mode, work=work, is_tool=True)
-        mark(answered, request.tool_call["id"], run, entries["spent_by"], work.amount)
+        await self._charging.charge(mode, step, work=work)
         return answered
 
 

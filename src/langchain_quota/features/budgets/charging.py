@@ -1,12 +1,17 @@
-"""Charge model runs to budgets: once, in the state, in the store and in telemetry.
+"""Charge what calls use to budgets: once, in the state, in the store and in telemetry.
 
-The graph keeps no update of a call that fails, or that another middleware makes again. So this
-process keeps what was used, for the next hook of the run, or for the next run of the thread.
+The graph keeps no update of a call that fails, or that another middleware makes again, nor one of a
+tool call. So this process keeps what was used, for the next hook of the run, or for the next run of
+the thread.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from uuid import uuid4
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, CountRef
@@ -15,13 +20,12 @@ from langchain_quota.core.decide import status
 from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.reports import charged_tokens
-from langchain_quota.features.budgets.work import Work, marked, pass_on
 from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Call
 from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS, TOKENS
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.log_lines import charge_line
 from langchain_quota.middleware.root_run import root_run
-from langchain_quota.middleware.state import Amounts, State, feature_ledger, ledger, spent
+from langchain_quota.middleware.state import Amounts, Entries, State, feature_ledger, ledger, spent
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 from langchain_quota.telemetry.labels import NONE
 
@@ -29,44 +33,71 @@ OWN = "budgets"
 """The name of the budgets' data in the ledger."""
 
 MAX_LATE = 10_000
-"""The most runs whose unsaved usage this process keeps."""
+"""The most runs whose unsaved usage this process keeps, and the most tasks that it remembers."""
 
+TaskMemory = Callable[[str], Entries]
+"""Returns what this process remembers of one of the newest tasks, or of a refusal's message."""
 
-class WorkTime(NamedTuple):
-    """Time that a call has worked."""
+Charged = dict[tuple[int, str], int]
+"""The working time of calls inside of a call, by the id of a store and its key."""
 
-    id: str
-    shared: bool = False
+_around: ContextVar[tuple[Charged, ...]] = ContextVar("langchain_quota_work", default=())
+"""The time charged inside of each call around the running code, the outermost call first."""
 
-
-Used = tuple[ModelRun | WorkTime, Mapping[str, int]]
-"""A model run or working time, and its charges, by the model's counter."""
+_lock = fork_safe_lock()
 
 
 class ChargeContext(NamedTuple):
-    """Who is charged: the state of a hook, the limits at that moment, and the call."""
+    """Who is charged for a call: the state of a hook, the limits at that moment, and the call."""
 
     state: State
     limits: ResolvedLimits
     call: Call
-
-
-class Reservation(NamedTuple):
-    """The amounts that are reserved for a call."""
-
-    # By the model's counter.
-    amounts: Mapping[str, int] = {}
-    # The idempotency key of the request by which a store reserved them.
+    # What is reserved for the call, by the model's counter.
+    reserved: Mapping[str, int] = {}
+    # The idempotency key of the request by which a store reserved it.
     request: str = ""
 
 
-class _NewestCounts(NamedTuple):
-    """The newest counts of a run, and the names of the charges that lead to them, in order."""
+@dataclass
+class Work:
+    """The working time of a call, and the part that calls inside of it have charged."""
 
-    names: tuple[str, ...] = ()
-    counts: Mapping[str, Any] = {}
-    # The task of the newest call.
-    task: str | None = None
+    amount: int = 0
+    inside: Charged = field(default_factory=dict)
+
+
+class Stopwatch:
+    """Measures the calls of runs, in milliseconds."""
+
+    def __init__(self) -> None:
+        # By run: the number of running calls, and the moment up to which their time is measured.
+        self._running: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def measured(self, state: State) -> Iterator[Work]:
+        """Measure the time since the last call of the same run ended; parallel calls count once."""
+        work, run = Work(), _run(state) or uuid4().hex
+        with _lock:
+            number, since = self._running.get(run, (0, _now()))
+            self._running[run] = number + 1, since
+        token = _around.set((*_around.get(), work.inside))
+        try:
+            yield work
+        finally:
+            with _lock:
+                number, since = self._running.pop(run)
+                now = _now()
+                if number > 1:
+                    self._running[run] = number - 1, now
+            work.amount = now - since
+            # A coroutine that outlives its event loop is closed in another context.
+            with suppress(ValueError):
+                _around.reset(token)
+
+
+def _now() -> int:
+    return time.monotonic_ns() // 10**6
 
 
 class UnsavedUsage:
@@ -77,74 +108,61 @@ class UnsavedUsage:
     # written is missing in the state's counts, but a store has it.
 
     def __init__(self) -> None:
-        self._newest: dict[str, _NewestCounts] = {}
+        # By run: its newest counts, and the names of the charges that lead to them, in order.
+        self._newest: dict[str, tuple[Entries, tuple[str, ...]]] = {}
         self._lock = fork_safe_lock()
 
-    def of(self, state: State) -> Mapping[str, Any]:
+    def of(self, state: State) -> Entries:
         """Return the newest counts of the state's run; empty if the state has them."""
-        unsaved, saved = self._newest_of(state)
-        counts = unsaved.counts if saved in unsaved.names[:-1] else {}
-        entries = counts or feature_ledger(state, OWN)
-        # Tools of this step may have run in another process.
-        times = marked(state, _run(state))
-        charged = entries.get("tools", ())
-        uncharged = {name: time for name, time in times.items() if name not in charged}
-        if not uncharged:
-            return counts
-        return {**counts, **_plus(entries, {MILLISECONDS: sum(uncharged.values())}, uncharged)}
+        counts, names, saved = self._newest_of(state)
+        return counts if saved in names[:-1] else {}
 
     def counts(self, state: State) -> dict[str, int]:
         """Return the budgets' use, by the name of the count."""
-        return counts_of(state, self.of(state))
-
-    def has_made(self, task: str | None, state: State) -> bool:
-        """Return whether the newest call of the state's run was made in this task."""
-        return task is not None and self._newest_of(state)[0].task == task
+        of_thread, of_run = spent(state, self.of(state))
+        return {
+            f"{counter}/{scope}": amounts.get(counter, 0)
+            for counter in BUDGETS
+            for scope, amounts in ((THREAD, of_thread), (RUN, of_run))
+        }
 
     def forget(self, state: State) -> None:
         """Forget the charges that a state of the graph has."""
         with self._lock:
-            unsaved, saved = self._newest_of(state)
-            if saved in unsaved.names:
-                remaining = unsaved.names[unsaved.names.index(saved) :]
-                self._newest[_run(state)] = unsaved._replace(names=remaining)
-                if len(remaining) == 1:
-                    del self._newest[_run(state)]
+            counts, names, saved = self._newest_of(state)
+            if saved in names[:-1]:
+                self._newest[_run(state)] = counts, names[names.index(saved) :]
+            elif saved in names:
+                del self._newest[_run(state)]
 
-    def keep(
-        self,
-        state: State,
-        amounts: Mapping[str, int],
-        task: str | None,
-        *,
-        is_tool: bool = False,
-    ) -> Mapping[str, Any]:
+    def keep(self, state: State, amounts: Mapping[str, int]) -> Entries:
         """Keep a charge until the state has it; return the counts to write."""
         with self._lock:
-            unsaved, saved = self._newest_of(state)
+            counts, names, saved = self._newest_of(state)
             # The state's counts may be newer than these.
-            if saved not in unsaved.names[:-1]:
-                unsaved = _NewestCounts((saved,), feature_ledger(state, OWN))
-            name = uuid4().hex
-            counts = _plus(unsaved.counts, amounts, [name] if is_tool else ())
-            counts["spent_by"] = name
-            self._newest.pop(_run(state), None)
-            if _run(state):
-                self._newest[_run(state)] = _NewestCounts(
-                    (*unsaved.names, name), counts, task or unsaved.task
-                )
+            if saved not in names[:-1]:
+                counts, names = feature_ledger(state, OWN), (saved,)
+            name, run = uuid4().hex, _run(state)
+            counts = {
+                "thread_spent": added([counts.get("thread_spent") or {}, amounts]),
+                "run_spent": added([counts.get("run_spent") or {}, amounts]),
+                "spent_by": name,
+            }
+            self._newest.pop(run, None)
+            if run:
+                self._newest[run] = counts, (*names, name)
             if len(self._newest) > MAX_LATE:
                 del self._newest[next(iter(self._newest))]
             return counts
 
-    def _newest_of(self, state: State) -> tuple[_NewestCounts, str]:
-        """Return the newest counts of the state's run, and the newest charge that the state has."""
+    def _newest_of(self, state: State) -> tuple[Entries, tuple[str, ...], str]:
+        """Return the newest counts of the state's run with their charges, and the state's own."""
         saved = feature_ledger(state, OWN).get("spent_by") or ""
-        return self._newest.get(_run(state), _NewestCounts()), saved
+        return *self._newest.get(_run(state), ({}, ())), saved
 
 
 class Charging:
-    """Charges model runs."""
+    """Charges calls to budgets."""
 
     def __init__(self, kernel: Kernel, counters: set[str], pricing: Pricing) -> None:
         self.late = UnsavedUsage()
@@ -154,43 +172,37 @@ class Charging:
         self._recorder = kernel.recorder
         self._observers = kernel.observers
 
-    async def charge(  # noqa: PLR0913 - what a call has used
+    async def charge(
         self,
         mode: Mode | None,
         step: ChargeContext,
-        runs: Sequence[ModelRun],
-        hold: Reservation | None = None,
-        *,
-        task: str | None = None,
+        runs: Sequence[ModelRun] = (),
         work: Work | None = None,
-        is_tool: bool = False,
-    ) -> Mapping[str, Any]:
+        *,
+        is_call: bool = False,
+    ) -> Entries:
         """Charge model runs and working time, and return the entries to write to the ledger.
 
         The runs of the agent's own call replace its reservation. Time that calls inside of this one
         have charged already is left out. Without a `mode` the store is charged in the background.
         """
-        (state, limits, call), held = step, hold or Reservation()
+        state, limits, call = step.state, step.limits, step.call
         worked = work.amount if work is not None and MILLISECONDS in self._counters else 0
-        charged = [(run, *self._amounts(run, held.amounts, call.agent)) for run in runs]
-        used: list[Used] = [(run, amounts) for run, amounts, _ in charged]
-        if worked:
-            nothing = dict.fromkeys(self._counters, 0)
-            used.append((WorkTime(uuid4().hex), {**nothing, MILLISECONDS: worked}))
-        total = added(amounts for _, amounts in used)
+        charged = [(run, *self._amounts(run, step.reserved, call.agent)) for run in runs]
+        time_spent = {MILLISECONDS: worked} if worked else {}
+        total = added([*(amounts for _, amounts, _ in charged), time_spent])
         before = self.late.counts(state)
         # The charge is kept first: what follows may fail or be cancelled.
-        written = self.late.keep(state, total, task, is_tool=is_tool)
-        if self._observers.logs and used:
+        written = self.late.keep(state, total)
+        if self._observers.logs and total:
             tokens = ({of: charged_tokens(run.usage, of) for of in TOKENS} for run in runs)
             self._observers.log(charge_line, state, {**added(tokens), **total})
         less = self._worked_inside(limits, worked, work.inside if work else {})
-        answer = await self.settle(mode, settlements(limits, before, used, held, less))
-        of_time = [
-            budget.limit for budget in limits.budgets if budget.limit.counter == MILLISECONDS
-        ]
+        used = [(run, amounts) for run, amounts, _ in charged]
+        answer = await self.settle(mode, settlements(step, before, used, time_spent, less))
+        of_time = [each for each in limits.budgets if each.limit.counter == MILLISECONDS]
         if worked:
-            times = [(limit.name, limit.unit, worked) for limit in of_time]
+            times = [(budget.limit.name, budget.limit.unit, worked) for budget in of_time]
             self._recorder.record_spend(call, times, model=NONE, price="")
         for run, amounts, price in charged:
             self._recorder.record_spend(
@@ -198,24 +210,18 @@ class Charging:
                 [
                     (budget.limit.name, budget.limit.unit, amounts[budget.limit.counter])
                     for budget in limits.budgets
-                    if budget.limit not in of_time
+                    if budget not in of_time
                 ],
                 model=next(iter(run.usage.models), ""),
                 estimated=run.usage.estimated,
                 price=price,
             )
-        if hold is not None:
-            # After this call, the answers of earlier tools are not read again.
-            times_by_name = marked(state, _run(state))
-            tools = [name for name in written["tools"] if name in times_by_name]
-            written = {**written, "tools": tools}
-        elif mode is None:
-            # The next hook records it.
-            return written
-        self.record(step, answer, before, total, is_call=hold is not None)
+        if is_call or mode is not None:
+            # Otherwise, the next hook records it.
+            self._record(step, answer, before, total, is_call=is_call)
         return written
 
-    def record(
+    def _record(
         self,
         step: ChargeContext,
         answer: AcquireResult | None,
@@ -225,11 +231,14 @@ class Charging:
         is_call: bool,
     ) -> None:
         """Record the charges of budgets."""
-        _, limits, call = step
+        limits, call = step.limits, step.call
         counts: Mapping[str, int] = {}
         if answer is not None:
             counts = answer.used
-            _mirror_root_run(limits, counts)
+            run, checks = root_run(), [check for each in limits.budgets for check in each.checks]
+            if run is not None and run.subject is not None:
+                keys = {check.key for check in checks if check.per == ROOT_RUN}
+                run.learn_used({key: count for key, count in counts.items() if key in keys})
             self._recorder.record_grants(call.agent, limits.newly_raised(answer.newly_granted))
             limits = limits.raised(answer.granted)
         elif self._store is not None:
@@ -254,36 +263,35 @@ class Charging:
         self._store.settle_soon(sent)
         return None
 
-    def _worked_inside(
-        self, limits: ResolvedLimits, worked: int, inside: Mapping[tuple[int, str], int]
-    ) -> dict[str, int]:
+    def _worked_inside(self, limits: ResolvedLimits, worked: int, inside: Charged) -> Amounts:
         """Return the time charged inside of a call, by key; pass the rest on to outer calls."""
         if self._store is None or not worked:
             return {}
-        store = self._store.store
-        less = {
-            check.key: min(worked, inside.get((id(store), check.key), 0))
-            for budget in limits.budgets
-            for check in budget.checks
-            if check.key is not None and budget.limit.counter == MILLISECONDS
-        }
-        pass_on(store, {key: worked - amount for key, amount in less.items()})
+        store, less = id(self._store.store), {}
+        for budget in limits.budgets:
+            for check in budget.checks if budget.limit.counter == MILLISECONDS else ():
+                if check.key is not None:
+                    less[check.key] = min(worked, inside.get((store, check.key), 0))
+        with _lock:
+            for around in _around.get():
+                for key, amount in less.items():
+                    around[store, key] = around.get((store, key), 0) + worked - amount
         return less
 
     def _amounts(
-        self, run: ModelRun, held: Mapping[str, int], agent: str | None
+        self, run: ModelRun, reserved: Mapping[str, int], agent: str | None
     ) -> tuple[dict[str, int], str]:
         """Return the charge of a run by counter, and whether its price is known."""
         # A run that was cut off is charged at least its reservation, because its usage is only an
         # estimate from the part that had arrived.
         usage, price = run.usage, "none"
-        least = held if usage.estimated and not run.succeeded else {}
+        least = reserved if usage.estimated and not run.succeeded else {}
         amounts = {}
         for counter in self._counters:
             if counter == MILLISECONDS:
                 amount = 0
             elif counter == NANODOLLARS:
-                amount, price = self._pricing.cost(usage, agent, held.get(counter, 0))
+                amount, price = self._pricing.cost(usage, agent, reserved.get(counter, 0))
             else:
                 amount = charged_tokens(usage, counter)
             amounts[counter] = max(least.get(counter, 0), amount)
@@ -291,19 +299,26 @@ class Charging:
 
 
 def settlements(
-    limits: ResolvedLimits,
+    step: ChargeContext,
     counts: Mapping[str, int],
-    used: Sequence[Used],
-    hold: Reservation,
-    less: Mapping[str, int] | None = None,
+    used: Sequence[tuple[ModelRun, Mapping[str, int]]] = (),
+    time_spent: Mapping[str, int] = MappingProxyType({}),
+    less: Mapping[str, int] = MappingProxyType({}),
 ) -> AcquireRequest | None:
-    """Return a request that charges model runs in place of a reserve; `None` without a store."""
-    less = less or {}
+    """Return a request that charges calls in place of a reserve; `None` without a store.
+
+    Args:
+        step: Who is charged.
+        counts: The counts before the call, by the name of the count.
+        used: The call's model runs, with their charges by the model's counter.
+        time_spent: The working time of the call.
+        less: How much of that was charged already, by key.
+    """
     root = root_run()
     counts = {**counts, **(root.used if root is not None else {})}
     checks = [
         (check.key, check, budget.limit.counter)
-        for budget in limits.budgets
+        for budget in step.limits.budgets
         for check in budget.checks
         if check.key is not None
     ]
@@ -320,45 +335,23 @@ def settlements(
         shown = {key: limits_by_key[key] for key in amounts if key in limits_by_key}
         corrections.append(Correction(name, amounts, starts=begins, settles=settles, limits=shown))
 
-    for run, amounts in ((run, amounts) for run, amounts in used if run.shared and keys):
+    for run, amounts in used if keys else ():
         # Only the first agent that is charged for it makes the correction of a key.
-        for key, counter in keys.items():
+        for key, counter in keys.items() if run.shared else ():
             if amounts[counter]:
-                name = f"{run.id}/{key}"
-                add(name, {key: amounts[counter]}, hold.request or run.id)
+                add(f"{run.id}/{key}", {key: amounts[counter]}, step.request or run.id)
     # The last correction releases what is still reserved, and charges the use of all attempts.
     own = [(run.id, amounts) for run, amounts in used if not run.shared]
-    if hold.request or (own and keys):
-        total = added(amounts for _, amounts in own)
+    if step.request or ((own or time_spent) and keys):
+        total = added([*(amounts for _, amounts in own), time_spent])
         charged = {
             key: max(0, total.get(counter, 0) - less.get(key, 0)) for key, counter in keys.items()
         }
         name = own[0][0] if own else uuid4().hex
         # A store forgets settlements sooner than other corrections.
-        add(name, charged, hold.request or name)
+        add(name, charged, step.request or name)
     counters = {key: CountRef(key, start) for key, start in starts.items()}
     return AcquireRequest("", "", counters, corrections=tuple(corrections)) if corrections else None
-
-
-def counts_of(state: State, entries: Mapping[str, Any] = MappingProxyType({})) -> dict[str, int]:
-    """Return the budgets' use by the name of the count; `entries` may have newer counts."""
-    of_thread, of_run = spent(state, entries)
-    return {
-        f"{counter}/{scope}": spent.get(counter, 0)
-        for counter in BUDGETS
-        for scope, spent in ((THREAD, of_thread), (RUN, of_run))
-    }
-
-
-def _plus(
-    counts: Mapping[str, Any], amounts: Mapping[str, int], tools: Iterable[str]
-) -> dict[str, Any]:
-    """Return the counts after a charge, with the tool calls that the newest answers may name."""
-    return {
-        "thread_spent": added([counts.get("thread_spent") or {}, amounts]),
-        "run_spent": added([counts.get("run_spent") or {}, amounts]),
-        "tools": [*counts.get("tools", ()), *tools],
-    }
 
 
 def added(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -368,15 +361,6 @@ def added(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
         for counter, amount in amounts.items():
             total[counter] = total.get(counter, 0) + amount
     return total
-
-
-def _mirror_root_run(limits: ResolvedLimits, counts: Mapping[str, int]) -> None:
-    """Keep the store's counts of the root run, if a budget is per root run."""
-    run = root_run()
-    if run is not None and run.subject is not None:
-        checks = (check for budget in limits.budgets for check in budget.checks)
-        keys = {check.key for check in checks if check.per == ROOT_RUN}
-        run.learn_used({key: n for key, n in counts.items() if key in keys})
 
 
 def _run(state: State) -> str:

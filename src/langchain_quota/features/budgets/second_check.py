@@ -5,11 +5,11 @@ is too little left.
 """
 
 from asyncio import CancelledError
-from collections import OrderedDict
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from secrets import token_hex
-from typing import Any, TypedDict, TypeVar
+from typing import Any, cast
 from uuid import uuid4
 
 from langchain_core.messages import AIMessage
@@ -17,17 +17,16 @@ from langchain_core.messages import AIMessage
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.core.checks import CallChecks, ResolvedLimit, ResolvedLimits, run_counter
 from langchain_quota.features.budgets.charging import (
-    MAX_LATE,
     OWN,
     ChargeContext,
     Charging,
-    Reservation,
+    TaskMemory,
     settlements,
 )
 from langchain_quota.features.budgets.estimates import asked_of
 from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import STORE, Scope
+from langchain_quota.limits.call import STORE
 from langchain_quota.middleware.calls import (
     OF_RUN,
     OF_THREAD,
@@ -43,14 +42,13 @@ from langchain_quota.middleware.state import (
     LEDGER,
     THREAD_MODEL,
     Counts,
+    Entries,
     Ledger,
     ledger,
     merge_ledgers,
 )
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
-
-T = TypeVar("T")
 
 LEASE = 900
 """How long a store reserves an amount for a model call, in seconds.
@@ -61,54 +59,56 @@ give up after 600 seconds by default.
 """
 
 
-class FirstCheck(TypedDict):
-    """The result of the check before a model call, when its request is not known yet."""
+def first_check(batch: Batch, conclusion: HookResult) -> Entries:
+    """Return the result of the check before a model call, when its request is not known yet.
 
-    used: dict[str, int]
-    """The counts before the call, by the name of the count."""
-    refused: dict[str, Scope]
-    """The limits on calls in a dry run that would refuse it, with the scopes."""
-    frozen: list[str]
-    """The counts of frozen subjects, which these limits refuse."""
-    granted: dict[str, int]
-    """The amounts that a store's grants added to limits, by key."""
-    keys: dict[str, int]
-    """The amounts that a store charged, by key."""
+    It has the counts before the call (`used`), the limits on calls in a dry run that would refuse
+    it, with the scopes (`refused`), the counts of `frozen` subjects, and by key what grants added
+    to limits (`granted`) and what a store charged (`charged`).
+    """
+    budgets = {budget.limit.name for budget in batch.limits.budgets}
+    refused = {
+        status.limit: status.scope or STORE
+        for decision in conclusion.decisions
+        for status in decision.limits
+        if status.refused and status.limit not in budgets
+    }
+    keys = batch.sent.keyed(batch.demands[0].amounts) if batch.sent else {}
+    return {
+        "used": {**batch.counted},
+        "refused": refused,
+        "frozen": [*batch.frozen],
+        "granted": {**batch.granted},
+        "charged": {key: amount for key, amount in keys.items() if amount},
+    }
 
 
 class SecondCheck:
-    """Reserves what model calls can use.
-
-    Args:
-        kernel: The kernel, which checks and records calls.
-        pricing: The prices of models.
-        charging: What charges the calls, and knows what is not saved yet.
-        has_reserves: Whether a limit has a `reserve`; if not, only retries are checked here.
-    """
+    """Reserves what model calls can use; without a `reserve`, it only checks repeated calls."""
 
     def __init__(
-        self, kernel: Kernel, pricing: Pricing, charging: Charging, *, has_reserves: bool
+        self, kernel: Kernel, pricing: Pricing, charging: Charging, memory: TaskMemory
     ) -> None:
         self._kernel = kernel
         self._pricing = pricing
         self._charging = charging
-        self._has_reserves = has_reserves
-        self.waits = any(
-            is_waiting(limit) and getattr(limit, "reserve", None) is not None
-            for limit in kernel.limits
-        )
+        self._memory = memory
+        reserving = [
+            limit for limit in kernel.limits if getattr(limit, "reserve", None) is not None
+        ]
+        self.has_reserves = bool(reserving)
+        """Whether a call asks for its reserve when its request is known."""
+        self.waits = any(map(_is_waiting, reserving))
         """Whether calls wait for room here, and not in the first check."""
-        self.errors: OrderedDict[str, Exception] = OrderedDict()
-        """The errors to raise, once, after the model's step, by the id of the final message."""
 
     async def reserve(
         self,
         mode: Mode,
         request: Request,
         step: ChargeContext,
-        first: FirstCheck | None,
+        first: Mapping[str, Any] | None,
         written: Update,
-    ) -> tuple[Request, ChargeContext, Reservation | None]:
+    ) -> tuple[Request, ChargeContext] | None:
         """Reserve all that the call can use, or make it the run's last; `None` if it is refused."""
         # Return who is charged, too: a call may have waited until windows or limits changed.
         kernel, last = self._kernel, bool(ledger(step.state).get("final"))
@@ -122,36 +122,34 @@ class SecondCheck:
                 break
             # Ask for a call without tools, the last one of its budget.
             _, breaches = batch.decide(result)
-            last, request = True, _with_ledger(request, final_call(breaches))
+            last, state = True, cast("dict[str, Any]", copy(request.state))
+            state[LEDGER] = merge_ledgers(ledger(state), final_call(breaches))
+            request = compat.with_state(request, state)
         if not all(result.admitted):
-            conclusion = conclude_model(batch, result)
-            written.update(await self._refuse(mode, batch, conclusion, first))
-            return shaped, step, None
+            written.update(await self._refuse(mode, batch, result, first))
+            return None
         (checks,) = batch.call_checks
-        amounts = checks.demand.amounts
-        hold = Reservation(
-            {
-                limit.limit.counter: amounts[run_counter(limit.limit)]
-                for limit in checks.limits
-                if limit.is_budget
-            }
-        )
-        if batch.answered and batch.sent is not None:
-            hold = hold._replace(request=batch.sent.idempotency_key)
+        reserved = {
+            budget.limit.counter: checks.demand.amounts[run_counter(budget.limit)]
+            for budget in checks.limits
+            if budget.is_budget
+        }
+        key = batch.sent.idempotency_key if batch.answered and batch.sent is not None else ""
+        step = step._replace(reserved=reserved, request=key)
         try:
             if first:
-                both = _result_of_both_checks(batch, step.limits, first, result)
+                both = _result_of_both_checks(batch, first, result)
                 written.update(await kernel.record(mode, *both) or {})
         except (Exception, CancelledError):
             # The call is not made.
-            await self._charging.settle(mode, settlements(step.limits, batch.used, (), hold))
+            await self._charging.settle(mode, settlements(step, batch.used))
             raise
         if last and batch.ledger.get("final"):
             final = Ledger(final=batch.ledger["final"])
             if reason := batch.ledger.get("final_reason"):
                 final["final_reason"] = reason
             written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), final)
-        return shaped, step, hold
+        return shaped, step
 
     def _reserving_batch(self, request: Request, step: ChargeContext, *, is_retry: bool) -> Batch:
         """Return the batch that reserves all that the call can use."""
@@ -160,7 +158,7 @@ class SecondCheck:
             model_usage = asked_of(request.model, request.model_settings)
             self._pricing.check(model_usage, agent=step.call.agent)
         reserving = []
-        lease = LEASE if self._has_reserves else None
+        lease = LEASE if self.has_reserves else None
         for budget in step.limits.budgets:
             reserve = getattr(budget.limit, "reserve", None)
             bound = reserve(request) if callable(reserve) else reserve or 0
@@ -176,7 +174,7 @@ class SecondCheck:
         if self.waits and not is_retry:
             # Attempts of one call count as one call, and the first check has counted the run's.
             for limit in step.limits.limits:
-                if not limit.is_budget and is_waiting(limit.limit):
+                if not limit.is_budget and _is_waiting(limit.limit):
                     counted = limit.with_checks(maximum=None, key=None, amount=0).checks[:2]
                     reserving.append(limit._replace(checks=(*counted, *limit.checks[2:])))
         task = f"{self._kernel.name}.held"
@@ -195,14 +193,11 @@ class SecondCheck:
         return batch
 
     async def _refuse(
-        self,
-        mode: Mode,
-        batch: Batch,
-        conclusion: HookResult,
-        first: FirstCheck | None,
+        self, mode: Mode, batch: Batch, result: AcquireResult, first: Mapping[str, Any] | None
     ) -> Update:
         """Return the update of a refused call; an error in it is raised after the model's step."""
         # Raised here, it would lose the update, and other middlewares would retry the call.
+        conclusion = conclude_model(batch, result)
         update: Update = {**(conclusion.update or {})}
         update.pop("jump_to", None)
         error: Any = conclusion.error
@@ -210,9 +205,8 @@ class SecondCheck:
             message = AIMessage(str(error), name=batch.context.own_name, id=str(uuid4()))
             numbers = [error.thread_count, error.run_count, error.thread_limit, error.run_limit]
             entries = {"error": [*numbers, str(error)]}
-            written = Ledger(ended=message.id, own={OWN: entries})
-            update = {"messages": [message], LEDGER: written}
-            remember(self.errors, str(message.id), error)
+            update = {"messages": [message], LEDGER: Ledger(ended=message.id, own={OWN: entries})}
+            self._memory(str(message.id))["error"] = error
         if first:
             # The first check has counted the call.
             counts = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
@@ -222,8 +216,8 @@ class SecondCheck:
             else:
                 counts["thread_model"] = of_thread
             update[LEDGER] = merge_ledgers(update[LEDGER], Ledger(counts=counts))
-            if first["keys"]:
-                refund = {key: -amount for key, amount in first["keys"].items()}
+            if first["charged"]:
+                refund = {key: -amount for key, amount in first["charged"].items()}
                 corrections = (Correction(uuid4().hex, refund),)
                 await self._charging.settle(mode, AcquireRequest("", "", corrections=corrections))
         batch.save(OWN, self._charging.late.of(batch.state))
@@ -231,21 +225,21 @@ class SecondCheck:
         return await self._kernel.record(mode, batch, hook_result) or update
 
 
-def is_waiting(limit: Limit) -> bool:
+def _is_waiting(limit: Limit) -> bool:
     """Return whether calls wait for room in the quotas of a limit."""
     return limit.enforce and getattr(limit, "wait", None) is not None
 
 
 def without_waits(limit: ResolvedLimit) -> ResolvedLimit:
     """Return a limit without the quotas for which calls wait."""
-    if not is_waiting(limit.limit):
+    if not _is_waiting(limit.limit):
         return limit
     checks = limit.checks[:2]
     return limit._replace(checks=checks, shared=any(check.key for check in checks))
 
 
 def _result_of_both_checks(
-    batch: Batch, limits: ResolvedLimits, first: FirstCheck, second: AcquireResult
+    batch: Batch, first: Mapping[str, Any], second: AcquireResult
 ) -> tuple[Batch, HookResult]:
     """Return the decision about an admitted call by all limits, and the batch of all checks."""
     # The counts in the state have the call by now.
@@ -259,33 +253,16 @@ def _result_of_both_checks(
         reserving.get(limit.limit.name)
         # Without the store, no quota has checked it.
         or limit._replace(checks=tuple(check for check in limit.checks if check.counter in used))
-        for limit in limits.raised(first["granted"]).limits
+        for limit in batch.original_limits.raised(first["granted"]).limits
     )
-    call_checks = [CallChecks.of(both.limits)]
-    refused = first["refused"] | {**second.refused[0]}
-    granted, frozen = {**first["granted"], **batch.granted}, (*first["frozen"], *second.frozen)
-    whole = replace(batch, limits=both, call_checks=call_checks, used=used)
-    whole.counted, whole.granted, whole.frozen = used, granted, frozen
+    refused, frozen = first["refused"] | {**second.refused[0]}, (*first["frozen"], *second.frozen)
+    whole = replace(batch, limits=both, call_checks=[CallChecks.of(both.limits)], used=used)
+    whole.counted, whole.granted, whole.frozen = used, {**first["granted"], **batch.granted}, frozen
     # While the store is unavailable, only these have the quotas' subjects.
     whole.original_limits = batch.original_limits
     decisions, _ = whole.decide(AcquireResult(used, (refused,), (True,), frozen=frozen))
     by = batch.ledger.get("downgraded") or ""
     return whole, HookResult([decision._replace(downgraded_by=by) for decision in decisions])
-
-
-def remember(memory: OrderedDict[str, T], key: str, value: T) -> T:
-    """Remember a value for one of the newest keys; return the first value of the key."""
-    value = memory.setdefault(key, value)
-    if len(memory) > MAX_LATE:
-        memory.popitem(last=False)
-    return value
-
-
-def _with_ledger(request: Request, entries: Ledger) -> Request:
-    """Return the request with other entries in its ledger."""
-    state: Any = copy(request.state)
-    state[LEDGER] = merge_ledgers(ledger(state), entries)
-    return compat.with_state(request, state)
 
 
 def _may_be_the_last(batch: Batch, result: AcquireResult) -> bool:
