@@ -38,7 +38,7 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitMiddleware,
 )
-from langchain_quota.features import deep_agents
+from langchain_quota.features import setup_checks
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.state import (
     LEDGER,
@@ -56,7 +56,7 @@ from langchain_quota.middleware.state import (
 from langchain_quota.runtime.compat import untraced
 
 # Most users have none of the packages whose tools need a hook around the model.
-deep_agents._PACKAGES = ()
+setup_checks._PACKAGES = ()
 
 TOOLS = ("search", "fetch", "read", "write", "mail", "plan")
 """The tools of the agent; its steps call them in turn."""

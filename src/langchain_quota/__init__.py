@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from langchain_quota.errors import ModelCallLimitExceededError as ModelCallLimitExceededError
     from langchain_quota.errors import QuotaWarning as QuotaWarning
     from langchain_quota.errors import ToolCallLimitExceededError as ToolCallLimitExceededError
-    from langchain_quota.features.budgets.estimates import max_usage as max_usage
+    from langchain_quota.features.budgets.usage import max_usage as max_usage
     from langchain_quota.limits.budgets import CostLimit as CostLimit
     from langchain_quota.limits.budgets import Price as Price
     from langchain_quota.limits.budgets import TimeLimit as TimeLimit
@@ -54,7 +54,7 @@ else:
         "core.decision": ("Decision",),
         "core.stops": ("stop_reason",),
         "errors": ("ModelCallLimitExceededError", "QuotaWarning", "ToolCallLimitExceededError"),
-        "features.budgets.estimates": ("max_usage",),
+        "features.budgets.usage": ("max_usage",),
         "agents.with_limits": ("with_limits",),
         "agents.graph": ("GraphQuota",),
         "agents.quota_headers": ("QuotaHeadersMiddleware",),

@@ -115,7 +115,7 @@ async def test_around_the_model_only_if_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Model calls are wrapped for features and packages not yet imported, not for labels."""
-    monkeypatch.setattr("langchain_quota.features.deep_agents._PACKAGES", installed)
+    monkeypatch.setattr("langchain_quota.features.setup_checks._PACKAGES", installed)
     quota = QuotaMiddleware(limits, telemetry=signals.telemetry, **options)
     is_needed = bool(options or installed or isinstance(limits[0], TokenLimit))
     for hook in ("wrap_model_call", "awrap_model_call"):

@@ -18,9 +18,8 @@ from langgraph.types import Command
 from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.decide import status
 from langchain_quota.core.decision import Decision
-from langchain_quota.features.deep_agents import DeepAgents
-from langchain_quota.features.setup_warnings import UnsavedThreadLimits
-from langchain_quota.features.unchecked_calls import Unchecked
+from langchain_quota.features.run_telemetry import Unchecked
+from langchain_quota.features.setup_checks import DeepAgents, UnsavedThreadLimits
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.base import ContextT, LimitMiddleware

@@ -22,14 +22,12 @@ from langchain_quota.features.ask import Questions
 from langchain_quota.features.budgets.budgets import Budgets
 from langchain_quota.features.call_timeouts import CallTimes
 from langchain_quota.features.concurrency.slots import ConcurrencySlots
-from langchain_quota.features.deep_agents import DeepAgents
 from langchain_quota.features.model_notes import ModelNotes
 from langchain_quota.features.repeats import Repeats
 from langchain_quota.features.reruns import Reruns
 from langchain_quota.features.root_runs import RootRuns
-from langchain_quota.features.run_histograms import RunHistograms
-from langchain_quota.features.setup_warnings import MisspelledTools, UnsavedThreadLimits
-from langchain_quota.features.unchecked_calls import Unchecked
+from langchain_quota.features.run_telemetry import RunHistograms, Unchecked
+from langchain_quota.features.setup_checks import DeepAgents, MisspelledTools, UnsavedThreadLimits
 from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from uuid import UUID
 
 from langchain_quota.core.checks import Check, ResolvedLimit, store_counter
-from langchain_quota.features.budgets.receipts import receipt_of
+from langchain_quota.features.budgets.budgets import receipt_of
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ROOT_RUN, THREAD
 from langchain_quota.limits.quotas import Quota

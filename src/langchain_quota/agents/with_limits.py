@@ -6,7 +6,7 @@ from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 from langchain_quota.agents.quota import QuotaMiddleware
-from langchain_quota.features.deep_agents import has_limits, trust_sub_agents
+from langchain_quota.features.setup_checks import has_limits, trust_sub_agents
 from langchain_quota.middleware.feature import Middleware
 from langchain_quota.runtime.arguments import short_repr
 

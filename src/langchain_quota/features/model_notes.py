@@ -205,8 +205,11 @@ def _offer(request: Request, tools: list[Tool]) -> tuple[Request, str | None]:
         return request.override(tool_choice=None), NO_TOOLS
     offered = {tool.name for tool in tools if not isinstance(tool, dict)}
     hidden = {tool.name for tool in request.tools if not isinstance(tool, dict)} - offered
-    drops_choice = not tools or _chosen(request.tool_choice) in hidden
-    tool_choice = None if drops_choice else request.tool_choice
+    chosen: object = request.tool_choice
+    if isinstance(chosen, dict):
+        # OpenAI's or Anthropic's form.
+        chosen = (chosen.get("function") or chosen).get("name")
+    tool_choice = None if not tools or chosen in hidden else request.tool_choice
     return request.override(tools=tools, tool_choice=tool_choice), None
 
 
@@ -223,10 +226,3 @@ def _has_structured_tool(request: Request) -> bool:
     if profile is not None:
         return not profile.get("structured_output")
     return not any(getattr(request.model, name, None) for name in ("model_name", "model"))
-
-
-def _chosen(tool_choice: object) -> object:
-    """Return the tool that a choice names: a plain name, or OpenAI's or Anthropic's form."""
-    if isinstance(tool_choice, dict):
-        return (tool_choice.get("function") or tool_choice).get("name")
-    return tool_choice

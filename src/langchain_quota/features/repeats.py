@@ -178,7 +178,8 @@ class _RepeatCheck:
         for tool_call, call in zip(pending.calls, batch.calls, strict=True):
             matches = limit.matches(call)
             key = _key_digest(limit, tool_call, matches=matches)
-            tool = _tool_digest(tool_call["name"], matches=matches)
+            # The mark says that the limit never refuses calls of the tool.
+            tool = ("" if matches else "-") + _digest(tool_call["name"], size=4)
             self._digests.append(None if key is None else (tool, key))
 
     def check(self, index: int, used: dict[str, int]) -> Check | None:
@@ -318,11 +319,6 @@ def count_repeats(past_calls: Iterable[PastCall]) -> tuple[Mapping[str, int], Ma
 
 
 # How calls and answers are compared: equal ones have equal digests.
-
-
-def _tool_digest(name: str, *, matches: bool) -> str:
-    """Return a digest of a tool; it begins with `-` if the limit never refuses its calls."""
-    return ("" if matches else "-") + _digest(name, size=4)
 
 
 def _key_digest(limit: RepeatLimit, call: ToolCall, *, matches: bool) -> str | None:

@@ -11,9 +11,8 @@ import time
 from collections import Counter as Counts
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import itemgetter
 from secrets import token_hex
-from typing import NamedTuple
 
 from langchain.agents.middleware.types import ToolCallRequest
 
@@ -37,6 +36,7 @@ from langchain_quota.middleware.flow import Kernel, clock_of
 from langchain_quota.middleware.state import feature_ledger, ledger
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Queues, Waiter, queues_of
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock, wait_for
+from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.expiring_dict import ExpiringDict
 from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.keys import seconds_until_room
@@ -53,6 +53,8 @@ class Waiting(Feature):
     """Queues calls for limits with `wait`, and says when a smooth quota has room again."""
 
     name = "waiting"
+    store: StoreClient
+    """Quotas need one."""
 
     @classmethod
     def create(cls, kernel: Kernel) -> "Waiting | None":
@@ -70,8 +72,7 @@ class Waiting(Feature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._max_waits = _max_waits(kernel.limits)
-        assert kernel.store is not None  # noqa: S101 - for the type checker: quotas need a store
-        self._clock = clock_of(kernel.store.store)
+        self._clock = clock_of(self.store.store)
         # When the first call of a message started, and the clock when that was last looked up.
         self._first_starts: ExpiringDict[tuple[float, float]] = ExpiringDict(_MAX_REMEMBERED)
         self._cancelled: ExpiringDict[bool] = ExpiringDict(_MAX_REMEMBERED)
@@ -107,18 +108,18 @@ class Waiting(Feature):
         self, mode: Mode, batch: Batch, acquire: BatchCheck
     ) -> tuple[Batch, AcquireResult]:
         """Check a batch when there is room for it, or when it may wait no longer."""
-        waits = [
-            (limit, scope, _queue_of(check))
-            for (limit, scope), check in _checks_by_scope(batch).items()
-            if limit in self._max_waits and check.key and _has_window(check)
-        ]
+        waits = {
+            quota: check
+            for quota, check in _checks_by_scope(batch).items()
+            if quota[0] in self._max_waits and check.key and (check.spacing or check.resets_at)
+        }
         if not waits:
             return await acquire(batch)
         started_at = time.monotonic()
-        deadline = started_at + min(self._max_waits[limit] for limit, *_ in waits)
-        queues = queues_of(self.store and self.store.store)
-        quotas = {queue: (limit, scope) for limit, scope, queue in waits}
-        wait = _Wait(deadline, queues, quotas, Waiter(mode), *waits[0][:2])
+        deadline = started_at + min(self._max_waits[limit] for limit, _ in waits)
+        queues = queues_of(self.store.store)
+        quotas = {_queue_of(check): quota for quota, check in waits.items()}
+        wait = _Wait(deadline, queues, quotas, Waiter(mode), *next(iter(waits)))
         result: AcquireResult | None = None
         delayed: Collection[str] = ()
         try:
@@ -149,15 +150,14 @@ class Waiting(Feature):
             batch, result = await acquire(batch)
             if not (may_wait and result.stopped and batch.answered):
                 return batch, result
-            missing = self._find_missing_room(batch, result, stops, later_calls)
-            last_start = time.monotonic() + max(missing.pause, missing.last)
-            may_wait = last_start <= wait.deadline and not result.frozen
+            pause, last, quota = self._find_missing_room(batch, result, stops, later_calls)
+            may_wait = time.monotonic() + last <= wait.deadline and not result.frozen
             if may_wait:
-                wait.limit, wait.scope = missing.limit, missing.scope
+                wait.limit, wait.scope = quota
                 self._begin_wait(batch, wait, result)
-                wait.queues.move(wait.waiter, missing.queue)
+                wait.queues.move(wait.waiter, _queue_of(_checks_by_scope(batch)[quota]))
                 with self.recorder.waiting(caller.agent, wait.limit, caller.thread_id):
-                    await wait_for(mode, min(missing.pause, LOOKS_AGAIN))
+                    await wait_for(mode, min(pause, LOOKS_AGAIN))
         # Check once more with the batch's own stops, so that the limit's `exit_behavior` decides
         # what a refusal does.
         batch = await self._rebuild(mode, batch)
@@ -197,11 +197,10 @@ class Waiting(Feature):
 
     async def _rebuild(self, mode: Mode, batch: Batch) -> Batch:
         """Return a batch of the same calls, with limits and windows as they are now."""
-        kernel = self._kernel
         kind: Kind = "model" if batch.pending is None else "tool"
-        limits = await kernel.resolve_limits(mode, kind, batch.state, batch.runtime)
+        limits = await self._kernel.resolve_limits(mode, kind, batch.state, batch.runtime)
         rebuilt = batch.rebuild(limits)
-        kernel.adjust_checks(rebuilt)
+        self._kernel.adjust_checks(rebuilt)
         return rebuilt
 
     def _allow_later_starts(self, batch: Batch, deadline: float) -> Mapping[str, int]:
@@ -223,14 +222,11 @@ class Waiting(Feature):
         }
         counters, demands = set[str](), []
         for amounts, thresholds in batch.demands:
-            raised = [
-                threshold._replace(
-                    maximum=threshold.maximum + later_calls.get(threshold.counter, 0)
-                )
-                if threshold.counter in counters and threshold.limit in self._max_waits
-                else threshold
-                for threshold in thresholds
-            ]
+            raised = []
+            for threshold in thresholds:
+                waits = threshold.counter in counters and threshold.limit in self._max_waits
+                later = later_calls.get(threshold.counter, 0) if waits else 0
+                raised.append(threshold._replace(maximum=threshold.maximum + later))
             counters.update(amounts)
             demands.append(Demand(amounts, tuple(raised)))
         batch.demands = demands
@@ -242,9 +238,14 @@ class Waiting(Feature):
         result: AcquireResult,
         stops: Mapping[str, int],
         later_calls: Mapping[str, int],
-    ) -> "_MissingRoom":
-        """Return the quota that has room last; its pause is infinite if waiting does not help."""
+    ) -> tuple[float, float, tuple[str, Scope]]:
+        """Return when the first and the last call have room, and the quota that has it last.
+
+        Both are in seconds from now, and infinite if waiting does not help.
+        """
+        never = math.inf, math.inf, ("", "")
         checks = _checks_by_scope(batch)
+        windows = {quota for quota, check in checks.items() if check.spacing or check.resets_at}
         permanent_refusals, demanded = Counts[str](), Counts[str]()
         thresholds: list[Threshold] = []
         for demand, refused in zip(batch.demands, result.refused, strict=True):
@@ -252,15 +253,15 @@ class Waiting(Feature):
                 name
                 for name, scope in refused.items()
                 if batch.limits.by_name[name].enforce
-                and not (name in self._max_waits and _has_window(checks[name, scope]))
+                and not (name in self._max_waits and (name, scope) in windows)
             ]
             permanent_refusals.update(permanent)
             if not permanent:
                 demanded.update(demand.amounts)
                 thresholds += [t for t in demand.thresholds if t.limit in self._max_waits]
         if any(permanent_refusals[name] >= after for name, after in stops.items()):
-            return _MissingRoom()
-        missing: list[_MissingRoom] = []
+            return never
+        missing: list[tuple[float, float, tuple[str, Scope]]] = []
         for limit, scope, counter, maximum, _ in thresholds:
             check, room = checks[limit, scope], maximum - demanded[counter]
             pause = last = math.inf
@@ -279,10 +280,9 @@ class Waiting(Feature):
                 continue
             elif room >= 0 and check.resets_at is not None:
                 pause = last = check.resets_at.timestamp() - self._clock()
-            pause = max(_MIN_PAUSE, pause)
-            missing.append(_MissingRoom(pause, last, limit, scope, _queue_of(check)))
-        longest = max(missing, key=attrgetter("pause"), default=_MissingRoom())
-        return longest._replace(last=max((room.last for room in missing), default=math.inf))
+            missing.append((max(_MIN_PAUSE, pause), last, (limit, scope)))
+        pause, _, quota = max(missing, key=itemgetter(0), default=never)
+        return pause, max([pause, *(last for _, last, _ in missing)]), quota
 
     def _save_start_times(
         self, batch: Batch, result: AcquireResult, waited: float
@@ -300,9 +300,8 @@ class Waiting(Feature):
                 if check.spacing and limit.limit.name in self._max_waits and result.admitted[index]
             ]
             for limit, check in smooth:
-                seconds = seconds_until_room(
-                    check.key, levels[check.counter], (check.maximum or 0) - 1
-                )
+                room = (check.maximum or 0) - 1
+                seconds = seconds_until_room(check.key, levels[check.counter], room)
                 start = max(0.0, seconds), limit, check.scope
                 starts[str(call.id)] = max(start, starts.get(str(call.id), start))
             for counter, spacing in {check.counter: check.spacing for _, check in smooth}.items():
@@ -340,7 +339,7 @@ class Waiting(Feature):
         except BaseException:
             if not is_resumed:
                 self._cancelled.put(name, True, started_at)
-                self._settle_soon(refund)
+                self.store.settle_soon(AcquireRequest("", "", corrections=(refund,)))
                 refunded = Call("tool", request.tool_call["name"], call_id, 1, agent)
                 self.recorder.record_refunds(refunds_of(refunded, refunded_limits(charge)))
             raise
@@ -350,20 +349,12 @@ class Waiting(Feature):
         if is_resumed:
             # The call may have been refunded. The store makes each correction once, so this pair
             # leaves it charged once.
-            self._settle_soon(refund, Correction(f"{name}/again", charge["keys"]))
+            again = Correction(f"{name}/again", charge["keys"])
+            self.store.settle_soon(AcquireRequest("", "", corrections=(refund, again)))
         return await call(request)
 
-    def _settle_soon(self, *corrections: Correction) -> None:
-        if self.store is not None:
-            self.store.settle_soon(AcquireRequest("", "", corrections=corrections))
-
     def _seconds_to_start(self, message: str, delay: float) -> float:
-        """Return in how many seconds a call starts; 0 if it starts now.
-
-        Args:
-            message: The name under which the start times of a message are saved.
-            delay: How long after the message's first call this one starts, in seconds.
-        """
+        """Return in how many seconds a call starts: so long after its message's first one."""
         with self._lock:
             now = self._clock()
             first, looked_at = self._first_starts.get(message, 0) or (now, now)
@@ -378,11 +369,9 @@ class Waiting(Feature):
 
 @dataclass(slots=True)
 class _Wait:
-    """How long a batch may wait, by which queue for which quota, and the quota that it waits for.
+    """A batch that waits: until when, the quotas by their queues, and the one it waits for now."""
 
-    `deadline` is a time of `time.monotonic`.
-    """
-
+    # By `time.monotonic`.
     deadline: float
     queues: Queues
     quotas: Mapping[str, tuple[str, Scope]]
@@ -394,16 +383,6 @@ class _Wait:
     def seconds_since(self, started_at: float) -> float:
         """Return how long the batch has waited; 0 if it never waited."""
         return time.monotonic() - started_at if self.has_waited else 0.0
-
-
-class _MissingRoom(NamedTuple):
-    """A quota without room for a batch: for how long, in seconds, until its first and last call."""
-
-    pause: float = math.inf
-    last: float = math.inf
-    limit: str = ""
-    scope: Scope = ""
-    queue: str = ""
 
 
 def _max_waits(limits: Sequence[Limit]) -> dict[str, float]:
@@ -433,10 +412,6 @@ def _wait_outcomes(
             yield "cancelled"
         elif batch.answered:
             yield "blocked" if wait.limit in result.refused[index] else "allowed"
-
-
-def _has_window(check: Check) -> bool:
-    return bool(check.spacing) or check.resets_at is not None
 
 
 def _queue_of(check: Check) -> str:

@@ -7,8 +7,8 @@ counts of the state and of the store, where it replaces the reservation.
 """
 
 from asyncio import CancelledError
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -25,12 +25,17 @@ from langchain_quota.features.budgets.charging import (
     Stopwatch,
     TaskMemory,
 )
-from langchain_quota.features.budgets.model_runs import own_call, running_graph, watch_all_models
-from langchain_quota.features.budgets.prices import Pricing, check_prices
+from langchain_quota.features.budgets.model_runs import (
+    own_call,
+    running_graph,
+    watch_all_models,
+    watch_runs,
+)
+from langchain_quota.features.budgets.prices import Pricing, check_prices, cost, resolve_prices
 from langchain_quota.features.budgets.second_check import SecondCheck, first_check, without_waits
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, TokenLimit
-from langchain_quota.limits.call import Call
+from langchain_quota.limits.call import Call, ModelUsage
 from langchain_quota.limits.options import MILLISECONDS, counts_calls
 from langchain_quota.middleware.calls import Batch, HookResult, Update, model_context
 from langchain_quota.middleware.context import CallContext, running_runtime
@@ -50,6 +55,7 @@ from langchain_quota.middleware.state import (
 from langchain_quota.runtime.arguments import validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.runtime.units import near_threshold
+from langchain_quota.telemetry.receipts import Receipt, opened
 
 _NEW_RUN: Mapping[str, Any] = {"run_spent": {}, "admitted": None, "error": None}
 """The feature's data at the start of a run."""
@@ -99,10 +105,9 @@ class Budgets(Feature):
         return (*hooks, "wrap_tool_call") if _of_time(limits) else hooks
 
     def __init__(self, kernel: Kernel) -> None:
-        limits, options = kernel.limits, kernel.options
-        allows = options["unknown_price"] == "allow"
+        limits = kernel.limits
         self._kernel = kernel
-        self._pricing = Pricing(limits, options["prices"], kernel.recorder, allow_unknown=allows)
+        self._pricing = Pricing(kernel)
         counters = {limit.counter for limit in limits if counts_calls(limit)}
         self._charging = Charging(kernel, counters, self._pricing)
         self._late = self._charging.late
@@ -118,7 +123,7 @@ class Budgets(Feature):
         self._counts_time = _of_time(limits)
         self._counts_use = any(limit.unit in ("tokens", "nanodollars") for limit in limits)
         self._stopwatch = Stopwatch()
-        self._charges_all: bool = options["charge_all_models"]
+        self._charges_all: bool = kernel.options["charge_all_models"]
         if self._charges_all:
             watch_all_models()
 
@@ -133,8 +138,8 @@ class Budgets(Feature):
         """Charge what tools, sub-agents and other middlewares have used."""
         graph = running_graph() if self._charges_all else None
         if graph is not None:
-            charge, context = self._charging.charge, model_context(state, runtime)
-            graph.step = _step(_counts_in(state), limits, context)
+            charge = self._charging.charge
+            graph.step = _step(_counts_in(state), limits, model_context(state, runtime))
             graph.charge = lambda step, runs: run_sync(charge(None, step, runs))
             runs = graph.take()
             if runs:
@@ -315,3 +320,20 @@ def _step(state: State, limits: ResolvedLimits, context: CallContext) -> ChargeC
     return ChargeContext(
         state, limits, Call("model", agent=context.agent, thread_id=context.thread_id)
     )
+
+
+@contextmanager
+def receipt_of(kernel: Kernel) -> Iterator[Receipt]:
+    """Open a receipt, with the prices of a middleware, for what runs in the block."""
+    has_prices = any(limit.unit == "nanodollars" for limit in kernel.limits)
+    prices = resolve_prices(kernel.options["prices"]) if has_prices else None
+
+    def price(usage: ModelUsage) -> int | None:
+        try:
+            return None if prices is None else cost(usage, prices)
+        except Exception:  # noqa: BLE001 - the user's function; the receipt says "cost unknown"
+            return None
+
+    watch_runs()
+    with opened(Receipt(price)) as receipt:
+        yield receipt

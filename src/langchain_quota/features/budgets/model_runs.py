@@ -24,8 +24,13 @@ from langchain_core.tracers.context import register_configure_hook
 from langgraph.errors import GraphInterrupt
 from langgraph.types import Command
 
-from langchain_quota.features.budgets.estimates import as_json, asked_in, estimated_usage, is_paid
-from langchain_quota.features.budgets.reports import reported_usage
+from langchain_quota.features.budgets.usage import (
+    as_json,
+    asked_in,
+    estimated_tokens,
+    is_paid,
+    reported_usage,
+)
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.middleware.context import running_config
 from langchain_quota.middleware.root_run import DECISION, HandlerVar, register_root_runs
@@ -71,7 +76,10 @@ class ModelRun:
         """Return what the provider reports, or an estimate."""
         usage = reported_usage(result, self.usage)
         if usage.estimated:
-            return estimated_usage(usage, self.prompt, answer, tools=self.params.get("tools"))
+            inputs = estimated_tokens(self.prompt, self.params.get("tools"))
+            outputs = estimated_tokens(answer)
+            total = inputs + outputs
+            return replace(usage, input_tokens=inputs, output_tokens=outputs, total_tokens=total)
         if usage.cache_creation_tokens and not usage.cache_creation_1h_tokens:
             # A streamed answer of Anthropic does not say how long its cache is kept; an hour costs
             # more. In a text, the quotes would be escaped.

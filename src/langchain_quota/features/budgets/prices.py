@@ -6,22 +6,22 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from decimal import Context, Decimal, localcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import cast
 
 from langchain_core.messages import ToolCall
 
 from langchain_quota.errors import UnknownPriceError
-from langchain_quota.features.budgets.reports import charged_tokens
+from langchain_quota.features.budgets.usage import charged_tokens
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, Price, Prices
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.limits.options import NANODOLLARS, whole_amount
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.runtime.arguments import validate_sync_function
 from langchain_quota.runtime.units import Dollars, nanodollars, parse_dollars
 from langchain_quota.telemetry import logs
 from langchain_quota.telemetry.labels import label
-from langchain_quota.telemetry.recorder import Recorder
 
 _PER = Decimal(10**6)
 """A price is for so many tokens."""
@@ -111,59 +111,47 @@ def highest_cost(usage: ModelUsage, prices: Prices) -> int:
 class Pricing:
     """The prices of a middleware, asked before a model is called and after."""
 
-    def __init__(
-        self,
-        limits: Sequence[Limit],
-        prices: object,
-        recorder: Recorder,
-        *,
-        allow_unknown: bool,
-    ) -> None:
-        of_money = [limit for limit in limits if isinstance(limit, CostLimit)]
-        self._prices = resolve_prices(prices) if of_money else None
-        self._recorder = recorder
-        self._allow_unknown = allow_unknown
+    def __init__(self, kernel: Kernel) -> None:
+        limits = [limit for limit in kernel.limits if isinstance(limit, CostLimit)]
+        # Without a limit of costs, nothing costs anything.
+        self._prices = resolve_prices(kernel.options["prices"] if limits else lambda _: Decimal(0))
+        self._recorder = kernel.recorder
+        self._allow_unknown = kernel.options["unknown_price"] == "allow"
         # What a run is charged at least if its price is not known when it is done.
         self._least = max(
             (
-                whole_amount(each.unit, "reserve", each.reserve)
-                for each in of_money
-                if each.reserve is not None and not callable(each.reserve)
+                whole_amount(limit.unit, "reserve", limit.reserve)
+                for limit in limits
+                if limit.reserve is not None and not callable(limit.reserve)
             ),
             default=1,
         )
-        self._known: set[ModelUsage] = set()
+        # A model that has a price is not asked for again.
+        self._check_once = lru_cache(MOST_KNOWN)(partial(priced, prices=self._prices))
         # By the name that was asked for: runs that had no price when they were paid.
         self._failed: dict[str, ModelUsage] = {}
 
     def check(self, usage: ModelUsage, *, agent: str | None) -> None:
         """Check that a model has a price, before a call of it is paid."""
-        if self._prices is None or self._allow_unknown:
+        if self._allow_unknown:
             return
         # If its price failed after an earlier call, that call must have a price first.
         failed = self._failed.get(usage.request_model)
-        if failed is None and usage in self._known:
-            return
         try:
             if failed is None:
-                priced(usage, self._prices)
+                self._check_once(usage)
             else:
                 _priced_again(failed, self._prices)
         except UnknownPriceError as error:
             self._recorder.record_unknown_price(agent, error, is_made=False)
             raise
-        if len(self._known) >= MOST_KNOWN:
-            self._known.clear()
-        self._known.add(usage)
         self._failed.pop(usage.request_model, None)
 
     def cost(self, usage: ModelUsage, agent: str | None, held: int) -> tuple[int, str]:
         """Return the price of a model run in nanodollars, and whether its price is known."""
         # It is paid already: nothing is raised.
-        if self._prices is None:
-            return 0, "none"
         try:
-            self._name_unpaid(usage, agent, self._prices)
+            self._name_unpaid(usage, agent)
             return cost(usage, self._prices), "known"
         except UnknownPriceError as error:
             self._recorder.record_unknown_price(agent, error)
@@ -176,12 +164,12 @@ class Pricing:
             self._failed.pop(next(iter(self._failed)), None)
         return max(held, self._least), "unknown"
 
-    def _name_unpaid(self, usage: ModelUsage, agent: str | None, prices: Prices) -> None:
+    def _name_unpaid(self, usage: ModelUsage, agent: str | None) -> None:
         """Log the provider's own tools that the price of a run does not include."""
         for tool in () if usage.cached else sorted({*usage.provider_tools}):
-            unpaid = tuple(tool_name for tool_name in usage.provider_tools if tool_name != tool)
-            of_others = cost(replace(usage, provider_tools=unpaid), prices)
-            if cost(usage, prices) == of_others:
+            others = tuple(name for name in usage.provider_tools if name != tool)
+            of_others = cost(replace(usage, provider_tools=others), self._prices)
+            if cost(usage, self._prices) == of_others:
                 self._recorder.log_first(logs.unpaid_tool, agent, label(tool))
 
     def of_tool(self, limit: Limit, call: ToolCall) -> int:
@@ -204,7 +192,7 @@ class Pricing:
         if limit.counter != NANODOLLARS:
             return charged_tokens(bound, limit.counter)
         try:
-            return 0 if self._prices is None else highest_cost(bound, self._prices)
+            return highest_cost(bound, self._prices)
         except UnknownPriceError:
             if self._allow_unknown:
                 return 0

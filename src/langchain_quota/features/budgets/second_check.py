@@ -23,8 +23,8 @@ from langchain_quota.features.budgets.charging import (
     TaskMemory,
     settlements,
 )
-from langchain_quota.features.budgets.estimates import asked_of
 from langchain_quota.features.budgets.prices import Pricing
+from langchain_quota.features.budgets.usage import asked_of
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE
 from langchain_quota.middleware.calls import (

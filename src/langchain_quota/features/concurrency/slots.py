@@ -33,7 +33,6 @@ from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import names
-from langchain_quota.telemetry.observers import Observers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,8 +57,6 @@ class ConcurrencySlots(Feature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._limits = _concurrency_limits(kernel.limits)
-        self.on_store_error: OnStoreError = kernel.on_store_error
-        self.observers: Observers = kernel.observers
         # The store that leases slots; `None` if this process counts them. The calls of this
         # process queue here first, so that they keep their order and the store gets few requests.
         in_process = self.store is None or isinstance(self.store.store, MemoryStore)
@@ -92,42 +89,36 @@ class ConcurrencySlots(Feature):
         self, mode: Mode, slots: "_SlotRequest", tool: BaseTool | None
     ) -> ToolMessage | None:
         """Wait for a call's slots, and record the decision; return the answer to a blocked call."""
+        call, on_wait = slots.call, partial(self._stream_wait, slots)
         try:
-            with self.recorder.waiting(slots.call.agent, slots.waited_for, slots.call.thread_id):
-                await slots.acquire(
-                    mode, self._lease_store, tool, partial(self._stream_wait, slots)
-                )
+            with self.recorder.waiting(call.agent, slots.waited_for, call.thread_id):
+                await slots.acquire(mode, self._lease_store, tool, on_wait)
         except BaseException:
-            self.recorder.record_wait(slots.call.agent, slots.waited_for, "cancelled", slots.age)
+            self.recorder.record_wait(call.agent, slots.waited_for, "cancelled", slots.age)
             raise
         if slots.store_unavailable and self._lease_store is not None:
-            labels = slots.call.agent, self._lease_store.label, self.on_store_error
+            labels = call.agent, self._lease_store.label, self._kernel.on_store_error
             self.recorder.count(names.STORE_FALLBACKS, *labels)
-        decision = slots.decision(self.on_store_error)
-        self.recorder.record_slot_decision(
-            decision, slots.waited_for, slots.age if slots.waits else 0.0
-        )
+        decision = slots.decision(self._kernel.on_store_error)
+        waited = slots.age if slots.waits else 0.0
+        self.recorder.record_slot_decision(decision, slots.waited_for, waited)
         if decision.outcome is not Outcome.ALLOWED:
-            await self.observers.notify(mode, [decision])
+            await self._kernel.observers.notify(mode, [decision])
         if decision.outcome is not Outcome.BLOCKED:
             return None
-        text, call_id = messages.refusal(decision, slots.limits), str(slots.call.id)
+        text, call_id = messages.refusal(decision, slots.limits), str(call.id)
         reason = reason_of(decision.outcome.value, decision.refused_by[0])
         if slots.has_run:
-            return answer(call_id, slots.call.tool, text, reason)
-        await self._refund(mode, slots, call_id)
-        return answer_of_blocked(call_id, slots.call.tool, text, reason)
-
-    async def _refund(self, mode: Mode, slots: "_SlotRequest", call_id: str) -> None:
-        """Refund what a store was charged for a call that does not run."""
-        # The agent's state learns of the refund from the store's next answer. What the state alone
-        # counts is not refunded.
+            return answer(call_id, call.tool, text, reason)
+        # Refund what a store was charged for the call. The agent's state learns of the refund from
+        # the store's next answer. What the state alone counts is not refunded.
         batch = slots.ledger.get("batch")
         charge = None if batch is None else batch["calls"].get(call_id)
         if charge is not None and charge["keys"]:
-            self.recorder.record_refunds(refunds_of(slots.call, refunded_limits(charge)))
+            self.recorder.record_refunds(refunds_of(call, refunded_limits(charge)))
             refunds = {call_id: charge["keys"]}
             await self._kernel.release(mode, slots.ledger, slots.context.step("waited"), refunds)
+        return answer_of_blocked(call_id, call.tool, text, reason)
 
 
 class _SlotRequest:
