@@ -20,11 +20,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, THREAD, Scope
 from langchain_quota.limits.options import whole_amount
 from langchain_quota.middleware.calls import Batch
-from langchain_quota.middleware.context import (
-    call_context,
-    running_config,
-    running_runtime,
-)
+from langchain_quota.middleware.context import call_context, running_config, running_runtime
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import FeatureData, State, feature_ledger

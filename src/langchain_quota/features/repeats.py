@@ -183,12 +183,7 @@ class _RepeatCheck:
             self._digests.append(None if key is None else (tool, key))
 
     def check(self, index: int, used: dict[str, int]) -> Check | None:
-        """Return the check of a call, or `None` if the limit ignores the call.
-
-        Args:
-            index: Which call of the batch it is, from 0.
-            used: The batch's counts, to which the call's count is added.
-        """
+        """Return the check of a call, and add its count to `used`; `None` for an ignored call."""
         digests, limit = self._digests[index], self._limit
         if digests is None:
             return None
@@ -203,11 +198,7 @@ class _RepeatCheck:
         return Check(RUN, counter, limit.run_limit, mirrored=True)
 
     def record(self, allowed: Sequence[bool]) -> Record:
-        """Return the record after these calls are checked.
-
-        Args:
-            allowed: For each call of the batch, whether it runs.
-        """
+        """Return the record after these calls are checked, and some of them allowed."""
         waiting = {
             call_id: [*digests]
             for call_id, digests, runs in zip(self._ids, self._digests, allowed, strict=True)

@@ -97,10 +97,7 @@ class Budgets(Feature):
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
-        """Return the hook after the model, where the feature learns what is written, and raises.
-
-        That around tools measures their time.
-        """
+        """Return the hooks after the model, which learns what is written, and around tools."""
         hooks = [] if all(limit.unit == "calls" for limit in limits) else ["after_model"]
         return (*hooks, "wrap_tool_call") if _of_time(limits) else hooks
 

@@ -305,15 +305,8 @@ def settlements(
     time_spent: Mapping[str, int] = MappingProxyType({}),
     less: Mapping[str, int] = MappingProxyType({}),
 ) -> AcquireRequest | None:
-    """Return a request that charges calls in place of a reserve; `None` without a store.
-
-    Args:
-        step: Who is charged.
-        counts: The counts before the call, by the name of the count.
-        used: The call's model runs, with their charges by the model's counter.
-        time_spent: The working time of the call.
-        less: How much of that was charged already, by key.
-    """
+    """Return a request that charges a call in place of its reserve; `None` without a store."""
+    # The counts are those before the call. `less` is time that was charged already, by key.
     root = root_run()
     counts = {**counts, **(root.used if root is not None else {})}
     checks = [

@@ -70,13 +70,8 @@ class Lease:
     async def acquire(
         self, mode: Mode, deadline: float, on_wait: Callable[[], object]
     ) -> AcquireResult | None:
-        """Wait for a slot; return the store's newest answer, or `None` if it is unavailable.
-
-        Args:
-            mode: Sync or async.
-            deadline: Until when to wait, by `time.monotonic`.
-            on_wait: Called before the first wait.
-        """
+        """Wait for a slot; return the store's newest answer, or `None` if it is unavailable."""
+        # The deadline is a time of `time.monotonic`. `on_wait` is called before the first wait.
         pause = MIN_PAUSE
         try:
             result = await self._reserve(mode)
