@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import IO, Any, NoReturn, Self
@@ -107,6 +107,27 @@ def start_python(
         socket.send_fds(_prepared(*imported), [json.dumps(order).encode()], given)
     os.close(writable)
     return Program(io.FileIO(readable), command)
+
+
+@contextmanager
+def processes(
+    program: str, *arguments: str, log: Path, imported: Sequence[str] = ()
+) -> Iterator[Callable[[int], None]]:
+    """Four processes of a program, and a function that kills one of them, and starts it anew."""
+    with log.open("wb") as file:
+        output: Any = {"stdout": file.fileno(), "stderr": file.fileno()}
+        start = partial(start_python, program, *arguments, cwd=ROOT, imported=imported, **output)
+        running = [start() for _ in range(4)]
+
+        def restart(number: int) -> None:
+            running[number].__exit__()
+            running[number] = start()
+
+        try:
+            yield restart
+        finally:
+            for each in running:
+                each.__exit__()
 
 
 def run_python(program: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

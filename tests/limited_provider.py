@@ -34,6 +34,7 @@ class LimitedProvider(Provider):
         self.window = window
         self.left = {unit: float(limit) for unit, limit in self.limits.items()}
         self.accepted: list[tuple[float, int]] = []
+        self.sent: list[tuple[float, int]] = []
         self.refusals: list[float] = []
         self._filled_at = time.monotonic()
         self._lock = threading.Lock()
@@ -51,6 +52,7 @@ class LimitedProvider(Provider):
                 refilled = self.left[unit] + (now - self._filled_at) * limit / self.window
                 self.left[unit] = min(float(limit), refilled)
             self._filled_at = now
+            self.sent.append((now, cost["tokens"]))
             missing = {unit: amount - self.left[unit] for unit, amount in cost.items()}
             allowed = max(missing.values()) <= 0
             if allowed:
@@ -74,14 +76,14 @@ class LimitedProvider(Provider):
         return dict(self._headers.value)
 
     def over(self) -> float:
-        """The most requests, or tokens, beyond the rate and the burst in any span; none if ≤ 0."""
+        """The most that was sent beyond the rate and the burst in any span, as a share of it."""
         worst = -math.inf
         for unit, limit in self.limits.items():
             level, last = 0.0, -math.inf
-            for at, tokens in self.accepted:
+            for at, tokens in self.sent:
                 drained = (at - last) * limit / self.window
                 level, last = max(0.0, level - drained) + (1 if unit == "requests" else tokens), at
-                worst = max(worst, level - limit)
+                worst = max(worst, level / limit - 1)
         return worst
 
     def use(self, start: float, end: float) -> float:

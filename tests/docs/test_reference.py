@@ -222,7 +222,7 @@ class Seen:
         said = {"limit": "1000000", "remaining": "0", "reset": "1s"}
         headers = {f"x-ratelimit-{part}-requests": text for part, text in said.items()}
         told = AIMessage("done", response_metadata={"headers": headers})
-        pace = ModelPaceMiddleware(telemetry=self.signals.telemetry)
+        pace = ModelPaceMiddleware(store=MemoryStore(), telemetry=self.signals.telemetry)
         await self.play(ScriptedChatModel(model=MODEL, script=[told]), pace)
 
     async def play_questions(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -14,6 +15,7 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, max_usage
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests.scenario.test_model_pace import Refused
 from tests.scenario.test_waiting import Passing, until
 from tests.scene import Form, Kind, Scene, both_forms
 from tests.stores import DAY, Clock, FickleStore, counts
@@ -155,36 +157,6 @@ async def test_who_is_cancelled_holds_nothing(signals: Signals) -> None:
     assert [len(scene.model.calls) for scene in scenes] == [1, 0, 1]
 
 
-async def test_a_thousand_waiters_ask_little(
-    signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 250 in a process only the first asks, once a second: four processes ask four times."""
-    clock = Passing(monkeypatch)
-    clock.may.clear()
-    store = FickleStore(MemoryStore(clock=clock))
-    quota = Quota(1, per="global", window="1h", smooth=True)
-    scarce = TokenLimit(quotas=[quota], reserve=1, wait=DAY)
-    scene = Scene(signals, using(1), [scarce], store=store)
-
-    def run(number: int) -> asyncio.Task[Any]:
-        config = {"configurable": {"thread_id": str(number)}}
-        return asyncio.create_task(scene.agent.ainvoke({"messages": [("user", "hi")]}, config))
-
-    await run(-1)
-    before, start = len(store.asked), clock.now
-    runs = [run(each) for each in range(250)]
-    await waits(signals, 250)
-    assert len(store.asked) - before == 1
-    clock.may.set()
-    await until(lambda: clock.now - start > 100)
-    for each in runs:
-        each.cancel()
-    await asyncio.wait(runs)
-    # A call that is admitted also asks when it settles.
-    calls = 2 * len(scene.model.calls)
-    assert len(store.asked) - before <= clock.now - start + calls
-
-
 async def test_a_reserve_above_the_burst(signals: Signals) -> None:
     """It fails at the call with one line, before anything is charged, and no call is made."""
     store = MemoryStore()
@@ -298,6 +270,21 @@ class TestRateLimiter:
         # The next request that settles takes it along.
         await ScriptedChatModel(script=using(7), **given).ainvoke("Hi!")
         assert counts(store) == {key: 2 * reserved + 500 + 7}
+
+    @pytest.mark.parametrize("way", ["invoke", "ainvoke"])
+    async def test_a_provider_that_refuses(self, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After an error 429 no call begins before the time it names; then they come evenly."""
+        clock = Passing(monkeypatch)
+        monkeypatch.setattr("langchain_quota.stores.rate_limiter.wait_for", clock.wait)
+        made: Any = MemoryStore(clock=clock).rate_limiter
+        limiter = made("openai", requests=60, burst=9, tokens=600, reserve=1, window="1m")
+        script, times = [Refused(retry_after="30"), "a", "b"], []
+        model = ScriptedChatModel(script=script, rate_limiter=limiter, callbacks=[limiter])
+        for _ in script:
+            with suppress(Refused):
+                _ = model.invoke("Hi!") if way == "invoke" else await model.ainvoke("Hi!")
+            times.append(clock.now)
+        assert times[1:] == pytest.approx([times[0] + 31, times[0] + 32], abs=0.01)
 
     def test_mistakes(self) -> None:
         """Each is one line: no limit, too large a reserve, and tokens that nobody told."""

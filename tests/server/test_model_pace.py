@@ -1,8 +1,10 @@
 """Processes that share a provider's pace, and where the clients show what a provider says."""
 
 import asyncio
+import json
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,19 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 
-from langchain_quota import ModelPaceMiddleware, RedisStore
-from tests.clients import Make, apis, chat
-from tests.forked import Program, start_python
+from langchain_quota import MemoryStore, ModelPaceMiddleware, RedisStore
+from langchain_quota.stores.redis_script import SCRIPTS, Script
+from tests.clients import Make, apis, chat, gemini
+from tests.forked import processes
 from tests.limited_provider import LimitedProvider
-from tests.provider import running_provider
+from tests.provider import Body, Provider, running_provider
+from tests.scenario.test_model_pace import RATE, Played, paced, says, together
 from tests.server.prometheus import eventually
 from tests.server.redis import RedisServer, running_redis
 from tests.telemetry import Signals
 
-PROCESSES, CALLERS = 4, 25
-REQUESTS, TOKENS, WINDOW = 120, 95, 5.0
-"""Requests in a window, the tokens of each, and the window in seconds."""
+CALLERS, TOKENS = 25, 95
+"""How many callers a process has, and the tokens of a call, on average."""
 GO = {"messages": [("user", "hi " * 100)]}
 PROGRAM = """
 import asyncio, sys
@@ -30,8 +33,8 @@ asyncio.run(live(*sys.argv[1:]))
 """
 
 
-async def live(url: str, redis_url: str) -> None:
-    """Call the model from many tasks, until a kill; a refused call is repeated after a moment."""
+async def live(url: str, redis_url: str, seconds: str) -> None:
+    """Call the model from many tasks, until a kill; a refused call is repeated after a while."""
     store = RedisStore(redis_url, timeout=5) if redis_url else None
     pace = [ModelPaceMiddleware(store=store, wait=60)] if store else []
     agent: Any = create_agent(chat(url), middleware=pace)
@@ -39,63 +42,56 @@ async def live(url: str, redis_url: str) -> None:
     async def call() -> None:
         while True:
             try:
-                await agent.ainvoke(GO)
+                size = random.randint(50, 150)  # noqa: S311 - no secret
+                await agent.ainvoke({"messages": [("user", "hi " * size)]})
             except Exception:  # noqa: BLE001 - the provider counts what it refuses
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(float(seconds) / 25)
 
     await asyncio.gather(*(call() for _ in range(CALLERS)))
 
 
 def play(
-    tokens: int, redis: RedisServer | None, windows: int
+    requests: int, left: float, seconds: float, times: int, redis: RedisServer | None = None
 ) -> tuple[LimitedProvider, Sequence[float]]:
-    """Have processes call a provider; return it, and when its windows began after the first one."""
-    kind = partial(LimitedProvider, requests=REQUESTS, tokens=tokens, window=WINDOW)
-    programs: list[Program] = []
-    with running_provider(kind) as provider, Path("/dev/null").open("wb") as output:
+    """Have processes call a provider several times for some seconds; return it, and the times.
 
-        def start() -> Program:
-            given, log = (provider.url, redis.url if redis else ""), output.fileno()
-            return start_python(PROGRAM, *given, stdout=log, stderr=log, imported=[__name__])
-
-        try:
-            programs += (start() for _ in range(PROCESSES))
-            # What is in flight when the limit is first reached is not counted.
-            assert eventually(lambda: len(provider.accepted) >= REQUESTS or provider.refusals)
-            times: list[float] = []
-            for window in range(windows + 1):
-                time.sleep(WINDOW)
-                times.append(time.monotonic())
-                if window == 1:
-                    programs[0].kill()
-                    programs[0].wait()
-                    programs[0] = start()
-                if redis is not None and window == 2:
+    It allows so many requests a minute, and a share of them is left. What is in flight when its
+    limit is first reached, and what comes in the first seconds, is before the first time. After the
+    second one a process is killed, and after the third one the store is restarted.
+    """
+    kind = partial(LimitedProvider, requests=requests, tokens=requests * TOKENS, window=60.0)
+    with running_provider(kind) as provider:
+        provider.left = {unit: limit * left for unit, limit in provider.limits.items()}
+        given = provider.url, redis.url if redis else "", str(seconds)
+        log = Path("/dev/null")
+        with processes(PROGRAM, *given, log=log, imported=[__name__]) as restart:
+            assert eventually(lambda: len(provider.sent) >= requests * left * 0.9)
+            ends: list[float] = []
+            for number in range(times + 1):
+                time.sleep(seconds)
+                ends.append(time.monotonic())
+                if number == 1:
+                    restart(0)
+                if redis is not None and number == 2:
                     redis.stop()
                     redis.start()
-            return provider, times
-        finally:
-            for program in programs:
-                program.kill()
-                program.wait()
+            return provider, ends
 
 
 @pytest.mark.rest
 def test_processes_share_the_pace(tmp_path: Path) -> None:
-    """Four processes of 25 callers hear at most one error 429 a window, and use the whole pace.
+    """Four processes of 25 callers hear at most one error 429 a minute, and use the whole pace.
 
     Meanwhile one of them is killed and started again, and the store loses all its counts. Without
-    the middleware there are hundreds.
+    the middleware there are hundreds. `make bench ARGS="--only pace"` plays five minutes.
     """
-    free, _ = play(REQUESTS * TOKENS, None, 1)
+    free, _ = play(1440, 0.08, 5.0, 1)
     with running_redis(tmp_path) as redis:
-        paced, times = play(REQUESTS * TOKENS, redis, 4)
+        paced, times = play(1440, 0.08, 5.0, 4, redis)
 
-    later = sum(at >= times[0] for at in paced.refusals)
     assert len(free.refusals) >= 200
-    assert later <= len(times) - 1
+    assert sum(at >= times[0] for at in paced.refusals) <= 1
     assert paced.use(times[0], times[-1]) >= 0.9
-    assert max(free.over(), paced.over()) <= 1e-6
 
 
 @pytest.mark.rest
@@ -123,3 +119,58 @@ async def test_clients_show_what_the_provider_says(
     assert sum(waits.values()) >= 0.2
     refusals = signals.samples("langchain_quota_provider_refusals_total")
     assert sum(refusals.values()) == len(provider.refusals) == (2 if way == "error" else 1)
+
+
+class RefusingGemini(Provider):
+    """It refuses all calls, and says for how long, in the body: its headers say nothing."""
+
+    def answer(self, _: str, __: Body) -> tuple[int, list[str], Callable[[], object]]:
+        """Refuse a call."""
+        info = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "1.5s"}
+        error = {"code": 429, "status": "RESOURCE_EXHAUSTED", "message": "no", "details": [info]}
+        return 429, [json.dumps({"error": error})], bool
+
+
+@pytest.mark.rest
+async def test_gemini_says_it_in_the_body(signals: Signals) -> None:
+    """A call waits for as long as Gemini's error asks for."""
+    with running_provider(RefusingGemini) as provider:
+        pace = ModelPaceMiddleware(telemetry=signals.telemetry)
+        agent: Any = create_agent(gemini(provider.url), middleware=[pace])
+        for _ in range(2):
+            with pytest.raises(Exception, match="429"):
+                await agent.ainvoke(GO)
+    assert sum(signals.samples("langchain_quota_wait_seconds_sum").values()) >= 1.5
+    assert sum(signals.samples("langchain_quota_provider_refusals_total").values()) == 2
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+@pytest.mark.parametrize("kind", ["memory", pytest.param("redis", marks=pytest.mark.rest)])
+async def test_clocks_that_jump(
+    kind: str, hours: int, signals: Signals, request: pytest.FixtureRequest
+) -> None:
+    """If a clock jumps by an hour, or is the provider's own, no call comes early or never."""
+    told = says({**RATE, "date": "Fri, 27 Nov 2099 04:00:00 GMT"})
+    played, shift, now = Played(told, told), [0], time.time
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() + shift[-1])
+        store: Any = MemoryStore(clock=time.time)
+        if kind == "redis":
+            server: RedisServer = request.getfixturevalue("redis_server")
+            seconds, jump = "tonumber(redis.call('TIME')[1])", "(redis.call('GET', 'jump') or 0)"
+            for name, script in SCRIPTS.items():
+                text = script.text.replace(seconds, f"({seconds} + {jump})")
+                patch.setitem(SCRIPTS, name, Script.of(text))
+            store = RedisStore(server.url, prefix=server.prefix(), timeout=30)
+        scenes = [paced(signals, played, store) for _ in range(2)]
+        for scene in scenes:
+            await scene.play()
+        shift.append(hours * 3600)
+        if kind == "redis":
+            with server.client() as client:
+                client.set("jump", shift[-1])
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(together(scene, 4) for scene in scenes))
+
+    assert len(played.times) == 10
+    assert played.keeps(0.0, 0.05)

@@ -86,6 +86,14 @@ class TestEventLoop:
         await blocked(3 * SHORT)
         assert [each.admitted for each in await asyncio.gather(*asked)] == [(True,)] * 6
 
+    async def test_requests_that_wait_together(self, way: Proxy, opened: Open) -> None:
+        """However many requests wait at the same time, each of them has all of its time."""
+        store = opened(way.url, "together", 10 * SHORT)
+        await store.aacquire(calls("search", 1))
+        way.fail(late(2 * SHORT))
+        asked = [store.aacquire(calls("search", 1)) for _ in range(30)]
+        assert [each.admitted for each in await asyncio.gather(*asked)] == [(True,)] * 30
+
     @pytest.mark.parametrize("own", [True, False], ids=["own client", "URL"])
     async def test_no_reply(self, way: Proxy, opened: Open, *, own: bool) -> None:
         """If no reply comes even then, the error names the event loop; else it does not."""

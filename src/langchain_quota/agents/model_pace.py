@@ -1,13 +1,13 @@
 """ModelPaceMiddleware: all workers keep the pace that a model's provider allows.
 
-Each of the provider's limits is a bucket that refills all the time. A count in the store mirrors
-it: the time until the bucket is full. A call adds what it takes, and waits while there is no room.
-What its answer says moves the count forward, so one process's answer paces all of them. After a
-pause that an error asks for, the calls come evenly.
+Each of the provider's limits is a bucket that refills in a minute. A count in the store mirrors the
+tightest one: the time until it is full. A call adds what it takes, and waits while there is no
+room. What its answer says moves the count forward, so one process's answer paces all of them. After
+a pause that an error asks for, the calls come evenly.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,45 +24,43 @@ from langchain.agents.middleware.types import (
 from langchain_core.messages import BaseMessage
 
 from langchain_quota.core.admission import AcquireRequest, CountRef, Demand, Threshold
-from langchain_quota.core.provider_limits import MINUTE, Bucket, read_buckets, read_pause
+from langchain_quota.core.provider_limits import (
+    TOO_MANY_REQUESTS,
+    lower_names,
+    read_error,
+    read_limits,
+    read_pause,
+)
 from langchain_quota.middleware.base import ContextT
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import UserLine, explain_arguments
-from langchain_quota.runtime.semaphores import LOOKS_AGAIN, semaphore_of
-from langchain_quota.runtime.sync_async import Mode, as_async, fork_safe_lock, run_sync, wait_for
+from langchain_quota.runtime.semaphores import semaphore_of
+from langchain_quota.runtime.sync_async import Mode, as_async, fork_safe_lock, run_sync
 from langchain_quota.runtime.units import Time, parse_milliseconds
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
-from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.stores.rate_limiter import RateLimiting
+from langchain_quota.stores.rate_limiter import RateLimiting, check_fixed_prefix, wait_for_room
 from langchain_quota.telemetry import Telemetry, names, recorder_of
 from langchain_quota.telemetry.labels import limit_label
 
-_SCOPE = "provider"
-_REQUESTS = "requests"
-_PAUSE = "pause"
-"""What a count of the time counts in which a provider wants no calls at all."""
+_UNIT = "pace"
+_MINUTE = 60.0
+"""In how many seconds a provider's bucket refills."""
 
-_SLACK = 0.05
-"""The share of a bucket that stays unused, because calls do not take equally long to arrive."""
+_ROOM = 0.95 * _MINUTE
+"""Up to which count a call fits. The rest is slack, as calls do not take equally long to arrive."""
 
-_TOLERANCE = 0.01
-"""The share of a bucket by which a count may lag behind what an answer says."""
+_TOLERANCE = 0.01 * _MINUTE
+"""By how many seconds a count may lag behind what an answer says."""
 
 _UNKNOWN_COST = 1.0
 """Seconds between calls after a pause, if the provider names no limits."""
 
 _LEARNING = 0.1
 """The weight of a new call in the average of the tokens that calls use."""
-
-_MIN_PAUSE = 0.001
-"""The shortest pause before a waiting call asks the store again, in seconds."""
-
-_TOO_MANY_REQUESTS = 429
-_UNAVAILABLE = (503, 529)
 
 
 @dataclass(slots=True)
@@ -71,49 +69,40 @@ class _Pace:
 
     Attributes:
         label: The provider's and the model's name in telemetry.
-        subject: The same in keys, where it is not bounded.
-        buckets: The provider's limits, by what they count.
-        drained_at: When the store's counts will be 0, on the monotonic clock.
-        spread_until: Until when calls are spread, if the provider names no limits.
-        tokens: The average use of a call, by the field of the usage metadata.
+        key: The key of the count, which drains by a microsecond in each microsecond.
+        limits: The provider's limits a minute, by what they count.
+        use: What a call takes of them, on average.
+        drained_at: When the count will be 0, on the monotonic clock. It only moves forward.
     """
 
     label: str
-    subject: str
-    buckets: dict[str, Bucket] = field(default_factory=dict)
-    drained_at: dict[str, float] = field(default_factory=dict)
-    spread_until: float = 0.0
-    tokens: dict[str, float] = field(default_factory=dict)
+    key: str
+    limits: dict[str, float] = field(default_factory=dict)
+    use: dict[str, float] = field(default_factory=lambda: {"requests": 1.0})
+    drained_at: float = 0.0
 
-    def key(self, unit: str) -> str:
-        """Return the key of a count, which drains by a microsecond in each microsecond."""
-        second = timedelta(seconds=1)
-        return str(CountKey.at(unit, _SCOPE, self.subject, second, 0, limit=10**6))
+    @property
+    def level(self) -> float:
+        """In how many seconds the count will be 0, as far as this process knows."""
+        return max(0.0, self.drained_at - time.monotonic())
 
-    def level(self, unit: str) -> float:
-        """Return in how many seconds a count will be 0, as far as this process knows."""
-        return max(0.0, self.drained_at.get(unit, 0.0) - time.monotonic())
+    @property
+    def cost(self) -> float:
+        """The seconds in which the tightest bucket gets back what a call takes."""
+        if not self.limits:
+            return _UNKNOWN_COST if self.level else 0.0
+        shares = (self.use.get(unit, 0.0) / limit for unit, limit in self.limits.items())
+        return min(_ROOM, max(shares) * _MINUTE)
 
-    def demand(self, unit: str) -> tuple[float, float]:
-        """Return the seconds that a call adds to a count, and up to which count it fits."""
-        if unit == _PAUSE:
-            is_spread = not self.buckets and time.monotonic() < self.spread_until
-            return _UNKNOWN_COST if is_spread else 0.0, 0.0
-        bucket = self.buckets[unit]
-        total = self.tokens.get("total_tokens", 0.0)
-        amount = 1.0 if unit == _REQUESTS else self.tokens.get(unit.replace("-", "_"), total)
-        cost = amount * bucket.window / bucket.limit
-        return cost, max(0.0, bucket.window * (1 - _SLACK) - cost)
-
-    def learn_tokens(self, messages: Iterable[BaseMessage]) -> None:
+    def learn_tokens(self, message: BaseMessage) -> None:
         """Learn how many tokens a call has used."""
-        for usage in filter(None, (getattr(m, "usage_metadata", None) for m in messages)):
+        if usage := getattr(message, "usage_metadata", None):
             # Anthropic does not count what comes from its cache.
             cached = (usage.get("input_token_details") or {}).get("cache_read") or 0
-            used = {**usage, "input_tokens": usage["input_tokens"] - cached}
-            for name in ("input_tokens", "output_tokens", "total_tokens"):
-                mean = self.tokens.get(name, used[name])
-                self.tokens[name] = mean + _LEARNING * (used[name] - mean)
+            tokens = {**usage, "input_tokens": usage["input_tokens"] - cached}
+            for unit in ("input_tokens", "output_tokens", "total_tokens"):
+                mean = self.use.get(unit, tokens[unit])
+                self.use[unit] = mean + _LEARNING * (tokens[unit] - mean)
 
 
 @dataclass(slots=True)
@@ -132,9 +121,9 @@ _running: ContextVar[_Call | None] = ContextVar("langchain_quota_paced_call", de
 class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
     """Keeps model calls within the rate limits that their provider names.
 
-    Answers and errors say what is left of the provider's limits on requests and tokens, in
-    `x-ratelimit-…`, `anthropic-ratelimit-…` and `retry-after`. All agents that share the store
-    keep to what one of them learns. Calls wait before they are made, in each process first come,
+    Answers and errors say what is left of the provider's limits on requests and tokens a minute, in
+    `x-ratelimit-…`, `anthropic-ratelimit-…` and `retry-after`. All agents that share the store keep
+    to what one of them learns. Calls wait before they are made, in each process first come,
     first served, and come evenly after a pause: one a second if the headers of an error 429 name
     no limits. No call is refused: one that has waited for `wait` is made nevertheless. Each model
     has its own pace, so fallbacks do, too. List this middleware last, after those that retry or
@@ -168,16 +157,10 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         check_store(store, ())
         if store is not None and not isinstance(store, RateLimiting):
             raise TypeError(f"store must have the method delay, as RedisStore has, not {store!r}")
-        if callable(getattr(store, "prefix", None)):
-            raise ValueError(  # noqa: TRY004 - it is no wrong type
-                "the prefix of this store is a function: give a store whose prefix is a string, "
-                "such as the name of the account at the provider"
-            )
+        check_fixed_prefix(store)
         self._wait = parse_milliseconds("wait", wait) / 1000
         self._recorder = recorder_of(telemetry)
-        self._client = StoreClient(MemoryStore() if store is None else store, self._recorder)
-        # While the store is unavailable, this process keeps a pace by itself.
-        self._own_client = StoreClient(MemoryStore(), self._recorder)
+        self._client = None if store is None else StoreClient(store, self._recorder)
         self._paces: dict[str, _Pace] = {}
         self._lock = fork_safe_lock()
         self._created_at = UserLine.of_caller()
@@ -212,17 +195,17 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         try:
             response = await handler(request)
         except Exception as error:
-            answer = getattr(error, "response", None)
             if not call.is_seen:
-                status = getattr(error, "status_code", getattr(answer, "status_code", None))
-                await learn(status, getattr(answer, "headers", {}), time.monotonic())
+                await learn(*read_error(error), time.monotonic())
             raise
         finally:
             _running.reset(token)
-        pace.learn_tokens(response.result)
-        for message in () if call.is_seen else response.result:
-            # The headers may have come with the first token, so the bucket has refilled since.
-            await learn(None, message.response_metadata.get("headers", {}), started_at)
+        for message in response.result:
+            pace.learn_tokens(message)
+            if not call.is_seen:
+                # The headers may have come with the first token, and the bucket refills since.
+                headers = lower_names(message.response_metadata.get("headers"))
+                await learn(None, headers, started_at)
         return response
 
     def _pace_of(self, request: Request) -> _Pace:
@@ -233,7 +216,9 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         pace = self._paces.get(subject)
         if pace is None:
             label = limit_label(f"{provider}/{self._recorder.model_label(model)}")
-            pace = self._paces.setdefault(subject, _Pace(label, subject))
+            second = timedelta(seconds=1)
+            key = CountKey.at(_UNIT, "provider", subject, second, 0, limit=10**6)
+            pace = self._paces.setdefault(subject, _Pace(label, str(key)))
             # The series tells alerts from the start which limits are providers'.
             self._recorder.count(names.PROVIDER_REFUSALS, running_agent(), label, amount=0)
             if getattr(request.model, "max_retries", 0) != 0:
@@ -247,104 +232,78 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
     async def _wait_for_room(self, mode: Mode, pace: _Pace) -> None:
         """Wait until the provider has room for a call, but no longer than a call may wait."""
         agent, started_at = running_agent(), time.monotonic()
-        has_waited, outcome = False, "cancelled"
-        semaphore = semaphore_of(self._client.store, pace.key(_PAUSE))
+        queue = semaphore_of(self._client.store if self._client else self, pace.key)
+        waited, outcome = 0.0, "allowed"
         try:
             with self._recorder.waiting(agent, pace.label):
-                slot = await semaphore.acquire(mode, 1, self._wait)
-                try:
-                    has_waited = slot.waits
-                    while slot.acquired and (seconds := await self._charge(mode, pace)) > 0:
-                        has_waited = True
-                        rest = started_at + self._wait - time.monotonic()
-                        if rest <= 0:
-                            break
-                        await wait_for(mode, min(seconds, rest, LOOKS_AGAIN))
-                finally:
-                    slot.release()
-            outcome = "allowed"
+                charge = partial(self._charge, mode, pace)
+                _, waited = await wait_for_room(queue, mode, charge, self._wait)
+        except BaseException:
+            waited, outcome = time.monotonic() - started_at, "cancelled"
+            raise
         finally:
-            waited = time.monotonic() - started_at if has_waited else 0.0
             self._recorder.record_wait(agent, pace.label, outcome, waited, None)
 
     async def _charge(self, mode: Mode, pace: _Pace) -> float:
         """Charge a call if there is room for it; otherwise return in how many seconds there is."""
-        demands = {unit: pace.demand(unit) for unit in (_PAUSE, *pace.buckets)}
-        before = {**pace.drained_at}
-        if await self._add(mode, pace, demands):
-            # A count never goes back: if it has, the store lost it, and gets it again.
-            for unit, end in before.items():
-                await self._delay(mode, pace, unit, end)
-            return 0.0
-        return max(_MIN_PAUSE, *(pace.level(unit) - room for unit, (_, room) in demands.items()))
+        cost = int(pace.cost * 10**6)
+        room = _ROOM - cost / 10**6
+        # What this process knows still holds if the store does not answer, has lost its counts, or
+        # has a clock that jumps.
+        if pace.level > room:
+            return pace.level - room
+        now = time.monotonic()
+        end = now + pace.level + cost / 10**6
+        if self._client is not None:
+            threshold = Threshold(pace.label, _UNIT, _UNIT, int(_ROOM * 10**6))
+            counters, demand = {_UNIT: CountRef(pace.key)}, Demand({_UNIT: cost}, (threshold,))
+            request = AcquireRequest(uuid4().hex, uuid4().hex, counters, (demand,))
+            result = await self._client.acquire(mode, request)
+            if result is not None:
+                drained_at = now + result.drained_in[_UNIT] / 10**6
+                if not result.admitted[0]:
+                    self._advance(pace, drained_at)
+                    return max(0.001, pace.level - room)  # the clocks may differ a little
+                drained_at += cost / 10**6
+                if end - drained_at > _TOLERANCE:
+                    await self._client.delay(mode, pace.key, end - time.monotonic())
+                end = max(end, drained_at)
+        self._advance(pace, end)
+        return 0.0
 
     async def _learn(
         self, mode: Mode, pace: _Pace, status: int | None, headers: Mapping[str, str], at: float
     ) -> None:
-        """Move the counts forward to what headers say, which was true at a time."""
-        # What an integration calls headers may be something else.
-        items = headers.items() if isinstance(headers, Mapping) else ()
-        headers = {str(name).lower(): str(value) for name, value in items}
-        buckets = read_buckets(headers, pace.buckets)
-        pace.buckets |= buckets
-        ends = {unit: at + bucket.full_in for unit, bucket in buckets.items()}
-        pause = read_pause(headers)
-        if status == _TOO_MANY_REQUESTS:
+        """Move the count forward to what headers say, which was true at a time."""
+        limits, pause = read_limits(headers), read_pause(status, headers)
+        pace.limits |= {unit: limit for unit, (limit, _) in limits.items()}
+        end = at + max((1 - left / limit for limit, left in limits.values()), default=0) * _MINUTE
+        if status == TOO_MANY_REQUESTS:
             self._recorder.count(names.PROVIDER_REFUSALS, running_agent(), pace.label)
-            pause = _UNKNOWN_COST if pause is None else pause
-        if pause is not None and status in (_TOO_MANY_REQUESTS, *_UNAVAILABLE):
-            ends[_PAUSE] = at + pause
-            if _REQUESTS in pace.buckets:
-                # Then the calls come evenly, even if the bucket could be full again.
-                _, room = pace.demand(_REQUESTS)
-                ends[_REQUESTS] = max(at + pause + room, ends.get(_REQUESTS, 0.0))
-        for unit, end in ends.items():
-            await self._delay(mode, pace, unit, end)
-
-    async def _delay(self, mode: Mode, pace: _Pace, unit: str, end: float) -> None:
-        """Move a count forward, so that it is 0 at a time or later."""
-        window = pace.buckets[unit].window if unit in pace.buckets else 0.0
+        if pause is not None:
+            # Then the calls come evenly, even if the bucket could be full again.
+            end = max(end, at + pause + _ROOM)
         seconds = end - time.monotonic()
-        if seconds - pace.level(unit) > _TOLERANCE * window:
-            if not await self._client.delay(mode, pace.key(unit), seconds):
-                await self._own_client.delay(mode, pace.key(unit), seconds)
-            pace.drained_at[unit] = end
+        if seconds - pace.level > (_TOLERANCE if pause is None else 0):
+            self._advance(pace, end)
+            if self._client is not None:
+                await self._client.delay(mode, pace.key, seconds)
 
-    async def _add(
-        self, mode: Mode, pace: _Pace, demands: Mapping[str, tuple[float, float]]
-    ) -> bool:
-        """Add seconds to counts, unless one is higher than its room, and learn what they are."""
-        added = {unit: int(seconds * 10**6) for unit, (seconds, _) in demands.items()}
-        thresholds = tuple(
-            Threshold(pace.label, _SCOPE, unit, int(room * 10**6) + added[unit])
-            for unit, (_, room) in demands.items()
-        )
-        counters = {unit: CountRef(pace.key(unit)) for unit in added}
-        calls = (Demand(added, thresholds),)
-        request = AcquireRequest(uuid4().hex, uuid4().hex, counters, calls)
-        # The store's answer was true at this time at the earliest.
-        asked_at = time.monotonic()
-        result = await self._client.acquire(mode, request)
-        if result is None:
-            result = await self._own_client.acquire(mode, request)
-        assert result is not None  # noqa: S101 - for the type checker: memory always answers
-        charged = result.charged(calls)
-        if result.drained_in.get(_PAUSE):
-            pace.spread_until = asked_at + MINUTE
-        for unit, level in result.drained_in.items():
-            pace.drained_at[unit] = asked_at + (level + charged[unit]) / 10**6
-        return result.admitted[0]
+    def _advance(self, pace: _Pace, end: float) -> None:
+        with self._lock:
+            pace.drained_at = max(pace.drained_at, end)
 
 
 def _on_response(response: Any) -> None:
     call = _running.get()
     if call is not None and not call.mode:
         call.is_seen = True
-        run_sync(call.learn(response.status_code, response.headers, time.monotonic()))
+        headers = lower_names(response.headers)
+        run_sync(call.learn(response.status_code, headers, time.monotonic()))
 
 
 async def _async_on_response(response: Any) -> None:
     call = _running.get()
     if call is not None and call.mode:
         call.is_seen = True
-        await call.learn(response.status_code, response.headers, time.monotonic())
+        await call.learn(response.status_code, lower_names(response.headers), time.monotonic())

@@ -1,119 +1,81 @@
-"""What providers say about their rate limits in the headers of answers and errors.
+"""What providers say about their rate limits in the headers of answers, and in errors.
 
 Anthropic: https://platform.claude.com/docs/en/api/rate-limits, *Response headers*. OpenAI and what
 is compatible: https://platform.openai.com/docs/guides/rate-limits, *Rate limits in headers*. Both
-count requests and tokens in buckets that refill all the time. `retry-after`: RFC 9110, 10.2.3.
-Names of headers are in lower case here.
+count requests and tokens a minute, in buckets that refill all the time. Names of headers are in
+lower case here.
 """
 
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from typing import NamedTuple
 
-MINUTE = 60.0
-"""In how many seconds a bucket refills as long as its provider does not show another time."""
+TOO_MANY_REQUESTS = 429
+_UNAVAILABLE = (503, 529)
 
-_MAX_WINDOW = 600.0
 _MAX_PAUSE = 300.0
-"""The longest pause that a header can ask for, in seconds; after it, a call asks again."""
+"""The longest pause that an error can ask for, in seconds; after it, a call asks again."""
 
-_TELLING_SHARE = 0.1
-"""The share of a bucket that must be used before its reset time shows how fast it refills."""
+_LIMIT = re.compile(
+    r"x-ratelimit-limit-(requests|tokens)"
+    # Anthropic's `tokens` repeats the tighter one of its other two limits on tokens.
+    r"|anthropic-ratelimit-(requests|(?:in|out)put-tokens)-limit"
+)
+_DELAY = re.compile(r"retryDelay\W+([\d.]+)s")
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|d|h|m|s)")
-_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+def lower_names(headers: object) -> dict[str, str]:
+    """Return headers with names in lower case; none if an integration calls something else so."""
+    items = headers.items() if isinstance(headers, Mapping) else ()
+    return {str(name).lower(): str(value) for name, value in items}
 
 
-class Bucket(NamedTuple):
-    """The state of one of a provider's limits.
+def read_error(error: BaseException) -> tuple[int | None, dict[str, str]]:
+    """Return the HTTP status and the headers that a chat model's error shows.
 
-    Attributes:
-        limit: How many requests or tokens it allows in a window, from 1.
-        window: In how many seconds an empty bucket is full, from 1.
-        full_in: In how many seconds it is full, from 0 to `window`.
+    botocore's errors have a dictionary as `response`. Gemini's are the cause of the integration's,
+    have a `code`, and name the pause in their text.
     """
+    for shown in (error, error.__cause__):
+        response = getattr(shown, "response", None)
+        if isinstance(response, Mapping):
+            metadata = response.get("ResponseMetadata", {})
+            return metadata.get("HTTPStatusCode"), lower_names(metadata.get("HTTPHeaders"))
+        for source, name in ((response, "status_code"), (shown, "status_code"), (shown, "code")):
+            status = getattr(source, name, None)
+            if isinstance(status, int):
+                delay = _DELAY.search(str(shown))
+                headers = {"retry-after": delay[1]} if delay else {}
+                return status, headers | lower_names(getattr(response, "headers", None))
+    return None, {}
 
-    limit: int
-    window: float
-    full_in: float
 
+def read_limits(headers: Mapping[str, str]) -> dict[str, tuple[float, float]]:
+    """Return each limit and what is left of it, by what it counts: `requests`, `total_tokens`, ….
 
-def read_buckets(headers: Mapping[str, str], known: Mapping[str, Bucket]) -> dict[str, Bucket]:
-    """Return the limits that headers name, by what they count: `requests`, `input-tokens`, ….
-
-    What cannot be read is left out, and what is not known and hardly used. So are limits that
-    refill in more than ten minutes, such as those of a day, because no call can wait for them.
-
-    Args:
-        headers: The headers of an answer or an error.
-        known: What earlier headers have said, by what it counts.
+    What cannot be read is left out.
     """
-    texts: dict[str, dict[str, str]] = {}
-    for name, value in headers.items():
-        provider, _, rest = name.partition("ratelimit-")
-        unit, _, part = rest.rpartition("-")
-        if provider == "x-":
-            part, _, unit = rest.partition("-")
-        if provider in ("x-", "anthropic-") and re.fullmatch(r"requests|([a-z]+-)?tokens", unit):
-            texts.setdefault(unit, {})[part] = value
-    if "input-tokens" in texts:
-        # Anthropic repeats the tighter one of two limits under this name.
-        texts.pop("tokens", None)
-    buckets = {}
-    for unit, parts in texts.items():
-        limit, remaining = (_number(parts.get(part, "")) for part in ("limit", "remaining"))
-        if not limit or remaining is None or not 1 <= limit < 2**53 or remaining > limit:
-            continue
-        used, seconds = 1 - remaining / limit, _seconds(parts.get("reset", ""), headers)
-        if unit not in known and used < _TELLING_SHARE:
-            # As long as so much is left, the limit need not be kept.
-            continue
-        window = known[unit].window if unit in known else MINUTE
-        if seconds is not None and used >= _TELLING_SHARE:
-            # Times may be whole seconds: it is a minute if one second makes the difference.
-            is_minute = abs(seconds - used * MINUTE) <= 1
-            window = MINUTE if is_minute else max(1.0, seconds / used)
-        if window <= _MAX_WINDOW:
-            buckets[unit] = Bucket(int(limit), window, used * window)
-    return buckets
+    limits = {}
+    for name, text in headers.items():
+        if match := _LIMIT.fullmatch(name):
+            unit = (match[1] or match[2]).replace("-", "_")
+            limit = _number(text)
+            left = _number(headers.get(name.replace("-limit", "-remaining"), ""))
+            if limit is not None and left is not None and max(1, left) <= limit < 2**53:
+                limits["total_tokens" if unit == "tokens" else unit] = limit, left
+    return limits
 
 
-def read_pause(headers: Mapping[str, str]) -> float | None:
-    """Return for how many seconds nothing should be sent, at most 300; `None` if nothing says it.
-
-    Args:
-        headers: The headers of an error.
-    """
-    seconds = _seconds(headers.get("retry-after", ""), headers)
-    milliseconds = _number(headers.get("retry-after-ms", ""))
-    if milliseconds is not None:
-        seconds = milliseconds / 1000
-    return None if seconds is None else min(seconds, _MAX_PAUSE)
-
-
-def _seconds(text: str, headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of a number, a duration such as `6m0s`, or the time until a date."""
-    parts = _DURATION.findall(text)
-    if parts and not _DURATION.sub("", text):
-        return sum(float(amount) * _SECONDS[unit] for amount, unit in parts)
-    # The clocks may disagree, so the date is compared with the provider's own.
-    end, now = _date(text), _date(headers.get("date", ""))
-    return max(0.0, (end - now).total_seconds()) if end and now else _number(text)
+def read_pause(status: int | None, headers: Mapping[str, str]) -> float | None:
+    """Return for how many seconds nothing should be sent, at most 300; `None` for no pause."""
+    seconds = _number(headers.get("retry-after", ""))
+    if status == TOO_MANY_REQUESTS or (status in _UNAVAILABLE and seconds is not None):
+        return min(seconds or 0.0, _MAX_PAUSE)
+    return None
 
 
 def _number(text: str) -> float | None:
     with suppress(ValueError):
         number = float(text)
         return number if number >= 0 else None  # `None` for NaN, too
-    return None
-
-
-def _date(text: str) -> datetime | None:
-    for parse in (datetime.fromisoformat, parsedate_to_datetime):
-        with suppress(ValueError):
-            date = parse(text)
-            return date if date.tzinfo else date.replace(tzinfo=UTC)
     return None

@@ -101,14 +101,12 @@ class StoreClient:
             uses = {usage.key: usage for usage in usages if usage is not None}
         return uses  # noqa: RET504 - the same
 
-    async def delay(self, mode: Mode, key: str, seconds: float) -> bool:
-        """Have a smooth count drain in some seconds or later; return whether the store answered."""
-        store, is_done = self.store, False
+    async def delay(self, mode: Mode, key: str, seconds: float, burst: int = 0) -> None:
+        """Have a smooth count admit nothing for some seconds, if the store answers."""
+        store = self.store
         assert isinstance(store, RateLimiting)  # noqa: S101 - for the type checker: it has the method
         with self._asking("delay"):
-            await call_variant(mode, store.delay, store.adelay, key, seconds)
-            is_done = True
-        return is_done  # noqa: RET504 - without an answer it is false
+            await call_variant(mode, store.delay, store.adelay, key, seconds, burst=burst)
 
     async def reset(self, mode: Mode, keys: Sequence[str]) -> None:
         """Reset the counts of keys, after the corrections of them that wait."""

@@ -1,13 +1,14 @@
 """LangChain's rate limiter, shared through a store."""
 
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple, cast
 from uuid import UUID, uuid4
 
 from langchain_core.callbacks import BaseCallbackHandler
@@ -24,14 +25,11 @@ from langchain_quota.core.admission import (
     Demand,
     Threshold,
 )
+from langchain_quota.core.provider_limits import read_error, read_pause
 from langchain_quota.limits.options import MODEL, TOTAL_TOKENS
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.runtime.arguments import (
-    validate_count,
-    validate_name,
-    validate_sync_function,
-)
-from langchain_quota.runtime.semaphores import LOOKS_AGAIN, semaphore_of
+from langchain_quota.runtime.arguments import validate_count, validate_name
+from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Semaphore, semaphore_of
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync, wait_for
 from langchain_quota.stores.keys import (
     CountKey,
@@ -49,9 +47,6 @@ _FOREVER = 1e9
 """Longer than any process lives, in seconds."""
 _MAX_CALLS = 10_000
 """For how many running calls a limiter remembers what they have reserved."""
-
-Reserve: TypeAlias = Callable[[Sequence[BaseMessage]], int]
-"""A function that gives the tokens of a call's messages."""
 
 
 class RateLimiting:
@@ -93,16 +88,17 @@ class RateLimiting:
         requests: int | None = None,
         tokens: int | None = None,
         burst: int = 1,
-        reserve: int | Reserve = count_tokens_approximately,
+        reserve: int | None = None,
     ) -> "RateLimiter":
         """Return a rate limiter for chat models, shared by all that use the store.
 
-        Give it to a model as `rate_limiter=limiter`, and with `tokens` as `callbacks=[limiter]`,
-        too. Calls are spread evenly over the window. Those of one process are admitted in the order
-        in which they come. A call waits until there is room for all, and is charged nothing before.
-        Only limiters with the same name, numbers and window share a count. A call that cannot ask
-        the store raises `QuotaStoreError`, and does not reach the model. A call that is cancelled
-        while the store answers may be counted.
+        Give it to a model as `rate_limiter=limiter` and as `callbacks=[limiter]`: then it counts
+        tokens, and waits as long as a provider's error 429 asks for. Calls are spread evenly over
+        the window. Those of one process are admitted in the order in which they come. A call waits
+        until there is room for all, and is charged nothing before. Only limiters with the same
+        name, numbers and window share a count. A call that cannot ask the store raises
+        `QuotaStoreError`, and does not reach the model. A call that is cancelled while the store
+        answers may be counted.
 
         Args:
             name: What is limited, 1 to 64 printable characters.
@@ -111,9 +107,10 @@ class RateLimiting:
             tokens: How many tokens, of prompts and answers, a window has, from 1; `None` for no
                 limit. All of them may be used at once after a pause.
             burst: How many calls may come at once after a pause, from 1 and at most `requests`.
-            reserve: How many tokens a call reserves until it ends, or a function of its messages.
-                Then the tokens that the model reports replace them; those above delay later calls.
-                A call that fails, or whose model reports nothing, is charged its reserve.
+            reserve: How many tokens a call reserves until it ends; by default LangChain's estimate
+                of its prompt. Then the tokens that the model reports replace them; those above
+                delay later calls. A call that fails, or whose model reports nothing, is charged its
+                reserve.
 
         Raises:
             TypeError: An argument has the wrong type.
@@ -131,13 +128,9 @@ class RateLimiting:
             raise ValueError("name must not be empty")
         if requests is None and tokens is None:
             raise ValueError("give the limiter requests=, tokens=, or both")
-        if tokens is not None and not callable(reserve):
-            validate_count("reserve", reserve, least=1, what="a whole number or a function")
-        validate_sync_function("reserve", reserve, "messages")
-        if callable(getattr(self, "prefix", None)):
-            raise ValueError(  # noqa: TRY004 - it is no wrong type
-                "the prefix of this store is a function: make a store whose prefix is a string"
-            )
+        if reserve is not None:
+            validate_count("reserve", reserve, least=1)
+        check_fixed_prefix(self)
         rates: dict[str, _Rate] = {}
         for counter, limit, most in ((MODEL, requests, burst), (TOTAL_TOKENS, tokens, tokens)):
             if limit is not None:
@@ -145,11 +138,18 @@ class RateLimiting:
                 validate_count(argument, limit, least=1)
                 quota = Quota(limit, per="global", window=window, smooth=True, burst=most)
                 key = CountKey.at(counter, _SCOPE, name, quota.period, 0, limit=limit)
-                rates[counter] = _Rate(str(key), most or limit, key.window or 1)
-        limiter = RateLimiter(self, name, rates, reserve)
-        if tokens is not None and not callable(reserve):
-            limiter.check_reserve(reserve)
-        return limiter
+                lease = key.window if counter == TOTAL_TOKENS else None
+                rates[counter] = _Rate(str(key), most or limit, lease)
+        return RateLimiter(self, name, rates, reserve)
+
+
+def check_fixed_prefix(store: object) -> None:
+    """Raise a `ValueError` if the prefix of a store is a function of the run."""
+    if callable(getattr(store, "prefix", None)):
+        raise ValueError(  # noqa: TRY004 - it is no wrong type
+            "the prefix of this store is a function: give a store whose prefix is a string, such "
+            "as the name of the account at the provider"
+        )
 
 
 def _delay_time(key: str, seconds: float, burst: int) -> int:
@@ -159,12 +159,38 @@ def _delay_time(key: str, seconds: float, burst: int) -> int:
     return math.ceil(max(0.0, seconds) * 10**6) + drain_time(key, burst)
 
 
+async def wait_for_room(
+    queue: Semaphore, mode: Mode, charge: Callable[[], Awaitable[float]], seconds: float
+) -> tuple[bool, float]:
+    """Wait until a call is charged; return whether it was in time, and how long it waited.
+
+    Args:
+        queue: The calls of this process that wait for the same room.
+        mode: The mode of the call.
+        charge: Charges the call if there is room for it, and returns the seconds until there is.
+        seconds: How long the call may wait.
+    """
+    started_at = time.monotonic()
+    slot = await queue.acquire(mode, 1, seconds)
+    has_waited, missing = slot.waits, math.inf
+    try:
+        while slot.acquired and (missing := await charge()) > 0:
+            rest = started_at + seconds - time.monotonic()
+            if rest <= 0:
+                break
+            has_waited = True
+            await wait_for(mode, min(missing, rest, LOOKS_AGAIN))
+    finally:
+        slot.release()
+    return missing <= 0, time.monotonic() - started_at if has_waited else 0.0
+
+
 class _Rate(NamedTuple):
-    """A count that drains, the most that may come at once, and its window in seconds."""
+    """A count that drains, the most that may come at once, and how long a call can be settled."""
 
     key: str
     burst: int
-    window: int
+    lease: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +198,7 @@ class _Call:
     """A model call that has started: what it reserves, and by which request in which mode."""
 
     limiter: "RateLimiter"
-    reserve: int
+    reserve: int = 0
     is_new: bool = True
     request: str = ""
     mode: Mode = ""
@@ -185,16 +211,19 @@ _started: ContextVar[Sequence[_Call]] = ContextVar("langchain_quota_started_call
 class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
     """A rate limiter of LangChain, which `store.rate_limiter` makes.
 
-    As a callback handler of the same model it learns how many tokens a call needs and has used.
+    As a callback handler of the same model it learns how many tokens a call needs and has used, and
+    how long its provider wants no calls.
     """
 
     run_inline = raise_error = True
     ignore_chain = ignore_agent = ignore_retriever = ignore_retry = ignore_custom_event = True
 
     def __init__(
-        self, store: RateLimiting, name: str, rates: Mapping[str, _Rate], reserve: int | Reserve
+        self, store: RateLimiting, name: str, rates: Mapping[str, _Rate], reserve: int | None
     ) -> None:
         self._store, self._name, self._rates, self._reserve = store, name, rates, reserve
+        if reserve is not None:
+            self._check_reserve(reserve)
         self._calls: OrderedDict[UUID, _Call] = OrderedDict()
 
     def acquire(self, *, blocking: bool = True) -> bool:
@@ -219,15 +248,15 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
         run_id: UUID,
         **_: object,
     ) -> None:
-        """Note how many tokens a call reserves."""
+        """Note that a call starts, and how many tokens it reserves."""
+        call = self._calls[run_id] = _Call(self)
         if TOTAL_TOKENS in self._rates:
             sent = [message for prompt in messages for message in prompt]
-            reserve = self._reserve(sent) if callable(self._reserve) else self._reserve
-            call = self._calls[run_id] = _Call(self, max(1, reserve))
-            if len(self._calls) > _MAX_CALLS:
-                # LangChain tells nobody of the end of a call that is cancelled.
-                self._calls.popitem(last=False)
-            _started.set([*(earlier for earlier in _started.get() if earlier.is_new), call])
+            call.reserve = self._reserve or max(1, count_tokens_approximately(sent))
+        if len(self._calls) > _MAX_CALLS:
+            # LangChain tells nobody of the end of a call that is cancelled.
+            self._calls.popitem(last=False)
+        _started.set([*(earlier for earlier in _started.get() if earlier.is_new), call])
 
     async def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: object) -> None:
         """Replace what a call has reserved by the tokens that its model reports."""
@@ -238,11 +267,20 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
         call.is_new = False
         messages = [getattr(each[0], "message", None) for each in response.generations if each]
         usages = [usage for each in messages if (usage := getattr(each, "usage_metadata", None))]
-        if call.request and usages:
+        if call.reserve and call.request and usages:
             used = sum(usage["total_tokens"] for usage in usages)
             amounts = {self._rates[TOTAL_TOKENS].key: used}
             settled = Correction(run_id.hex, amounts, settles=call.request)
             await self._client.settle(call.mode, AcquireRequest("", "", corrections=(settled,)))
+
+    async def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
+        """Let no call begin before the time that a provider's error names."""
+        call = self._calls.pop(run_id, _Call(self))
+        call.is_new = False
+        pause = read_pause(*read_error(error))
+        if call.request and pause is not None:
+            for rate in self._rates.values():
+                await self._client.delay(call.mode, rate.key, pause, burst=rate.burst)
 
     @cached_property
     def _client(self) -> "StoreClient":
@@ -251,9 +289,9 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
 
         return StoreClient(cast("QuotaStore", self._store), recorder_of(None))
 
-    def check_reserve(self, reserve: int) -> None:
+    def _check_reserve(self, reserve: int) -> None:
         """Raise a `ValueError` if there are never so many tokens together."""
-        most = self._rates[TOTAL_TOKENS].burst
+        most = self._rates[TOTAL_TOKENS].burst if TOTAL_TOKENS in self._rates else reserve
         if reserve > most:
             raise ValueError(
                 f"reserve is {reserve:,} tokens, and limiter {self._name!r} never has more than "
@@ -261,31 +299,20 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
             )
 
     async def _acquire(self, mode: Mode, *, blocking: bool) -> bool:
-        seconds = _FOREVER if blocking else 0
-        call = _Call(self, 0)
+        new = (call for call in reversed(_started.get()) if call.is_new and call.limiter is self)
+        call = next(new, _Call(self))
+        call.is_new = False
         if TOTAL_TOKENS in self._rates:
-            new = (
-                each for each in reversed(_started.get()) if each.is_new and each.limiter is self
-            )
-            noted = next(new, None)
-            if noted is None:
+            if not call.reserve:
                 raise RuntimeError(
                     "this limiter counts tokens, and LangChain tells only callbacks of them: give "
                     "the model rate_limiter=limiter and callbacks=[limiter]"
                 )
-            call, noted.is_new = noted, False
-            self.check_reserve(call.reserve)
-        queue = next(iter(self._rates.values())).key
-        slot = await semaphore_of(self._store, queue).acquire(mode, 1, seconds)
-        try:
-            while slot.acquired:
-                lacks = await self._lacks(mode, call)
-                if lacks <= 0 or not blocking:
-                    return lacks <= 0
-                await wait_for(mode, min(lacks, LOOKS_AGAIN))
-            return False
-        finally:
-            slot.release()
+            self._check_reserve(call.reserve)
+        queue = semaphore_of(self._store, next(iter(self._rates.values())).key)
+        charge = partial(self._lacks, mode, call)
+        is_admitted, _ = await wait_for_room(queue, mode, charge, _FOREVER if blocking else 0)
+        return is_admitted
 
     async def _lacks(self, mode: Mode, call: _Call) -> float:
         """Count a call if there is room; else in how many seconds there is."""
@@ -294,15 +321,14 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
             Threshold(_SCOPE, _SCOPE, name, rate.burst) for name, rate in self._rates.items()
         )
         counters = {
-            name: CountRef(rate.key, lease=rate.window if name == TOTAL_TOKENS else None)
-            for name, rate in self._rates.items()
+            name: CountRef(rate.key, lease=rate.lease) for name, rate in self._rates.items()
         }
         demands = (Demand(amounts, tuple(thresholds)),)
         request = AcquireRequest(uuid4().hex, uuid4().hex, counters, demands)
         result = await call_variant(mode, self._store.acquire, self._store.aacquire, request)
         if result.admitted[0]:
             call.request, call.mode = request.idempotency_key, mode
-            return 0
+            return 0.0
         return max(
             seconds_until_room(rate.key, result.drained_in[name], rate.burst - amounts[name])
             for name, rate in self._rates.items()
