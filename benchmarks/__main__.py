@@ -12,6 +12,7 @@ from benchmarks import (
     decisions,
     footprint,
     importing,
+    pace,
     per_step,
     postgres_acquire,
     redis_acquire,
@@ -35,6 +36,7 @@ BENCHMARKS = {
     "workers": workers.measure,
     "redis": redis_acquire.measure,
     "postgres": postgres_acquire.measure,
+    "pace": pace.measure,
     "memory": footprint.measure,
     "import": importing.measure,
 }
@@ -68,7 +70,7 @@ HOW = """\
 
 `make bench` measures all set-ups in turn and writes this page. It also prints runs of 3 and 60
 steps, instructions, other checkpointers, budgets, decisions, scrapes, workers, stores, memory and
-imports, and which targets are met. Run nothing else on the machine for these 20 minutes.
+imports, and which targets are met. Run nothing else on the machine for these 30 minutes.
 `make bench ARGS="--quick --only steps"` tries one part.
 
 Machine: {machine}

@@ -18,6 +18,7 @@ class Size:
         requests: How often a store is asked.
         worker_threads: How many threads each of several workers has when they are scraped.
         remembered: How many threads, counts and requests are kept when their memory is measured.
+        minutes: How many minutes a provider's pace is kept.
         counts_instructions: Whether callgrind counts, where it is found; it takes some minutes.
     """
 
@@ -31,6 +32,7 @@ class Size:
     requests: int
     worker_threads: int
     remembered: int
+    minutes: int
     counts_instructions: bool
 
 
@@ -45,6 +47,7 @@ FULL = Size(
     requests=2_000,
     worker_threads=5_000,
     remembered=5_000,
+    minutes=5,
     counts_instructions=True,
 )
 
@@ -59,5 +62,6 @@ QUICK = Size(
     requests=100,
     worker_threads=500,
     remembered=1_000,
+    minutes=1,
     counts_instructions=False,
 )
