@@ -272,7 +272,7 @@ async def test_a_bug_is_no_outage(
 
     broken = BrokenStore()
     broken.error = error
-    monkeypatch.setattr("langchain_quota.stores.redis.ScriptCall.arguments", buggy)
+    monkeypatch.setattr("langchain_quota.stores.redis.write_acquire", buggy)
     for store in (broken, nobody):
         scene = scene_of(signals, asking("search"), per_user(), store=store, outage="allow")
         with pytest.raises(error, match="no use"):

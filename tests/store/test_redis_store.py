@@ -519,7 +519,7 @@ class TestOddReplies:
             await store.aclose()
         (record,) = (each for each in caplog.records if "unreadable" in each.getMessage())
         assert record.exc_info is not None
-        assert "in result" in "".join(traceback.format_exception(record.exc_info[1]))
+        assert "in read_result" in "".join(traceback.format_exception(record.exc_info[1]))
 
     def test_what_the_script_cannot_have_said(self, redis_server: RedisServer) -> None:
         """A text that is nearly a result is none, nor are numbers that are nearly counts."""

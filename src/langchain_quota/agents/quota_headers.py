@@ -25,7 +25,7 @@ from langchain_quota.runtime.arguments import (
     validate_type,
 )
 from langchain_quota.runtime.units import PER_BASE_UNIT, Unit
-from langchain_quota.stores.expiring_dict import ExpiringDict
+from langchain_quota.stores.counts import ExpiringDict
 from langchain_quota.telemetry.page import Message, Receive, Send
 
 _Headers = list[tuple[bytes, bytes]]
@@ -162,7 +162,7 @@ class QuotaHeadersMiddleware:
         limits = None if is_fresh else self._cache.get(name, now)
         if limits is None:
             limits = await self._read(subject) if subject else ([], None)
-            self._cache.remember(name, limits, 1, now)
+            self._cache.put(name, limits, now + 1, now)
         return limits
 
     async def _read(self, subject: Mapping[str, Id]) -> _Limits:

@@ -21,7 +21,7 @@ from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
 from langchain_quota.runtime.units import UNIT_LABELS, Dollars, Time, exact_amount
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.client import StoreClient
-from langchain_quota.stores.common import added_to
+from langchain_quota.stores.counts import added_to
 from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import CountKey, check_prefix
 from langchain_quota.telemetry.receipts import Receipt

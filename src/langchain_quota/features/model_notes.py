@@ -19,7 +19,7 @@ from langchain_quota.middleware.state import State, ledger, run_tools, thread_to
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.runtime.units import Level, as_dollars, as_time, level
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.common import added_to
+from langchain_quota.stores.counts import added_to
 
 LAST_CALL = (
     "This is the last model call of this budget: no tool can be called any more. "

@@ -190,7 +190,7 @@ local function frozen_counters()
   for i = 1, #ask.counters / 8 do
     local key = KEYS[of_counter(i)] or ''
     local dimension, subject = string.match(key, '^{[^}]*}:count:[^:]*:([^:]+):([^:]*)')
-    -- As freezes_of() in keys.py.
+    -- As frozen_counters() in keys.py.
     if dimension and dimension ~= 'concurrency' and dimension ~= 'rate_limiter'
       and (names['::'] or names[':' .. dimension .. ':' .. subject]) then
       frozen[i] = true

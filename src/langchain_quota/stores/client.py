@@ -17,9 +17,8 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correc
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, call_variant, fork_safe_lock, run_sync
 from langchain_quota.stores import QuotaStore, QuotaUsage
-from langchain_quota.stores.common import keys_of
 from langchain_quota.stores.corrections import MAX_PENDING, CorrectionQueue
-from langchain_quota.stores.keys import prefix_of
+from langchain_quota.stores.keys import keys_of, prefix_of
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.rate_limiter import RateLimiting
 from langchain_quota.stores.server import ServerStore

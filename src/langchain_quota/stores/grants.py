@@ -12,7 +12,7 @@ from uuid import uuid4
 from langchain_quota.limits.options import MODEL, UNITS, whole_amount
 from langchain_quota.limits.quotas import CalendarWindow, parse_window
 from langchain_quota.runtime.arguments import validate_type
-from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
+from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.runtime.units import (
     MAX_DOLLARS,
     NANODOLLARS,
@@ -24,13 +24,13 @@ from langchain_quota.runtime.units import (
     in_base_unit,
 )
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.common import idle_time
 from langchain_quota.stores.keys import (
     FREEZES,
     CountKey,
+    check_keys,
+    idle_time,
     read_emission_interval,
     unit_of,
-    window_end,
 )
 
 MAX_TEXT = 1000
@@ -93,11 +93,31 @@ class Grant:
 
 
 class SupportsGrants(ABC):
-    """A store that gives grants: it says how they are kept; what is asked is checked here."""
+    """A store that gives grants: what is asked is checked here; a subclass says how it is kept."""
 
     _idle: int
     clock: Callable[[], float] = time.time
     """The time, in seconds since the Unix epoch."""
+
+    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
+        """Return what is counted under keys, in their order; `None` where nothing is."""
+        check_keys(keys)
+        return run_sync(self._peek("", keys))
+
+    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
+        """`peek`, without blocking the event loop."""
+        check_keys(keys)
+        return await self._peek("a", keys)
+
+    def reset(self, keys: Sequence[str]) -> None:
+        """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
+        check_keys(keys, of_counts=True)
+        run_sync(self._reset("", keys))
+
+    async def areset(self, keys: Sequence[str]) -> None:
+        """`reset`, without blocking the event loop."""
+        check_keys(keys, of_counts=True)
+        await self._reset("a", keys)
 
     def grant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -138,8 +158,7 @@ class SupportsGrants(ABC):
             ValueError: An argument is out of bounds, no count can have the key, or the grant would
                 have ended already.
         """
-        grant = self._validated_grant(key, amount, window, until, reason, by, id)
-        return run_sync(self._give("", grant, is_begun=window == ""))
+        return run_sync(self._give("", key, amount, window, until, reason, by, id))
 
     async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -153,8 +172,7 @@ class SupportsGrants(ABC):
         id: str | None = None,  # noqa: A002 - as the field is called
     ) -> Grant:
         """`grant`, without blocking the event loop."""
-        grant = self._validated_grant(key, amount, window, until, reason, by, id)
-        return await self._give("a", grant, is_begun=window == "")
+        return await self._give("a", key, amount, window, until, reason, by, id)
 
     def revoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
         """End a grant now. What was used with it stays counted.
@@ -228,37 +246,6 @@ class SupportsGrants(ABC):
             _log("thawed", replace(ended, by=by))
         return ended
 
-    def _validated_grant(  # noqa: PLR0913, PLR0917 - those of `grant`
-        self,
-        key: str,
-        amount: Dollars | Time,
-        window: timedelta | str | CalendarWindow | None,
-        until: datetime | None,
-        reason: str,
-        by: str,
-        name: str | None,
-    ) -> Grant:
-        """Return the requested grant with its end."""
-        name = uuid4().hex if name is None else name
-        _check_texts(key=key, reason=reason, by=by, id=name)
-        if not name:
-            raise ValueError("id must not be empty: leave it out for a new one")
-        now, counted = self.clock(), self._counted(key, window)
-        if read_emission_interval(counted):
-            raise ValueError(
-                f"a smooth quota takes no grants: raise its limit or its burst, not {counted!r}"
-            )
-        _check_until(until)
-        unit = unit_of(counted)
-        whole = whole_amount(unit, "amount", amount)
-        if not 0 < whole <= MAX_AMOUNT:
-            maximum = format_amount(MAX_AMOUNT, unit)
-            raise ValueError(f"amount must be above 0, and at most {maximum}, not {amount!r}")
-        grant = Grant(counted, whole, name, in_utc(now), until, reason, by)
-        ends = [end for end in (grant.ends, window_end(counted)) if end is not None]
-        last = math.ceil(now) + idle_time(counted, self._idle)
-        return replace(grant, until=in_utc(min(ends, default=last)))
-
     def _counted(self, text: str, window: timedelta | str | CalendarWindow | None) -> str:
         """Return the key of a count; if a window is given, of the present one."""
         key = CountKey.parse(text)
@@ -270,12 +257,10 @@ class SupportsGrants(ABC):
         return str(CountKey.at(*values, self.clock(), prefix=key.prefix))
 
     @abstractmethod
-    def peek(self, keys: Sequence[str]) -> Sequence[QuotaUsage | None]:
-        """Return what is counted under each key; see `QuotaStore`."""
+    async def _peek(self, mode: Mode, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]: ...
 
     @abstractmethod
-    async def apeek(self, keys: Sequence[str]) -> Sequence[QuotaUsage | None]:
-        """`peek`, without blocking the event loop."""
+    async def _reset(self, mode: Mode, keys: Sequence[str]) -> None: ...
 
     @abstractmethod
     def _active_grants(self, pattern: str) -> list[Grant]:
@@ -289,21 +274,49 @@ class SupportsGrants(ABC):
     async def _revoke(self, mode: Mode, key: str, name: str) -> Grant | None:
         """End a grant and return it; `None` if there is none."""
 
-    async def _give(self, mode: Mode, grant: Grant, *, is_begun: bool) -> Grant:
-        key = CountKey.parse(grant.key)
+    async def _give(  # noqa: PLR0913, PLR0917 - those of `grant`
+        self,
+        mode: Mode,
+        text: str,
+        amount: Dollars | Time,
+        window: timedelta | str | CalendarWindow | None,
+        until: datetime | None,
+        reason: str,
+        by: str,
+        name: str | None,
+    ) -> Grant:
+        name = uuid4().hex if name is None else name
+        _check_texts(key=text, reason=reason, by=by, id=name)
+        if not name:
+            raise ValueError("id must not be empty: leave it out for a new one")
+        now, counted = self.clock(), self._counted(text, window)
+        if read_emission_interval(counted):
+            raise ValueError(
+                f"a smooth quota takes no grants: raise its limit or its burst, not {counted!r}"
+            )
+        _check_until(until)
+        key = CountKey.parse(counted)
+        whole = whole_amount(key.unit, "amount", amount)
+        if not 0 < whole <= MAX_AMOUNT:
+            maximum = format_amount(MAX_AMOUNT, key.unit)
+            raise ValueError(f"amount must be above 0, and at most {maximum}, not {amount!r}")
+        grant = Grant(counted, whole, name, in_utc(now), until, reason, by)
+        ends = [end for end in (grant.ends, key.ends) if end is not None]
+        last = math.ceil(now) + idle_time(counted, self._idle)
+        grant = replace(grant, until=in_utc(min(ends, default=last)))
         counter = f"{MODEL}.{_NAMES.get(key.counter, key.counter)}"
         # A tool may have such a name, too.
-        if counter in UNITS or (is_begun and key.window is None):
-            [use] = await call_variant(mode, self.peek, self.apeek, [grant.key])
+        if counter in UNITS or (window == "" and key.window is None):
+            [use] = await self._peek(mode, [counted])
             if use is None:
                 remedy = "give the quota's window, window=quota.period, or window=None for none"
                 if counter in UNITS:
                     remedy = f"write {str(replace(key, counter=counter))!r}"
-                raise ValueError(f"nothing is counted under {grant.key!r}: {remedy}")
+                raise ValueError(f"nothing is counted under {counted!r}: {remedy}")
         stored, is_new = await self._grant(mode, grant)
         if stored is None:
-            when = "" if grant.until is None else f" after {grant.until.isoformat()}"
-            raise ValueError(f"nothing can be granted under {grant.key!r}{when}: that time is over")
+            when = f" after {grant.until.isoformat()}" if grant.until else ""
+            raise ValueError(f"nothing can be granted under {counted!r}{when}: that time is over")
         if is_new:
             _log("granted", stored)
         return stored

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from functools import lru_cache
@@ -12,10 +12,13 @@ from urllib.parse import quote, unquote
 
 from langchain_core.runnables import RunnableConfig
 
+from langchain_quota.core.admission import AcquireRequest, CountRef
+from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.limits.options import UNITS
 from langchain_quota.limits.quotas import CalendarWindow, around
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.units import Unit
+from langchain_quota.stores import ROOT_RUN_IDLE, RUN_IDLE
 
 Prefix: TypeAlias = str | Callable[[Any, Any], str]
 """What all keys of a store begin with, or a function of state and runtime that returns it."""
@@ -23,6 +26,7 @@ Prefix: TypeAlias = str | Callable[[Any, Any], str]
 MAX_LENGTH = 64
 """The longest value that a key has unchanged, in characters after encoding."""
 
+_IDLE_AT_MOST = {RUN: RUN_IDLE, ROOT_RUN: ROOT_RUN_IDLE}
 _SHORTENED = 40
 _SAFE = ",@"  # beside letters, digits and _.-~: tools that share a count, and addresses
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -69,7 +73,8 @@ class CountKey:
             raise ValueError(f"window={self.window!r} cannot be used with index={self.index!r}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be 1 or more, not {self.window!r}")
-        timezone(timedelta(seconds=self.offset or 0))  # else it is too large
+        if self.offset:
+            timezone(timedelta(seconds=self.offset))  # else it is too large
 
     @classmethod
     def at(  # noqa: PLR0913 - the parts of a key
@@ -105,18 +110,21 @@ class CountKey:
         )
         if match is None:
             raise ValueError(no_key)
-        *values, window, index, offset, limit = match.groups()
+        groups = match.groups()
         try:
             prefix, counter, dimension, subject = (
-                unquote(value or "", errors="surrogatepass") for value in values
+                unquote(value or "", errors="surrogatepass") for value in groups[:4]
             )
         except UnicodeDecodeError as error:
             raise ValueError(no_key) from error
-        if window is None:
-            return cls(counter, dimension, subject, prefix=prefix)
-        numbers = (None if group is None else int(group) for group in (index, offset, limit))
-        of = int(window), next(numbers), prefix, next(numbers), next(numbers)
-        return cls(counter, dimension, subject, *of)
+        numbers = (None if group is None else int(group) for group in groups[4:])
+        window, index, offset, limit = numbers
+        return cls(counter, dimension, subject, window, index, prefix, offset, limit)
+
+    @property
+    def unit(self) -> Unit:
+        """What is counted."""
+        return UNITS.get(self.counter, "calls")
 
     @property
     def ends(self) -> int | None:
@@ -165,19 +173,26 @@ def window_end(text: str) -> int | None:
     return key.ends if key else None
 
 
+def _draining(text: str | None) -> CountKey | None:
+    """Return the key of a count that drains, by its text; `None` for any other."""
+    key = parsed(text) if text and "~" in text else None
+    return key if key and key.limit else None
+
+
 def read_emission_interval(text: str | None) -> int:
     """Return the microseconds in which a count drains by one; 0 for a count that does not."""
-    key = parsed(text) if text and "~" in text else None
+    key = _draining(text)
     # Rounded up: the rate is never higher than the limit says.
-    return -(-(key.window or 0) * 10**6 // key.limit) if key and key.limit else 0
+    return -(-(key.window or 0) * 10**6 // (key.limit or 1)) if key else 0
 
 
 def drain_time(text: str | None, amount: int) -> int:
     """Return the microseconds in which an amount drains; the amount if its count does not drain."""
-    interval = read_emission_interval(text)
-    key = parsed(text) if text and interval else None
-    if key is None or _unit(key) == "calls":
-        return amount * (interval or 1)
+    key = _draining(text)
+    if key is None:
+        return amount
+    if key.unit == "calls":
+        return amount * read_emission_interval(text)
     # Each call is rounded up once. If each token were, large limits would not be reached.
     microseconds = -(-abs(amount) * (key.window or 0) * 10**6 // (key.limit or 1))
     return microseconds if amount > 0 else -microseconds
@@ -185,10 +200,11 @@ def drain_time(text: str | None, amount: int) -> int:
 
 def drained_amount(text: str | None, microseconds: int) -> int:
     """Return the amount that drains in a time; the number itself if its count does not drain."""
-    interval = read_emission_interval(text)
-    key = parsed(text) if text and interval else None
-    if key is None or _unit(key) == "calls":
-        return -(-microseconds // (interval or 1))
+    key = _draining(text)
+    if key is None:
+        return microseconds
+    if key.unit == "calls":
+        return -(-microseconds // read_emission_interval(text))
     # Rounded down, because the time was rounded up.
     return microseconds * (key.limit or 0) // ((key.window or 1) * 10**6)
 
@@ -201,29 +217,60 @@ def seconds_until_room(key: str | None, drained_in: float, room: int) -> float:
 def unit_of(text: str) -> Unit:
     """Return the unit of a count, by the text of its key."""
     key = parsed(text)
-    return _unit(key) if key else "calls"
-
-
-def _unit(key: CountKey) -> Unit:
-    return UNITS.get(key.counter, "calls")
+    return key.unit if key else "calls"
 
 
 def dimension_of(key: str) -> str:
     """Return for whom a key counts, from its text; empty if it is no key of a count."""
-    return key.partition(":")[2].partition(":")[0]
+    return f"{key}::".split(":", 2)[1]
+
+
+def idle_time(key: str, idle: int) -> int:
+    """Return how long the count of a key is kept without a charge, in seconds."""
+    return min(idle, _IDLE_AT_MOST.get(dimension_of(key), idle))
+
+
+def keys_of(request: AcquireRequest) -> list[str]:
+    """Return the keys that a request and its corrections name."""
+    counters = request.counters.values()
+    return [
+        *(counter.rollover.previous for counter in counters if counter.rollover is not None),
+        *(counter.key for counter in counters if counter.key is not None),
+        *(
+            key
+            for correction in request.corrections
+            for key in (*correction.amounts, *correction.starts)
+        ),
+    ]
+
+
+def check_keys(keys: object, *, of_counts: bool = False) -> None:
+    """Check that a store is given several keys, and that counts can have them."""
+    if (
+        isinstance(keys, str)
+        or not isinstance(keys, Sequence)
+        or not all(isinstance(key, str) for key in keys)
+    ):
+        raise TypeError(f"keys must be a sequence of strings, not {keys!r}")
+    for key in keys if of_counts else ():
+        CountKey.parse(key)
 
 
 FREEZES = "::"
 """The key of a prefix's freezes, and the name of the freeze of all subjects."""
 
 
-def freezes_of(key: str) -> tuple[str, ...]:
-    """Return the names of the freezes that stop the calls of a count: its subject's, and of all."""
-    _, dimension, subject = (*key.split(":", 3), "", "")[:3]
-    # Leases are renewed while calls run, and a rate limiter could only let its callers wait.
-    if dimension in {"", "concurrency", "rate_limiter"}:
-        return ()
-    return f":{dimension}:{subject}", FREEZES
+def frozen_counters(counters: Mapping[str, CountRef], freezes: Collection[str]) -> list[str]:
+    """Return the names of the counters that freezes stop: those of their subjects, and of all."""
+    frozen = []
+    for name, counter in counters.items():
+        _, dimension, subject = (*(counter.key or "").split(":", 3), "", "")[:3]
+        # Leases are renewed while calls run, and a rate limiter could only let its callers wait.
+        if dimension not in {"", "concurrency", "rate_limiter"} and (
+            FREEZES in freezes or f":{dimension}:{subject}" in freezes
+        ):
+            frozen.append(name)
+    return frozen
 
 
 def check_prefix(what: str, prefix: object) -> str:

@@ -16,11 +16,9 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.batches import Batch
-from langchain_quota.stores.common import metadata
 from langchain_quota.stores.keys import Prefix
 from langchain_quota.stores.rows import GRANTS, Name, Rows, names_of, names_of_keys
-from langchain_quota.stores.server import PREFIX, ServerStore
-from langchain_quota.stores.wire import Answers, Argument
+from langchain_quota.stores.server import PAGE, PREFIX, Answers, Argument, ServerStore
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGresult
@@ -79,8 +77,8 @@ AND name IS NOT NULL AND id > '{last}' AND starts_with(name, {}) ORDER BY id LIM
 """
 
 _LISTED = ("count", GRANTS)
-"""What is found by a pattern of keys, `_PAGE` at a time."""
-_PAGE = 500
+"""What is found by a pattern of keys."""
+
 _CLEANED_EVERY, _CLEANED = 16, 100
 """After writing so many rows, on average, so many expired ones are deleted at most."""
 
@@ -160,30 +158,25 @@ class PostgresStore(ServerStore):
         Raises:
             QuotaStoreError: The store failed, or the user may not make a table.
         """
-        run_sync(self._within("", self._set_up))
+        run_sync(self._set_up(""))
 
     async def asetup(self) -> None:
         """`setup`, without blocking the event loop."""
-        await self._within("a", self._set_up)
+        await self._set_up("a")
 
     async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
-        metadata(request)  # what is wrong with a request is no failure of PostgreSQL
-
         async def work() -> AcquireResult:
             if mode:
-                return await self._batch(mode, prefix).answer(request)
+                batch = self._batches.get(prefix)
+                if batch is None or not batch.is_open:
+                    batch = self._batches[prefix] = Batch(partial(self._send, mode, prefix))
+                return await batch.answer(request)
             (answer,) = await self._send(mode, prefix, lambda: [request])
             if isinstance(answer, BaseException):
                 raise answer
             return answer
 
         return await self._in_time(mode, work)
-
-    def _batch(self, mode: Mode, prefix: str) -> Batch[AcquireRequest, AcquireResult]:
-        batch = self._batches.get(prefix)
-        if batch is None or not batch.is_open:
-            batch = self._batches[prefix] = Batch(partial(self._send, mode, prefix))
-        return batch
 
     async def _send(
         self, mode: Mode, prefix: str, take: Callable[[], Sequence[AcquireRequest]]
@@ -223,7 +216,7 @@ class PostgresStore(ServerStore):
 
         async def page(connection: "Connection") -> list[tuple[str, str]]:
             texts = (self._connections.quoted(connection, row) for row in (prefix, kind, head))
-            statement = _LIST.format(*texts, last=last, most=_PAGE)
+            statement = _LIST.format(*texts, last=last, most=PAGE)
             results = await self._connections.send(connection, statement)
             with self._reading():
                 return [(row, str(json.loads(name))) for row, name in _table(results)]
@@ -231,10 +224,10 @@ class PostgresStore(ServerStore):
         while last:
             rows = run_sync(self._within("", page))
             yield from (name for _, name in rows)
-            last = rows[-1][0] if len(rows) == _PAGE else ""
+            last = rows[-1][0] if len(rows) == PAGE else ""
 
-    async def _set_up(self, connection: "Connection") -> None:
-        await self._connections.send(connection, _SETUP)
+    async def _set_up(self, mode: Mode) -> None:
+        await self._within(mode, lambda connection: self._connections.send(connection, _SETUP))
 
     async def _within(self, mode: Mode, work: "Callable[[Connection], Awaitable[T]]") -> T:
         """Do some work with a connection, in time."""

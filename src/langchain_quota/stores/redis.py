@@ -9,10 +9,23 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.sync_async import Mode, run_sync
-from langchain_quota.stores import IDLE_TTL, wire
+from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.keys import Prefix
-from langchain_quota.stores.redis_script import ScriptCall, key_of, pattern_of
-from langchain_quota.stores.server import PREFIX, ServerStore
+from langchain_quota.stores.redis_script import (
+    SCRIPTS,
+    Place,
+    Script,
+    key_of,
+    missing_keys,
+    name_of,
+    pattern_of,
+    read_grants,
+    read_result,
+    read_usages,
+    write_acquire,
+    write_operation,
+)
+from langchain_quota.stores.server import PAGE, PREFIX, Answers, Argument, ServerStore
 
 if TYPE_CHECKING:
     from langchain_quota.stores.redis_clients import AsyncClient, SyncClient
@@ -20,9 +33,6 @@ if TYPE_CHECKING:
 with suppress(ModuleNotFoundError):
     # An extra, which is loaded now: when a store is made, an event loop may run.
     import langchain_quota.stores.redis_clients  # noqa: F401
-
-_SCANNED = 500
-"""How many keys Redis looks at in a step of a listing."""
 
 T = TypeVar("T")
 
@@ -87,34 +97,46 @@ class RedisStore(ServerStore):
         self._server = self._clients = clients(source, timeout)
 
     async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
-        ask, read = partial(wire.acquire, request, self._idle), partial(wire.result, request)
-        return await self._run(mode, "acquire", prefix, ask, read)
+        write, read = partial(write_acquire, request, self._idle), partial(read_result, request)
+        return await self._run(mode, SCRIPTS["acquire"], prefix, write, read)
 
     async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], argument: wire.Argument
-    ) -> wire.Answers:
-        ask = partial(wire.operation, op, keys, argument, self._idle)
-        read: Callable[..., wire.Answers] = wire.uses if op == "peek" else wire.grants
-        return await self._run(mode, "operations", prefix, ask, partial(read, keys))
+        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], argument: Argument
+    ) -> Answers:
+        write = partial(write_operation, op, keys, argument, self._idle)
+        read: Callable[..., Answers] = read_usages if op == "peek" else read_grants
+        return await self._run(mode, SCRIPTS["operations"], prefix, write, partial(read, keys))
 
     async def _run(
-        self, mode: Mode, script: str, prefix: str, ask: wire.Ask, read: Callable[[object], T]
+        self,
+        mode: Mode,
+        script: Script,
+        prefix: str,
+        write: Callable[[Place], str],
+        read: Callable[[object], T],
     ) -> T:
-        # What is wrong with a question is no failure of Redis.
-        call = ScriptCall(script, prefix, ask)
+        keys: dict[bytes, int] = {}
+        # What is wrong with a request is no failure of Redis.
+        request = write(
+            lambda kind, key: keys.setdefault(name_of(prefix, kind, key), len(keys) + 1)
+        )
 
         async def work() -> T:
             while True:
-                arguments = call.arguments()
                 try:
-                    reply = await self._clients.run(mode, call.script, arguments)
-                    if not call.again(reply):
+                    reply = await self._clients.run(mode, script, [len(keys), *keys, request])
+                    missing = missing_keys(reply)
+                    if not missing:
                         answer = read(reply)
-                        if not self._clients.has_warned:
-                            await self._clients.warn_of_eviction(mode)
-                        return answer
+                        break
+                    if keys.keys() >= {*missing}:
+                        raise ValueError("it asks for keys that it has")
+                    keys.update(dict.fromkeys(missing, 0))
                 except self._clients.unreadable as error:
                     raise self._failure(error) from error
+            if not self._clients.has_warned:
+                await self._clients.warn_of_eviction(mode)
+            return answer
 
         return await self._in_time(mode, work)
 
@@ -122,11 +144,11 @@ class RedisStore(ServerStore):
         prefix = str(self.prefix)
         opened = run_sync(self._in_time("", partial(self._clients.opened, "")))
         client = cast("SyncClient", opened)
-        names = client.scan_iter(pattern_of(prefix, kind, pattern), count=_SCANNED)
+        names = client.scan_iter(pattern_of(prefix, kind, pattern), count=PAGE)
 
         async def some() -> list[bytes | str]:
             with self._reading():
-                return [*islice(names, _SCANNED)]
+                return [*islice(names, PAGE)]
 
         while found := run_sync(self._in_time("", some)):
             yield from (key for name in found if (key := key_of(prefix, kind, name)) is not None)

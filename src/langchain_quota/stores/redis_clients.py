@@ -240,6 +240,11 @@ class _OwnedClients(Clients):
         pool = self._pool(redis.asyncio.ConnectionPool, AsyncRetry, 2**31, None)
         return _PipeliningClient(redis.asyncio.Redis.from_pool(pool), _CONNECTIONS)
 
+    async def _end(self, pipelining: _PipeliningClient) -> None:
+        # A server that is gone does not answer when TLS is closed.
+        async with asyncio.timeout(self._timeout):
+            await pipelining.client.aclose()
+
     def _pool(
         self, kind: type[_Pool], retry: type[Retry | AsyncRetry], most: int, seconds: float | None
     ) -> _Pool:
@@ -253,11 +258,6 @@ class _OwnedClients(Clients):
             "retry": retry(NoBackoff(), 0),
         }
         return pool
-
-    async def _end(self, together: _PipeliningClient) -> None:
-        # A server that is gone does not answer when TLS is closed.
-        async with asyncio.timeout(self._timeout):
-            await together.client.aclose()
 
 
 async def _awaited(reply: object) -> object:

@@ -12,12 +12,11 @@ from typing import Any
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import run_sync
-from langchain_quota.stores.common import keys_of
-from langchain_quota.stores.expiring_dict import ExpiringDict
+from langchain_quota.stores.counts import Count, ExpiringDict
 from langchain_quota.stores.grants import Grant
-from langchain_quota.stores.keys import FREEZES
-from langchain_quota.stores.memory import REFUSED, Count, MemoryStore, StoredGrant, StoredResult
-from langchain_quota.stores.wire import Answers, Argument
+from langchain_quota.stores.keys import FREEZES, keys_of
+from langchain_quota.stores.memory import REFUSED, Attempt, MemoryStore
+from langchain_quota.stores.server import Answers, Argument
 
 Name = tuple[str, str]
 """A kind of what is kept, and the name under which it is kept."""
@@ -46,12 +45,10 @@ class Rows(MemoryStore):
         self._read = dict(read)
         # What cannot be read, whatever others have written there.
         self._odd: set[Name] = set()
-        # An attempt and its result are one object, as where they were made: their texts are equal.
-        self._made: dict[str, StoredResult] = {}
         for (kind, name), text in read.items():
             try:
                 expires, value = json.loads(text, parse_constant=_CONSTANTS.__getitem__)
-                self._tables[kind].all[name] = self._value(kind, name, value, text), +expires
+                self._tables[kind].all[name] = _read(kind, name, value), +expires
             except (TypeError, ValueError, LookupError):
                 self._odd.add((kind, name))
                 del self._read[kind, name]
@@ -90,15 +87,14 @@ class Rows(MemoryStore):
         for correction in chain.from_iterable(request.corrections for request in requests):
             attempt, _ = self._attempts.all.get(correction.attempt_id or "", (REFUSED, 0))
             names.update(names_of_keys(key for key, *_ in attempt.charged))
-            names.update({(RESULT, attempt.name)} if attempt.name else ())
+            names.update({(RESULT, attempt.request)} if attempt.request else ())
         return names
 
     def changed(self) -> Iterator[tuple[Name, str | None, float]]:
         """Return each changed row, and when it expires; `None` for one that is gone."""
         for kind, table in self._tables.items():
             for name, (value, expires) in table.all.items():
-                current = None if value is REFUSED else value
-                text = json.dumps([expires, current], default=_plain)
+                text = json.dumps([expires, value], default=_plain)
                 if text != self._read.get((kind, name)):
                     yield (kind, name), text, expires
         for kind, name in self._read:
@@ -108,15 +104,6 @@ class Rows(MemoryStore):
     def _check_readable(self, names: set[Name]) -> None:
         for kind, name in self._odd & names:
             raise QuotaStoreError(f"no {kind} is kept under {name!r}")
-
-    def _value(self, kind: str, name: str, value: Any, text: str) -> Any:
-        if kind == COUNT:
-            return _count(**value)
-        if kind == GRANTS:
-            return [StoredGrant(_grant(name, part["grant"]), part["is_new"]) for part in value]
-        if kind in (RESULT, ATTEMPT):
-            return REFUSED if value is None else self._made.setdefault(text, _acquired(**value))
-        return value
 
 
 def names_of(request: AcquireRequest) -> set[Name]:
@@ -138,6 +125,23 @@ def names_of_keys(keys: Iterable[str]) -> set[Name]:
     return {(kind, key) for key in keys for kind in (COUNT, GRANTS)}
 
 
+def _read(kind: str, name: str, value: Any) -> Any:
+    if kind == COUNT:
+        return _count(**value)
+    if kind == GRANTS:
+        return {
+            grant["id"]: (_grant(name, grant), bool(is_new)) for grant, is_new in value.values()
+        }
+    if kind == RESULT:
+        lists = {field: tuple(value[field]) for field in ("refused", "admitted", "frozen")}
+        return AcquireResult(**{**value, **lists})
+    if kind == ATTEMPT:
+        request, charged = value
+        charges = [(str(key), int(amount), bool(is_held)) for key, amount, is_held in charged]
+        return Attempt(str(request), charges)
+    return value
+
+
 def _count(**value: Any) -> Count:
     """Return the count of a row, which others can write, too; `ValueError` if it is none."""
     count = Count(**value)
@@ -153,12 +157,6 @@ def _plain(value: Any) -> object:
     if isinstance(value, datetime):
         return value.isoformat()
     return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
-def _acquired(name: str, result: Any, charged: list[Any]) -> StoredResult:
-    lists = {field: tuple(result[field]) for field in ("refused", "admitted", "frozen")}
-    charges = [(str(key), int(amount), bool(is_held)) for key, amount, is_held in charged]
-    return StoredResult(name, AcquireResult(**{**result, **lists}), charges)
 
 
 def _grant(key: str, value: Mapping[str, Any]) -> Grant:

@@ -3,13 +3,14 @@
 import asyncio
 import re
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import islice
 from textwrap import shorten
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
@@ -17,17 +18,16 @@ from langchain_quota.errors import UNREADABLE, EventLoopBlockedError, QuotaStore
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.common import check_keys, check_request, idle_seconds, keys_of
+from langchain_quota.stores.counts import check_request, idle_seconds
 from langchain_quota.stores.grants import Grant, SupportsGrants
-from langchain_quota.stores.keys import Prefix, check_prefix, prefix_of
+from langchain_quota.stores.keys import Prefix, check_prefix, keys_of, prefix_of
 from langchain_quota.stores.rate_limiter import RateLimiting
-from langchain_quota.stores.wire import Answers, Argument
 
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
 
-_AT_ONCE = 500
-"""How many keys a listing asks for at once."""
+PAGE = 500
+"""How many keys a listing reads at a time."""
 
 _TICKS = 16
 """The number of ticks of a timeout. Connecting takes about as many turns of the event loop."""
@@ -36,6 +36,12 @@ _REASON, _SHORT = 300, 4
 """How much of a client's error is shown, which may quote a reply; how long a secret is at least."""
 
 T = TypeVar("T")
+
+Answers = list[Any]
+"""Of peek: keys and uses; of others: grants, and whether each is new."""
+
+Argument = Grant | str | int | None
+"""Of grant: what to grant; of revoke: its id; of delay: the microseconds until a count is 0."""
 
 _Kinds = tuple[type[BaseException], ...]
 
@@ -110,27 +116,13 @@ class ServerStore(SupportsGrants, RateLimiting):
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
+        check_request(request)
         return run_sync(self._acquire("", request))
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         """`acquire`, without blocking the event loop."""
+        check_request(request)
         return await self._acquire("a", request)
-
-    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        """Return what is counted under keys, in their order; `None` where nothing is."""
-        return run_sync(self._peek("", keys))
-
-    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        """`peek`, without blocking the event loop."""
-        return await self._peek("a", keys)
-
-    def reset(self, keys: Sequence[str]) -> None:
-        """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
-        run_sync(self._reset("", keys))
-
-    async def areset(self, keys: Sequence[str]) -> None:
-        """`reset`, without blocking the event loop."""
-        await self._reset("a", keys)
 
     def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         """Return what is counted under the keys that match a glob pattern, sorted by key.
@@ -167,7 +159,6 @@ class ServerStore(SupportsGrants, RateLimiting):
         """Return the keys of a kind that match, and maybe others."""
 
     async def _acquire(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
-        check_request(request)
         keys = keys_of(request)
         first, *rest = self._by_prefix(keys).items() or [(PREFIX, keys)]
         if rest:
@@ -175,7 +166,6 @@ class ServerStore(SupportsGrants, RateLimiting):
         return await self._admit(mode, first[0], request)
 
     async def _peek(self, mode: Mode, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        check_keys(keys)
         usages = dict(await self._each(mode, "peek", keys))
         for key, use in usages.items():
             if use is None:
@@ -183,7 +173,6 @@ class ServerStore(SupportsGrants, RateLimiting):
         return tuple(map(usages.get, keys))
 
     async def _reset(self, mode: Mode, keys: Sequence[str]) -> None:
-        check_keys(keys, of_counts=True)
         await self._each(mode, "reset", keys)
 
     async def _delay(self, mode: Mode, key: str, microseconds: int) -> None:
@@ -219,18 +208,18 @@ class ServerStore(SupportsGrants, RateLimiting):
                 f"{type(self).__name__}(…, prefix='acme')"
             )
         keys = (key for key in self._keys(kind, pattern) if fnmatchcase(key, pattern))
-        while some := [*islice(keys, _AT_ONCE)]:
+        while some := [*islice(keys, PAGE)]:
             results += run_sync(self._each("", op, some))
         return results
 
-    def _by_prefix(self, keys: Sequence[str]) -> dict[str, Sequence[str]]:
+    def _by_prefix(self, keys: Sequence[str]) -> Mapping[str, Sequence[str]]:
         if isinstance(self.prefix, str):
             return {self.prefix: keys}
         keys_by_prefix: dict[str, list[str]] = {}
         for key in keys:
             check_prefix(f"what stands before the slash of {key!r}", prefix_of(key))
             keys_by_prefix.setdefault(prefix_of(key), []).append(key)
-        return {**keys_by_prefix}
+        return keys_by_prefix
 
     async def _in_time(self, mode: Mode, work: Callable[[], Awaitable[T]]) -> T:
         """Do some work with the server, in time; if that fails, it is a QuotaStoreError."""
@@ -354,14 +343,13 @@ class Ticker:
         self._next()
 
 
+@dataclass(slots=True, eq=False)
 class Wait:
     """A wait for a server: how long the event loop was blocked meanwhile, in seconds."""
 
-    timeout: asyncio.Timeout
-
-    def __init__(self) -> None:
-        self.left = _TICKS + 1  # the first tick may come at any time
-        self.blocked = 0.0
+    timeout: asyncio.Timeout = field(init=False)
+    left: int = _TICKS + 1  # the first tick may come at any time
+    blocked: float = 0.0
 
 
 def _redact(error: BaseException, secrets: Sequence[str]) -> None:

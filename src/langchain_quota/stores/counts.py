@@ -1,0 +1,278 @@
+"""Counts: what a request does to them, how they drain and expire, and how many are kept."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import Generic, TypeVar
+
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Demand
+from langchain_quota.core.checks import Check
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.stores import GRACE, QuotaUsage
+from langchain_quota.stores.keys import drain_time, idle_time, read_emission_interval
+
+_PURGED_AT_ONCE = 100
+"""How many values one operation looks at to make room, so that no operation takes long."""
+
+V = TypeVar("V")
+
+
+def smallest_limits(request: AcquireRequest) -> dict[str | None, int]:
+    """Return the smallest enforced limit over the count of each key, for show."""
+    limits: dict[str | None, int] = {}
+    for _, thresholds in request.demands:
+        for _, _, name, maximum, enforced in thresholds:
+            if enforced and maximum >= 0:
+                key = request.counters[name].key
+                limits[key] = min(maximum, limits.get(key, maximum))
+    return limits
+
+
+def demands_in_drain_time(request: AcquireRequest) -> tuple[Demand, ...]:
+    """Return the demands of a request, in microseconds where counts drain."""
+    keys = {name: counter.key for name, counter in request.counters.items()}
+    return tuple(
+        Demand(
+            {name: drain_time(keys[name], amount) for name, amount in amounts.items()},
+            tuple(
+                threshold._replace(maximum=drain_time(keys[threshold.counter], threshold.maximum))
+                for threshold in thresholds
+            ),
+        )
+        for amounts, thresholds in request.demands
+    )
+
+
+def replay(remembered: AcquireResult, request: AcquireRequest) -> AcquireResult:
+    """Return a remembered result again; the request may have other names for its counters."""
+    check_fits(len(remembered.used), len(remembered.admitted), request)
+    names = dict(zip(remembered.used, request.counters, strict=True))
+    return replace(
+        remembered,
+        used={names[name]: used for name, used in remembered.used.items()},
+        replayed=True,
+        granted={names[name]: amount for name, amount in remembered.granted.items()},
+        newly_granted={},
+        drained_in={names[name]: time for name, time in remembered.drained_in.items()},
+        frozen=tuple(names[name] for name in remembered.frozen),
+    )
+
+
+def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
+    """Check that a remembered result has as many counters and calls as the request."""
+    if (counters, calls) != (len(request.counters), len(request.demands)):
+        raise QuotaStoreError("the idempotency key was given to a batch of another form before")
+
+
+def added_to(checks: Iterable[Check], usages: Mapping[str, QuotaUsage]) -> dict[str, int]:
+    """Return what grants and rollover add to limits, by key; what will roll over included."""
+    added = {key: usage.granted for key, usage in usages.items()}
+    for check in checks:
+        usage = usages.get(check.key or "")
+        if check.rollover is not None and (usage is None or usage.rolled_over is None):
+            previous = usages.get(check.rollover.previous)
+            rest = check.rollover.of(previous.used if previous else 0)
+            added[check.key or ""] = rest + (usage.granted if usage else 0)
+    return added
+
+
+def check_request(request: object) -> None:
+    """Check a request to a store, before anything is done."""
+    if not isinstance(request, AcquireRequest):
+        raise TypeError(f"request must be an AcquireRequest, not {request!r}")
+    for counter in request.counters.values():
+        if counter.lease is not None and not request.idempotency_key:
+            raise ValueError(
+                f"idempotency_key must not be empty: the counter of {counter.key!r} has a "
+                "lease, and the key names what is held; give the request one of its own"
+            )
+
+
+def idle_seconds(idle_ttl: timedelta) -> int:
+    """Return how long an idle count is kept, in seconds."""
+    validate_type("idle_ttl", idle_ttl, timedelta, "a timedelta")
+    if idle_ttl < timedelta(seconds=1):
+        raise ValueError(f"idle_ttl must be a second or more, not {idle_ttl!r}")
+    return math.ceil(idle_ttl.total_seconds())
+
+
+class ExpiringDict(Generic[V]):
+    """Values by name, each until it expires; expired ones are removed step by step."""
+
+    def __init__(self, maximum: float = math.inf) -> None:
+        self._most = maximum
+        self.all: dict[str, tuple[V, float]] = {}
+        # Of each name a time when it cannot have expired yet, and maybe of names that are gone.
+        self._due: list[tuple[float, str]] = []
+
+    def get(self, name: str, now: float) -> V | None:
+        """Return a value; `None` if there is none."""
+        value, expires = self.all.get(name, (None, now))
+        return None if expires <= now else value
+
+    def put(self, name: str, value: V, expires: float, now: float = -math.inf) -> None:
+        """Keep a value, and remove some that have expired; if there are too many, the next one."""
+        if self._due and self._due[0][0] <= now:
+            self.purge(now)
+        if name not in self.all:
+            heappush(self._due, (expires, name))
+        self.all[name] = value, expires
+        while len(self.all) > self._most:
+            self.purge(math.inf, 1)
+
+    def remove(self, name: str) -> None:
+        """Remove a value."""
+        del self.all[name]
+        if len(self._due) > 2 * len(self.all) + _PURGED_AT_ONCE:
+            self._due = [(expires, key) for key, (_, expires) in self.all.items()]
+            heapify(self._due)
+
+    def purge(self, now: float, maximum: int = _PURGED_AT_ONCE) -> bool:
+        """Remove expired values, of `maximum` candidates; return whether there were candidates."""
+        looked = 0
+        while looked < maximum and self._due and self._due[0][0] <= now:
+            looked += 1
+            due, name = heappop(self._due)
+            _, expires = self.all.get(name, (None, -math.inf))
+            if expires > due:
+                heappush(self._due, (expires, name))
+            elif name in self.all:
+                self.remove(name)
+        return looked > 0
+
+
+@dataclass(slots=True)
+class Count:
+    """What is kept under a key; `used` includes what is held. If it drains, it is when it is 0."""
+
+    used: int = 0
+    limit: int | None = None
+    ends: int | None = None
+    holds: dict[str, tuple[int, int, int]] | None = None
+    """What is held, until when, and what was `charged` by then, by the request that holds it."""
+    next_end: float = math.inf
+    """No lease of the holds ends before this time."""
+    changed_at: int | None = None
+    """If it drains, when it was last changed: a clock that goes back takes the count with it."""
+    charged: int = 0
+    """If it drains, all that was ever added to it."""
+    rolled_over: int | None = None
+    """What rolled over from the window before; `None` before it is fixed."""
+
+    def hold(self, name: str, amount: int, ends: int) -> None:
+        """Note that a request only holds, until its lease ends, so much of what it has charged."""
+        self.holds = self.holds or {}
+        held, last, charged = self.holds.get(name, (0, ends, self.charged))
+        self.holds[name] = (held + amount, max(ends, last), charged)
+        self.next_end = min(ends, self.next_end)
+
+    def lower(self, amount: float, now: float, held_by: str | None = None) -> int:
+        """Subtract an amount, and return the part of it that has drained, which is not subtracted.
+
+        If a request is named, subtract no more than it still holds.
+        """
+        drained = 0
+        if held_by is not None:
+            held, ends, charged = (self.holds or {}).pop(held_by, (0, 0, 0))
+            amount = min(amount, held)
+            if held > amount and self.holds is not None:
+                self.holds[held_by] = (held - int(amount), ends, charged)
+            if self.changed_at is not None:
+                # A count drains in the order of charges. So what was charged later is left first.
+                left = level_of(self, now) - self.charged + charged
+                drained = int(amount) - max(0, min(int(amount), left))
+        self.used = max(0, self.used - int(amount) + drained)
+        return drained
+
+    def update(self, now: float) -> None:
+        """Follow a clock that has gone back, and release what is held by leases that are over."""
+        micros, holds = _micros(now), self.holds or {}
+        if self.changed_at is not None and 0 < micros < self.changed_at:
+            self.used = max(0, self.used - self.changed_at + micros)
+            self.changed_at = micros
+        if self.next_end <= now:
+            for name in [name for name, (_, ends, _) in holds.items() if ends <= now]:
+                self.lower(math.inf, now, name)
+            self.next_end = min((ends for _, ends, _ in holds.values()), default=math.inf)
+
+
+def level_of(count: Count | None, now: float, key: str = "", start: int = 0) -> int:
+    """Return how much is used now, in microseconds if it drains; a new count has its start."""
+    if count is None:
+        return drain_time(key, start) if start else 0
+    return count.used if count.changed_at is None else max(0, count.used - _micros(now))
+
+
+def _micros(now: float) -> int:
+    return int(now * 10**6)
+
+
+class Counts(ExpiringDict[Count]):
+    """The counts of a store, at most so many; without charges, one is kept for an idle time."""
+
+    def __init__(self, max_keys: int, idle: int) -> None:
+        super().__init__()
+        self.max_keys = max_keys
+        self._idle = idle
+        # The keys of those that callers mirror, the oldest charge first.
+        self.droppable: OrderedDict[str, None] = OrderedDict()
+
+    def get(self, name: str, now: float) -> Count | None:
+        """Return a count as it is now; `None` if there is none."""
+        count, expires = self.all.get(name, (None, now))
+        if count is None or expires <= now:
+            return None
+        if count.changed_at is not None or count.next_end <= now:
+            count.update(now)
+        return count
+
+    def write(
+        self, key: str, count: Count | None, used: int, ends: int | None, now: float
+    ) -> Count:
+        """Set how much is used under a key, and return the count, which may be new.
+
+        Args:
+            key: The key.
+            count: What is kept under the key.
+            used: How much is used; in microseconds if the count drains.
+            ends: When its window ends, in seconds since the Unix epoch; `None` for none.
+            now: The time.
+        """
+        if count is None:
+            drains = "~" in key and read_emission_interval(key)
+            count = Count(changed_at=0 if drains else None)
+        if count.changed_at is None:
+            count.used = used
+            expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
+        else:
+            count.charged += max(0, used - level_of(count, now))
+            count.changed_at = _micros(now)
+            count.used, expires = used + count.changed_at, now + used / 10**6 + GRACE
+        count.ends = ends
+        # Never earlier than before.
+        _, least = self.all.get(key, (None, expires))
+        self.put(key, count, max(expires, least), now)
+        return count
+
+    def make_room(self, keys: Iterable[str], now: float) -> None:
+        """Remove what is needed to keep counts under keys, or raise a `QuotaStoreError`."""
+        wanted = set(keys)
+        while (excess := len(self.all) + len(wanted.difference(self.all)) - self.max_keys) > 0:
+            if self.purge(now, 1):
+                continue
+            droppable = (key for key in self.droppable if key not in wanted)
+            dropped = [*islice(droppable, excess)]
+            if len(dropped) < excess:
+                raise QuotaStoreError(f"the store is full: it keeps {self.max_keys} counts at most")
+            for key in dropped:
+                self.remove(key)
+
+    def remove(self, name: str) -> None:
+        """Remove a count."""
+        self.droppable.pop(name, None)
+        super().remove(name)
