@@ -1,29 +1,44 @@
-"""The client of a shared store: it times requests, records failures and keeps corrections.
+"""The client of a shared store: it times requests, records failures and sends corrections.
 
 While the store does not answer, a correction waits in this process. It undoes the request, in case
 the store has received it, and adds the calls that ran nevertheless. The next requests of this
-client take it along; if there are none, it is sent alone.
+client take it along. When there are none, a task of the event loop sends it alone.
 """
 
+import asyncio
+import atexit
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count, islice
 from typing import ClassVar, Self
 from uuid import uuid4
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, call_variant, fork_safe_lock, run_sync
 from langchain_quota.stores import QuotaStore, QuotaUsage
-from langchain_quota.stores.corrections import MAX_PENDING, CorrectionQueue
 from langchain_quota.stores.keys import keys_of, prefix_of
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.rate_limiter import RateLimiting
 from langchain_quota.stores.server import ServerStore
 from langchain_quota.telemetry import logs, names
 from langchain_quota.telemetry.recorder import Recorder
+
+MAX_PENDING = 10_000
+"""The most corrections that wait for the store to come back."""
+
+MAX_CORRECTIONS_AT_ONCE = 5
+"""The most corrections that one request carries: so they at most double its cost."""
+
+_FIRST, _LONGEST = 1.0, 30.0
+"""How long a task waits before it sends for the first time, and at most, in seconds."""
+
+_BUGS = (TypeError, AttributeError, LookupError, NameError)
+"""Errors that are raised, because an outage would hide them."""
 
 
 class LostLeaseError(QuotaStoreError):
@@ -47,7 +62,10 @@ class StoreClient:
         self.label = recorder.store_label(server)
         self._lock = fork_safe_lock()
         self._down = False
-        self._corrections = CorrectionQueue(self.forms, self.send_waiting)
+        self._corrections = CorrectionQueue()
+        self._tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = (
+            WeakKeyDictionary()
+        )
         # Whether the log may still have to say that the store is nearly full.
         self._fills = True
 
@@ -66,9 +84,7 @@ class StoreClient:
         with self._asking("acquire", sent if undo else None):
             result = await self._send(mode, sent)
             if not result.replayed:
-                prefix = self.prefix
-                if callable(prefix):
-                    prefix = prefix_of(next(iter(keys_of(sent)), ""))
+                prefix = _prefix(keys_of(sent)) if callable(self.prefix) else self.prefix
                 self._recorder.record_freezes(f"{self.label} {prefix}", result.freezes)
         return result
 
@@ -109,8 +125,8 @@ class StoreClient:
 
     async def reset(self, mode: Mode, keys: Sequence[str]) -> None:
         """Reset the counts of keys, after the corrections of them that wait."""
-        with self._timing("reset"):
-            if self._corrections and keys:
+        with self._asking("reset", reraises=True):
+            if self._corrections.waiting and keys:
                 await self._send(mode, AcquireRequest("", ""), keys)
             await call_variant(mode, self.store.reset, self.store.areset, keys)
 
@@ -143,6 +159,32 @@ class StoreClient:
         if self._corrections.add(corrections):
             error = QuotaStoreError(f"more than {MAX_PENDING} corrections wait for the store")
             self._recorder.record_error("store", error, log=False)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        # Without a request they are sent alone, at the latest when the loop or the process ends.
+        if self._corrections.waiting and "async" in self.forms and loop not in self._tasks:
+            task = self._tasks[loop] = loop.create_task(self._send_until_done())
+            task.add_done_callback(lambda _: self._tasks.pop(loop, None))
+
+    async def _send_until_done(self) -> None:
+        wait = _FIRST
+        try:
+            while self._corrections.waiting:
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, _LONGEST)
+                await self.send_waiting("a")
+        except asyncio.CancelledError:
+            # The event loop ends.
+            await self.send_waiting("a")
+            raise
+
+    def finish(self) -> None:
+        """Send the corrections that wait for the last time, before the process ends."""
+        # An async client has had a last try when its event loop ended.
+        if self._corrections.waiting and "sync" in self.forms:
+            run_sync(self.send_waiting(""))
 
     async def send_waiting(self, mode: Mode) -> None:
         """Send the corrections that wait."""
@@ -154,19 +196,17 @@ class StoreClient:
                         remaining = bool(carried)
                         if remaining:
                             alone = AcquireRequest("", "", corrections=carried)
-                            await self._acquire(mode, alone)
-
-    async def _acquire(self, mode: Mode, sent: AcquireRequest) -> AcquireResult:
-        return await call_variant(mode, self.store.acquire, self.store.aacquire, sent)
+                            acquire = self.store.acquire, self.store.aacquire
+                            await call_variant(mode, *acquire, alone)
 
     async def _send(
         self, mode: Mode, sent: AcquireRequest, reset: Sequence[str] = ()
     ) -> AcquireResult:
         """Send a request, and before it the corrections that it needs, and return the result."""
-        last, answer = False, AcquireResult({})
-        if not self._corrections:
-            return _checked(await self._acquire(mode, sent), sent)
-        prefix = prefix_of(next(iter([*reset, *keys_of(sent)]), ""))
+        acquire = self.store.acquire, self.store.aacquire
+        if not self._corrections.waiting:
+            return _checked(await call_variant(mode, *acquire, sent), sent)
+        last, answer, prefix = False, AcquireResult({}), _prefix([*reset, *keys_of(sent)])
         # The counts that the caller has, or corrects.
         keys = {*reset, *(counter.key or "" for counter in sent.counters.values() if counter.used)}
         keys.update(*(correction.amounts for correction in sent.corrections))
@@ -175,17 +215,24 @@ class StoreClient:
                 request = sent if last else AcquireRequest("", "")
                 if carried:
                     request = replace(request, corrections=(*carried, *request.corrections))
-                answer = await self._acquire(mode, request)
+                answer = await call_variant(mode, *acquire, request)
         return _checked(answer, sent)
 
     @contextmanager
-    def _asking(self, operation: str, request: AcquireRequest | None = None) -> Iterator[None]:
+    def _asking(
+        self, operation: str, request: AcquireRequest | None = None, *, reraises: bool = False
+    ) -> Iterator[None]:
+        """Time an operation; record that the store is unavailable, or raise what it raises."""
+        started, outcome = time.perf_counter(), "error"
         try:
-            with self._timing(operation):
-                yield
-        except (TypeError, AttributeError, LookupError, NameError):
-            raise  # a bug, which an outage would hide
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, it has not answered
+            yield
+            outcome = "ok"
+        except Exception as error:
+            if getattr(error, "timed_out", False) or isinstance(error, TimeoutError):
+                outcome = "timeout"
+            if reraises or isinstance(error, _BUGS):
+                raise
+            # Whatever a store raises, it has not answered.
             with self._lock:
                 first, self._down = not self._down, True
             self._recorder.record_error("store", error, log=first)
@@ -194,29 +241,18 @@ class StoreClient:
             if request is not None:
                 self.correct_later(request)
             raise
-        else:
-            if self._down:
-                with self._lock:
-                    back, self._down = self._down, False
-                if back:
-                    self._recorder.log(logs.recovery, "store")
-            if self._fills:
-                self._fills = not self._recorder.store_nearly_full(self.store)
-
-    @contextmanager
-    def _timing(self, operation: str) -> Iterator[None]:
-        started = time.perf_counter()
-        outcome = "error"
-        try:
-            yield
-            outcome = "ok"
-        except Exception as error:
-            if getattr(error, "timed_out", False) or isinstance(error, TimeoutError):
-                outcome = "timeout"
-            raise
         finally:
             seconds = time.perf_counter() - started
             self._recorder.observe(names.STORE_SECONDS, seconds, self.label, operation, outcome)
+        if outcome != "ok" or reraises:
+            return
+        if self._down:
+            with self._lock:
+                back, self._down = self._down, False
+            if back:
+                self._recorder.log(logs.recovery, "store")
+        if self._fills:
+            self._fills = not self._recorder.store_nearly_full(self.store)
 
 
 def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
@@ -224,3 +260,111 @@ def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
     if {len(result.admitted), len(result.refused)} != {len(request.demands)}:
         raise QuotaStoreError("the store's answer does not say of each call what refuses it")
     return result
+
+
+class CorrectionQueue:
+    """Corrections that the store has not confirmed, the oldest first."""
+
+    def __init__(self) -> None:
+        self._lock = fork_safe_lock()
+        self.waiting: dict[str, Correction] = {}
+        # Their ids in the order of arrival, by what a request looks for.
+        self._index: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+        self._numbers = count()
+        self._travelling: set[str] = set()
+
+    def prefixes(self) -> list[str]:
+        """Return the prefixes of the keys of corrections."""
+        with self._lock:
+            return [text for kind, text in self._index if kind == "prefix"]
+
+    def add(self, corrections: Sequence[Correction]) -> int:
+        """Keep corrections; how many old ones were dropped for them."""
+        with self._lock:
+            for correction in corrections:
+                self._remove(correction.id)
+                self.waiting[correction.id] = correction
+                for word in _words(correction):
+                    self._index[word][correction.id] = next(self._numbers)
+            dropped = [*islice(self.waiting, max(0, len(self.waiting) - MAX_PENDING))]
+            for name in dropped:
+                self._remove(name)
+        return len(dropped)
+
+    @contextmanager
+    def carried(
+        self, prefix: str, keys: Collection[str] = (), name: str = ""
+    ) -> Iterator[tuple[tuple[Correction, ...], bool]]:
+        """Return the corrections to send next, and whether a request can be sent with them.
+
+        They are forgotten unless sending them fails.
+        """
+        with self._lock:
+            corrections, last = self._next(prefix, set(keys), name)
+        complete = False
+        try:
+            yield corrections, last
+            complete = True
+        finally:
+            with self._lock:
+                for correction in corrections:
+                    self._travelling.discard(correction.id)
+                    if complete:
+                        self._remove(correction.id)
+
+    def _next(
+        self, prefix: str, keys: Collection[str], name: str
+    ) -> tuple[tuple[Correction, ...], bool]:
+        # The store must first get the corrections of the request's earlier attempts, and those of
+        # keys whose counts the caller has or corrects; the oldest first, for its `starts` is the
+        # right start. Others of the prefix are carried by one request at a time: else every caller
+        # would send the same ones to a store that has just come back. The node of another prefix
+        # may be down.
+        maximum = MAX_CORRECTIONS_AT_ONCE
+        for correction_id in self._found(("name", name)):
+            # The calls that an earlier attempt admitted did not run.
+            correction = self.waiting[correction_id]
+            self.waiting[correction_id] = replace(
+                correction, amounts=dict.fromkeys(correction.amounts, 0)
+            )
+        first = self._found(("name", name), *(("key", key) for key in keys), maximum=maximum + 1)
+        further: list[str] = []
+        if len(first) < maximum and not self._travelling:
+            of_prefix = self._found(("prefix", prefix), maximum=2 * maximum)
+            further = [correction_id for correction_id in of_prefix if correction_id not in first][
+                : maximum - len(first)
+            ]
+        self._travelling.update(further)
+        sent = tuple(self.waiting[correction_id] for correction_id in (*first[:maximum], *further))
+        return sent, len(first) <= maximum
+
+    def _found(self, *words: tuple[str, str], maximum: int | None = None) -> list[str]:
+        """Return the ids of the oldest corrections under some words."""
+        ids: dict[str, int] = {}
+        for word in words:
+            ids.update(islice(self._index.get(word, {}).items(), maximum))
+        return sorted(ids, key=ids.__getitem__)[:maximum]
+
+    def _remove(self, name: str) -> None:
+        correction = self.waiting.pop(name, None)
+        for word in _words(correction) if correction else ():
+            self._index[word].pop(name, None)
+            if not self._index[word]:
+                del self._index[word]
+
+
+def _prefix(keys: Sequence[str]) -> str:
+    return prefix_of(keys[0]) if keys else ""
+
+
+def _words(correction: Correction) -> list[tuple[str, str]]:
+    prefix = _prefix([*correction.amounts, *correction.starts])
+    name = correction.idempotency_key
+    words = [("prefix", prefix), *(("key", key) for key in correction.starts)]
+    return [*words, ("name", name)] if name else words
+
+
+@atexit.register
+def _finish() -> None:
+    for client in list(StoreClient.by_name.values()):
+        client.finish()
