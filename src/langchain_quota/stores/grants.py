@@ -119,6 +119,22 @@ class SupportsGrants(ABC):
         check_keys(keys, of_counts=True)
         await self._reset("a", keys)
 
+    def usages(self, pattern: str = "*") -> list[QuotaUsage]:
+        """Return what is counted under the keys that match a glob pattern, sorted by key.
+
+        A server is asked for some keys at a time, and serves others in between: a count that is
+        made or removed meanwhile may be missing. Keys of others that hold no count are left out.
+
+        Args:
+            pattern: As in Python's `fnmatch.fnmatchcase`.
+
+        Raises:
+            QuotaStoreError: The store failed, or did not answer in time.
+            TypeError: The store serves no sync calls.
+        """
+        usages = (usage for usage in self._usages(pattern) if usage is not None)
+        return sorted(usages, key=lambda usage: usage.key)
+
     def grant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
         key: str,
@@ -261,6 +277,10 @@ class SupportsGrants(ABC):
 
     @abstractmethod
     async def _reset(self, mode: Mode, keys: Sequence[str]) -> None: ...
+
+    @abstractmethod
+    def _usages(self, pattern: str) -> list[QuotaUsage | None]:
+        """Return what is counted under the keys that match; `None` for what is no count."""
 
     @abstractmethod
     def _active_grants(self, pattern: str) -> list[Grant]:

@@ -144,17 +144,11 @@ class MemoryStore(SupportsGrants, RateLimiting):
                 count = self._counts.get(key, now)
                 self._counts.write(key, count, 0, window_end(key), now).holds = None
 
-    def usages(self, pattern: str = "*") -> list[QuotaUsage]:
-        """Return what is counted under the keys that match a glob pattern, sorted by key.
-
-        Args:
-            pattern: As in Python's `fnmatch.fnmatchcase`.
-        """
+    def _usages(self, pattern: str) -> list[QuotaUsage | None]:
         with self._lock:
             now = self.clock()
-            keys = sorted(key for key in self._counts.all if fnmatchcase(key, pattern))
-            uses = [self._use(key, now) for key in keys]
-        return [use for use in uses if use is not None]
+            keys = [key for key in self._counts.all if fnmatchcase(key, pattern)]
+            return [self._use(key, now) for key in keys]
 
     async def _delay(self, _: Mode, key: str, microseconds: int) -> None:
         with self._lock:

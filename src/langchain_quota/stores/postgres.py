@@ -15,10 +15,9 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
-from langchain_quota.stores.batches import Batch
 from langchain_quota.stores.keys import Prefix
 from langchain_quota.stores.rows import GRANTS, Name, Rows, names_of, names_of_keys
-from langchain_quota.stores.server import PAGE, PREFIX, Answers, Argument, ServerStore
+from langchain_quota.stores.server import PAGE, PREFIX, Answers, Argument, Batch, ServerStore
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGresult

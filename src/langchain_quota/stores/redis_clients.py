@@ -23,10 +23,9 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from langchain_quota.runtime.sync_async import Mode
-from langchain_quota.stores.batches import Batch
 from langchain_quota.stores.grants import logger
 from langchain_quota.stores.redis_script import Script
-from langchain_quota.stores.server import PerLoop, Server
+from langchain_quota.stores.server import Batch, PerLoop, Server
 
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 """The environment variable with the URL of the server."""

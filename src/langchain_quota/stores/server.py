@@ -5,7 +5,6 @@ import re
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -32,9 +31,13 @@ PAGE = 500
 _TICKS = 16
 """The number of ticks of a timeout. Connecting takes about as many turns of the event loop."""
 
+_MAX_BATCH = 32
+"""Most requests of a batch. While the server answers one batch, the next one is packed."""
+
 _REASON, _SHORT = 300, 4
 """How much of a client's error is shown, which may quote a reply; how long a secret is at least."""
 
+Q = TypeVar("Q")
 T = TypeVar("T")
 
 Answers = list[Any]
@@ -42,8 +45,6 @@ Answers = list[Any]
 
 Argument = Grant | str | int | None
 """Of grant: what to grant; of revoke: its id; of delay: the microseconds until a count is 0."""
-
-_Kinds = tuple[type[BaseException], ...]
 
 
 class Server:
@@ -54,9 +55,9 @@ class Server:
     secrets: Sequence[str] = ()
     serving: tuple[str, str]
     """What a store is given to serve the sync form, and the async form."""
-    unreadable: _Kinds = UNREADABLE
-    timeouts: _Kinds
-    failed: _Kinds
+    unreadable: tuple[type[BaseException], ...] = UNREADABLE
+    timeouts: tuple[type[BaseException], ...]
+    failed: tuple[type[BaseException], ...]
     """All that clients raise when the server fails."""
 
     def remedies(self, _: BaseException) -> Sequence[str]:
@@ -124,22 +125,6 @@ class ServerStore(SupportsGrants, RateLimiting):
         check_request(request)
         return await self._acquire("a", request)
 
-    def usages(self, pattern: str = "*") -> list[QuotaUsage]:
-        """Return what is counted under the keys that match a glob pattern, sorted by key.
-
-        The server is asked for some keys at a time, and serves others in between: a count that is
-        made or removed meanwhile may be missing. Keys of others that hold no count are left out.
-
-        Args:
-            pattern: As in Python's `fnmatch.fnmatchcase`.
-
-        Raises:
-            QuotaStoreError: The store failed, or did not answer in time.
-            TypeError: The store serves no sync calls.
-        """
-        usages = dict(self._listed("count", pattern, "peek"))
-        return [use for _, use in sorted(usages.items()) if use is not None]
-
     @abstractmethod
     async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
         """Acquire; a failure of the server is a QuotaStoreError."""
@@ -186,6 +171,9 @@ class ServerStore(SupportsGrants, RateLimiting):
         ended = await self._each(mode, "revoke", [key], name)
         return ended[0][0] if ended else None
 
+    def _usages(self, pattern: str) -> list[QuotaUsage | None]:
+        return [*dict(self._listed("count", pattern, "peek")).values()]
+
     def _active_grants(self, pattern: str) -> list[Grant]:
         grants = self._listed("grants", pattern, "grants")
         return [*{(grant.key, grant.id): grant for grant, _ in grants}.values()]
@@ -229,14 +217,15 @@ class ServerStore(SupportsGrants, RateLimiting):
                 f"{server.name} serves no {wanted} calls: give {type(self).__name__} "
                 f"{server.serving[bool(mode)]}"
             )
-        wait, ticker = Wait(), self._ticker()
+        ticker = self._ticker() if mode else None
         if mode and (ticker is None or ticker.loop is not asyncio.get_running_loop()):
             ticker = Ticker(self._timeout)
             self._ticker = ref(ticker)
+        before = ticker.blocked if ticker else 0
         try:
-            return await (ticker.run(wait, work) if ticker and mode else work())
+            return await (ticker.run(work) if ticker else work())
         except server.failed as error:
-            raise self._failure(error, wait.blocked) from error
+            raise self._failure(error, ticker.blocked - before if ticker else 0) from error
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -280,11 +269,10 @@ class PerLoop(Generic[T]):
     async def get(self) -> T:
         """Return the value of the running loop; make it if there is none."""
         loop = asyncio.get_running_loop()
-        value = self._made.get(loop)
-        if value is None:
+        if loop not in self._made:
             making = self._kept(loop)
-            value = self._made[loop] = await anext(making), making
-        return value[0]
+            self._made[loop] = await anext(making), making
+        return self._made[loop][0]
 
     async def close(self) -> None:
         """Close the value of the running loop, if there is one."""
@@ -311,45 +299,103 @@ class Ticker:
 
     def __init__(self, seconds: float) -> None:
         self.loop = asyncio.get_running_loop()
+        self.blocked = 0.0
+        """How long the loop was blocked in all while somebody waited, in seconds."""
         self._tick = seconds / _TICKS
-        self._waits: set[Wait] = set()
+        self._ticks_left: dict[asyncio.Timeout, int] = {}
         self._ticks = False
 
-    async def run(self, wait: "Wait", work: Callable[[], Awaitable[T]]) -> T:
+    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do some work; `TimeoutError` when the time is over."""
-        async with asyncio.timeout(None) as wait.timeout:
-            self._waits.add(wait)
+        async with asyncio.timeout(None) as timeout:
+            # The first tick may come at any time.
+            self._ticks_left[timeout] = _TICKS + 1
             if not self._ticks:
                 self._next()
             try:
                 return await work()
             finally:
-                self._waits.remove(wait)
+                del self._ticks_left[timeout]
 
     def _next(self) -> None:
-        self._ticks = bool(self._waits)
+        self._ticks = bool(self._ticks_left)
         if self._ticks:
             self._due = self.loop.time() + self._tick
             self.loop.call_at(self._due, self._passed)
 
     def _passed(self) -> None:
         now = self.loop.time()
-        for wait in self._waits:
-            wait.blocked += now - self._due
-            wait.left -= 1
-            if not wait.left:
+        self.blocked += now - self._due
+        for timeout, left in self._ticks_left.items():
+            self._ticks_left[timeout] = left - 1
+            if left == 1:
                 # It ends in the loop's next turn: a reply that is here already is read first.
-                wait.timeout.reschedule(now)
+                timeout.reschedule(now)
         self._next()
 
 
-@dataclass(slots=True, eq=False)
-class Wait:
-    """A wait for a server: how long the event loop was blocked meanwhile, in seconds."""
+class Batch(Generic[Q, T]):
+    """Requests that are sent together; it is open for more until its sender takes them.
 
-    timeout: asyncio.Timeout = field(init=False)
-    left: int = _TICKS + 1  # the first tick may come at any time
-    blocked: float = 0.0
+    The sender returns an answer to each; an exception is raised for the caller of this request.
+    """
+
+    # A task of its own sends them: a caller who is cancelled, or whose time is over, takes nothing
+    # from the others. The task ends with its last caller at the latest. If it fails, or somebody
+    # cancels it, it fails for all who still wait.
+
+    def __init__(
+        self, send: Callable[[Callable[[], Sequence[Q]]], Awaitable[Sequence[T | BaseException]]]
+    ) -> None:
+        self._send = send
+        self._requests: dict[asyncio.Future[T | BaseException], Q] = {}
+        self._taken: list[asyncio.Future[T | BaseException]] = []
+        self._closed = False
+        self._task = asyncio.get_running_loop().create_task(self._answer())
+        self._task.add_done_callback(self._fail)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the running event loop can add a request."""
+        full = self._closed or len(self._requests) >= _MAX_BATCH
+        return not full and self._task.get_loop() is asyncio.get_running_loop()
+
+    async def answer(self, request: Q) -> T:
+        """Send a request, and wait for the answer."""
+        waiting: asyncio.Future[T | BaseException] = asyncio.get_running_loop().create_future()
+        self._requests[waiting] = request
+        try:
+            answer = await waiting
+        except asyncio.CancelledError:
+            del self._requests[waiting]
+            if not self._requests:
+                self._closed = True
+                self._task.cancel()
+                await asyncio.wait([self._task])
+            raise
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def _take(self) -> Sequence[Q]:
+        """Close it, and return its requests; the sender may try again with those that are left."""
+        self._closed, self._taken = True, [*self._requests]
+        return [*self._requests.values()]
+
+    async def _answer(self) -> None:
+        # Others ask in the same turn; and with an eager task factory, nobody has asked yet.
+        await asyncio.sleep(0)
+        answers = await self._send(self._take)
+        for waiting, answer in zip(self._taken, answers, strict=True):
+            if not waiting.done():
+                waiting.set_result(answer)
+
+    def _fail(self, task: asyncio.Task[None]) -> None:
+        self._closed = True
+        cancelled = ConnectionError("the batch was cancelled")
+        for waiting in self._requests:
+            if not waiting.done():
+                waiting.set_result((None if task.cancelled() else task.exception()) or cancelled)
 
 
 def _redact(error: BaseException, secrets: Sequence[str]) -> None:
