@@ -71,16 +71,15 @@ def held_bytes(questions: int, *, names: bool) -> int:
         names: Whether the requests have names, by which the store remembers them.
     """
     store = MemoryStore()
+    return _allocated(lambda: [ask(store, number, names=names) for number in range(questions)])
 
-    def ask(number: int) -> object:
-        name = f"{number:032x}" if names else ""
-        counter = CountRef(f"search:thread:thread-{number}", mirrored=True)
-        demand = Demand({"search": 1}, (Threshold("limit", "thread", "search", UNREACHED),))
-        return store.acquire(
-            AcquireRequest(name, name and f"a{name}", {"search": counter}, (demand,))
-        )
 
-    return _allocated(lambda: [ask(number) for number in range(questions)])
+def ask(store: MemoryStore, number: int, *, names: bool) -> object:
+    """Charge a call to the count of a thread that has this number."""
+    name = f"{number:032x}" if names else ""
+    counter = CountRef(f"search:thread:thread-{number}", mirrored=True)
+    demand = Demand({"search": 1}, (Threshold("limit", "thread", "search", UNREACHED),))
+    return store.acquire(AcquireRequest(name, name and f"a{name}", {"search": counter}, (demand,)))
 
 
 def _allocated(doing: Callable[[], object]) -> int:
