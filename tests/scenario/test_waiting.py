@@ -12,7 +12,14 @@ import pytest
 from langgraph.checkpoint.memory import InMemorySaver
 from typing_extensions import TypedDict
 
-from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, ToolCallLimit
+from langchain_quota import (
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    RepeatLimit,
+    TokenLimit,
+    ToolCallLimit,
+)
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.stores.redis import RedisStore
@@ -428,6 +435,19 @@ async def test_the_calls_of_a_message_wait_together(
     assert scene.ran.count("search") == 4
     waited = [each.waited > 0 for each in decisions if each.call.kind == "tool"]
     assert waited == [False] * 3 + [True] * 3
+
+
+async def test_a_call_that_cannot_run_at_all(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for room for a call that another limit refuses: the store is not polled."""
+    store = Noting(clock=Passing(monkeypatch))
+    smooth = Quota(7, per="global", window="7s", smooth=True)
+    daily = Quota(2, per="global", window="1d", name="daily")
+    calls = ToolCallLimit(["search", "calc"], quotas=[smooth, daily], wait=2)
+    scene = Scene(signals, asking("search", "calc", "search"), [calls, RepeatLimit(1)], store=store)
+    await scene.play()
+    assert (scene.ran, store.asked) == (["search", "calc"], 2)
 
 
 async def test_nothing_to_wait_for(signals: Signals) -> None:

@@ -268,14 +268,15 @@ class Waiting(Feature):
             if check.spacing:
                 level = result.drained_in[counter]
                 last = seconds_until_room(check.key, level, room)
-                if last <= 0:
-                    continue
                 pause = last = last if room >= 0 or counter in later_calls else math.inf
                 if counter in later_calls:
                     pause = seconds_until_room(check.key, level, maximum - 1)
                     # The first call fits now. The last one is late by a part of an interval: wait
                     # for that part, so that every other start time is a whole number of intervals.
-                    pause = pause if pause > 0 else last % (check.spacing / 10**6)
+                    pause = pause if pause > 0 else round(last * 10**6) % check.spacing / 10**6
+                # If every call has its start time, something else refuses the batch.
+                if last <= 0 or not pause:
+                    continue
             elif result.used[counter] <= room:
                 continue
             elif room >= 0 and check.resets_at is not None:
