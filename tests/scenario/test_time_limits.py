@@ -75,6 +75,20 @@ async def test_what_counts(kind: Kind, signals: Signals, clock: Clock) -> None:
     assert signals.value("langchain_quota_spent_seconds_total", **labels) == 480
 
 
+@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+async def test_a_model_call_that_fails(kind: Kind, signals: Signals, clock: Clock) -> None:
+    """Its time, and that of the tools before it, counts in the next run of the thread."""
+    search = recording("search", [], passing(clock, 3))
+    script = model(clock, ["search"], ValueError("overloaded"), "done")
+    scene = Scene(signals, script, [ROOMY], kind=kind, tools=[search])
+    with pytest.raises(ValueError, match="overloaded"):
+        await scene.play()
+
+    await scene.play()
+
+    assert spent(scene, TIME) == (6 * MINUTE, MINUTE)
+
+
 def asks() -> object:
     return interrupt("Really?")
 

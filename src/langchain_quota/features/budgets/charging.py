@@ -141,7 +141,9 @@ class UnsavedUsage:
             counts, names, saved = self._newest_of(state)
             # The state's counts may be newer than these.
             if saved not in names[:-1]:
-                counts, names = feature_ledger(state, OWN), (saved,)
+                counts = feature_ledger(state, OWN)
+                # The model's step may have counts that the graph drops if the call fails.
+                names = names if saved in names else (saved,)
             name, run = uuid4().hex, _run(state)
             counts = {
                 "thread_spent": added([counts.get("thread_spent") or {}, amounts]),
