@@ -322,14 +322,15 @@ def test_metrics(seen: Seen) -> None:
     assert metrics_page.written(METRICS) == METRICS
     table = rows("Metrics", page=METRICS)
     families = {exposed(family): family for family in seen.signals.registry.collect()}
-    same((quoted(row["name"])[0] for row in table), families)
+    same((name for row in table for name in quoted(row["name"])), families)
     labels: dict[str, set[str]] = {name: set() for name in families}
     for name, label, _ in seen.labels():
         labels[name].add(label)
-    for row in table:
-        [name] = quoted(row["name"])
+    described = {name: row for row in table for name in quoted(row["name"])}
+    for name, row in described.items():
         assert ({*quoted(row["labels"])}, row["type"]) == (labels[name], families[name].type), name
-        timed = "in seconds" in row["meaning"] or "How long" in row["meaning"]
+        text = families[name].documentation
+        timed = "in seconds" in text or "How long" in text
         assert timed == name.removesuffix("_total").endswith("_seconds"), name
 
 
@@ -454,7 +455,8 @@ def test_every_command_is_in_the_reference() -> None:
     described = [
         f"{text.partition(chr(10))[0]} {option}"
         for text in sections
-        for option in ("", *re.findall(r"^\| `(--[a-z-]+)", text, re.MULTILINE))
+        for cell in ("", *re.findall(r"^\| (`--.+?) \|", text, re.MULTILINE))
+        for option in (re.findall(r"`(--[a-z-]+)", cell) or [""])
     ]
     same(described, commands(arguments.parser()))
 
