@@ -69,18 +69,21 @@ runs = st.lists(
 
 @st.composite
 def budgets(draw: st.DrawFn, *, stored: bool) -> list[Limit]:
-    """Some budgets, of tokens and of money, with all that a replay knows."""
+    """Some budgets, of tokens and of money, with all that budgets can have."""
     limits: list[Limit] = []
     for index in range(draw(st.integers(0, 2))):
-        most = draw(st.integers(20, 150))
+        most, enforce = draw(st.integers(20, 150)), draw(st.sampled_from([True, True, False]))
+        exits = ["end", "error", *(["finalize"] if enforce else [])]
         options: dict[str, Any] = {
             "name": f"budget-{index}",
             "run_limit": most,
             "thread_limit": draw(st.sampled_from([None, 2 * most])),
             "quotas": [Quota(most, per="user_id", window=drawn.WINDOW)] * stored,
-            "enforce": draw(st.sampled_from([True, True, False])),
-            "exit_behavior": draw(st.sampled_from(["end", "error"])),
+            "enforce": enforce,
+            "reserve": draw(st.sampled_from([None, None, 10])),
+            "exit_behavior": draw(st.sampled_from(exits)),
         }
+        options["keep"] = 15 if options["exit_behavior"] == "finalize" else None
         priced = draw(st.sampled_from([{}, {"search": 7}]))
         tokens = draw(st.booleans())
         limits.append(TokenLimit(**options) if tokens else CostLimit(tool_prices=priced, **options))
@@ -171,10 +174,6 @@ def test_random_agents(data: st.DataObject, kind: Kind, form: Form) -> None:
     """
     stored = kind == "graph" or data.draw(st.booleans())
     limits = [*data.draw(drawn.limit_lists(stored=stored)), *data.draw(budgets(stored=stored))]
-    # A replay knows no last calls.
-    limits = [
-        replace(x, exit_behavior="end") if x.exit_behavior == "finalize" else x for x in limits
-    ]
     # Every kind of call is logged.
     limits += [ToolCallLimit(name="tools", enforce=False), ModelCallLimit(enforce=False)]
 
@@ -193,7 +192,7 @@ def test_random_agents(data: st.DataObject, kind: Kind, form: Form) -> None:
         for run in planned
     ]
     meters: list[Limit] = [free(limit) for limit in limits]
-    if data.draw(st.booleans()):
+    if data.draw(st.booleans()) and not any(getattr(limit, "reserve", None) for limit in limits):
         # The log does not have the limits' own counts.
         quotas = [Quota(9**9, per="user_id")] * stored
         meters = [TokenLimit(enforce=False), CostLimit(enforce=False)]
@@ -204,8 +203,12 @@ def test_random_agents(data: st.DataObject, kind: Kind, form: Form) -> None:
 
 def free(limit: Limit) -> Limit:
     """The same limit as a dry run."""
-    gives_up: dict[str, Any] = {"give_up_after": None} if limit.give_up_after else {}
-    return replace(limit, enforce=False, **gives_up)
+    ends = {"exit_behavior": "end", "keep": None} if limit.exit_behavior == "finalize" else {}
+    gives_up = {"give_up_after": None} if limit.give_up_after else {}
+    changes: dict[str, Any] = {"enforce": False, **gives_up, **ends}
+    if not isinstance(limit, TokenLimit | CostLimit):
+        changes.pop("keep", None)
+    return replace(limit, **changes)
 
 
 async def test_limits_that_share_a_count() -> None:

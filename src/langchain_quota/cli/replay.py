@@ -5,6 +5,7 @@ import runpy
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import merge
 from itertools import chain
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from langchain_quota.cli import CommandError, complain, one_line, printable, say, table
-from langchain_quota.core.admission import admit
-from langchain_quota.core.checks import CallChecks, ResolvedLimits, demands_of
+from langchain_quota.core.admission import AcquireResult, Demand, admit
+from langchain_quota.core.checks import CallChecks, ResolvedLimit, ResolvedLimits, demands_of
 from langchain_quota.core.decide import decide
 from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit, check_together
@@ -41,36 +42,50 @@ class LogContents:
         """The subjects of each run, by what a quota counts by."""
         self._runs = defaultdict[str, set[str]](set)
         """The runs with calls of each kind."""
-        self._counters = set[str]()
+        self._has = set[str]()
         for line in lines:
-            self._counters |= line.get("charged", {}).keys()
-            self._counters |= {name.rpartition("/")[0] for name in line.get("counts", ())}
+            self._has |= line.get("charged", {}).keys()
+            self._has |= {name.rpartition("/")[0] for name in line.get("counts", ())}
+            self._has |= {
+                f"{name} with reserve {n}" for name, n in line.get("reserved", {}).items()
+            }
             if "calls" in line:
                 self._runs[_calls(line)[0].kind].add(line["run"])
                 self.subjects[line["run"]] |= line["subjects"]
 
     def lacks(self, limit: Limit) -> str:
         """Return why a limit cannot be replayed; empty if it can."""
-        quotas, exit_behavior = limit.quotas, limit.exit_behavior
-        numbers = (limit.thread_limit, limit.run_limit, *(quota.limit for quota in quotas))
-        amounts = (*numbers, *limit.tool_prices.values())
-        reasons = {
-            "it depends on more than counts": not (limit.counted and counts_calls(limit)),
-            "a function gives an amount": any(map(callable, amounts)),
-            "its calls wait": getattr(limit, "wait", None) is not None or exit_behavior == "ask",
-            "its calls reserve an amount": getattr(limit, "reserve", None) is not None,
-            "its last call is an answer": exit_behavior == "finalize",
-            "it has a smooth quota": any(quota.smooth for quota in quotas),
-            "what rolls over is not in the log": any(quota.rollover for quota in quotas),
-        }
-        for reason, applies in reasons.items():
-            if applies:
-                return reason
-        missing = {limit.counter} & {*BUDGETS} - self._counters
-        missing |= {f"{kind} calls" for kind in limit.kinds - self._runs.keys()}
+        numbers = (limit.thread_limit, limit.run_limit, *(quota.limit for quota in limit.quotas))
+        if not (limit.counted and counts_calls(limit)):
+            return "it depends on more than counts"
+        if any(map(callable, (*numbers, _reserve_of(limit), *limit.tool_prices.values()))):
+            return "a function gives an amount"
+        if getattr(limit, "wait", None) is not None or limit.exit_behavior == "ask":
+            return "its calls wait"
+        if any(quota.smooth for quota in limit.quotas):
+            return "it has a smooth quota"
+        if any(quota.rollover is not None for quota in limit.quotas):
+            return "what rolls over is not in the log"
+        needs = {limit.counter} & {*BUDGETS}
+        needs |= {f"{limit.name} with reserve {_reserve(limit)}"} if _reserve_of(limit) else set()
+        missing = needs - self._has | {f"{kind} calls" for kind in limit.kinds - self._runs.keys()}
         for run in chain(*(self._runs[kind] for kind in limit.kinds)):
-            missing |= {quota.dimension for quota in quotas} - self.subjects[run].keys()
+            missing |= {quota.dimension for quota in limit.quotas} - self.subjects[run].keys()
         return " and ".join(f"the log has no {what}" for what in sorted(missing))
+
+
+@dataclass(slots=True)
+class _Run:
+    """What a replay knows of a run."""
+
+    refusals: Counter[str] = field(default_factory=Counter)
+    ended: bool = False
+    is_final: bool = False
+    """Whether the newest model call is the last one of a budget."""
+    runs: bool = True
+    """Whether one of the newest calls runs."""
+    budgets: Mapping[str, str] = field(default_factory=dict)
+    """The counters of budgets, by the names of the counts to which the run is charged."""
 
 
 class Replay:
@@ -83,68 +98,78 @@ class Replay:
 
     def __init__(self, limits: Sequence[Limit], contents: LogContents) -> None:
         self._limits, self._subjects = limits, contents.subjects
+        self._reserves = any(_reserve_of(limit) is not None for limit in limits)
         self._counts, self._logged = Counter[tuple[str, str]](), dict[tuple[str, str], int]()
-        self._refusals = Counter[tuple[str, str]]()
-        """The refusals of each run, by limit."""
-        self._ended, self._idle = set[str | None](), set[str]()
-        """The runs and root runs that a limit has ended; the runs whose newest calls do not run."""
-        self._budgets = defaultdict[str, Mapping[str, str]](dict)
-        """The counts to which each run charges what its calls use, with their counters."""
+        self._runs, self._ended_roots = defaultdict[str, _Run](_Run), set[str]()
         self._since = self._until = inf
 
     def charge(self, line: Line) -> bool:
         """Charge what calls have used, and return whether they run in the replay."""
-        runs = line["run"] not in self._idle
-        for name, counter in self._budgets[line["run"]].items():
+        run = self._runs[line["run"]]
+        for name, counter in run.budgets.items():
             key, amount = self._key(name, line), line["charged"].get(counter, 0)
-            self._counts[key] += amount * runs
+            self._counts[key] += amount * run.runs
             if key in self._logged:
                 self._logged[key] += amount
-        return runs
+        return run.runs
 
     def check(self, line: Line) -> list[Verdict]:
         """Check calls that were checked together, and return the decisions."""
-        run, root, ended = line["run"], line.get("root"), False
+        run, root, ended = self._runs[line["run"]], line.get("root"), False
         self._resolve(line)
         for name, (before, after) in line.get("counts", {}).items():
             key = self._key(name, line)
             self._counts[key] += before - self._logged.get(key, self._counts[key])
             self._logged[key] = after
-        if run in self._ended or root in self._ended:
+        if run.ended or root in self._ended_roots:
             verdicts: list[Verdict] = [(None, {}) for _ in line["calls"]]
         elif line.get("outage"):
             # Whatever the limits, the store would not have answered.
             verdicts = [*map(logged, line["calls"])]
             self._add(line, {name: after - n for name, (n, after) in line["counts"].items()})
         else:
-            verdicts, ended = self._check(line)
-        self._idle.discard(run)
-        if not any(outcome in RAN for outcome, _ in verdicts):
-            self._idle.add(run)
+            verdicts, ended = self._check(line, run, _calls(line))
+        run.runs = any(outcome in RAN for outcome, _ in verdicts)
         # If a run goes on that a limit ended in the log, too, somebody has resumed it.
         if ended and not line.get("ended"):
-            self._ended |= {run, root} if root and not line.get("nested") else {run}
+            run.ended = True
+            self._ended_roots |= {root} if root and not line.get("nested") else set()
         return verdicts
 
-    def _check(self, line: Line) -> tuple[list[Verdict], bool]:
-        run, calls = line["run"], _calls(line)
+    def _check(self, line: Line, run: _Run, calls: Sequence[Call]) -> tuple[list[Verdict], bool]:
+        is_model = calls[0].kind == "model"
+        if run.is_final and not is_model:
+            return [(Outcome.SKIPPED, {}) for _ in calls], True
         checks = [self._checks(call) for call in calls]
         demands, index_of = demands_of(calls, checks)
-        is_model = calls[0].kind == "model"
         stops = {
-            name: max(1, after - self._refusals[run, name])
+            name: max(1, after - run.refusals[name])
             for name, after in self._resolved.stops.items()
             if is_model
             or (self._resolved.by_name[name].unit == "calls" and "structured" not in line)
         }
-        names = {name for demand in demands for name in demand.amounts}
-        used = {name: max(0, self._counts[self._key(name, line)]) for name in names}
-        result = admit(demands, used, stops, line.get("granted"), line.get("frozen", ()))
-        self._refusals.update((run, limit) for limit in chain(*result.refused))
+        result = self._admit(line, demands, stops)
+        run.refusals.update(chain(*result.refused))
+        if is_model and self._reserves and result.admitted[0]:
+            # What a call reserves is checked when its request is known.
+            reserving = CallChecks.of(
+                limit.with_checks(amount=_reserve(limit.limit), lease=1)
+                for limit in checks[0].limits
+                if limit.is_budget
+            )
+            second = self._admit(line, [reserving.demand], stops)
+            if second.admitted[0]:
+                result = replace(result, refused=({**result.refused[0], **second.refused[0]},))
+            else:
+                checks, demands, result = [reserving], [reserving.demand], second
         self._add(line, result.charged(demands))
         if is_model:
-            budgets = [resolved for resolved in checks[0].limits if resolved.is_budget]
-            self._budgets[run] = {c.counter: b.limit.counter for b in budgets for c in b.checks}
+            limits = checks[0].limits
+            budgets = {c.counter: one.limit.counter for one in limits for c in one.checks}
+            run.budgets = {name: of for name, of in budgets.items() if of in BUDGETS}
+            following = CallChecks.of(limit.with_checks(keep=limit.keep) for limit in limits)
+            refused = self._admit(line, [following.demand], {}).refused[0]
+            run.is_final = not self._resolved.finalizing.isdisjoint(refused)
         verdicts: list[Verdict] = [
             (decision.outcome, {limit.limit: limit.refusal_scope for limit in decision.refused_by})
             for decision in decide(calls, checks, index_of, result)
@@ -156,11 +181,18 @@ class Replay:
         key = call.kind, call.tool
         if key not in self._by_tool:
             self._by_tool[key] = CallChecks.of(
-                limit.with_checks(amount=price) if price else limit
+                limit.with_checks(amount=price, keep=limit.keep) if price else limit
                 for limit in self._resolved.checks_for(call).limits
                 if (price := _price(limit.limit, call)) or limit.limit.kind == call.kind
             )
         return self._by_tool[key]
+
+    def _admit(
+        self, line: Line, demands: Sequence[Demand], stops: Mapping[str, int]
+    ) -> AcquireResult:
+        names = {name for demand in demands for name in demand.amounts}
+        used = {name: max(0, self._counts[self._key(name, line)]) for name in names}
+        return admit(demands, used, stops, line.get("granted"), line.get("frozen", ()))
 
     def _add(self, line: Line, amounts: Mapping[str, int]) -> None:
         for name, amount in amounts.items():
@@ -177,13 +209,7 @@ class Replay:
         ends = [window_end(name) for name in line.get("counts", ())]
         time = min([line["time"], *(end - 0.001 for end in ends if end is not None)])
         if not self._since <= time < self._until:
-            limits = []
-            for limit in self._limits:
-                quotas = [
-                    quota_check(limit, quota, quota.limit, "", prefix="", now=time)
-                    for quota in limit.quotas
-                ]
-                limits.append(fixed(limit).stored(None, None, quotas, remembers=False))
+            limits = [_resolved(limit, time) for limit in self._limits]
             times = [check.resets_at for limit in limits for check in limit.checks]
             self._resolved, self._by_tool = ResolvedLimits(limits), dict[object, CallChecks]()
             self._since = time
@@ -205,6 +231,21 @@ def _calls(line: Line) -> list[Call]:
 @lru_cache(maxsize=4096)
 def _dimension(name: str) -> str:
     return name.rpartition("/")[2] if "/" in name else CountKey.parse(name).dimension
+
+
+def _resolved(limit: Limit, time: float) -> ResolvedLimit:
+    checks = [
+        quota_check(limit, quota, quota.limit, "", prefix="", now=time) for quota in limit.quotas
+    ]
+    return fixed(limit).stored(None, None, checks, remembers=False)
+
+
+def _reserve_of(limit: Limit) -> object:
+    return getattr(limit, "reserve", None)
+
+
+def _reserve(limit: Limit) -> int:
+    return whole_amount(limit.unit, "reserve", _reserve_of(limit) or 0)
 
 
 def _price(limit: Limit, call: Call) -> int:
@@ -295,12 +336,16 @@ def _refusals(contents: LogContents, places: Sequence[tuple[str, str]]) -> Repor
     subjects = defaultdict[str, dict[str, None]](dict)
     for per, subject in chain(*(contents.subjects[run].items() for run in runs)):
         subjects[per][subject] = None
-    first = [{"time": time, "run": run, **contents.subjects[run]} for time, run in places[:1]]
+    first = (
+        {"time": places[0][0], "run": places[0][1], **contents.subjects[places[0][1]]}
+        if places
+        else None
+    )
     return {
         "calls": len(places),
         "runs": len(runs),
         "subjects": {per: [*names] for per, names in subjects.items()},
-        "first": first[0] if first else None,
+        "first": first,
     }
 
 

@@ -51,6 +51,7 @@ def check_line(
             subjects[check.per] = check.subject
         if check.key is not None:
             prefix = f"{prefix_of(check.key)}/".lstrip("/")
+    budgets = batch.limits.budgets if batch.pending is None else ()
     line = {
         "run": run,
         "root": root and root.key,
@@ -59,6 +60,7 @@ def check_line(
         "counts": counts,
         "granted": {name: amount for name, amount in granted.items() if amount},
         "frozen": [count_name(counter) for counter in batch.frozen],
+        "reserved": {budget.limit.name: budget.checks[1].amount for budget in budgets},
         "structured": batch.pending is not None and batch.pending.structured,
         "outage": batch.sent is not None and not batch.answered,
         "ended": ended,
