@@ -327,9 +327,10 @@ class Kernel:
             # The store's client has counted and logged why.
             return self._without_store(batch, sent, self.store)
         batch.answered = True
-        batch.raise_limits(sent.keyed(result.granted))
-        new = batch.limits.newly_raised(sent.keyed(result.newly_granted))
-        self.recorder.record_grants(batch.context.agent, new)
+        if result.granted:
+            batch.raise_limits(sent.keyed(result.granted))
+            new = batch.limits.newly_raised(sent.keyed(result.newly_granted))
+            self.recorder.record_grants(batch.context.agent, new)
         for answered in self.on_store_result_hooks:
             answered(batch, result)
         return result
