@@ -1,6 +1,5 @@
 """Drop-ins for LangChain's two limiters, with exact counts and telemetry."""
 
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Generic, Literal
@@ -148,18 +147,20 @@ class ToolCallLimitMiddleware(
     def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
         hook_result = conclude_tools(batch, result)
         decisions, update = hook_result.decisions, hook_result.update
-        pending = {str(decision.call.tool) for decision in decisions if not decision.limits}
-        if self._on_pending == "raise" and result.stopped and pending and update is not None:
-            error = NotImplementedError(
-                f"Cannot end the run with other tool calls pending: {', '.join(sorted(pending))}. "
-                "Use on_pending='skip', or exit_behavior 'continue' or 'error'"
-            )
-            return HookResult(decisions, error=error)
+        if self._on_pending == "raise" and result.stopped and update is not None:
+            pending = {str(decision.call.tool) for decision in decisions if not decision.limits}
+            if pending:
+                error = NotImplementedError(
+                    "Cannot end the run with other tool calls pending: "
+                    f"{', '.join(sorted(pending))}. "
+                    "Use on_pending='skip', or exit_behavior 'continue' or 'error'"
+                )
+                return HookResult(decisions, error=error)
         if update is not None and THREAD_TOOLS in update:
             # LangChain's count of the run has the refused calls, too.
-            attempted = Counter(batch.state.get(RUN_TOOLS) or {})
-            attempted.update(batch.counters)
-            update[RUN_TOOLS] = {**attempted}
+            update[RUN_TOOLS] = attempted = {**(batch.state.get(RUN_TOOLS) or {})}
+            for counter in batch.counters:
+                attempted[counter] = attempted.get(counter, 0) + 1
         return hook_result
 
 

@@ -49,9 +49,9 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
                     check.subject,
                     check.resets_at,
                     check.per,
-                    smooth=check.spacing > 0,
-                    spacing=check.spacing,
-                    granted=check.granted,
+                    check.spacing > 0,
+                    check.spacing,
+                    check.granted,
                 )
                 for check in resolved.checks
             ]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from secrets import token_hex
 from typing import Any, NamedTuple
 
@@ -351,7 +352,7 @@ def model_batch(
         call_checks=[limits.checks_for(call)],
         used=model_counts(state),
         runtime=runtime,
-        make=lambda new_limits: model_batch(state, runtime, new_limits, task=task, context=context),
+        make=partial(model_batch, state, runtime, task=task, context=context),
         stops=limits.stops,
     )
 
@@ -380,18 +381,18 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         return None
     run_ledger = ledger(state)
     final = run_ledger.get("final")
-    if not (every_call or final or _concerns(limits, waiting, run_ledger)):
-        return None
     context = context.answered_by(waiting.message.name)
     calls = [
         Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
         for call in waiting.calls
     ]
     call_checks = [(call, limits.checks_for(call)) for call in calls]
+    matched = {str(call.id) for call, checks in call_checks if checks.limits}
+    if not (every_call or final or matched or _has_charged(limits, waiting, run_ledger)):
+        return None
     # After the last call of a budget no tool runs.
     checked = [pair for pair in call_checks if not final and (pair[1].limits or every_call)]
     counts = ToolCounts.of(state, run_ledger, waiting.message.id)
-    matched = {str(call.id) for call, checks in call_checks if checks.limits}
     used: dict[str, int] = {}
     for _, checks in checked:
         for limit in checks.limits:
@@ -425,11 +426,11 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         call_checks=[checks for _, checks in checked],
         used=used,
         runtime=runtime,
-        make=lambda new_limits: tool_batch(
+        make=partial(
+            tool_batch,
             state,
             runtime,
             context,
-            new_limits,
             middleware=middleware,
             every_call=every_call,
             task=task,
@@ -444,11 +445,11 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     )
 
 
-def _concerns(limits: ResolvedLimits, waiting: PendingCalls, run_ledger: Ledger) -> bool:
-    """Return whether limits match a call that waits."""
-    # If a middleware has charged calls of the message, its answered calls matter, too: it is
-    # recorded that these limits have checked the message.
+def _has_charged(limits: ResolvedLimits, waiting: PendingCalls, run_ledger: Ledger) -> bool:
+    """Return whether limits match an answered call of a message whose calls were charged."""
+    # It is recorded that these limits have checked the message.
     batch = run_ledger.get("batch")
-    charged = batch is not None and batch["message"] == waiting.message.id
-    calls = (*waiting.calls, *(waiting.message.tool_calls if charged else ()))
+    if batch is None or batch["message"] != waiting.message.id:
+        return False
+    calls = waiting.message.tool_calls
     return any(limits.checks_for(Call("tool", call["name"])).limits for call in calls)

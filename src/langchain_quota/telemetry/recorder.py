@@ -3,7 +3,6 @@
 The sinks are metrics, spans, the usage of threads and other subjects, and logs.
 """
 
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -113,7 +112,7 @@ class Recorder:
         self._metrics = metrics = instruments.metrics
         self._usage = usage = instruments.usage
         self.created_at = created_at
-        self._settings_checked_in = 0  # the id of the process
+        self._has_checked_settings = False
         self._estimated_models: set[str] = set()
         self._recent_tasks = RecentTasks()
         self.streams = False
@@ -186,8 +185,8 @@ class Recorder:
                 captured.extend(decisions)
             for receipt in open_receipts():
                 receipt.add_decisions(decisions, ended_by=ended_by)
-            if self._settings_checked_in != os.getpid():
-                self._settings_checked_in = os.getpid()
+            if not self._has_checked_settings:
+                self._has_checked_settings = True
                 self._guard("metrics", self._check_settings)
             caller = self._labels_of(decisions[0].call.agent, decisions[0].call.thread_id)
             tools = [self._shared.tools[caller.agent, decision.call.tool] for decision in decisions]
