@@ -242,7 +242,7 @@ def spent(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return what the thread and the run have used of budgets, by counter.
 
-    `kept` has newer counts of model calls. Paid tool calls are among the counts of tool calls.
+    `entries` has newer counts of model calls. Paid tool calls are among the counts of tool calls.
     """
     values = {**feature_ledger(state, "budgets"), **entries}
     of_thread, of_run = dict(values.get("thread_spent") or {}), dict(values.get("run_spent") or {})
