@@ -69,15 +69,11 @@ def _exporter() -> SpanExporter | None:
     how = exporting()
     # Each protocol's exporter brings packages of its own: only the one asked for is imported.
     if how == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc import (  # noqa: PLC0415 - see above
-            trace_exporter as grpc,
-        )
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc  # noqa: PLC0415 - see above
 
         return grpc.OTLPSpanExporter()
     if how == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http import (  # noqa: PLC0415 - see above
-            trace_exporter as http,
-        )
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter as http  # noqa: PLC0415 - see above
 
         return http.OTLPSpanExporter()
     return None if how is None else ConsoleSpanExporter()

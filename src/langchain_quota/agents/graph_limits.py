@@ -18,13 +18,13 @@ from langchain_quota.agents.inline import InlineState, make_model_call
 from langchain_quota.agents.quota import QuotaMiddleware, SharedOptions
 from langchain_quota.core.stops import STOP, StopReason
 from langchain_quota.limits import Limit
+from langchain_quota.middleware.base import begin_run
 from langchain_quota.middleware.calls import Batch, Update
 from langchain_quota.middleware.context import as_json, call_context, digest, running_runtime
 from langchain_quota.middleware.feature import Handler, Request
 from langchain_quota.middleware.flow import Conclude, Kernel
 from langchain_quota.middleware.history import pending_calls, repaired
 from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run
-from langchain_quota.middleware.run_start import begin_run
 from langchain_quota.middleware.state import LEDGER, Ledger, State, merge_ledgers
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode

@@ -17,7 +17,6 @@ from langchain_quota.core.decision import Decision, LimitStatus
 from langchain_quota.core.stops import ended_runs
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits.call import ROOT_RUN, RUN, STORE
-from langchain_quota.middleware.flow import clock_of
 from langchain_quota.runtime.arguments import (
     explain_arguments,
     validate_switch,
@@ -93,7 +92,7 @@ class QuotaHeadersMiddleware:
         self.app = app
         self._quota, self._subject, self._path = quota, subject, path
         self._replaces_answers = replace_answers
-        self._clock = clock_of(quota.kernel.store.store)
+        self._clock = quota.kernel.store.clock
         self._cache = ExpiringDict[_Limits]()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

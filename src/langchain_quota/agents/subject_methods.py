@@ -14,7 +14,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ROOT_RUN, THREAD
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.context import quota_check, subject_text
-from langchain_quota.middleware.flow import Kernel, clock_of
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.root_run import StoreSequence
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
@@ -390,7 +390,7 @@ class SubjectMethods:
             return client, limit, check, str(key)
         if quota.per == ROOT_RUN:
             subject = await StoreSequence(client, prefix).newest(mode, subject) or subject
-        now = clock_of(client.store)()
+        now = client.clock()
         check = quota_check(limit, quota, number, subject, prefix=prefix, now=now)
         return client, limit, check, str(check.key)
 

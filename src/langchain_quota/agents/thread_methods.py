@@ -21,7 +21,6 @@ from langchain_quota.limits.options import whole_amount
 from langchain_quota.limits.quotas import CalendarWindow
 from langchain_quota.middleware.base import ContextT, LimitMiddleware
 from langchain_quota.middleware.context import CompiledGraph
-from langchain_quota.middleware.flow import clock_of
 from langchain_quota.middleware.state import LEDGER, UNUSED
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
@@ -105,7 +104,7 @@ class ThreadMethods(SubjectMethods, LimitMiddleware[Any, ContextT, ResponseT]):
         store = self.kernel.store
         if store is not None:
             prefix = prefix_in(config, store.prefix)
-            at = clock_of(store.store)()
+            at = store.clock()
             keys = {
                 str(
                     CountKey.at(

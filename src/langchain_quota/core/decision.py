@@ -6,14 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from langchain_quota.limits.call import (
-    FROZEN,
-    RUN,
-    STORE,
-    Call,
-    Exit,
-    Scope,
-)
+from langchain_quota.limits.call import FROZEN, RUN, STORE, Call, Exit, Scope
 from langchain_quota.runtime.units import Level, Unit, near_threshold
 
 Reason = Literal["exhausted", "failing", "frozen", "store"]

@@ -28,12 +28,12 @@ from langchain_quota.core.stops import make_reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind, Scope
 from langchain_quota.limits.options import counts_calls
-from langchain_quota.middleware.calls import Batch, refunded_limits
+from langchain_quota.middleware.calls import Batch
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import BatchCheck, Feature, ToolAnswer, ToolHandler
-from langchain_quota.middleware.flow import Kernel, clock_of
-from langchain_quota.middleware.state import feature_ledger, ledger
+from langchain_quota.middleware.flow import Kernel
+from langchain_quota.middleware.state import feature_ledger, ledger, refunded_limits
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Queues, Waiter, queues_of
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock, wait_for
 from langchain_quota.stores.client import StoreClient
@@ -72,7 +72,6 @@ class Waiting(Feature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._max_waits = _max_waits(kernel.limits)
-        self._clock = clock_of(self.store.store)
         # When the first call of a message started, and the clock when that was last looked up.
         self._first_starts: ExpiringDict[tuple[float, float]] = ExpiringDict(_MAX_REMEMBERED)
         self._cancelled: ExpiringDict[bool] = ExpiringDict(_MAX_REMEMBERED)
@@ -83,7 +82,7 @@ class Waiting(Feature):
         """Set `resets_at` of smooth quotas to the time when the next call fits."""
         if not result.drained_in:
             return
-        now, charged = self._clock(), result.charged(batch.demands)
+        now, charged = self.store.clock(), result.charged(batch.demands)
 
         def with_reset_time(check: Check) -> Check:
             if not check.spacing:
@@ -280,7 +279,7 @@ class Waiting(Feature):
             elif result.used[counter] <= room:
                 continue
             elif room >= 0 and check.resets_at is not None:
-                pause = last = check.resets_at.timestamp() - self._clock()
+                pause = last = check.resets_at.timestamp() - self.store.clock()
             missing.append((max(_MIN_PAUSE, pause), last, (limit, scope)))
         pause, _, quota = max(missing, key=itemgetter(0), default=never)
         return pause, max([pause, *(last for _, last, _ in missing)]), quota
@@ -357,7 +356,7 @@ class Waiting(Feature):
     def _seconds_to_start(self, message: str, delay: float) -> float:
         """Return in how many seconds a call starts: so long after its message's first one."""
         with self._lock:
-            now = self._clock()
+            now = self.store.clock()
             first, looked_at = self._first_starts.get(message, 0) or (now, now)
             # The clock may have gone back: move the first start with it.
             first -= max(0.0, looked_at - now)

@@ -1,19 +1,38 @@
-"""The base of all middlewares: LangChain's hooks, which call the kernel."""
+"""The base of all middlewares: LangChain's hooks, which call the kernel, and how runs begin."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from langchain.agents.middleware.types import AgentMiddleware, ResponseT, StateT
+from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage
+from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.runtime import Runtime
 from langsmith.utils import tracing_is_enabled
 
+from langchain_quota.core.decision import Refund
 from langchain_quota.limits import Limit
+from langchain_quota.limits.call import Call
 from langchain_quota.middleware.calls import Update
+from langchain_quota.middleware.conclude import refunds_of
+from langchain_quota.middleware.context import CallContext, call_context, running_config
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.run_start import begin_run
+from langchain_quota.middleware.history import repaired, since, unfinished_calls
+from langchain_quota.middleware.state import (
+    LEDGER,
+    NEW_RUN,
+    THREAD_TOOLS,
+    Ledger,
+    State,
+    ToolCounts,
+    ledger,
+    thread_tools,
+)
 from langchain_quota.runtime import compat
+from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.stores.client import StoreClient
+from langchain_quota.telemetry import names
 
 if TYPE_CHECKING:
     from langgraph._internal._typing import StateLike
@@ -114,3 +133,111 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
     def checking_nodes(self) -> tuple[str, ...]:
         """Return the graph nodes in which calls are checked."""
         return f"{self.name}.before_model", f"{self.name}.after_model"
+
+
+def begin_run(kernel: Kernel, mode: Mode, state: State, runtime: object) -> Update:
+    """Begin a new run, and return the update; see `LimitMiddleware.before_agent`."""
+    # Around the model call, another middleware could take the error for one of the model.
+    kernel.observers.check(mode)
+    context = call_context(runtime)
+    compat.note_tracers(running_config().get("callbacks"))
+    update: Update = {}
+    history = state.get("messages") or ()
+    old = ledger(state)
+    has_begun = _has_begun(state) and kernel.name not in old.get("begun_by", ())
+    counts = _refund_stopped_calls(kernel, state, context)
+    if counts.thread != thread_tools(state):
+        update[THREAD_TOOLS] = counts.thread
+    answered = repaired(state, is_shared=context.is_nested)
+    if answered is not None:
+        update["messages"] = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *answered]
+        history = answered
+    if state.get("structured_response") is not None:
+        # Older versions of LangChain keep the response of an earlier turn.
+        update["structured_response"] = None
+    if not has_begun and kernel.recorder.is_new(context.task("run")):
+        kernel.recorder.count(names.RUNS, context.agent)
+    begun: Ledger = old if has_begun else {}
+    written: Ledger = {
+        **NEW_RUN,
+        "run": begun.get("run") or context.run(),
+        "turn": old.get("turn") if has_begun else _turn(history),
+        "begun_by": _also_begun(kernel, begun.get("begun_by", {})),
+        "store": _only_store(kernel, begun.get("store")),
+        "own": {},
+    }
+    batch = old.get("batch")
+    if batch is not None:
+        written["batch"] = {**batch, "calls": counts.calls}
+    for begin in kernel.begin_run_hooks:
+        begin(state, written["own"])
+    return {**update, LEDGER: written}
+
+
+def _refund_stopped_calls(kernel: Kernel, state: State, context: CallContext) -> ToolCounts:
+    """Refund calls of the last run that these limits stopped, and return the counts."""
+    # A limit raised, or a review stopped the calls before the limits saw them: so no call of the
+    # message has started. What a store was charged is not refunded: a caller who begins at an old
+    # checkpoint would get refunds for calls that ran after that checkpoint.
+    old = ledger(state)
+    counts, batch = ToolCounts.of(state, old, None), old.get("batch")
+    unfinished = unfinished_calls(state, batch["message"]) if batch else None
+    if batch is None or unfinished is None or kernel.name not in batch.get("waiting", ()):
+        return counts
+    message, calls = unfinished
+    original = {call["id"]: Call("tool", call["name"]) for call in message.tool_calls}
+    if not any(
+        limit.matches(Call("tool", call["name"])) and limit.matches(original[call["id"]])
+        for limit in kernel.limits
+        for call in calls
+    ):
+        return counts
+    refunds: list[Refund] = []
+    for call in calls:
+        charge = counts.calls.get(str(call["id"]))
+        if charge is None or charge["keys"]:
+            continue
+        refunded = Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
+        refunds += refunds_of(refunded, counts.refund(str(call["id"])))
+    kernel.recorder.record_refunds(refunds)
+    return counts
+
+
+def _also_begun(kernel: Kernel, begun_by: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Return the middlewares that have begun a run, this one included."""
+    begun = {**begun_by, kernel.name: kernel.model_mode}
+    counting = [mode for mode in begun.values() if mode is not None]
+    if kernel.model_mode is None or len(counting) == 1 or {*counting} == {"returned"}:
+        return begun
+    raise RuntimeError(
+        f"{kernel.name} and another middleware of this agent both count its model calls: put "
+        "all model limits into one QuotaMiddleware"
+    )
+
+
+def _only_store(kernel: Kernel, name: str | None) -> str | None:
+    """Return the name of the agent's store; raise if another middleware has a different one."""
+    # The charges in the ledger do not say which store has them.
+    client = StoreClient.by_name.get(name or "")
+    if kernel.store is None or (client is not None and client.store is kernel.store.store):
+        return name
+    if client is None:
+        return kernel.store.name
+    raise RuntimeError(
+        f"{kernel.name} and another middleware of this agent have two stores: give them the same "
+        "object, or hold another agent or graph to the limits of the second store"
+    )
+
+
+def _has_begun(state: State) -> bool:
+    """Return whether another middleware has begun this run: no answer of the model since."""
+    messages = since(state.get("messages") or (), ledger(state).get("turn"))
+    return messages is not None and not any(isinstance(message, AIMessage) for message in messages)
+
+
+def _turn(history: Sequence[AnyMessage]) -> str | int | None:
+    """Return the id or number by which the newest message is found again."""
+    if not history:
+        return None
+    # Not every reducer gives messages an id.
+    return len(history) if history[-1].id is None else history[-1].id

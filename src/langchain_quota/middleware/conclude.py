@@ -15,14 +15,7 @@ from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.stops import STOP, StopReason, reason_of
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits.call import Call, Exit
-from langchain_quota.middleware.calls import (
-    OF_RUN,
-    OF_THREAD,
-    Batch,
-    HookResult,
-    ToolCounts,
-    Update,
-)
+from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Batch, HookResult, Update
 from langchain_quota.middleware.history import answer_of_blocked
 from langchain_quota.middleware.state import (
     LEDGER,
@@ -30,6 +23,7 @@ from langchain_quota.middleware.state import (
     THREAD_TOOLS,
     Ledger,
     ToolBatch,
+    ToolCounts,
     merge_ledgers,
     thread_model,
 )

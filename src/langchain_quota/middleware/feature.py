@@ -1,7 +1,7 @@
 """The seam: the methods of features. The kernel calls only those that a feature overrides."""
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Self, TypedDict, TypeVar
 
 from langchain.agents.middleware.types import (
     AgentMiddleware,
@@ -21,6 +21,9 @@ from langchain_quota.middleware.calls import Batch, HookResult, Update
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.state import FeatureData, State
 from langchain_quota.runtime.sync_async import Mode
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from langchain_quota.middleware.flow import Kernel
@@ -162,3 +165,13 @@ class Feature:
     ) -> ToolAnswer:
         """Make an allowed tool call, or answer it instead."""
         return await call(request)
+
+
+def overriding(
+    features: Iterable[Feature], method: Callable[Concatenate[Any, P], T]
+) -> list[Callable[P, T]]:
+    """Return the methods by which features override one of the seam."""
+    name = method.__name__
+    return [
+        getattr(feature, name) for feature in features if getattr(type(feature), name) is not method
+    ]

@@ -1,11 +1,10 @@
 """Check the calls of every middleware, record the decisions, and make the calls."""
 
-import time
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import is_
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
+from typing import ClassVar, Literal, Self
 
 from langchain.agents.middleware.types import ToolCallRequest
 
@@ -42,26 +41,17 @@ from langchain_quota.middleware.feature import (
     Tool,
     ToolAnswer,
     ToolHandler,
+    overriding,
 )
 from langchain_quota.middleware.log_lines import check_line
 from langchain_quota.middleware.root_run import watch_root_runs
-from langchain_quota.middleware.state import (
-    LEDGER,
-    Amounts,
-    Ledger,
-    State,
-    ledger,
-    merge_ledgers,
-)
+from langchain_quota.middleware.state import LEDGER, Amounts, Ledger, State, ledger, merge_ledgers
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import Telemetry, names, recorder_of
 from langchain_quota.telemetry.observers import Observer, Observers
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 ModelMode = Literal["admitted", "returned"]
 Conclude = Callable[[Batch, AcquireResult], HookResult]
@@ -122,8 +112,8 @@ class Kernel:
         self.store = None if store is None else StoreClient(store, self.recorder)
         self.on_store_error: OnStoreError = on_store_error
         self.options = options or FeatureOptions()
-        if store is not None:
-            self.observers.clock = clock_of(store)
+        if self.store is not None:
+            self.observers.clock = self.store.clock
         # What follows from a result; the drop-ins have their own.
         self.conclude_model: Conclude = conclude_model
         self.conclude_tools: Conclude = conclude_tools
@@ -138,8 +128,8 @@ class Kernel:
         self.resolver = LimitResolver(
             limits,
             self.recorder,
-            prefix=getattr(store, "prefix", None),
-            clock=None if store is None else clock_of(store),
+            prefix=None if self.store is None else self.store.prefix,
+            clock=None if self.store is None else self.store.clock,
         )
         # Only one agent's tools are kept, so that those of agents that are gone can be freed.
         self._newest: tuple[str | None, list[Tool]] = (None, [])
@@ -424,19 +414,3 @@ class Kernel:
         for around_tool in reversed(self.around_tool_hooks):
             call = partial(around_tool, mode, call=call)
         return await call(request)
-
-
-def overriding(
-    features: Iterable[Feature], method: Callable[Concatenate[Any, P], T]
-) -> list[Callable[P, T]]:
-    """Return the methods by which features override one of the seam."""
-    name = method.__name__
-    return [
-        getattr(feature, name) for feature in features if getattr(type(feature), name) is not method
-    ]
-
-
-def clock_of(store: QuotaStore) -> Callable[[], float]:
-    """Return the clock of a store, by which its windows begin and end."""
-    clock: Callable[[], float] = getattr(store, "clock", time.time)
-    return clock

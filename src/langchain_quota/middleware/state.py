@@ -3,7 +3,8 @@
 The annotations here are resolved by LangGraph at run time, in this module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, NotRequired
@@ -250,6 +251,74 @@ def spent(
         if NANODOLLARS in tools:
             used[NANODOLLARS] = used.get(NANODOLLARS, 0) + tools[NANODOLLARS]
     return of_thread, of_run
+
+
+@dataclass(slots=True)
+class ToolCounts:
+    """The counts of tool calls as one hook reads and rewrites them."""
+
+    thread: dict[str, int]
+    run: dict[str, int]
+    calls: dict[str, Charge]
+    # What to refund in the agent's store now, by the call's id.
+    refunds: dict[str, Amounts] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: State, old: Ledger, message: str | None) -> "ToolCounts":
+        """Return the counts in a state, with the charges of the calls of a message."""
+        # No message says that a call did not run: a caller can write it, too.
+        batch = old.get("batch")
+        is_of_message = batch is not None and message in (None, batch["message"])
+        calls = deepcopy(batch["calls"]) if batch is not None and is_of_message else {}
+        return cls(thread_tools(state), run_tools(state), calls)
+
+    def used(self, counter: str, ids: Collection[str]) -> tuple[int, int]:
+        """Return the thread's and the run's count, without the charges of these calls."""
+        charged = 0
+        for call_id in ids:
+            if call_id in self.calls:
+                charged += self.calls[call_id]["counters"].get(counter, 0)
+        # Never below zero, even where someone else reset the counts.
+        thread, run = self.thread.get(counter, 0), self.run.get(counter, 0)
+        return max(0, thread - charged), max(0, run - charged)
+
+    def of_call(self, call_id: str) -> Charge:
+        """Return the charges of a call."""
+        return self.calls.setdefault(call_id, {"counters": {}, "limits": {}, "keys": {}})
+
+    def charge(self, call_id: str, counter: str, amount: int) -> None:
+        """Charge a call to a counter, which counts it once, however many limits it has."""
+        counters = self.of_call(call_id)["counters"]
+        added = max(0, amount - counters.get(counter, 0))
+        counters[counter] = counters.get(counter, 0) + added
+        self.thread[counter] = self.thread.get(counter, 0) + added
+        self.run[counter] = self.run.get(counter, 0) + added
+
+    def refund(self, call_id: str) -> list[tuple[str, int, int]]:
+        """Refund a call; return each limit's name, its calls, and its nanodollars."""
+        charge = self.calls.pop(call_id, None)
+        if charge is None:
+            return []
+        if charge["keys"]:
+            self.refunds[call_id] = charge["keys"]
+        for counter, amount in charge["counters"].items():
+            self.thread[counter] = max(0, self.thread.get(counter, 0) - amount)
+            self.run[counter] = max(0, self.run.get(counter, 0) - amount)
+        return refunded_limits(charge)
+
+    def forget_keys(self, call_id: str, keys: Collection[str]) -> Amounts:
+        """Remove and return what a store charged for a call under keys that it charges again."""
+        charged = self.calls[call_id]["keys"] if call_id in self.calls else {}
+        return {key: charged.pop(key) for key in sorted(charged.keys() & set(keys))}
+
+
+def refunded_limits(charge: Charge) -> list[tuple[str, int, int]]:
+    """Return what a refund returns: each limit's name, its calls, and its nanodollars."""
+    costs = dict(charge.get("costs", {}))
+    calls = [item for by_limit in charge["limits"].values() for item in by_limit.items()]
+    charged = [(name, amount, costs.pop(name, 0)) for name, amount in calls]
+    # A limit in a dry run is not charged a call that it would refuse, but what it costs.
+    return charged + [(name, 0, cost) for name, cost in costs.items()]
 
 
 @dataclass(frozen=True, slots=True)

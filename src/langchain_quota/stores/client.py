@@ -9,7 +9,7 @@ import asyncio
 import atexit
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
@@ -56,6 +56,8 @@ class StoreClient:
         self.name = uuid4().hex
         self.by_name[self.name] = self
         self.prefix: object = getattr(store, "prefix", None)
+        self.clock: Callable[[], float] = getattr(store, "clock", time.time)
+        """The store's clock, by which its windows begin and end."""
         self.forms: Collection[str] = getattr(store, "forms", ("sync", "async"))
         self._recorder = recorder
         server = store.server if isinstance(store, ServerStore) else type(store).__name__

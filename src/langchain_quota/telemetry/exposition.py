@@ -13,13 +13,7 @@ from threading import Thread
 from typing import Any, Self
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import (
-    REGISTRY,
-    CollectorRegistry,
-    Metric,
-    make_asgi_app,
-    start_http_server,
-)
+from prometheus_client import REGISTRY, CollectorRegistry, Metric, make_asgi_app, start_http_server
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from langchain_quota.runtime.arguments import validate_switch, validate_type

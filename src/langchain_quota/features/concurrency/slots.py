@@ -20,13 +20,12 @@ from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, Call
 from langchain_quota.limits.calls import ConcurrencyLimit
-from langchain_quota.middleware.calls import refunded_limits
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import answer, answer_of_blocked, newest_name
-from langchain_quota.middleware.state import ledger
+from langchain_quota.middleware.state import ledger, refunded_limits
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.semaphores import Slot, semaphore_of
 from langchain_quota.runtime.sync_async import Mode, run_sync
