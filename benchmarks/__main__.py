@@ -54,11 +54,12 @@ tool call. The model and the tools answer immediately.
 
 """
 
-HOW = """\
+LEGEND = """\
 - *CPU µs a step*: microseconds of CPU time of all threads, in runs of ten steps without a
-  checkpointer. *to LangChain* is this, divided by what LangChain's limiters add for these limits.
-  *to LangChain and telemetry* is the same for those limiters with a span and a counter for each
-  call, as a user would write them: `benchmarks/by_hand.py`.
+  checkpointer: the first quartile of all rounds. *to LangChain* is this, divided by what
+  LangChain's limiters add for these limits. *to LangChain and telemetry* is the same for those
+  limiters with a span and a counter for each call, as a user would write them:
+  `benchmarks/by_hand.py`.
 - *its hooks alone*: the cost of hooks of the same kinds that check nothing and write the same keys.
 - *ms* and *bytes a step*: elapsed time and stored bytes, with PostgreSQL as checkpointer.
 - *LangChain, 2* is LangChain's `ModelCallLimitMiddleware` and `ToolCallLimitMiddleware`, and
@@ -69,7 +70,9 @@ HOW = """\
 - Telemetry is on, and the SDK creates all spans without sampling. The garbage collector is on.
   Where deepagents or langchain-quickjs is installed, QuotaMiddleware needs a hook around the model,
   which adds 20 to 50 µs a step.
+"""
 
+HOW = """\
 `make bench` measures all set-ups in turn and writes this page. It also prints runs of 3 and 60
 steps, instructions, other checkpointers, budgets, decisions, scrapes, workers, stores, memory and
 imports, and which targets are met. Run nothing else on the machine for these 30 minutes.
@@ -119,7 +122,7 @@ def page(results: Sequence[Result], how: str) -> str:
     tables = [Table("What limits add to a step", ["limits", *columns], rows)]
     tables += [table for result in results for table in result.tables_of_page]
     first, *others = map(str, tables)
-    return "\n".join([f"{HEAD}{first}", *others, how])
+    return "\n".join([f"{HEAD}{first}", LEGEND, *others, how])
 
 
 if __name__ == "__main__":
