@@ -128,7 +128,7 @@ class GraphRun:
 
 
 @dataclass(eq=False)
-class OwnCall(BaseCallbackHandler):
+class QuotaCallback(BaseCallbackHandler):
     """The model call of an agent, and the model runs that are made in it, at any depth."""
 
     # An exception where a model run starts ends the call before it is made.
@@ -164,7 +164,7 @@ class _Place(NamedTuple):
 
     task: str | None = None
     graphs: tuple[GraphRun, ...] = ()
-    calls: tuple[OwnCall, ...] = ()
+    calls: tuple[QuotaCallback, ...] = ()
 
 
 class ModelRuns(BaseCallbackHandler):
@@ -337,7 +337,9 @@ class ModelRuns(BaseCallbackHandler):
             self.places.pop(self._ended.popleft(), None)
 
 
-_calls: ContextVar[tuple[OwnCall, ...]] = ContextVar("langchain_quota_model_calls", default=())
+_calls: ContextVar[tuple[QuotaCallback, ...]] = ContextVar(
+    "langchain_quota_model_calls", default=()
+)
 """The model calls of agents that the running code is in, the outermost first."""
 
 
@@ -352,7 +354,7 @@ def watch_runs() -> None:
         watched = _for_all.is_set() or _calls.get() or open_receipts()
         return (_running()[0] or ModelRuns()) if watched else None
 
-    def of_call() -> OwnCall | None:
+    def of_call() -> QuotaCallback | None:
         return next(reversed(_calls.get()), None)
 
     # The last one refuses models: handlers behind it are told nothing.
@@ -369,10 +371,12 @@ def watch_all_models() -> None:
 
 
 @contextmanager
-def own_call(admit: Callable[[ModelUsage], None], graph: GraphRun | None) -> Iterator[OwnCall]:
+def own_call(
+    admit: Callable[[ModelUsage], None], graph: GraphRun | None
+) -> Iterator[QuotaCallback]:
     """Collect the model runs that the block starts, also those in sub-agents, tools and threads."""
     watch_runs()
-    call = OwnCall(admit, graph)
+    call = QuotaCallback(admit, graph)
     token = _calls.set((*_calls.get(), call))
     try:
         yield call
