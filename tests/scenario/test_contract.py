@@ -9,7 +9,7 @@ from typing import Any
 import langchain.agents.middleware.model_call_limit as langchain_model
 import langchain.agents.middleware.tool_call_limit as langchain_tool
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, HumanMessage, ToolCall, ToolMessage
 
@@ -234,6 +234,11 @@ async def test_tool_limiters_agree(
         optional={"exit_behavior": st.sampled_from(["end", "error"])},
     ).filter(lambda each: each["thread_limit"] is not None or each["run_limit"] is not None),
     calls=st.lists(st.tuples(st.booleans(), forms), max_size=8),
+)
+# The error of the second call.
+@example(
+    arguments={"thread_limit": 9, "run_limit": 1, "exit_behavior": "error"},
+    calls=[(True, "async"), (False, "async")],
 )
 async def test_model_limiters_agree(arguments: State, calls: list[tuple[bool, Form]]) -> None:
     """Asked before and told after the same calls, both model limiters answer and count alike."""
