@@ -3,7 +3,7 @@
 import asyncio
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -16,7 +16,7 @@ from psycopg.rows import dict_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from langchain_quota import Quota, ToolCallLimit
-from langchain_quota.core.admission import AcquireResult, Correction, Demand
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, Demand
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.postgres import PostgresStore
 from tests.forked import run_python
@@ -332,12 +332,19 @@ class TestLocks:
             for at in range(6)
             for _ in range(6)
         ]
-        await asyncio.gather(*map(store.aacquire, made))
+
+        async def together(requests: Iterable[AcquireRequest]) -> None:
+            # Those of one event loop would share a transaction.
+            await asyncio.gather(*(asyncio.to_thread(store.acquire, each) for each in requests))
+
+        await together(made)
         undo = [Correction(f"u{each.attempt_id}", attempt_id=each.attempt_id) for each in made]
         both = zip(undo[:18], undo[18:], strict=True)
-        await asyncio.gather(
-            *(store.aacquire(correcting(*pair)) for pair in both),
-            *(store.aacquire(correcting(settlement(each, {keys[0]: 0}))) for each in made),
+        await together(
+            [
+                *(correcting(*pair) for pair in both),
+                *(correcting(settlement(each, {keys[0]: 0})) for each in made),
+            ]
         )
         assert used(store, *keys) == [0] * 6
 
