@@ -44,27 +44,25 @@ def agent(*middleware: Any) -> object:
 ROWS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (ToolCallLimit, ("search", 5), {}, f"arguments but 3 were given: {TOOL}"),
     (ToolCallLimit, (5,), {}, "not 5: to limit the calls of a run, write run_limit=5"),
-    (ToolCallLimit, (), {"max_calls": 5}, f"unexpected keyword argument 'max_calls': {TOOL}"),
+    *(
+        (ToolCallLimit, (), {name: 5}, f"'{name}' (did you mean {meant}?): {TOOL}")
+        for name, meant in {
+            "limit": "run_limit",
+            "max_calls": "run_limit",
+            "tool": "tool_name",
+            "exit_behaviour": "exit_behavior",
+        }.items()
+    ),
     (ModelCallLimit, (5,), {}, "but 2 were given: write ModelCallLimit(run_limit=10)"),
     (ModelCallLimitMiddleware, (5,), {}, "write ModelCallLimitMiddleware(run_limit=10)"),
-    (
-        TokenLimit,
-        (),
-        {"max_tokens": 9},
-        "argument 'max_tokens': write TokenLimit(run_",
-    ),
+    (TokenLimit, (), {"max_tokens": 9}, "(did you mean run_limit?): write TokenLimit(run_limit="),
     (CostLimit, (0.5,), {}, 'write CostLimit(run_limit="0.50")'),
-    (TimeLimit, (), {"timeout": 9}, "argument 'timeout': write TimeLimit(run_limit=\"5m\")"),
+    (TimeLimit, (), {"timeout": 9}, '(did you mean run_limit?): write TimeLimit(run_limit="5m")'),
     (RepeatLimit, (), {}, "argument: 'run_limit': write RepeatLimit(3)"),
     (RepeatLimit, (0,), {}, "must be 1 or more, not 0: write 1 to block every repetition"),
-    (ConcurrencyLimit, (), {"limit": 2}, 'write ConcurrencyLimit("browser", max_concurrency=2)'),
-    (
-        Price,
-        (),
-        {"prompt": 1, "output": 2},
-        "argument 'prompt': write Price(input=2.50, ",
-    ),
-    (Quota, (), {"timezone": "UTC"}, f"argument 'timezone': {MONTHLY}"),
+    (ConcurrencyLimit, (), {"limit": 2}, "(did you mean max_concurrency?): write Concurrency"),
+    (Price, (), {"prompt": 1, "output": 2}, "'prompt' (did you mean input?): write Price(input="),
+    (Quota, (), {"timezone": "UTC"}, f"'timezone' (did you mean tz?): {MONTHLY}"),
     (Quota, (5,), {"per": "team", "window": 60}, 'or None, not 60: write "60s"'),
     (Quota, (5,), {"per": "team", "window": "monthly"}, "not 'monthly': write \"month\""),
     (Quota, (5,), {"per": "team", "window": "1 day"}, "not '1 day': write \"day\""),

@@ -5,7 +5,8 @@ Each message names the argument, the value and the remedy.
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from inspect import currentframe, iscoroutinefunction, signature
 from types import FrameType
@@ -25,6 +26,21 @@ _MAY_BE_LEFT_OUT = ("thread_limit", "run_limit")
 
 _Kind = TypeVar("_Kind")
 
+_GUESSES = {
+    "run_limit": "limit max max_calls calls max_tokens max_cost budget timeout seconds max_repeats",
+    "max_concurrency": "limit max max_calls parallel",
+    "limit": "max_calls calls run_limit",
+    "tool_name": "tool tools tool_names",
+    "exit_behavior": "on_limit on_exceeded behavior",
+    "per": "key by user scope",
+    "window": "period interval",
+    "tz": "timezone",
+    "store": "storage backend",
+    "input": "prompt",
+    "output": "completion",
+}
+"""Arguments, and what people write in their place."""
+
 
 def explain_arguments(example: str) -> Callable[[type[_Kind]], type[_Kind]]:
     """Make a class say what to write, such as the example, if its arguments do not fit.
@@ -34,6 +50,7 @@ def explain_arguments(example: str) -> Callable[[type[_Kind]], type[_Kind]]:
 
     def decorate(cls: type[_Kind]) -> type[_Kind]:
         init = cls.__init__
+        accepted = signature(init).parameters
 
         @wraps(init)
         def explained(self: _Kind, *args: Any, **options: Any) -> None:
@@ -42,13 +59,23 @@ def explain_arguments(example: str) -> Callable[[type[_Kind]], type[_Kind]]:
             except TypeError as error:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise  # by the class itself
-                mistake = str(error).partition("() ")[2]
+                mistake = _mistake(error, accepted, options)
                 raise TypeError(f"{cls.__name__} {mistake}: write {example}") from None
 
         cls.__init__ = explained  # type: ignore[assignment]
         return cls
 
     return decorate
+
+
+def _mistake(error: TypeError, accepted: Mapping[str, object], options: Iterable[str]) -> str:
+    """Return what is wrong with the arguments of a call, with the name that was meant."""
+    for name in [name for name in options if name not in accepted]:
+        guesses = [argument for argument, words in _GUESSES.items() if name in words.split()]
+        guesses = [guess for guess in guesses if guess in accepted]
+        meant = guesses or get_close_matches(name, accepted)
+        return f"has no argument {name!r}" + (f" (did you mean {meant[0]}?)" if meant else "")
+    return str(error).partition("() ")[2]
 
 
 def short_repr(value: object) -> str:
