@@ -29,6 +29,7 @@ from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.state import State, ledger
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey, prefix_now, read_emission_interval
 from langchain_quota.telemetry.recorder import Recorder
 
@@ -156,12 +157,7 @@ class LimitResolver:
     """Resolves limits for a state, a runtime and a time."""
 
     def __init__(
-        self,
-        limits: Sequence[Limit],
-        recorder: Recorder,
-        *,
-        prefix: object,
-        clock: Callable[[], float] | None,
+        self, limits: Sequence[Limit], recorder: Recorder, store: StoreClient | None
     ) -> None:
         # Limits on concurrency have a feature of their own.
         self.of_kind: dict[Kind | None, list[Limit]] = {
@@ -171,9 +167,7 @@ class LimitResolver:
             for kind in ("model", "tool", None)
         }
         self.recorder = recorder
-        self._prefix = prefix
-        # The store's clock, or `None` without a store.
-        self._clock = clock
+        self._store = store
         # The limits whose numbers are no functions.
         self._numbers = {limit.name: fixed(limit) for limit in limits if not is_dynamic(limit)}
         # The newest limits, which are reused with their checks as long as nothing changes.
@@ -182,7 +176,7 @@ class LimitResolver:
         """Limits whose maximum never changes, by kind of call."""
         self.subject_hooks: Sequence[Subject] = ()
         """The functions of features that name the root run."""
-        if clock is None and len(self._numbers) == len(limits):
+        if store is None and len(self._numbers) == len(limits):
             self.fixed = {
                 kind: ResolvedLimits(self._numbers[limit.name] for limit in of_kind)
                 for kind, of_kind in self.of_kind.items()
@@ -197,11 +191,12 @@ class LimitResolver:
         caller: CallContext,
     ) -> ResolvedLimits:
         """Return the limits on calls of a kind, or on all calls, as they are now."""
-        prefix = prefix_now(self._prefix, state, runtime)
+        store = self._store
+        prefix = "" if store is None else prefix_now(store.prefix, state, runtime)
         subject = ""
         for root_run in self.subject_hooks:
             subject = await root_run(mode, state, caller, prefix)
-        now = None if self._clock is None else self._clock()
+        now = None if store is None else store.clock()
         moment = _ResolutionContext(mode, state, runtime, caller, prefix, subject, now)
         resolved = tuple([await self._resolved(moment, limit) for limit in self.of_kind[kind]])
         newest = self._newest.get(kind)

@@ -125,12 +125,7 @@ class Kernel:
         self.checks_inline = checks_inline
         self.runs_tools = True
         """Whether the kernel is around the tools that run. A graph may have its own tool node."""
-        self.resolver = LimitResolver(
-            limits,
-            self.recorder,
-            prefix=None if self.store is None else self.store.prefix,
-            clock=None if self.store is None else self.store.clock,
-        )
+        self.resolver = LimitResolver(limits, self.recorder, self.store)
         # Only one agent's tools are kept, so that those of agents that are gone can be freed.
         self._newest: tuple[str | None, list[Tool]] = (None, [])
         created = [kind.create(self) for kind in feature_kinds]
