@@ -1,4 +1,4 @@
-"""The command line: `langchain-quota demo`, `export`, `quotas`, `replay`; and how they print."""
+"""The command line: `langchain-quota demo`, `export`, `quotas`; and how they print."""
 
 import os
 import sys

@@ -47,7 +47,6 @@ def parser() -> ArgumentParser:
     text = "write dashboards, alert rules and an example for Alertmanager"
     _add_export(add("export", help=text))
     _add_quotas(add("quotas", help="see what is used of shared quotas, reset it, grant more"))
-    _add_replay(add("replay", help="see what other limits would have refused"))
     return command_line
 
 
@@ -157,15 +156,6 @@ def _add_freezes(add_parser: Callable[..., ArgumentParser], server: ArgumentPars
     text = "for how long, such as 30m, 12h, 1d or 2w (default: until it is thawed)"
     add("--for", dest="for_time", type=_duration, metavar="TIME", help=text)
     add_parser("thaw", parents=[stopped], help="end a freeze")
-
-
-def _add_replay(replay: ArgumentParser) -> None:
-    add = replay.add_argument
-    text = "files that log_decisions has written, rotated ones included"
-    add("log", nargs="+", type=Path, metavar="LOG", help=text)
-    text = "a Python file, which is run: its variable limits is a list, or a QuotaMiddleware"
-    add("--limits", type=Path, required=True, metavar="FILE", help=text)
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def _user() -> str:

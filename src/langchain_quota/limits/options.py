@@ -54,8 +54,6 @@ UNITS = MappingProxyType[str, Unit](
 )
 """The units of the counters of the model; the counters of tools count calls."""
 
-TOKENS = (TOTAL_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS)
-
 BUDGETS = tuple(counter for counter, unit in UNITS.items() if unit != "calls")
 """The counters of budgets: tokens, money and time."""
 

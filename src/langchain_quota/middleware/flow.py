@@ -43,8 +43,6 @@ from langchain_quota.middleware.feature import (
     ToolHandler,
     overriding,
 )
-from langchain_quota.middleware.log_lines import check_line
-from langchain_quota.middleware.root_run import watch_root_runs
 from langchain_quota.middleware.state import LEDGER, Amounts, Ledger, State, ledger, merge_ledgers
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import Mode
@@ -107,13 +105,9 @@ class Kernel:
             self.recorder = self.recorder.streaming()
         self.recorder.watch_limits(limits)
         self.observers = Observers(on_decision, self.recorder)
-        if self.observers.logs:
-            watch_root_runs()
         self.store = None if store is None else StoreClient(store, self.recorder)
         self.on_store_error: OnStoreError = on_store_error
         self.options = options or FeatureOptions()
-        if self.store is not None:
-            self.observers.clock = self.store.clock
         # What follows from a result; the drop-ins have their own.
         self.conclude_model: Conclude = conclude_model
         self.conclude_tools: Conclude = conclude_tools
@@ -366,10 +360,6 @@ class Kernel:
             task_id=batch.context.task(batch.task),
             model=batch.model,
         )
-        if record.is_new and self.observers.logs:
-            ended = bool(hook_result.error or ledger(update or {}).get("ended"))
-            options = {"stored": self.store is not None, "ended": ended}
-            self.observers.log(check_line, batch, hook_result.decisions, **options)
         if record.is_new and hook_result.refunds:
             self.recorder.record_refunds(hook_result.refunds)
         if record.is_new and reason is not None:

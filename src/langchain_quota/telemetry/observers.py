@@ -1,16 +1,17 @@
-"""What `on_decision` names: functions that are called with every decision, and decision logs."""
+"""What `on_decision` names: functions that are called with every decision, such as a log."""
 
 import inspect
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from logging import Handler, LogRecord, makeLogRecord
 from logging.handlers import RotatingFileHandler
 from os import SEEK_END, PathLike
 from pathlib import Path
-from typing import ParamSpec, Self
+from typing import Self
 
 from langchain_quota.core.decision import Decision
+from langchain_quota.limits.call import RUN, THREAD
 from langchain_quota.runtime.arguments import (
     is_async,
     validate_function,
@@ -18,43 +19,66 @@ from langchain_quota.runtime.arguments import (
     validate_type,
 )
 from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.runtime.units import in_base_unit
 from langchain_quota.telemetry.recorder import Recorder, TaskRecord
 
 Observer = Callable[[Decision], Awaitable[None] | None]
-LogLine = tuple[Mapping[str, object], Mapping[str, str]]
-"""A line of a decision log, and the subjects in it."""
-P = ParamSpec("P")
 
 
 class DecisionLog:
-    """A log of the decisions of one middleware, as JSON lines; see `log_decisions`."""
+    """A log of decisions, as JSON lines; see `log_decisions`."""
 
     def __init__(self, handler: Handler, subject_label: Callable[[str], str]) -> None:
         self._handler, self._label = handler, subject_label
 
-    def __call__(self, decision: Decision) -> None:  # noqa: ARG002 - an observer
-        """Raise, because a line needs all decisions about the calls that are checked together."""
-        raise TypeError("a decision log cannot be called: write on_decision=log_decisions(…)")
+    def __call__(self, decision: Decision) -> None:
+        """Write the line of a decision."""
+        call = decision.call
+        subjects = {"agent": call.agent, THREAD: call.thread_id}
+        counts: dict[str, dict[str, object]] = {}
+        for status in decision.limits:
+            subjects |= {quota.per: quota.subject for quota in status.quotas}
+            counts[status.limit] = {
+                count.scope: [
+                    in_base_unit(count.used, status.unit),
+                    count.limit and in_base_unit(count.limit, status.unit),
+                ]
+                for count in status.counts
+                # With a store, a thread's count that no limit needs may be that of the run.
+                if count.limit is not None or count.scope == RUN
+            }
+        line = {
+            "time": round(time.time(), 6),
+            "decision": decision.outcome,
+            "tool": call.tool,
+            "id": call.id,
+            "refused_by": {status.limit: status.refusal_scope for status in decision.refused_by},
+            "subjects": {
+                per: self._label(str(of)) for per, of in subjects.items() if of not in (None, "")
+            },
+            "counts": counts,
+        }
+        text = json.dumps({key: of for key, of in line.items() if of}, separators=(",", ":"))
+        self._handler.handle(makeLogRecord({"msg": text}))
 
     def close(self) -> None:
         """Close the file or handler, after the last run."""
         self._handler.close()
 
-    def write(self, line: Mapping[str, object], subjects: Mapping[str, str]) -> None:
-        """Write a line, with labels of the subjects."""
-        if subjects:
-            line = {**line, "subjects": {per: self._label(of) for per, of in subjects.items()}}
-        self._handler.handle(makeLogRecord({"msg": json.dumps(line, separators=(",", ":"))}))
-
 
 def log_decisions(
     to: str | PathLike[str] | Handler, *, subject_label: Callable[[str], str] = str
 ) -> DecisionLog:
-    """Return an observer that logs every decision, and what calls have used, for a replay.
+    """Return an observer that logs every decision as a line of JSON.
 
-    Give it to `on_decision`. Each middleware and each process needs a file of its own. A line is
-    written before the agent goes on, in less than 0.1 ms. An error is counted and logged, and the
-    run goes on.
+    Give it to `on_decision`. Each process needs a file of its own. A line is written before the
+    agent goes on, in less than 0.1 ms. An error is counted and logged, and the run goes on.
+
+    A line has the `time` in seconds since the Unix epoch, the `decision`, and for a tool call its
+    `tool` and `id`. `refused_by` maps each limit that refuses the call to the scope that is
+    exhausted, or to `frozen` or `store`. `subjects` has the agent, the thread, and whom quotas
+    count, and `counts` the use after the call and the maximum, for each scope of each limit: calls,
+    tokens, dollars or seconds. What is empty is left out.
 
     Args:
         to: The file. At 100 MB it is renamed, and nine older ones are kept. Or a handler of the
@@ -98,9 +122,7 @@ class _File(RotatingFileHandler):
 
 
 class Observers:
-    """The functions and logs of `on_decision`; their exceptions are counted and logged."""
-
-    clock: Callable[[], float] = staticmethod(time.time)
+    """The functions of `on_decision`; their exceptions are counted and logged."""
 
     def __init__(self, on_decision: Observer | Sequence[Observer], recorder: Recorder) -> None:
         observers = (on_decision,) if callable(on_decision) else on_decision
@@ -108,9 +130,7 @@ class Observers:
             raise TypeError(f"on_decision must be a function or several, not {on_decision!r}")
         for observer in observers:
             validate_function("on_decision", observer, "decision")
-        self.logs = tuple(log for log in observers if isinstance(log, DecisionLog))
-        functions = (observer for observer in observers if observer not in self.logs)
-        self._observers: tuple[Observer, ...] = tuple(functions)
+        self._observers: tuple[Observer, ...] = tuple(observers)
         self.present = bool(self._observers)
         """True if there are observers."""
         self._recorder = recorder
@@ -124,15 +144,6 @@ class Observers:
         for observer in self._observers if not mode else ():
             if is_async(observer):
                 raise _async_error(observer)
-
-    def log(self, make: Callable[P, LogLine], *args: P.args, **options: P.kwargs) -> None:
-        """Write a line to the decision logs, if there are any."""
-        try:
-            line, subjects = make(*args, **options) if self.logs else ({}, {})
-            for log in self.logs:
-                log.write({"time": round(self.clock(), 6), **line}, subjects)
-        except Exception as error:
-            self._recorder.record_error("observer", error)
 
     async def notify(
         self, mode: Mode, decisions: Sequence[Decision], record: TaskRecord | None = None

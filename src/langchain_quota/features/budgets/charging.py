@@ -21,9 +21,8 @@ from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.usage import charged_tokens
 from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Call
-from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS, TOKENS
+from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.log_lines import charge_line
 from langchain_quota.middleware.root_run import root_run
 from langchain_quota.middleware.state import Amounts, Entries, State, feature_ledger, ledger, spent
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
@@ -172,7 +171,6 @@ class Charging:
         self._pricing = pricing
         self._store = kernel.store
         self._recorder = kernel.recorder
-        self._observers = kernel.observers
 
     async def charge(
         self,
@@ -196,9 +194,6 @@ class Charging:
         before = self.late.counts(state)
         # The charge is kept first: what follows may fail or be cancelled.
         written = self.late.keep(state, total)
-        if self._observers.logs and total:
-            tokens = ({of: charged_tokens(run.usage, of) for of in TOKENS} for run in runs)
-            self._observers.log(charge_line, state, {**added(tokens), **total})
         less = self._worked_inside(limits, worked, work.inside if work else {})
         used = [(run, amounts) for run, amounts, _ in charged]
         answer = await self.settle(mode, settlements(step, before, used, time_spent, less))
