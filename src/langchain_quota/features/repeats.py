@@ -1,82 +1,28 @@
 """Check repeat limits, which count a call by the answers to earlier calls that equal it."""
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from hashlib import blake2b
-from itertools import groupby
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
-from langchain_core.messages import AIMessage, AnyMessage, ToolCall, ToolMessage
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolCall, ToolMessage
 
-# That of `typing` has no JSON Schema before Python 3.12.
-from typing_extensions import TypedDict
-
-from langchain_quota.core.checks import (
-    CallChecks,
-    Check,
-    ResolvedLimit,
-    run_counter,
-    thread_counter,
-)
-from langchain_quota.core.decision import Outcome
+from langchain_quota.core.checks import CallChecks, Check, run_counter, thread_counter
 from langchain_quota.core.messages import NOT_RUN
-from langchain_quota.limits.call import RUN, THREAD
-from langchain_quota.limits.calls import MOST_KEPT, RepeatLimit
-from langchain_quota.middleware.calls import Batch, HookResult
+from langchain_quota.limits.call import RUN, THREAD, Call
+from langchain_quota.limits.calls import MOST_COMPARED, RepeatLimit
+from langchain_quota.middleware.calls import Batch
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import FeatureData, State, feature_ledger
+from langchain_quota.middleware.history import since
+from langchain_quota.middleware.state import State, ledger
 
-_NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
-
-_VOLATILE = re.compile(
-    r"""
-    \b(?=[0-9a-f])(?:
-        \d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?  # a moment
-        | \d{1,2}:\d\d:\d\d(?:[.,]\d+)?                    # a time of day
-        | \d+(?:\.\d+)?[ ]?(?:ms|µs)\b                      # a duration
-        | \d+\.\d+[ ]?s(?:ec(?:onds)?)?\b
-        | [0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b      # a UUID
-        | 0x[0-9a-f]+\b                                     # an address
-        | \d{10,}(?:\.\d+)?\b                              # a moment in seconds, an id
-    )
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
-"""The parts of an answer that may change though the answer says nothing new."""
-
-MOST_COMPARED = 20_000
-"""How many characters of an answer are compared."""
-
-_LEAST_ID = 6
-"""A shorter id of a call, such as `"1"`, is part of many texts that do not name it."""
-
-
-class Record(TypedDict):
-    """What a repeat limit remembers of a run; every value is plain JSON."""
-
-    message: str
-    """The id of the newest message whose calls it has checked."""
-    step: int
-    """How many messages that was, in this run."""
-    past_calls: list[list[Any]]
-    """The calls of earlier messages: the fields of `PastCall`."""
-    waiting: dict[str, list[str]]
-    """The digests of the tool and of the call, for each call of that message, by id."""
-
-
-_EMPTY: Record = {"message": "", "step": 0, "past_calls": [], "waiting": {}}
+_JSON = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
 
 class Repeats(Feature):
-    """Refuses calls that repeat earlier ones."""
-
-    name = "repeats"
-    unused: ClassVar[Mapping[str, object]] = {"repeats": {}}
-    """The records of this run, by middleware and limit."""
+    """Refuses calls that repeat earlier ones of the run, as its messages show them."""
 
     @classmethod
     def create(cls, kernel: Kernel) -> "Repeats | None":
@@ -88,23 +34,14 @@ class Repeats(Feature):
         super().__init__(kernel)
         self._limits = [limit for limit in kernel.limits if isinstance(limit, RepeatLimit)]
 
-    def begin_run(self, state: State, feature_data: FeatureData) -> None:
-        """Forget the calls of the last run, because a new run may repeat them."""
-        if _records(state):
-            feature_data[self.name] = {**self.unused}
-
     def state_counts(self, state: State) -> dict[str, int]:
         """Return how often the most repeated call or failure occurred, by the counter's name."""
-        records = _records(state).get(self._kernel.name, {})
-        counters: dict[str, int] = {}
+        messages, counters = _of_run(state), dict[str, int]()
         for limit in self._limits:
-            past_calls = _past_calls(records.get(limit.name, _EMPTY), state.get("messages") or ())
-            calls, failures = count_repeats(past_calls)
-            counts = (
-                max(calls[past_call.key], failures.get(past_call.tool, 0))
-                for past_call in past_calls
-                if past_call.is_limited
-            )
+            steps = _past_steps(limit, messages)
+            calls, failures = _count_repeats(steps)
+            limited = [call for step in steps for call in step if call.is_limited]
+            counts = (max(calls[call.key], failures.get(call.tool, 0)) for call in limited)
             counters[thread_counter(limit)] = counters[run_counter(limit)] = max(counts, default=0)
         return counters
 
@@ -112,238 +49,151 @@ class Repeats(Feature):
         """Check each call by how often it, or its failure, occurred before."""
         if batch.pending is None or not batch.calls:
             return
-        records = _records(batch.state).get(batch.middleware, {})
-        repeat_checks = {
-            limit.name: _RepeatCheck(limit, records.get(limit.name, _EMPTY), batch)
-            for limit in self._limits
-        }
-        batch.feature_data[self.name] = repeat_checks
+        messages = _of_run(batch.state)
+        repeats = {limit.name: _checks(limit, messages, batch) for limit in self._limits}
         batch.set_checks(
-            CallChecks.of(_limits_of_call(checks, repeat_checks, index, batch.used))
-            for index, checks in enumerate(batch.call_checks)
-        )
-
-    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
-        """Remember the calls."""
-        repeat_checks: Mapping[str, _RepeatCheck] | None = batch.feature_data.get(self.name)
-        if repeat_checks is not None and conclusion.error is None:
-            runs = [decision.outcome not in _NOT_RUN for decision in conclusion.decisions]
-            new_records = {name: check.record(runs) for name, check in repeat_checks.items()}
-            records = {**_records(batch.state), batch.middleware: new_records}
-            batch.save(self.name, {"repeats": records})
-        return conclusion
-
-
-def _records(state: State) -> Mapping[str, dict[str, Record]]:
-    """Return what the limits of all middlewares remember."""
-    return feature_ledger(state, Repeats.name).get("repeats") or {}
-
-
-def _limits_of_call(
-    checks: CallChecks,
-    repeat_checks: Mapping[str, "_RepeatCheck"],
-    index: int,
-    used: dict[str, int],
-) -> Iterator[ResolvedLimit]:
-    """Yield the limits on a call, with the counts of repeat limits."""
-    for limit in checks.limits:
-        repeat_check = repeat_checks.get(limit.limit.name)
-        if repeat_check is None:
-            yield limit
-        elif (check := repeat_check.check(index, used)) is not None:
-            # A thread has no count of its own.
-            yield limit._replace(checks=(check._replace(scope=THREAD, maximum=None), check))
-
-
-class _RepeatCheck:
-    """The calls of a message, as one limit checks them."""
-
-    def __init__(self, limit: RepeatLimit, record: Record, batch: Batch) -> None:
-        pending, messages = batch.pending_calls, batch.state.get("messages") or ()
-        self._limit = limit
-        self._message = pending.message.id or ""
-        self._ids = [str(call["id"]) for call in pending.calls]
-        # The calls of this message that were allowed before, and that are not checked again.
-        self._allowed_before: dict[str, list[str]] = {}
-        self._step = record["step"] + 1
-        if record["step"] and record["message"] == self._message:
-            # The message is checked again.
-            waiting = record["waiting"]
-            self._allowed_before = {key: waiting[key] for key in waiting if key not in self._ids}
-            self._step, record = record["step"], {**record, "waiting": {}}
-        self._past_calls = _past_calls(record, messages)
-        self._calls, self._failures = count_repeats(self._past_calls)
-        # The digests of the tool and of the call; `None` for a call that is ignored.
-        self._digests: list[tuple[str, str] | None] = []
-        for tool_call, call in zip(pending.calls, batch.calls, strict=True):
-            matches = limit.matches(call)
-            key = _key_digest(limit, tool_call, matches=matches)
-            # The mark says that the limit never refuses calls of the tool.
-            tool = ("" if matches else "-") + _digest(tool_call["name"], size=4)
-            self._digests.append(None if key is None else (tool, key))
-
-    def check(self, index: int, used: dict[str, int]) -> Check | None:
-        """Return the check of a call, and add its count to `used`; `None` for an ignored call."""
-        digests, limit = self._digests[index], self._limit
-        if digests is None:
-            return None
-        tool, key = digests
-        earlier, failed = self._calls.get(key, 0), self._failures.get(tool, 0)
-        if failed >= limit.most_failures and earlier < limit.run_limit:
-            counter, maximum = f"{limit.counter}/{tool}", limit.most_failures
-            used[counter] = failed
-            return Check(RUN, counter, maximum, mirrored=True, reason="failing")
-        counter = f"{limit.counter}/{key}"
-        used[counter] = earlier
-        return Check(RUN, counter, limit.run_limit, mirrored=True)
-
-    def record(self, allowed: Sequence[bool]) -> Record:
-        """Return the record after these calls are checked, and some of them allowed."""
-        waiting = {
-            call_id: [*digests]
-            for call_id, digests, runs in zip(self._ids, self._digests, allowed, strict=True)
-            if runs and digests is not None
-        }
-        past_calls = self._past_calls
-        if self._limit.run_limit == 1:
-            # No call may occur twice, even after many calls of other tools.
-            newest = sorted(past_calls, key=lambda past_call: past_call.is_limited)[-MOST_KEPT:]
-            past_calls = sorted(newest, key=lambda past_call: past_call.step)
-        return Record(
-            message=self._message,
-            step=self._step,
-            past_calls=[[*past_call] for past_call in past_calls[-MOST_KEPT:]],
-            waiting=dict([*{**self._allowed_before, **waiting}.items()][-MOST_KEPT:]),
+            CallChecks.of(
+                limit if checks is None else limit._replace(checks=checks[index])
+                for limit in call_checks.limits
+                if (checks := repeats.get(limit.limit.name)) is None or checks[index]
+            )
+            for index, call_checks in enumerate(batch.call_checks)
         )
 
 
-class PastCall(NamedTuple):
-    """A tool call that was allowed."""
+class _PastCall(NamedTuple):
+    """An answered tool call."""
 
-    # The number of the model's message that asked for it.
-    step: int
-    # A digest of the tool; begins with `-` if the limit never refuses its calls.
     tool: str
-    # A digest of the call: the same for calls that count as equal.
+    # The same for calls that count as equal.
     key: str
-    # A digest of the answer; empty if there is none. That of an error begins with `!`.
-    answer: str
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether the limit may refuse such a call."""
-        return not self.tool.startswith("-")
-
-    @property
-    def failed(self) -> bool:
-        """Whether the answer was an error."""
-        return self.answer.startswith("!")
-
-    @property
-    def result(self) -> tuple[str, str]:
-        """What the call returned. An error of a tool is the same one for all arguments."""
-        return (self.tool if self.failed else self.key, self.answer)
+    # What it has said. An error of a tool says the same with all arguments.
+    results: frozenset[tuple[str, ...]]
+    # The text of its error, or `None` if it did not fail.
+    error: str | None
+    # Whether the limit may refuse such a call.
+    is_limited: bool
 
 
-def _past_calls(record: Record, messages: Sequence[AnyMessage]) -> list[PastCall]:
-    """Return the calls in a record, with the answers that they have now."""
-    past_calls, waiting = [PastCall(*row) for row in record["past_calls"]], record["waiting"]
-    answers: dict[str, ToolMessage] = {}
-    args: dict[str | None, object] = {}
-    for message in reversed(messages if waiting else ()):
-        if isinstance(message, AIMessage) and message.id == record["message"]:
-            args = {call["id"]: call["args"] for call in message.tool_calls}
-            break
-        if isinstance(message, AIMessage):
-            # Calls of a later message can have the same ids.
-            answers.clear()
-        if isinstance(message, ToolMessage):
-            answers.setdefault(message.tool_call_id, message)
-    for call_id, (tool, key) in waiting.items():
-        answer, digest = answers.get(call_id), ""
-        if answer is not None:
-            # The call was allowed here, and then did not run.
-            if NOT_RUN in answer.response_metadata:
-                continue
-            failed = answer.status == "error"
-            digest = _answer_digest(answer.content, call_id, args.get(call_id), failed=failed)
-        past_calls.append(PastCall(record["step"], tool, key, digest))
-    return past_calls
-
-
-def count_repeats(past_calls: Iterable[PastCall]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+def _count_repeats(
+    steps: Iterable[Sequence[_PastCall]],
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """Return how often calls came and tools failed since something new came, by key and tool.
 
-    A tool's most frequent failure counts, and failures of one message count once.
+    A tool's most frequent failure counts.
     """
-    # How often each call was repeated: it was made once more than that.
-    repeats: Counter[str] = Counter()
-    failures: Counter[tuple[str, str]] = Counter()
-    keys: set[str] = set()
-    results: set[tuple[str, str]] = set()
-    for _, step in groupby(past_calls, key=lambda past_call: past_call.step):
-        together = list(step)
-        counts = Counter(past_call.key for past_call in together)
-        # A call without an answer is new only if it was not made before.
-        new = {
-            (past_call.key, past_call.answer)
-            for past_call in together
-            if past_call.result not in results and (past_call.answer or past_call.key not in keys)
-        }
+    calls: dict[str, int] = {}
+    failures: dict[tuple[str, str], int] = {}
+    results: set[tuple[str, ...]] = set()
+    for step in steps:
+        new = {call for call in step if results.isdisjoint(call.results)}
         if new:
-            repeats, failures = Counter(), Counter()
-            for key, answers in Counter(key for key, _ in new).items():
-                repeats[key] = counts[key] - answers
-        else:
-            repeats.update(counts)
-            repeats.subtract(counts.keys() - keys)
-            # Failures in one message count once: the model had not read of the first one.
-            failures.update({past_call.result for past_call in together if past_call.failed})
-        keys |= counts.keys()
-        results.update(past_call.result for past_call in together)
+            calls, failures = dict.fromkeys(calls, 1), dict.fromkeys(failures, 1)
+        for key, number in Counter(call.key for call in step).items():
+            answers = sum(call.key == key for call in new)
+            if new:
+                calls[key] = number - answers + 1 if answers else 1
+            else:
+                calls[key] = calls.get(key, 0) + number
+        # Failures in one message count once: the model had not read of the first one.
+        for failure in {(call.tool, call.error) for call in step if call.error is not None}:
+            failures[failure] = 1 if new else failures.get(failure, 0) + 1
+        results.update(*(call.results for call in step))
     by_tool: dict[str, int] = {}
-    for result in results:
-        tool, answer = result
-        if answer.startswith("!"):
-            by_tool[tool] = max(failures[result] + 1, by_tool.get(tool, 0))
-    return {key: repeats[key] + 1 for key in keys}, by_tool
+    for (tool, _), number in failures.items():
+        by_tool[tool] = max(number, by_tool.get(tool, 0))
+    return calls, by_tool
 
 
-# How calls and answers are compared: equal ones have equal digests.
+def _checks(
+    limit: RepeatLimit, messages: Sequence[AnyMessage], batch: Batch
+) -> list[tuple[Check, ...]]:
+    """Return the checks of each call, and add its count to `used`; none for an ignored call."""
+    calls, failures = _count_repeats(_past_steps(limit, messages))
+    keys: dict[str, int] = {}
+    checks: list[tuple[Check, ...]] = []
+    for tool_call in batch.pending_calls.calls:
+        key, tool = _key(limit, tool_call), tool_call["name"]
+        if key is None:
+            checks.append(())
+            continue
+        count, failed = calls.get(key, 0), failures.get(tool, 0)
+        # No counter of a call has two slashes.
+        counter = f"{limit.counter}/{keys.setdefault(key, len(keys))}"
+        check = Check(RUN, counter, limit.run_limit, mirrored=True)
+        if failed >= limit.most_failures and count < limit.run_limit:
+            count, counter = failed, f"{limit.counter}//{tool}"
+            check = Check(RUN, counter, limit.most_failures, mirrored=True, reason="failing")
+        batch.used[counter] = count
+        # A thread has no count of its own.
+        checks.append((check._replace(scope=THREAD, maximum=None), check))
+    return checks
 
 
-def _key_digest(limit: RepeatLimit, call: ToolCall, *, matches: bool) -> str | None:
-    """Return a digest that equal calls share; `None` for a call that is ignored."""
+def _of_run(state: State) -> Sequence[AnyMessage]:
+    """Return the messages of the run, or those since a person's if its first one is gone."""
+    messages: Sequence[AnyMessage] = state.get("messages") or ()
+    of_run = since(messages, ledger(state).get("turn"))
+    if of_run is None:
+        people = (n for n, message in enumerate(messages, 1) if isinstance(message, HumanMessage))
+        of_run = messages[max(people, default=0) :]
+    return of_run
+
+
+def _past_steps(limit: RepeatLimit, messages: Sequence[AnyMessage]) -> list[list[_PastCall]]:
+    """Return the answered calls of each of the model's newest messages."""
+    steps: list[list[_PastCall]] = []
+    answers: dict[str, ToolMessage] = {}
+    number = 0
+    for message in reversed(messages):
+        if isinstance(message, ToolMessage):
+            answers.setdefault(message.tool_call_id, message)
+        elif isinstance(message, AIMessage):
+            pairs = ((call, answers.get(str(call["id"]))) for call in message.tool_calls)
+            calls = (
+                _past_call(limit, call, answer)
+                for call, answer in pairs
+                if answer is not None and NOT_RUN not in answer.response_metadata
+            )
+            steps.append([call for call in calls if call is not None])
+            number += sum(call.is_limited for call in steps[-1])
+            # Calls of an earlier message can have the same ids.
+            answers.clear()
+            if number >= MOST_COMPARED:
+                break
+    return steps[::-1]
+
+
+def _past_call(limit: RepeatLimit, call: ToolCall, answer: ToolMessage) -> _PastCall | None:
+    """Return a call with its answer; `None` for a call that is ignored."""
+    key, tool, failed = _key(limit, call), call["name"], answer.status == "error"
+    if key is None:
+        return None
+    text = answer.content if isinstance(answer.content, str) else _text(answer.content)
+    if failed:
+        text = _without_arguments(text)
+    is_limited = limit.matches(Call("tool", tool))
+    has_own_key = limit.key is not None and is_limited
+    said = _key(limit, call, answer=text) or "" if has_own_key else text
+    results = frozenset([(key, said), *[("", tool, text)] * failed])
+    return _PastCall(tool, key, results, text if failed else None, is_limited)
+
+
+def _key(limit: RepeatLimit, call: ToolCall, **answer: str) -> str | None:
+    """Return a text that equal calls share; `None` for a call that is ignored."""
+    matches = limit.matches(Call("tool", call["name"]))
     if not matches and not limit.tools:
         return None
     # The user's function does not get calls that are never refused.
     if limit.key is None or not matches:
-        return _digest(_text([call["name"], call["args"]]))
+        return _text([call["name"], call["args"]])
     try:
         # A function that changes its argument must not change the call.
-        key = limit.key(deepcopy(call))
+        key = limit.key({**deepcopy(call), **answer})
     except Exception as error:
         error.add_note(f"raised by the key of limit {limit.name!r} for tool {call['name']!r}")
         raise
-    return None if key is None else _digest(_text(key))
-
-
-def _answer_digest(content: object, call_id: str, args: object, *, failed: bool) -> str:
-    """Return a digest of an answer's content."""
-    text = content if isinstance(content, str) else _text(content)
-    if len(text) > MOST_COMPARED:
-        half, length = MOST_COMPARED // 2, "" if failed else len(text)
-        text = f"{text[:half]}\0{text[-half:]}{length}"
-    if len(call_id) >= _LEAST_ID:
-        text = text.replace(call_id, "")
-    if failed:
-        text = _without_arguments(text)
-    # A moment or an id from the arguments means something, so it is compared.
-    named = {match[0] for match in _VOLATILE.finditer(_text(args)[:MOST_COMPARED])}
-    # The answer may repeat the date of such a moment without its time.
-    named |= {moment[:10] for moment in named}
-    text = _VOLATILE.sub(lambda match: match[0] if match[0] in named else "", text)
-    return ("!" if failed else "+") + _digest(text)
+    return None if key is None else _text(key)
 
 
 def _without_arguments(error: str) -> str:
@@ -356,10 +206,6 @@ def _without_arguments(error: str) -> str:
 def _text(value: object) -> str:
     """Return a value as a text: equal values have equal texts."""
     try:
-        return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+        return _JSON.encode(value)
     except (TypeError, ValueError):  # its keys cannot be sorted, or it contains itself
         return repr(value)
-
-
-def _digest(text: str, size: int = 8) -> str:
-    return blake2b(text.encode(errors="backslashreplace"), digest_size=size).hexdigest()

@@ -21,8 +21,8 @@ ToolExitBehavior = Literal["continue", "error", "end", "ask"]
 ExitBehavior = Literal["continue", "error", "end"]
 """The exit behaviours that LangChain's limiters know."""
 
-MOST_KEPT = 100
-"""The number of a run's newest calls that a limit remembers: about 5 kB of a checkpoint."""
+MOST_COMPARED = 100
+"""The number of a run's newest calls that a `RepeatLimit` compares."""
 
 
 @explain_arguments('ToolCallLimit("search", run_limit=5)')
@@ -211,8 +211,7 @@ class RepeatLimit(LimitOptions):
     `run_limit` equal calls are allowed, and the next one is blocked: its answer tells the model
     that it repeats itself. Calls are equal if they have the same tool and the same arguments.
 
-    An answer is new if the call has not had it before in this run: of a text of more than 20,000
-    characters the beginning, the end and the length are compared. A new answer sets the counts of
+    An answer is new if the call has not had it before in this run. A new answer sets the counts of
     all calls back to one. So polling is not blocked while the answer changes, and tests that run
     after every change are not blocked. But calls that alternate without new answers are blocked.
 
@@ -222,10 +221,10 @@ class RepeatLimit(LimitOptions):
 
     Args:
         run_limit: Maximum of equal calls, a whole number from 1 to 100. With 1 no call is allowed
-            twice. The newest 100 calls of a run are remembered.
-        key: The value to compare instead of tool and arguments: a function from the tool call
-            (`name`, `args`, `id`) to a string or another JSON value. Calls with equal values are
-            equal. A call with `None` is ignored.
+            twice. The newest 100 calls of the run that are in the history are compared.
+        key: The value to compare instead of tool, arguments and answer: a function from the tool
+            call (`name`, `args`, `id`, and `answer`, a text, once there is one) to a string or
+            another JSON value. Calls with equal values are equal. A call with `None` is ignored.
         tools: The tools whose calls are blocked, one or several; empty for all.
         exclude: With all tools: the tools to ignore. Their calls are never blocked, and their
             answers do not count as new.
@@ -277,9 +276,9 @@ class RepeatLimit(LimitOptions):
     def __post_init__(self) -> None:
         what = "a whole number, the most equal calls of a run"
         validate_count("run_limit", self.run_limit, least=1, what=what)
-        if self.run_limit > MOST_KEPT:
+        if self.run_limit > MOST_COMPARED:
             raise ValueError(
-                f"run_limit must be {MOST_KEPT} or less, as no more calls are remembered, not "
+                f"run_limit must be {MOST_COMPARED} or less, as no more calls are compared, not "
                 f"{self.run_limit!r}"
             )
         if self.key is not None:
