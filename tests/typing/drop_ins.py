@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, assert_type
 
 from langchain.agents import create_agent
-from langchain.agents.middleware import HumanInTheLoopMiddleware, PIIMiddleware, TodoListMiddleware
+from langchain.agents.middleware import HumanInTheLoopMiddleware, PIIMiddleware
 from langchain.agents.middleware import model_call_limit as langchain_model_limit
 from langchain.agents.middleware import tool_call_limit as langchain_tool_limit
 
@@ -16,7 +16,6 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitMiddleware,
 )
-from langchain_quota.limits.calls import ExitBehavior
 from langchain_quota.testing import ScriptedChatModel
 
 
@@ -28,9 +27,8 @@ class Caller:
 model = ScriptedChatModel(script=["Hello."])
 
 # Every argument that LangChain's have.
-behavior: ExitBehavior = "continue"
 tools = ToolCallLimitMiddleware(
-    tool_name="search", thread_limit=20, run_limit=3, exit_behavior=behavior
+    tool_name="search", thread_limit=20, run_limit=3, exit_behavior="continue"
 )
 models = ModelCallLimitMiddleware(thread_limit=100, run_limit=10, exit_behavior="error")
 assert_type(tools, ToolCallLimitMiddleware[Any, Any])
@@ -57,8 +55,6 @@ told = ModelCallLimitMiddleware(
 asked = HumanInTheLoopMiddleware({"search": True})
 quota = QuotaMiddleware([ToolCallLimit(run_limit=50)])
 create_agent(model, middleware=[tools, named, models, told, PIIMiddleware("email"), asked, quota])
-create_agent(model, middleware=[tools, TodoListMiddleware()])
-create_agent(model, middleware=[ToolCallLimitMiddleware(run_limit=3)], context_schema=Caller)
 # With its types given, in LangChain's order: the response, then the context.
 typed = ToolCallLimitMiddleware[Any, Caller](run_limit=3)
 create_agent(model, middleware=[typed], context_schema=Caller)
@@ -77,6 +73,5 @@ ToolCallLimitMiddleware(run_limit="3")  # type: ignore[arg-type]  # pyright: ign
 ToolCallLimitMiddleware(run_limit=3, exit_behavior="stop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimitMiddleware(run_limit=3, on_pending="wait")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimitMiddleware(run_limit=3, message=lambda: "no")  # type: ignore[arg-type,misc]  # pyright: ignore[reportArgumentType]
-ToolCallLimitMiddleware(run_limit=3, exit_behavior="ask")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ModelCallLimitMiddleware(run_limit=3, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ModelCallLimitMiddleware(tool_name="search", run_limit=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -16,7 +16,6 @@ from langchain_quota import (
     ToolCallLimit,
     with_limits,
 )
-from langchain_quota.stores import QuotaStore
 from langchain_quota.testing import ScriptedChatModel
 
 
@@ -32,7 +31,6 @@ assert_type(limited, BaseChatModel)
 assert_type(quota.model("openai:gpt-5"), BaseChatModel)
 assert_type(limited.invoke("Hi!"), AIMessage)
 assert_type(quota.tools([search], handle_tool_errors=True), ToolNode)
-assert_type(quota.store, QuotaStore)
 create_react_agent(limited, quota.tools([search]))
 costs = [CostLimit(run_limit="0.50")]
 GraphQuota(costs, prices=lambda used: Decimal(used.total_tokens) / 10**6, unknown_price="allow")
@@ -58,5 +56,4 @@ quota.model(search)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentT
 GraphQuota(costs, store="redis://")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 GraphQuota(["search"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 with_them("scripted", sub_agents=[])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-with_them(7)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 with_limits(create, ToolCallLimit(run_limit=3))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -50,27 +50,12 @@ class ShopQuota(QuotaMiddleware[Caller, Any]):
             return {"jump_to": "end", "messages": [AIMessage("suspended")]}
         return super().before_model(state, runtime)
 
-    def wrap_model_call(
-        self,
-        request: ModelRequest[Caller],
-        handler: Callable[[ModelRequest[Caller]], ModelResponse[Any]],
-    ) -> ModelResponse[Any]:
-        return super().wrap_model_call(request, handler)
-
     async def awrap_model_call(
         self,
         request: ModelRequest[Caller],
         handler: Callable[[ModelRequest[Caller]], Awaitable[ModelResponse[Any]]],
     ) -> ModelResponse[Any]:
         return await super().awrap_model_call(request, handler)
-
-
-class Loose(QuotaMiddleware):
-    """Without types."""
-
-    @hook_config(can_jump_to=["end"])
-    def after_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        return super().after_model(state, runtime)
 
 
 class SearchLimit(ToolCallLimitMiddleware[Any, Caller]):
@@ -116,7 +101,6 @@ create_agent(model, middleware=[shop, SearchLimit(), TurnLimit(run_limit=3)], co
 create_agent(model, middleware=[shop, Cart()], context_schema=Caller)
 create_agent(model, middleware=[Cart(), shop])  # the context is inferred
 create_agent(model, middleware=[shop], state_schema=ShopState, context_schema=Caller)
-create_agent(model, middleware=[Loose([ModelCallLimit(run_limit=3)])])
 assert_type(shop.name, str)
 
 
