@@ -39,6 +39,9 @@ def search(query: str) -> str:
     return query
 
 
+A_TOOL = StructuredTool.from_function(search)
+
+
 @EACH
 def test_no_option_takes_anything(make: Make) -> None:
     """Each option of each limit refuses what it cannot mean, by its name and the value."""
@@ -115,11 +118,14 @@ OF_MODELS: Rows = [
     (
         ValueError,
         "wait=5 cannot be used with exit_behavior='finalize'",
-        {**DAILY, "wait": 5, "exit_behavior": "finalize"},
+        {**LAST, **DAILY, "wait": 5},
     ),
+    # In a dry run no call is known to be the last.
+    (ValueError, "exit_behavior='finalize' needs enforce=True", {**LAST, "enforce": False}),
 ]
 OF_TOOLS: Rows = [
-    (TypeError, ": write 'search'", {"tool_name": search}),
+    (TypeError, ">: write 'search'", {"tool_name": search}),
+    (TypeError, "not StructuredTool(…): write 'search'", {"tool_name": A_TOOL}),
     (TypeError, "tool_name", {"tool_name": ["search", 5]}),
     (ValueError, "tool_name must name a tool, not []", {"tool_name": []}),
     (ValueError, "tool_name must name a tool, not ()", {"tool_name": ()}),
@@ -165,7 +171,7 @@ OF_BUDGETS: Rows = [
     (
         ValueError,
         "less than thread_limit=5",
-        {**LAST, "run_limit": 9, "thread_limit": 5, "keep": 5},
+        {**LAST, "thread_limit": 5, "keep": 5, "run_limit": 9},
     ),
     (ValueError, "limit=3 of quota 'user_id'", {**LAST, **USERS, "keep": 4}),
     (ValueError, "reserve=6 must be at most run_limit", {**RUN, "reserve": 6}),
@@ -178,16 +184,12 @@ OF_DOLLARS: Rows = [
     (TypeError, "run_limit must be dollars, such as 0.50, not True", {"run_limit": True}),
     *((ValueError, "in digits", {"run_limit": each}) for each in ("$5", "")),
     *(
-        (ValueError, "from 0 to 9,000,000 dollars", {"run_limit": each})
-        for each in (
-            "-1",
-            -0.5,
-            Decimal("NaN"),
-            math.nan,
-            math.inf,
-            "Infinity",
-            "9000000.000000001",
+        (
+            ValueError,
+            f"run_limit must be from 0 to 9,000,000 dollars, not {each!r}",
+            {"run_limit": each},
         )
+        for each in ("-1", -0.5, Decimal("NaN"), math.nan, math.inf, "9000000.000000001")
     ),
     *(
         (ValueError, "at most nine decimal places", {"run_limit": each})
@@ -243,11 +245,7 @@ OF_QUOTAS: Rows = [
     ),
     *((TypeError, f"or None, not {each}", {"window": each}) for each in (60, True)),
     *(
-        (
-            ValueError,
-            f'such as "30s", "10m", "1h" or "7d", not {each!r}',
-            {"window": each},
-        )
+        (ValueError, f'such as "30s", "10m", "1h" or "7d", not {each!r}', {"window": each})
         for each in ("", "1", "1 d", "0d", "1.5h", "1y", "d", "-1d", "999999d")
     ),
     *(
@@ -337,22 +335,11 @@ def test_a_quota_says_whose_calls_count_together() -> None:
         assert re.search(rf'"{choice}" \(.+?\)', str(caught.value))
 
 
-def test_a_tool_in_place_of_its_name() -> None:
-    """The message has the name, and not all that the tool is."""
-    given: Any = StructuredTool.from_function(search)
-    with pytest.raises(TypeError, match=r"tool_name must be .*: write 'search'$") as caught:
-        ToolCallLimit(given, run_limit=1)
-    assert len(str(caught.value)) < 150
-
-
-def test_only_what_holds_finalizes() -> None:
-    """A model limit in a dry run cannot tell a call that it is the last."""
-    with pytest.raises(ValueError, match="exit_behavior='finalize' needs enforce=True"):
-        ModelCallLimit(run_limit=1, exit_behavior="finalize", enforce=False)
-
-
 def test_what_is_taken() -> None:
-    """Numbers from 0, a function uncalled, names of 64 characters; a list may change later."""
+    """Numbers from 0, a function uncalled, names of 64 characters; a list may change later.
+
+    A run may use its whole thread. A time is text, seconds or a timedelta, also in quotas.
+    """
     named = ["search", "calc"]
     limit = ToolCallLimit(named, run_limit=0, thread_limit=10**30, name="n" * 64, near=1)
     named.append("fetch")
@@ -362,6 +349,7 @@ def test_what_is_taken() -> None:
     assert ConcurrencyLimit(max_concurrency=1, wait=DAY).seconds == 86_400
     assert ConcurrencyLimit(max_concurrency=1, wait="2m").seconds == 120
     assert ModelCallLimit(thread_limit=3, run_limit=5).run_limit == 5  # as LangChain's
+    assert ToolCallLimit(thread_limit=2, run_limit=2).run_limit == 2
     assert ToolCallLimit(run_limit=5, exit_behavior="ask", grant=9).grant == 9
     of_ann = partial(Quota, 5, per="user_id")
     daily = of_ann(window="1d")
@@ -379,10 +367,7 @@ def test_what_is_taken() -> None:
     quota = Quota(0, per="thread")
     assert (quota.limit, quota.per, quota.window, quota.name) == (0, "thread", None, "thread")
     assert Quota(5, per=number, name="tenant", window=timedelta(seconds=1)).name == "tenant"
-
-
-def test_times() -> None:
-    """A time is text, seconds or a timedelta, also in quotas."""
+    assert CostLimit(run_limit=9_000_000, thread_limit=9e6).run_limit == 9_000_000
     for given in ("90m", 5400, 5400.0, timedelta(minutes=90)):
         limit = TimeLimit(call_limit=given, quotas=[Quota(given, per="global")])
         assert limit.call_milliseconds == 5_400_000

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from langchain.agents import create_agent
 
 from langchain_quota import (
     Decision,
@@ -22,7 +21,6 @@ from langchain_quota import (
     ToolCallLimit,
     ToolCallLimitMiddleware,
 )
-from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Scene
 from tests.stores import counts
 from tests.telemetry import Signals, needs_inline
@@ -89,21 +87,13 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ([SEARCH], {"on_store_error": "DENY"}, ValueError, "Invalid on_store_error: 'DENY'"),
     ([SEARCH, SHARED], {}, ValueError, "limit 'tool:calc' has quotas: give a store"),
     ([ASKS], {"store": Counting()}, TypeError, "needs a store that can grant more, "),
+    (
+        [SEARCH, ToolCallLimit("search", thread_limit=9)],
+        {},
+        ValueError,
+        "2 limits are named 'tool:s",
+    ),
 ]
-
-
-@pytest.mark.parametrize(
-    ("given", "instead"),
-    [
-        (ToolCallLimit("search", run_limit=1), "[ToolCallLimit(…)]"),
-        (Quota(5, per="thread"), "[ToolCallLimit(quotas=[Quota(…)])]"),
-    ],
-)
-def test_what_is_no_middleware(given: Any, instead: str) -> None:
-    """An agent that is given something else in place of a middleware says what to write."""
-    said = f"{type(given).__name__} is no middleware: write middleware=[QuotaMiddleware({instead})]"
-    with pytest.raises((AttributeError, TypeError), match=re.escape(said)):
-        create_agent(ScriptedChatModel(script=[]), middleware=[given])
 
 
 @pytest.mark.parametrize(("limits", "options", "error", "said"), REFUSED)
@@ -120,10 +110,11 @@ def test_an_argument_that_will_not_do(
 
 
 def test_what_is_taken(signals: Signals) -> None:
-    """One observer or several; a dry-run limit asks nobody."""
+    """One observer or several; two limits of one number; a dry-run limit asks nobody."""
     some: list[Any] = [[], observer, (observer, observer)]
     for observers in some:
         assert QuotaMiddleware([SEARCH], on_decision=observers, telemetry=signals.telemetry)
+    assert QuotaMiddleware([SEARCH, replace(SEARCH, name="same")], telemetry=signals.telemetry)
     for limit, store in ((replace(ASKS, enforce=False), Counting()), (ASKS, MemoryStore())):
         assert QuotaMiddleware([limit], store=store, telemetry=signals.telemetry)
 
@@ -162,22 +153,14 @@ class Calling(QuotaMiddleware[Any, Any]):
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 async def test_a_copy_calls_itself(copied: Any, signals: Signals) -> None:
-    """Neither kind of copy calls the hooks of its original."""
-    original = Calling([SEARCH], telemetry=signals.telemetry)
-    Calling.called = []
-    made = copied(original)
-    await Scene(signals, ["done"], [made]).play()
-    assert Calling.called == [made]
-
-
-async def test_a_copy_asks_the_same_store(signals: Signals) -> None:
-    """A copied middleware charges what the original does, and counts in the same telemetry."""
+    """A copy calls no hook of its original, and charges the same store and telemetry."""
     limit, store = ToolCallLimit("search", quotas=[Quota(1, per="global")]), MemoryStore()
-    original = QuotaMiddleware([limit], store=store, telemetry=signals.telemetry)
-    for each, name in ((original, "allowed"), (copy.deepcopy(original), "blocked")):
-        await Scene(signals, [["search"], "done"], [each]).play()
-        labels = {"agent": "unnamed", "kind": "tool", "tool": "search", "decision": name}
-        assert signals.value("langchain_quota_calls_total", **labels) == 1
+    original = Calling([limit], store=store, telemetry=signals.telemetry)
+    for each, outcome in ((original, "allowed"), (copied(original), "blocked")):
+        Calling.called = []
+        scene = Scene(signals, [["search"], "done"], [each])
+        await scene.play()
+        assert (Calling.called, scene.calls(outcome, "search")) == ([each] * 2, 1)
     assert counts(store) == {"search:global:": 1}
 
 

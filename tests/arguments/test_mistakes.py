@@ -32,6 +32,7 @@ TOOL = 'write ToolCallLimit("search", run_limit=5)'
 MONTHLY = 'write Quota(500, per="user_id", window="month")'
 AGENT: Any = QuotaMiddleware([SEARCH])
 PRICES = {"another-model": Price(input=1, output=1)}
+NO_MIDDLEWARE = "is no middleware: write middleware=[QuotaMiddleware("
 FREE = QuotaMiddleware([CostLimit(run_limit=1)], prices=PRICES)
 PRICED = 'give QuotaMiddleware prices= as a function, such as prices=lambda usage: Decimal("0.01")'
 
@@ -72,13 +73,10 @@ ROWS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (QuotaMiddleware, ([SEARCH],), {"store": MemoryStore}, "the class: write store=MemoryStore()"),
     (QuotaMiddleware, ([SEARCH],), {"on_store_error": "allow"}, "'allow' needs a store: add store"),
     (agent, (GraphQuota([SEARCH]),), {}, "GraphQuota is no middleware: write middleware=[Quota"),
+    (agent, (SEARCH,), {}, f"ToolCallLimit {NO_MIDDLEWARE}[ToolCallLimit(…)])]"),
+    (agent, (QUOTA,), {}, f"Quota {NO_MIDDLEWARE}[ToolCallLimit(quotas=[Quota(…)])])]"),
     (agent, (FREE,), {}, PRICED),
-    (
-        AGENT.reset,
-        (),
-        {},
-        "reset() missing 1 required positional argument: 'agent",
-    ),
+    (AGENT.reset, (), {}, "reset() missing 1 required positional argument: 'agent"),
     (AGENT.agrant, (), {}, "agrant() missing 2 required positional arguments: 'name"),
 ]
 
@@ -88,6 +86,7 @@ def test_a_mistake_says_what_to_write(
     call: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], said: str
 ) -> None:
     """The error is one line, with the call or the argument to write instead."""
-    with pytest.raises((TypeError, ValueError, LookupError), match=re.escape(said)) as caught:
+    errors = (TypeError, ValueError, LookupError, AttributeError)
+    with pytest.raises(errors, match=re.escape(said)) as caught:
         call(*args, **options)
     assert "\n" not in str(caught.value)

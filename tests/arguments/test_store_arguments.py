@@ -105,17 +105,15 @@ STORES = pytest.mark.parametrize(
 async def test_what_is_no_request(store: Any) -> None:
     """What is no request, and a string in place of keys, is a TypeError."""
     said = "request must be an AcquireRequest, not 'search'"
-    with pytest.raises(TypeError, match=said):
-        store.acquire("search")
-    with pytest.raises(TypeError, match=said):
-        await store.aacquire("search")
-    said = "keys must be a sequence of strings"
+    asks = [(store.acquire, store.aacquire, "search", said)]
     for wrong in ("search", [1], None):
         for ask, aask in ((store.peek, store.apeek), (store.reset, store.areset)):
-            with pytest.raises(TypeError, match=said):
-                ask(wrong)
-            with pytest.raises(TypeError, match=said):
-                await aask(wrong)
+            asks.append((ask, aask, wrong, "keys must be a sequence of strings"))
+    for ask, aask, wrong, said in asks:
+        with pytest.raises(TypeError, match=said):
+            ask(wrong)
+        with pytest.raises(TypeError, match=said):
+            await aask(wrong)
 
 
 NO_TIME_ZONE = datetime(2100, 1, 1)  # noqa: DTZ001 - the mistake

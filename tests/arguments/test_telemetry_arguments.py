@@ -37,17 +37,13 @@ def test_what_is_refused(argument: str, value: Any, error: type[Exception]) -> N
     shown = f"{next(iter(value))!r} is mapped to" if isinstance(value, dict) else repr(value)
     assert shown in str(caught.value)
     assert list(registry.collect()) == []
-    Telemetry(registry=registry)
+    # The ends of the bounds are allowed.
+    ends: Any = {"near": 1, "thread_ttl": timedelta(microseconds=1), **dict.fromkeys(BOUNDS, 0)}
+    Telemetry(registry=registry, **ends)
 
 
 def later(thread_id: object) -> str:
     return str(thread_id)
-
-
-def test_the_ends_of_the_bounds_are_allowed() -> None:
-    """A share of 1, and bounds of 0, are options like others."""
-    ends: Any = {"near": 1, "thread_ttl": timedelta(microseconds=1), **dict.fromkeys(BOUNDS, 0)}
-    Telemetry(registry=CollectorRegistry(), **ends)
 
 
 @pytest.mark.parametrize(
