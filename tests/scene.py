@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import permutations
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import pytest
 from langchain.agents import create_agent
@@ -26,6 +26,7 @@ from pydantic import BaseModel
 
 import langchain_quota
 from langchain_quota import (
+    Decision,
     MemoryStore,
     ModelCallLimitMiddleware,
     QuotaMiddleware,
@@ -35,7 +36,12 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.middleware.state import ThreadUsage
-from langchain_quota.testing import ScriptedChatModel, Turn, assert_valid_history
+from langchain_quota.testing import (
+    ScriptedChatModel,
+    Turn,
+    assert_valid_history,
+    captured_decisions,
+)
 from tests.telemetry import Signals
 
 Middleware = AgentMiddleware[Any, Any, Any]
@@ -158,6 +164,8 @@ class Scene:
     """
 
     quota: Any
+    result: dict[str, Any]
+    """What the newest run has returned."""
 
     def __init__(
         self,
@@ -185,6 +193,7 @@ class Scene:
             recording(each, self.ran) if isinstance(each, str) else each for each in tools
         ]
         self._earlier_tools = self._earlier_models = 0
+        self._decided: list[list[Decision]] = []
         limits = [each for each in items if isinstance(each, Limit)]
         others = [each for each in items if isinstance(each, AgentMiddleware)]
         made = {key: value for key, value in options.items() if key in _AGENT}
@@ -210,16 +219,8 @@ class Scene:
 
     def _graph(self, made: dict[str, Any], state: Any, loop: Any) -> Any:
         """A loop of model and tools, as it is written by hand."""
-        limited = self.quota.model(self.model, self.tools)
-
-        def node(state: Any) -> dict[str, Any]:
-            return {"messages": [limited.invoke(_messages_of(state))]}
-
-        async def anode(state: Any) -> dict[str, Any]:
-            return {"messages": [await limited.ainvoke(_messages_of(state))]}
-
         self.graph: Any = StateGraph(state)
-        self.graph.add_node("model", RunnableLambda(node, anode))
+        self.graph.add_node("model", model_node(self.quota.model(self.model, self.tools)))
         self.graph.add_node("tools", self.quota.tools(self.tools))
         self.graph.add_edge(START, "model")
         self.graph.add_edge("tools", "model")
@@ -239,7 +240,13 @@ class Scene:
             setattr(self, name, value)
         self._earlier_tools = len(self.ran)
         self._earlier_models = len(getattr(self.model, "calls", ()))
+        self._decided.clear()
         return await self.invoke({"messages": [("user", text)]})
+
+    async def played(self, text: str = "hi", **who: Any) -> Self:
+        """The scene itself, after a new run."""
+        await self.play(text, **who)
+        return self
 
     async def resume(self, value: Any) -> dict[str, Any]:
         """The same run goes on with an answer to its interrupt."""
@@ -250,11 +257,19 @@ class Scene:
         return await self.invoke(None)
 
     async def invoke(self, given: Any) -> dict[str, Any]:
-        if self.form == "sync":
-            result = self.agent.invoke(given, self.config, **self._how)
-        else:
-            result = await self.agent.ainvoke(given, self.config, **self._how)
-        return dict(result)
+        with captured_decisions() as decided:
+            self._decided.append(decided)
+            if self.form == "sync":
+                result = self.agent.invoke(given, self.config, **self._how)
+            else:
+                result = await self.agent.ainvoke(given, self.config, **self._how)
+        self.result = dict(result)
+        return self.result
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What has been decided in the newest run."""
+        return [each for decided in self._decided for each in decided]
 
     async def updates(self, given: Any) -> list[dict[str, Any]]:
         """What a run streams in the stream mode `updates`."""
@@ -318,12 +333,15 @@ class Scene:
         """What `usage` tells of the thread."""
         return usage(self.agent.get_state(self.config))
 
+    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the quota, in the scene's form."""
+        if self.form == "sync":
+            return getattr(self.quota, method)(*arguments, **options)
+        return await getattr(self.quota, f"a{method}")(*arguments, **options)
+
     async def reset(self) -> None:
         """Give the thread its budget back."""
-        if self.form == "sync":
-            self.quota.reset(self.agent, self.config)
-        else:
-            await self.quota.areset(self.agent, self.config)
+        await self.call("reset", self.agent, self.config)
 
     def fallbacks(self, action: str) -> float:
         """The calls that were checked without the store."""
@@ -374,8 +392,19 @@ class Scene:
             check_history(call.messages)
 
 
-def _messages_of(state: Any) -> Any:
-    return state["messages"] if isinstance(state, Mapping) else state.messages
+def model_node(limited: Any) -> Any:
+    """A node that calls a limited model, in both forms."""
+
+    def messages(state: Any) -> Any:
+        return state["messages"] if isinstance(state, Mapping) else state.messages
+
+    def node(state: Any) -> dict[str, Any]:
+        return {"messages": [limited.invoke(messages(state))]}
+
+    async def anode(state: Any) -> dict[str, Any]:
+        return {"messages": [await limited.ainvoke(messages(state))]}
+
+    return RunnableLambda(node, anode)
 
 
 async def cancel_at(event: asyncio.Event, run: Coroutine[Any, Any, Any]) -> None:

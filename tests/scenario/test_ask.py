@@ -12,28 +12,19 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 from pydantic import TypeAdapter
 
-from langchain_quota import (
-    CostLimit,
-    Decision,
-    InlineQuotaMiddleware,
-    MemoryStore,
-    ModelCallLimit,
-    Quota,
-    ToolCallLimit,
-    usage,
-)
+from langchain_quota import CostLimit, MemoryStore, Quota, ToolCallLimit
 from langchain_quota.core.decision import Answer
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ModelUsage
-from tests.scene import ANN, CONFIG, Form, Scene, both_forms, check_history
+from langchain_quota.testing import captured_decisions
+from tests.scene import ANN, CONFIG, Form, Scene, asking, both_forms, check_history, delegate, texts
 from tests.stores import DAY
-from tests.telemetry import Signals, needs_inline
+from tests.telemetry import Signals
 from tests.tokens import answer as spending
 
 SEARCH = ToolCallLimit("search", run_limit=1, exit_behavior="ask")
 THREAD = ToolCallLimit("search", thread_limit=1, exit_behavior="ask")
-MODEL = ModelCallLimit(run_limit=1, exit_behavior="ask")
 
 
 def answer(kind: str, **said: Any) -> dict[str, Any]:
@@ -50,20 +41,19 @@ APPROVE, REJECT = answer("approve"), answer("reject")
 
 
 class Asking(Scene):
-    """An agent whose limits ask, and what was decided."""
+    """An agent whose limits ask."""
 
     def __init__(self, signals: Signals, script: Any, *items: Any, **options: Any) -> None:
-        self.decisions: list[Decision] = []
-        super().__init__(signals, script, items, on_decision=self.decisions.append, **options)
+        super().__init__(signals, script, items, **options)
 
     def questions(self) -> list[Any]:
-        """The payloads that wait for an answer."""
-        return [each.value for each in self.agent.get_state(self.config).interrupts]
+        """The questions that wait for an answer."""
+        return [*self.agent.get_state(self.config).interrupts]
 
     def question(self) -> tuple[dict[str, Any], str]:
-        """What the one that waits offers, and says."""
-        (asked,) = self.questions()
-        TypeAdapter(HITLRequest).validate_python(asked)
+        """What the question that waits offers, and says."""
+        (waiting,) = self.questions()
+        asked = TypeAdapter(HITLRequest).validate_python(waiting.value)
         (action,) = asked["action_requests"]
         assert asked["review_configs"] == [
             {"action_name": action["name"], "allowed_decisions": ["approve", "reject"]}
@@ -85,9 +75,8 @@ class Asking(Scene):
 async def test_interfaces_can_show_a_form(signals: Signals, kind: Any) -> None:
     """The question has a schema that all usable answers fit; any answer is still read by us."""
     jsonschema = pytest.importorskip("jsonschema")
-    scene = Asking(signals, [["search", "search"], "done"], SEARCH, kind=kind)
-    await scene.play()
-    (asked,) = scene.agent.get_state(CONFIG).interrupts
+    scene = await Asking(signals, [["search", "search"], "done"], SEARCH, kind=kind).played()
+    (asked,) = scene.questions()
     if not hasattr(asked, "response_schema"):
         pytest.skip("this LangGraph takes no schema")
     schema: Any = asked.response_schema
@@ -119,7 +108,7 @@ async def test_approved(signals: Signals, form: Form, caplog: pytest.LogCaptureF
     assert sorted(scene.ran) == ["calc", "search", "search"]
     assert scene.outcomes() == ["allowed"] * 3
     assert len(scene.model.calls) == 2
-    assert usage(scene.agent.get_state(CONFIG)).run_tools == {"search": 2}
+    assert scene.usage().run_tools == {"search": 2}
     check_history(result["messages"])
     assert [each.getMessage() for each in caplog.records][:2] == [
         "agent 'unnamed' asks a person whether it may go on at 'tool:search'",
@@ -131,33 +120,20 @@ async def test_approved(signals: Signals, form: Form, caplog: pytest.LogCaptureF
     assert scene.count("runs_ended_total", limit="tool:search") == 0
 
 
-@both_forms
 @pytest.mark.parametrize(
     ("given", "says"), [(REJECT, "run limit exceeded"), (answer("reject", message="No."), "No.")]
 )
-async def test_rejected(signals: Signals, form: Form, given: Any, says: str) -> None:
+async def test_rejected(signals: Signals, given: Any, says: str) -> None:
     """A rejected run ends with the person's words, or the limit's; no call of the batch runs."""
-    scene = Asking(signals, [["search", "search"]], SEARCH, form=form)
-    await scene.play()
+    scene = await Asking(signals, [["search", "search"]], SEARCH).played()
     result = await scene.resume(given)
     assert says in result["messages"][-1].content
     assert scene.ran == []
     assert scene.outcomes() == ["skipped", "blocked"]
-    assert usage(scene.agent.get_state(CONFIG)).run_tools.get("search", 0) == 0
+    assert scene.usage().run_tools.get("search", 0) == 0
     assert scene.count("runs_ended_total", limit="tool:search") == 1
     assert scene.count("questions_total", limit="tool:search", event="reject") == 1
     check_history(result["messages"])
-
-
-async def test_another_amount(signals: Signals) -> None:
-    """Another amount is granted as it is given; what is over it is refused, and no more."""
-    scene = Asking(signals, [["search"] * 4, "done"], SEARCH)
-    await scene.play()
-    assert scene.offers(tool_search=3)
-    await scene.resume(amount(2))
-    assert scene.ran == ["search"] * 3
-    assert scene.outcomes() == ["allowed"] * 3 + ["blocked"]
-    assert scene.decisions[-2].answer == Answer("approve", {"tool:search": 2})
 
 
 @pytest.mark.parametrize(
@@ -170,8 +146,7 @@ async def test_another_amount(signals: Signals) -> None:
 )
 async def test_what_is_offered(signals: Signals, limit: Limit, offered: list[int]) -> None:
     """`grant` says how much, or the limit, but never less than the calls need."""
-    scene = Asking(signals, [["search"] * 2, ["search"] * 5, "done"], limit)
-    await scene.play()
+    scene = await Asking(signals, [["search"] * 2, ["search"] * 5, "done"], limit).played()
     for each in offered:
         assert scene.offers(tool_search=each)
         await scene.resume(APPROVE)
@@ -188,8 +163,7 @@ async def test_dollars(signals: Signals, store: Any) -> None:
     """Dollars are offered as text, and are given as people write them; metrics have dollars."""
     limit = CostLimit(run_limit="1.50", exit_behavior="ask", grant="0.25", name="cost")
     script = [spending(each, "calc") for each in (1500, 299, 2)]
-    scene = Asking(signals, script, limit, prices=dollars, store=store and store())
-    await scene.play()
+    scene = await Asking(signals, script, limit, prices=dollars, store=store and store()).played()
     assert scene.offers(cost="0.25")
     assert "allow $0.25 more for 'cost'" in scene.question()[1]
     for wrong in (True, "$1", 0.0000000001, 9_000_000.1):
@@ -205,8 +179,7 @@ async def test_how_long_it_lasts(signals: Signals) -> None:
     """What is granted to a run ends with it; to a thread, it lasts as long as the thread."""
     script = [["search"] * 2, "done", ["search"] * 2, "done"]
     for limit, ran in ((SEARCH, 2), (replace(THREAD, grant=3), 4)):
-        scene = Asking(signals, script, limit)
-        await scene.play()
+        scene = await Asking(signals, script, limit).played()
         await scene.resume(APPROVE)
         await scene.play()
         assert len(scene.ran) == ran
@@ -261,6 +234,7 @@ SERVED = {**BY, "served": True}
         (answer("approve", by="bo"), BY, Answer("approve", {"tool:search": 1}, "bo")),
         (answer("approve", by="bo"), SERVED, Answer("approve", {"tool:search": 1}, "auth")),
         (amount(None), {}, Answer("approve", {"tool:search": 1})),
+        (amount(2), {}, Answer("approve", {"tool:search": 2})),
         (answer("approve", args=INBOX), {}, Answer("approve", {"tool:search": 1})),
         (answer("reject", args="Not today."), {}, Answer("reject", message="Not today.")),
     ],
@@ -271,11 +245,11 @@ async def test_how_answers_are_read(
     """LangGraph's server says who answers, no other config; Agent Inbox has other names."""
     if "served" in user:
         monkeypatch.setitem(sys.modules, "langgraph_api", sys)
-    scene = Asking(signals, [["search"] * 2, "done"], SEARCH)
-    await scene.play()
+    scene = await Asking(signals, [["search"] * 2, "done"], SEARCH).played()
     config: Any = {"configurable": {"thread_id": "thread-1", **user}}
-    await scene.agent.ainvoke(Command(resume=resumed), config)
-    answers = [each.answer for each in scene.decisions if each.answer is not None]
+    with captured_decisions() as decisions:
+        await scene.agent.ainvoke(Command(resume=resumed), config)
+    answers = [each.answer for each in decisions if each.answer is not None]
     assert answers == [read] * 2
 
 
@@ -291,12 +265,31 @@ async def test_a_grant_that_would_end_the_run(signals: Signals) -> None:
     assert result["messages"][-1].content == "done"
 
 
-@both_forms
-async def test_an_exhausted_tool_is_offered(signals: Signals, form: Form) -> None:
+async def test_two_sub_agents_in_parallel(signals: Signals) -> None:
+    """Each asks its own question, which is the parent's to answer, and gets its own answer."""
+    script = [["search"] * 2, "found", "found"]
+    children = {
+        name: Asking(signals, script, SEARCH, name=name, checkpointer=None)
+        for name in ("one", "two")
+    }
+    tools = [delegate(child.agent, name) for name, child in children.items()]
+    parent = await Asking(signals, asking(*children), tools=tools).played()
+    first, second = parent.questions()
+    for each in (first, second):
+        assert each.value["action_requests"][0]["args"] == {"tool:search": 1}
+    result = await parent.resume(
+        {first.id: APPROVE, second.id: answer("reject", message="Not you.")}
+    )
+    assert sorted(len(each.ran) for each in children.values()) == [0, 2]
+    assert sorted(texts(result)) == ["Not you.", "found"]
+    check_history(result["messages"])
+
+
+async def test_an_exhausted_tool_is_offered(signals: Signals) -> None:
     """Who hides what is exhausted still offers a tool whose limit asks, and says so."""
     hidden = ToolCallLimit("calc", run_limit=1)
     script = [["search", "calc"], ["search"], "done"]
-    options: dict[str, Any] = {"hide_exhausted": True, "tell_model": True, "form": form}
+    options: dict[str, Any] = {"hide_exhausted": True, "tell_model": True}
     scene = Asking(signals, script, SEARCH, hidden, **options)
     streamed = await scene.updates({"messages": [("user", "hi")]})
     assert list(streamed[-1]) == ["__interrupt__"]
@@ -312,36 +305,33 @@ SHARED = ToolCallLimit(
 )
 
 
-async def test_granted_to_a_user(signals: Signals) -> None:
-    """The grant is the store's, with who gave it and why; however often it is given, it is one."""
-    store, script = MemoryStore(), [["search"] * 2, *["done"] * 9]
-    options: dict[str, Any] = {"store": store, "context": ANN, "context_schema": dict}
-    scene = Asking(signals, script, SHARED, **options)
-    await scene.play()
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_granted_to_a_user(elsewhere: Any, signals: Signals) -> None:
+    """The grant is the store's, with who gave it and why; however often it is given, it is one.
+
+    So it is where other processes go on: each run is charged, and the limit holds.
+    """
+    store, ran = MemoryStore(), list[str]()
+    options: dict[str, Any] = {"store": store, "checkpointer": InMemorySaver(), "ran": ran}
+    options |= {"context": ANN, "context_schema": dict}
+    scene = await Asking(signals, [["search"] * 2, *["done"] * 9], SHARED, **options).played()
     asked = scene.agent.get_state(CONFIG).config
-    given: Any = Command(resume=answer("approve", by="bo", message="ticket 4711"))
-    await asyncio.gather(*(scene.agent.ainvoke(given, asked, context=ANN) for _ in "12"))
-    for kind in ("approve", "reject", "approve"):
-        await scene.agent.ainvoke(Command(resume=answer(kind)), asked, context=ANN)
+
+    async def go_on(kind: str) -> None:
+        there = Asking(signals, ["done"] * 3, SHARED, **options) if elsewhere else scene
+        given: Any = Command(resume=answer(kind, by="bo", message="ticket 4711"))
+        await there.agent.ainvoke(given, asked, context=ANN)
+
+    if not elsewhere:
+        await asyncio.gather(go_on("approve"), go_on("approve"))
+    for kind in ("approve", "reject", "approve", "approve"):
+        await go_on(kind)
     [grant] = store.grants()
     assert (grant.amount, grant.by, grant.reason) == (5, "bo", "ticket 4711")
     assert grant.key.startswith(KEY)
     assert grant.until is not None
-    assert len(scene.ran) == sum(each.used for each in store.usages(f"{KEY}*")) == 6
-    assert scene.count("granted_total", limit="tool:search", scope="user_id", unit="calls") == 5
-
-
-async def test_answered_again_in_another_process(signals: Signals) -> None:
-    """One approval, given again to other processes: each run is charged, and the limit holds."""
-    store, saver, ran = MemoryStore(), InMemorySaver(), list[str]()
-    options: dict[str, Any] = {"store": store, "checkpointer": saver, "ran": ran, "context": ANN}
-    scene = Asking(signals, [["search"] * 2], SHARED, **options)
-    await scene.play()
-    asked = scene.agent.get_state(CONFIG).config
-    for kind in ("approve", "reject", "approve", "approve"):
-        scene = Asking(signals, ["done"] * 3, SHARED, **options)
-        await scene.agent.ainvoke(Command(resume=answer(kind)), asked, context=ANN)
     assert len(ran) == sum(each.used for each in store.usages(f"{KEY}*")) == 6
+    assert scene.count("granted_total", limit="tool:search", scope="user_id", unit="calls") == 5
 
 
 class FailingStore(MemoryStore):
@@ -364,24 +354,20 @@ class FailingStore(MemoryStore):
 @pytest.mark.parametrize(("outage", "ran"), [("block", 0), ("allow", 1)])
 async def test_no_store_before_the_question(signals: Signals, outage: Any, ran: int) -> None:
     """Nobody is asked for what could not be granted: the calls are refused, or allowed."""
-    store = FailingStore()
-    script = [["search"], ["search"], ["search"], "done"]
+    store, script = FailingStore(), [["search"], ["search"], ["search"], "done"]
     scene = Asking(signals, script, THREAD, store=store, on_store_error=outage)
     store.down = True
     result = await scene.play()
     assert scene.questions() == []
-    assert result["messages"][-1].content == "done"
-    assert scene.ran == ["search"] * ran
+    assert (scene.ran, result["messages"][-1].content) == (["search"] * ran, "done")
 
 
 @pytest.mark.parametrize("both", [False, True])
 async def test_no_store_behind_the_answer(signals: Signals, *, both: bool) -> None:
     """A grant that fails is an error; the run is resumed again, with the same answer."""
-    store = FailingStore()
-    options: dict[str, Any] = {"run_limit": 1, "exit_behavior": "ask", "name": "run"}
-    limits = [ToolCallLimit("search", **options), THREAD] if both else [THREAD]
-    scene = Asking(signals, [["search"] * 2, "done"], *limits, store=store)
-    await scene.play()
+    store, of_run = FailingStore(), replace(SEARCH, name="run")
+    limits = [of_run, THREAD] if both else [THREAD]
+    scene = await Asking(signals, [["search"] * 2, "done"], *limits, store=store).played()
     store.refuses = ":thread:"
     with pytest.raises(QuotaStoreError):
         await scene.resume(amount(2))
@@ -391,8 +377,7 @@ async def test_no_store_behind_the_answer(signals: Signals, *, both: bool) -> No
     assert scene.questions() == []
     assert scene.ran == ["search"] * 2
     assert [each.amount for each in store.grants()] == [2] * len(limits)
-    first = "run" if both else "tool:search"
-    assert scene.count("questions_total", limit=first, event="approve") == 1
+    assert scene.count("questions_total", limit=limits[0].name, event="approve") == 1
 
 
 async def test_what_cannot_be_asked(signals: Signals) -> None:
@@ -401,16 +386,8 @@ async def test_what_cannot_be_asked(signals: Signals) -> None:
     with pytest.raises(RuntimeError, match=r"limit 'tool:search' has exit_behavior='ask', and"):
         await scene.play()
     assert scene.model.calls == ()
-    scene = Asking(signals, [["search"] * 2, "done"], THREAD)
-    await scene.play()
+    scene = await Asking(signals, [["search"] * 2, "done"], THREAD).played()
     with pytest.raises(RuntimeError, match="waits in mid-run"):
         scene.quota.reset(scene.agent, CONFIG)
     await scene.resume(APPROVE)
     assert scene.ran == ["search"] * 2
-
-
-@needs_inline
-def test_inline(signals: Signals) -> None:
-    """The inline middleware would call the model again."""
-    with pytest.raises(ValueError, match="would call the model again"):
-        InlineQuotaMiddleware([SEARCH], telemetry=signals.telemetry)
