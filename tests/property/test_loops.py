@@ -72,7 +72,7 @@ def budgets(draw: st.DrawFn) -> Limit:
         exit_behavior=exit_behavior,
         keep=draw(st.integers(1, (run or more) - 1)) if exit_behavior == "finalize" else None,
         # A number is held earlier in a graph than in an agent.
-        reserve=None if hold is None else lambda _: hold,
+        reserve=None if hold is None else lambda request: hold + len(request.tools),
     )
 
 
@@ -119,7 +119,8 @@ def answers(plan: Plan, queue: list[list[str]]) -> Iterator[AIMessage]:
 async def played(plan: Plan, shape: str) -> dict[str, Any]:
     """All that became of a plan in an agent, or in a loop of a shape."""
     signals, store = telling(spans="off"), MemoryStore()
-    ran, queue, errors = list[str](), list[list[str]](), list[str]()
+    ran, queue, last = list[str](), list[list[str]](), list[str]()
+    errors: list[str] = []
     said = answers(plan, queue)
     given: dict[str, Any] = {
         **plan.options,
@@ -145,7 +146,9 @@ async def played(plan: Plan, shape: str) -> dict[str, Any]:
             step: Any = {"messages": [("user", "hi")]}
             while step is not None:
                 try:
-                    waiting = (await scene.invoke(step)).get("__interrupt__")
+                    result = await scene.invoke(step)
+                    waiting = result.get("__interrupt__")
+                    last += [] if waiting else [result["messages"][-1].text]
                 except (ToolCallLimitExceededError, ModelCallLimitExceededError) as error:
                     errors.append(str(error))
                     waiting = None
@@ -160,6 +163,7 @@ async def played(plan: Plan, shape: str) -> dict[str, Any]:
     return {
         "ran": sorted(ran),
         "errors": errors,
+        "last": last,
         "requests": not ends
         and [([each.content for each in call.messages], call.tools) for call in scene.model.calls],
         "counts": sorted(

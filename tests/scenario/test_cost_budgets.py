@@ -9,12 +9,11 @@ from langchain.agents.middleware import ModelFallbackMiddleware
 from langchain_core.language_models import FakeListLLM
 from langchain_core.language_models.base import LangSmithParams
 
-from langchain_quota import CostLimit, MemoryStore, Price, Quota, QuotaMiddleware
+from langchain_quota import CostLimit, Price, QuotaMiddleware
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import Form, Scene, both_forms
-from tests.stores import counts
+from tests.scene import Form, Kind, Scene, both_forms
 from tests.telemetry import Signals
 from tests.tokens import MONEY, During, ProviderError, answer, spent
 
@@ -34,37 +33,11 @@ def known_models(used: ModelUsage) -> Decimal | None:
 async def test_money_is_counted_in_billionths(signals: Signals) -> None:
     """What a call costs is charged by the prices given, rounded up once, and shown in dollars."""
     prices = {60: Decimal("0.0000000001"), 40: Decimal("0.5")}
-    scene = Scene(
-        signals,
-        [answer(60, "search"), answer(40, "search")],
-        [CostLimit(run_limit="0.50")],
-        prices=lambda used: prices.get(used.total_tokens, Decimal(0)),
-    )
-
-    await scene.play()
-
+    given: Any = {"prices": lambda used: prices.get(used.total_tokens, Decimal(0))}
+    script = [answer(60, "search"), answer(40, "search")]
+    scene = await Scene(signals, script, [CostLimit(run_limit="0.50")], **given).played()
     assert spent(scene, MONEY) == (500_000_001, 500_000_001)
     assert scene.last_text() == "Cost limits exceeded: run limit ($0.500000001/$0.50)"
-
-
-@pytest.mark.parametrize(
-    ("tokens", "price", "nanodollars"),
-    [(12, "0.10", 1_200), (24, "0.05", 1_200), (300, 0.0375, 11_250), (1, "0.001", 1)],
-)
-async def test_small_calls_of_a_cheap_model(
-    signals: Signals, tokens: int, price: Any, nanodollars: int
-) -> None:
-    """Many small calls cost exactly their tokens times the price, in the state and in a store."""
-    prices: Any = {"mine": Price(input=price, output=price)}
-    model = ScriptedChatModel(model="mine", script=lambda _: answer(tokens))
-    store = MemoryStore()
-    for quotas in ([], [Quota(5, per="global")]):
-        limit = CostLimit(thread_limit=5, quotas=quotas)
-        scene = Scene(signals, model, [limit], prices=prices, store=store if quotas else None)
-        for _ in range(20):
-            await scene.play()
-        assert spent(scene, MONEY) == (20 * nanodollars, nanodollars)
-    assert counts(store)[f"{MONEY}:global:"] == 20 * nanodollars
 
 
 DETAILS = {
@@ -91,6 +64,7 @@ NONSENSE = {"input_token_details": {"cache_read": -5, "audio": "100", "cache_cre
         ({"input_audio": 11}, {"input_token_details": {"priority_audio": 50}}, 0.0025),
         ({"cache_read": "9", "input_audio": "9"}, NONSENSE, 0.002),
         ({"input": "1.0000000001"}, {}, 0.002000001),
+        ({"input": "0.0000375", "output": 0}, {}, 0.000000038),
         ({"cache_creation": "2"}, {"input_token_details": {"cache_creation": 300}}, 0.0023),
     ],
 )
@@ -137,14 +111,14 @@ async def test_an_own_chat_model_gets_the_price_of_the_list(signals: Signals) ->
     own = {"gpt-4o": Price(input="1", output="2")}
     for prices, cost in ((None, 2_510_000), (own, 1_002_000)):
         named = OwnModel(provider="openai", script=[answer(1_001)])
-        scene = Scene(signals, named, [CostLimit(run_limit=1)], prices=prices)
-        await scene.play()
+        scene = await Scene(signals, named, [CostLimit(run_limit=1)], prices=prices).played()
         assert spent(scene, MONEY) == (cost, cost)
 
 
 @both_forms
+@pytest.mark.parametrize("kind", ["quota", "graph"])
 async def test_a_model_without_a_price_is_not_called(
-    signals: Signals, form: Form, caplog: pytest.LogCaptureFixture
+    signals: Signals, kind: Kind, form: Form, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a limit of costs, a model that has no price is an error before its first call.
 
@@ -152,7 +126,8 @@ async def test_a_model_without_a_price_is_not_called(
     """
     for prices in (lambda _: None, lambda used: {}[used.request_model]):
         model = ScriptedChatModel(model="mine", script=[answer(5)])
-        scene = Scene(signals, model, [CostLimit(run_limit=1)], prices=prices, form=form)
+        options: dict[str, Any] = {"prices": prices, "form": form, "kind": kind}
+        scene = Scene(signals, model, [CostLimit(run_limit=1)], **options)
 
         with pytest.raises(UnknownPriceError, match="prices="):
             await scene.play()
@@ -179,18 +154,17 @@ async def test_another_model_without_a_price_is_not_called(signals: Signals) -> 
 
 # LangChain does not await the other handlers where one raises.
 @pytest.mark.filterwarnings("ignore:coroutine 'ahandle_event' was never awaited")
-@pytest.mark.parametrize(
-    ("form", "streamed", "completes"), [("async", False, False), ("sync", True, True)]
-)
+@pytest.mark.parametrize("form", ["async", "sync"])
 async def test_within_a_call_no_model_without_a_price_is_called(
-    signals: Signals, form: Form, *, streamed: bool, completes: bool
+    signals: Signals, form: Form
 ) -> None:
     """What a middleware asks within the agent's call is refused before it is called, too."""
     chat = ScriptedChatModel(model="other", script=[answer(5)])
-    other: Any = FakeListLLM(responses=["Hello."]) if completes else chat
-    ask = During(lambda: [*other.stream("Hi!")] if streamed else other.invoke("Hi!"), before=True)
+    completes = FakeListLLM(responses=["Hello."])
+    calls = {"async": lambda: chat.invoke("Hi!"), "sync": lambda: [*completes.stream("Hi!")]}
     known = ScriptedChatModel(model="known", script=[answer(5)])
-    scene = Scene(signals, known, [CostLimit(run_limit=1), ask], prices=known_models, form=form)
+    items: list[Any] = [CostLimit(run_limit=1), During(calls[form], before=True)]
+    scene = Scene(signals, known, items, prices=known_models, form=form)
 
     with pytest.raises(UnknownPriceError):
         await scene.play()
@@ -238,9 +212,7 @@ async def test_a_model_whose_price_fails_is_called_once(
         return a_dollar_a_token(used) if works or not used.total_tokens else gives()
 
     limit = CostLimit(thread_limit=100, reserve=held)
-    scene = Scene(signals, [answer(5), answer(2)], [limit], prices=prices)
-
-    await scene.play()
+    scene = await Scene(signals, [answer(5), answer(2)], [limit], prices=prices).played()
     with pytest.raises(UnknownPriceError, match=text):
         await scene.play()
     assert len(scene.model.calls) == 1
@@ -277,9 +249,7 @@ async def test_unknown_prices_are_allowed(signals: Signals, price: Decimal | Non
     """With `unknown_price="allow"` a model without a price, or whose price fails, costs nothing."""
     limit = CostLimit(thread_limit=1, reserve=lambda _: ModelUsage(input_tokens=9))
     options: Any = {"prices": lambda _: price, "unknown_price": "allow"}
-    scene = Scene(signals, [answer(5), answer(2)], [limit], **options)
-
-    await scene.play()
+    scene = await Scene(signals, [answer(5), answer(2)], [limit], **options).played()
     await scene.play()
 
     assert spent(scene, MONEY) == (0, 0)
