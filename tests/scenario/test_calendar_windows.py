@@ -9,13 +9,12 @@ from blockbuster import blockbuster_ctx
 
 from langchain_quota import Quota, ToolCallLimit
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.testing import captured_decisions
 from tests.forked import run_python, without
 from tests.scene import ANN, Scene, asking, texts
 from tests.stores import Clock, counts
 from tests.telemetry import Signals, attributes
 
-BERLIN, HAVANA, KOLKATA = "Europe/Berlin", "America/Havana", "Asia/Kolkata"
+BERLIN, HAVANA = "Europe/Berlin", "America/Havana"
 
 
 def at(text: str) -> float:
@@ -31,25 +30,15 @@ def scene_of(signals: Signals, store: MemoryStore, *quotas: Quota) -> Scene:
     ("of", "now", "told"),
     [
         (("hour", None, None), "2026-06-01T10:10Z", "2026-06-01T11:00:00Z"),
-        (("hour", KOLKATA, None), "2026-06-01T10:10Z", "2026-06-01T16:00:00+05:30"),
+        (("hour", "Asia/Kolkata", None), "2026-06-01T10:10Z", "2026-06-01T16:00:00+05:30"),
         # The hour from 2:00 comes twice, and is two windows.
         (("hour", BERLIN, None), "2026-10-25T00:10Z", "2026-10-25T02:00:00+01:00"),
-        (("day", None, None), "2028-02-28T00:00Z", "2028-02-29T00:00:00Z"),
-        # Days of 23 and of 25 hours.
-        (("day", BERLIN, None), "2026-03-28T23:00Z", "2026-03-30T00:00:00+02:00"),
-        (("day", BERLIN, None), "2026-10-24T22:00Z", "2026-10-26T00:00:00+01:00"),
-        # Starts that the clock skips, the first at 2:45, and one that comes twice.
-        (("hour", "Pacific/Chatham", None), "2026-09-26T13:30Z", "2026-09-27T03:45:00+13:45"),
+        # Starts that the clock skips, and one that comes twice.
         (("day", HAVANA, None), "2026-03-07T12:00Z", "2026-03-08T01:00:00-04:00"),
         (("day", HAVANA, None), "2026-10-31T12:00Z", "2026-11-01T00:00:00-04:00"),
-        (("week", None, None), "2026-11-23T00:00Z", "2026-11-30T00:00:00Z"),
         (("week", BERLIN, "friday"), "2026-03-26T23:00Z", "2026-04-03T00:00:00+02:00"),
-        (("month", None, None), "2028-02-01T00:00Z", "2028-03-01T00:00:00Z"),
-        (("month", BERLIN, None), "2026-12-31T22:59:59Z", "2027-01-01T00:00:00+01:00"),
         (("month", BERLIN, 15), "2026-12-14T23:00Z", "2027-01-15T00:00:00+01:00"),
         (("month", None, 31), "2026-01-31T00:00Z", "2026-02-28T00:00:00Z"),
-        (("month", None, 31), "2028-02-01T00:00Z", "2028-02-29T00:00:00Z"),
-        (("month", BERLIN, 31), "2026-02-28T00:00Z", "2026-03-31T00:00:00+02:00"),
     ],
 )
 async def test_until_when_a_count_holds(
@@ -61,14 +50,12 @@ async def test_until_when_a_count_holds(
     utc = f"{datetime.fromtimestamp(ends, UTC):%Y-%m-%dT%H:%M:%SZ}"
     store = MemoryStore(clock=clock)
     quota = Quota(1, per="user_id", window=of[0], tz=of[1], starts=of[2])
-    scene = scene_of(signals, store, quota)
-    await scene.play()
+    scene = await scene_of(signals, store, quota).played()
     clock.now = ends - 1
-    with captured_decisions() as decisions:
-        result = await scene.play()
+    result = await scene.play()
     said = told if told == utc else f"{told} ({utc})"
     assert texts(result)[-1].endswith(f" It resets at {said}.")
-    decided = [each.resets_at.isoformat() for each in decisions if each.resets_at]
+    decided = [each.resets_at.isoformat() for each in scene.decisions if each.resets_at]
     assert decided == [told.replace("Z", "+00:00")]
     spans = map(attributes, signals.decision_spans())
     in_utc = [

@@ -11,7 +11,7 @@ import langchain.agents.middleware.tool_call_limit as langchain_tool
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from langchain_core.messages import AIMessage, HumanMessage, ToolCall, ToolMessage
+from langchain_core.messages import AIMessage, ToolCall, ToolMessage
 
 import langchain_quota
 from tests.scene import Form, Scene
@@ -26,33 +26,25 @@ from_1_3_18 = pytest.mark.skipif(
 )
 THEIR_TOOL = langchain_tool.ToolCallLimitMiddleware
 THEIR_MODEL = langchain_model.ModelCallLimitMiddleware
-OUR_TOOL = langchain_quota.ToolCallLimitMiddleware
-OUR_MODEL = langchain_quota.ModelCallLimitMiddleware
-IDS = ["langchain", "ours"]
-each_tool_limiter = pytest.mark.parametrize("limiter", [THEIR_TOOL, OUR_TOOL], ids=IDS)
-each_model_limiter = pytest.mark.parametrize("limiter", [THEIR_MODEL, OUR_MODEL], ids=IDS)
-counterparts = pytest.mark.parametrize(
-    ("theirs", "ours"), [(THEIR_TOOL, OUR_TOOL), (THEIR_MODEL, OUR_MODEL)], ids=["tool", "model"]
-)
+OURS: dict[Any, Any] = {
+    THEIR_TOOL: langchain_quota.ToolCallLimitMiddleware,
+    THEIR_MODEL: langchain_quota.ModelCallLimitMiddleware,
+}
+counterparts = pytest.mark.parametrize(("theirs", "ours"), OURS.items(), ids=["tool", "model"])
 
 SEARCH_REFUSED = "Tool call limit exceeded. Do not call 'search' again."
 ALL_REFUSED = "Tool call limit exceeded. Do not make additional tool calls."
 
 
-async def hook(
-    limiter: Any, name: str, state: State, runtime: Any = None, form: Form = "async"
-) -> Any:
+async def hook(limiter: Any, name: str, state: State, form: Form) -> Any:
     if form == "sync":
-        return getattr(limiter, name)(state, runtime)
-    return await getattr(limiter, f"a{name}")(state, runtime)
+        return getattr(limiter, name)(state, None)
+    return await getattr(limiter, f"a{name}")(state, None)
 
 
-def asking(*tools: str, prefix: str = "call") -> AIMessage:
-    """An AIMessage that calls tools, with ids `call0`, `call1` ..."""
-    calls = [
-        ToolCall(name=name, args={}, id=f"{prefix}{index}", type="tool_call")
-        for index, name in enumerate(tools)
-    ]
+def asking(*tools: str, prefix: str) -> AIMessage:
+    """An AIMessage that calls tools, with ids that follow each other."""
+    calls = [ToolCall(name=name, args={}, id=f"{prefix}{n}") for n, name in enumerate(tools)]
     return AIMessage("", tool_calls=calls)
 
 
@@ -79,67 +71,30 @@ def test_limiter_declares_its_state(theirs: Any, ours: Any) -> None:
 NO_NUMBER = "At least one limit must be specified (thread_limit or run_limit)"
 
 
-@each_tool_limiter
 @pytest.mark.parametrize(
-    ("arguments", "fragment"),
+    ("theirs", "arguments", "fragment"),
     [
-        ({}, NO_NUMBER),
-        ({"run_limit": 1, "exit_behavior": "stop"}, "Invalid exit_behavior"),
-        ({"thread_limit": 3, "run_limit": 5}, "run_limit (5) cannot exceed thread_limit (3)"),
+        (THEIR_TOOL, {}, NO_NUMBER),
+        (THEIR_TOOL, {"run_limit": 1, "exit_behavior": "stop"}, "Invalid exit_behavior"),
+        (THEIR_TOOL, {"thread_limit": 3, "run_limit": 5}, "(5) cannot exceed thread_limit (3)"),
+        (THEIR_MODEL, {}, NO_NUMBER),
+        (THEIR_MODEL, {"run_limit": 1, "exit_behavior": "continue"}, "Invalid exit_behavior"),
     ],
 )
-def test_tool_limiter_refuses_arguments(limiter: Any, arguments: State, fragment: str) -> None:
-    """Wrong arguments of a tool limiter are a ValueError with the known words."""
-    with pytest.raises(ValueError, match=re.escape(fragment)):
-        limiter(**arguments)
+def test_wrong_arguments_are_refused(theirs: Any, arguments: State, fragment: str) -> None:
+    """Wrong arguments of a limiter are a ValueError with the known words."""
+    for limiter in (theirs, OURS[theirs]):
+        with pytest.raises(ValueError, match=re.escape(fragment)):
+            limiter(**arguments)
 
 
-@each_model_limiter
-@pytest.mark.parametrize(
-    ("arguments", "fragment"),
-    [({}, NO_NUMBER), ({"run_limit": 1, "exit_behavior": "continue"}, "Invalid exit_behavior")],
-)
-def test_model_limiter_refuses_arguments(limiter: Any, arguments: State, fragment: str) -> None:
-    """Wrong arguments of a model limiter are a ValueError with the known words."""
-    with pytest.raises(ValueError, match=re.escape(fragment)):
-        limiter(**arguments)
-
-
-@counterparts
-def test_equal_limits_are_accepted(theirs: Any, ours: Any) -> None:
-    """A run may be given the whole limit of the thread."""
-    for limiter in (theirs, ours):
-        assert limiter(thread_limit=3, run_limit=3).thread_limit == 3
-
-
-@each_tool_limiter
-async def test_end_stops_the_batch(limiter: Any) -> None:
-    """`end` jumps, answers the call, tells both exceeded limits, and charges the thread nothing."""
-    counts = {"thread_tool_call_count": {"search": 2}, "run_tool_call_count": {"search": 2}}
-    state = {"messages": [HumanMessage("hi"), asking("search")], **counts}
-    end = limiter(tool_name="search", thread_limit=2, run_limit=2, exit_behavior="end")
-    update = await hook(end, "after_model", state)
-    assert update["jump_to"] == "end"
-    (answer, said) = update["messages"]
-    found = answer.tool_call_id, answer.name, answer.status, answer.content
-    assert found == ("call0", "search", "error", SEARCH_REFUSED)
-    assert update["thread_tool_call_count"] == {"search": 2}
-    assert update["run_tool_call_count"] == {"search": 3}
-    assert isinstance(said, AIMessage)
-    assert said.content == (
-        "'search' tool call limit reached: thread limit exceeded (3/2 calls) "
-        "and run limit exceeded (3/2 calls)."
-    )
-
-
-@each_model_limiter
+@pytest.mark.parametrize("limiter", [THEIR_MODEL, OURS[THEIR_MODEL]], ids=["langchain", "ours"])
 async def test_agent_with_model_limiter(limiter: Any, signals: Signals) -> None:
     """An agent takes either model limiter, and ends with the same words."""
     script = [["search"], "never"]
-    scene = Scene(signals, script, [limiter(run_limit=1)], checkpointer=None)
-    result = await scene.play()
-    assert result["messages"][-1].content == "Model call limits exceeded: run limit (1/1)"
-    assert set(result) == {"messages"}
+    scene = await Scene(signals, script, [limiter(run_limit=1)], checkpointer=None).played()
+    assert scene.result["messages"][-1].content == "Model call limits exceeded: run limit (1/1)"
+    assert set(scene.result) == {"messages"}
 
 
 tool_names = st.sampled_from(["search", "calc", "write"])
@@ -170,7 +125,7 @@ def tool_limits(draw: st.DrawFn) -> State:
 async def checked(limiter: Any, name: str, form: Form, state: State) -> tuple[str, Any]:
     """What a hook does: the update that it returns, or what it raises."""
     try:
-        return "returned", await hook(limiter, name, state, form=form)
+        return "returned", await hook(limiter, name, state, form)
     except (
         langchain_tool.ToolCallLimitExceededError,
         langchain_model.ModelCallLimitExceededError,
@@ -199,19 +154,23 @@ def comparable(update: State | None) -> Any:
 
 def next_state(state: State, update: State | None) -> State:
     """The state after an update of LangChain's own keys."""
-    if update is None:
-        return state
+    update = update or {}
     written = {key: each for key, each in update.items() if key.endswith("_call_count")}
     return {**state, **written, "messages": [*state["messages"], *update.get("messages", [])]}
 
 
 @from_1_3_18
 @given(arguments=tool_limits(), batches=steps)
+# Both limits are reached at once, and what they admit is the same.
+@example(
+    arguments={"tool_name": "search", "thread_limit": 2, "run_limit": 2, "exit_behavior": "end"},
+    batches=[(True, "async", ["search", "search"]), (False, "async", ["search"])],
+)
 async def test_tool_limiters_agree(
     arguments: State, batches: list[tuple[bool, Form, list[str]]]
 ) -> None:
     """Fed with the same calls, both tool limiters count, answer, jump and raise alike."""
-    limiters: list[Any] = [THEIR_TOOL(**arguments), OUR_TOOL(**arguments)]
+    limiters = [THEIR_TOOL(**arguments), OURS[THEIR_TOOL](**arguments)]
     states: list[State] = [{"messages": []}, {"messages": []}]
     for step, (new_run, form, batch) in enumerate(batches):
         outcomes = []
@@ -219,8 +178,7 @@ async def test_tool_limiters_agree(
             state = {**states[index]}
             if new_run:
                 state.pop("run_tool_call_count", None)
-            asked = asking(*batch, prefix=f"step{step}call")
-            state["messages"] = [*state["messages"], asked]
+            state["messages"] = [*state["messages"], asking(*batch, prefix=f"step{step}call")]
             kind, result = await checked(limiter, "after_model", form, state)
             returned = kind == "returned"
             states[index] = next_state(state, result if returned else None)
@@ -242,7 +200,7 @@ async def test_tool_limiters_agree(
 )
 async def test_model_limiters_agree(arguments: State, calls: list[tuple[bool, Form]]) -> None:
     """Asked before and told after the same calls, both model limiters answer and count alike."""
-    limiters: list[Any] = [THEIR_MODEL(**arguments), OUR_MODEL(**arguments)]
+    limiters = [THEIR_MODEL(**arguments), OURS[THEIR_MODEL](**arguments)]
     states: list[State] = [{"messages": []}, {"messages": []}]
     for new_run, form in calls:
         outcomes: list[Any] = []
@@ -254,7 +212,7 @@ async def test_model_limiters_agree(arguments: State, calls: list[tuple[bool, Fo
             before = kind, comparable(result) if kind == "returned" else result
             after = None
             if before == ("returned", None):
-                update = await hook(limiter, "after_model", state, form=form)
+                update = await hook(limiter, "after_model", state, form)
                 state = next_state(state, update)
                 after = comparable(update)
             states[index] = state

@@ -11,11 +11,15 @@ from langchain_core.messages import ToolMessage
 from opentelemetry.trace import StatusCode
 
 from langchain_quota import Decision, ModelCallLimitExceededError
-from langchain_quota.core.messages import SKIPPED
 from tests.scene import CONFIG, Scene, model_limiter, tool_limiter
 from tests.telemetry import Signals
 
 SEARCH_REFUSED = "Tool call limit exceeded. Do not call 'search' again."
+SEARCH_ENDED = "'search' tool call limit reached: run limit exceeded (2/1 calls)."
+SKIPPED = (
+    "This tool call was not run: the run was stopped because another tool call of the same "
+    "message exceeded the limit."
+)
 
 
 def said(scene: Scene) -> Counter[tuple[str | None, str, str]]:
@@ -67,19 +71,33 @@ async def test_continue(way: str, signals: Signals) -> None:
     scene.check()
 
 
-async def test_end(signals: Signals) -> None:
-    """`end`: nothing of the batch runs or is charged, and the run ends with a message."""
-    limiter = tool_limiter(signals, "search", thread_limit=10, run_limit=1, exit_behavior="end")
-    scene = Scene(signals, [["search", "search", "calc"], "never"], [limiter])
-    await scene.play()
+def described(decision: Decision) -> str:
+    """A message of the user's own, from the decision."""
+    status = decision.refused_by[0]
+    count = status.count_of(status.scope)
+    return f"{status.limit}: not more than {count and count.limit} in a {status.scope}"
+
+
+@pytest.mark.parametrize(
+    ("message", "refusal", "last"),
+    [
+        (None, SEARCH_REFUSED, SEARCH_ENDED),
+        ("No more of it.", "No more of it.", "No more of it."),
+        (described, *["tool:search: not more than 1 in a run"] * 2),
+    ],
+    ids=["known words", "text", "function"],
+)
+async def test_end(message: Any, refusal: str, last: str, signals: Signals) -> None:
+    """`end`: nothing of the batch runs or is charged; the run ends with a message, or `message`."""
+    options: dict[str, Any] = {"exit_behavior": "end", "message": message}
+    limiter = tool_limiter(signals, "search", thread_limit=10, run_limit=1, **options)
+    scene = await Scene(signals, [["search", "search", "calc"], "never"], [limiter]).played()
     assert said(scene) == {
-        ("search", "error", SEARCH_REFUSED): 1,
+        ("search", "error", refusal): 1,
         ("search", "error", SKIPPED): 1,
         ("calc", "error", SKIPPED): 1,
     }
-    assert scene.last_text() == (
-        "'search' tool call limit reached: run limit exceeded (2/1 calls)."
-    )
+    assert scene.last_text() == last
     assert scene.state()["thread_tool_call_count"] == {"search": 0}
     assert [scene.calls(each, "search") for each in ("allowed", "blocked", "skipped")] == [0, 1, 1]
     assert scene.calls("skipped", "calc") == 1
@@ -119,33 +137,6 @@ async def test_two_named_limits_on_one_tool(signals: Signals) -> None:
     assert scene.metric("burst", "blocked", "run") == 1
     assert scene.metric("budget", "blocked", "thread") == 1
     assert thread_series(signals, "budget") == (3, 3, 1)
-
-
-def described(decision: Decision) -> str:
-    """A message of the user's own, from the decision."""
-    status = decision.refused_by[0]
-    count = status.count_of(status.scope)
-    return f"{status.limit}: not more than {count and count.limit} in a {status.scope}"
-
-
-@pytest.mark.parametrize(
-    ("message", "text"),
-    [("No more of it.", "No more of it."), (described, "tool:search: not more than 1 in a run")],
-    ids=["text", "function"],
-)
-@pytest.mark.parametrize("exit_behavior", ["continue", "end"])
-async def test_message(exit_behavior: Any, message: Any, text: str, signals: Signals) -> None:
-    """`message` is the answer of the blocked call and, with `end`, the final message."""
-    ends = exit_behavior == "end"
-    limiter = tool_limiter(
-        signals, "search", run_limit=1, exit_behavior=exit_behavior, message=message
-    )
-    scene = Scene(signals, [["search", "search", "calc"], "done"], [limiter])
-    await scene.play()
-    assert scene.last_text() == (text if ends else "done")
-    assert said(scene)["search", "error", text] == 1
-    assert said(scene).total() == 3
-    assert said(scene)["calc", "error", SKIPPED] == (1 if ends else 0)
 
 
 async def test_on_pending_raise(signals: Signals) -> None:

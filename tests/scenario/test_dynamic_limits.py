@@ -8,9 +8,8 @@ import pytest
 from langchain_quota import ModelCallLimit, ToolCallLimit
 from langchain_quota.limits import Limit
 from tests.scene import Form, Kind, Scene, asking
-from tests.telemetry import Signals, needs_inline
-
-SEARCHES = {"free": 1, "pro": 3, "unlimited": None}
+from tests.telemetry import Signals
+from tests.tokens import either
 
 
 class PlanError(Exception):
@@ -18,9 +17,10 @@ class PlanError(Exception):
 
 
 def by_plan(state: Any, runtime: Any) -> int | None:
-    if runtime.context["plan"] == "unknown":
+    plan = runtime.context["plan"]
+    if plan == "unknown":
         raise PlanError("the plans are down")
-    return SEARCHES[runtime.context["plan"]]
+    return {"free": 1, "pro": 3, "unlimited": None}[plan]
 
 
 async def aby_plan(state: Any, runtime: Any) -> int | None:
@@ -62,7 +62,7 @@ async def test_a_plan_that_changes(form: Form, function: Any, signals: Signals) 
 
 
 @functions
-@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+@either
 async def test_one_that_raises(form: Form, function: Any, kind: Kind, signals: Signals) -> None:
     """A function that raises fails the run, once counted; the next turn is charged to nobody."""
     limit = ToolCallLimit("search", thread_limit=function)

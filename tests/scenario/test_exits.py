@@ -1,6 +1,6 @@
 """What refusals do to runs: `continue`, `end`, `error`, `give_up_after`; and what they say."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
 
@@ -15,16 +15,15 @@ from langchain_quota import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.testing import captured_decisions
-from tests.scene import Kind, Order, Scene, in_order, orders, texts
-from tests.telemetry import Signals, needs_inline
+from tests.scene import Kind, Order, Scene, asking, in_order, orders, texts
+from tests.telemetry import Signals
+from tests.tokens import either
 
 TOOLS = ("search", "calc", "ask")
 EXITS = ["continue", "end", "error"]
 REFUSED = "Tool call limit exceeded. Do not call 'search' again."
 NO_TOOLS = "Tool call limit exceeded. Do not make additional tool calls"
 END: dict[str, Any] = {"exit_behavior": "end"}
-each_kind = pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
 
 
 def stubborn(_messages: Any) -> list[str]:
@@ -37,8 +36,7 @@ async def test_a_refused_call_is_charged_to_none(order: Order, signals: Signals)
     """A call that one limit refuses leaves room in the other, for a later call of its batch."""
     limits = ToolCallLimit(thread_limit=2), ToolCallLimit("search", run_limit=1)
     script = [["search", "search", "calc"], ["calc"], "done"]
-    scene = Scene(signals, script, in_order(order, *limits))
-    await scene.play()
+    scene = await Scene(signals, script, in_order(order, *limits)).played()
     assert sorted(scene.ran) == ["calc", "search"]
     assert scene.state()["thread_tool_call_count"] == {"__all__": 2, "search": 1}
     assert scene.metric("tool:search", "blocked", "run") == 1
@@ -47,74 +45,32 @@ async def test_a_refused_call_is_charged_to_none(order: Order, signals: Signals)
     scene.check()
 
 
-async def test_a_refused_call_leaves_the_room_of_others(signals: Signals) -> None:
-    """Of one message, what one limit refuses leaves the next call its place in another limit."""
-    limits = [ToolCallLimit("calc", run_limit=0), ToolCallLimit(run_limit=1)]
-    scene = Scene(signals, [["calc", "search"], "done"], limits)
-    await scene.play()
-    assert scene.ran == ["search"]
-
-
-async def test_two_thresholds_over_one_count(signals: Signals) -> None:
-    """Two limits on one tool count its calls once: the lower refuses, the higher ends."""
-    limits = [
-        ToolCallLimit("search", run_limit=2, name="soft"),
-        ToolCallLimit("search", thread_limit=3, exit_behavior="end", name="hard"),
-    ]
-    scene = Scene(signals, [["search"] * 3, "done", ["search"], ["search"]], limits)
-    await scene.play()
-    assert scene.state()["thread_tool_call_count"] == {"search": 2}
-    assert scene.metric("soft", "blocked", "run") == 1
-    assert scene.metric("hard", "blocked", "thread") == 0
-    scene.check()
-    await scene.play()
-    assert scene.state()["thread_tool_call_count"] == {"search": 3}
-    assert scene.last_text() == (
-        "'search' tool call limit reached: thread limit exceeded (4/3 calls)."
-    )
-    scene.check()
-
-
 async def test_a_refusal_by_two_scopes_is_shown_as_the_threads(signals: Signals) -> None:
     """Where thread and run are used up by the same call, decisions and metrics name the thread."""
     limit = ToolCallLimit("search", thread_limit=1, run_limit=1)
-    scene = Scene(signals, [["search", "search"], "done"], [limit])
-    with captured_decisions() as decisions:
-        await scene.play()
-    assert [status.scope for each in decisions for status in each.refused_by] == ["thread"]
-    assert scene.metric("tool:search", "blocked", "thread") == 1
-    assert scene.metric("tool:search", "blocked", "run") == 0
-
-
-async def test_excluded_tools(signals: Signals) -> None:
-    """A tool left out is neither counted nor refused, and always allowed."""
-    limit = ToolCallLimit(run_limit=1, exclude=["ask"])
-    scene = Scene(signals, [["ask", "search", "ask", "calc", "ask"], "done"], [limit], tools=TOOLS)
-    await scene.play()
-    assert sorted(scene.ran) == ["ask", "ask", "ask", "search"]
-    assert scene.state()["thread_tool_call_count"] == {"__all__-ask": 1}
-    assert scene.metric("tool:*-ask", "allowed") == 1
-    assert scene.metric("tool:*-ask", "blocked", "run") == 1
-    scene.check()
+    scene = await Scene(signals, [["search", "search"], "done"], [limit]).played()
+    assert [status.scope for each in scene.decisions for status in each.refused_by] == ["thread"]
+    assert [scene.metric("tool:search", "blocked", each) for each in ("thread", "run")] == [1, 0]
 
 
 async def test_all_tools_and_all_but_one_stand_apart(signals: Signals) -> None:
-    """A limit on all tools and one on all but some keep two counts."""
+    """A tool left out is neither counted nor refused by its limit; one on all tools counts it."""
     limits = [ToolCallLimit(run_limit=3), ToolCallLimit(run_limit=1, exclude=["ask"])]
     scene = Scene(signals, [["ask", "search"], ["ask", "search"], "done"], limits, tools=TOOLS)
     await scene.play()
     assert sorted(scene.ran) == ["ask", "ask", "search"]
     assert scene.state()["thread_tool_call_count"] == {"__all__": 3, "__all__-ask": 1}
+    assert (
+        scene.metric("tool:*-ask", "allowed") == scene.metric("tool:*-ask", "blocked", "run") == 1
+    )
     scene.check()
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["in the state", "in a store"])
-async def test_a_tool_named_model_has_a_count_of_its_own(*, stored: bool, signals: Signals) -> None:
+@pytest.mark.parametrize("make", [lambda: None, MemoryStore], ids=["in the state", "in a store"])
+async def test_a_tool_named_model_has_a_count_of_its_own(make: Any, signals: Signals) -> None:
     """Calls of a tool named `model` are no model calls, with a store and without."""
-    tools, models = ToolCallLimit("model", thread_limit=100), ModelCallLimit(thread_limit=4)
-    script = [["model", "model"], "done"] * 2
-    store = MemoryStore() if stored else None
-    scene = Scene(signals, script, [tools, models], tools=["model"], store=store)
+    limits: list[Limit] = [ToolCallLimit("model", thread_limit=100), ModelCallLimit(thread_limit=4)]
+    scene = Scene(signals, asking("model", "model"), limits, tools=["model"], store=make())
     for turn in (1, 2):
         await scene.play()
         assert scene.ran == ["model"] * 2 * turn
@@ -122,7 +78,7 @@ async def test_a_tool_named_model_has_a_count_of_its_own(*, stored: bool, signal
         scene.check()
 
 
-@each_kind
+@either
 @pytest.mark.parametrize("exits", list(permutations(EXITS, 2)), ids="-".join)
 async def test_the_strongest_exit(exits: Sequence[Any], kind: Kind, signals: Signals) -> None:
     """A batch over two of three limits does the stronger of what they ask, and names both."""
@@ -151,24 +107,24 @@ async def test_the_strongest_exit(exits: Sequence[Any], kind: Kind, signals: Sig
         scene.check(answered=strongest != "error")
 
 
-@each_kind
+@either
 @pytest.mark.parametrize("message", [None, lambda decision: " \n"], ids=["none", "blank"])
 @pytest.mark.parametrize(
-    "limit",
+    ("kind_of_limit", "options"),
     [
-        lambda **own: ToolCallLimit(run_limit=1, exit_behavior="end", **own),
-        lambda **own: ToolCallLimit("search", run_limit=0, give_up_after=2, **own),
-        lambda **own: ModelCallLimit(run_limit=2, **own),
-        lambda **own: ModelCallLimit(run_limit=2, exit_behavior="finalize", **own),
-        lambda **own: ModelCallLimit(run_limit=0, exit_behavior="finalize", **own),
+        (ToolCallLimit, {"run_limit": 1, "exit_behavior": "end"}),
+        (ToolCallLimit, {"run_limit": 0, "give_up_after": 2}),
+        (ModelCallLimit, {"run_limit": 2}),
+        (ModelCallLimit, {"run_limit": 2, "exit_behavior": "finalize"}),
+        (ModelCallLimit, {"run_limit": 0, "exit_behavior": "finalize"}),
     ],
     ids=["end of tools", "give_up_after", "end of model calls", "finalize", "finalize at 0"],
 )
 async def test_the_last_message(
-    limit: Callable[..., Limit], message: Any, kind: Kind, signals: Signals
+    kind_of_limit: Any, options: dict[str, Any], message: Any, kind: Kind, signals: Signals
 ) -> None:
     """However a limit ends a run, the last message is the AI's and never blank, run after run."""
-    scene = Scene(signals, stubborn, [limit(message=message)], kind=kind)
+    scene = Scene(signals, stubborn, [kind_of_limit(message=message, **options)], kind=kind)
     for _ in range(2):
         result = await scene.play()
         assert result["messages"][-1].tool_calls == []
@@ -176,7 +132,7 @@ async def test_the_last_message(
         scene.check()
 
 
-@each_kind
+@either
 @pytest.mark.parametrize("refusals", [1, 3])
 async def test_giving_up(refusals: int, kind: Kind, signals: Signals) -> None:
     """The run ends with the refusal that is one too many, and not before; the next is new."""
@@ -198,8 +154,7 @@ async def test_calls_under_one_id_are_one_refusal(signals: Signals) -> None:
     twins = [ToolCall(name="search", args={}, id="twin", type="tool_call")] * 2
     script = [AIMessage("", tool_calls=twins), ["search"], ["search"], "never"]
     limit = ToolCallLimit("search", run_limit=0, give_up_after=3)
-    scene = Scene(signals, script, [limit])
-    await scene.play()
+    scene = await Scene(signals, script, [limit]).played()
     assert len(scene.model.calls) == 3
     assert scene.state()["langchain_quota"]["refusals"] == {"QuotaMiddleware": {"tool:search": 3}}
     scene.check()
@@ -209,17 +164,14 @@ async def test_limits_lose_patience_alone(signals: Signals) -> None:
     """Each limit counts its own refusals, and only what was hit is named."""
     limits = [ToolCallLimit(each, run_limit=0, give_up_after=3) for each in ("search", "calc")]
     script = [["search"], ["calc"], ["search"], ["calc"], ["calc"], "never"]
-    scene = Scene(signals, script, limits)
-    await scene.play()
+    scene = await Scene(signals, script, limits).played()
     assert len(scene.model.calls) == 5
     assert scene.last_text() == "'calc' tool call limit reached: run limit exceeded (1/0 calls)."
     scene.check()
 
 
 def own_words(decision: Decision) -> str:
-    leading = decision.leading
-    assert leading is not None
-    return f"No more {decision.call.tool}: {leading.limit} is used up."
+    return f"No more {decision.call.tool}: {decision.refused_by[0].limit} is used up."
 
 
 @pytest.mark.parametrize(
@@ -245,7 +197,6 @@ def own_words(decision: Decision) -> str:
         ),
         ([ToolCallLimit("search", run_limit=0, message="")], ""),
     ],
-    ids=["one", "two", "all but some", "several limits", "empty"],
 )
 async def test_the_refusal_of_a_tool_call(
     limits: list[Limit], expected: str, signals: Signals
@@ -275,10 +226,8 @@ async def test_the_refusal_of_a_tool_call(
         ),
         ([ModelCallLimit(run_limit=1, message=own_words)], "No more None: model is used up."),
     ],
-    ids=["two tools", "model", "blank", "own words"],
 )
 async def test_the_final_message(limits: list[Limit], expected: str, signals: Signals) -> None:
     """The user reads each exceeded threshold, for tools as if the calls had run; never a blank."""
-    scene = Scene(signals, [["search"] * 3], limits)
-    await scene.play()
+    scene = await Scene(signals, [["search"] * 3], limits).played()
     assert scene.last_text() == expected

@@ -8,15 +8,16 @@ from langchain_core.messages import AIMessage, ToolCall
 
 from langchain_quota import ModelCallLimit, ModelCallLimitExceededError, ToolCallLimit
 from langchain_quota.core.decision import Outcome
-from langchain_quota.core.messages import FINALIZED
 from langchain_quota.limits import Limit
-from langchain_quota.testing import captured_decisions
 from tests.scene import VALID, Kind, Scene, Weather
-from tests.telemetry import Signals, needs_inline
+from tests.telemetry import Signals
+from tests.tokens import either
 
 LAST = "last model call"
+FINALIZED = (
+    "This tool call was not run: the model call that made it was the last one in its budget."
+)
 REACHED = "Model call limits exceeded: run limit (2/2)"
-each_kind = pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
 
 
 def told(scene: Scene) -> list[bool]:
@@ -24,13 +25,12 @@ def told(scene: Scene) -> list[bool]:
     return [LAST in call.messages[-1].text for call in scene.model.calls]
 
 
-@each_kind
+@either
 async def test_a_run(kind: Kind, signals: Signals) -> None:
     """The last call of a run is told so and its answer ends the run; the next run is new."""
     limit = ModelCallLimit(run_limit=3, exit_behavior="finalize")
     script = [["search"], ["search"], "all in all: fine", "hello again"]
-    scene = Scene(signals, script, [limit], kind=kind)
-    await scene.play()
+    scene = await Scene(signals, script, [limit], kind=kind).played()
     assert told(scene) == [False, False, True]
     # Where the history has tool calls an empty list might be refused.
     assert scene.model.calls[-1].tools == ("search", "calc")
@@ -45,15 +45,14 @@ async def test_a_run(kind: Kind, signals: Signals) -> None:
     scene.check()
 
 
-@each_kind
+@either
 async def test_a_thread(kind: Kind, signals: Signals) -> None:
     """The last call of a thread is told so, also a computed one; what comes later is refused."""
     limits: list[Limit] = [
         ModelCallLimit(thread_limit=lambda state, runtime: 3, exit_behavior="finalize"),
         ModelCallLimit(run_limit=9, exit_behavior="finalize", name="run"),
     ]
-    scene = Scene(signals, ["one", ["search"], "that was all"], limits, kind=kind)
-    await scene.play()
+    scene = await Scene(signals, ["one", ["search"], "that was all"], limits, kind=kind).played()
     await scene.play()
     assert scene.last_text() == "that was all"
     assert told(scene) == [False, False, True]
@@ -69,13 +68,12 @@ async def test_no_tools_are_offered(signals: Signals) -> None:
     """Where the history has no tool calls the last call is offered no tools, of nobody."""
     limit = ModelCallLimit(run_limit=1, exit_behavior="finalize")
     tools: Any = ["search", {"type": "web_search"}]
-    scene = Scene(signals, ["done"], [limit], tools=tools)
-    await scene.play()
+    scene = await Scene(signals, ["done"], [limit], tools=tools).played()
     assert scene.model.calls[0].tools == ()
     assert told(scene) == [True]
 
 
-@each_kind
+@either
 @pytest.mark.parametrize("exit_behavior", ["end", "error"])
 async def test_beside_a_lower_limit(exit_behavior: Any, kind: Kind, signals: Signals) -> None:
     """A lower limit that ends or raises is reached first, and no call is told that it is last."""
@@ -94,7 +92,7 @@ async def test_beside_a_lower_limit(exit_behavior: Any, kind: Kind, signals: Sig
     scene.check()
 
 
-@each_kind
+@either
 async def test_a_last_answer_with_tool_calls(kind: Kind, signals: Signals) -> None:
     """Tool calls of the last answer are answered as not run, whatever limits them; all is over."""
     calls = [ToolCall(name=name, args={}, id=name) for name in ("search", "calc")]
@@ -104,17 +102,15 @@ async def test_a_last_answer_with_tool_calls(kind: Kind, signals: Signals) -> No
         ToolCallLimit("search", thread_limit=5, exit_behavior="error"),
         ToolCallLimit("calc", run_limit=0, exit_behavior="error"),
     ]
-    scene = Scene(signals, [["search"], last, "fine"], limits, kind=kind)
-    with captured_decisions() as decisions:
-        result = await scene.play()
+    scene = await Scene(signals, [["search"], last, "fine"], limits, kind=kind).played()
     assert scene.ran == ["search"]
-    assert [(each.type, each.text) for each in result["messages"][-4:]] == [
+    assert [(each.type, each.text) for each in scene.result["messages"][-4:]] == [
         ("ai", "I would like to go on."),
         ("tool", FINALIZED),
         ("tool", FINALIZED),
         ("ai", "I would like to go on."),
     ]
-    assert [each.outcome for each in decisions[-2:]] == [Outcome.SKIPPED] * 2
+    assert [each.outcome for each in scene.decisions[-2:]] == [Outcome.SKIPPED] * 2
     assert scene.metric("tool:search", "allowed") == 1
     assert (scene.calls("skipped", "search"), scene.calls("skipped", "calc")) == (1, 1)
     scene.check()
