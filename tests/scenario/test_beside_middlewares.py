@@ -1,30 +1,43 @@
-"""Limits beside middlewares that jump, cache, trim, and ask a person to review calls."""
+"""Limits beside other middlewares, and retried nodes: what is counted."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from inspect import signature
+from itertools import count
 from typing import Any
 
 import pytest
 from langchain.agents.middleware import (
     AgentMiddleware,
+    ClearToolUsesEdit,
+    ContextEditingMiddleware,
     HumanInTheLoopMiddleware,
+    LLMToolEmulator,
+    LLMToolSelectorMiddleware,
+    ModelFallbackMiddleware,
     ModelResponse,
+    ModelRetryMiddleware,
+    PIIMiddleware,
+    SummarizationMiddleware,
+    ToolRetryMiddleware,
     hook_config,
 )
-from langchain_core.messages import AIMessage, RemoveMessage, ToolCall
-from langgraph.graph.message import REMOVE_ALL_MESSAGES
+from langchain_core.messages import AIMessage, ToolCall
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.types import RetryPolicy
 
 from langchain_quota import ModelCallLimit, ModelCallLimitExceededError, ToolCallLimit
+from langchain_quota.testing import ScriptedChatModel
 from tests.scene import (
-    CONFIG,
-    Kind,
+    Middleware,
     Order,
     Scene,
-    asking,
     check_history,
     in_order,
     model_limiter,
     orders,
+    recording,
     tool_limiter,
 )
 from tests.telemetry import Signals, needs_inline
@@ -98,21 +111,9 @@ async def test_a_cached_answer_is_charged(order: Order, signals: Signals) -> Non
     scene.check(models=counted + 1, models_in_run=1)
 
 
-@pytest.mark.parametrize("kind", ["drop-in", "quota", pytest.param("inline", marks=needs_inline)])
-async def test_messages_removed(kind: Kind, signals: Signals) -> None:
-    """An application removes the messages of a thread: the thread's counts go on."""
-    limits: list[Any] = [ModelCallLimit(thread_limit=5), ToolCallLimit(thread_limit=3)]
-    scene = Scene(signals, asking("search", "search"), limits, kind=kind)
-    for _ in range(3):
-        await scene.play()
-        scene.check()
-        removed = {"messages": [RemoveMessage(id=REMOVE_ALL_MESSAGES)]}
-        scene.agent.update_state(CONFIG, removed, as_node="model")
-    assert scene.ran == ["search"] * 3
-    assert len(scene.model.calls) == 5
-
-
 REVIEWED = HumanInTheLoopMiddleware[Any, Any]({"search": True})
+ONE_SEARCH = ToolCallLimit("search", run_limit=1, exit_behavior="error")
+FOUR_CALLS = ToolCallLimit(run_limit=4)
 FORMS: dict[str, dict[str, Any]] = {
     "approve": {"type": "approve"},
     "reject": {"type": "reject"},
@@ -121,50 +122,48 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-async def reviewed(signals: Signals, items: Sequence[Any], *kinds: str) -> Scene:
-    """A run with two searches, and what a person has said of them."""
+@pytest.mark.parametrize(
+    ("limits", "kinds", "ran", "behind"),
+    [
+        # Rejected and answered calls are not charged, leave their room, and get no second answer.
+        ([ONE_SEARCH, FOUR_CALLS], ("reject", "approve"), ["search"], None),
+        ([ONE_SEARCH, FOUR_CALLS], ("respond", "approve"), ["search"], None),
+        # Edited ones are checked as what they became: refused by its limit, not by their own.
+        (
+            [ToolCallLimit("search", run_limit=0), ToolCallLimit("calc", run_limit=1)],
+            ("edit", "edit"),
+            ["calc"],
+            None,
+        ),
+        # Behind the review in the list, limits charge what was asked for.
+        ([FOUR_CALLS], ("reject", "approve"), ["search"], {"__all__": 2}),
+        ([FOUR_CALLS], ("respond", "approve"), ["search"], {"__all__": 2}),
+        (
+            [ToolCallLimit("search", run_limit=2), ToolCallLimit("calc", run_limit=0)],
+            ("edit", "approve"),
+            ["calc", "search"],
+            {"search": 2},
+        ),
+    ],
+)
+async def test_a_review(
+    limits: list[ToolCallLimit], kinds: Any, ran: list[str], behind: Any, signals: Signals
+) -> None:
+    """What a person has said of two searches counts for limits that are listed before the review.
+
+    Those behind it count what the model has asked for.
+    """
+    items: list[Any] = [*limits, REVIEWED] if behind is None else [REVIEWED, *limits]
     scene = Scene(signals, [["search", "search"], "done"], items)
     asked = (await scene.play())["__interrupt__"][0].value["action_requests"]
     assert len(asked) == 2
     await scene.resume({"decisions": [FORMS[kind] for kind in kinds]})
-    return scene
-
-
-@pytest.mark.parametrize("kind", ["reject", "respond"])
-async def test_review_without_running(kind: str, signals: Signals) -> None:
-    """A rejected or answered call is not charged, leaves its room, and is not answered again.
-
-    So where the quota is first; where the review is, such a call stays charged.
-    """
-    limits = [
-        ToolCallLimit("search", run_limit=1, exit_behavior="error"),
-        ToolCallLimit(run_limit=4),
-    ]
-    scene = await reviewed(signals, [*limits, REVIEWED], kind, "approve")
-    assert scene.ran == ["search"]
-    scene.check()
-
-    scene = await reviewed(signals, [REVIEWED, ToolCallLimit(run_limit=2)], kind, "approve")
-    assert scene.ran == ["search"]
-    assert scene.state()["thread_tool_call_count"] == {"__all__": 2}
+    assert sorted(scene.ran) == ran
     check_history(scene.state()["messages"])
-
-
-async def test_review_edited(signals: Signals) -> None:
-    """Edited calls are checked as what they became: refused by its limit, not by their own.
-
-    So where the quota is first; where the review is, as what they were.
-    """
-    limits = ToolCallLimit("search", run_limit=0), ToolCallLimit("calc", run_limit=1)
-    scene = await reviewed(signals, [*limits, REVIEWED], "edit", "edit")
-    assert scene.ran == ["calc"]
-    scene.check()
-
-    limits = ToolCallLimit("search", run_limit=2), ToolCallLimit("calc", run_limit=0)
-    scene = await reviewed(signals, [REVIEWED, *limits], "edit", "approve")
-    assert sorted(scene.ran) == ["calc", "search"]
-    assert scene.used(limits[0]) == (2, 2)
-    check_history(scene.state()["messages"])
+    if behind is None:
+        scene.check()
+    else:
+        assert scene.state()["thread_tool_call_count"] == behind
 
 
 @pytest.mark.skipif(
@@ -187,4 +186,143 @@ async def test_per_call(kinds: Sequence[str], order: Order, signals: Signals) ->
     assert scene.ran == (["search"] * 2 if "approve" in kinds else [])
     assert scene.state()["langchain_quota"]["counts"]["run_tools"] == {"__all__": 2}
     check_history(scene.state()["messages"])
+    scene.check_requests()
+
+
+TURN: list[Any] = [["search"] * 3, ["calc"], "done"]
+"""A run that asks for more than the limits below admit."""
+
+CONCURRENCY: dict[str, Any] = {"initial_delay": 0, "jitter": False}
+"""Retries that do not wait."""
+
+FAILED = ConnectionError("not now")
+MAIL = "ann@example.com"
+
+
+def limiters(signals: Signals) -> list[Middleware]:
+    """Limiters under which two runs like `TURN` run three searches and one calculation."""
+    return [
+        model_limiter(signals, thread_limit=9, run_limit=4),
+        tool_limiter(signals, "search", thread_limit=3, run_limit=2),
+        tool_limiter(signals, thread_limit=4),
+    ]
+
+
+def failing(times: int = 1) -> Callable[[], None]:
+    """Raises at the first calls."""
+    calls = count(1)
+
+    def fail() -> None:
+        if next(calls) <= times:
+            raise FAILED
+
+    return fail
+
+
+def saying(answer: Any) -> ScriptedChatModel:
+    """A middleware's own model."""
+    return ScriptedChatModel(script=lambda _: answer)
+
+
+ASK = AIMessage(
+    f"Asking {MAIL}", tool_calls=[ToolCall(name="search", args={}, id=each) for each in "abc"]
+)
+CHOICE = [("ToolSelectionResponse", {"tools": ["calc"]})]
+CLEARED = ClearToolUsesEdit(trigger=1, keep=0, placeholder="cleared")
+TWICE = [*TURN, *TURN]
+OTHERS: dict[str, tuple[Callable[[list[str]], Middleware], list[Any]]] = {
+    "tool retries": (lambda _: ToolRetryMiddleware(max_retries=4, **CONCURRENCY), TWICE),
+    "model retries": (
+        lambda _: ModelRetryMiddleware(max_retries=2, **CONCURRENCY),
+        [FAILED, TURN[0], FAILED, FAILED, *TURN[1:], *TURN],
+    ),
+    "model retries that end in an answer": (
+        lambda _: ModelRetryMiddleware(max_retries=1, **CONCURRENCY),
+        [*TURN[:2], FAILED, FAILED, *TURN],
+    ),
+    "model fallback": (
+        lambda _: ModelFallbackMiddleware(ScriptedChatModel(script=[TURN[0], "done"])),
+        [FAILED, TURN[1], FAILED, *TURN],
+    ),
+    "tool emulator": (
+        lambda ran: LLMToolEmulator(
+            tools=["search"],
+            model=ScriptedChatModel(script=lambda _: recording("search", ran).invoke({})),
+        ),
+        TWICE,
+    ),
+    "context editing": (lambda _: ContextEditingMiddleware(edits=[CLEARED]), TWICE),
+    "redaction": (
+        lambda _: PIIMiddleware("email", apply_to_output=True, apply_to_tool_results=True),
+        [ASK, ["calc"], MAIL, *TURN],
+    ),
+    "summaries": (
+        lambda _: SummarizationMiddleware(
+            saying("a summary"), trigger=("messages", 4), keep=("messages", 1)
+        ),
+        TWICE,
+    ),
+    "tool selector": (lambda _: LLMToolSelectorMiddleware(model=saying(CHOICE)), TWICE),
+}
+
+
+@pytest.mark.parametrize(("make", "script"), OTHERS.values(), ids=OTHERS.keys())
+async def test_what_is_counted(make: Any, script: Sequence[Any], signals: Signals) -> None:
+    """What a middleware repeats counts once, what it emulates counts, its own calls do not."""
+    ran: list[str] = []
+    other = make(ran)
+    models, *limits = limiters(signals)
+    fails = failing(3 if isinstance(other, ToolRetryMiddleware) else 0)
+    tools = [recording("search", ran, fails), recording("calc", ran)]
+    scene = Scene(signals, script, [models, other, *limits], tools=tools, ran=ran)
+
+    for run in (1, 2):
+        await scene.play(f"I am {MAIL}")
+        scene.check(models=3 * run, models_in_run=3)
+
+    assert Counter(scene.ran) == {"search": 3, "calc": 1}
+
+
+RETRY = RetryPolicy(initial_interval=0, jitter=False, max_attempts=2, retry_on=Exception)
+"""Once more, at once, whatever was raised."""
+
+
+async def test_retried_nodes(signals: Signals) -> None:
+    """RetryPolicy on the agent's nodes: what failed runs again and counts once; a refusal, too."""
+    ran: list[str] = []
+    script = [TURN[0], FAILED, *TURN[1:], *TURN, ["calc"]]
+    raising = tool_limiter(signals, "calc", thread_limit=2, exit_behavior="error")
+    tools = [recording(each, ran, failing()) for each in ("search", "calc")]
+    scene = Scene(signals, script, [*limiters(signals), raising], tools=tools, ran=ran)
+    scene.agent.retry_policy = (RETRY,)
+
+    for run in (1, 2):
+        await scene.play()
+        scene.check(models=3 * run, models_in_run=3)
+    assert Counter(ran) == {"search": 3, "calc": 1}
+
+
+@pytest.mark.parametrize("memory", [None, True], ids=["no memory", "a memory of its own"])
+async def test_an_agent_as_a_retried_node(memory: Any, signals: Signals) -> None:
+    """RetryPolicy on a node that is an agent: each attempt is a run of its own, on a new thread.
+
+    With a memory of its own, the next run goes on with the first attempt's.
+    """
+    ran: list[str] = []
+    script = [["search"], ["flaky"], ["search"], "done", ["search", "search"], "done"]
+    limiter = tool_limiter(signals, thread_limit=3 if memory else None, run_limit=2)
+    tools = [recording("search", ran), recording("flaky", ran, failing())]
+    scene = Scene(signals, script, [limiter], tools=tools, ran=ran, checkpointer=memory)
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("agent", scene.agent, retry_policy=RETRY)
+    graph.add_edge(START, "agent")
+    scene.agent = graph.compile(checkpointer=InMemorySaver())
+
+    await scene.play()
+    assert ran == ["search", "search"]
+    assert scene.metric("tool:*", "allowed") == 3
+
+    await scene.play()
+    # Of the first attempt there are a search and the failed call: one is left.
+    assert ran == ["search"] * (3 if memory else 4)
     scene.check_requests()

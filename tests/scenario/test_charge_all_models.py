@@ -65,9 +65,7 @@ async def test_models_of_tools(signals: Signals, kind: Kind, form: Form) -> None
     tools = asking("small", says(30)), asking("large", says(70))
     script = [answer(5, "small", "large"), answer(9)]
     limit = TokenLimit(run_limit=100)
-    scene = charged(signals, script, *tools, limit=limit, kind=kind, form=form)
-
-    await scene.play()
+    scene = await charged(signals, script, *tools, limit=limit, kind=kind, form=form).played()
 
     assert scene.last_text() == "Token limits exceeded: run limit (105/100 tokens)"
     assert spent(scene) == (105, 105)
@@ -120,8 +118,7 @@ async def test_middlewares_of_all_kinds(signals: Signals) -> None:
     tools = [asking("ask", says(50))]
     script = [answer(100, "ask"), answer(100), answer(100)]
     options: Any = {"store": store, "charge_all_models": True}
-    scene = Scene(signals, script, items, tools=tools, **options)
-    await scene.play()
+    scene = await Scene(signals, script, items, tools=tools, **options).played()
 
     calls = 2 * (1 + 2 * 3 + 1 + 1)
     assert len(judge.calls) == calls
@@ -206,8 +203,7 @@ async def test_background_tasks(signals: Signals) -> None:
 
     script = [answer(5, "start"), answer(4, "wait"), answer(3), answer(2)]
     tools = tool("start", str, start), tool("wait", str, wait)
-    scene = charged(signals, script, *tools, store=store)
-    await scene.play()
+    scene = await charged(signals, script, *tools, store=store).played()
     assert spent(scene) == (42, 42)
     later.goes_on.set()
     await tasks[1]
@@ -236,9 +232,7 @@ async def test_middlewares_of_langchain(signals: Signals) -> None:
     ]
     script = [answer(10**4), ProviderError(), ProviderError()]
     tools = [recording(name, []) for name in "abc"]
-    scene = Scene(signals, script, items, tools=tools, charge_all_models=True)
-
-    await scene.play()
+    scene = await Scene(signals, script, items, tools=tools, charge_all_models=True).played()
     await scene.play()
 
     assert [len(each.calls) for each in (selector, summary, fallback)] == [2, 1, 1]

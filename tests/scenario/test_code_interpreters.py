@@ -19,7 +19,8 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.scene import CONFIG, Form, Kind, Order, Scene, in_order, orders, recording
-from tests.telemetry import Signals, needs_inline
+from tests.telemetry import Signals
+from tests.tokens import either
 
 # Among the oldest versions there are none.
 deepagents = pytest.importorskip("deepagents")
@@ -61,55 +62,41 @@ def deep(signals: Signals, limit: Limit, *middleware: Any, ran: Any = (), **opti
     return create(model, [recording("search", ran)], middleware=middleware, **options)
 
 
-def unseen(limit: str, names: str = "'search'") -> str:
-    return (
-        f"limit {limit!r} does not see what code calls: CodeInterpreterMiddleware calls {names} "
-        "inside its tool 'eval'. Take tools out of its ptc=[…], and give it subagents=False for "
-        "'task'; or leave them out of a limit of all tools: exclude=(…)"
-    )
-
-
 GO: Any = {"messages": [("user", "Go!")]}
+FORMS: dict[str, Form] = {"quota": "sync", "inline": "async"}
 
 
 @pytest.mark.parametrize(
-    ("limit", "options", "text"),
+    ("limit", "tools", "names"),
     [
-        (TWICE, {"ptc": [recording("search", [])]}, unseen("tool:search")),
-        (
-            ConcurrencyLimit("search", max_concurrency=2),
-            {"ptc": ["search"]},
-            unseen("concurrency:search"),
-        ),
-        (
-            ToolCallLimit(run_limit=20),
-            {"ptc": ["search", "read_file"]},
-            unseen("tool:*", "'search', 'read_file', 'task'"),
-        ),
+        (TWICE, [recording("search", [])], "'search'"),
+        (ConcurrencyLimit("search", max_concurrency=2), ["search"], "'search'"),
+        (ToolCallLimit(run_limit=20), ["search", "read_file"], "'search', 'read_file', 'task'"),
     ],
     ids=["calls", "calls at once", "all tools"],
 )
 async def test_a_deep_agent_does_not_run(
-    limit: Limit, options: Any, text: str, signals: Signals
+    limit: Limit, tools: Any, names: str, signals: Signals
 ) -> None:
     """An agent whose code could call a limited tool does not run, and the error says what to do."""
     with pytest.raises(RuntimeError) as caught:
-        await deep(signals, limit, interpreter(**options)).ainvoke(GO, CONFIG)
+        await deep(signals, limit, interpreter(ptc=tools)).ainvoke(GO, CONFIG)
 
-    assert str(caught.value) == text
+    assert str(caught.value) == (
+        f"limit {limit.name!r} does not see what code calls: CodeInterpreterMiddleware calls "
+        f"{names} inside its tool 'eval'. Take tools out of its ptc=[…], and give it "
+        "subagents=False for 'task'; or leave them out of a limit of all tools: exclude=(…)"
+    )
 
 
 @pytest.mark.parametrize("own", [False, True])
 async def test_a_sub_agent_does_not_run(*, own: bool, signals: Signals) -> None:
     """The code of a declared sub-agent goes past no limit: the common ones, or those of its own."""
-    middleware = [interpreter(ptc=["search"]), *([held(signals, TWICE)] if own else [])]
     spec: dict[str, Any] = {"name": "coder", "description": "Writes.", "system_prompt": "Write."}
-    spec["middleware"] = middleware
-    limit, ran = ModelCallLimit(run_limit=9) if own else TWICE, list[str]()
-    asked = ("task", {"description": "Write.", "subagent_type": "coder"})
-    agent = deep(
-        signals, limit, subagents=[spec], ran=ran, model=ScriptedChatModel(script=[[asked]])
-    )
+    spec["middleware"] = [interpreter(ptc=["search"]), *([held(signals, TWICE)] if own else [])]
+    ran, asked = list[str](), ("task", {"description": "Write.", "subagent_type": "coder"})
+    options: dict[str, Any] = {"subagents": [spec], "model": ScriptedChatModel(script=[[asked]])}
+    agent = deep(signals, ModelCallLimit(run_limit=9) if own else TWICE, ran=ran, **options)
     with pytest.raises(RuntimeError, match=r"calls 'search' inside its tool 'eval'"):
         await agent.ainvoke(GO, CONFIG)
 
@@ -128,10 +115,9 @@ async def test_an_interpreter_that_cannot_be_read(signals: Signals) -> None:
 async def test_what_no_limit_matches_runs(excluded: tuple[str, ...], signals: Signals) -> None:
     """Code calls what no limit matches, as often as it likes."""
     limit, ran = ToolCallLimit(run_limit=1, exclude=excluded), list[str]()
-    options = {"subagents": "task" in excluded}
-    agent = deep(signals, limit, interpreter(ptc=["search"], **options), ran=ran)
+    code = interpreter(ptc=["search"], subagents="task" in excluded)
 
-    result = await agent.ainvoke(GO, CONFIG)
+    result = await deep(signals, limit, code, ran=ran).ainvoke(GO, CONFIG)
 
     assert result["messages"][-2].text == "<result>all ran</result>"
     assert len(ran) == 9
@@ -141,33 +127,25 @@ async def test_sub_agents_of_code_share_a_budget(signals: Signals) -> None:
     """Sub-agents that code starts at once are held to the limits, and to one budget of the run."""
     limit, ran = ToolCallLimit("search", quotas=[Quota(3, per="root_run")]), list[str]()
     model = ScriptedChatModel(script=script(TASKS))
-    agent = deep(signals, limit, interpreter(), ran=ran, model=model)
 
-    await agent.ainvoke(GO, CONFIG)
+    await deep(signals, limit, interpreter(), ran=ran, model=model).ainvoke(GO, CONFIG)
 
     assert len(ran) == 3
 
 
 async def test_a_bound_for_code(signals: Signals) -> None:
     """A limit on `eval` and `max_ptc_calls` bound together how often code calls a tool."""
-    ran: list[str] = []
     items = [ToolCallLimit("eval", run_limit=2), interpreter(ptc=["search"], max_ptc_calls=3)]
-    tools = [recording("search", ran)]
-    await Scene(signals, script(evals=4), items, tools=tools).play()
+    scene = await Scene(signals, script(evals=4), items).played()
 
-    assert len(ran) == 2 * 3
+    assert scene.ran == ["search"] * 2 * 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "form"),
-    [("quota", "sync"), pytest.param("inline", "async", marks=needs_inline)],
-)
+@either
 @orders(2)
-async def test_an_agent_does_not_run(
-    kind: Kind, form: Form, order: Order, signals: Signals
-) -> None:
+async def test_an_agent_does_not_run(kind: Kind, order: Order, signals: Signals) -> None:
     """No run of such an agent calls its model or a tool, in whatever order its middlewares are."""
-    items = in_order(order, TWICE, interpreter(ptc=["search"]))
+    items, form = in_order(order, TWICE, interpreter(ptc=["search"])), FORMS[kind]
     scene = Scene(signals, script(), items, kind=kind, form=form)
 
     for _ in range(2):
@@ -194,9 +172,7 @@ async def test_a_deep_agent_without_with_limits_does_not_run(signals: Signals) -
 async def test_a_dry_run(signals: Signals) -> None:
     """A dry-run limit stops no agent."""
     limit = ToolCallLimit("search", run_limit=2, enforce=False)
-    scene = Scene(signals, script(), [limit, interpreter(ptc=["search"])])
-
-    await scene.play()
+    scene = await Scene(signals, script(), [limit, interpreter(ptc=["search"])]).played()
 
     assert scene.ran == ["search"] * 9
 

@@ -23,13 +23,12 @@ from langchain_quota import (
     QuotaMiddleware,
     RepeatLimit,
     ToolCallLimit,
-    usage,
 )
-from langchain_quota.core.decision import Outcome
 from tests.clock import Clock
-from tests.scene import CONFIG, Form, Kind, Scene, asking, both_forms, texts
+from tests.scene import Form, Kind, Scene, asking, both_forms, texts
 from tests.stores import FickleStore, counts
 from tests.telemetry import Signals, needs_inline
+from tests.tokens import either
 
 CAP = 3
 PATIENCE = 60
@@ -37,23 +36,24 @@ PATIENCE = 60
 BUSY = "other calls were running, and at most 1 call of 'browser' may run at the same time"
 ASKED: Any = {"messages": [("user", "hi")]}
 BROWSER = {"agent": "unnamed", "limit": "concurrency:browser"}
+WAITS = "langchain_quota_wait_seconds"
+ONE_OR_NONE = ConcurrencyLimit("browser", max_concurrency=1, wait=0)
+
+
+def tool(run: Any, arun: Any = None) -> BaseTool:
+    return StructuredTool.from_function(run, arun, name="browser", description="See a page.")
 
 
 class Browser:
     """A tool that notes how many of its calls run at the same time, until they may end."""
 
-    def __init__(self, *, ends: bool = True) -> None:
+    def __init__(self, *, ends: bool = True, is_sync: bool = False) -> None:
         self._lock = threading.Lock()
         self.running = self.most = self.ran = 0
         self.may_end = threading.Event()
         if ends:
             self.may_end.set()
-        self.tool = StructuredTool.from_function(
-            self.open, self.aopen, name="browser", description="See a page."
-        )
-        self.sync_tool = StructuredTool.from_function(
-            self.open, name="browser", description="See a page."
-        )
+        self.tool = tool(self.open, None if is_sync else self.aopen)
 
     def _count(self, change: int) -> None:
         with self._lock:
@@ -153,9 +153,8 @@ async def test_no_more_run_than_may(signals: Signals, form: Form) -> None:
     browser.may_end.set()
     assert texts(await running) == ["seen"] * 12
     assert (browser.most, browser.ran) == (CAP, 12)
-    waits = "langchain_quota_wait_seconds"
-    assert signals.value(f"{waits}_count", **BROWSER, decision="allowed") == 12
-    assert (signals.value(f"{waits}_sum", **BROWSER, decision="allowed") or 0) > 0
+    assert signals.value(f"{WAITS}_count", **BROWSER, decision="allowed") == 12
+    assert (signals.value(f"{WAITS}_sum", **BROWSER, decision="allowed") or 0) > 0
 
 
 def test_threads_and_loops_share_a_cap(signals: Signals) -> None:
@@ -182,14 +181,13 @@ async def test_who_comes_first_is_served_first(signals: Signals) -> None:
     # LangChain's tracing may swap neighbours in threads, on their way to the line.
     order: list[int] = []
 
-    async def browser(number: int) -> None:
+    def browser(number: int) -> None:
         order.append(number)
 
-    tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
     calls: Any = [("browser", {"number": number}) for number in range(10)]
     door = Door()
     items: list[Any] = [door, ConcurrencyLimit("browser", max_concurrency=1)]
-    scene = Scene(signals, [calls, "done"], items, tools=[tool])
+    scene = Scene(signals, [calls, "done"], items, tools=[tool(browser)])
     with busy(signals):
         run = asyncio.create_task(scene.play())
         await until(lambda: door.came == 10)
@@ -197,50 +195,44 @@ async def test_who_comes_first_is_served_first(signals: Signals) -> None:
     assert sum(order[:5]) < sum(order[5:])
 
 
-@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+@either
 async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> None:
     """A call that may not run in time is answered, seen by all who look on, and given back."""
     seen: list[Decision] = []
     store, browser = MemoryStore(), Browser()
     limits: list[Any] = [
-        ConcurrencyLimit("browser", max_concurrency=1, wait=0),
+        ONE_OR_NONE,
         ToolCallLimit("browser", quotas=[Quota(2, per="global")]),
         ToolCallLimit("browser", name="thread", thread_limit=2),
     ]
     script = [["browser", "browser"], ["browser"], "done", ["browser"], "done"]
     options: dict[str, Any] = {"kind": kind, "store": store, "on_decision": seen.append}
-    scene = Scene(signals, script, limits, tools=[browser.tool], **options)
-    result = await scene.play()
+    scene = await Scene(signals, script, limits, tools=[browser.tool], **options).played()
     assert browser.ran == 2
-    assert [BUSY in each for each in texts(result)] == [False, True, False]
-    (refusal,) = [each for each in seen if each.outcome is Outcome.BLOCKED]
+    assert [BUSY in each for each in texts(scene.result)] == [False, True, False]
+    (refusal,) = [each for each in seen if each.outcome == "blocked"]
     (status,) = refusal.refused_by
-    count = status.count_of(status.refusal_scope)
-    assert count is not None
+    count: Any = status.count_of(status.refusal_scope)
     assert (count.scope, count.used, count.limit) == ("concurrency", 2, 1)
     assert scene.metric("concurrency:browser", "blocked", "concurrency") == 1
     assert scene.metric("tool:browser", "refunded") == 1
-    waits = "langchain_quota_wait_seconds_count"
-    assert signals.value(waits, **BROWSER, decision="blocked") == 1
+    assert signals.value(f"{WAITS}_count", **BROWSER, decision="blocked") == 1
     assert counts(store) == {"browser:global:": 2, "browser:thread:thread-1": 2}
     # A new run finds both used up: neither more nor less.
     assert "limit" in texts(await scene.play())[-1]
-    assert usage(scene.agent.get_state(CONFIG)).tools == {"browser": 2}
+    assert scene.usage().tools == {"browser": 2}
     assert browser.ran == 2
 
 
 async def test_who_waits_in_vain_without_a_store_stays_charged(signals: Signals) -> None:
     """Where the state alone counts a call, nothing is taken back because of its answer."""
     browser = Browser()
-    limits: list[Any] = [
-        ConcurrencyLimit("browser", max_concurrency=1, wait=0),
-        ToolCallLimit("browser", thread_limit=3),
-    ]
+    limits: list[Any] = [ONE_OR_NONE, ToolCallLimit("browser", thread_limit=3)]
     scene = Scene(signals, asking("browser", "browser"), limits, tools=[browser.tool])
     for _ in range(2):
         await scene.play()
     assert browser.ran == 2
-    assert usage(scene.agent.get_state(CONFIG)).tools == {"browser": 3}
+    assert scene.usage().tools == {"browser": 3}
     assert scene.metric("tool:browser", "refunded") == 0
 
 
@@ -256,17 +248,13 @@ async def test_what_waits_in_vain_is_given_back_in_each_thread(
     store, browser = MemoryStore(), Browser()
     calls = [ToolCall(name="browser", args={}, id=each, type="tool_call") for each in "ab"]
     cached = AIMessage("", id="cached", tool_calls=calls)
-    cap = ConcurrencyLimit("browser", max_concurrency=1, wait=0)
-    scene = Scene(
-        signals,
-        lambda messages: "done" if messages[-1].type == "tool" else cached,
-        [
-            ToolCallLimit("browser", quotas=[Quota(9, per="global")]),
-            Beside([cap], telemetry=signals.telemetry) if is_beside else cap,
-        ],
-        tools=[browser.tool],
-        store=store,
-    )
+    cap = Beside([ONE_OR_NONE], telemetry=signals.telemetry) if is_beside else ONE_OR_NONE
+    items: list[Any] = [ToolCallLimit("browser", quotas=[Quota(9, per="global")]), cap]
+
+    def script(messages: Any) -> Any:
+        return "done" if messages[-1].type == "tool" else cached
+
+    scene = Scene(signals, script, items, tools=[browser.tool], store=store)
     for thread in ("one", "two"):
         await scene.play(thread_id=thread)
     assert browser.ran == 2
@@ -282,9 +270,8 @@ async def test_a_dry_run_lets_nobody_wait(signals: Signals) -> None:
     await until(lambda: browser.running == 3)
     browser.may_end.set()
     assert texts(await running) == ["seen"] * 3
-    waits = "langchain_quota_wait_seconds_count"
-    assert signals.value(waits, **BROWSER, decision="would_block") == 2
-    assert signals.value(waits, **BROWSER, decision="allowed") == 1
+    for decision, calls in (("would_block", 2), ("allowed", 1)):
+        assert signals.value(f"{WAITS}_count", **BROWSER, decision=decision) == calls
     assert scene.metric("concurrency:browser", "would_block", "concurrency") == 2
 
 
@@ -292,13 +279,12 @@ async def test_a_dry_run_lets_nobody_wait(signals: Signals) -> None:
 async def test_a_wait_in_vain_is_no_repetition(signals: Signals, urls: str) -> None:
     """A call that has not run is neither repeated by the next one, nor has its tool failed."""
 
-    async def browser(url: str) -> str:
+    def browser(url: str) -> str:
         return url
 
-    tool = StructuredTool.from_function(coroutine=browser, name="browser", description="See.")
-    limits: list[Any] = [ConcurrencyLimit("browser", max_concurrency=1, wait=0), RepeatLimit(2)]
+    limits: list[Any] = [ONE_OR_NONE, RepeatLimit(2)]
     script = [*([("browser", {"url": url})] for url in urls), "done"]
-    scene = Scene(signals, script, limits, tools=[tool])
+    scene = Scene(signals, script, limits, tools=[tool(browser)])
     with busy(signals):
         result = await scene.play()
     assert [BUSY in each for each in texts(result)] == [True] * 4
@@ -379,11 +365,11 @@ async def test_a_cancelled_run_does_not_end_its_sync_tool(signals: Signals) -> N
 
 def test_an_event_loop_that_ends_before_the_thread_of_its_tool(signals: Signals) -> None:
     """The place is kept until the thread has ended: the loop is closed, and the run is gone."""
-    browser = Browser(ends=False)
+    browser = Browser(ends=False, is_sync=True)
     with ThreadPoolExecutor() as threads:
         loop = asyncio.new_event_loop()
         loop.set_default_executor(threads)
-        run = loop.create_task(agent_of(signals, browser.sync_tool).ainvoke(ASKED))
+        run = loop.create_task(agent_of(signals, browser.tool).ainvoke(ASKED))
         loop.run_until_complete(until(lambda: browser.running == 1))
         run.cancel()
         loop.run_until_complete(asyncio.wait([run]))
@@ -406,28 +392,24 @@ def test_a_forked_child_begins_anew(signals: Signals) -> None:
         children.append(os.waitpid(child, 0)[1])
         return "has room" if has_room(signals) else "full"
 
-    tool = StructuredTool.from_function(browser, name="browser", description="See.")
-    assert texts(agent_of(signals, tool).invoke(ASKED)) == ["full"]
+    assert texts(agent_of(signals, tool(browser)).invoke(ASKED)) == ["full"]
     assert children == [0]
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["taken by another", "free"])
 async def test_a_lost_slot_is_reported(
-    taken: bool,  # noqa: FBT001 - pytest's argument
-    signals: Signals,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    *, taken: bool, signals: Signals, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker that stood still for longer than its lease says so when it goes on, once."""
-    places = "langchain_quota.features.concurrency.slot_leases"
-    monkeypatch.setattr(f"{places}.RENEWAL", 0.01)
+    leases = "langchain_quota.features.concurrency.slot_leases"
+    monkeypatch.setattr(f"{leases}.RENEWAL", 0.01)
     clock, browser = Clock(), Browser(ends=False)
     store = FickleStore(MemoryStore(clock=clock))
     limit = ConcurrencyLimit("browser", max_concurrency=1)
     scene = Scene(signals, asking("browser"), [limit], store=store, tools=[browser.tool])
-    labels = {"component": "store", "error_type": "LostLeaseError"}
 
     def told() -> float:
+        labels = {"component": "store", "error_type": "LostLeaseError"}
         return signals.value("langchain_quota_errors_total", **labels) or 0
 
     playing = asyncio.create_task(scene.play())
@@ -440,14 +422,14 @@ async def test_a_lost_slot_is_reported(
         other = replace(other, idempotency_key="other", attempt_id="other", corrections=())
         assert store.kept.acquire(other).admitted == (True,)
     else:
-        monkeypatch.setattr(f"{places}.SLOT_LEASE", 0.0)
+        monkeypatch.setattr(f"{leases}.SLOT_LEASE", 0.0)
     await until(lambda: told() > 0)
     before = len(store.asked)
-    monkeypatch.setattr(f"{places}.SLOT_LEASE", 60)
+    monkeypatch.setattr(f"{leases}.SLOT_LEASE", 60)
     await until(lambda: len(store.asked) > before + 2)
     browser.may_end.set()
     await playing
     assert told() == 1 or not taken
-    lines = [each.getMessage() for each in caplog.records if "lost its place" in each.getMessage()]
-    assert len(lines) == 1
-    assert "'browser'" in lines[0]
+    said = [each.getMessage() for each in caplog.records]
+    (line,) = [each for each in said if "lost its place" in each]
+    assert "'browser'" in line

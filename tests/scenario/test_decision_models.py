@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import CostLimit, ModelCallLimit, Telemetry, TokenLimit, ToolCallLimit
+from langchain_quota import CostLimit, ModelCallLimit, TokenLimit, ToolCallLimit
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Form, Scene, both_forms
-from tests.telemetry import Signals
+from tests.telemetry import Signals, telling
 from tests.tokens import During, answer, spent
 
 # LangChain 1.5 has them, which needs langchain-core 1.8.
@@ -63,15 +63,11 @@ def scene_of(signals: Signals, decider: Any, *limits: Any, **options: Any) -> Sc
     return Scene(signals, model, [*limits, router, auto], **options)
 
 
-async def test_the_count_of_unchecked_calls(signals: Signals) -> None:
+async def test_the_count_of_unchecked_calls() -> None:
     """Each call of a decision model is counted as a model call that no limit checks."""
-    telemetry = Telemetry(registry=signals.registry, count_unchecked_calls=True)
-    signals = Signals(telemetry, signals.registry, signals.provider, signals.exporter)
+    signals = telling(count_unchecked_calls=True)
     limits = [ModelCallLimit(run_limit=9), ToolCallLimit(run_limit=9)]
-    scene = scene_of(signals, Decider(), *limits, name="boss")
-
-    await scene.play()
-
+    scene = await scene_of(signals, Decider(), *limits, name="boss").played()
     assert scene.ran == ["search"]
     counted = "langchain_quota_unchecked_calls_total"
     assert signals.value(counted, agent="boss", kind="model") == 2
@@ -95,10 +91,7 @@ async def test_what_a_decision_uses(
     """A budget of all models is charged what is reported or estimated, or what it asks, once."""
     limits, options = [TokenLimit(run_limit=limit)], {"charge_all_models": whole}
     scene = scene_of(signals, Decider(**decider), *limits, form=form, **options)
-
-    await scene.play()
-
-    assert least <= spent(scene)[1] <= most
+    assert least <= spent(await scene.played())[1] <= most
 
 
 def decide() -> None:
@@ -117,8 +110,7 @@ async def test_within_the_agents_call(signals: Signals) -> None:
 
     asks = During(decide, before=True)
     scene = Scene(signals, [answer(100)], [TokenLimit(run_limit=10_000), asks])
-    await scene.play()
-    assert spent(scene)[1] == 100 + 30
+    assert spent(await scene.played())[1] == 100 + 30
 
     scene = Scene(signals, [answer(100)], [CostLimit(run_limit="10"), asks], prices=prices)
     with pytest.raises(UnknownPriceError, match="decider-1"):
@@ -127,9 +119,7 @@ async def test_within_the_agents_call(signals: Signals) -> None:
 
 async def test_a_call_that_is_found_risky(signals: Signals) -> None:
     """A tool call that `AutoModeMiddleware` blocks was allowed before, and counts."""
-    scene = scene_of(signals, Decider(risk=0.9), ToolCallLimit("search", run_limit=5))
-
-    await scene.play()
-
+    limit = ToolCallLimit("search", run_limit=5)
+    scene = await scene_of(signals, Decider(risk=0.9), limit).played()
     assert scene.ran == []
     assert scene.usage().run_tools == {"search": 1}

@@ -29,6 +29,7 @@ from tests.telemetry import Signals
 # Among the oldest versions there is none.
 deepagents = pytest.importorskip("deepagents")
 
+CREATE = deepagents.create_deep_agent
 TASK = "Find it!"
 
 bare = pytest.mark.filterwarnings("ignore:the sub-agents that the tool 'task'")
@@ -68,8 +69,7 @@ async def test_an_error(signals: Signals) -> None:
         tool_limiter(signals, "search", run_limit=2, exit_behavior="error"),
         ToolCallLimit("search", thread_limit=9, name="thread"),
     ]
-    script = [["search"] * 3, ["search", "search"], "done"]
-    scene = Scene(signals, script, limits, create=deepagents.create_deep_agent)
+    scene = Scene(signals, [["search"] * 3, ["search"] * 2, "done"], limits, create=CREATE)
 
     with pytest.raises(ToolCallLimitExceededError):
         await scene.play()
@@ -81,31 +81,33 @@ async def test_an_error(signals: Signals) -> None:
 
 
 @pytest.mark.parametrize("own", ["", "So far: nothing."])
-async def test_a_sub_agent_that_a_limit_ends(own: str, signals: Signals) -> None:
+@pytest.mark.parametrize(
+    "limit",
+    [
+        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+        ModelCallLimit(run_limit=2),
+        ToolCallLimit("search", run_limit=2, exit_behavior="end"),
+    ],
+)
+async def test_a_sub_agent_that_a_limit_ends(limit: Limit, own: str, signals: Signals) -> None:
     """It returns a text: that of its last answer, or the limit's."""
 
     def script(messages: Sequence[BaseMessage]) -> Turn:
         calls = [ToolCall(name="search", args={}, id=uuid4().hex) for _ in range(2)]
         return AIMessage(own, tool_calls=calls)
 
-    finalizing = ModelCallLimit(run_limit=2, exit_behavior="finalize")
-    for limit in (
-        *(finalizing, ModelCallLimit(run_limit=2)),
-        ToolCallLimit("search", run_limit=2, exit_behavior="end"),
-    ):
-        finder = {
-            "name": "finder",
-            "description": "Finds.",
-            "system_prompt": "Find it.",
-            "model": ScriptedChatModel(script=script),
-            "middleware": [QuotaMiddleware[Any, Any]([limit], telemetry=signals.telemetry)],
-        }
-        options: dict[str, Any] = {"create": deepagents.create_deep_agent, "subagents": [finder]}
-        scene = Scene(signals, [[task("finder")], "done"], **options)
+    finder: dict[str, Any] = {
+        "name": "finder",
+        "description": "Finds.",
+        "system_prompt": "Find it.",
+    }
+    finder["model"] = ScriptedChatModel(script=script)
+    finder["middleware"] = [QuotaMiddleware[Any, Any]([limit], telemetry=signals.telemetry)]
+    scene = Scene(signals, [[task("finder")], "done"], create=CREATE, subagents=[finder])
 
-        (answer,) = texts(await scene.play())
+    (answer,) = texts(await scene.play())
 
-        assert answer == own if own and limit is finalizing else "limit" in answer
+    assert answer == own if own and limit.exit_behavior == "finalize" else "limit" in answer
 
 
 async def test_an_error_in_a_sub_agent(signals: Signals) -> None:
@@ -163,9 +165,8 @@ async def test_repetitions(signals: Signals) -> None:
     }
     for tool, script in scripts.items():
         items: list[Any] = [RepeatLimit(2), TodoListMiddleware()]
-        options: dict[str, Any] = {"create": deepagents.create_deep_agent}
         tools = [StructuredTool.from_function(export)]
-        result = await Scene(signals, [*script, "done"], items, tools=tools, **options).play()
+        result = await Scene(signals, [*script, "done"], items, tools=tools, create=CREATE).play()
         refused = [each for each in result["messages"] if "This call was not run" in each.text]
         assert [each.name for each in refused] == ([tool] if tool else [])
 
@@ -175,8 +176,7 @@ async def test_the_model_of_a_graph(signals: Signals) -> None:
     """A deep agent takes the limited model of a `GraphQuota`, which ends its run."""
     limits = GraphQuota([ModelCallLimit(run_limit=3)], telemetry=signals.telemetry)
     model = ScriptedChatModel(script=lambda _: ["ls"])
-    agent = deepagents.create_deep_agent(model=limits.model(model))
-    result = await agent.ainvoke({"messages": [("user", "Look!")]})
+    result = await CREATE(model=limits.model(model)).ainvoke({"messages": [("user", "Look!")]})
     assert len(model.calls) == 3
     check_history(result["messages"])
 
@@ -188,8 +188,7 @@ async def test_the_warning(signals: Signals) -> None:
     subagents = [{"name": "limited", "middleware": [limited], **spec}, {"name": "bare", **spec}]
 
     def scene(*subagents: Any) -> Scene:
-        create = deepagents.create_deep_agent
-        return Scene(signals, ["done"] * 2, [limited], create=create, subagents=subagents)
+        return Scene(signals, ["done"] * 2, [limited], create=CREATE, subagents=subagents)
 
     for _ in range(2):
         there = scene(*subagents)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware
+from langchain.agents.middleware import AgentMiddleware, wrap_model_call
 
 from langchain_quota import (
     InlineQuotaMiddleware,
@@ -18,7 +18,6 @@ from tests.telemetry import Signals, needs_inline, paid
 
 pytestmark = needs_inline
 
-ASK: dict[str, Any] = {"messages": [("user", "hi")]}
 both = pytest.mark.parametrize("kind", ["quota", "inline"])
 
 
@@ -50,9 +49,8 @@ class Looking(AgentMiddleware[Any, Any, Any]):
 @both
 async def test_hooks_of_others_run_around_a_refusal(kind: Kind, signals: Signals) -> None:
     """Hooks of a later middleware do not run for a refused model call; inline they do."""
-    looking = Looking()
-    scene = Scene(signals, ["never"], [ModelCallLimit(run_limit=0), looking], kind=kind)
-    await scene.play()
+    looking, limit = Looking(), ModelCallLimit(run_limit=0)
+    scene = await Scene(signals, ["never"], [limit, looking], kind=kind).played()
     assert looking.seen == ([] if kind == "quota" else ["before", "after"])
     assert not scene.model.calls
 
@@ -90,13 +88,13 @@ async def test_streamed_updates(signals: Signals) -> None:
     """What it writes streams with the model's own update: no node but that of the beginning."""
     limits: list[Limit] = [ToolCallLimit("search", run_limit=1), ModelCallLimit(run_limit=2)]
     scene = Scene(signals, [["search"] * 2, ["search"]], limits, kind="inline")
-    streamed = await scene.updates(ASK)
+    streamed = await scene.updates({"messages": [("user", "hi")]})
     refused, ended = [each["model"] for each in streamed if "model" in each][:2]
     begins = "InlineQuotaMiddleware.before_agent"
     assert list(streamed[0]) == [begins]
     assert {node for each in streamed for node in each} == {begins, "model", "tools"}
-    assert [each.type for each in refused["messages"]] == ["ai", "tool"]
-    assert [each.type for each in ended["messages"]] == ["ai", "tool"]
+    for update in (refused, ended):
+        assert [each.type for each in update["messages"]] == ["ai", "tool"]
     assert refused["thread_tool_call_count"] == {"search": 1}
     scene.check()
 
@@ -105,27 +103,19 @@ async def test_the_history_is_not_copied(signals: Signals) -> None:
     """Before the model answers, limits and the model's request have the agent's own lists."""
     seen: dict[str, Any] = {}
 
-    class Around(AgentMiddleware[Any, Any, Any]):
-        """Sees the request before and after the limits."""
-
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.place = name
-
-        @property
-        def name(self) -> str:
-            return self.place
-
-        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-            seen[self.place] = request.state["messages"], request.messages
+    def around(place: str) -> Any:
+        async def wrap(request: Any, handler: Any) -> Any:
+            seen[place] = request.state["messages"], request.messages
             return await handler(request)
+
+        return wrap_model_call(name=place)(wrap)
 
     def most(state: Any, _: Any) -> int:
         seen["limit"] = state["messages"]
         return 1
 
-    limits = [ModelCallLimit(run_limit=most)]
-    await Scene(signals, ["done"], [Around("out"), *limits, Around("in")], kind="inline").play()
+    items = [around("out"), ModelCallLimit(run_limit=most), around("in")]
+    await Scene(signals, ["done"], items, kind="inline").play()
     assert seen["limit"] is seen["in"][0] is seen["out"][0]
     assert seen["in"][1] is seen["out"][1]
 

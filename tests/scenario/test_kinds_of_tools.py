@@ -1,9 +1,11 @@
-"""Tools of every kind beside the limiters."""
+"""Tools of every kind beside the limiters, of an MCP server too."""
 
 import asyncio
+import sys
 import threading
 from functools import partial
 from operator import add
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -15,7 +17,17 @@ from langgraph.store.base import BaseStore
 from langgraph.store.memory import InMemoryStore
 from langgraph.types import Command
 
-from tests.scene import Form, Scene, asking, both_forms, recording, tool_limiter
+from langchain_quota import ToolCallLimit
+from tests.scene import (
+    Form,
+    Kind,
+    Scene,
+    asking,
+    both_forms,
+    check_history,
+    recording,
+    tool_limiter,
+)
 from tests.telemetry import Signals
 
 MEETING = 30
@@ -107,9 +119,7 @@ async def test_parallel_calls(form: Form, signals: Signals) -> None:
     names = ["search", "calc"]
     tools = [StructuredTool.from_function(met, amet, name=each, description=each) for each in names]
     limiters = [tool_limiter(signals, run_limit=5), tool_limiter(signals, "search", run_limit=1)]
-    scene = Scene(signals, asking(*names * 3), limiters, tools=tools, form=form)
-
-    await scene.play()
+    scene = await Scene(signals, asking(*names * 3), limiters, tools=tools, form=form).played()
 
     assert sorted(status for _, status in scene.answers()) == ["error"] * 2 + ["success"] * 4
 
@@ -126,3 +136,32 @@ async def test_a_tool_that_the_provider_runs(signals: Signals) -> None:
 
     assert scene.state().get("thread_tool_call_count", {}) == {}
     scene.check()
+
+
+@pytest.mark.parametrize("kind", ["quota", "graph"])
+async def test_the_tools_of_a_server(kind: Kind, signals: Signals, tmp_path: Path) -> None:
+    """Of three searches at once two run, in parallel; all count together; the model is told."""
+    clients = pytest.importorskip("langchain_mcp_adapters.client")
+    adapters = pytest.importorskip("langchain_mcp_adapters.tools")
+    calls = tmp_path / "calls"
+    args = [str(Path(__file__).with_name("mcp_server.py")), str(calls)]
+    connection = {"transport": "stdio", "command": sys.executable, "args": args}
+    client = clients.MultiServerMCPClient({"tools": connection})
+    limits = ToolCallLimit("search", run_limit=2), ToolCallLimit(run_limit=5)
+    script = [["search", "search", "search", "calc"], ["fail", "calc", "calc"], "done"]
+    given: Any = {"kind": kind, "tell_model": True, "hide_exhausted": True}
+    async with client.session("tools") as session:
+        tools = await adapters.load_mcp_tools(session)
+        scene = await Scene(signals, script, limits, tools=tools, **given).played()
+    scene.ran += (await asyncio.to_thread(calls.read_text)).split()
+
+    assert sorted(scene.ran) == ["calc", "calc", "fail", "search", "search"]
+    errors = sorted(name for name, status in scene.answers() if status == "error")
+    assert errors == ["calc", "fail", "search"]
+    for limit in limits:
+        assert scene.metric(limit.name, "blocked", "run") == 1
+    # A server's answers are made of blocks.
+    told = scene.model.calls[1].messages[-1].content[-1]
+    assert told == {"type": "text", "text": "Budget: search: 0 of 2 left; all tools: 2 of 5 left."}
+    scene.check_requests()
+    check_history(scene.state()["messages"])

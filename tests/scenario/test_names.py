@@ -21,14 +21,8 @@ def number(*_: object) -> int:
     return 5
 
 
-async def call(scene: Scene, method: str, *names: Any, **of: Any) -> Any:
-    if scene.form == "sync":
-        return getattr(scene.quota, method)(*names, **of)
-    return await getattr(scene.quota, f"a{method}")(*names, **of)
-
-
 async def left(scene: Scene, name: str, **of: Any) -> tuple[Any, ...]:
-    balance = await call(scene, "left", name, **of)
+    balance = await scene.call("left", name, **of)
     return balance.used, balance.limit, balance.unit
 
 
@@ -37,22 +31,16 @@ async def left(scene: Scene, name: str, **of: Any) -> tuple[Any, ...]:
 async def test_every_count_of_a_limit(signals: Signals, form: Form, kind: Kind) -> None:
     """Each quota of each kind of limit, its grants and its reset are found by their names."""
     store = MemoryStore(clock=Clock(OCTOBER + 30))
-    search = ToolCallLimit(
-        "search",
-        name="mine",
-        quotas=[
-            Quota(9, per="tenant", window="month", tz="Europe/Berlin"),
-            *(
-                Quota(7, per="user_id", name="all"),
-                Quota(8, per="user_id", window="1m", name="now"),
-            ),
-            *(Quota(20, per="global"), Quota(6, per="agent"), Quota(5, per="root_run")),
-            Quota(number, per=lambda *_: 7, name="seven"),
-            Quota(10, per="global", window="1m", smooth=True, burst=3, name="even"),
-        ],
-    )
+    quotas = [
+        Quota(9, per="tenant", window="month", tz="Europe/Berlin"),
+        Quota(7, per="user_id", name="all"),
+        Quota(8, per="user_id", window="1m", name="now"),
+        *(Quota(20, per="global"), Quota(6, per="agent"), Quota(5, per="root_run")),
+        Quota(number, per=lambda *_: 7, name="seven"),
+        Quota(10, per="global", window="1m", smooth=True, burst=3, name="even"),
+    ]
     limits: list[Limit] = [
-        search,
+        ToolCallLimit("search", name="mine", quotas=quotas),
         ToolCallLimit("search", name="other", thread_limit=4),
         CostLimit(quotas=[Quota("2.50", per="tenant")]),
         TimeLimit(quotas=[Quota("1m", per="tenant")]),
@@ -75,36 +63,45 @@ async def test_every_count_of_a_limit(signals: Signals, form: Form, kind: Kind) 
     assert await left(scene, "other", thread="thread-1") == (2, 4, "calls")
     assert await left(scene, "cost", tenant="acme") == (Decimal("1.50"), Decimal("2.50"), "dollars")
     assert (await left(scene, "time", tenant="acme"))[1:] == (60, "seconds")
-    monthly = await call(scene, "left", "mine", tenant="acme")
+    monthly = await scene.call("left", "mine", tenant="acme")
     assert monthly.resets_at == datetime(2026, 10, 31, 23, tzinfo=UTC)
     assert monthly.resets_at.utcoffset().total_seconds() == 3600
 
     for subject in ("acme", "unheard"):
-        grant = await call(scene, "grant", "cost", "0.25", tenant=subject, by="bo", reason="4711")
+        grant = await scene.call("grant", "cost", "0.25", tenant=subject, by="bo", reason="4711")
         assert (grant.by, grant.reason) == ("bo", "4711")
         assert (await left(scene, "cost", tenant=subject))[1] == Decimal("2.75")
-        assert await call(scene, "revoke", "cost", grant.id, tenant=subject) is not None
+        assert await scene.call("revoke", "cost", grant.id, tenant=subject) is not None
         assert (await left(scene, "cost", tenant=subject))[1] == Decimal("2.50")
     for names in ({"tenant": "acme"}, {"user_id": "ada", "quota": "now"}, {"quota": "even"}):
-        await call(scene, "reset", "mine", **names)
+        await scene.call("reset", "mine", **names)
         assert (await left(scene, "mine", **names))[0] == 0
     assert await left(scene, "mine", user_id="ada", quota="all") == (2, 7, "calls")
     if kind == "graph":
-        await call(scene, "reset", "other", thread="thread-1")
+        await scene.call("reset", "other", thread="thread-1")
         assert await left(scene, "other", thread="thread-1") == (0, 4, "calls")
     else:
         with pytest.raises(ValueError, match=r"state has the count .* call reset\(agent, config\)"):
-            await call(scene, "reset", "other", thread="thread-1")
+            await scene.call("reset", "other", thread="thread-1")
+
+
+def named() -> QuotaMiddleware[Any, Any]:
+    days: Any = [Quota(1, per="user_id", name=name) for name in ("day", "now")]
+    smooth = Quota(number, per="tenant", window="1m", smooth=True)
+    limits: list[Limit] = [
+        ToolCallLimit("a", name="mine", quotas=days),
+        CostLimit(thread_limit=1, quotas=[Quota(number, per="tenant")]),
+        ToolCallLimit("a", name="run", run_limit=1),
+        ToolCallLimit("b", name="even", quotas=[smooth]),
+    ]
+    return QuotaMiddleware(limits, store=MemoryStore(), prices=lambda _: Decimal(1))
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
         ("nope", "no limit has the name 'nope': choose one of 'mine', 'cost', 'run', 'even'$"),
-        (
-            "mine",
-            "'mine' needs quota='day', user_id=… or quota='now', user_id=…; given: no subject",
-        ),
+        ("mine", "needs quota='day', user_id=… or quota='now', user_id=…; given: no subject"),
         ("mine user_id", "needs quota='day', user_id=… or .*; given: user_id='x'"),
         ("mine user_id quota", "needs quota='day', .*; given: user_id='x', quota='x'"),
         ("cost user_id", "'cost' needs tenant=… or thread=…; given: user_id='x'"),
@@ -116,37 +113,25 @@ async def test_every_count_of_a_limit(signals: Signals, form: Form, kind: Kind) 
 )
 def test_what_names_cannot_say(names: str, message: str) -> None:
     """An unknown name lists the names, and what is missing or too much is said."""
-    pers: Any = {"per": "user_id"}
-    limits: list[Limit] = [
-        ToolCallLimit(
-            "a", name="mine", quotas=[Quota(1, name="day", **pers), Quota(1, name="now", **pers)]
-        ),
-        CostLimit(thread_limit=1, quotas=[Quota(number, per="tenant")]),
-        ToolCallLimit("a", name="run", run_limit=1),
-        ToolCallLimit(
-            "b", name="even", quotas=[Quota(number, per="tenant", window="1m", smooth=True)]
-        ),
-    ]
-    quota = QuotaMiddleware(limits, store=MemoryStore(), prices=lambda _: Decimal(1))
     name, *subjects = names.split()
     with pytest.raises(ValueError, match=message):
-        quota.left(name, **dict.fromkeys(subjects, "x"))
-    wrong: Any
-    for wrong in (True, 1.5, None):
-        with pytest.raises(
-            TypeError, match="the subject of limit 'cost' must be a string, a whole"
-        ):
-            quota.left("cost", limit=5, tenant=wrong)
+        named().left(name, **dict.fromkeys(subjects, "x"))
+
+
+def test_what_is_no_name() -> None:
+    """A subject of a wrong type, half an agent, and what a function decides are refused."""
+    quota, wrong = named(), list[Any]([True, 1.5, None])
+    for each in wrong:
+        with pytest.raises(TypeError, match="subject of limit 'cost' must be a string, a whole"):
+            quota.left("cost", limit=5, tenant=each)
     called: Any = (({}, CONFIG, {}), ("cost", CONFIG, {}), ("cost", CONFIG, {"tenant": "x"}))
-    for arguments in called:
+    for *arguments, names in called:
         with pytest.raises(TypeError, match=r"reset takes an agent|what create_agent made"):
-            quota.reset(*arguments[:2], **arguments[2])
-    for change in (
-        lambda: quota.reset("even", tenant="x"),
-        lambda: quota.grant("even", 1, tenant="x"),
-    ):
-        with pytest.raises(ValueError, match="'even': use the store's own methods"):
-            change()
+            quota.reset(*arguments, **names)
+    with pytest.raises(ValueError, match="'even': use the store's own methods"):
+        quota.reset("even", tenant="x")
+    with pytest.raises(ValueError, match="'even': use the store's own methods"):
+        quota.grant("even", 1, tenant="x")
 
 
 def test_a_thread_that_the_state_counts(signals: Signals) -> None:

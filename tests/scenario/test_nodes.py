@@ -56,19 +56,6 @@ def nodes(signals: Signals, middleware: QuotaMiddleware[Any, Any]) -> list[str]:
         ([ModelCallLimit(run_limit=9, exit_behavior="finalize")], QuotaMiddleware, BOTH),
         ([SEARCH], OwnQuota, [*BOTH, "after_agent"]),
     ],
-    ids=[
-        *(
-            "tools",
-            "repeats",
-            "at once",
-            "quotas",
-            "model and tools",
-            "tokens",
-            "model",
-            "finalize",
-        ),
-        "a subclass",
-    ],
 )
 def test_only_what_the_limits_need(
     limits: Sequence[Limit], cls: Any, expected: list[str], signals: Signals
@@ -84,7 +71,6 @@ def test_only_what_the_limits_need(
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [(SEARCH, ["check_quota tool search"]), (MODEL, ["check_quota model"] * 2)],
-    ids=["tools", "model"],
 )
 async def test_only_the_kinds_that_are_limited(
     limit: Limit, expected: list[str], cls: Any, signals: Signals
@@ -105,7 +91,6 @@ async def test_only_the_kinds_that_are_limited(
         ([TokenLimit(run_limit=9)], {}, ()),
         ([MODEL], {}, ()),
     ],
-    ids=["a store", "notes", "deep agents", "tools", "tokens", "nothing"],
 )
 async def test_around_the_model_only_if_needed(
     limits: Sequence[Limit],
@@ -135,7 +120,8 @@ def test_the_signature_is_worked_out_once() -> None:
 
 
 HOOKS = ("before_model", "abefore_model", "after_model", "aafter_model")
-MARK = hook_config(can_jump_to=["end"])
+MARK: Any = hook_config(can_jump_to=["end"])
+UNMARKED: Any = hook_config()
 
 
 def override(cls: Any, *hooks: str, mark: Any = MARK) -> Any:
@@ -165,7 +151,7 @@ def test_a_hook_that_cannot_end_a_run(cls: Any, hook: str) -> None:
     """An override from which LangChain would drop the jump fails when the class is made."""
     line = '@hook_config(can_jump_to=["end"])'
     said = rf"Own\.{hook} could not end a run.* write {re.escape(line)} above it"
-    for mark in (lambda function: function, hook_config(can_jump_to=["model"])):
+    for mark in (UNMARKED, hook_config(can_jump_to=["model"])):
         for base in (cls, override(cls, hook)):
             with pytest.raises(TypeError, match=said):
                 override(base, hook, mark=mark)
@@ -176,26 +162,20 @@ def test_a_hook_that_cannot_end_a_run(cls: Any, hook: str) -> None:
 
 @both_forms
 @pytest.mark.parametrize(
-    "cls",
-    [
-        override(QuotaMiddleware, *HOOKS),
-        # Its hooks are no nodes, and end nothing.
-        pytest.param(
-            override(InlineQuotaMiddleware, *HOOKS, mark=lambda hook: hook), marks=needs_inline
-        ),
-    ],
+    ("base", "mark"),
+    # The inline one's hooks are no nodes, and end nothing.
+    [(QuotaMiddleware, MARK), pytest.param(InlineQuotaMiddleware, UNMARKED, marks=needs_inline)],
 )
-async def test_a_subclass_holds(cls: Any, form: Form, signals: Signals) -> None:
+async def test_a_subclass_holds(base: Any, mark: Any, form: Form, signals: Signals) -> None:
     """A subclass that overrides all hooks ends a run as its base does."""
     limits = [ToolCallLimit("search", run_limit=2, exit_behavior="end"), MODEL]
-    quota = cls(limits, telemetry=signals.telemetry)
-    scene = Scene(signals, [["search"]] * 4 + ["done"], [quota], form=form)
-    await scene.play()
+    quota = override(base, *HOOKS, mark=mark)(limits, telemetry=signals.telemetry)
+    scene = await Scene(signals, lambda _: ["search"], [quota], form=form).played()
     assert scene.ran == ["search"] * 2
     scene.check()
 
 
 def test_hooks_that_end_nothing(signals: Signals) -> None:
     """Where a drop-in's hook never jumps, an override needs no mark."""
-    cls = override(ModelCallLimitMiddleware, "after_model", mark=lambda hook: hook)
+    cls = override(ModelCallLimitMiddleware, "after_model", mark=UNMARKED)
     assert "Own.after_model" in Scene(signals, [], [cls(run_limit=1)]).agent.nodes
