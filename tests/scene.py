@@ -8,6 +8,7 @@ hold in every situation.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from inspect import isawaitable
 from itertools import permutations
 from typing import Any, Literal, Self, TypeVar
 
@@ -35,14 +36,13 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
-from langchain_quota.middleware.state import ThreadUsage
 from langchain_quota.testing import (
     ScriptedChatModel,
     Turn,
     assert_valid_history,
     captured_decisions,
 )
-from tests.telemetry import Signals
+from tests.telemetry import Signals, needs_inline
 
 Middleware = AgentMiddleware[Any, Any, Any]
 Form = Literal["sync", "async"]
@@ -72,6 +72,15 @@ Only where two bodies exist: functions and observers that are awaited or not, th
 cancellation, context variables. All else is proved once, in the async form: `property/` plays
 random agents in both and finds no difference.
 """
+
+_INLINE = pytest.param("inline", marks=needs_inline)
+either = pytest.mark.parametrize("kind", ["quota", _INLINE])
+"""Calls are checked before their own step, or in it: two bodies, as the argument `kind`."""
+each_kind = pytest.mark.parametrize("kind", ["quota", _INLINE, "graph"])
+"""The same, and in a graph that is written by hand."""
+
+PATIENCE = 60
+"""For how many seconds a test waits for what must happen."""
 
 _AGENT = {
     *("checkpointer", "context_schema", "response_format", "system_prompt", "state_schema"),
@@ -103,15 +112,21 @@ def model_limiter(signals: Signals, **options: Any) -> ModelCallLimitMiddleware[
 
 
 def recording(name: str, ran: list[str], body: Callable[[], Any] | None = None) -> BaseTool:
-    """A tool that records when it has run; `body` comes first and may raise or interrupt."""
+    """A tool that records when it has run.
 
-    def run() -> str:
-        result = None if body is None else body()
+    The `body` comes first: it may raise, interrupt, and in the async form be a coroutine.
+    """
+
+    def note(result: Any) -> str:
         ran.append(name)
         return f"{name} ran" if result is None else str(result)
 
+    def run() -> str:
+        return note(None if body is None else body())
+
     async def arun() -> str:
-        return run()
+        result = None if body is None else body()
+        return note(await result if isawaitable(result) else result)
 
     return StructuredTool.from_function(run, arun, name=name, description=name)
 
@@ -186,6 +201,8 @@ class Scene:
     ) -> None:
         self.signals, self.kind, self.form = signals, kind, form
         self.context, self.thread_id = context, thread_id
+        self.usage = lambda: usage(self.agent.get_state(self.config))
+        """What the thread and its newest run have used."""
         own = isinstance(script, BaseChatModel)
         self.model: ScriptedChatModel = script if own else ScriptedChatModel(script=script)
         self.ran: list[str] = [] if ran is None else ran
@@ -329,10 +346,6 @@ class Scene:
         assert isinstance(newest, AIMessage)
         return newest.text
 
-    def usage(self) -> ThreadUsage:
-        """What `usage` tells of the thread."""
-        return usage(self.agent.get_state(self.config))
-
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the quota, in the scene's form."""
         if self.form == "sync":
@@ -405,6 +418,13 @@ def model_node(limited: Any) -> Any:
         return {"messages": [await limited.ainvoke(messages(state))]}
 
     return RunnableLambda(node, anode)
+
+
+async def until(happens: Callable[[], object]) -> None:
+    """Wait for what has no event of its own."""
+    async with asyncio.timeout(PATIENCE):
+        while not happens():  # noqa: ASYNC110 - so it is
+            await asyncio.sleep(0.001)
 
 
 async def cancel_at(event: asyncio.Event, run: Coroutine[Any, Any, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +14,9 @@ from langchain_quota import MemoryStore, ModelPaceMiddleware, QuotaWarning
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import Form, Scene, both_forms
+from tests.scene import Form, Scene, both_forms, until
 from tests.telemetry import Signals, paid
+from tests.tokens import During
 
 PAUSE = {"retry_after": "0.3"}
 SECONDS = 0.29
@@ -35,26 +36,33 @@ class Refused(Exception):  # noqa: N818 - it is what a provider says
 
 
 class Played:
-    """A provider that plays a script, and notes when it is called; later it says nothing."""
+    """A provider that plays a script, and notes when it is called; later it says nothing.
+
+    On a busy machine a call comes to it later than to the middleware, which begins to count then.
+    """
 
     def __init__(self, *script: Any) -> None:
         self._script = [*script]
+        self.asked: list[float] = []
         self.times: list[float] = []
+
+    def ask(self) -> None:
+        self.asked.append(time.monotonic())
 
     def __call__(self, _: Sequence[BaseMessage]) -> Any:
         self.times.append(time.monotonic())
         return self._script.pop(0) if self._script else "done"
 
     def keeps(self, first: float, interval: float) -> bool:
-        """Whether all calls came no sooner than evenly after the first one's answer."""
-        begin = self.times[0] + first * 0.95
+        """Whether all calls came no sooner than evenly after the first one."""
+        begin = self.asked[0] + first * 0.95
         late = [at - begin for at in self.times[1:]]
         return all(at >= index * interval * 0.95 for index, at in enumerate(late))
 
 
 def paced(
     signals: Signals,
-    script: Callable[..., Any],
+    script: Played,
     store: QuotaStore | None = None,
     *before: Any,
     form: Form = "async",
@@ -63,7 +71,7 @@ def paced(
     """An agent on no thread whose model has a pace."""
     pace = ModelPaceMiddleware(store=store, wait=wait, telemetry=signals.telemetry)
     model = ScriptedChatModel(script=script, model="gpt")
-    items = [*before, pace]
+    items = [During(script.ask, before=True), *before, pace]
     return Scene(signals, model, items, form=form, thread_id=None, checkpointer=None)
 
 
@@ -85,12 +93,11 @@ async def test_one_refusal_paces_all(signals: Signals, form: Form) -> None:
         await paced(signals, Played(Refused(**PAUSE)), store, form=form).play()
     refused_at = time.monotonic()
     await paced(signals, others, form=form).play()
+    assert signals.value(f"{WAITS}_sum", **LABELS, decision="allowed") == 0
     await paced(signals, others, store, form=form).play()
 
-    alone, shared = others.times
-    assert alone < refused_at + SECONDS <= shared
+    assert refused_at + SECONDS <= others.times[1]
     assert signals.value(REFUSALS, **LABELS) == 1
-    assert (signals.value(f"{WAITS}_sum", **LABELS, decision="allowed") or 0) >= SECONDS / 2
     assert signals.value("langchain_quota_waiting_calls", **LABELS) == 0
 
 
@@ -128,20 +135,20 @@ async def test_no_call_is_refused(signals: Signals, form: Form) -> None:
 
     assert played.keeps(0.2, 0)
     assert signals.value(f"{WAITS}_count", **LABELS, decision="allowed") == 2
+    assert (signals.value(f"{WAITS}_sum", **LABELS, decision="allowed") or 0) >= 0.19
 
 
 async def test_cancelled_waiters_leave(signals: Signals) -> None:
     """A run that is cancelled while it waits takes nothing, and those behind it go on."""
-    played = Played(Refused(**PAUSE))
+    played = Played(Refused(retry_after="1"))
     scene = paced(signals, played)
     with pytest.raises(Refused):
         await scene.play()
-    gone = [asyncio.create_task(scene.play()) for _ in range(3)]
-    last = asyncio.create_task(scene.play())
-    await asyncio.sleep(0.1)
-    for each in gone:
+    runs = [asyncio.create_task(scene.play()) for _ in range(4)]
+    await until(lambda: signals.value("langchain_quota_waiting_calls", **LABELS) == 4)
+    for each in runs[:3]:
         each.cancel()
-    await last
+    await runs[3]
 
     assert len(played.times) == 2
     assert signals.value(f"{WAITS}_count", **LABELS, decision="cancelled") == 3
