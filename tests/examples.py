@@ -7,13 +7,21 @@ must pass does not depend on chance. `make explore` draws new ones. What it find
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import engine
 
 DEPTH = os.environ.get("PROPERTIES", "quick")
 """`quick`, `deep` or `explore`."""
 
+if DEPTH != "explore":
+    # What fails is told within a minute, if not in its simplest form: Hypothesis has no setting.
+    assert engine.MAX_SHRINKING_SECONDS > 0
+    engine.MAX_SHRINKING_SECONDS = 20
+
 settings.register_profile(
     "tests",
+    phases=set(Phase) - ({Phase.explain} if DEPTH != "explore" else set()),
+    report_multiple_bugs=DEPTH == "explore",
     derandomize=DEPTH != "explore",
     database=None,
     deadline=None,
