@@ -1,7 +1,7 @@
 """Windows of the calendar, at random times in random zones, against dateutil's recurrences."""
 
-from datetime import UTC, datetime, timedelta
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo, available_timezones
 
 from dateutil.rrule import DAILY, HOURLY, MONTHLY, WEEKLY, rrule
@@ -9,9 +9,10 @@ from dateutil.tz import datetime_ambiguous, datetime_exists
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from langchain_quota import Quota
-from langchain_quota.stores.keys import CountKey
+from langchain_quota import MemoryStore, Quota, QuotaMiddleware, ToolCallLimit
 from tests.examples import examples
+from tests.stores import Clock
+from tests.telemetry import telling
 
 ZONES = sorted(each for each in available_timezones() if not each.startswith(("posix", "right")))
 ODD = ["Australia/Lord_Howe", "Africa/Cairo", "America/Havana", "America/St_Johns", "Asia/Gaza"]
@@ -19,6 +20,21 @@ ODD = ["Australia/Lord_Howe", "Africa/Cairo", "America/Havana", "America/St_John
 DAYS = ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"]
 Cycle = tuple[str, int]
 """A window, and the day on which it starts, if that matters."""
+
+
+class Window(NamedTuple):
+    """A window of a count: its key there, and when it begins and ends."""
+
+    key: str
+    begin: int
+    end: int
+
+
+def window_at(quota: Quota, now: float, count: str = "search:tenant:acme") -> Window:
+    """The window of a moment, as the grant to a count shows it."""
+    granted = MemoryStore(clock=lambda: now).grant(count, 1, window=quota.period)
+    assert granted.ends is not None
+    return Window(granted.key, granted.ends - int(granted.key.split(":")[3]), granted.ends)
 
 
 def starts_of(zone: ZoneInfo, cycle: Cycle, since: int, until: int) -> set[int]:
@@ -70,21 +86,19 @@ def test_windows_follow_one_another(name: str, cycle: Cycle, now: int) -> None:
     window, day = cycle
     starts = {"week": DAYS[day % 7], "month": str(day + 1)}.get(window)
     quota = Quota(1, per="tenant", window=window, tz=name, starts=starts)
-    keys = [CountKey.at("search", "tenant", "acme", quota.period, now)]
-    for _ in range(2):
-        keys.append(CountKey.at("search", "tenant", "acme", quota.period, keys[-1].ends or 0))
-    ends = [each.ends or 0 for each in keys]
-    began = [end - (each.window or 0) for each, end in zip(keys, ends, strict=True)]
-    assert began[0] <= now < ends[0]
-    assert began[1:] == ends[:-1]
+    windows = [window_at(quota, now)]
+    windows += [following := window_at(quota, windows[0].end), window_at(quota, following.end)]
+    moments = [*(each.begin for each in windows), windows[-1].end]
+    assert moments[0] <= now < moments[1]
+    assert moments[1:] == [each.end for each in windows]
     # Every moment of a window has the same key.
-    assert keys == [CountKey.at("search", "tenant", "acme", quota.period, end - 1) for end in ends]
-    starts_there = starts_of(ZoneInfo(name), cycle, began[0], ends[-1])
-    assert sorted(each for each in starts_there if began[0] <= each <= ends[-1]) == [
-        *began,
-        ends[-1],
-    ]
-    for key in keys:
-        moment = datetime.fromtimestamp(key.ends or 0, UTC)
-        assert str(key.resets_at) == str(moment.astimezone(ZoneInfo(name)))
-        assert CountKey.parse(str(key)) == key
+    assert windows == [window_at(quota, each.end - 1) for each in windows]
+    starts_there = starts_of(ZoneInfo(name), cycle, moments[0], moments[-1])
+    assert sorted(each for each in starts_there if moments[0] <= each <= moments[-1]) == moments
+    signals, clock = telling(spans="off"), Clock(now)
+    limits = [ToolCallLimit("search", quotas=[quota])]
+    store = MemoryStore(clock=clock)
+    limiter = QuotaMiddleware(limits, store=store, telemetry=signals.telemetry)
+    for clock.now, each in zip(moments, windows, strict=False):
+        moment = datetime.fromtimestamp(each.end, ZoneInfo(name))
+        assert str(limiter.left("tool:search", tenant="acme").resets_at) == str(moment)

@@ -1,8 +1,10 @@
-"""What rolls over from window to window, in random zones and stores, against a plain model."""
+"""What is left of a limit, and rolls over, in random zones and stores, against a plain model."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from decimal import Decimal
 from functools import partial
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -11,60 +13,77 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from langchain_quota import Decision, MemoryStore, Quota, ToolCallLimit
+from langchain_quota import (
+    CostLimit,
+    Decision,
+    MemoryStore,
+    PostgresStore,
+    Quota,
+    RedisStore,
+    ToolCallLimit,
+)
 from langchain_quota.core.admission import AcquireRequest, Correction
 from langchain_quota.limits.quotas import CALENDAR
-from langchain_quota.stores.keys import CountKey
-from langchain_quota.stores.postgres import PostgresStore
-from langchain_quota.stores.redis import RedisStore
 from tests.examples import examples
-from tests.property.test_calendar import ODD
-from tests.scene import ANN, Form, Scene, asking
+from tests.property.test_calendar import ODD, Window, window_at
+from tests.scene import Form, Scene
 from tests.server.postgres import time_of
 from tests.server.redis import RedisServer, let_pass, time_from
 from tests.stores import Clock
-from tests.telemetry import telling
+from tests.telemetry import paid, telling
 
 LIMIT, ROLLOVER = 5, 3
 START = 3 * 10**9
 """When a history begins: so late that Redis, by its own clock, forgets nothing meanwhile."""
-Step = tuple[str, int]
-"""What happens, and an amount: of calls, or of tenths of a window."""
+Step = tuple[str, str, int]
+"""What happens, to which tenant, and an amount: of calls, or of tenths of a window."""
 Wait = Callable[[float], None] | None
-Window = tuple[str, str | int | None]
-"""A window, and when it starts."""
-WINDOWS: list[Window] = [
+WINDOWS: list[tuple[str, str | int | None]] = [
     *(("6h", None), ("hour", None), ("day", None)),
     *(("week", "sunday"), ("month", 1), ("month", 31)),
 ]
-ACTIONS = ["run", "run", "run", "wait", "wait", "grant", "reset", "late"]
+"""A window, and when it starts."""
+ACTIONS = ["run", "run", "run", "wait", "wait", "grant", "revoke", "reset", "late"]
+TENANTS = ("acme", "beta")
 
 
 class History(NamedTuple):
-    """What happens from when on, under which quota, and how the agent is called."""
+    """What happens from when on, under which quota, and how the agent is called.
+
+    The quota is of calls or of money: then each call, of a tool or of the model, costs a cent.
+    """
 
     plan: list[Step]
-    window: Window
+    window: tuple[str, str | int | None]
     zone: str
     now: int
     form: Form
+    money: bool
 
 
+steps = st.tuples(st.sampled_from(ACTIONS), st.sampled_from(TENANTS), st.integers(1, 8))
 histories = st.builds(
     History,
-    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(1, 8)), min_size=3, max_size=14),
+    st.lists(steps, min_size=3, max_size=14),
     st.sampled_from(WINDOWS),
     st.sampled_from([*ODD, "Europe/Berlin", "UTC"]),
     st.integers(START, START + 10**8),
     st.sampled_from(["sync", "async"]),
+    st.booleans(),
 )
 LATE = [("run", 4), ("wait", 8), ("run", 1), ("late", 8), ("run", 8), ("wait", 20), ("run", 1)]
-refunded_late = example(History(LATE, ("day", None), "Europe/Berlin", 3_005_463_600, "sync"))
+refunded_late = example(
+    History(
+        [(what, "acme", amount) for what, amount in LATE],
+        *(("day", None), "Europe/Berlin", 3_005_463_600, "sync"),
+        money=False,
+    )
+)
 """A call is refunded in the next window, on a day on which clocks are set forward."""
 
 
 class World:
-    """An agent under a quota that rolls over, and what the model says of each window, by its end.
+    """An agent under a quota that rolls over, and what the model says of each tenant's windows.
 
     Args:
         history: What happens.
@@ -73,110 +92,129 @@ class World:
         wait: Lets seconds pass there, if that takes more than the clock.
     """
 
-    def __init__(
-        self,
-        history: History,
-        store: Any,
-        clock: Clock,
-        wait: Callable[[float], None] | None = None,
-    ) -> None:
-        (window, starts), zone = history.window, history.zone
-        tz = zone if window in CALENDAR else None
-        self.quota = Quota(
-            LIMIT, per="user_id", window=window, tz=tz, starts=starts, rollover=ROLLOVER
-        )
+    def __init__(self, history: History, store: Any, clock: Clock, wait: Wait = None) -> None:
+        (window, starts), money = history.window, history.money
+        self.one: Any = Decimal("0.01") if money else 1
+        self.unit = 10**7 if money else 1
+        amounts: Any = {"limit": LIMIT * self.one, "rollover": ROLLOVER * self.one}
+        tz = history.zone if window in CALENDAR else None
+        self.quota = Quota(per="tenant", window=window, tz=tz, starts=starts, **amounts)
+        kind: Any = partial(ToolCallLimit, "search")
+        if money:
+            kind = partial(CostLimit, tool_prices={"search": "0.01"})
+        options: Any = {"prices": lambda used: Decimal(used.total_tokens) / 100} if money else {}
         store.clock = clock
-        self.store, self.clock, self.wait, self.form = store, clock, wait, history.form
-        self.used, self.granted, self.rolled = dict[int, int](), dict[int, int](), dict[int, int]()
-        self.calls, self.runs, self.decisions = 0, 0, list[Decision]()
+        self.store, self.clock, self.wait, self.history = store, clock, wait, history
+        # By tenant and the end of a window.
+        self.used, self.granted = Counter[Any](), Counter[Any]()
+        self.rolled, self.grants = dict[Any, int](), dict[str, Any]()
+        self.tenant, self.calls, self.runs = "", 0, 0
+        self.decisions = list[Decision]()
         self.scene = Scene(
             telling(spans="off"),
             self.answer,
-            [ToolCallLimit("search", quotas=[self.quota])],
+            [kind(quotas=[self.quota], name="limit")],
             store=store,
             form=history.form,
             on_decision=self.decisions.append,
+            **options,
         )
 
     def answer(self, messages: Any) -> Any:
-        return asking(*["search"] * self.calls)(messages)
+        self.used[self.now] += self.history.money
+        return paid(1, *["search"] * (self.calls if messages[-1].type == "human" else 0))
 
-    def key(self, now: float) -> CountKey:
-        return CountKey.at("search", "user_id", "ann", self.quota.period, now)
-
-    @property
-    def begin(self) -> int:
-        """When the present window began, and the one before ended."""
-        return self.end - (self.key(self.clock.now).window or 0)
+    def window(self, now: float) -> Window:
+        """The present tenant's window."""
+        counter = "model.nanodollars" if self.history.money else "search"
+        return window_at(self.quota, now, f"{counter}:tenant:{self.tenant}")
 
     @property
-    def end(self) -> int:
-        return self.key(self.clock.now).ends or 0
+    def now(self) -> tuple[str, int]:
+        return self.tenant, self.window(self.clock.now).end
+
+    @property
+    def before(self) -> tuple[str, int]:
+        return self.tenant, self.window(self.clock.now).begin
 
     @property
     def limit(self) -> int:
         """The limit of the present window; until its first call, what would roll over now."""
-        left = LIMIT - self.used.get(self.begin, 0)
-        rolled = self.rolled.get(self.end, max(0, min(ROLLOVER, left)))
-        return LIMIT + rolled + self.granted.get(self.end, 0)
+        left = LIMIT - self.used[self.before]
+        rolled = self.rolled.get(self.now, max(0, min(ROLLOVER, left)))
+        return LIMIT + rolled + self.granted[self.now]
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        if self.form == "sync":
-            return getattr(self.scene.quota, method)("tool:search", *arguments, **ANN)
-        return await getattr(self.scene.quota, f"a{method}")("tool:search", *arguments, **ANN)
+        if self.history.form == "sync":
+            return getattr(self.scene.quota, method)("limit", *arguments, tenant=self.tenant)
+        return await getattr(self.scene.quota, f"a{method}")(
+            "limit", *arguments, tenant=self.tenant
+        )
 
     async def run(self, calls: int) -> None:
-        limit, before, ran = self.limit, self.used.get(self.end, 0), len(self.scene.ran)
+        limit, used, ran = self.limit, self.used[self.now], len(self.scene.ran)
         self.calls, self.runs = calls, self.runs + 1
         self.decisions.clear()
-        await self.scene.play(context=ANN, thread_id=self.runs)
-        admitted = min(calls, max(0, limit - before))
+        await self.scene.play(context={"tenant": self.tenant}, thread_id=self.runs)
+        # The first model call costs a cent, too; the last one may not be made any more.
+        admitted = min(calls, max(0, limit - used - self.history.money))
         assert len(self.scene.ran) - ran == admitted
         counts: list[Any] = [
-            status.count_of("user_id") for each in self.decisions for status in each.limits
+            status.count_of("tenant") for each in self.decisions for status in each.limits
         ]
-        assert {count.limit for count in counts} == {limit}
-        self.rolled.setdefault(self.end, limit - LIMIT - self.granted.get(self.end, 0))
-        self.used[self.end] = before + admitted
+        assert {count.limit for count in counts} == {limit * self.unit}
+        assert counts[0].before == used * self.unit
+        self.rolled.setdefault(self.now, limit - LIMIT - self.granted[self.now])
+        self.used[self.now] += admitted
 
     async def step(self, what: str, amount: int) -> None:
+        window = self.window(self.clock.now)
         if what == "run":
             await self.run(amount)
         elif what == "wait":
-            seconds = (self.end - self.begin) * amount // 10 + 1
+            seconds = (window.end - window.begin) * amount // 10 + 1
             if self.wait is None:
                 self.clock.now += seconds
             else:
                 self.wait(seconds)
         elif what == "grant":
-            await self.call("grant", amount)
-            self.granted[self.end] = self.granted.get(self.end, 0) + amount
+            granted = await self.call("grant", amount * self.one)
+            self.grants[self.tenant] = granted.id, self.now
+            self.granted[self.now] += amount
+        elif what == "revoke" and self.tenant in self.grants:
+            grant_id, then = self.grants[self.tenant]
+            ended = await self.call("revoke", grant_id)
+            self.granted[then] -= ended.amount // self.unit if ended else 0
         elif what == "reset":
             await self.call("reset")
-            self.used[self.end] = 0
-        elif self.begin in self.rolled:
+            self.used[self.now] = 0
+        elif what == "late" and self.before in self.rolled:
             # A call of the window before is refunded, or settled, in this one.
-            change = 4 - amount
-            late = Correction(uuid4().hex, {str(self.key(self.begin - 1)): change})
+            change, key = 4 - amount, self.window(window.begin - 1).key
+            late = Correction(uuid4().hex, {key: change * self.unit})
             self.store.acquire(AcquireRequest("", "", corrections=(late,)))
-            self.used[self.begin] = max(0, self.used[self.begin] + change)
+            self.used[self.before] = max(0, self.used[self.before] + change)
 
-    async def play(self, plan: list[Step]) -> None:
-        for what, amount in plan:
+    async def play(self) -> None:
+        for what, tenant, amount in self.history.plan:
+            self.tenant = tenant
             await self.step(what, amount)
-            balance, used = await self.call("left"), self.used.get(self.end, 0)
-            assert (balance.used, balance.limit) == (used, self.limit)
-            assert balance.left == max(0, self.limit - used)
-            assert balance.resets_at.timestamp() == self.end
+            for each in TENANTS:
+                self.tenant = each
+                balance, used, limit = await self.call("left"), self.used[self.now], self.limit
+                amounts = used * self.one, limit * self.one, max(0, limit - used) * self.one
+                assert (balance.used, balance.limit, balance.left) == amounts
+                assert balance.unit == ("dollars" if self.history.money else "calls")
+                assert balance.resets_at.timestamp() == self.now[1]
 
 
-@examples(60)
+@examples(100)
 @given(history=histories)
 @refunded_late
 def test_rollover(history: History) -> None:
-    """Of any runs, waits, grants, resets and late charges, each window has what the model says."""
+    """Of any runs, grants, revocations, resets and late charges, each window has what is said."""
     clock = Clock(history.now)
-    asyncio.run(World(history, MemoryStore(clock=clock), clock).play(history.plan))
+    asyncio.run(World(history, MemoryStore(clock=clock), clock).play())
 
 
 @pytest.mark.rest
@@ -191,7 +229,7 @@ def test_rollover_in_redis(redis_server: RedisServer, history: History) -> None:
         wait = partial(let_pass, client, "now", clock)
         wait(0)
         store = RedisStore(client, prefix=uuid4().hex)
-        asyncio.run(World(history, store, clock, wait).play(history.plan))
+        asyncio.run(World(history, store, clock, wait).play())
         assert all(client.expiretime(name) > clock.now for name in client.keys("*:count:*"))
 
 
@@ -206,4 +244,4 @@ def test_rollover_in_postgres(postgres_url: str, history: History) -> None:
         closing(PostgresStore(postgres_url, prefix=uuid4().hex, timeout=60)) as store,
         time_of(clock),
     ):
-        asyncio.run(World(history, store, clock).play(history.plan))
+        asyncio.run(World(history, store, clock).play())
