@@ -10,17 +10,11 @@ import pytest
 from langchain.agents.middleware import AgentMiddleware, ModelResponse
 from langchain_core.messages import AIMessage, BaseMessage
 
-from langchain_quota import (
-    Decision,
-    ModelCallLimit,
-    QuotaMiddleware,
-    ToolCallLimit,
-    ToolCallLimitExceededError,
-)
+from langchain_quota import Decision, ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
-from tests.scene import Form, Kind, Scene, cancel_at, recording
-from tests.telemetry import Signals, needs_inline
+from tests.scene import Form, Kind, Scene, cancel_at, either, recording
+from tests.telemetry import Signals
 
 Seen = tuple[str, str]
 
@@ -52,9 +46,6 @@ def observer_of(sort: str, seen: list[Decision]) -> Any:
         await asyncio.sleep(0)
         seen.append(decision)
 
-    def returned(decision: Decision) -> Any:
-        return awaited(decision)
-
     class Called:
         async def __call__(self, decision: Decision) -> None:
             await awaited(decision)
@@ -64,7 +55,7 @@ def observer_of(sort: str, seen: list[Decision]) -> Any:
         "async": awaited,
         "partial": functools.partial(awaited, note="a note"),
         "object": Called(),
-        "returned": returned,
+        "returned": lambda decision: awaited(decision, "a note"),
     }
     return sorts[sort]
 
@@ -73,7 +64,6 @@ ASYNC_SORTS = ["async", "partial", "object", "returned"]
 each_sort = pytest.mark.parametrize(
     ("form", "sort"), [("sync", "sync"), ("async", "sync"), *(("async", k) for k in ASYNC_SORTS)]
 )
-each_kind = pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
 
 LIMITS: list[Limit] = [
     ModelCallLimit(run_limit=3),
@@ -83,7 +73,7 @@ LIMITS: list[Limit] = [
 
 
 @each_sort
-@each_kind
+@either
 async def test_every_decision_once_and_in_order(
     form: Form, sort: str, kind: Kind, signals: Signals
 ) -> None:
@@ -99,7 +89,7 @@ async def test_every_decision_once_and_in_order(
         known.append(len(seen))
 
     tools = [recording(each, ran, body) for each in ("search", "calc", "ask")]
-    options: dict[str, Any] = {"kind": kind, "form": form, "tools": tools}
+    options: Any = {"kind": kind, "form": form, "tools": tools}
     scene = Scene(signals, answer, LIMITS, on_decision=observer_of(sort, seen), **options)
     with captured_decisions() as decisions:
         await scene.play()
@@ -143,7 +133,7 @@ class Forgiving(AgentMiddleware[Any, Any]):
             return ModelResponse([AIMessage(f"failed: {error}")])
 
 
-@each_kind
+@either
 @pytest.mark.parametrize("sort", ["async", "partial", "object"])
 async def test_an_async_one_under_invoke(kind: Kind, sort: str, signals: Signals) -> None:
     """Under the sync path an async observer is refused at the first call, before anything runs."""
@@ -180,10 +170,3 @@ async def test_a_cancelled_run(*, goes_on: bool, signals: Signals) -> None:
     assert scene.last_text() == "done"
     assert signals.value("langchain_quota_errors_total", **FAILED) is None
     assert scene.used(limits[0]) == ((2, 2) if goes_on else (0, 0))
-
-
-@pytest.mark.parametrize("given", ["print", 3, [print, 3], None], ids=repr)
-def test_what_cannot_observe(given: Any) -> None:
-    """Anything but functions is an error that shows the argument."""
-    with pytest.raises(TypeError, match="on_decision must be a function or several"):
-        QuotaMiddleware([ModelCallLimit(run_limit=1)], on_decision=given)

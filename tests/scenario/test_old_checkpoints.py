@@ -8,9 +8,10 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command, interrupt
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
-from tests.scene import ANN, CONFIG, Kind, Scene, asking, check_history, recording
+from langchain_quota.testing import ScriptedChatModel
+from tests.scene import ANN, CONFIG, Kind, Scene, asking, check_history, each_kind, recording
 from tests.stores import counts
-from tests.telemetry import Signals, needs_inline
+from tests.telemetry import Signals
 
 SEARCHES, MODEL_CALLS = "search:user_id:ann", "model:user_id:ann"
 
@@ -23,39 +24,25 @@ HOW: dict[str, Any] = {
 """What a caller sends with the id of a checkpoint."""
 
 processes = pytest.mark.parametrize("same", [True, False], ids=["one process", "several"])
-kinds = pytest.mark.parametrize(
-    "kind", ["quota", pytest.param("inline", marks=needs_inline), "graph"]
-)
 
 
 class Workers:
     """Processes that share a checkpointer and a store, and what they ran."""
 
-    def __init__(
-        self, signals: Signals, kind: Kind = "quota", most: int = 99, **options: Any
-    ) -> None:
-        self.ran: list[str] = []
-        self.models = 0
-        self._script, self._all = asking("search", "search"), (signals, kind, options)
-        self.saver, self.store = InMemorySaver(), MemoryStore()
+    def __init__(self, signals: Signals, *searches: str, most: int = 99, **options: Any) -> None:
+        self.ran, self.store = list[str](), MemoryStore()
+        self.model = ScriptedChatModel(script=asking(*searches or ("search", "search")))
         quotas = [Quota(most, per="user_id")]
-        self._limits: list[Any] = [
-            ToolCallLimit("search", quotas=quotas),
-            ModelCallLimit(quotas=quotas),
-        ]
+        limits = [ToolCallLimit("search", quotas=quotas), ModelCallLimit(quotas=quotas)]
+        shared: Any = {"store": self.store, "checkpointer": InMemorySaver(), "ran": self.ran}
+        self.start = lambda: Scene(signals, self.model, limits, context=ANN, **shared, **options)
+        """Start a new process."""
         self.scene = self.start()
 
-    def _answer(self, messages: Any) -> Any:
-        self.models += 1
-        return self._script(messages)
-
-    def start(self) -> Scene:
-        """A new process."""
-        signals, kind, options = self._all
-        shared = {"store": self.store, "checkpointer": self.saver, **options}
-        return Scene(
-            signals, self._answer, self._limits, kind=kind, ran=self.ran, context=ANN, **shared
-        )
+    async def history(self) -> list[Any]:
+        """The checkpoints of a run."""
+        await self.scene.play()
+        return [each async for each in self.scene.agent.aget_state_history(CONFIG)]
 
     async def go_on(self, given: Any, config: Any, *, same: bool = True) -> None:
         """Go on at a checkpoint, in this process or in another one."""
@@ -69,20 +56,21 @@ class Workers:
 
 
 @processes
-@kinds
+@each_kind
 @pytest.mark.parametrize("how", HOW)
 async def test_what_runs_again(*, same: bool, kind: Kind, how: str, signals: Signals) -> None:
     """From whichever checkpoint of a run, and however often: what ran is what is counted."""
-    workers = Workers(signals, kind)
-    await workers.scene.play()
-    history = [each async for each in workers.scene.agent.aget_state_history(CONFIG)]
-    for at in [each for each in history if each.next and each.metadata["step"] > 0] * 2:
+    workers = Workers(signals, kind=kind)
+    steps = [each for each in await workers.history() if each.metadata["step"] > 0]
+    for at in [each for each in steps if each.next] * 2:
         # A graph that is led to tools where there are none to call fails.
         with suppress(ValueError):
             await workers.go_on(HOW[how], at.config, same=same)
         models, tools = workers.counted()
         assert tools == len(workers.ran), at.next
-        assert models - workers.models in ({0} if how != "led to tools" else range(9)), at.next
+        assert models - len(workers.model.calls) in ({0} if how != "led to tools" else range(9)), (
+            at.next
+        )
     assert len(workers.ran) > 4
 
 
@@ -90,13 +78,11 @@ async def test_what_runs_again(*, same: bool, kind: Kind, how: str, signals: Sig
 @pytest.mark.parametrize("how", ["replayed", "resumed"])
 async def test_a_limit_holds(*, same: bool, how: str, signals: Signals) -> None:
     """What a quota has no room for does not run again, neither tools nor the model."""
-    workers = Workers(signals, most=3)
-    await workers.scene.play()
-    history = [each async for each in workers.scene.agent.aget_state_history(CONFIG)]
-    for at in [each for each in history if each.next in {("tools", "tools"), ("model",)}] * 3:
+    workers, steps = Workers(signals, most=3), {("tools", "tools"), ("model",)}
+    for at in [each for each in await workers.history() if each.next in steps] * 3:
         await workers.go_on(HOW[how], at.config, same=same)
         check_history(workers.scene.state()["messages"])
-    assert (workers.models, len(workers.ran)) == (3, 3)
+    assert (len(workers.model.calls), len(workers.ran)) == (3, 3)
     assert workers.scene.calls("blocked", "search") > 0
 
 
@@ -116,10 +102,8 @@ async def test_a_step_that_is_cut_off(
             interrupt("Sure?")
 
     ran: list[str] = []
-    tools = [recording("search", ran, body)]
     stops: Any = {"interrupt_before": ["tools"]} if cut == "stopped" else {}
-    workers = Workers(signals, tools=tools, **stops)
-    workers._script = asking("search")
+    workers = Workers(signals, "search", tools=[recording("search", ran, body)], **stops)
     with suppress(ConnectionError):
         await workers.scene.play()
     given: Any = Command(resume="yes") if cut == "interrupted" else None
@@ -131,8 +115,6 @@ async def test_a_step_that_is_cut_off(
 async def test_a_copy_that_is_not_saved(signals: Signals) -> None:
     """Another process charges again also where the copy of the checkpoint is saved at the end."""
     workers = Workers(signals)
-    await workers.scene.play()
-    history = [each async for each in workers.scene.agent.aget_state_history(CONFIG)]
-    (at,) = [each.config for each in history if each.next == ("tools", "tools")]
+    (at,) = [each.config for each in await workers.history() if each.next == ("tools", "tools")]
     await workers.start().agent.ainvoke(None, at, context=ANN, durability="exit")
     assert (workers.counted(), len(workers.ran)) == ((3, 4), 4)

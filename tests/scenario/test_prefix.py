@@ -1,5 +1,6 @@
 """Agents whose store has a function as prefix: each tenant's counts are apart, and in one place."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from langchain_quota.limits import Limit
 from tests.scene import CONFIG, Form, Scene, asking, both_forms
 from tests.telemetry import Signals
 
-ACME, BETA = {"tenant": "acme", "user_id": "ann"}, {"tenant": "beta", "user_id": "ann"}
+ACME = {"tenant": "acme", "user_id": "ann"}
 TWICE = asking("search", "search")
 
 
@@ -33,28 +34,24 @@ class Tenants(MemoryStore):
 
 @both_forms
 async def test_every_key_of_a_run_has_its_tenant(form: Form, signals: Signals) -> None:
-    """Thread, run, root run, user, calls and tokens: every key begins with the tenant."""
+    """Thread, run, root run, user, calls and tokens: every key begins with the tenant.
+
+    So a user of two tenants has the whole of the limits in each of them.
+    """
     store = Tenants()
     limits: list[Limit] = [
         ToolCallLimit("search", thread_limit=9, run_limit=5, quotas=[Quota(9, per="root_run")]),
-        ModelCallLimit(thread_limit=9, quotas=[Quota(9, per="user_id")]),
+        ToolCallLimit("search", quotas=[Quota(2, per="user_id")], name="user"),
+        ModelCallLimit(thread_limit=9),
         TokenLimit(thread_limit=1_000, run_limit=900),
     ]
-    scene = Scene(signals, TWICE, limits, store=store, form=form, context=ACME)
-    await scene.play()
-    assert scene.ran == ["search"] * 2
-    keys = [use.key for use in store.usages()]
-    assert len(keys) >= 6
-    assert all(key.startswith("acme/") for key in keys)
-
-
-async def test_tenants_share_no_count(signals: Signals) -> None:
-    """A user of two tenants has the whole quota in each of them."""
-    limit = ToolCallLimit("search", quotas=[Quota(2, per="user_id")])
-    scene = Scene(signals, TWICE, [limit], store=Tenants())
-    for context, ran in ((ACME, 2), (BETA, 4), (ACME, 4)):
-        await scene.play(context=context)
+    scene = Scene(signals, TWICE, limits, store=store, form=form)
+    for tenant, ran in (("acme", 2), ("beta", 4), ("acme", 4)):
+        await scene.play(context={"tenant": tenant, "user_id": "ann"})
         assert len(scene.ran) == ran
+        keys = [use.key for use in store.usages() if use.key.startswith(f"{tenant}/")]
+        assert len(keys) >= 6
+    assert all(use.key.startswith(("acme/", "beta/")) for use in store.usages())
 
 
 @pytest.mark.parametrize(
@@ -95,18 +92,17 @@ async def test_a_thread_is_reset_and_granted_more_by_its_prefix(signals: Signals
     scene = Scene(signals, TWICE, [limit], store=Tenants(), context=ACME)
     await scene.play()
     of: Any = {"thread": "thread-1"}
-    for change in (
-        scene.quota.areset(scene.agent, CONFIG),
-        *(scene.quota.agrant("tool:search", 1, **of), scene.quota.aleft("tool:search", **of)),
-    ):
+    quota = scene.quota
+    unnamed = quota.agrant("tool:search", 1, **of), quota.aleft("tool:search", **of)
+    for change in (quota.areset(scene.agent, CONFIG), *unnamed):
         with pytest.raises(TypeError, match=r"prefix.* must be a string, not None"):
             await change
     config: Any = {"configurable": {"thread_id": "thread-1", "quota_prefix": "acme"}}
-    await scene.quota.agrant("tool:search", 1, prefix="acme", **of)
-    assert (await scene.quota.aleft("tool:search", prefix="acme", **of)).left == 1
+    await quota.agrant("tool:search", 1, prefix="acme", **of)
+    assert (await quota.aleft("tool:search", prefix="acme", **of)).left == 1
     await scene.play()
     assert len(scene.ran) == 2 + 1
-    await scene.quota.areset(scene.agent, config)
+    await quota.areset(scene.agent, config)
     await scene.play()
     assert len(scene.ran) == 2 + 1 + 2
 
@@ -116,11 +112,8 @@ def test_keys_and_lists_without_a_run() -> None:
     store = RedisStore("redis://127.0.0.1:1", prefix=lambda *_: "acme")
     assert callable(store.prefix)
     assert store.prefix({}, SimpleNamespace(context={})) == "acme"
-    with pytest.raises(ValueError, match="before the slash"):
-        store.peek(["search:user_id:ada"])
-    with pytest.raises(ValueError, match="before the slash"):
-        store.grant("search:user_id:ada", 1)
-    with pytest.raises(ValueError, match="prefix='acme'"):
-        store.usages()
-    with pytest.raises(TypeError, match="prefix must be a string or a function"):
-        RedisStore("redis://127.0.0.1:1", prefix=7)  # type: ignore[arg-type]
+    key, remedy = "search:user_id:ada", "before the slash"
+    calls = partial(store.peek, [key]), partial(store.grant, key, 1), store.usages
+    for call, said in zip(calls, (remedy, remedy, "prefix='acme'"), strict=True):
+        with pytest.raises(ValueError, match=said):
+            call()
