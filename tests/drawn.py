@@ -185,8 +185,9 @@ def answers(*tools: str) -> st.SearchStrategy[Batch | None]:
 
 
 @st.composite
-def quota_lists(draw: st.DrawFn) -> list[Quota]:
-    pers = draw(st.lists(st.sampled_from(["user_id", "global", "agent"]), max_size=2, unique=True))
+def quota_lists(draw: st.DrawFn, *more: str) -> list[Quota]:
+    kinds = st.sampled_from(["user_id", "global", "agent", *more])
+    pers = draw(st.lists(kinds, max_size=3, unique=True))
     windows = st.sampled_from([None, WINDOW])
     return [Quota(draw(st.integers(0, 4)), per=each, window=draw(windows)) for each in pers]
 
@@ -203,7 +204,7 @@ def limit_lists(draw: st.DrawFn, *, stacked: bool = False, stored: bool = False)
         options["thread_limit"] = None if scopes == "run" else thread
         options["run_limit"] = None if scopes == "thread" else min(run, thread)
         if stored:
-            options["quotas"] = draw(quota_lists())
+            options["quotas"] = draw(quota_lists(*["thread"] * (scopes == "run")))
         if not stacked:
             options["enforce"] = draw(st.sampled_from([True, True, True, False]))
         enforced = options.get("enforce", True)

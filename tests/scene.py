@@ -79,6 +79,16 @@ either = pytest.mark.parametrize("kind", ["quota", _INLINE])
 each_kind = pytest.mark.parametrize("kind", ["quota", _INLINE, "graph"])
 """The same, and in a graph that is written by hand."""
 
+SKIPPED = (
+    "This tool call was not run: the run was stopped because another tool call of the same "
+    "message exceeded the limit."
+)
+FINALIZED = (
+    "This tool call was not run: the model call that made it was the last one in its budget."
+)
+ABANDONED = "This tool call was not completed: the run that made it was stopped."
+"""What models read in place of an answer; applications match on it."""
+
 PATIENCE = 60
 """For how many seconds a test waits for what must happen."""
 

@@ -20,13 +20,12 @@ from langchain_quota import (
     TokenLimit,
     max_usage,
 )
-from langchain_quota.core.decision import Outcome
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
-from tests.scene import ANN, Form, Kind, Scene, both_forms, cancel_at
+from tests.scene import ANN, Kind, Scene, cancel_at, either
 from tests.stores import DAY, TODAY, Clock, FickleStore, counts, run_counts
 from tests.telemetry import Signals
-from tests.tokens import GLOBAL, MONEY, THREAD, TOTAL, During, ProviderError, answer, either, spent
+from tests.tokens import GLOBAL, MONEY, THREAD, TOTAL, During, ProviderError, answer, spent
 
 LEASE = 900
 """For how long a store holds an amount, in seconds."""
@@ -43,15 +42,14 @@ def watching(store: Any) -> tuple[list[dict[str, int]], During]:
     return seen, During(lambda: seen.append(counts(store)))
 
 
-@both_forms
-async def test_what_is_held_becomes_what_was_used(signals: Signals, form: Form) -> None:
+async def test_what_is_held_becomes_what_was_used(signals: Signals) -> None:
     """During a call its reserve is held of each budget; afterwards what it used is charged."""
     store = memory()
     seen, during = watching(store)
     quotas = [Quota(1000, per="user_id", window=DAY)]
     limit = TokenLimit(run_limit=1000, thread_limit=1000, quotas=quotas, reserve=70)
     script = [answer(60, "search"), answer(40)]
-    scene = Scene(signals, script, [limit, during], form=form, store=store)
+    scene = Scene(signals, script, [limit, during], store=store)
 
     await scene.play(context=ANN)
 
@@ -83,29 +81,6 @@ async def test_limits_on_one_count_hold_the_most_that_one_reserves(
     assert counts(store) == {GLOBAL: 5}
 
 
-@pytest.mark.parametrize(
-    ("small", "large", "refusing"),
-    [(40, 85, []), (39, 85, ["small"]), (40, 84, ["large"]), (39, 84, ["small", "large"])],
-)
-async def test_each_limit_on_one_count_is_checked_by_its_own_reserve(
-    signals: Signals, small: int, large: int, refusing: list[str]
-) -> None:
-    """After 15 tokens a reserve of 25 needs a limit of 40, one of 70 needs 85."""
-    limits = [
-        TokenLimit(quotas=[Quota(small, per="global")], reserve=25, name="small"),
-        TokenLimit(quotas=[Quota(large, per="global")], reserve=70, name="large"),
-    ]
-    script = [answer(15, "search"), answer(5)]
-    scene = Scene(signals, script, limits, store=memory())
-
-    with captured_decisions() as decisions:
-        await scene.play()
-
-    *_, newest = (each for each in decisions if each.call.kind == "model")
-    assert sorted(each.limit for each in newest.refused_by) == sorted(refusing)
-    assert len(scene.model.calls) == (1 if refusing else 2)
-
-
 @pytest.mark.parametrize("enforce", [True, False])
 async def test_a_reserve_refuses_for_its_own_limit_only(signals: Signals, *, enforce: bool) -> None:
     """A limit on the same tokens is checked by its own reserve; one in a dry run holds nothing."""
@@ -128,7 +103,7 @@ async def test_a_reserve_refuses_for_its_own_limit_only(signals: Signals, *, enf
     refused = "Token limits exceeded: global limit (35/100 tokens, the call may need 70)"
     assert scene.last_text() == (refused if enforce else "Hello.")
     newest = [each.outcome for each in decisions if each.call.kind == "model"][-1]
-    assert newest is (Outcome.BLOCKED if enforce else Outcome.WOULD_BLOCK)
+    assert newest == ("blocked" if enforce else "would_block")
 
 
 @pytest.mark.parametrize("reserve", [500, None])
@@ -210,20 +185,6 @@ async def test_a_step_that_runs_again_is_charged_again(signals: Signals, kind: K
     assert spent(scene)[1] == 100
 
 
-async def test_an_outage_denies(signals: Signals) -> None:
-    """While the store does not answer, no model call is made, and nothing is charged."""
-    store = FickleStore(memory())
-    store.down = True
-    scene = Scene(signals, [answer(60)], [TokenLimit(quotas=[OF_ALL])], store=store)
-
-    await scene.play()
-
-    assert scene.last_text() == "Token limit could not be checked: try again later."
-    store.down = False
-    await scene.play()
-    assert counts(store) == {GLOBAL: 60}
-
-
 @pytest.mark.parametrize("hears", [False, True])
 async def test_an_outage_during_a_call_loses_nothing(signals: Signals, *, hears: bool) -> None:
     """A store that fails during a call gets its charge once, when it is back."""
@@ -260,33 +221,6 @@ async def test_a_store_that_was_emptied_begins_with_what_the_state_has(signals: 
     await scene.play()
 
     assert counts(store) == {THREAD: 70}
-
-
-@either
-@pytest.mark.parametrize("shared", [False, True])
-async def test_a_function_says_what_a_call_can_use(
-    signals: Signals, kind: Kind, *, shared: bool
-) -> None:
-    """A call is made only if the most that it can use is left; a store holds that meanwhile."""
-    store = memory()
-    seen, during = watching(store)
-    bounds: list[Any] = [ModelUsage(input_tokens=70, output_tokens=20, total_tokens=90), 30, 41]
-    quotas = [Quota(100, per="global")] if shared else []
-    limit = TokenLimit(run_limit=100, quotas=quotas, reserve=lambda _: bounds.pop(0))
-    script = [answer(50, "search"), answer(10, "search")]
-    options: Any = {"store": store if shared else None}
-    scene = Scene(signals, script, [limit, during], kind=kind, **options)
-
-    with captured_decisions() as decisions:
-        await scene.play()
-
-    amounts = "60/100 tokens, the call may need 41"
-    beside = f", global limit ({amounts})" if shared else ""
-    assert scene.last_text() == f"Token limits exceeded: run limit ({amounts}){beside}"
-    assert decisions[-1].outcome is Outcome.BLOCKED
-    assert (len(scene.model.calls), spent(scene)[1]) == (2, 60)
-    assert seen == ([{GLOBAL: 90}, {GLOBAL: 80}] if shared else [{}, {}])
-    assert counts(store) == ({GLOBAL: 60} if shared else {})
 
 
 @pytest.mark.parametrize(
@@ -352,7 +286,5 @@ async def test_a_grant_beside_a_reserve(signals: Signals, *, enforce: bool) -> N
     await scene.play(context=ANN)
 
     counted = [(decision.outcome, decision.limits[0].counts[-1]) for decision in decisions]
-    assert [(str(outcome), count.used, count.limit) for outcome, count in counted] == [
-        ("allowed", 1, 1),
-        ("allowed", 2, 6),
-    ]
+    shown = [(outcome, count.used, count.limit) for outcome, count in counted]
+    assert shown == [("allowed", 1, 1), ("allowed", 2, 6)]

@@ -7,18 +7,12 @@ from uuid import UUID
 
 import pytest
 
-from langchain_quota import ModelCallLimit, Quota, ToolCallLimit
-from langchain_quota.core.decision import Outcome
-from langchain_quota.core.messages import SKIPPED
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.limits import Limit
-from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions
-from tests.scene import ANN, BOB, Form, Scene, asking, texts
+from tests.scene import ANN, SKIPPED, Form, Scene, asking, texts
 from tests.stores import DAY, NOON, RESETS, TODAY, Clock, counts
 from tests.telemetry import Signals
-
-USER = Quota(2, per="user_id", window=DAY)
-THREE = asking("search", "search", "search")
 
 
 @dataclass
@@ -28,32 +22,8 @@ class Context:
     user_id: str | None = None
 
 
-@pytest.mark.parametrize(
-    ("per", "kept"),
-    [
-        ("user_id", {"search:user_id:ann": 4, "search:user_id:bob": 4}),
-        ("global", {"search:global:": 4}),
-        ("thread", {"search:thread:thread-1": 4, "search:thread:thread-2": 4}),
-        ("agent", {"search:agent:first": 4, "search:agent:second": 4}),
-    ],
-)
-async def test_whose_calls_are_counted_together(
-    per: str, kept: dict[str, int], signals: Signals
-) -> None:
-    """Two agents with one store share the counts of users, threads and all; no turn renews them."""
-    store = MemoryStore()
-    limit = ToolCallLimit("search", quotas=[Quota(4, per=per)])
-    agents = [
-        Scene(signals, THREE, [limit], store=store, name=name, context_schema=kind)
-        for name, kind in (("first", dict), ("second", Context))
-    ]
-    for _ in range(2):
-        await agents[0].play(context=ANN, thread_id="thread-1")
-        await agents[1].play(context=Context("bob"), thread_id="thread-1")
-        await agents[0].play(context=BOB, thread_id="thread-2")
-        await agents[1].play(context=Context("ann"), thread_id="thread-2")
-    assert counts(store) == kept
-    assert len(agents[0].ran) + len(agents[1].ran) == sum(kept.values())
+USER = Quota(2, per="user_id", window=DAY)
+THREE = asking("search", "search", "search")
 
 
 async def test_the_edge_of_a_window(signals: Signals) -> None:
@@ -161,13 +131,12 @@ async def test_users_that_look_alike(signals: Signals) -> None:
     store = MemoryStore()
     scene = Scene(signals, THREE, [ToolCallLimit("search", quotas=[USER])], store=store)
     for user in (*HOSTILE, 7, "7", UUID(int=7), str(UUID(int=7))):
-        await scene.play(context={"user_id": user})
+        await scene.play(context=Context(user) if user == "*" else {"user_id": user})
     assert len(scene.ran) == 2 * (len(HOSTILE) + 2)
     assert list(counts(store).values()) == [2] * (len(HOSTILE) + 2)
 
 
 MIDNIGHT = datetime(2026, 1, 2, tzinfo=UTC)
-SEARCHES = f"search:user_id:ann:{TODAY}"
 EXCEEDED = f"user_id limit exceeded ({{}}/2 calls; resets at {RESETS})"
 
 
@@ -175,20 +144,6 @@ def scene_of(signals: Signals, script: Any, *limits: Limit, **options: Any) -> S
     """An agent of Ann, at a noon that does not pass by itself."""
     options.setdefault("store", MemoryStore(clock=Clock()))
     return Scene(signals, script, limits, context=ANN, **options)
-
-
-async def test_continue(signals: Signals) -> None:
-    """A blocked call is answered with when the quota resets, and the agent goes on."""
-    store = MemoryStore(clock=Clock())
-    script = asking("search", "calc", "search", "search")
-    scene = scene_of(signals, script, ToolCallLimit("search", quotas=[USER]), store=store)
-    result = await scene.play()
-    assert sorted(scene.ran) == ["calc", "search", "search"]
-    assert scene.last_text() == "done"
-    refused = f"Tool call limit exceeded. Do not call 'search' again. It resets at {RESETS}."
-    assert texts(result).count(refused) == 1
-    assert counts(store) == {SEARCHES: 2}
-    scene.check()
 
 
 WINDOWS = {
@@ -214,7 +169,7 @@ async def test_the_reset_of_two_quotas(
     )
     with captured_decisions() as decisions:
         result = await scene_of(signals, THREE, *limits).play()
-    (refused,) = [each for each in decisions if each.outcome is Outcome.BLOCKED]
+    (refused,) = [each for each in decisions if each.outcome == "blocked"]
     assert refused.resets_at == resets
     assert texts(result)[0] == "Tool call limit exceeded. Do not call 'search' again." + (
         "" if resets is None else f" It resets at {RESETS}."
@@ -246,17 +201,4 @@ async def test_model_end(signals: Signals) -> None:
     )
     assert counts(store) == {f"model:user_id:ann:{TODAY}": 2, "model:global:": 2}
     assert scene.metric("model", "blocked", "user_id") == 1
-    scene.check()
-
-
-async def test_giving_up_charges_nothing_of_the_batch(signals: Signals) -> None:
-    """The batch whose refusals are one too many does not run, and the store charges none of it."""
-    store = MemoryStore()
-    limits = [
-        ToolCallLimit("search", quotas=[Quota(1, per="user_id")], give_up_after=1),
-        ToolCallLimit("calc", quotas=[Quota(1, per="user_id")]),
-    ]
-    scene = scene_of(signals, asking("search", "calc", "search"), *limits, store=store)
-    await scene.play()
-    assert (scene.ran, counts(store)) == ([], {})
     scene.check()

@@ -6,25 +6,12 @@ from typing import Any
 import pytest
 from langgraph.checkpoint.memory import InMemorySaver
 
-from langchain_quota import ModelCallLimit, ModelCallLimitMiddleware, ToolCallLimit
+from langchain_quota import ModelCallLimit, ToolCallLimit
 from langchain_quota.limits import Limit
-from tests.scene import (
-    Kind,
-    Order,
-    Scene,
-    check_history,
-    in_order,
-    model_limiter,
-    orders,
-    tool_limiter,
-)
+from tests.scene import Kind, Order, Scene, check_history, in_order, orders, tool_limiter
 from tests.telemetry import HAS_INLINE, Signals
 
 KINDS: list[Kind] = ["drop-in", "quota", *(["inline"] if HAS_INLINE else [])]  # type: ignore[list-item]
-
-
-class OtherModelLimit(ModelCallLimitMiddleware[Any, Any]):
-    """A second limiter on an agent, told apart by its class."""
 
 
 @orders(2)
@@ -39,35 +26,6 @@ async def test_refused_by_one_is_charged_to_none(order: Order, signals: Signals)
     assert sorted(scene.ran) == (["search"] if all_tools_first else ["calc", "search"])
     assert scene.metric("tool:*", "refunded") == (1 if all_tools_first else 0)
     assert scene.metric("tool:search", "blocked", "run") == 1
-    scene.check()
-
-
-@orders(3)
-async def test_three_limiters(order: Order, signals: Signals) -> None:
-    """Three limiters on overlapping tools keep the rules over two turns, in every order."""
-    batch = ["search", "calc", "search", "calc", "mail"]
-    limiters = (
-        tool_limiter(signals, thread_limit=5, run_limit=3),
-        tool_limiter(signals, "search", thread_limit=2, run_limit=1),
-        tool_limiter(signals, "calc", run_limit=1),
-    )
-    script, tools = [batch, batch, "done", batch, "done"], ("search", "calc", "mail")
-    scene = Scene(signals, script, in_order(order, *limiters), tools=tools)
-    for _ in range(2):
-        await scene.play()
-        scene.check()
-    assert scene.ran.count("search") == 2
-    assert len(scene.answers()) == 15
-
-
-@orders(2)
-async def test_two_model_limiters(order: Order, signals: Signals) -> None:
-    """Two model limiters on one agent count each call once, and the smaller limit holds."""
-    other = OtherModelLimit(thread_limit=6, limit_name="thread", telemetry=signals.telemetry)
-    limiters = in_order(order, model_limiter(signals, run_limit=3), other)
-    scene = Scene(signals, [["calc"], ["calc"], ["calc"], "done"], limiters)
-    await scene.play()
-    assert len(scene.model.calls) == 3
     scene.check()
 
 

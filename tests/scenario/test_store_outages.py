@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 
 from langchain_quota import (
+    MemoryStore,
     ModelCallLimit,
     ModelCallLimitExceededError,
     Quota,
+    RedisStore,
+    TokenLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
 )
-from langchain_quota.core.decision import Outcome
-from langchain_quota.core.messages import SKIPPED
 from langchain_quota.limits import Limit
-from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import captured_decisions
-from tests.scene import ANN, Form, Scene, asking, both_forms, texts
+from tests.scene import ANN, SKIPPED, Form, Scene, asking, both_forms, texts
 from tests.stores import FickleStore, counts
 from tests.telemetry import Signals
 
@@ -50,7 +49,9 @@ def nobody() -> Iterator[RedisStore]:
 
 def per_user(kind: str = "tool", limit: int = 99, **options: Any) -> Limit:
     options = {"quotas": [Quota(limit, per="user_id")], **options}
-    return ToolCallLimit("search", **options) if kind == "tool" else ModelCallLimit(**options)
+    if kind == "tool":
+        return ToolCallLimit("search", **options)
+    return ModelCallLimit(**options) if kind == "model" else TokenLimit(**options)
 
 
 def scene_of(
@@ -84,13 +85,12 @@ async def test_denied_tool_calls(
             assert caught.value.decision.resets_at is None
         else:
             result = await scene.play()
-            assert sorted(texts(result)) == sorted(
-                [UNCHECKED, UNCHECKED, "calc ran" if exit_behavior == "continue" else SKIPPED]
-            )
+            beside = "calc ran" if exit_behavior == "continue" else SKIPPED
+            assert sorted(texts(result)) == sorted([UNCHECKED, UNCHECKED, beside])
             assert scene.last_text() == ("done" if exit_behavior == "continue" else UNCHECKED)
     # What no shared limit counts runs, unless its batch is stopped.
     assert scene.ran == (["calc"] if exit_behavior == "continue" else [])
-    refused = [each for each in decisions if each.outcome is Outcome.BLOCKED]
+    refused = [each for each in decisions if each.outcome == "blocked"]
     assert [each.leading and each.leading.reason for each in refused] == ["store"] * 2
     assert all(each.leading and each.leading.shared for each in refused)
     blocked = [scene.metric("tool:search", "blocked", of) for of in ("store", "user_id", "thread")]
@@ -108,11 +108,15 @@ async def test_denied_tool_calls(
 
 
 @pytest.mark.parametrize("exit_behavior", ["end", "error", "finalize"])
-async def test_denied_model_calls(exit_behavior: Any, nobody: RedisStore, signals: Signals) -> None:
+@pytest.mark.parametrize("of", ["model", "token"])
+async def test_denied_model_calls(
+    exit_behavior: Any, of: str, nobody: RedisStore, signals: Signals
+) -> None:
     """With nobody to ask, the model is not called, and the run ends as the limit says."""
-    limit = per_user("model", exit_behavior=exit_behavior)
+    keep = {"keep": 9} if (of, exit_behavior) == ("token", "finalize") else {}
+    limit = per_user(of, exit_behavior=exit_behavior, name="model", **keep)
     scene = scene_of(signals, asking("search"), limit, store=nobody)
-    says = "Model call limit could not be checked: try again later."
+    says = f"{of.title()}{' call' * (of == 'model')} limit could not be checked: try again later."
     if exit_behavior == "error":
         with pytest.raises(ModelCallLimitExceededError, match=says):
             await scene.play()
@@ -180,23 +184,6 @@ async def test_one_line_for_each_outage(
     failed = asked(signals, "error")
     assert failed is not None
     assert failures(signals) == failed >= 3
-
-
-@outages
-@pytest.mark.parametrize("hears", [True, False], ids=["answers lost", "not heard"])
-async def test_counts_after_an_outage(outage: Any, *, hears: bool, signals: Signals) -> None:
-    """When the store is back, it counts what ran and nothing else, heard of or not."""
-    store = FickleStore(MemoryStore())
-    store.hears = hears
-    limits = [per_user(thread_limit=99), per_user("model")]
-    scene = scene_of(signals, asking("search", "calc"), *limits, store=store, outage=outage)
-    for down in (False, True, True, False, True, False):
-        store.down = down
-        await scene.play()
-    searches, models = scene.ran.count("search"), len(scene.model.calls)
-    assert (searches, models) == ((3, 6) if outage == "block" else (6, 12))
-    assert counts(store) == {SEARCHES: searches, THREAD: searches, "model:user_id:ann": models}
-    scene.check()
 
 
 async def test_many_runs_in_one_outage(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
