@@ -9,7 +9,6 @@ from typing import Any
 from weakref import ref
 
 import pytest
-from langchain_core.tools import StructuredTool
 from langgraph.types import interrupt
 from prometheus_client import generate_latest
 
@@ -25,8 +24,8 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import Form, Kind, Scene, both_forms, delegate
-from tests.telemetry import HAS_INLINE, Signals
+from tests.scene import Form, Kind, Scene, both_forms, delegate, each_kind, recording
+from tests.telemetry import Signals
 from tests.tokens import RETRY, ProviderError, answer
 
 PRICES = {"big": Price(input=2, output=8), "small": Price(input=1, output=1)}
@@ -37,7 +36,6 @@ METERS: list[Limit] = [
     ToolCallLimit("search", enforce=False),
     ModelCallLimit(enforce=False),
 ]
-KINDS: list[Kind] = ["quota", "graph", "inline"] if HAS_INLINE else ["quota", "graph"]
 ASKED: Any = {"messages": [("user", "hi")]}
 
 
@@ -45,8 +43,14 @@ def model(*script: Any, name: str = "big") -> ScriptedChatModel:
     return ScriptedChatModel(model=name, script=[*script])
 
 
+def totals(bill: Any) -> tuple[int, int, int]:
+    """The calls of models and tools, and the tokens."""
+    models = bill.total("model")
+    return models.calls, bill.total("tool").calls, models.total_tokens
+
+
 @pytest.mark.parametrize("store", [None, MemoryStore()], ids=["state", "store"])
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 async def test_a_meter_counts_and_limits_nothing(kind: Kind, store: Any, signals: Signals) -> None:
     """Limits without a number count in spans, metrics and the state, and no limit has a series."""
     script = answer(1000, "search"), answer(500)
@@ -65,31 +69,18 @@ async def test_a_meter_counts_and_limits_nothing(kind: Kind, store: Any, signals
         assert signals.samples("langchain_quota_limit_near_ratio", **labels) == {}
     assert signals.samples("langchain_quota_errors_total") == {}
     assert b"NaN" not in generate_latest(signals.registry)
-    assert (
-        bill.total("model").calls,
-        bill.total("tool").calls,
-        bill.total("model").total_tokens,
-    ) == (2, 1, 1500)
+    assert totals(bill) == (2, 1, 1500)
     assert bill.dollars == Decimal("0.10") + Decimal(1498 * 2 + 2 * 8) / 10**6
 
 
 async def test_the_tree(signals: Signals) -> None:
     """A receipt shows calls, tokens, costs, refusals and the end, by agent, tool and model."""
-    inner = Scene(
-        signals,
-        model(answer(11, "search"), answer(21, "search"), name="small"),
-        [ToolCallLimit("search", run_limit=1, exit_behavior="end")],
-        name="reader",
-        checkpointer=None,
-    )
-    scene = Scene(
-        signals,
-        model(answer(101, "delegate"), answer(201)),
-        [CostLimit(enforce=False)],
-        tools=[delegate(inner.agent)],
-        prices=PRICES,
-        name="main",
-    )
+    small = model(answer(11, "search"), answer(21, "search"), name="small")
+    limit = ToolCallLimit("search", run_limit=1, exit_behavior="end")
+    inner = Scene(signals, small, [limit], name="reader", checkpointer=None)
+    big, tools = model(answer(101, "delegate"), answer(201)), [delegate(inner.agent)]
+    meter = CostLimit(enforce=False)
+    scene = Scene(signals, big, [meter], tools=tools, prices=PRICES, name="main")
 
     with scene.quota.receipt() as bill:
         await scene.play()
@@ -126,26 +117,19 @@ async def test_what_is_not_known(signals: Signals) -> None:
 
 
 @both_forms
-@pytest.mark.parametrize("blocks", [1, 2])
-async def test_an_interrupt(form: Form, blocks: int, signals: Signals) -> None:
-    """An interrupt and its resume in one block are one run; in two blocks each has its part."""
-    ask = StructuredTool.from_function(lambda: interrupt("May I?"), name="ask", description="Ask.")
+async def test_an_interrupt(form: Form, signals: Signals) -> None:
+    """Of an interrupt and its resume in two blocks each has its part."""
+    ask = recording("ask", [], lambda: interrupt("May I?"))
     script = answer(10, "ask"), answer(20)
     scene = Scene(signals, model(*script), [TokenLimit(run_limit=99)], tools=[ask], form=form)
 
     with scene.quota.receipt() as first:
         await scene.play()
-        if blocks == 1:
-            await scene.resume("yes")
     with scene.quota.receipt() as second:
-        if blocks == 2:
-            await scene.resume("yes")
+        await scene.resume("yes")
 
-    parts = [
-        (each.runs, each.total("model").total_tokens, each.total("tool").calls)
-        for each in (first, second)
-    ]
-    assert parts == ([(1, 30, 1), (0, 0, 0)] if blocks == 1 else [(1, 10, 0), (1, 20, 1)])
+    assert [totals(each) for each in (first, second)] == [(1, 0, 10), (1, 1, 20)]
+    assert (first.runs, second.runs) == (1, 1)
 
 
 @both_forms
@@ -174,13 +158,7 @@ async def test_nested_and_beside(form: Form, signals: Signals) -> None:
 
 async def test_calls_that_do_not_run(signals: Signals) -> None:
     """Refunded and skipped calls are not on the bill; retries, and calls that fail, are."""
-    slow, refused = asyncio.Event(), asyncio.Event()
-
-    async def search() -> str:
-        await slow.wait()
-        return "done"
-
-    tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
+    refused = asyncio.Event()
     limits: list[Limit] = [
         ConcurrencyLimit("search", max_concurrency=1, wait=0),
         CostLimit(run_limit=1, tool_prices={"search": "0.10", "calc": "0.01"}),
@@ -190,24 +168,18 @@ async def test_calls_that_do_not_run(signals: Signals) -> None:
         signals,
         model(*script),
         [RETRY, *limits],
-        tools=[tool, "calc"],
+        tools=[recording("search", [], refused.wait), "calc"],
         prices=PRICES,
         store=MemoryStore(),
         on_decision=lambda each: refused.set() if each.outcome == "blocked" else None,
     )
 
     with scene.quota.receipt() as bill:
-        run = asyncio.create_task(scene.play())
-        await refused.wait()
-        slow.set()
-        await run
+        await scene.play()
 
     assert bill.total("tool").blocked == {"concurrency:search": 1}
-    assert [(line.name, line.calls) for line in bill.lines] == [
-        ("big", 3),
-        ("calc", 1),
-        ("search", 1),
-    ]
+    calls = [(line.name, line.calls) for line in bill.lines]
+    assert calls == [("big", 3), ("calc", 1), ("search", 1)]
     assert bill.total("tool").nanodollars == 110_000_000
 
 
@@ -215,12 +187,11 @@ async def test_nothing_is_kept(signals: Signals) -> None:
     """After the block a receipt counts nothing more, keeps no run, and is freed with its name."""
     started, goes_on = asyncio.Event(), asyncio.Event()
 
-    async def search() -> str:
+    def search() -> Any:
         started.set()
-        await goes_on.wait()
-        return "done"
+        return goes_on.wait()
 
-    tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
+    tool = recording("search", [], search)
     script = [answer(10, "search"), answer(20)]
     scene = Scene(signals, model(*script), [TokenLimit(run_limit=99)], tools=[tool])
     with scene.quota.receipt() as bill:
@@ -232,11 +203,7 @@ async def test_nothing_is_kept(signals: Signals) -> None:
     kept = ref(scene.model)
     del scene, run, tool
     gc.collect()
-    assert (
-        bill.total("model").calls,
-        bill.total("tool").calls,
-        bill.total("model").total_tokens,
-    ) == (1, 1, 10)
+    assert totals(bill) == (1, 1, 10)
     assert (bill.running, kept()) == ({}, None)
     freed = ref(bill)
     del bill

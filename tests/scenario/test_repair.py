@@ -7,23 +7,12 @@ from typing import Any
 import pytest
 from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langchain_core.messages import AIMessage, HumanMessage, ToolCall, ToolMessage
-from langchain_core.tools import StructuredTool
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import interrupt
 
 from langchain_quota import ToolCallLimitExceededError
-from langchain_quota.core.messages import ABANDONED
-from tests.scene import (
-    CONFIG,
-    Middleware,
-    Order,
-    Scene,
-    cancel_at,
-    check_history,
-    in_order,
-    orders,
-    tool_limiter,
-)
+from tests import scene as scenes
+from tests.scene import ABANDONED, CONFIG, Order, Scene, cancel_at, check_history, tool_limiter
 from tests.telemetry import Signals
 
 
@@ -35,36 +24,25 @@ def kinds(scene: Scene) -> list[str]:
     return [message.type for message in scene.state()["messages"]]
 
 
-async def test_error(signals: Signals) -> None:
-    """`error` leaves its batch open; the next run answers it behind its message, uncharged."""
-    limiter = tool_limiter(signals, "search", run_limit=1, exit_behavior="error")
-    scene = Scene(signals, [["search", "search", "calc"], "done"], [limiter])
-
-    with pytest.raises(ToolCallLimitExceededError):
-        await scene.play()
-    assert kinds(scene) == ["human", "ai"]
-    scene.check(answered=False)
-
-    await scene.play()
-    assert kinds(scene) == ["human", "ai", "tool", "tool", "tool", "human", "ai"]
-    assert scene.answers() == [("search", "error"), ("search", "error"), ("calc", "error")]
-    assert scene.ran == []
-    scene.check()
-
-
-@orders(3)
+@scenes.orders(3)
 async def test_error_in_a_stack(order: Order, signals: Signals) -> None:
-    """What other limiters charged before `error` raised is taken back by the next run, once."""
+    """What other limiters charged before `error` raised is taken back by the next run, once.
+
+    Until then a resumed run raises again, and no charges pile up.
+    """
     limiters = [
         tool_limiter(signals, thread_limit=9),
         tool_limiter(signals, "search", run_limit=1, exit_behavior="error"),
         tool_limiter(signals, "calc", thread_limit=9),
     ]
     script = [["calc"], ["search", "search", "calc"], ["search", "calc"], "done", "done"]
-    scene = Scene(signals, script, in_order(order, *limiters))
+    scene = Scene(signals, script, scenes.in_order(order, *limiters))
 
-    with pytest.raises(ToolCallLimitExceededError):
-        await scene.play()
+    for again in (scene.play, scene.go_on, scene.go_on):
+        with pytest.raises(ToolCallLimitExceededError) as raised:
+            await again()
+        assert (raised.value.thread_count, raised.value.run_count) == (2, 2)
+        assert kinds(scene)[-1] == "ai"
     for _ in range(2):
         await scene.play()
         scene.check()
@@ -73,26 +51,6 @@ async def test_error_in_a_stack(order: Order, signals: Signals) -> None:
     # The last of the list checks first: 3 calls by all tools.
     checked_before_error = order[order.index(1) + 1 :]
     assert scene.metric("tool:*", "refunded") == (3 if 0 in checked_before_error else 0)
-
-
-async def test_a_resume_raises_again(signals: Signals) -> None:
-    """A run that `error` stopped raises at each resume, and no charges pile up."""
-    limiters = [
-        tool_limiter(signals, "search", run_limit=0, exit_behavior="error"),
-        tool_limiter(signals, thread_limit=9),
-    ]
-    scene = Scene(signals, [["calc"], ["search", "calc"], "done"], limiters)
-
-    with pytest.raises(ToolCallLimitExceededError):
-        await scene.play()
-    for _ in range(2):
-        with pytest.raises(ToolCallLimitExceededError) as raised:
-            await scene.go_on()
-        assert (raised.value.thread_count, raised.value.run_count) == (1, 1)
-
-    await scene.play()
-    assert scene.ran == ["calc"]
-    scene.check()
 
 
 @pytest.mark.parametrize("end", ["crash", "interrupt", "cancellation"])
@@ -112,7 +70,7 @@ async def test_a_call_that_had_begun(end: str, signals: Signals) -> None:
         tool_limiter(signals, thread_limit=2),
         tool_limiter(signals, "search", thread_limit=9, exit_behavior="error"),
     ]
-    tools: list[Any] = [StructuredTool.from_function(coroutine=ask, description="Ask."), "search"]
+    tools: list[Any] = [scenes.recording("ask", [], ask), "search"]
     scene = Scene(signals, [["ask", "search"], "done"], limiters, tools=tools)
 
     if end == "cancellation":
@@ -140,7 +98,7 @@ async def test_an_abandoned_review(
 
     Where none is before it, nothing tells an abandoned review from a crashed tool.
     """
-    limiters: list[Middleware] = [
+    limiters: list[Any] = [
         tool_limiter(signals, run_limit=2),
         tool_limiter(signals, "search", thread_limit=2),
     ]

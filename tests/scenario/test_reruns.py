@@ -12,14 +12,13 @@ from langchain_core.tools import InjectedToolCallId, StructuredTool
 from langgraph.checkpoint.base import Checkpoint
 from langgraph.checkpoint.memory import InMemorySaver
 
-from langchain_quota import ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
-from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.testing import captured_decisions
-from tests.scene import ANN, CONFIG, Kind, Scene, asking, cancel_at, check_history
+from tests.scene import ANN, CONFIG, Scene, asking, cancel_at, check_history, each_kind, either
 from tests.stores import DAY, Clock, SlowStore, counts, run_counts
-from tests.telemetry import Signals, needs_inline
+from tests.telemetry import Signals
 
 SEARCHES = "search:user_id:ann"
 MODEL_CALLS = "model:user_id:ann"
@@ -78,8 +77,8 @@ async def test_hooks_that_crash_again_and_again(call_id: str | None, signals: Si
     scene.check()
 
 
-@pytest.mark.parametrize("kind", ["quota", "graph", pytest.param("inline", marks=needs_inline)])
-async def test_an_id_that_comes_again(kind: Kind, signals: Signals) -> None:
+@each_kind
+async def test_an_id_that_comes_again(kind: Any, signals: Signals) -> None:
     """A call that no store checks is decided once, though a call of a store had the same id."""
     turns = [[ToolCall(name=name, args={}, id="1")] for name in ("search", "calc")]
     store = MemoryStore()
@@ -107,38 +106,33 @@ async def test_checked_twice(days: int, signals: Signals) -> None:
     assert counts(store) == {f"search:global::86400:{20454 + days}": 2}
 
 
-@pytest.mark.parametrize("kind", ["tool", "model"])
+@pytest.mark.parametrize("of", ["tool", "model"])
 @pytest.mark.parametrize("heard", [True, False], ids=["heard", "not heard"])
-@pytest.mark.parametrize("then", ["a new turn", "resumed"])
-@pytest.mark.parametrize("held", ["quota", pytest.param("inline", marks=needs_inline)])
+@pytest.mark.parametrize("then", ["a new turn", "resumed", "on another thread"])
+@either
 async def test_cancelled_while_asking(
-    *, heard: bool, kind: str, then: str, held: Kind, signals: Signals
+    *, heard: bool, of: str, then: str, kind: Any, signals: Signals
 ) -> None:
     """A run cancelled while it asks the store leaves no charge, once the next call has asked."""
     store = SlowStore(MemoryStore(), heard=heard)
-    limit = limit_of(kind)
-    scene = Scene(signals, asking("search"), [limit], kind=held, store=store, context=ANN)
+    limit = limit_of(of)
+    scene = Scene(signals, asking("search"), [limit], kind=kind, store=store, context=ANN)
     await cancel_at(store.reached, scene.play())
     assert sum(counts(store).values()) == int(heard)
-    await (scene.play() if then == "a new turn" else scene.go_on())
+    if then == "on another thread":
+        scene.context, scene.thread_id = {"user_id": "bob"}, "thread-2"
+    await (scene.go_on() if then == "resumed" else scene.play())
     assert scene.ran == ["search"]
-    assert counts(store) == ({SEARCHES: 1} if kind == "tool" else {MODEL_CALLS: 2})
-    assert scene.metric(limit.name, "allowed") == (1 if kind == "tool" else 2)
+    user = scene.context["user_id"]
+    ran = {f"search:user_id:{user}": 1} if of == "tool" else {f"model:user_id:{user}": 2}
+    assert counts(store) == ran
+    assert scene.metric(limit.name, "allowed") == sum(ran.values())
     check_history(scene.state()["messages"])
     # What was under way then comes too late.
     kept = counts(store)
     with pytest.raises(QuotaStoreError, match="corrected before it arrived"):
         store.kept.acquire(store.asked[0])
     assert counts(store) == kept
-
-
-async def test_cancelled_and_settled_by_another(signals: Signals) -> None:
-    """What a cancelled run may have charged is taken back by whoever asks next, on any thread."""
-    store = SlowStore(MemoryStore(), heard=True)
-    scene = Scene(signals, asking("search"), [limit_of()], store=store, context=ANN)
-    await cancel_at(store.reached, scene.play())
-    await scene.play(context={"user_id": "bob"}, thread_id="thread-2")
-    assert counts(store) == {"search:user_id:bob": 1}
 
 
 class LossySaver(InMemorySaver):
@@ -160,9 +154,9 @@ class LossySaver(InMemorySaver):
             super().put_writes(*args)
 
 
-@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+@either
 @pytest.mark.parametrize("keeps", [2, 3, 5, 7])
-async def test_a_run_whose_checkpoints_are_lost(kind: Kind, keeps: int, signals: Signals) -> None:
+async def test_a_run_whose_checkpoints_are_lost(kind: Any, keeps: int, signals: Signals) -> None:
     """Wherever the lost checkpoints begin, the resumed run has what is left of its budget."""
     store, saver, started = MemoryStore(), LossySaver(keeps), list[str]()
 
@@ -172,7 +166,7 @@ async def test_a_run_whose_checkpoints_are_lost(kind: Kind, keeps: int, signals:
             raise ConnectionAbortedError  # the process dies
         return "found"
 
-    tool = StructuredTool.from_function(coroutine=search, name="search", description="search")
+    tool = StructuredTool.from_function(coroutine=search, description="Search.")
     limits: list[Limit] = [
         ToolCallLimit("search", run_limit=3, thread_limit=9, exit_behavior="end"),
         ModelCallLimit(run_limit=6),
