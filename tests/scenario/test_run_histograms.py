@@ -25,8 +25,8 @@ from langchain_quota import (
     ToolCallLimit,
 )
 from langchain_quota.limits import Limit
-from tests.scene import Form, Kind, Scene, both_forms, recording
-from tests.telemetry import Signals, needs_inline, paid, telling
+from tests.scene import Form, Kind, Scene, both_forms, either, recording
+from tests.telemetry import Signals, paid, telling
 
 USED = "langchain_quota_run_used"
 MODEL, SEARCH = ModelCallLimit(run_limit=99, name="model"), ToolCallLimit("search", run_limit=2)
@@ -57,25 +57,16 @@ def turns(*numbers: int) -> Callable[[Sequence[BaseMessage]], Any]:
 
 
 @both_forms
-@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+@either
 async def test_each_run_of_a_thread_is_observed(kind: Kind, form: Form, observing: Signals) -> None:
     """With its calls, tokens, dollars and seconds; refused calls and other runs do not count."""
-    cost = CostLimit(run_limit=9, tool_prices={"search": Decimal("0.25")})
     limits: list[Limit] = [
-        MODEL,
-        SEARCH,
-        TokenLimit(thread_limit=9_999),
-        cost,
-        TimeLimit(run_limit="1h"),
+        *(MODEL, SEARCH, RepeatLimit(9, name="repeats")),
+        *(TokenLimit(thread_limit=9_999), TimeLimit(run_limit="1h")),
+        CostLimit(run_limit=9, tool_prices={"search": Decimal("0.25")}),
     ]
-    scene = Scene(
-        observing,
-        turns(0, 1, 4),
-        [*limits, RepeatLimit(9, name="repeats")],
-        kind=kind,
-        form=form,
-        prices=lambda usage: Decimal(0),
-    )
+    options: Any = {"kind": kind, "form": form, "prices": lambda usage: Decimal(0)}
+    scene = Scene(observing, turns(0, 1, 4), limits, **options)
     for _ in range(3):
         await scene.play()
     assert observed(observing, "model") == [3, 1 + 2 + 5]
@@ -138,12 +129,7 @@ async def test_all_ends_count(how: str, observing: Signals) -> None:
 async def test_a_sub_agents_run_is_its_own(observing: Signals) -> None:
     """A sub-agent in a tool is observed under its name, and its calls are not the outer agent's."""
     helper = Scene(observing, turns(1, 0), [MODEL], name="helper")
-
-    async def search() -> str:
-        """Ask the helper."""
-        return str((await helper.play(thread_id="2"))["messages"][-1].text)
-
-    tool = StructuredTool.from_function(coroutine=search, name="search")
+    tool = recording("search", [], lambda: helper.play(thread_id="2"))
     await Scene(observing, turns(2), [MODEL], tools=[tool], name="boss").play()
     assert observed(observing, "model", agent="boss") == [1, 3]
     assert observed(observing, "model", agent="helper") == [2, 3]
@@ -158,8 +144,8 @@ async def test_where_there_are_none(kind: Kind, signals: Signals, observing: Sig
     assert observed(scene.signals, "model") == [-1, -1]
 
 
-def quantile(signals: Signals, name: str, share: float) -> tuple[float, float, float]:
-    """What PromQL's `histogram_quantile` makes of the exposition, and the bucket around it."""
+def around(signals: Signals, name: str, share: float) -> tuple[float, float]:
+    """The bucket in which PromQL's `histogram_quantile` looks for a quantile."""
     text = generate_latest(signals.registry).decode()
     buckets = [
         (float(each.labels["le"]), each.value)
@@ -167,14 +153,8 @@ def quantile(signals: Signals, name: str, share: float) -> tuple[float, float, f
         for each in family.samples
         if each.name == f"{name}_bucket"
     ]
-    rank, below, bound = share * buckets[-1][1], 0.0, 0.0
-    for upper, count in buckets:
-        if count >= rank:
-            if math.isinf(upper) or upper <= 0:
-                return (bound, bound, upper) if math.isinf(upper) else (upper, upper, upper)
-            return bound + (upper - bound) * (rank - below) / (count - below), bound, upper
-        below, bound = count, upper
-    raise AssertionError
+    at = next(at for at, (_, count) in enumerate(buckets) if count >= share * buckets[-1][1])
+    return buckets[at - 1][0] if at else 0, buckets[at][0]
 
 
 def test_quantiles_are_right_within_a_bucket(observing: Signals) -> None:
@@ -201,6 +181,5 @@ def test_quantiles_are_right_within_a_bucket(observing: Signals) -> None:
     for unit, values in truth.items():
         for share in (0.5, 0.95, 1.0):
             true = sorted(values)[math.ceil(share * len(values)) - 1]
-            estimate, lower, upper = quantile(observing, f"{USED}{unit}", share)
+            lower, upper = around(observing, f"{USED}{unit}", share)
             assert lower <= true <= upper, (unit, share, true)
-            assert lower <= estimate <= upper

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from langchain_core.messages import AIMessage, ToolMessage
-from langchain_core.tools import StructuredTool
 from langgraph.types import Command
 
 from langchain_quota import (
@@ -26,7 +25,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import ANN, CONFIG, Form, Kind, Scene, both_forms, delegate
+from tests.scene import ANN, CONFIG, Form, Kind, Scene, both_forms, delegate, each_kind, recording
 from tests.stores import DAY, Clock, FickleStore
 from tests.telemetry import HAS_INLINE, Signals, paid, telling
 
@@ -145,12 +144,7 @@ async def test_a_subject_without_a_label_is_not_named(signals: Signals) -> None:
 
 async def test_calls_that_wait_or_last_too_long(signals: Signals) -> None:
     """Answers that are written around a tool have data, too: slots and the time of a call."""
-
-    async def browse() -> str:
-        await asyncio.Event().wait()
-        return ""
-
-    tool = StructuredTool.from_function(coroutine=browse, name="browser", description="Browse.")
+    tool = recording("browser", [], lambda: asyncio.Event().wait())
     limits: list[Limit] = [
         ConcurrencyLimit("browser", max_concurrency=1, wait=0),
         TimeLimit(call_limit=0.01),
@@ -198,7 +192,7 @@ async def streamed(scene: Scene, given: Any = None) -> list[dict[str, Any]]:
     return [each async for each in scene.agent.astream(given, CONFIG, **how)]
 
 
-@pytest.mark.parametrize("kind", ["quota", *(["inline"] if HAS_INLINE else []), "graph"])
+@each_kind
 @both_forms
 async def test_events_of_a_run(form: Form, kind: Kind, signals: Signals) -> None:
     """A client gets one event for each crossing and refusal, and one for the end; unless off."""
@@ -260,12 +254,7 @@ async def test_events_of_waits(signals: Signals, monkeypatch: pytest.MonkeyPatch
     ]
 
     is_told = asyncio.Event()
-
-    async def browse() -> str:
-        await is_told.wait()
-        return "seen"
-
-    tool = StructuredTool.from_function(coroutine=browse, name="browser", description="Browse.")
+    tool = recording("browser", [], is_told.wait)
     slots = ConcurrencyLimit("browser", max_concurrency=1, wait=60)
     scene = Scene(signals, [["browser"] * 2, "done"], [slots], tools=[tool], stream_events=True)
     given: Any = {"messages": [("user", "hi")]}

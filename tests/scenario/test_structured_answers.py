@@ -8,7 +8,7 @@ from langchain.agents.structured_output import ToolStrategy
 
 from langchain_quota import ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
-from tests.scene import INVALID, VALID, Kind, Scene, Weather
+from tests.scene import INVALID, VALID, Kind, Scene, Weather, either
 from tests.telemetry import Signals, needs_inline
 
 EXITS = ["continue", "end", "error"]
@@ -49,7 +49,7 @@ async def test_a_refusal_beside_it(exit_behavior: Any, kind: Kind, signals: Sign
     ],
     ids=["give up", "end", "finalize"],
 )
-@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+@either
 async def test_no_limit_ends_the_run_behind_it(kind: Kind, limit: Limit, signals: Signals) -> None:
     """After a delivered answer no limit ends the run: nothing else runs, no message follows it."""
     scene = scene_of(signals, [["search", VALID]], limit, kind=kind)

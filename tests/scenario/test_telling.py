@@ -20,15 +20,14 @@ from pydantic import PrivateAttr
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, ToolCallLimit
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import ANN, VALID, Kind, Scene, Weather
-from tests.telemetry import Signals, needs_inline, paid
+from tests.scene import ANN, VALID, Kind, Scene, Weather, either
+from tests.telemetry import Signals, paid
 
 NO_TOOLS = "No tool may be called now: every tool call will be refused."
 THE_MODEL = ModelCallLimit(run_limit=1)
 TOLD = "Budget: this is model call 1 of 1."
 TELL: dict[str, Any] = {"tell_model": True}
 HIDE: dict[str, Any] = {"hide_exhausted": True}
-each_kind = pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
 
 
 def notes(scene: Scene) -> list[str]:
@@ -40,7 +39,7 @@ def offered(scene: Scene) -> list[tuple[str, ...]]:
     return [each.tools for each in scene.model.calls]
 
 
-@each_kind
+@either
 async def test_quiet_until_near(kind: Kind, signals: Signals) -> None:
     """Nothing is said below the near share; then every limit, with its scarcest scope."""
     limits: list[Limit] = [
@@ -139,7 +138,7 @@ async def test_where_a_note_stands(newest: AnyMessage, expected: Any, signals: S
         assert sent[-1] == kept[-1].model_copy(update={"content": expected})
 
 
-@each_kind
+@either
 async def test_exhausted_tools_are_hidden(kind: Kind, signals: Signals) -> None:
     """A tool with nothing left is not offered, by whichever limit; in a new run it is again."""
     limits = [
@@ -223,7 +222,7 @@ async def test_a_tool_of_the_provider_stays(signals: Signals) -> None:
 CAPABLE = partial(ScriptedChatModel, profile={"structured_output": True})
 
 
-@each_kind
+@either
 @pytest.mark.parametrize(
     ("strategy", "model", "by_tool"),
     [

@@ -16,10 +16,10 @@ from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, max_
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.scenario.test_model_pace import Refused
-from tests.scenario.test_waiting import Passing, until
-from tests.scene import Form, Kind, Scene, both_forms
+from tests.scenario.test_waiting import Passing
+from tests.scene import Form, Kind, Scene, both_forms, each_kind, either, until
 from tests.stores import DAY, Clock, FickleStore, counts
-from tests.telemetry import Signals, needs_inline
+from tests.telemetry import Signals
 from tests.tokens import RETRY, ProviderError, answer
 
 MINUTE = Quota(60, per="global", window="1m", smooth=True)
@@ -45,7 +45,7 @@ async def waits(signals: Signals, number: int, name: str = "tokens") -> None:
 
 
 @both_forms
-@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline), "graph"])
+@each_kind
 async def test_calls_wait_for_their_reserve(
     form: Form, kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +86,7 @@ async def test_what_is_used_beyond_the_reserve_delays_later_calls(
         assert clock.now - start == pytest.approx(pause, abs=0.01)
 
 
-@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+@either
 async def test_who_waits_holds_nothing(
     kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

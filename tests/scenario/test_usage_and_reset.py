@@ -10,10 +10,8 @@ from langgraph.types import interrupt
 
 from langchain_quota import ModelCallLimit, QuotaMiddleware, TokenLimit, ToolCallLimit, usage
 from langchain_quota.limits import Limit
-from tests.scene import Form, Kind, Scene, both_forms, recording
-from tests.telemetry import Signals, needs_inline
-
-each_kind = pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+from tests.scene import Form, Kind, Scene, both_forms, either, recording
+from tests.telemetry import Signals
 
 
 @tool(return_direct=True)
@@ -33,7 +31,7 @@ def scene_of(signals: Signals, script: Any, **search: Any) -> Scene:
     return Scene(signals, script, limits, kind=kind, form=form, tools=["search", report, ask])
 
 
-@each_kind
+@either
 async def test_usage_is_what_ran(kind: Kind, signals: Signals) -> None:
     """`usage` tells the calls of a thread and of its newest run; nothing of a fresh thread."""
     script = [["search"], "done", ["search", "search"], "done"]
@@ -75,7 +73,7 @@ async def test_model_calls_are_counted_beside_a_budget_alone(signals: Signals) -
 
 
 @both_forms
-@each_kind
+@either
 async def test_reset_gives_the_quota_back(form: Form, kind: Kind, signals: Signals) -> None:
     """After a reset the thread can use its whole limit again, and no run is pending."""
     script = [["search", "search"], "done", ["search"], "done"]
@@ -98,7 +96,7 @@ async def test_reset_gives_the_quota_back(form: Form, kind: Kind, signals: Signa
 
 
 @both_forms
-@each_kind
+@either
 async def test_reset_after_a_direct_return(form: Form, kind: Kind, signals: Signals) -> None:
     """A reset does not wake a thread whose run ended with a tool's answer."""
     scene = scene_of(signals, [["report"], "done"], form=form, kind=kind)

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -15,20 +14,31 @@ from typing_extensions import TypedDict
 from langchain_quota import (
     MemoryStore,
     ModelCallLimit,
+    ModelCallLimitExceededError,
     Quota,
+    RedisStore,
     RepeatLimit,
     TokenLimit,
     ToolCallLimit,
+    ToolCallLimitExceededError,
 )
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
-from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
-from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import captured_decisions
-from tests.scene import Form, Kind, Scene, asking, both_forms, recording, texts
+from tests.scene import (
+    PATIENCE,
+    Form,
+    Kind,
+    Scene,
+    asking,
+    both_forms,
+    each_kind,
+    recording,
+    texts,
+    until,
+)
 from tests.stores import DAY, NOON, Clock, FickleStore
-from tests.telemetry import Signals, attributes, needs_inline, paid
+from tests.telemetry import Signals, attributes, paid
 
-PATIENCE = 60
 WHO: ContextVar[int] = ContextVar("who")
 QUICK = Quota(50, per="global", window="1s", smooth=True)
 HOURLY = Quota(1, per="global", window="1h", smooth=True)
@@ -91,15 +101,8 @@ def waits(number: int, signals: Signals) -> bool:
     return signals.value(GAUGE, **SEARCH) == number
 
 
-async def until(happens: Callable[[], object]) -> None:
-    """Wait for what has no event of its own."""
-    async with asyncio.timeout(PATIENCE):
-        while not happens():  # noqa: ASYNC110 - so it is
-            await asyncio.sleep(0.001)
-
-
 @both_forms
-@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline), "graph"])
+@each_kind
 async def test_calls_are_spread_evenly(
     form: Form, kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +339,7 @@ async def test_room_that_comes_early(
 
 
 @both_forms
-@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline), "graph"])
+@each_kind
 async def test_the_calls_of_a_message_start_one_after_the_other(
     form: Form, kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
