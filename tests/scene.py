@@ -211,8 +211,6 @@ class Scene:
     ) -> None:
         self.signals, self.kind, self.form = signals, kind, form
         self.context, self.thread_id = context, thread_id
-        self.usage = lambda: usage(self.agent.get_state(self.config))
-        """What the thread and its newest run have used."""
         own = isinstance(script, BaseChatModel)
         self.model: ScriptedChatModel = script if own else ScriptedChatModel(script=script)
         self.ran: list[str] = [] if ran is None else ran
@@ -355,6 +353,10 @@ class Scene:
         newest = self.state()["messages"][-1]
         assert isinstance(newest, AIMessage)
         return newest.text
+
+    def usage(self) -> Any:
+        """What the thread and its newest run have used."""
+        return usage(self.agent.get_state(self.config))
 
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the quota, in the scene's form."""
