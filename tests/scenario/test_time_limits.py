@@ -7,22 +7,24 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import pytest
 from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langchain_core.messages import ToolMessage
-from langchain_core.tools import BaseTool, StructuredTool
+from langchain_core.tools import StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import interrupt
 
 from langchain_quota import ConcurrencyLimit, MemoryStore, Quota, TimeLimit, ToolCallLimit
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
+from tests import scene as scenes
 from tests.clock import Clock
 from tests.forked import run_python
-from tests.scene import CONFIG, Form, Kind, Scene, both_forms, cancel_at, delegate, recording
-from tests.telemetry import Signals, needs_inline
+from tests.scene import CONFIG, Form, Kind, Scene, both_forms, cancel_at, recording, until
+from tests.telemetry import Signals
 from tests.tokens import spent
 
 TIME = "model.milliseconds"
@@ -59,7 +61,7 @@ def model(clock: Clock, *turns: Any, minutes: float = 1) -> Callable[[Any], Any]
     return script
 
 
-@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline), "graph"])
+@scenes.each_kind
 async def test_what_counts(kind: Kind, signals: Signals, clock: Clock) -> None:
     """The time of model and tool calls counts; when none is left the next model call is refused."""
     ran: list[str] = []
@@ -75,7 +77,7 @@ async def test_what_counts(kind: Kind, signals: Signals, clock: Clock) -> None:
     assert signals.value("langchain_quota_spent_seconds_total", **labels) == 480
 
 
-@pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
+@scenes.either
 async def test_a_model_call_that_fails(kind: Kind, signals: Signals, clock: Clock) -> None:
     """Its time, and that of the tools before it, counts in the next run of the thread."""
     search = recording("search", [], passing(clock, 3))
@@ -96,14 +98,11 @@ def asks() -> object:
 @pytest.mark.parametrize("who", ["a reviewer", "a tool", "a limit", "a limit in a store"])
 async def test_a_person_is_no_work(who: str, signals: Signals, clock: Clock) -> None:
     """While a person is asked, even for hours, no time is counted; the run then goes on."""
-    ran: list[str] = []
+    ran, passes = list[str](), passing(clock, 3)
     limits: list[Any] = [ROOMY]
-    search = recording("search", ran, passing(clock, 3))
+    search = recording("search", ran, lambda: (who == "a tool" and asks(), passes()))
     if who == "a reviewer":
         limits.append(HumanInTheLoopMiddleware[Any, Any]({"search": True}))
-    if who == "a tool":
-        passes = passing(clock, 3)
-        search = recording("search", ran, lambda: (asks(), passes()))
     if who.startswith("a limit"):
         limits = [TimeLimit(run_limit="4m", exit_behavior="ask", grant="10m")]
     store = MemoryStore() if "store" in who else None
@@ -121,30 +120,20 @@ async def test_a_person_is_no_work(who: str, signals: Signals, clock: Clock) -> 
 
 async def test_tools_at_the_same_time(signals: Signals, clock: Clock) -> None:
     """Tools of one step count as wall-clock time, not as a sum; one of them asks a person."""
-    ran: list[str] = []
-    ends = {"calc": 3, "search": 4, "ask": 9}
-    may_end = {name: asyncio.Event() for name in [*ends, "no more"]}
-    following = dict(zip(ends, [*ends, "no more"][1:], strict=True))
-    begun: list[str] = []
+    ran, begun = list[str](), list[str]()
+    ends, others_end = {"calc": 3, "search": 4, "ask": 9}, {"calc": 0, "search": 3, "ask": 4}
 
-    def tool(name: str) -> BaseTool:
-        async def run() -> str:
-            begun.append(name)
-            if len(begun) == len(ends):
-                may_end["calc"].set()
-            await may_end[name].wait()
-            clock.now = max(clock.now, 1000 + ends[name])
-            may_end[following[name]].set()
-            if name == "ask":
-                interrupt("Really?")
-                clock.now += 5
-            ran.append(name)
-            return name
-
-        return StructuredTool.from_function(coroutine=run, name=name, description=name)
+    async def work(name: str) -> None:
+        begun.append(name)
+        await until(lambda: len(begun) >= 3 and clock.now >= 1000 + others_end[name])
+        clock.now = max(clock.now, 1000 + ends[name])
+        if name == "ask":
+            asks()
+            clock.now += 5
 
     script = model(clock, [*ends], "done", minutes=0)
-    scene = Scene(signals, script, [ROOMY], tools=[tool(name) for name in ends], ran=ran)
+    tools = [recording(name, ran, partial(work, name)) for name in ends]
+    scene = Scene(signals, script, [ROOMY], tools=tools, ran=ran)
 
     await scene.play()
     clock.now += 60
@@ -193,8 +182,8 @@ async def test_a_cancelled_run(during: str, signals: Signals, clock: Clock) -> N
                 await work()
             return await super()._agenerate(*args, **options)
 
-    tool = StructuredTool.from_function(coroutine=work, name="search", description="Search.")
-    scene = Scene(signals, Model(script=[["search"], "done", "done"]), [ROOMY], tools=[tool])
+    playing, tools = Model(script=[["search"], "done", "done"]), [recording("search", [], work)]
+    scene = Scene(signals, playing, [ROOMY], tools=tools)
     await cancel_at(started, scene.play())
     hangs.clear()
     result = await scene.play()
@@ -208,16 +197,12 @@ async def test_a_cancelled_run(during: str, signals: Signals, clock: Clock) -> N
 async def test_a_tree_of_agents(form: Form, signals: Signals, clock: Clock) -> None:
     """A root run's quota counts the time of sub-agents once; their callers' runs count it, too."""
     store = MemoryStore()
-    quota = Quota("10m", per="root_run")
-    limit = TimeLimit(run_limit="2h", quotas=[quota])
+    limit = TimeLimit(run_limit="2h", quotas=[Quota("10m", per="root_run")])
     some: dict[str, Any] = {"store": store, "form": form}
-    child_tool = recording("search", [], passing(clock, 2))
-    turns = [turn for _ in range(2) for turn in (["search"], "done")]
-    child = Scene(
-        signals, model(clock, *turns), [limit], tools=[child_tool], checkpointer=None, **some
-    )
+    own: Any = {"tools": [recording("search", [], passing(clock, 2))], "checkpointer": None}
+    child = Scene(signals, model(clock, *[["search"], "done"] * 2), [limit], **own, **some)
     script = model(clock, ["delegate"], ["delegate"], "done")
-    scene = Scene(signals, script, [limit], tools=[delegate(child.agent)], **some)
+    scene = Scene(signals, script, [limit], tools=[scenes.delegate(child.agent)], **some)
 
     await scene.play()
 
@@ -227,21 +212,6 @@ async def test_a_tree_of_agents(form: Form, signals: Signals, clock: Clock) -> N
     assert [each.used for each in store.usages(f"{TIME}:root_run:*")] == [10 * MINUTE]
     runs = sorted(each.used for each in store.usages(f"{TIME}:run:*"))
     assert runs == [4 * MINUTE, 4 * MINUTE, 10 * MINUTE]
-
-
-async def test_the_last_answer(signals: Signals, clock: Clock) -> None:
-    """When no more than `keep` is left, the next call is told to answer without tools."""
-    limit = TimeLimit(run_limit="5m", exit_behavior="finalize", keep="2m")
-    search = recording("search", [], passing(clock, 2))
-    scene = Scene(signals, model(clock, ["search"], "all in all"), [limit], tools=[search])
-
-    await scene.play()
-
-    assert scene.last_text() == "all in all"
-    assert ["last model call" in each.messages[-1].text for each in scene.model.calls] == [
-        False,
-        True,
-    ]
 
 
 async def test_what_waits_for_its_turn_does_not_work(signals: Signals, clock: Clock) -> None:
@@ -407,11 +377,7 @@ async def test_what_is_not_ended(form: Form, signals: Signals) -> None:
 @pytest.mark.parametrize("order", [1, -1])
 async def test_the_shortest_of_two_call_limits(order: int, signals: Signals) -> None:
     """It ends the call, wherever it stands."""
-
-    async def run() -> None:
-        await asyncio.Event().wait()
-
-    tool = StructuredTool.from_function(coroutine=run, name="search", description="Search.")
+    tool = recording("search", [], lambda: asyncio.Event().wait())
     limits = [LONG, TimeLimit(call_limit="1h", name="patient")][::order]
     scene = Scene(signals, [["search"], "done"], limits, tools=[tool])
     await scene.play()
@@ -421,12 +387,7 @@ async def test_the_shortest_of_two_call_limits(order: int, signals: Signals) -> 
 async def test_a_run_that_is_cancelled_in_a_limited_call(signals: Signals) -> None:
     """A run that is cancelled from outside ends; its call gets no answer."""
     started = asyncio.Event()
-
-    async def run() -> None:
-        started.set()
-        await asyncio.sleep(60)
-
-    tool = StructuredTool.from_function(coroutine=run, name="search", description="Search.")
+    tool = recording("search", [], lambda: (started.set(), asyncio.sleep(60))[1])
     scene = Scene(signals, [["search"], "done"], [TimeLimit(call_limit="50s")], tools=[tool])
     await cancel_at(started, scene.play())
     assert scene.answers() == []
@@ -441,21 +402,15 @@ def test_a_call_that_is_collected_as_garbage(
     """The garbage collector may end an abandoned call while another one is timed: none waits."""
     began, ended = asyncio.Event(), list[str]()
 
-    async def forever() -> str:
-        """Search."""
+    async def forever() -> None:
         began.set()
         try:
             await asyncio.Event().wait()
         finally:
             ended.append("abandoned")
-        return ""
 
-    abandoned = Scene(
-        signals,
-        [["search"]],
-        [ROOMY],
-        tools=[StructuredTool.from_function(coroutine=forever, name="search")],
-    )
+    tools = [recording("search", [], forever)]
+    abandoned = Scene(signals, [["search"]], [ROOMY], tools=tools)
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda *_: None)  # it tells of the task that is destroyed
     task = loop.create_task(abandoned.play())

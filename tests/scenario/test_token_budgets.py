@@ -130,18 +130,6 @@ async def test_an_error_shows_whether_the_call_may_be_paid(
     assert spent_by_agent(signals).get("unnamed", 0) == (5 if is_paid else 0)
 
 
-async def test_the_last_answer_has_what_is_kept_for_it(signals: Signals) -> None:
-    """When only what is kept is left, the next request says that it is the last one."""
-    limit = TokenLimit(run_limit=100, exit_behavior="finalize", keep=30)
-    scene = Scene(signals, [answer(69, "search"), answer(1, "search"), answer(20)], [limit])
-
-    await scene.play()
-
-    told = ["last model call" in each.messages[-1].text for each in scene.model.calls]
-    assert told == [False, False, True]
-    assert (scene.last_text(), spent(scene)) == ("Hello.", (90, 90))
-
-
 async def test_a_last_answer_that_says_nothing_is_replaced(signals: Signals) -> None:
     """A last call that asks for tools ends the run with a text that says what is used up."""
     limit = TokenLimit(run_limit=100, exit_behavior="finalize", keep=30)

@@ -1,10 +1,8 @@
 """Tools that cost money: a call is charged its price if it ran, and refused if it does not fit."""
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import closing
 from decimal import Decimal
-from secrets import token_hex
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from langchain.agents.middleware import HumanInTheLoopMiddleware, ToolRetryMiddl
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.tools import BaseTool, StructuredTool
 
-from langchain_quota import CostLimit, Quota, ToolCallLimit
+from langchain_quota import CostLimit, MemoryStore, Quota, RedisStore, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import ANN, Scene, tool_limiter
 from tests.server.redis import RedisServer
@@ -82,30 +80,14 @@ def charged(signals: Signals) -> float:
     return round(sum(dollars) * 100) * CENT
 
 
-@pytest.fixture(params=["state", "redis", "postgres"])
-def shared(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """Counts in the state, or in a server."""
-    if request.param == "state":
-        yield {}
-        return
-    if request.param == "postgres":
-        from langchain_quota.stores.postgres import PostgresStore  # noqa: PLC0415 - an extra
-
-        url, prefix = request.getfixturevalue("postgres_url"), token_hex(8)
-        with closing(PostgresStore(url, prefix=prefix, timeout=30)) as store:
-            store.setup()
-            yield {"store": store}
-        return
-    from langchain_quota.stores.redis import RedisStore  # noqa: PLC0415 - an extra
-
-    server: RedisServer = request.getfixturevalue("redis_server")
-    with closing(RedisStore(server.url, prefix=server.prefix())) as store:
-        yield {"store": store}
+stores = pytest.mark.parametrize("stored", [False, True], ids=["state", "store"])
 
 
-async def test_charged_is_what_ran(signals: Signals, shared: dict[str, Any]) -> None:
+@stores
+async def test_charged_is_what_ran(signals: Signals, *, stored: bool) -> None:
     """Calls that fail or are retried are charged once; refused, stopped and free ones nothing."""
-    truth, quotas = Truth(), [Quota(9, per="user_id")] if shared else []
+    truth, store = Truth(), MemoryStore() if stored else None
+    quotas = [Quota(9, per="user_id")] if stored else []
     limit = CostLimit(run_limit="1.40", thread_limit=9, tool_prices=PRICES, quotas=quotas)
     script = [
         answer(11, *made("search", 1, 2), *made("calc", 1, pages=2), *made("fail", 1)),
@@ -115,33 +97,20 @@ async def test_charged_is_what_ran(signals: Signals, shared: dict[str, Any]) -> 
         answer(13, *made("calc", 3), *made("fail", 2, 3)),
         answer(14),
     ]
-    scene = Scene(
-        signals,
-        script,
-        [limit, ToolCallLimit("fail", run_limit=2), RETRY],
-        tools=truth.tools(),
-        prices=by_model,
-        context=ANN,
-        **shared,
-    )
+    given: Any = {"tools": truth.tools(), "prices": by_model, "context": ANN, "store": store}
+    scene = Scene(signals, script, [limit, ToolCallLimit("fail", run_limit=2), RETRY], **given)
     await scene.play()
-    assert set(truth.due) == {
-        "search1",
-        "search2",
-        "calc1",
-        "fail1",
-        "search3",
-        "calc2",
-        "calc3",
-        "fail2",
-    }
+    ran = "search1", "search2", "search3", "calc1", "calc2", "calc3", "fail1", "fail2"
+    assert {*truth.due} == {*ran}
     due = sum(truth.due.values())
     assert spent(scene, MONEY) == (due + 4 * CENT,) * 2
     assert charged(signals) == due
     assert scene.usage().tools == {"fail": 2}
-    if shared:
-        assert set(counts(shared["store"]).values()) == {due + 4 * CENT}
+    if store:
+        assert set(counts(store).values()) == {due + 4 * CENT}
     assert "'search' costs $0.30, more than what is left" in str(scene.state()["messages"])
+    shown = {"agent": "unnamed", "limit": "cost", "scope": "run", "unit": "dollars"}
+    assert signals.value("langchain_quota_limit", **shown) == 1.4
 
 
 @pytest.mark.parametrize("exit_behavior", ["end", "error", "finalize"])
@@ -162,29 +131,25 @@ async def test_a_tool_that_is_too_dear(signals: Signals, exit_behavior: Any) -> 
     assert len(scene.model.calls) == 3
 
 
+@stores
 @pytest.mark.parametrize("why", ["a person", "a drop-in"])
 async def test_a_call_that_does_not_run_is_given_back(
-    signals: Signals, shared: dict[str, Any], why: str
+    signals: Signals, why: str, *, stored: bool
 ) -> None:
     """What a person rejects, and what another limiter refuses, is given back."""
-    truth = Truth()
+    truth, store = Truth(), MemoryStore() if stored else None
     limits: list[Any] = [CostLimit(thread_limit=1, tool_prices=PRICES)]
     if why == "a person":
         limits.append(HumanInTheLoopMiddleware[Any, Any]({"search": True}))
     else:
         # It checks behind the limit, which has charged the call.
         limits.insert(0, tool_limiter(signals, "search", run_limit=0))
-    scene = Scene(
-        signals,
-        [
-            *(answer(11, *made("search", 1), *made("calc", 1)), answer(12)),
-            *(answer(13, *made("calc", 2)), answer(14)),
-        ],
-        limits,
-        tools=truth.tools(),
-        prices=by_model,
-        **shared,
-    )
+    script = [
+        *(answer(11, *made("search", 1), *made("calc", 1)), answer(12)),
+        *(answer(13, *made("calc", 2)), answer(14)),
+    ]
+    given: Any = {"tools": truth.tools(), "prices": by_model, "store": store}
+    scene = Scene(signals, script, limits, **given)
     await scene.play()
     if why == "a person":
         await scene.resume({"decisions": [{"type": "reject"}]})
@@ -192,27 +157,20 @@ async def test_a_call_that_does_not_run_is_given_back(
     await scene.play()
     assert spent(scene, MONEY)[0] == 10 * CENT + 4 * CENT
     assert charged(signals) == 10 * CENT
-    if shared:
-        assert counts(shared["store"]) == {f"{MONEY}:thread:thread-1": 14 * CENT}
+    if store:
+        assert counts(store) == {f"{MONEY}:thread:thread-1": 14 * CENT}
 
 
 async def test_runs_at_once(signals: Signals, redis_server: RedisServer) -> None:
     """Runs that share a quota buy no more than fits, and the server has counted what ran."""
-    from langchain_quota.stores.redis import RedisStore  # noqa: PLC0415 - an extra
-
     truth, limit = Truth(), CostLimit(quotas=[Quota(1, per="user_id")], tool_prices=PRICES)
     with closing(RedisStore(redis_server.url, prefix=redis_server.prefix())) as store:
-        given: Any = {"tools": truth.tools(), "prices": lambda _: Decimal(0), "context": ANN}
+        given: Any = {"prices": lambda _: Decimal(0), "context": ANN, "store": store}
+        given["tools"] = truth.tools()
+        scripts = [[answer(11, *made("search", run)), answer(12)] for run in range(8)]
         scenes = [
-            Scene(
-                signals,
-                [answer(11, *made("search", run)), answer(12)],
-                [limit],
-                thread_id=f"thread-{run}",
-                store=store,
-                **given,
-            )
-            for run in range(8)
+            Scene(signals, script, [limit], thread_id=f"thread-{run}", **given)
+            for run, script in enumerate(scripts)
         ]
         await asyncio.gather(*(each.play() for each in scenes))
         assert len(truth.due) == 3

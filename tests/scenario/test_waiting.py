@@ -152,29 +152,25 @@ async def test_who_comes_first_is_served_first(
     assert [who for _, who in store.admitted] == [*range(5)]
 
 
-async def test_a_window_ends(signals: Signals) -> None:
+@pytest.mark.parametrize(
+    ("kind", "most", "script", "used"),
+    [
+        (ModelCallLimit, 2, lambda _: "done", [2, 2, 1]),
+        (ToolCallLimit, 1, asking("search"), [1, 1]),
+        (TokenLimit, 10, lambda _: paid(10), [10, 10]),
+    ],
+)
+async def test_a_window_ends(
+    kind: Any, most: int, script: Any, *, used: Any, signals: Signals, monkeypatch: Any
+) -> None:
     """A call waits until a fixed window ends, and is counted in the next one."""
-    store = Noting()
-    limit = ModelCallLimit(quotas=[Quota(2, per="global", window="1s")], wait=PATIENCE)
-    scene = Scene(signals, lambda _: "done", [limit], store=store)
-    for _ in range(5):
+    store = MemoryStore(clock=Passing(monkeypatch))
+    limit = kind(quotas=[Quota(most, per="global", window="1s")], wait=PATIENCE)
+    scene = Scene(signals, script, [limit], store=store, hide_exhausted=True)
+    for _ in range(sum(used) // (10 if kind is TokenLimit else 1)):
         await scene.play()
-    assert scene.last_text() == "done"
-    search = ToolCallLimit("search", quotas=[Quota(1, per="global", window="1s")], wait=PATIENCE)
-    options: Any = {"store": MemoryStore(), "hide_exhausted": True}
-    hiding = Scene(signals, asking("search"), [search], **options)
-    for _ in range(2):
-        await hiding.play()
-    assert len(hiding.ran) == 2
-    windows = [each.used for each in store.usages("model:global:*")]
-    assert sum(windows) == 5
-    assert max(windows) <= 2
-    of_tokens = TokenLimit(quotas=[Quota(10, per="global", window="1s")], wait=PATIENCE)
-    budget = Scene(signals, lambda _: paid(10), [of_tokens], store=store)
-    for _ in range(2):
-        await budget.play()
-    tokens = store.usages("model.total_tokens:global:*")
-    assert [each.used for each in tokens if each.used] == [10, 10]
+        assert scene.last_text() == "done"
+    assert [each.used for each in store.usages("*:global:*") if each.used] == used
 
 
 @pytest.mark.parametrize("exits", ["continue", "end", "error"])
@@ -453,39 +449,19 @@ async def test_a_call_that_cannot_run_at_all(
     assert (scene.ran, store.asked) == (["search", "calc"], 2)
 
 
-async def test_nothing_to_wait_for(signals: Signals) -> None:
-    """Where another number refuses, or the store is away, or in a dry run, nobody waits."""
-    quotas = [Quota(5, per="global", window="1h")]
-    of_run = ToolCallLimit("search", run_limit=1, quotas=quotas, wait=PATIENCE)
-    scene = Scene(signals, asking("search", "search"), [of_run], store=MemoryStore())
-    await scene.play()
-    assert scene.ran == ["search"]
-    for action, ran in (("block", 0), ("allow", 1)):
-        store = FickleStore(MemoryStore())
-        store.down = True
-        limit = ToolCallLimit("search", quotas=[HOURLY], wait=PATIENCE)
-        options: Any = {"store": store, "on_store_error": action}
-        scene = Scene(signals, asking("search", "calc"), [limit], **options)
-        await scene.play()
-        assert scene.ran.count("search") == ran
-        assert scene.ran.count("calc") == 1
-
-
 async def test_who_does_not_wait(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dry-run limit; a call that another limit refuses; a call that is too late for one wait."""
+    """A dry-run limit; a call that another number refuses; one that is too late for one wait.
+
+    Nor does anybody for a store that is unavailable.
+    """
     limited: Any = {"quotas": [HOURLY], "wait": DAY}
+    search, hasty = ToolCallLimit("search", **limited), ToolCallLimit(quotas=[HOURLY], wait=1)
+    ending = ToolCallLimit("calc", thread_limit=1, exit_behavior="end")
     cases: Any = [
         (3, [ToolCallLimit("search", enforce=False, **limited)]),
-        (1, [ToolCallLimit("search", **limited), ToolCallLimit(thread_limit=2)]),
-        (
-            1,
-            [
-                ToolCallLimit("search", **limited),
-                ToolCallLimit("calc", thread_limit=1, exit_behavior="end"),
-            ],
-        ),
-        (1, [ToolCallLimit("search", **limited), ToolCallLimit(quotas=[HOURLY], wait=1)]),
-        (1, [ToolCallLimit(quotas=[HOURLY], wait=1), ToolCallLimit("search", **limited)]),
+        (1, [ToolCallLimit("search", thread_limit=1, **limited)]),
+        *((1, [search, each]) for each in (ToolCallLimit(thread_limit=2), ending, hasty)),
+        (1, [hasty, search]),
     ]
     for most, limits in cases:
         clock = Passing(monkeypatch)
@@ -495,6 +471,12 @@ async def test_who_does_not_wait(signals: Signals, monkeypatch: pytest.MonkeyPat
             await scene.play()
         assert scene.ran.count("search") <= most
         assert clock.now == NOON
+    for action, ran in (("block", ["calc"]), ("allow", ["calc", "search"])):
+        store = FickleStore(MemoryStore())
+        store.down = True
+        scene = Scene(signals, script, [search], store=store, on_store_error=action)  # type: ignore[arg-type]
+        await scene.play()
+        assert sorted(scene.ran) == ran
 
 
 async def test_a_person_is_asked_after_the_wait(signals: Signals) -> None:
