@@ -296,9 +296,9 @@ class Scene:
         """What has been decided in the newest run."""
         return [each for decided in self._decided for each in decided]
 
-    async def updates(self, given: Any) -> list[dict[str, Any]]:
-        """What a run streams in the stream mode `updates`."""
-        how = {**self._how, "stream_mode": "updates"}
+    async def updates(self, given: Any, mode: str = "updates") -> list[dict[str, Any]]:
+        """What a run streams in a stream mode."""
+        how = {**self._how, "stream_mode": mode}
         if self.form == "sync":
             return list(self.agent.stream(given, self.config, **how))
         return [each async for each in self.agent.astream(given, self.config, **how)]

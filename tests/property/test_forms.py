@@ -232,7 +232,6 @@ async def test_the_plans_do_something() -> None:
     """A plan comes to calls that run, messages, counts, metrics and spans that are compared."""
     limits: list[Limit] = [ToolCallLimit("search", run_limit=1)]
     played = await play(Plan(limits, [TurnPlan([["search"] * 3])]), "quota", "sync")
-
     assert (played["ran"], played["counts"][1]) == (["search"], {"search": 1})
     assert [name for name, _ in played["spans"]] == ["check_quota tool search"] * 3
     assert [len(played[each]) for each in ("decisions", "messages", "requests")] == [3, 6, 2]

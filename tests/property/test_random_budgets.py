@@ -240,7 +240,6 @@ async def test_random_agents(
         options["prices"] = lambda used: Decimal(used.total_tokens * PER_TOKEN) / 10**9
     limits = [each.made() for each in drawn]
     scene = Scene(signals, lambda _: played.pop(0), limits, **options)
-
     for thread, each in all_runs:
         goes_on = ["search"] * (len(each) - 1)
         calls = [*([name] for name in goes_on), []]
@@ -250,7 +249,6 @@ async def test_random_agents(
         ]
         result = await scene.play(thread_id=thread)
         expected.run(thread, each)
-
         if expected.end:
             ending = " ".join(f"Out of {name}." for name in expected.end)
             assert result["messages"][-1].text == ending
@@ -259,7 +257,6 @@ async def test_random_agents(
         for what in {budget.what for budget in drawn} if kind != "graph" else ():
             assert used.spent.get(NAMES[what], 0) == expected.counts[what, "thread", thread]
             assert used.run_spent.get(NAMES[what], 0) == expected.counts[what, "run", ""]
-
     assert [told(call.messages[-1].text) for call in scene.model.calls] == expected.notes
     for level, counted in (("near", expected.near), ("exhausted", expected.exhausted)):
         for budget in drawn:

@@ -54,7 +54,6 @@ async def test_any_tree(
     quota = QuotaMiddleware(
         [CostLimit(enforce=False)], prices=price, telemetry=telling(spans="off").telemetry
     )
-
     with quota.receipt() as bill:
         runs = [(inner, ASKED, None), (top, ASKED, config())]
         for agent, asked, where in [*runs, *([(top, Command(resume="yes"), config())] * asks)]:
@@ -62,7 +61,6 @@ async def test_any_tree(
                 await asyncio.to_thread(agent.invoke, asked, where)
             else:
                 await agent.ainvoke(asked, where)
-
     models = bill.total("model")
     assert models.calls == tree.calls.total()
     assert models.total_tokens == tree.tokens.total()

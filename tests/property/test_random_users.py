@@ -164,7 +164,6 @@ def test_shared_quotas(
             await world.play(made[run.agent], run, store)
 
     asyncio.run(play())
-
     found = {each.key: each.used for each in store.usages() if each.used}
     assert nameless(found) == nameless(expected([*limits, SETTLES], world))
     for limit in limits:

@@ -201,5 +201,4 @@ async def test_every_way(form: Form) -> None:
     """Each way, on two levels of one tree, so that none is left out by chance."""
     leaf = Shape(2)
     below = tuple((way, Shape(1, below=((way, leaf), (way, leaf)))) for way in WAYS)
-
     await check(Shape(1, below=below), 5, form)

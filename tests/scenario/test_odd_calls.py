@@ -44,7 +44,6 @@ async def test_calls_without_ids(
     """All are answered, at once or by the next run, with those of tools that have no limit."""
     batch = [call("search"), call("search", ""), call("calc")]
     scene = Scene(signals, [batch, "done", "done"], [limit], kind=kind)
-
     if limit.exit_behavior == "error":
         with pytest.raises(ToolCallLimitExceededError):
             await scene.play()
@@ -52,7 +51,6 @@ async def test_calls_without_ids(
         found = texts(await scene.play())
         assert [text in each for each in found] == [True] * 3
         check_ids(scene)
-
     await scene.play()
     assert scene.ran == ran
     check_ids(scene)
@@ -65,9 +63,7 @@ async def test_what_an_earlier_run_left(signals: Signals) -> None:
     with pytest.raises((TypeError, ValueError), match=r"unexpected type|tool_call_id"):
         await before.play()
     scene = Scene(signals, ["done"], [tool_limiter(signals, run_limit=2)], checkpointer=saver)
-
     result = await scene.play()
-
     sent = [each.type for each in scene.model.calls[0].messages]
     assert sent == ["human", "ai", "tool", "tool", "human"]
     assert texts(result) == [ABANDONED] * 2
@@ -88,9 +84,7 @@ async def test_blocks_that_stand_for_calls(signals: Signals) -> None:
     calls = [call("search"), call("search", "a"), call("calc", ""), call("search")]
     script = [AIMessage(content, tool_calls=calls, id="m"), "done"]
     scene = Scene(signals, script, [tool_limiter(signals, run_limit=9)])
-
     result = await scene.play()
-
     asked = result["messages"][1]
     first, _, calc, last = (each["id"] for each in asked.tool_calls)
     named = [{}, {}, {"id": first}, {}, {"id": calc}, {"call_id": last}, {}]
@@ -107,9 +101,7 @@ def test_a_hook_called_directly(message_id: str | None, signals: Signals) -> Non
     batch = [call("search"), call("search", ""), call("search", "a")]
     asked = AIMessage("I search.", tool_calls=batch, id=message_id)
     state: Any = {"messages": [HumanMessage("hi"), asked]}
-
     update, again = hook.after_model(state, None), hook.after_model(state, None)
-
     assert [each.type for each in update["messages"]] == ["ai", "tool", "tool"]
     assert asked.tool_calls == batch
     merged: Any = add_messages(state["messages"], update["messages"])
@@ -146,12 +138,10 @@ async def test_calls_that_cannot_run(batch: Any, charged: int, signals: Signals)
     tools: list[str | BaseTool] = ["search", StructuredTool.from_function(square)]
     limiter = tool_limiter(signals, run_limit=2)
     scene = Scene(signals, [batch, *["done"] * 3], [limiter], tools=tools)
-
     await scene.play()
     if isinstance(batch, list):
         assert len(scene.answers()) == len(batch)
         check_history(scene.state()["messages"])
     await scene.play()
-
     assert scene.state().get("thread_tool_call_count", {}).get("__all__", 0) == charged
     assert scene.metric("tool:*", "allowed") == charged

@@ -56,10 +56,8 @@ async def test_a_meter_counts_and_limits_nothing(kind: Kind, store: Any, signals
     script = answer(1000, "search"), answer(500)
     options: dict[str, Any] = {"kind": kind, "store": store, "prices": PRICES, "tell_model": True}
     scene = Scene(signals, model(*script), METERS, **options)
-
     with scene.quota.receipt() as bill:
         await scene.play()
-
     assert scene.last_text() == "Hello."
     for limit in METERS:
         labels = {"agent": "unnamed", "limit": limit.name}
@@ -81,10 +79,8 @@ async def test_the_tree(signals: Signals) -> None:
     big, tools = model(answer(101, "delegate"), answer(201)), [delegate(inner.agent)]
     meter = CostLimit(enforce=False)
     scene = Scene(signals, big, [meter], tools=tools, prices=PRICES, name="main")
-
     with scene.quota.receipt() as bill:
         await scene.play()
-
     bill.seconds = 1.5
     assert str(bill).splitlines() == [
         "1 run, 1.5s",
@@ -122,12 +118,10 @@ async def test_an_interrupt(form: Form, signals: Signals) -> None:
     ask = recording("ask", [], lambda: interrupt("May I?"))
     script = answer(10, "ask"), answer(20)
     scene = Scene(signals, model(*script), [TokenLimit(run_limit=99)], tools=[ask], form=form)
-
     with scene.quota.receipt() as first:
         await scene.play()
     with scene.quota.receipt() as second:
         await scene.resume("yes")
-
     assert [totals(each) for each in (first, second)] == [(1, 0, 10), (1, 1, 20)]
     assert (first.runs, second.runs) == (1, 1)
 
@@ -173,10 +167,8 @@ async def test_calls_that_do_not_run(signals: Signals) -> None:
         store=MemoryStore(),
         on_decision=lambda each: refused.set() if each.outcome == "blocked" else None,
     )
-
     with scene.quota.receipt() as bill:
         await scene.play()
-
     assert bill.total("tool").blocked == {"concurrency:search": 1}
     calls = [(line.name, line.calls) for line in bill.lines]
     assert calls == [("big", 3), ("calc", 1), ("search", 1)]

@@ -37,7 +37,6 @@ async def test_error_in_a_stack(order: Order, signals: Signals) -> None:
     ]
     script = [["calc"], ["search", "search", "calc"], ["search", "calc"], "done", "done"]
     scene = Scene(signals, script, scenes.in_order(order, *limiters))
-
     for again in (scene.play, scene.go_on, scene.go_on):
         with pytest.raises(ToolCallLimitExceededError) as raised:
             await again()
@@ -46,7 +45,6 @@ async def test_error_in_a_stack(order: Order, signals: Signals) -> None:
     for _ in range(2):
         await scene.play()
         scene.check()
-
     assert sorted(scene.ran) == ["calc", "calc", "search"]
     # The last of the list checks first: 3 calls by all tools.
     checked_before_error = order[order.index(1) + 1 :]
@@ -72,14 +70,12 @@ async def test_a_call_that_had_begun(end: str, signals: Signals) -> None:
     ]
     tools: list[Any] = [scenes.recording("ask", [], ask), "search"]
     scene = Scene(signals, [["ask", "search"], "done"], limiters, tools=tools)
-
     if end == "cancellation":
         await cancel_at(began, scene.play())
     else:
         with suppress(ConnectionError):
             await scene.play()
     await scene.play("never mind")
-
     assert began.is_set()
     assert kinds(scene) == ["human", "ai", "tool", "tool", "human", "ai"]
     assert "error" in {status for _, status in scene.answers()}
@@ -104,10 +100,8 @@ async def test_an_abandoned_review(
     ]
     limiters.insert(place, HumanInTheLoopMiddleware({"search": True}))
     scene = Scene(signals, [["search", "search"], "done"], limiters)
-
     await scene.play()
     await scene.play("never mind")
-
     assert kinds(scene) == ["human", "ai", "tool", "tool", "human", "ai"]
     assert scene.ran == []
     assert scene.state().get("thread_tool_call_count", {}).get("search", 0) == charged
@@ -132,9 +126,7 @@ async def test_several_open_batches(answered: list[Any], signals: Signals) -> No
         *answered,
     ]
     scene.agent.update_state(CONFIG, {"messages": history}, as_node="model")
-
     await scene.play()
-
     assert kinds(scene) == ["human", "ai", "tool", "tool", "human", "ai", "tool", "human", "ai"]
     scene.check()
 
@@ -171,7 +163,6 @@ def test_a_history_that_a_graph_shares(signals: Signals) -> None:
     form: dict[str, Any] = {"tool_calls": [], "other": 1}
     old_form = {"function_call": {"name": "search", "arguments": "{}"}, "reasoning": reasoning("1")}
     a, b, c, d, e = (call("search", each) for each in "abcde")
-
     merged = repaired(
         signals,
         HumanMessage("hi", id="0"),
@@ -183,7 +174,6 @@ def test_a_history_that_a_graph_shares(signals: Signals) -> None:
         AIMessage("", tool_calls=[d, e], id="6"),
         ToolMessage("found", tool_call_id="d", id="7"),
     )
-
     assert [each.id for each in merged[:8]] == list("01234567")
     assert [each["id"] for each in merged[1].tool_calls] == ["a"]
     assert merged[1].content == blocks[:2]
@@ -213,7 +203,5 @@ def test_reasoning_goes_with_its_call(signals: Signals) -> None:
     for content, left in REASONED:
         asked = AIMessage(content, tool_calls=[call("search", "a"), call("search", "b")])
         answer = ToolMessage("found", tool_call_id="a")
-
         history = repaired(signals, asked, answer, HumanMessage("again"))
-
         assert history[0].content == [content[index] for index in left]

@@ -50,9 +50,7 @@ async def test_what_is_held_becomes_what_was_used(signals: Signals) -> None:
     limit = TokenLimit(run_limit=1000, thread_limit=1000, quotas=quotas, reserve=70)
     script = [answer(60, "search"), answer(40)]
     scene = Scene(signals, script, [limit, during], store=store)
-
     await scene.play(context=ANN)
-
     keys = (THREAD, f"{TOTAL}:user_id:ann:{TODAY}")
     assert seen == [dict.fromkeys(keys, 70), dict.fromkeys(keys, 130)]
     assert counts(store) == dict.fromkeys(keys, 100)
@@ -74,9 +72,7 @@ async def test_limits_on_one_count_hold_the_most_that_one_reserves(
 
     limits = [limit(1000 + index, each) for index, each in enumerate(reserves)]
     scene = Scene(signals, [answer(5)], [*limits, during], store=store)
-
     await scene.play()
-
     assert seen == [{GLOBAL: 70}]
     assert counts(store) == {GLOBAL: 5}
 
@@ -93,11 +89,9 @@ async def test_a_reserve_refuses_for_its_own_limit_only(signals: Signals, *, enf
     ]
     script = [answer(10, "search"), answer(15, "search"), answer(10), answer(1)]
     scene = Scene(signals, script, [*limits, during], store=store)
-
     with captured_decisions() as decisions:
         await scene.play()
         await scene.play()
-
     held = 70 if enforce else 0
     assert [each.get(GLOBAL, 0) for each in seen][:2] == [held, 10 + held]
     refused = "Token limits exceeded: global limit (35/100 tokens, the call may need 70)"
@@ -122,7 +116,6 @@ async def test_a_cancelled_call_is_charged_what_was_held(
     limit = TokenLimit(quotas=[OF_ALL], reserve=reserve)
     scene = Scene(signals, Slow(script=[]), [limit], store=store, tools=())
     await cancel_at(began, scene.play("x" * 300))
-
     assert counts(store) == {GLOBAL: reserve or 100}
 
 
@@ -138,7 +131,6 @@ async def test_a_call_that_cannot_be_made_holds_nothing(signals: Signals) -> Non
     limit = TokenLimit(quotas=[OF_ALL], reserve=500)
     scene = Scene(signals, [answer(60)], [limit], store=store, on_decision=observe)
     await cancel_at(began, scene.play())
-
     assert counts(store) == {}
     assert len(scene.model.calls) == 0
 
@@ -157,7 +149,6 @@ async def test_what_a_dead_process_held_is_given_back(signals: Signals) -> None:
         seen.append(counts(store))
 
     await Scene(signals, [answer(60)], [limit, During(lasts)], store=store).play()
-
     assert seen == [{GLOBAL: 500}, {}]
 
 
@@ -174,11 +165,9 @@ async def test_a_step_that_runs_again_is_charged_again(signals: Signals, kind: K
     limit = TokenLimit(run_limit=1000, quotas=[OF_ALL], reserve=5)
     script = [answer(60), answer(40)]
     scene = Scene(signals, script, [limit, During(fail)], kind=kind, store=store)
-
     with pytest.raises(ProviderError):
         await scene.play()
     await scene.go_on()
-
     assert seen == [{GLOBAL: 5}, {GLOBAL: 65}]
     assert counts(store) == {GLOBAL: 100}
     assert run_counts(store, TOTAL) == [100]
@@ -198,12 +187,10 @@ async def test_an_outage_during_a_call_loses_nothing(signals: Signals, *, hears:
     limit = TokenLimit(thread_limit=1000, quotas=[OF_ALL], reserve=300)
     script = [answer(60), answer(7)]
     scene = Scene(signals, script, [limit, During(goes_down)], store=store)
-
     await scene.play()
     assert scene.last_text() == "Hello."
     store.down = False
     await scene.play()
-
     assert counts(store) == {GLOBAL: 67, THREAD: 67}
 
 
@@ -214,12 +201,10 @@ async def test_a_store_that_was_emptied_begins_with_what_the_state_has(signals: 
     options: Any = {"store": store, "on_store_error": "allow"}
     scene = Scene(signals, script, [TokenLimit(thread_limit=1000)], **options)
     await scene.play()
-
     store.kept, store.down = memory(), True
     await scene.play()
     store.down = False
     await scene.play()
-
     assert counts(store) == {THREAD: 70}
 
 
@@ -243,7 +228,6 @@ async def test_the_most_that_a_call_can_cost_is_held(
     model = ScriptedChatModel(model="mine", script=[answer(60)])
     prices = {"mine": Price(**{"input": 10, "output": 1, "reasoning": 2, **price})}
     await Scene(signals, model, [limit, during], store=store, prices=prices).play()
-
     assert seen == [{f"{MONEY}:global:": (least * 100 + 2 * 16_384) * 1000}]
     assert counts(store) == {f"{MONEY}:global:": (10 * 59 + 1) * 1000}
 
@@ -282,9 +266,7 @@ async def test_a_grant_beside_a_reserve(signals: Signals, *, enforce: bool) -> N
     scene = Scene(signals, [answer(9)] * 2, [calls, tokens], **options)
     await scene.play(context=ANN)
     store.grant(f"model:user_id:ann:{TODAY}", 5)
-
     await scene.play(context=ANN)
-
     counted = [(decision.outcome, decision.limits[0].counts[-1]) for decision in decisions]
     shown = [(outcome, count.used, count.limit) for outcome, count in counted]
     assert shown == [("allowed", 1, 1), ("allowed", 2, 6)]

@@ -26,7 +26,6 @@ async def test_runs_that_stop(stop: str, signals: Signals) -> None:
     else:
         stops: Any = {stop: ["tools", "model"]}
         scene = Scene(signals, for_ever, [tools, models], **stops)
-
     for run in (1, 2):
         result = await scene.play()
         while scene.agent.get_state(CONFIG).next:
@@ -50,11 +49,9 @@ async def test_a_thread_begun_under_langchains_limiters(signals: Signals) -> Non
     ]
     saver = InMemorySaver()
     await Scene(signals, for_ever, theirs, checkpointer=saver).play()
-
     scene = Scene(signals, for_ever, ours, checkpointer=saver)
     for _ in range(2):
         await scene.play()
         scene.check(before={"__all__": 2, "model": 3})
-
     assert scene.ran == ["search"]
     assert len(scene.model.calls) == 2

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from langchain.tools import ToolRuntime
 from langchain_core.runnables import RunnableLambda
-from langchain_core.tools import StructuredTool
+from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.func import entrypoint, task
 from langgraph.graph import START, MessagesState, StateGraph
@@ -41,13 +41,11 @@ async def test_many_runs_at_once(signals: Signals) -> None:
     tree = Tree(signals.telemetry)
     leaves = [ask(tree.agent(2), f"leaf_{n}") for n in range(2)]
     top = tree.agent(3, ask(tree.agent(1, *leaves)))
-
     with captured_decisions() as decisions:
         await asyncio.gather(
             *(top.ainvoke(ASKED, config(n % 3)) for n in range(15)),
             *(top.ainvoke(ASKED) for n in range(15)),
         )
-
     allowed = [each.limits for each in decisions if each.outcome == "allowed"]
     subjects = Counter(status.quotas[0].subject for limits in allowed for status in limits)
     assert [*subjects.values()] == [5] * 30
@@ -85,7 +83,6 @@ async def test_below_what_has_no_limits(outer: Any, signals: Signals) -> None:
     """Agents that a graph or the functional API starts at once share one budget."""
     tree = Tree(signals.telemetry, store=DistantStore(MemoryStore()))
     several = outer(tree.agent(2))
-
     for turn in (1, 2):
         await several.ainvoke(ASKED, config())
         assert len(tree.ran) == 5 * turn
@@ -97,38 +94,35 @@ def without_context(function: Callable[..., Any], *args: Any, **more: Any) -> An
         return executor.submit(function, *args, **more).result()
 
 
+def calling(tree: Tree, *agents: Any) -> list[BaseTool]:
+    """A tool that asks another agent with its config alone, and then others without; and one."""
+    other = ask(tree.agent(9))
+
+    def call(runtime: ToolRuntime) -> str:
+        answer = str(without_context(other.run, {}, config=runtime.config))
+        for each in agents:
+            without_context(each.invoke, ASKED)
+        return answer
+
+    return [tree.search(), StructuredTool.from_function(call, description="Ask.")]
+
+
 @pytest.mark.parametrize("kind", ["graph", "react"])
 def test_a_thread_with_the_config_in_a_graph(kind: Kind, signals: Signals) -> None:
     """A tool of a graph passes on its root run by its config alone, as a tool of an agent does."""
     tree = Tree(signals.telemetry)
-    other = ask(tree.agent(9))
-
-    def call(runtime: ToolRuntime) -> str:
-        return str(without_context(other.run, {}, config=runtime.config))
-
-    tools = [tree.search(), StructuredTool.from_function(call, description="Ask.")]
-    script = [["search", "call"], "done"]
-    scene = Scene(signals, script, [SEARCHES], kind=kind, store=tree.store, tools=tools)
+    options: Any = {"kind": kind, "store": tree.store, "tools": calling(tree)}
+    scene = Scene(signals, [["search", "call"], "done"], [SEARCHES], **options)
     scene.agent.invoke(ASKED, config())
-
     assert len(tree.ran) == 5
 
 
 def test_what_such_a_thread_has_used(signals: Signals) -> None:
     """The root run knows it, also where a full store has dropped the count for another run."""
     tree = Tree(signals.telemetry, store=MemoryStore(max_keys=1))
-    other = ask(tree.agent(9))
-
-    def call(runtime: ToolRuntime) -> str:
-        answer = str(without_context(other.run, {}, config=runtime.config))
-        without_context(tree.agent(1).invoke, ASKED)
-        return answer
-
-    tools = [tree.search(), StructuredTool.from_function(call, description="Ask.")]
-    script = [["call"], ["search"], "done"]
-    scene = Scene(signals, script, [SEARCHES], store=tree.store, tools=tools)
+    options: Any = {"store": tree.store, "tools": calling(tree, tree.agent(1))}
+    scene = Scene(signals, [["call"], ["search"], "done"], [SEARCHES], **options)
     scene.agent.invoke(ASKED, config())
-
     assert len(tree.ran) == 5 + 1  # that of the other run
 
 
@@ -136,15 +130,12 @@ def test_what_such_a_thread_has_used(signals: Signals) -> None:
 async def test_an_interrupt_in_a_node_that_handles_errors(signals: Signals) -> None:
     """A tool that asks a human interrupts the run, though its node turns errors into answers."""
     tools = [StructuredTool.from_function(human)]
-
     limits = GraphQuota([SEARCHES], store=MemoryStore(), telemetry=signals.telemetry)
     model = limits.model(ScriptedChatModel(script=[["human"], "done"]))
     node = limits.tools(tools, handle_tool_errors=True)
     graph = create_react_agent(model, node, checkpointer=InMemorySaver())
-
     assert (await graph.ainvoke(ASKED, config()))["__interrupt__"]
     result = await graph.ainvoke(Command(resume="yes"), config())
-
     assert result["messages"][-2].text == "human: yes"
 
 
@@ -164,7 +155,6 @@ def between(tree: Tree, saver: Any) -> Any:
 async def test_resumed_elsewhere(build: Any, signals: Signals) -> None:
     """A run that another worker resumes goes on with its budget; the next run has a new one."""
     tree, saver = Tree(signals.telemetry), InMemorySaver()
-
     for turn in (1, 2):
         await build(tree, saver).ainvoke(ASKED, config())
         assert 0 < len(tree.ran) - 5 * (turn - 1) < 5
@@ -175,11 +165,9 @@ async def test_resumed_elsewhere(build: Any, signals: Signals) -> None:
 async def test_not_resumed(signals: Signals) -> None:
     """A new message to a thread that waits for a human begins a root run with a new budget."""
     tree, saver = Tree(signals.telemetry), InMemorySaver()
-
     inputs: list[Any] = [ASKED, ASKED, Command(resume="yes")]
     for given in inputs:
         await in_one_tool(tree, saver).ainvoke(given, config())
-
     assert len(tree.ran) == 2 + 5
 
 
@@ -189,7 +177,6 @@ async def test_resumed_inside_another_run(signals: Signals) -> None:
     So it does though the store has dropped the count.
     """
     tree, saver = Tree(signals.telemetry, most=1), InMemorySaver()
-
     inputs: list[Any] = [ASKED, Command(resume="yes")]
     for given in inputs:
         tree.store = MemoryStore()
@@ -197,7 +184,6 @@ async def test_resumed_inside_another_run(signals: Signals) -> None:
         tools = [tree.search(), StructuredTool.from_function(human)]
         worker = Scene(signals, script, [tree.quota()], tools=tools, checkpointer=saver)
         await RunnableLambda(worker.invoke).ainvoke(given)
-
     assert len(tree.ran) == 1
 
 
@@ -238,7 +224,6 @@ def test_what_cannot_be_known() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LATE], check=True, capture_output=True, text=True, timeout=120
     )
-
     assert done.stdout.split() == ["10", "2.0"]
     assert done.stderr.count("Create middlewares when the program starts") == 1
 

@@ -30,6 +30,7 @@ from tests.stores import DAY, Clock, FickleStore
 from tests.telemetry import HAS_INLINE, Signals, paid, telling
 
 KINDS: list[Kind] = ["quota", *(["inline"] if HAS_INLINE else []), "drop-in", "graph"]  # type: ignore[list-item]
+GO: Any = {"messages": [("user", "hi")]}
 END: Any = {"exit_behavior": "end"}
 STOP, EVENT = "langchain_quota_stop", "langchain_quota_event"
 TWO, BATCH = ["search", "search"], ["search", "search", "calc"]
@@ -62,7 +63,6 @@ async def test_every_form_says_why(kind: Kind, signals: Signals) -> None:
     # A graph answers by its final text alone.
     skipped = reason | {"decision": "skipped"}
     assert others == ([] if kind == "graph" else [reason, reason, skipped])
-
     going_on = ToolCallLimit("search", run_limit=1)
     result = await Scene(signals, [BATCH, "done"], [going_on], kind=kind).play()
     assert sorted(of_calls(result["messages"]), key=bool) == [None, None, reason]
@@ -183,15 +183,6 @@ async def test_a_person_rejects(signals: Signals) -> None:
     assert stop_reason(result) == blocked(used=0)
 
 
-async def streamed(scene: Scene, given: Any = None) -> list[dict[str, Any]]:
-    """The events of a run."""
-    given = given or {"messages": [("user", "hi")]}
-    how: Any = {"stream_mode": "custom", "context": scene.context}
-    if scene.form == "sync":
-        return list(scene.agent.stream(given, CONFIG, **how))
-    return [each async for each in scene.agent.astream(given, CONFIG, **how)]
-
-
 @each_kind
 @both_forms
 async def test_events_of_a_run(form: Form, kind: Kind, signals: Signals) -> None:
@@ -207,14 +198,14 @@ async def test_events_of_a_run(form: Form, kind: Kind, signals: Signals) -> None
         {**OF_SEARCH, "decision": "allowed", "used": used, "threshold": 2} for used in (1, 2)
     )
     refused = blocked(used=2, threshold=2)
-    assert await streamed(scene) == [
+    assert await scene.updates(GO, "custom") == [
         {EVENT: "near", **one},
         {EVENT: "exhausted", **two},
         {EVENT: "refused", **refused},
         {EVENT: "refused", **refused},
         {EVENT: "ended", **refused},
     ]
-    assert await streamed(Scene(signals, script, limits, **how)) == []
+    assert await Scene(signals, script, limits, **how).updates(GO, "custom") == []
     assert stop_reason(await Scene(signals, script, limits, stream_events=True, **how).play())
 
 
@@ -226,7 +217,9 @@ async def test_events_of_dry_runs_and_downgrades(signals: Signals) -> None:
         TokenLimit(run_limit=100, downgrade_to=cheap, downgrade_at=0.1),
     ]
     scene = Scene(signals, [paid(12, "search")], limits, stream_events=True)
-    events = [(each[EVENT], each["decision"], each["limit"]) for each in await streamed(scene)]
+    events = [
+        (each[EVENT], each["decision"], each["limit"]) for each in await scene.updates(GO, "custom")
+    ]
     assert events == [
         ("refused", "would_block", "tool:search"),
         ("downgraded", "allowed", "tokens"),
@@ -246,20 +239,18 @@ async def test_events_of_waits(signals: Signals, monkeypatch: pytest.MonkeyPatch
     store = MemoryStore(clock=clock)
     options: dict[str, Any] = {"store": store, "stream_events": True, "context": ANN}
     scene = Scene(signals, [["search"], TWO, "done"], [limit], **options)
-    events = await streamed(scene)
+    events = await scene.updates(GO, "custom")
     soon = {"scope": "user_id", "decision": "waiting", EVENT: "waiting"}
     assert [each | {"resets_at": bool(each["resets_at"])} for each in events] == [
         {**OF_SEARCH, **soon, "resets_at": True},
         {**OF_SEARCH, **soon, "used": None, "threshold": None, "resets_at": False},
     ]
-
     is_told = asyncio.Event()
     tool = recording("browser", [], is_told.wait)
     slots = ConcurrencyLimit("browser", max_concurrency=1, wait=60)
     scene = Scene(signals, [["browser"] * 2, "done"], [slots], tools=[tool], stream_events=True)
-    given: Any = {"messages": [("user", "hi")]}
     events = []
-    async for event in scene.agent.astream(given, CONFIG, stream_mode="custom"):
+    async for event in scene.agent.astream(GO, CONFIG, stream_mode="custom"):
         events.append(event)
         is_told.set()
     data = {"limit": "concurrency:browser", "scope": "concurrency", "used": None}
@@ -273,7 +264,7 @@ async def test_a_resumed_run_repeats_no_event(signals: Signals) -> None:
         ToolCallLimit("search", run_limit=1, exit_behavior="ask"),
     ]
     scene = Scene(signals, [BATCH], limits, stream_events=True)
-    assert [each for each in await streamed(scene) if EVENT in each] == []
+    assert [each for each in await scene.updates(GO, "custom") if EVENT in each] == []
     answer: Any = Command(resume={"decisions": [{"type": "reject"}]})
-    events = [each[EVENT] for each in await streamed(scene, answer)]
+    events = [each[EVENT] for each in await scene.updates(answer, "custom")]
     assert sorted(events) == ["ended", "refused", "refused"]

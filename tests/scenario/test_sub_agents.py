@@ -25,7 +25,6 @@ async def test_a_childs_thread_limit(remedy: str, signals: Signals) -> None:
     limiter = tool_limiter(signals, thread_limit=9)
     script = [["delegate"], ["delegate"], "done"]
     scene = Scene(signals, script, [limiter], tools=[delegate(child.agent)])
-
     if remedy == "none":
         with pytest.warns(QuotaWarning, match="thread limit") as caught:
             await scene.play()
@@ -51,10 +50,8 @@ async def test_a_childs_series(name: str | None, form: Form, signals: Signals) -
     child = Scene(signals, SEARCHES, limits, name=name, checkpointer=None)
     limiter = tool_limiter(signals, thread_limit=9)
     options: dict[str, Any] = {"tools": [delegate(child.agent)], "name": "boss", "form": form}
-
     with pytest.warns(QuotaWarning):
         await Scene(signals, [["delegate"], "done"], [limiter], **options).play()
-
     series, thread = "langchain_quota_thread_used", "thread-1"
     assert signals.samples(series, limit="tool:*") == {("boss", thread): 1}
     for limit in ("child", "child model"):

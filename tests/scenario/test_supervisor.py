@@ -83,7 +83,6 @@ async def test_agents_that_a_limit_stops(limit: Limit, signals: Signals) -> None
     flat: list[Turn] = [[TO_ONE, TO_TWO, "search"], "Sorry.", [TO_ONE], [forward]]
     both: list[Turn] = [[TO_ONE], [TO_TWO], "Both looked."]
     nested: list[Turn] = [["transfer_to_team"], "Sorry."]
-
     for mode in ("last_message", "full_history"):
         team = Team(signals, limit)
         kept = await team.play(team.supervisor(*flat, tools=tools, output_mode=mode))
@@ -91,7 +90,6 @@ async def test_agents_that_a_limit_stops(limit: Limit, signals: Signals) -> None
             # What a limit says in an agent's place is found by the agent's name.
             assert (kept[-1].type, kept[-1].name) == ("ai", "supervisor")
             assert "limit" in kept[-1].text or "found" in kept[-1].text
-
         team = Team(signals, limit)
         lead = team.supervisor(*both, *both, supervisor_name="lead", output_mode=mode)
         inner = [lead.compile(name="team")]
@@ -120,9 +118,7 @@ async def test_a_refused_hand_off(signals: Signals) -> None:
     """The supervisor's model reads that no more hand-offs are left, and answers itself."""
     team = Team(signals, LIMITS["continue"])
     script: Script = [[TO_ONE], [TO_TWO], "I answer it myself.", [TO_ONE], "Bye."]
-
     kept = await team.play(by_hand(team, signals, script, thread_limit=1))
-
     said = [each.text for each in kept if each.name == "supervisor" and each.text]
     assert said == ["I answer it myself.", "Bye."]
     assert len(team.models[1].calls) == 0
@@ -138,7 +134,6 @@ async def test_a_hand_off_beside_a_refused_one(exit_behavior: Any, signals: Sign
     team = Team(signals, LIMITS["continue"])
     options: dict[str, Any] = {"run_limit": 1, "exit_behavior": exit_behavior}
     graph = by_hand(team, signals, [[TO_ONE, TO_TWO]] * 2, **options)
-
     if exit_behavior == "continue":
         with pytest.raises(AttributeError, match="'ToolMessage' object has no attribute"):
             await team.play(graph)

@@ -81,15 +81,12 @@ class Swarm:
 async def test_without_a_store_nothing_stops_them(signals: Signals) -> None:
     """Without a store every hand-off begins a new budget; a warning says so, and what helps."""
     there = Swarm(signals, PING_PONG, THREAD, store=None)
-
     with pytest.warns(QuotaWarning) as caught, pytest.raises(GraphRecursionError):
         await there.play()
-
     (text,) = [str(each.message) for each in caught]
     for remedy in ("store=MemoryStore()", 'Quota(…, per="root_run")', "checkpointer=True"):
         assert remedy in text
     assert sum(there.calls()) > 6
-
     # A store that has no thread to count by needs the outermost run's thread id.
     there = Swarm(signals, (["done"], []), THREAD, saves=False)
     with pytest.warns(
@@ -114,11 +111,9 @@ async def test_remedies(
 ) -> None:
     """Each that the warning names holds over two questions, and needs no warning."""
     there = Swarm(signals, PING_PONG, limits, **options)
-
     # Every warning of a test is an error.
     for _ in range(2):
         await there.play(config)
-
     assert there.calls() == calls
 
 
@@ -165,11 +160,9 @@ async def test_a_hand_off_to_an_agent_that_fails(signals: Signals) -> None:
     """A call beside the hand-off, left without an answer by the failure, is taken out for good."""
     scripts: tuple[Script, Script] = ([[TO_BOB, "search"]], [ZeroDivisionError(), "hello", "bye"])
     there = Swarm(signals, scripts, [ToolCallLimit(run_limit=9)])
-
     with pytest.raises(ZeroDivisionError):
         await there.play()
     await there.play()
     there.check()
     await there.play()
-
     assert [each.text for each in there.check()[-4:]] == ["Go!", "hello", "Go!", "bye"]

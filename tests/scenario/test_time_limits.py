@@ -68,9 +68,7 @@ async def test_what_counts(kind: Kind, signals: Signals, clock: Clock) -> None:
     search = recording("search", ran, passing(clock, 3))
     script = model(clock, ["search"], ["search"], "done")
     scene = Scene(signals, script, [TimeLimit(run_limit="8m")], kind=kind, tools=[search], ran=ran)
-
     await scene.play()
-
     assert scene.last_text() == "Time limits exceeded: run limit (8m/8m)"
     assert (len(scene.model.calls), scene.ran) == (2, ["search"] * 2)
     labels = {"agent": "unnamed", "limit": "time", "model": "none"}
@@ -85,9 +83,7 @@ async def test_a_model_call_that_fails(kind: Kind, signals: Signals, clock: Cloc
     scene = Scene(signals, script, [ROOMY], kind=kind, tools=[search])
     with pytest.raises(ValueError, match="overloaded"):
         await scene.play()
-
     await scene.play()
-
     assert spent(scene, TIME) == (6 * MINUTE, MINUTE)
 
 
@@ -108,11 +104,9 @@ async def test_a_person_is_no_work(who: str, signals: Signals, clock: Clock) -> 
     store = MemoryStore() if "store" in who else None
     script = model(clock, ["search"], "done")
     scene = Scene(signals, script, limits, tools=[search], ran=ran, store=store)
-
     await scene.play()
     clock.now += 60
     result = await scene.resume(APPROVED)
-
     assert (scene.last_text(), scene.ran) == ("done", ["search"])
     assert spent(scene, TIME) == (5 * MINUTE, 5 * MINUTE)
     assert "__interrupt__" not in result
@@ -134,11 +128,9 @@ async def test_tools_at_the_same_time(signals: Signals, clock: Clock) -> None:
     script = model(clock, [*ends], "done", minutes=0)
     tools = [recording(name, ran, partial(work, name)) for name in ends]
     scene = Scene(signals, script, [ROOMY], tools=tools, ran=ran)
-
     await scene.play()
     clock.now += 60
     await scene.resume("yes")
-
     assert scene.ran == [*ends]
     assert spent(scene, TIME) == (14 * MINUTE, 14 * MINUTE)
 
@@ -156,11 +148,9 @@ async def test_a_run_that_is_resumed_elsewhere(
     store, limit = MemoryStore() if stored else None, TimeLimit(run_limit=least)
     shared: Any = {"tools": [search, calc], "store": store, "checkpointer": InMemorySaver()}
     here, elsewhere = (Scene(signals, script, [limit], **shared) for _ in range(2))
-
     await here.play()
     clock.now += 60
     await elsewhere.resume("yes")
-
     refused = f"Time limits exceeded: run limit ({least}/{least})"
     assert elsewhere.last_text() == (refused if stored else "done")
 
@@ -187,7 +177,6 @@ async def test_a_cancelled_run(during: str, signals: Signals, clock: Clock) -> N
     await cancel_at(started, scene.play())
     hangs.clear()
     result = await scene.play()
-
     in_run = 6 * MINUTE if during == "model" else 0
     assert spent(scene, TIME) == (in_run + 2 * MINUTE, in_run)
     assert result["messages"][-1].text == "done"
@@ -203,9 +192,7 @@ async def test_a_tree_of_agents(form: Form, signals: Signals, clock: Clock) -> N
     child = Scene(signals, model(clock, *[["search"], "done"] * 2), [limit], **own, **some)
     script = model(clock, ["delegate"], ["delegate"], "done")
     scene = Scene(signals, script, [limit], tools=[scenes.delegate(child.agent)], **some)
-
     await scene.play()
-
     # Two minutes of the parent's model, and twice four of its tools.
     assert scene.last_text() == "Time limits exceeded: root_run limit (10m/10m)"
     assert spent(scene, TIME)[1] == 10 * MINUTE
@@ -219,9 +206,7 @@ async def test_what_waits_for_its_turn_does_not_work(signals: Signals, clock: Cl
     limits: list[Limit] = [ROOMY, ConcurrencyLimit("search", max_concurrency=1)]
     search = recording("search", [], passing(clock, 2))
     scene = Scene(signals, model(clock, ["search"] * 3, "done"), limits, tools=[search])
-
     await scene.play()
-
     assert spent(scene, TIME)[1] == 8 * MINUTE
 
 
@@ -300,12 +285,10 @@ async def test_a_call_that_takes_too_long(
     ]
     script = [["search"], ["search"], "done"]
     scene = Scene(signals, script, limits, kind=kind, form=form, tools=[tool])
-
     if form == "sync":
         await asyncio.to_thread(scene.agent.invoke, {"messages": [("user", "hi")]}, CONFIG)
     else:
         await scene.play()
-
     first, second = (each for each in scene.state()["messages"] if isinstance(each, ToolMessage))
     assert scene.last_text() == "done"
     assert first.status == "error"
@@ -368,7 +351,6 @@ async def test_what_is_not_ended(form: Form, signals: Signals) -> None:
 
     limits = [TimeLimit(call_limit="1h"), TimeLimit(call_limit=0.001, enforce=False, name="trial")]
     scene = Scene(signals, [["search"]], limits, form=form, tools=[recording("search", [], fail)])
-
     with pytest.raises(TimeoutError, match="its own"):
         await scene.play()
     assert outcomes(signals) == {"dry_run": 1}

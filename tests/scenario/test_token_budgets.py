@@ -22,7 +22,6 @@ async def test_an_answer_from_the_response_cache_costs_nothing(signals: Signals)
     """LangChain's response cache repeats the usage of an answer, which is not paid again."""
     model = ScriptedChatModel(script=[answer(60)], cache=InMemoryCache())
     scene = Scene(signals, model, [TokenLimit(run_limit=100)])
-
     for thread, tokens in (("1", 60), ("2", 0)):
         await scene.play(thread_id=thread)
         assert spent(scene) == (tokens, tokens)
@@ -53,10 +52,8 @@ async def test_unreported_tokens_are_a_third_of_the_bytes(
         TokenLimit(run_limit=10**6, tokens="output"),
     ]
     scene = Scene(signals, [said], limits, tools=())
-
     with pytest.warns(QuotaWarning, match="reports no usage"):
         await scene.play(asked)
-
     used = scene.usage().run_spent
     assert (used["model.input_tokens"], used["model.output_tokens"]) == tokens
     assert runs(signals) == {("estimated",): 1, ("reported",): 0}
@@ -85,9 +82,7 @@ async def test_what_is_no_number_of_tokens_is_no_report(
     script = [answer(900, **{name: nonsense})]
     # Such a report cannot be kept in a checkpoint.
     scene = Scene(signals, script, [TokenLimit(run_limit=10**6)], tools=(), checkpointer=None)
-
     await scene.play()
-
     assert spent_by_agent(signals) == {"unnamed": 3}
     assert runs(signals) == {("estimated",): 1, ("reported",): 0}
 
@@ -123,10 +118,8 @@ async def test_an_error_shows_whether_the_call_may_be_paid(
 ) -> None:
     """What breaks when something was sent may be paid; what was refused or not sent is not."""
     scene = Scene(signals, [error], [ROOMY], tools=())
-
     with pytest.raises(type(error)):
         await scene.play("How do you do?")
-
     assert spent_by_agent(signals).get("unnamed", 0) == (5 if is_paid else 0)
 
 
@@ -134,9 +127,7 @@ async def test_a_last_answer_that_says_nothing_is_replaced(signals: Signals) -> 
     """A last call that asks for tools ends the run with a text that says what is used up."""
     limit = TokenLimit(run_limit=100, exit_behavior="finalize", keep=30)
     scene = Scene(signals, [answer(80, "search"), answer(10, "search", text="")], [limit])
-
     await scene.play()
-
     assert scene.last_text().endswith(
         "Token limits exceeded: run limit (80/100 tokens, the rest was kept for the last answer)"
     )
@@ -152,7 +143,6 @@ async def test_beside_a_second_limit_of_models(order: Order, signals: Signals) -
     quota = second([costs], prices=lambda _: None, telemetry=signals.telemetry)
     for other in (quota, model_limiter(signals, run_limit=4)):
         scene = Scene(signals, [], in_order(order, ROOMY, other))
-
         with pytest.raises(RuntimeError, match="all model limits into one QuotaMiddleware"):
             await scene.play()
 
@@ -183,9 +173,7 @@ async def test_a_branch_has_what_came_before_it(
     scene = Scene(signals, script, [BRANCHED], kind=kind)
     await scene.play()
     assert spent(scene)[0] == 1000
-
     await scene.agent.ainvoke(None, before_call(scene, calls))
-
     assert spent(scene)[0] == tokens
 
 
@@ -196,8 +184,6 @@ async def test_models_of_tools_belong_to_their_branch(signals: Signals) -> None:
     script = [answer(10, "search"), answer(20, "search"), answer(3)]
     scene = Scene(signals, script, [BRANCHED], tools=tools, charge_all_models=True)
     await scene.play()
-
     await scene.agent.ainvoke(None, before_call(scene, 0))
     await scene.play()
-
     assert spent(scene)[0] == 223

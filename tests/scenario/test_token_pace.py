@@ -120,19 +120,6 @@ async def test_who_waits_holds_nothing(
     assert scene.usage().model == 2
 
 
-async def test_a_window_that_ends_while_a_call_waits(
-    signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a fixed window the call is charged, and settled, in the window in which it is made."""
-    clock = Passing(monkeypatch)
-    store = MemoryStore(clock=clock)
-    fixed = TokenLimit(quotas=[Quota(60, per="global", window="1m")], reserve=40, wait=DAY)
-    scene = Scene(signals, using(30), [fixed], store=store)
-    for _ in range(2):
-        await scene.play()
-    assert sorted(counts(store).values()) == [30, 30]
-
-
 async def test_who_is_cancelled_holds_nothing(signals: Signals) -> None:
     """Of those who wait, one who is cancelled charges nothing, and the next one comes."""
     clock = Clock()

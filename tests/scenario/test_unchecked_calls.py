@@ -49,16 +49,6 @@ def asking(*others: tuple[Any, Any]) -> BaseTool:
     return StructuredTool.from_function(run, arun, name="ask", description="ask")
 
 
-@both_forms
-async def test_an_agent_in_a_tool(form: Form, watched: Signals) -> None:
-    """A sub-agent without limits is counted with its model and its tool; its parent is not."""
-    child = agent(watched, ["search"], "found", name="child")
-    tools = [asking((child, GO)), SEARCH]
-    await Scene(watched, [["ask", "search"], "done"], LIMITS, tools=tools, form=form).play()
-
-    assert watched.samples(NAME) == {("child", "model"): 2, ("child", "tool"): 1}
-
-
 @pytest.mark.parametrize("kind", ["quota", "drop-in", pytest.param("inline", marks=needs_inline)])
 async def test_a_limited_agent_in_a_tool(kind: Any, watched: Signals) -> None:
     """A sub-agent with limits is checked from its first call on, whichever limiter it has."""
@@ -66,20 +56,23 @@ async def test_a_limited_agent_in_a_tool(kind: Any, watched: Signals) -> None:
         child = agent(watched, ["search"], "found", items=limits, kind=kind, name="child")
         parent = agent(watched, ["ask"], "done", items=LIMITS, tools=[asking((child, GO))])
         await parent.ainvoke(GO)
-
     assert watched.samples(NAME) == {}
 
 
-async def test_the_log(watched: Signals, caplog: pytest.LogCaptureFixture) -> None:
-    """Each kind of call is logged once, in whatever run, with its agent and what to do."""
+@both_forms
+async def test_an_agent_in_a_tool(
+    form: Form, watched: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sub-agent without limits is counted with its model and its tool; its parent is not.
+
+    Each kind of call is logged once, in whatever run, with its agent and what to do.
+    """
     child = agent(watched, *[["search"] * 3, "found"] * 3, name="child")
-    script = [["ask"], ["ask"], "done", ["ask"], "done"]
-    parent = agent(watched, *script, items=LIMITS, tools=[asking((child, GO))])
-
+    script: Any = [["ask", "search"], ["ask"], "done", ["ask"], "done"]
+    parent = Scene(watched, script, LIMITS, tools=[asking((child, GO)), SEARCH], form=form)
     with caplog.at_level(logging.WARNING, "langchain_quota"):
-        await parent.ainvoke(GO)
-        await parent.ainvoke(GO)
-
+        await parent.play()
+        await parent.play()
     assert watched.samples(NAME) == {("child", "model"): 6, ("child", "tool"): 9}
     model_line, tool_line = caplog.records
     assert "model call of agent 'child'" in model_line.getMessage()
@@ -98,7 +91,6 @@ async def test_the_log_is_bounded(watched: Signals, caplog: pytest.LogCaptureFix
             tool = asking(*((each, "Hm?") for each in models))
             parent = agent(watched, ["ask"], "done", items=LIMITS, tools=[tool], name="parent")
             await parent.ainvoke(GO)
-
     assert len(caplog.records) == 1000
 
 
@@ -126,9 +118,7 @@ ORDINARY: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
 async def test_ordinary_agents(case: Any, watched: Signals) -> None:
     """All calls of an agent with any limiter of ours are checked, whatever stands beside it."""
     script, items, options = case
-
     await agent(watched, *script, items=items, tools=[SEARCH], **options).ainvoke(GO)
-
     assert watched.samples(NAME) == {}
 
 
@@ -187,7 +177,6 @@ def supervisor(watched: Signals) -> Any:
 async def test_what_is_counted(make: Any, own: Any, bare: Any, watched: Signals) -> None:
     """What a run calls beside its limited agents is counted, with the agent that called it."""
     await make(watched).ainvoke(GO)
-
     found = watched.samples(NAME)
     for name, (models, tools) in (("unnamed", own), ("bare", bare)):
         assert found.pop((name, "model"), 0) == models

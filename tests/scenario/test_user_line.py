@@ -35,13 +35,11 @@ async def test_of_a_middleware(make: Any, signals: Signals) -> None:
         agent: Any = create_react_agent(limits.model(model), limits.tools([]))
     else:
         agent = Scene(signals, model, [limits], checkpointer=None).agent
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=__name__)
         for _ in range(2):
             await agent.ainvoke({"messages": [("user", "hi")]})
-
     # That of a graph without a store is known at once, and then there is no thread to count by.
     assert len(concurrency) == isinstance(limits, GraphQuota)
     (warning,) = [*concurrency, *caught][:1]
@@ -55,9 +53,7 @@ def test_code_without_a_module(signals: Signals) -> None:
     namespace["limits"] = [FORGETFUL]
     exec(compile("\n\nquota = make(limits)", "<console>", "exec"), namespace)  # noqa: S102 - as they do
     agent = Scene(signals, ["hi"], [namespace["quota"]], checkpointer=None).agent
-
     with pytest.warns(QuotaWarning, match="checkpointer") as caught:
         agent.invoke({"messages": [("user", "hi")]})
-
     (warning,) = caught
     assert (warning.filename, warning.lineno) == ("<console>", 3)

@@ -44,6 +44,7 @@ QUICK = Quota(50, per="global", window="1s", smooth=True)
 HOURLY = Quota(1, per="global", window="1h", smooth=True)
 GAUGE, WAITS = "langchain_quota_waiting_calls", "langchain_quota_wait_seconds_count"
 SEARCH = {"agent": "unnamed", "limit": "tool:search"}
+DECISIONS = ("allowed", "blocked", "would_block", "cancelled")
 
 
 class Noting(MemoryStore):
@@ -153,21 +154,23 @@ async def test_who_comes_first_is_served_first(
 
 
 @pytest.mark.parametrize(
-    ("kind", "most", "script", "used"),
+    ("kind", "most", "runs", "used"),
     [
-        (ModelCallLimit, 2, lambda _: "done", [2, 2, 1]),
-        (ToolCallLimit, 1, asking("search"), [1, 1]),
-        (TokenLimit, 10, lambda _: paid(10), [10, 10]),
+        (ModelCallLimit, 4, 5, [4, 4, 2]),
+        (partial(ToolCallLimit, "search"), 1, 2, [1, 1]),
+        (TokenLimit, 10, 2, [10, 10]),
+        (partial(TokenLimit, reserve=10), 14, 2, [5] * 4),
     ],
 )
 async def test_a_window_ends(
-    kind: Any, most: int, script: Any, *, used: Any, signals: Signals, monkeypatch: Any
+    kind: Any, most: int, runs: int, *, used: Any, signals: Signals, monkeypatch: Any
 ) -> None:
     """A call waits until a fixed window ends, and is counted in the next one."""
     store = MemoryStore(clock=Passing(monkeypatch))
     limit = kind(quotas=[Quota(most, per="global", window="1s")], wait=PATIENCE)
+    script = [paid(5, "search"), paid(5)] * runs
     scene = Scene(signals, script, [limit], store=store, hide_exhausted=True)
-    for _ in range(sum(used) // (10 if kind is TokenLimit else 1)):
+    for _ in range(runs):
         await scene.play()
         assert scene.last_text() == "done"
     assert [each.used for each in store.usages("*:global:*") if each.used] == used
@@ -199,9 +202,8 @@ async def test_what_metrics_say_of_waits_and_rates(signals: Signals) -> None:
     for name, store in (("now", MemoryStore()), ("gone", gone)):
         options: Any = {"store": store, "on_store_error": "block", "name": name}
         await Scene(signals, asking(*["search"] * 3), [limit], **options).play()
-    ends = {"allowed": 2, "blocked": 1, "would_block": 0, "cancelled": 0}
     waits = signals.samples(WAITS, limit="tool:search")
-    assert waits == {("now", end): count for end, count in ends.items()}
+    assert waits == {("now", end): n for end, n in zip(DECISIONS, (2, 1, 0, 0), strict=True)}
     lost = signals.samples("langchain_quota_store_fallbacks_total", agent="gone", action="block")
     assert lost == {("redis 127.0.0.1:1",): 3}
     rates = signals.samples("langchain_quota_limit", limit="tool:search", scope="global")
@@ -234,35 +236,6 @@ async def test_whose_turn_does_not_come(form: Form, signals: Signals) -> None:
     assert first.last_text() == "done"
 
 
-async def test_a_cancelled_call_makes_room(signals: Signals) -> None:
-    """It leaves the line, and nothing is charged; the next one gets its turn. All is visible."""
-    clock = Clock()
-    store = Noting(clock=clock)
-    limit = ToolCallLimit("search", quotas=[HOURLY], wait=DAY)
-    scenes = [
-        Scene(signals, asking("search"), [limit], store=store, thread_id=str(each))
-        for each in range(4)
-    ]
-    await scenes[0].play()
-    runs: list[asyncio.Task[Any]] = []
-    for number, scene in enumerate(scenes[1:], 1):
-        # Tasks do not arrive in the order in which they are made.
-        runs.append(asyncio.create_task(scene.play()))
-        await until(partial(waits, number, signals))
-    clock.now += 3600
-    runs[0].cancel()
-    runs[2].cancel()
-    await asyncio.wait(runs)
-    assert [scene.ran for scene in scenes] == [["search"], [], ["search"], []]
-    assert len(store.admitted) == 2
-    assert signals.value(GAUGE, **SEARCH) == 0
-    assert signals.value(WAITS, decision="cancelled", **SEARCH) == 2
-    assert signals.value(WAITS, decision="allowed", **SEARCH) == 2
-    (event,) = [each for span in signals.decision_spans() for each in span.events]
-    assert event.name == "langchain_quota.waited"
-    assert float(str(dict(event.attributes or {})["seconds"])) > 0
-
-
 class Who(TypedDict):
     """Whose calls are counted."""
 
@@ -272,7 +245,10 @@ class Who(TypedDict):
 async def test_who_waits_keeps_no_other_user_waiting(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 users do not wait behind one whose own quota has no room; hers keeps its order."""
+    """20 users do not wait behind one whose own quota has no room; hers keeps its order.
+
+    A call that is cancelled leaves the line, and nothing is charged. All is visible.
+    """
     clock = Passing(monkeypatch)
     clock.may.clear()
     store = Noting(clock=clock)
@@ -303,7 +279,11 @@ async def test_who_waits_keeps_no_other_user_waiting(
         clock.may.set()
         await asyncio.gather(hers[1], hers[3])
     assert [who for _, who in store.admitted if who != 9] == [0, 1, 3]
-    assert signals.value(WAITS, decision="cancelled", **SEARCH) == 1
+    assert [signals.value(WAITS, decision=each, **SEARCH) for each in DECISIONS] == [23, 0, 0, 1]
+    assert signals.value(GAUGE, **SEARCH) == 0
+    events = [each for span in signals.decision_spans() for each in span.events]
+    assert [event.name for event in events] == ["langchain_quota.waited"] * 2
+    assert all(float(str(dict(each.attributes or {})["seconds"])) > 0 for each in events)
 
 
 @pytest.mark.parametrize("early", ["grant", "reset"])

@@ -74,9 +74,7 @@ async def test_one_budget(kind: Any, signals: Signals) -> None:
     limits = [searching, ModelCallLimit(quotas=[Quota(50, per="user_id")])]
     quota = kind(limits, store=store, telemetry=signals.telemetry)
     scene = deep(signals, quota, *names, subagents=[RESEARCHER, FORK], context=ANN)
-
     await scene.play()
-
     models = 2 + 2 * len(names)
     assert (len(scene.ran), len(scene.model.calls)) == (5, models)
     assert {each.key: each.used for each in store.usages()} == {
@@ -127,7 +125,6 @@ async def test_general_purpose_is_as_deepagents_makes_it(option: str, signals: S
             for call in model.calls
         ]
         sent.append((requests, sorted(result["files"])))
-
     assert sent[0] == sent[1]
     assert len(sent[0][0]) == 4
 
@@ -138,9 +135,7 @@ async def test_a_quota_of_its_own(signals: Signals) -> None:
     both = {**RESEARCHER, "name": "both", "middleware": [model_limiter(signals, run_limit=9)]}
     quota = searches(signals, 0)
     scene = deep(signals, quota, "researcher", "both", subagents=[own, both])
-
     await scene.play()
-
     assert scene.ran == ["search"]
 
 
@@ -169,12 +164,10 @@ async def test_a_compiled_sub_agent(form: Callable[[Any], Any], signals: Signals
     """A compiled sub-agent must have limits of ours; with one store they are one budget."""
     ran: list[str] = []
     quota = searches(signals, 1)
-
     with pytest.raises(ValueError, match=r"'compiled' is compiled .*middleware=\[quota\].*leave_o"):
         deep(signals, quota, subagents=[compiled(form(child(signals, ran)))])
     spec = compiled(form(child(signals, ran, quota)))
     await deep(signals, quota, "compiled", subagents=[spec]).play()
-
     assert ran == ["search"]
 
 
@@ -186,11 +179,9 @@ async def test_what_is_left_out(signals: Signals) -> None:
     options: dict[str, Any] = {"leave_out": [*names, "remote"], "subagents": subagents}
     quota = searches(signals, 0)
     scene = deep(signals, quota, *names, **options)
-
     # Every other warning of a test is an error.
     await scene.play()
     assert len(scene.ran) + len(ran) == 6
-
     # It is left out of that agent alone.
     bare = Scene(signals, asking(), [quota], create=deepagents.create_deep_agent)
     with pytest.warns(QuotaWarning, match="no limits of langchain-quota: 'general-purpose'"):
@@ -272,7 +263,6 @@ async def test_what_is_made(kind: Any, signals: Signals) -> None:
     quota = kind(limits, store=MemoryStore(), telemetry=signals.telemetry)
     spec = {**RESEARCHER, "middleware": MINE}
     with_limits(create, quota)("anthropic:claude", middleware=MINE, subagents=[spec])
-
     expected = [*MINE, quota] if kind is QuotaMiddleware else [quota, *MINE]
     middleware, (automatic, researcher) = given
     assert middleware == researcher["middleware"] == expected
