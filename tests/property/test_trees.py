@@ -1,26 +1,34 @@
-"""Random trees of agents, started in every way that LangChain documents, against one budget."""
+"""Random trees of agents, started in every way that LangChain documents.
+
+One budget holds for all, and a receipt has what their models and tools say themselves.
+"""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 from uuid import uuid4
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from langchain.tools import ToolRuntime
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import BaseTool, StructuredTool
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.types import Command
+from langgraph.types import Command, interrupt
 
-from tests.examples import examples
-from tests.scene import Form, both_forms
+from langchain_quota import CostLimit, QuotaMiddleware
+from tests.examples import DEPTH, examples
+from tests.scene import Form, both_forms, recording
 from tests.telemetry import telling
-from tests.trees import ASKED, LOST, Tree, ask, config
+from tests.trees import ASKED, LOST, PER_TOKEN, Billed, Tree, ask, config, price
 
 
 def traced() -> Any:
@@ -52,6 +60,7 @@ INVOKED: dict[str, Callable[[ToolRuntime], Any]] = {
     "thread id": lambda runtime: elsewhere(),
     "callbacks": lambda runtime: traced(),
     "both": lambda runtime: {**elsewhere(), **traced()},
+    "chain": lambda runtime: traced(),
 }
 """How a tool invokes an agent: with which config."""
 
@@ -80,7 +89,7 @@ THREADS: dict[str, Callable[[Any, BaseTool, ToolRuntime], Any]] = {
 }
 """How it starts an agent in another thread."""
 
-WAYS = ["chain", *INVOKED, *RUN, *THREADS]
+WAYS = [*INVOKED, *RUN, *THREADS]
 UNKNOWN = ("bare thread", "bare thread, run")
 """The ways in which nothing says which run has started an agent."""
 
@@ -135,6 +144,7 @@ def handing_over(agent: Any, other: Any) -> Any:
 def starting(child: Any, way: str, name: str, started: list[str]) -> BaseTool:
     """A tool that starts an agent."""
     tool = ask(child, started=started)
+    invoked = chain(child) if way == "chain" else child
 
     def start(runtime: ToolRuntime) -> str:
         started.append(name)
@@ -142,10 +152,8 @@ def starting(child: Any, way: str, name: str, started: list[str]) -> BaseTool:
             tool.run({}, **RUN[way](runtime))
         elif way in THREADS:
             THREADS[way](child, tool, runtime)
-        elif way == "chain":
-            chain(child).invoke(ASKED, traced())
         else:
-            child.invoke(ASKED, INVOKED[way](runtime))
+            invoked.invoke(ASKED, INVOKED[way](runtime))
         return "done"
 
     async def astart(runtime: ToolRuntime) -> str:
@@ -154,10 +162,8 @@ def starting(child: Any, way: str, name: str, started: list[str]) -> BaseTool:
             await tool.arun({}, **RUN[way](runtime))
         elif way in THREADS:
             THREADS[way](child, tool, runtime)
-        elif way == "chain":
-            await chain(child).ainvoke(ASKED, traced())
         else:
-            await child.ainvoke(ASKED, INVOKED[way](runtime))
+            await invoked.ainvoke(ASKED, INVOKED[way](runtime))
         return "done"
 
     return StructuredTool.from_function(start, astart, name=name, description="Ask.")
@@ -173,17 +179,18 @@ def built(tree: Tree, shape: Shape) -> Any:
     return handing_over(agent, tree.agent(1)) if shape.hands_over else agent
 
 
+async def invoke(agent: Any, form: Form, given: Any = ASKED, where: Any = None) -> None:
+    if form == "sync":
+        await asyncio.to_thread(agent.invoke, given, where)
+    else:
+        await agent.ainvoke(given, where)
+
+
 async def check(shape: Shape, most: int, form: Form) -> None:
     """Run a tree, and compare what ran with the budgets of its root runs."""
     signals = telling(spans="off")
     tree = Tree(signals.telemetry, most)
-    top = built(tree, shape)
-
-    if form == "sync":
-        await asyncio.to_thread(top.invoke, ASKED)
-    else:
-        await top.ainvoke(ASKED)
-
+    await invoke(built(tree, shape), form)
     assert len(tree.ran) == sum(min(most, each) for each in shape.asked)
     assert signals.samples(LOST) == {}
 
@@ -202,3 +209,58 @@ async def test_every_way(form: Form) -> None:
     leaf = Shape(2)
     below = tuple((way, Shape(1, below=((way, leaf), (way, leaf)))) for way in WAYS)
     await check(Shape(1, below=below), 5, form)
+
+
+UNSEEN = (*UNKNOWN, "thread, run", "thread, callbacks", "thread, metadata")
+"""The ways that pass on neither the context nor the callbacks of a run."""
+AS_CALLER = ("chain", "config", "run, config", "thread, config")
+"""The ways in which LangChain gives an agent the name of its caller."""
+
+
+def is_named(shape: Shape) -> bool:
+    """Whether each agent of a tree runs under its own name, and not that of its caller."""
+    return all(
+        way not in AS_CALLER and not child.hands_over and is_named(child)
+        for way, child in shape.below
+    )
+
+
+@pytest.mark.timeout(3600)
+@settings(max_examples=24 if DEPTH == "quick" else 1000)
+@given(
+    shape=shapes(3, [way for way in WAYS if way not in UNSEEN]),
+    most=st.integers(0, 6),
+    limited=st.lists(st.sampled_from(["search", "meters", "calls", "none"]), min_size=1),
+    form=st.sampled_from(["sync", "async"]),
+    asks=st.booleans(),
+)
+async def test_receipts(
+    shape: Shape, most: int, limited: list[str], form: Form, *, asks: bool
+) -> None:
+    """Calls, tokens, dollars and refusals are those of the models and tools, over an interrupt."""
+    tree = Billed(telling(spans="off").telemetry, most, limited=limited)
+    person = recording("human", [], lambda: tree.started.append(interrupt("May I?")))
+    top = tree.agent(0, *([person] if asks else []), checkpointer=InMemorySaver())
+    inner = built(tree, shape)
+    options: Any = {"prices": price, "telemetry": telling(spans="off").telemetry}
+    quota = QuotaMiddleware([CostLimit(enforce=False)], **options)
+    with quota.receipt() as bill:
+        runs = [(inner, ASKED, None), (top, ASKED, config())]
+        for agent, asked, where in [*runs, *([(top, Command(resume="yes"), config())] * asks)]:
+            await invoke(agent, form, asked, where)
+    models = bill.total("model")
+    assert models.calls == tree.calls.total()
+    assert models.total_tokens == tree.tokens.total()
+    if is_named(shape):
+        lines = [each for each in bill.lines if each.kind == "model"]
+        assert {each.agent: each.calls for each in lines} == tree.calls
+        assert {each.agent: each.total_tokens for each in lines} == tree.tokens
+    assert models.input_tokens == tree.tokens.total() - tree.calls.total()
+    assert bill.dollars == Decimal(tree.tokens.total() * PER_TOKEN) / 10**9
+    ran = Counter[str]()
+    for each in bill.lines:
+        ran[each.name] += each.calls if each.kind == "tool" else 0
+    started = Counter("human" if each == "yes" else each for each in [*tree.ran, *tree.started])
+    assert +ran == started
+    assert sum(bill.total("tool").blocked.values()) == tree.asked - len(tree.ran)
+    assert (bill.runs, bill.ended_by) == (2, [])

@@ -11,7 +11,7 @@ from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests.scene import ANN, SKIPPED, Form, Scene, asking, texts
-from tests.stores import DAY, NOON, RESETS, TODAY, Clock, counts
+from tests.stores import DAY, RESETS, TODAY, Clock, counts
 from tests.telemetry import Signals
 
 
@@ -24,19 +24,6 @@ class Context:
 
 USER = Quota(2, per="user_id", window=DAY)
 THREE = asking("search", "search", "search")
-
-
-async def test_the_edge_of_a_window(signals: Signals) -> None:
-    """In a window's last second its count still holds, also if the clock goes back to it."""
-    clock = Clock()
-    store = MemoryStore(clock=clock)
-    limit = ToolCallLimit("search", quotas=[USER])
-    scene = Scene(signals, THREE, [limit], store=store, context=ANN)
-    for seconds, ran in ((0, 2), (43_199.999, 2), (43_200, 4), (43_199, 4), (43_200, 4)):
-        clock.now = NOON + seconds
-        await scene.play()
-        assert scene.ran == ["search"] * ran
-    assert counts(store) == {f"search:user_id:ann:{TODAY}": 2, "search:user_id:ann:86400:20455": 2}
 
 
 PLANS = {"acme": 1, "umbrella": 3, "root": None}

@@ -17,7 +17,7 @@ from langchain_quota import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.testing import Script, ScriptedChatModel, Turn
+from langchain_quota.testing import ScriptedChatModel, Turn
 from tests.scene import CONFIG, Scene, check_history, recording
 from tests.telemetry import Signals
 
@@ -98,32 +98,6 @@ async def test_agents_that_a_limit_stops(limit: Limit, signals: Signals) -> None
         assert fails or kept[-1].text == "Sorry."
 
 
-def by_hand(team: Team, signals: Signals, script: Script, **options: Any) -> Any:
-    """A graph whose supervisor's hand-offs, by the package's tools, have a limit of their own."""
-    limit = ToolCallLimit([TO_ONE, TO_TWO], **options)
-    tools = [langgraph_supervisor.create_handoff_tool(agent_name=name) for name in ("one", "two")]
-    own: dict[str, Any] = {"store": MemoryStore(), "checkpointer": None, "name": "supervisor"}
-    supervisor = Scene(signals, script, [limit], tools=tools, **own)
-    team.models.append(supervisor.model)
-    graph: Any = StateGraph(MessagesState)
-    graph.add_node("supervisor", supervisor.agent, destinations=("one", "two", END))
-    graph.add_edge(START, "supervisor")
-    for agent in team.agents:
-        graph.add_node(agent.name, agent)
-        graph.add_edge(agent.name, "supervisor")
-    return graph
-
-
-async def test_a_refused_hand_off(signals: Signals) -> None:
-    """The supervisor's model reads that no more hand-offs are left, and answers itself."""
-    team = Team(signals, LIMITS["continue"])
-    script: Script = [[TO_ONE], [TO_TWO], "I answer it myself.", [TO_ONE], "Bye."]
-    kept = await team.play(by_hand(team, signals, script, thread_limit=1))
-    said = [each.text for each in kept if each.name == "supervisor" and each.text]
-    assert said == ["I answer it myself.", "Bye."]
-    assert len(team.models[1].calls) == 0
-
-
 @pytest.mark.parametrize("exit_behavior", ["continue", "end"])
 async def test_a_hand_off_beside_a_refused_one(exit_behavior: Any, signals: Signals) -> None:
     """Of parallel hand-offs a limit must refuse all or none.
@@ -132,8 +106,16 @@ async def test_a_hand_off_beside_a_refused_one(exit_behavior: Any, signals: Sign
     a refusal. The page says so; where "continue" does not fail any more, it need not.
     """
     team = Team(signals, LIMITS["continue"])
-    options: dict[str, Any] = {"run_limit": 1, "exit_behavior": exit_behavior}
-    graph = by_hand(team, signals, [[TO_ONE, TO_TWO]] * 2, **options)
+    limit = ToolCallLimit([TO_ONE, TO_TWO], run_limit=1, exit_behavior=exit_behavior)
+    tools = [langgraph_supervisor.create_handoff_tool(agent_name=name) for name in ("one", "two")]
+    own: dict[str, Any] = {"store": MemoryStore(), "checkpointer": None, "name": "supervisor"}
+    supervisor = Scene(signals, [[TO_ONE, TO_TWO]] * 2, [limit], tools=tools, **own)
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("supervisor", supervisor.agent, destinations=("one", "two", END))
+    graph.add_edge(START, "supervisor")
+    for agent in team.agents:
+        graph.add_node(agent.name, agent)
+        graph.add_edge(agent.name, "supervisor")
     if exit_behavior == "continue":
         with pytest.raises(AttributeError, match="'ToolMessage' object has no attribute"):
             await team.play(graph)

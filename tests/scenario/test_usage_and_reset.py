@@ -31,19 +31,6 @@ def scene_of(signals: Signals, script: Any, **search: Any) -> Scene:
     return Scene(signals, script, limits, kind=kind, form=form, tools=["search", report, ask])
 
 
-@either
-async def test_usage_is_what_ran(kind: Kind, signals: Signals) -> None:
-    """`usage` tells the calls of a thread and of its newest run; nothing of a fresh thread."""
-    script = [["search"], "done", ["search", "search"], "done"]
-    scene = scene_of(signals, script, kind=kind)
-    assert scene.usage().model == 0
-    await scene.play()
-    await scene.play()
-    used = scene.usage()
-    assert (used.model, dict(used.tools)) == (4, {"search": 2, "__all__": 2})
-    assert (used.run_model, dict(used.run_tools)) == (2, {"search": 1, "__all__": 1})
-
-
 @pytest.mark.parametrize("given", [None, 5, {"messages": []}, "thread-1"], ids=repr)
 def test_usage_is_read_from_a_state(given: Any) -> None:
     """What a run gives, and what is no state, is a TypeError that says where a state is from."""
