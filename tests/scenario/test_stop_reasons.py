@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -71,53 +70,35 @@ async def test_every_form_says_why(kind: Kind, signals: Signals) -> None:
 
 HOURS: Any = {"quotas": [Quota(1, per="user_id", window=DAY)]}
 PRICES = {"scriptedchatmodel": Price(input=1, output=1), "m": Price(input="1000", output=1)}
-ROWS: list[tuple[str, Limit, Any, Mapping[str, Any], dict[str, Any] | None]] = [
-    ("a model call", ModelCallLimit(run_limit=1), [TWO], {}, {"limit": "model"}),
-    (
-        *("a quota", ModelCallLimit(**HOURS), [TWO], {"store": True}),
-        {"limit": "model", "scope": "user_id", "subject": "an", "resets_at": MIDNIGHT},
-    ),
-    (
-        *("tokens", TokenLimit(run_limit=10), [paid(12, "search")], {}),
-        {"limit": "tokens", "used": 12, "threshold": 10, "unit": "tokens"},
-    ),
-    (
-        *("dollars", CostLimit(run_limit="0.01"), [paid(12, "search")], {"prices": PRICES}),
-        {"limit": "cost", "used": 0.012, "threshold": 0.01, "unit": "dollars"},
-    ),
-    (
-        *("a reserve", TokenLimit(run_limit=10, reserve=8), [paid(5, "search")], {}),
-        {"limit": "tokens", "used": 5, "threshold": 10, "unit": "tokens"},
-    ),
-    (
-        *("an outage", ModelCallLimit(**HOURS), [], {"down": True}),
-        {"limit": "model", "scope": "store", "used": None, "threshold": None},
-    ),
-    (
-        *("a last call", ModelCallLimit(run_limit=1, exit_behavior="finalize"), [TWO], {}),
-        {"limit": "model"},
-    ),
-    (
-        *("a last answer", ModelCallLimit(run_limit=1, exit_behavior="finalize"), ["Done."], {}),
-        None,
-    ),
-    ("a dry run", ToolCallLimit("search", run_limit=1, enforce=False), [TWO, "Done."], {}, None),
-]
+MODEL, DAILY = {"limit": "model"}, ModelCallLimit(**HOURS)
+LAST = ModelCallLimit(run_limit=1, exit_behavior="finalize")
+OF_ANN = {"limit": "model", "scope": "user_id", "subject": "an", "resets_at": MIDNIGHT}
+OF_STORE = {"limit": "model", "scope": "store", "used": None, "threshold": None}
+TOKENS = {"limit": "tokens", "threshold": 10, "unit": "tokens"}
+COST = {"limit": "cost", "used": 0.012, "threshold": 0.01, "unit": "dollars"}
+ROWS: dict[str, tuple[Limit, Any, dict[str, Any] | None]] = {
+    "a model call": (ModelCallLimit(run_limit=1), [TWO], MODEL),
+    "a quota": (DAILY, [TWO], OF_ANN),
+    "tokens": (TokenLimit(run_limit=10), [paid(12, "search")], {**TOKENS, "used": 12}),
+    "dollars": (CostLimit(run_limit="0.01"), [paid(12, "search")], COST),
+    "a reserve": (TokenLimit(run_limit=10, reserve=8), [paid(5, "search")], {**TOKENS, "used": 5}),
+    "an outage": (DAILY, [], OF_STORE),
+    "a last call": (LAST, [TWO], MODEL),
+    "a last answer": (LAST, ["Done."], None),
+    "a dry run": (ToolCallLimit("search", run_limit=1, enforce=False), [TWO, "Done."], None),
+}
 
 
-@pytest.mark.parametrize(
-    ("limit", "script", "how", "data"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS]
-)
-async def test_what_the_data_says(limit: Limit, script: Any, how: Any, data: Any) -> None:
+@pytest.mark.parametrize(("limit", "script", "data"), ROWS.values(), ids=ROWS.keys())
+async def test_what_the_data_says(limit: Limit, script: Any, data: Any) -> None:
     """It has amounts in the units that people see, and subjects as `subject_label` shows them."""
     signals = telling(subject_label={"user_id": lambda user: user[:2]})
-    options: dict[str, Any] = {"store": MemoryStore(clock=Clock())} if "store" in how else {}
-    if "down" in how:
-        options["store"] = store = FickleStore(MemoryStore(clock=Clock()))
-        store.down = True
-    options |= {key: each for key, each in how.items() if key == "prices"}
+    store = FickleStore(MemoryStore(clock=Clock()))
+    store.down = data is OF_STORE
+    options: Any = {"prices": PRICES} if data is COST else {}
     model = ScriptedChatModel(model="m", script=script)
-    scene = Scene(signals, model, [limit], context=ANN, **options)
+    shared = store if limit.quotas else None
+    scene = Scene(signals, model, [limit], context=ANN, store=shared, **options)
     with scene.quota.receipt() as bill:
         reason = stop_reason(await scene.play())
     assert reason == (data and blocked(**data))

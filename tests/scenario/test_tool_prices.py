@@ -45,28 +45,26 @@ class Listed(ScriptedChatModel):
         return {**super()._get_ls_params(stop=stop, **kwargs), "ls_provider": self.provider}
 
 
-class Truth:
-    """Tools that count what was to be paid when they began, once for each call."""
+Due = dict[str, int]
+"""What was to be paid when a tool began, by call."""
 
-    def __init__(self) -> None:
-        self.due: dict[str, int] = {}
 
-    def tools(self) -> list[BaseTool]:
-        def tool(name: str) -> BaseTool:
-            def run(call: str = "", pages: int = 1) -> str:
-                price = PRICES[name]
-                dollars = price({"args": {"pages": pages}}) if callable(price) else price
-                self.due[f"{name}{call}"] = round(float(dollars) * 100) * CENT
-                if name == "fail":
-                    raise RuntimeError("It failed.")
-                return "It ran."
+def scene_of(signals: Signals, due: Due, script: Any, *items: Any, **options: Any) -> Scene:
+    """An agent with paid tools; each model call costs a cent."""
 
-            async def arun(call: str = "", pages: int = 1) -> str:
-                return run(call, pages)
+    def tool(name: str) -> BaseTool:
+        async def run(call: str = "", pages: int = 1) -> str:
+            price = PRICES[name]
+            dollars = price({"args": {"pages": pages}}) if callable(price) else price
+            due[f"{name}{call}"] = round(float(dollars) * 100) * CENT
+            if name == "fail":
+                raise RuntimeError("It failed.")
+            return "It ran."
 
-            return StructuredTool.from_function(run, arun, name=name, description=name)
+        return StructuredTool.from_function(coroutine=run, name=name, description=name)
 
-        return [tool(name) for name in PRICES]
+    options = {"tools": [tool(name) for name in PRICES], "prices": by_model, **options}
+    return Scene(signals, script, items, **options)
 
 
 def made(name: str, *calls: int, **args: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -86,7 +84,7 @@ stores = pytest.mark.parametrize("stored", [False, True], ids=["state", "store"]
 @stores
 async def test_charged_is_what_ran(signals: Signals, *, stored: bool) -> None:
     """Calls that fail or are retried are charged once; refused, stopped and free ones nothing."""
-    truth, store = Truth(), MemoryStore() if stored else None
+    due, store = Due(), MemoryStore() if stored else None
     quotas = [Quota(9, per="user_id")] if stored else []
     limit = CostLimit(run_limit="1.40", thread_limit=9, tool_prices=PRICES, quotas=quotas)
     script = [
@@ -97,17 +95,16 @@ async def test_charged_is_what_ran(signals: Signals, *, stored: bool) -> None:
         answer(13, *made("calc", 3), *made("fail", 2, 3)),
         answer(14),
     ]
-    given: Any = {"tools": truth.tools(), "prices": by_model, "context": ANN, "store": store}
-    scene = Scene(signals, script, [limit, ToolCallLimit("fail", run_limit=2), RETRY], **given)
+    items = [limit, ToolCallLimit("fail", run_limit=2), RETRY]
+    scene = scene_of(signals, due, script, *items, context=ANN, store=store)
     await scene.play()
     ran = "search1", "search2", "search3", "calc1", "calc2", "calc3", "fail1", "fail2"
-    assert {*truth.due} == {*ran}
-    due = sum(truth.due.values())
-    assert spent(scene, MONEY) == (due + 4 * CENT,) * 2
-    assert charged(signals) == due
+    assert {*due} == {*ran}
+    assert charged(signals) == sum(due.values())
+    assert spent(scene, MONEY) == (charged(signals) + 4 * CENT,) * 2
     assert scene.usage().tools == {"fail": 2}
     if store:
-        assert set(counts(store).values()) == {due + 4 * CENT}
+        assert {*counts(store).values()} == {charged(signals) + 4 * CENT}
     assert "'search' costs $0.30, more than what is left" in str(scene.state()["messages"])
     shown = {"agent": "unnamed", "limit": "cost", "scope": "run", "unit": "dollars"}
     assert signals.value("langchain_quota_limit", **shown) == 1.4
@@ -116,7 +113,7 @@ async def test_charged_is_what_ran(signals: Signals, *, stored: bool) -> None:
 @pytest.mark.parametrize("exit_behavior", ["end", "error", "finalize"])
 async def test_a_tool_that_is_too_dear(signals: Signals, exit_behavior: Any) -> None:
     """It leaves what is kept for the last answer, and the run goes on without it."""
-    truth, last = Truth(), exit_behavior == "finalize"
+    due, last = Due(), exit_behavior == "finalize"
     limit = CostLimit(
         run_limit="0.62" if last else "0.45",
         tool_prices=PRICES,
@@ -124,10 +121,9 @@ async def test_a_tool_that_is_too_dear(signals: Signals, exit_behavior: Any) -> 
         keep="0.20" if last else None,
     )
     script = [answer(11, *made("search", 1, 2)), answer(12, *made("fail", 1)), answer(13)]
-    given: Any = {"tools": truth.tools(), "prices": by_model}
-    scene = Scene(signals, script, [limit, RETRY], **given)
+    scene = scene_of(signals, due, script, limit, RETRY)
     await scene.play()
-    assert set(truth.due) == {"search1", "fail1"}
+    assert {*due} == {"search1", "fail1"}
     assert len(scene.model.calls) == 3
 
 
@@ -137,7 +133,7 @@ async def test_a_call_that_does_not_run_is_given_back(
     signals: Signals, why: str, *, stored: bool
 ) -> None:
     """What a person rejects, and what another limiter refuses, is given back."""
-    truth, store = Truth(), MemoryStore() if stored else None
+    due, store = Due(), MemoryStore() if stored else None
     limits: list[Any] = [CostLimit(thread_limit=1, tool_prices=PRICES)]
     if why == "a person":
         limits.append(HumanInTheLoopMiddleware[Any, Any]({"search": True}))
@@ -148,12 +144,11 @@ async def test_a_call_that_does_not_run_is_given_back(
         *(answer(11, *made("search", 1), *made("calc", 1)), answer(12)),
         *(answer(13, *made("calc", 2)), answer(14)),
     ]
-    given: Any = {"tools": truth.tools(), "prices": by_model, "store": store}
-    scene = Scene(signals, script, limits, **given)
+    scene = scene_of(signals, due, script, *limits, store=store)
     await scene.play()
     if why == "a person":
         await scene.resume({"decisions": [{"type": "reject"}]})
-    assert truth.due == {"calc1": 5 * CENT}
+    assert due == {"calc1": 5 * CENT}
     await scene.play()
     assert spent(scene, MONEY)[0] == 10 * CENT + 4 * CENT
     assert charged(signals) == 10 * CENT
@@ -163,17 +158,16 @@ async def test_a_call_that_does_not_run_is_given_back(
 
 async def test_runs_at_once(signals: Signals, redis_server: RedisServer) -> None:
     """Runs that share a quota buy no more than fits, and the server has counted what ran."""
-    truth, limit = Truth(), CostLimit(quotas=[Quota(1, per="user_id")], tool_prices=PRICES)
+    due, limit = Due(), CostLimit(quotas=[Quota(1, per="user_id")], tool_prices=PRICES)
     with closing(RedisStore(redis_server.url, prefix=redis_server.prefix())) as store:
         given: Any = {"prices": lambda _: Decimal(0), "context": ANN, "store": store}
-        given["tools"] = truth.tools()
         scripts = [[answer(11, *made("search", run)), answer(12)] for run in range(8)]
         scenes = [
-            Scene(signals, script, [limit], thread_id=f"thread-{run}", **given)
+            scene_of(signals, due, script, limit, thread_id=f"thread-{run}", **given)
             for run, script in enumerate(scripts)
         ]
         await asyncio.gather(*(each.play() for each in scenes))
-        assert len(truth.due) == 3
+        assert len(due) == 3
         assert counts(store) == {f"{MONEY}:user_id:ann": 90 * CENT}
     assert charged(signals) == 90 * CENT
 
@@ -247,21 +241,17 @@ def test_bad_prices(prices: Any, error: type[Exception], said: str) -> None:
 
 async def test_a_price_that_fails(signals: Signals) -> None:
     """Without its price a call does not run: the error reaches the caller, and names the limit."""
-    truth = Truth()
-    limit = CostLimit(run_limit=1, tool_prices={"search": lambda _: "cheap"})
-    script = [answer(11, *made("search", 1))]
-    scene = Scene(signals, script, [limit], tools=truth.tools(), prices=by_model)
+    due, limit = Due(), CostLimit(run_limit=1, tool_prices={"search": lambda _: "cheap"})
+    scene = scene_of(signals, due, [answer(11, *made("search", 1))], limit)
     with pytest.raises(ValueError, match="what tool_prices\\['search'\\] of limit 'cost' gives"):
         await scene.play()
-    assert truth.due == {}
+    assert due == {}
 
 
 async def test_a_dry_run(signals: Signals) -> None:
     """A dry-run limit refuses nothing, and is charged all that ran."""
-    truth = Truth()
     limit = CostLimit(run_limit="0.40", tool_prices=PRICES, enforce=False)
-    script = [answer(11, *made("search", 1, 2)), answer(12)]
-    scene = Scene(signals, script, [limit], tools=truth.tools(), prices=by_model)
+    scene = scene_of(signals, {}, [answer(11, *made("search", 1, 2)), answer(12)], limit)
     await scene.play()
     assert spent(scene, MONEY)[1] - 2 * CENT == charged(signals) == 60 * CENT
     assert scene.calls("would_block", "search") == 1
