@@ -12,7 +12,6 @@ from langchain_core.messages import AIMessage, BaseMessage
 
 from langchain_quota import Decision, ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
-from langchain_quota.testing import captured_decisions
 from tests.scene import Form, Kind, Scene, cancel_at, either, recording
 from tests.telemetry import Signals
 
@@ -91,14 +90,13 @@ async def test_every_decision_once_and_in_order(
     tools = [recording(each, ran, body) for each in ("search", "calc", "ask")]
     options: Any = {"kind": kind, "form": form, "tools": tools}
     scene = Scene(signals, answer, LIMITS, on_decision=observer_of(sort, seen), **options)
-    with captured_decisions() as decisions:
-        await scene.play()
+    await scene.play()
     assert tale(seen) == [
         *(("model", "allowed"), ("search", "allowed"), ("calc", "allowed"), ("search", "blocked")),
         *(("model", "allowed"), ("calc", "would_block"), ("ask", "allowed")),
         *(("model", "allowed"), ("calc", "would_block"), ("model", "blocked")),
     ]
-    assert all(ours is theirs for ours, theirs in zip(seen, decisions, strict=True))
+    assert all(ours is theirs for ours, theirs in zip(seen, scene.decisions, strict=True))
     if kind == "quota":
         assert known == [1, 4, 4, 5, 7, 7, 8, 9]
 
@@ -112,12 +110,11 @@ async def test_a_hook_that_runs_again(
     limit = ToolCallLimit("search", run_limit=0, exit_behavior="error")
     given = [failing if sort == "sync" else afailing, observer_of(sort, seen)]
     scene = Scene(signals, [["calc", "search"]], [limit], form=form, on_decision=given)
-    with captured_decisions() as decisions:
-        for again in (scene.play, scene.go_on, scene.go_on):
-            with pytest.raises(ToolCallLimitExceededError):
-                await again()
+    for again in (scene.play, scene.go_on, scene.go_on):
+        with pytest.raises(ToolCallLimitExceededError):
+            await again()
     expected = [("calc", "skipped"), ("search", "blocked")]
-    assert tale(decisions) == expected
+    assert tale(scene.decisions) == expected
     assert tale(seen) == expected
     assert signals.value("langchain_quota_errors_total", **FAILED) == 2
     assert [each.levelname for each in caplog.records].count("ERROR") == 1

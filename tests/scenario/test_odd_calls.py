@@ -137,8 +137,7 @@ async def test_calls_that_cannot_run(batch: Any, charged: int, signals: Signals)
     """A call that LangChain answers with an error is allowed, charged, and answered once."""
     tools: list[str | BaseTool] = ["search", StructuredTool.from_function(square)]
     limiter = tool_limiter(signals, run_limit=2)
-    scene = Scene(signals, [batch, *["done"] * 3], [limiter], tools=tools)
-    await scene.play()
+    scene = await Scene(signals, [batch, *["done"] * 3], [limiter], tools=tools).played()
     if isinstance(batch, list):
         assert len(scene.answers()) == len(batch)
         check_history(scene.state()["messages"])

@@ -25,8 +25,7 @@ async def test_a_kind_of_limit_that_matches_by_something_else(signals: Signals) 
     """Which calls a limit's own `matches` takes is asked for each tool, whichever came first."""
     script = [["calc"], ["mcp_read"], ["calc", "mcp_write"], "done"]
     names = ("calc", "mcp_read", "mcp_write")
-    scene = Scene(signals, script, [BeginningLimit(run_limit=1)], tools=names)
-    await scene.play()
+    scene = await Scene(signals, script, [BeginningLimit(run_limit=1)], tools=names).played()
     assert scene.ran == ["calc", "mcp_read", "calc"]
 
 
@@ -65,8 +64,7 @@ async def test_the_lowest_of_two_caps_holds(caps: tuple[int, int], signals: Sign
 
     limits = [ConcurrencyLimit("search", max_concurrency=each, name=f"cap-{each}") for each in caps]
     script = asking(*(("search", {"text": each}) for each in "abcd"))
-    scene = Scene(signals, script, limits, tools=[slow])
-    await scene.play()
+    scene = await Scene(signals, script, limits, tools=[slow]).played()
     assert scene.answers() == [("search", "success")] * 4
     assert (most, order) == (1, "abcd")
 

@@ -89,8 +89,7 @@ def test_a_limit_over_all_tenants(limit: Any) -> None:
 async def test_a_thread_is_reset_and_granted_more_by_its_prefix(signals: Signals) -> None:
     """Where no run is, the caller names the prefix; without it, nothing is changed."""
     limit = ToolCallLimit("search", thread_limit=2)
-    scene = Scene(signals, TWICE, [limit], store=Tenants(), context=ACME)
-    await scene.play()
+    scene = await Scene(signals, TWICE, [limit], store=Tenants(), context=ACME).played()
     of: Any = {"thread": "thread-1"}
     quota = scene.quota
     unnamed = quota.agrant("tool:search", 1, **of), quota.aleft("tool:search", **of)

@@ -99,8 +99,7 @@ async def test_an_abandoned_review(
         tool_limiter(signals, "search", thread_limit=2),
     ]
     limiters.insert(place, HumanInTheLoopMiddleware({"search": True}))
-    scene = Scene(signals, [["search", "search"], "done"], limiters)
-    await scene.play()
+    scene = await Scene(signals, [["search", "search"], "done"], limiters).played()
     await scene.play("never mind")
     assert kinds(scene) == ["human", "ai", "tool", "tool", "human", "ai"]
     assert scene.ran == []

@@ -1,23 +1,34 @@
-"""Hooks that run again, or never come to their end: a shared store charges once what runs once."""
+"""A shared store charges once what runs once, and takes back what does not run.
 
+Hooks run again, or never come to their end; calls are refused, edited or answered by others.
+"""
+
+import gc
 import math
 from collections import Counter
 from typing import Annotated, Any
 
 import pytest
-from langchain.agents.middleware import hook_config
+from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware, hook_config
 from langchain_core.messages import ToolCall
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import InjectedToolCallId, StructuredTool
 from langgraph.checkpoint.base import Checkpoint
 from langgraph.checkpoint.memory import InMemorySaver
 
-from langchain_quota import MemoryStore, ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota import (
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    QuotaMiddleware,
+    ToolCallLimit,
+    ToolCallLimitExceededError,
+)
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
-from langchain_quota.testing import captured_decisions
-from tests.scene import ANN, CONFIG, Scene, asking, cancel_at, check_history, each_kind, either
-from tests.stores import DAY, Clock, SlowStore, counts, run_counts
+from tests import scene as scenes
+from tests.scene import ANN, CONFIG, Scene, asking, cancel_at, check_history, tool_limiter
+from tests.stores import DAY, Clock, FickleStore, SlowStore, counts, quota, run_counts
 from tests.telemetry import Signals
 
 SEARCHES = "search:user_id:ann"
@@ -64,29 +75,27 @@ async def test_hooks_that_crash_again_and_again(call_id: str | None, signals: Si
     held = Crashing(limits, store=store, telemetry=signals.telemetry)
     held.crashes = Counter(before_model=1, after_model=2)
     scene = Scene(signals, asking(*calls), [held], context=ANN)
-    with captured_decisions() as decisions:
-        for crashes in (scene.play, scene.go_on, scene.go_on):
-            with pytest.raises(ConnectionAbortedError):
-                await crashes()
-        await scene.go_on()
+    for crashes in (scene.play, scene.go_on, scene.go_on):
+        with pytest.raises(ConnectionAbortedError):
+            await crashes()
+    await scene.go_on()
     assert scene.ran == ["search"] * 2
     assert counts(store) == {SEARCHES: 2, MODEL_CALLS: 2}
     assert (scene.metric("tool:search", "allowed"), scene.metric("model", "allowed")) == (2, 2)
-    checked = [each.call.id for each in decisions if each.call.kind == "tool"]
+    checked = [each.call.id for each in scene.decisions if each.call.kind == "tool"]
     assert checked == [each["id"] for each in scene.state()["messages"][1].tool_calls]
     scene.check()
 
 
-@each_kind
+@scenes.each_kind
 async def test_an_id_that_comes_again(kind: Any, signals: Signals) -> None:
     """A call that no store checks is decided once, though a call of a store had the same id."""
     turns = [[ToolCall(name=name, args={}, id="1")] for name in ("search", "calc")]
     store = MemoryStore()
     scene = Scene(signals, [*turns, "done"], [limit_of()], kind=kind, store=store, context=ANN)
-    with captured_decisions() as decisions:
-        await scene.play()
+    await scene.play()
     assert scene.ran == ["search", "calc"]
-    assert [each.call.tool for each in decisions] == ["search", "calc"]
+    assert [each.call.tool for each in scene.decisions] == ["search", "calc"]
     assert counts(store)[SEARCHES] == 1
 
 
@@ -96,8 +105,7 @@ async def test_checked_twice(days: int, signals: Signals) -> None:
     clock = Clock()
     store = MemoryStore(clock=clock)
     limit = ToolCallLimit("search", quotas=[Quota(3, per="global", window=DAY)])
-    scene = Scene(signals, TWICE, [limit], store=store, interrupt_before=["tools"])
-    await scene.play()
+    scene = await Scene(signals, TWICE, [limit], store=store, interrupt_before=["tools"]).played()
     clock.now += days * 86_400
     scene.agent.update_state(CONFIG, None, as_node="model")
     await scene.go_on()
@@ -109,7 +117,7 @@ async def test_checked_twice(days: int, signals: Signals) -> None:
 @pytest.mark.parametrize("of", ["tool", "model"])
 @pytest.mark.parametrize("heard", [True, False], ids=["heard", "not heard"])
 @pytest.mark.parametrize("then", ["a new turn", "resumed", "on another thread"])
-@either
+@scenes.either
 async def test_cancelled_while_asking(
     *, heard: bool, of: str, then: str, kind: Any, signals: Signals
 ) -> None:
@@ -154,7 +162,7 @@ class LossySaver(InMemorySaver):
             super().put_writes(*args)
 
 
-@either
+@scenes.either
 @pytest.mark.parametrize("keeps", [2, 3, 5, 7])
 async def test_a_run_whose_checkpoints_are_lost(kind: Any, keeps: int, signals: Signals) -> None:
     """Wherever the lost checkpoints begin, the resumed run has what is left of its budget."""
@@ -184,3 +192,123 @@ async def test_a_run_whose_checkpoints_are_lost(kind: Any, keeps: int, signals: 
     assert run_counts(store, "model") == [state["run_model"]]
     assert state["run_tools"] == {"search": 3}
     scene.check_requests()
+
+
+CALCS = "calc:user_id:ann"
+
+
+def per_user(tool: str, limit: int = 9, **options: Any) -> ToolCallLimit:
+    return ToolCallLimit(tool, quotas=[Quota(limit, per="user_id")], **options)
+
+
+def scene_of(signals: Signals, script: Any, *middleware: Any, **options: Any) -> Scene:
+    return Scene(signals, script, middleware, context=ANN, **options)
+
+
+def review(*kinds: str) -> dict[str, Any]:
+    """What a person answers about each call."""
+    edit = {"name": "calc", "args": {}}
+    known: dict[str, Any] = {"respond": {"message": "hm"}, "edit": {"edited_action": edit}}
+    return {"decisions": [{"type": kind, **known.get(kind, {})} for kind in kinds]}
+
+
+@scenes.orders(2)
+@scenes.either
+async def test_beside_a_drop_in_that_raises(order: Any, kind: Any, signals: Signals) -> None:
+    """What was charged before it raised stays charged."""
+    store = MemoryStore()
+    drop_in = tool_limiter(signals, "search", run_limit=1, exit_behavior="error")
+    items: list[Any] = scenes.in_order(order, per_user("search"), drop_in)
+    scene = Scene(signals, TWICE, items, kind=kind, store=store, context=ANN)
+    with pytest.raises(ToolCallLimitExceededError):
+        await scene.play()
+    scene.model.script = asking("search")
+    await scene.play()
+    # The last of the list checks first; the inline one checks before all others.
+    charged = 2 if kind == "inline" or order == (1, 0) else 0
+    assert counts(store) == {SEARCHES: charged + 1}
+
+
+class Second(QuotaMiddleware[Any, Any]):
+    """A second middleware of an agent, told apart by its class."""
+
+
+class Outage(AgentMiddleware[Any, Any, Any]):
+    """The store goes down once, between those who check a message."""
+
+    def __init__(self, store: FickleStore) -> None:
+        super().__init__()
+        self.stores = [store]
+
+    def after_model(self, state: Any, runtime: Any) -> None:
+        while self.stores:
+            self.stores.pop().down = True
+
+
+@pytest.mark.parametrize("outage", ["block", "allow"])
+async def test_a_store_that_goes_down_between_two(outage: Any, signals: Signals) -> None:
+    """Two middlewares with one store charge a call once, also if only the first one reaches it."""
+    store = FickleStore(MemoryStore())
+    options: Any = {"store": store, "on_store_error": outage}
+    first, limit = quota(signals, per_user("search"), **options), per_user("search", 5)
+    second = Second([limit], telemetry=signals.telemetry, **options)
+    scene = await scene_of(signals, TWICE, second, Outage(store), first).played()
+    assert scene.ran == (["search"] * 2 if outage == "allow" else [])
+    store.down = False
+    scene.model.script = asking("search")
+    await scene.play()
+    assert counts(store) == {SEARCHES: len(scene.ran)}
+
+
+async def test_two_stores_in_one_agent(signals: Signals) -> None:
+    """A second store in one agent is refused at the first run: a charge names none of both."""
+    limits = [per_user("search", 3)]
+    first, other = quota(signals, *limits, store=MemoryStore()), MemoryStore()
+    second = Second(limits, store=other, telemetry=signals.telemetry)
+    for items in ([first, second], [second, first]):
+        scene = scene_of(signals, TWICE, *items)
+        with pytest.raises(RuntimeError, match="of this agent have two stores: give them the same"):
+            await scene.play()
+        assert scene.ran == []
+    # The same store twice, beside a middleware without one, is as good as one middleware.
+    third = quota(signals, per_user("search"), store=other)
+    stack: list[Any] = [second, tool_limiter(signals, run_limit=9), third]
+    for each in (stack, stack[::-1]):
+        other.reset([SEARCHES])
+        scene = scene_of(signals, TWICE, *each)
+        for _ in range(3):
+            await scene.play()
+        assert scene.ran == ["search"] * 3
+        assert counts(other) == {SEARCHES: 3}
+
+
+async def test_a_resume_in_another_process(signals: Signals) -> None:
+    """A drop-in that goes on where the other's store is not found leaves a blocked call charged."""
+    store = MemoryStore()
+
+    def process(*others: Any, **options: Any) -> Scene:
+        drop_in = tool_limiter(signals, "search", run_limit=1)
+        people = HumanInTheLoopMiddleware[Any, Any]({"search": True})
+        return scene_of(signals, TWICE, drop_in, people, *others, **options)
+
+    scene = process(quota(signals, per_user("search"), store=store))
+    await scene.play()
+    scene = process(checkpointer=scene.agent.checkpointer)
+    gc.collect()
+    await scene.resume(review("approve", "approve"))
+    assert scene.ran == ["search"]
+    assert counts(store) == {SEARCHES: 2}
+
+
+@pytest.mark.parametrize("kind", ["reject", "respond", "edit"])
+async def test_a_review_before_it(kind: str, signals: Signals) -> None:
+    """Checked after a review: what it rejects or answers is not charged, an edit as it became."""
+    store = MemoryStore()
+    held = quota(signals, per_user("search"), per_user("calc"), store=store)
+    scene = scene_of(signals, TWICE, held, HumanInTheLoopMiddleware({"search": True}))
+    await scene.play()
+    assert counts(store) == {}
+    await scene.resume(review("approve", kind))
+    assert sorted(scene.ran) == (["calc", "search"] if kind == "edit" else ["search"])
+    assert counts(store) == {SEARCHES: 1} | ({CALCS: 1} if kind == "edit" else {})
+    scene.check()

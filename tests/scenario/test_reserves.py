@@ -21,7 +21,7 @@ from langchain_quota import (
     max_usage,
 )
 from langchain_quota.limits.call import ModelUsage
-from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from langchain_quota.testing import ScriptedChatModel
 from tests.scene import ANN, Kind, Scene, cancel_at, either
 from tests.stores import DAY, TODAY, Clock, FickleStore, counts, run_counts
 from tests.telemetry import Signals
@@ -49,8 +49,7 @@ async def test_what_is_held_becomes_what_was_used(signals: Signals) -> None:
     quotas = [Quota(1000, per="user_id", window=DAY)]
     limit = TokenLimit(run_limit=1000, thread_limit=1000, quotas=quotas, reserve=70)
     script = [answer(60, "search"), answer(40)]
-    scene = Scene(signals, script, [limit, during], store=store)
-    await scene.play(context=ANN)
+    await Scene(signals, script, [limit, during], store=store).play(context=ANN)
     keys = (THREAD, f"{TOTAL}:user_id:ann:{TODAY}")
     assert seen == [dict.fromkeys(keys, 70), dict.fromkeys(keys, 130)]
     assert counts(store) == dict.fromkeys(keys, 100)
@@ -71,8 +70,7 @@ async def test_limits_on_one_count_hold_the_most_that_one_reserves(
         return TokenLimit(quotas=[Quota(most, per="global")], reserve=given, name=f"limit-{most}")
 
     limits = [limit(1000 + index, each) for index, each in enumerate(reserves)]
-    scene = Scene(signals, [answer(5)], [*limits, during], store=store)
-    await scene.play()
+    await Scene(signals, [answer(5)], [*limits, during], store=store).play()
     assert seen == [{GLOBAL: 70}]
     assert counts(store) == {GLOBAL: 5}
 
@@ -89,14 +87,13 @@ async def test_a_reserve_refuses_for_its_own_limit_only(signals: Signals, *, enf
     ]
     script = [answer(10, "search"), answer(15, "search"), answer(10), answer(1)]
     scene = Scene(signals, script, [*limits, during], store=store)
-    with captured_decisions() as decisions:
-        await scene.play()
-        await scene.play()
+    await scene.play()
+    await scene.play()
     held = 70 if enforce else 0
     assert [each.get(GLOBAL, 0) for each in seen][:2] == [held, 10 + held]
     refused = "Token limits exceeded: global limit (35/100 tokens, the call may need 70)"
     assert scene.last_text() == (refused if enforce else "Hello.")
-    newest = [each.outcome for each in decisions if each.call.kind == "model"][-1]
+    newest = [each.outcome for each in scene.decisions if each.call.kind == "model"][-1]
     assert newest == ("blocked" if enforce else "would_block")
 
 
@@ -186,8 +183,7 @@ async def test_an_outage_during_a_call_loses_nothing(signals: Signals, *, hears:
 
     limit = TokenLimit(thread_limit=1000, quotas=[OF_ALL], reserve=300)
     script = [answer(60), answer(7)]
-    scene = Scene(signals, script, [limit, During(goes_down)], store=store)
-    await scene.play()
+    scene = await Scene(signals, script, [limit, During(goes_down)], store=store).played()
     assert scene.last_text() == "Hello."
     store.down = False
     await scene.play()
@@ -199,8 +195,7 @@ async def test_a_store_that_was_emptied_begins_with_what_the_state_has(signals: 
     store = FickleStore(memory())
     script = [answer(60), answer(7), answer(3)]
     options: Any = {"store": store, "on_store_error": "allow"}
-    scene = Scene(signals, script, [TokenLimit(thread_limit=1000)], **options)
-    await scene.play()
+    scene = await Scene(signals, script, [TokenLimit(thread_limit=1000)], **options).played()
     store.kept, store.down = memory(), True
     await scene.play()
     store.down = False
@@ -263,8 +258,7 @@ async def test_a_grant_beside_a_reserve(signals: Signals, *, enforce: bool) -> N
     calls = ModelCallLimit(quotas=[quota], enforce=enforce)
     tokens = TokenLimit(run_limit=9, reserve=9)
     options: Any = {"store": store, "on_decision": decisions.append}
-    scene = Scene(signals, [answer(9)] * 2, [calls, tokens], **options)
-    await scene.play(context=ANN)
+    scene = await Scene(signals, [answer(9)] * 2, [calls, tokens], **options).played(context=ANN)
     store.grant(f"model:user_id:ann:{TODAY}", 5)
     await scene.play(context=ANN)
     counted = [(decision.outcome, decision.limits[0].counts[-1]) for decision in decisions]

@@ -69,8 +69,7 @@ async def test_swapping_on_a_running_thread(kinds: tuple[Kind, Kind], signals: S
     first = Scene(signals, [["search", "calc"], "done"], limits, kind=kinds[0], **options)
     await first.play()
     script = [["search"] * 3, ["calc", "calc"], "done"]
-    second = Scene(signals, script, limits, kind=kinds[1], **options)
-    await second.play()
+    second = await Scene(signals, script, limits, kind=kinds[1], **options).played()
     # Of three more searches two fit under search's 3, and then one calc under the 5 of all.
     assert sorted(ran) == ["calc", "calc", "search", "search", "search"]
     state = second.state()

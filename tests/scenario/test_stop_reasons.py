@@ -157,8 +157,7 @@ async def test_the_final_message_only(signals: Signals) -> None:
 async def test_a_person_rejects(signals: Signals) -> None:
     """A run that a person ends has the limit at which they were asked."""
     limit = ToolCallLimit("search", run_limit=1, exit_behavior="ask")
-    scene = Scene(signals, [TWO], [limit])
-    await scene.play()
+    scene = await Scene(signals, [TWO], [limit]).played()
     result = await scene.resume({"decisions": [{"type": "reject", "message": "No."}]})
     assert result["messages"][-1].text == "No."
     assert stop_reason(result) == blocked(used=0)

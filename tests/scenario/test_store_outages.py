@@ -21,7 +21,6 @@ from langchain_quota import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.testing import captured_decisions
 from tests.scene import ANN, SKIPPED, Form, Scene, asking, both_forms, texts
 from tests.stores import FickleStore, counts
 from tests.telemetry import Signals
@@ -77,20 +76,19 @@ async def test_denied_tool_calls(
     """With nobody to ask, calls are refused as their limit says, with the scope `store`."""
     limit = per_user(thread_limit=9, exit_behavior=exit_behavior)
     scene = scene_of(signals, asking("search", "search", "calc"), limit, store=nobody)
-    with captured_decisions() as decisions:
-        if exit_behavior == "error":
-            with pytest.raises(ToolCallLimitExceededError, match="could not be checked") as caught:
-                await scene.play()
-            assert caught.value.decision is not None
-            assert caught.value.decision.resets_at is None
-        else:
-            result = await scene.play()
-            beside = "calc ran" if exit_behavior == "continue" else SKIPPED
-            assert sorted(texts(result)) == sorted([UNCHECKED, UNCHECKED, beside])
-            assert scene.last_text() == ("done" if exit_behavior == "continue" else UNCHECKED)
+    if exit_behavior == "error":
+        with pytest.raises(ToolCallLimitExceededError, match="could not be checked") as caught:
+            await scene.play()
+        assert caught.value.decision is not None
+        assert caught.value.decision.resets_at is None
+    else:
+        result = await scene.play()
+        beside = "calc ran" if exit_behavior == "continue" else SKIPPED
+        assert sorted(texts(result)) == sorted([UNCHECKED, UNCHECKED, beside])
+        assert scene.last_text() == ("done" if exit_behavior == "continue" else UNCHECKED)
     # What no shared limit counts runs, unless its batch is stopped.
     assert scene.ran == (["calc"] if exit_behavior == "continue" else [])
-    refused = [each for each in decisions if each.outcome == "blocked"]
+    refused = [each for each in scene.decisions if each.outcome == "blocked"]
     assert [each.leading and each.leading.reason for each in refused] == ["store"] * 2
     assert all(each.leading and each.leading.shared for each in refused)
     blocked = [scene.metric("tool:search", "blocked", of) for of in ("store", "user_id", "thread")]
@@ -135,8 +133,7 @@ async def test_allowed_calls(nobody: RedisStore, signals: Signals) -> None:
         per_user("model", limit=0, thread_limit=9),
     ]
     script = asking("search", "search", "search", "search")
-    scene = scene_of(signals, script, *limits, store=nobody, outage="allow")
-    await scene.play()
+    scene = await scene_of(signals, script, *limits, store=nobody, outage="allow").played()
     assert scene.ran == ["search"] * 3
     await scene.play()
     assert scene.ran == ["search"] * 5

@@ -64,8 +64,7 @@ async def test_no_limit_ends_the_run_behind_it(kind: Kind, limit: Limit, signals
 async def test_a_retry_in_the_next_turn(exit_behavior: Any, signals: Signals) -> None:
     """Neither a retried answer nor that of an earlier turn softens a refusal of this one."""
     limit = ToolCallLimit(run_limit=0, exit_behavior=exit_behavior)
-    scene = scene_of(signals, [[VALID], [INVALID, "search"]], limit, kind="drop-in")
-    await scene.play()
+    scene = await scene_of(signals, [[VALID], [INVALID, "search"]], limit, kind="drop-in").played()
     if exit_behavior == "error":
         with pytest.raises(ToolCallLimitExceededError):
             await scene.play()

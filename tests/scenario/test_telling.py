@@ -48,8 +48,7 @@ async def test_quiet_until_near(kind: Kind, signals: Signals) -> None:
         ModelCallLimit(run_limit=10),
     ]
     script = [["calc"], ["search"], ["search"], "done", "done"]
-    scene = Scene(signals, script, limits, kind=kind, **TELL)
-    await scene.play()
+    scene = await Scene(signals, script, limits, kind=kind, **TELL).played()
     await scene.play()
     near = "Budget: search: 1 of 3 left; all tools: 3 of 6 left; this is model call 4 of 10."
     assert notes(scene) == ["", "", "", near, ""]
@@ -61,8 +60,7 @@ async def test_quiet_until_near(kind: Kind, signals: Signals) -> None:
 async def test_what_the_call_holds_is_not_used(store: Any, signals: Signals) -> None:
     """The model is told what is left for its call, with what the call itself holds."""
     limit = TokenLimit(run_limit=100, reserve=90)
-    scene = Scene(signals, [paid(5)], [limit], store=store and store(), **TELL)
-    await scene.play()
+    scene = await Scene(signals, [paid(5)], [limit], store=store and store(), **TELL).played()
     assert notes(scene) == [""]
 
 
@@ -148,8 +146,7 @@ async def test_exhausted_tools_are_hidden(kind: Kind, signals: Signals) -> None:
     ]
     script = [["search"], ["calc"], ["calc"], "done", ["ask"], "done"]
     options = {"tools": ("search", "calc", "ask", "mail"), "context": ANN, **HIDE}
-    scene = Scene(signals, script, limits, kind=kind, store=MemoryStore(), **options)
-    await scene.play()
+    scene = await Scene(signals, script, limits, kind=kind, store=MemoryStore(), **options).played()
     await scene.play()
     all_but_ask, only_mail = ("search", "calc", "mail"), ("mail",)
     few = ("calc", "mail")
@@ -213,8 +210,7 @@ async def test_a_tool_of_the_provider_stays(signals: Signals) -> None:
     """What the provider runs is not ours to hide, even where no other tool is left."""
     tools: Any = ["search", "calc", {"type": "web_search"}]
     limit = ToolCallLimit(run_limit=1)
-    scene = Scene(signals, [["search"], "done"], [limit], tools=tools, **HIDE)
-    await scene.play()
+    scene = await Scene(signals, [["search"], "done"], [limit], tools=tools, **HIDE).played()
     assert offered(scene) == [("search", "calc", "web_search"), ("web_search",)]
     assert notes(scene) == ["", ""]
 

@@ -103,8 +103,7 @@ async def test_a_person_is_no_work(who: str, signals: Signals, clock: Clock) -> 
         limits = [TimeLimit(run_limit="4m", exit_behavior="ask", grant="10m")]
     store = MemoryStore() if "store" in who else None
     script = model(clock, ["search"], "done")
-    scene = Scene(signals, script, limits, tools=[search], ran=ran, store=store)
-    await scene.play()
+    scene = await Scene(signals, script, limits, tools=[search], ran=ran, store=store).played()
     clock.now += 60
     result = await scene.resume(APPROVED)
     assert (scene.last_text(), scene.ran) == ("done", ["search"])
@@ -127,8 +126,7 @@ async def test_tools_at_the_same_time(signals: Signals, clock: Clock) -> None:
 
     script = model(clock, [*ends], "done", minutes=0)
     tools = [recording(name, ran, partial(work, name)) for name in ends]
-    scene = Scene(signals, script, [ROOMY], tools=tools, ran=ran)
-    await scene.play()
+    scene = await Scene(signals, script, [ROOMY], tools=tools, ran=ran).played()
     clock.now += 60
     await scene.resume("yes")
     assert scene.ran == [*ends]
@@ -361,8 +359,7 @@ async def test_the_shortest_of_two_call_limits(order: int, signals: Signals) -> 
     """It ends the call, wherever it stands."""
     tool = recording("search", [], lambda: asyncio.Event().wait())
     limits = [LONG, TimeLimit(call_limit="1h", name="patient")][::order]
-    scene = Scene(signals, [["search"], "done"], limits, tools=[tool])
-    await scene.play()
+    await Scene(signals, [["search"], "done"], limits, tools=[tool]).play()
     assert outcomes(signals) == {"cancelled": 1}
 
 

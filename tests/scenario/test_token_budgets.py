@@ -170,8 +170,7 @@ async def test_a_branch_has_what_came_before_it(
 ) -> None:
     """A branch is charged what came before it and its own, and not refused for what it replaces."""
     script = [answer(10, "search"), answer(20, "search"), answer(970), answer(3)]
-    scene = Scene(signals, script, [BRANCHED], kind=kind)
-    await scene.play()
+    scene = await Scene(signals, script, [BRANCHED], kind=kind).played()
     assert spent(scene)[0] == 1000
     await scene.agent.ainvoke(None, before_call(scene, calls))
     assert spent(scene)[0] == tokens
@@ -182,8 +181,7 @@ async def test_models_of_tools_belong_to_their_branch(signals: Signals) -> None:
     model = ScriptedChatModel(script=[answer(100), answer(200), answer(300)])
     tools = [asking("search", model, return_direct=True)]
     script = [answer(10, "search"), answer(20, "search"), answer(3)]
-    scene = Scene(signals, script, [BRANCHED], tools=tools, charge_all_models=True)
-    await scene.play()
+    scene = await Scene(signals, script, [BRANCHED], tools=tools, charge_all_models=True).played()
     await scene.agent.ainvoke(None, before_call(scene, 0))
     await scene.play()
     assert spent(scene)[0] == 223

@@ -78,8 +78,7 @@ async def test_what_is_used_beyond_the_reserve_delays_later_calls(
     for reserve, pause in ((10, 130 - 60 + 10), (None, 130 - 60 + 1)):
         clock = Passing(monkeypatch)
         store = MemoryStore(clock=clock)
-        scene = Scene(signals, using(130), [limit(reserve)], store=store)
-        await scene.play()
+        scene = await Scene(signals, using(130), [limit(reserve)], store=store).played()
         assert counts(store) == {KEY: 130}
         start = clock.now
         await scene.play()
@@ -105,16 +104,15 @@ async def test_who_waits_holds_nothing(
     assert first == {REQUESTS: 1, "model.input_tokens:global::60~60": 30, output: 50}
     clock.may.clear()
     start = clock.now
-    with captured_decisions() as decisions:
-        run = asyncio.create_task(scene.play())
-        await waits(signals, 1, "output_tokens")
-        assert counts(store) == first
-        clock.may.set()
-        await run
+    run = asyncio.create_task(scene.play())
+    await waits(signals, 1, "output_tokens")
+    assert counts(store) == first
+    clock.may.set()
+    await run
     # 50 were used and 60 are reserved: until then the other counts have drained.
     assert clock.now - start == pytest.approx(50, abs=0.1)
     assert counts(store) == {REQUESTS: 1, "model.input_tokens:global::60~60": 30, output: 50}
-    (decision,) = decisions
+    (decision,) = scene.decisions
     assert [each.limit for each in decision.limits] == ["model", "input_tokens", "output_tokens"]
     assert decision.waited > 0
     assert scene.usage().model == 2
@@ -173,8 +171,7 @@ async def test_beside_retries(
     beside = ModelFallbackMiddleware(model) if order == "fallback" else RETRY
     items: list[Any] = [*limits, beside] if order == "inside" else [beside, *limits]
     charges_all = order == "charges all"
-    scene = Scene(signals, model, items, store=store, charge_all_models=charges_all)
-    await scene.play()
+    scene = await Scene(signals, model, items, store=store, charge_all_models=charges_all).played()
     start = clock.now
     await scene.play()
     # 35 of the first 40 have not drained: it waits for room for 50, and tries twice for 5 seconds.

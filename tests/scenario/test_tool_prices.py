@@ -96,8 +96,7 @@ async def test_charged_is_what_ran(signals: Signals, *, stored: bool) -> None:
         answer(14),
     ]
     items = [limit, ToolCallLimit("fail", run_limit=2), RETRY]
-    scene = scene_of(signals, due, script, *items, context=ANN, store=store)
-    await scene.play()
+    scene = await scene_of(signals, due, script, *items, context=ANN, store=store).played()
     ran = "search1", "search2", "search3", "calc1", "calc2", "calc3", "fail1", "fail2"
     assert {*due} == {*ran}
     assert charged(signals) == sum(due.values())
@@ -121,8 +120,7 @@ async def test_a_tool_that_is_too_dear(signals: Signals, exit_behavior: Any) -> 
         keep="0.20" if last else None,
     )
     script = [answer(11, *made("search", 1, 2)), answer(12, *made("fail", 1)), answer(13)]
-    scene = scene_of(signals, due, script, limit, RETRY)
-    await scene.play()
+    scene = await scene_of(signals, due, script, limit, RETRY).played()
     assert {*due} == {"search1", "fail1"}
     assert len(scene.model.calls) == 3
 
@@ -144,8 +142,7 @@ async def test_a_call_that_does_not_run_is_given_back(
         *(answer(11, *made("search", 1), *made("calc", 1)), answer(12)),
         *(answer(13, *made("calc", 2)), answer(14)),
     ]
-    scene = scene_of(signals, due, script, *limits, store=store)
-    await scene.play()
+    scene = await scene_of(signals, due, script, *limits, store=store).played()
     if why == "a person":
         await scene.resume({"decisions": [{"type": "reject"}]})
     assert due == {"calc1": 5 * CENT}
@@ -273,6 +270,5 @@ async def test_calls_that_share_an_id(signals: Signals) -> None:
     """Each call of a message costs the price of its own tool, though a model gave both one id."""
     calls: Any = [{"name": name, "args": {}, "id": "same"} for name in ("search", "calc")]
     limit = CostLimit(run_limit=5, tool_prices={"search": 3})
-    scene = Scene(signals, [calls, "done"], [limit], prices=by_model)
-    await scene.play()
+    scene = await Scene(signals, [calls, "done"], [limit], prices=by_model).played()
     assert spent(scene, MONEY) == (302 * CENT, 302 * CENT)

@@ -41,8 +41,7 @@ def test_usage_is_read_from_a_state(given: Any) -> None:
 
 async def test_the_state_is_plain_json(signals: Signals) -> None:
     """In the middle of a run, too: so any serializer of checkpoints reads back what it wrote."""
-    scene = scene_of(signals, [["search", "search", "ask", "search"], "done"])
-    await scene.play()
+    scene = await scene_of(signals, [["search", "search", "ask", "search"], "done"]).played()
     for _ in range(2):
         state = {key: value for key, value in scene.state().items() if key != "messages"}
         assert state["langchain_quota"]
@@ -64,8 +63,7 @@ async def test_model_calls_are_counted_beside_a_budget_alone(signals: Signals) -
 async def test_reset_gives_the_quota_back(form: Form, kind: Kind, signals: Signals) -> None:
     """After a reset the thread can use its whole limit again, and no run is pending."""
     script = [["search", "search"], "done", ["search"], "done"]
-    scene = scene_of(signals, script, form=form, kind=kind)
-    await scene.play()
+    scene = await scene_of(signals, script, form=form, kind=kind).played()
     messages = len(scene.state()["messages"])
     labels = {"agent": "unnamed", "limit": "tool:search"}
     assert signals.value("langchain_quota_thread_used", **labels, thread_id="thread-1") == 2
@@ -86,8 +84,7 @@ async def test_reset_gives_the_quota_back(form: Form, kind: Kind, signals: Signa
 @either
 async def test_reset_after_a_direct_return(form: Form, kind: Kind, signals: Signals) -> None:
     """A reset does not wake a thread whose run ended with a tool's answer."""
-    scene = scene_of(signals, [["report"], "done"], form=form, kind=kind)
-    await scene.play()
+    scene = await scene_of(signals, [["report"], "done"], form=form, kind=kind).played()
     await scene.reset()
     assert scene.agent.get_state(scene.config).next == ()
     assert scene.usage().model == 0
