@@ -83,9 +83,8 @@ async def test_blocks_that_stand_for_calls(signals: Signals) -> None:
     ]
     calls = [call("search"), call("search", "a"), call("calc", ""), call("search")]
     script = [AIMessage(content, tool_calls=calls, id="m"), "done"]
-    scene = Scene(signals, script, [tool_limiter(signals, run_limit=9)])
-    result = await scene.play()
-    asked = result["messages"][1]
+    scene = await Scene(signals, script, [tool_limiter(signals, run_limit=9)]).played()
+    asked = scene.result["messages"][1]
     first, _, calc, last = (each["id"] for each in asked.tool_calls)
     named = [{}, {}, {"id": first}, {}, {"id": calc}, {"call_id": last}, {}]
     assert asked.content == [

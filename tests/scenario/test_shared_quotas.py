@@ -168,11 +168,10 @@ async def test_end(signals: Signals) -> None:
     """A batch over the quota ends the run: none of it runs, and nothing is charged."""
     store = MemoryStore(clock=Clock())
     limit = ToolCallLimit("search", quotas=[USER], exit_behavior="end")
-    scene = scene_of(signals, THREE, limit, store=store)
-    result = await scene.play()
+    scene = await scene_of(signals, THREE, limit, store=store).played()
     assert (scene.ran, counts(store)) == ([], {})
     assert scene.last_text() == (f"'search' tool call limit reached: {EXCEEDED.format(3)}.")
-    assert texts(result).count(SKIPPED) == 2
+    assert texts(scene.result).count(SKIPPED) == 2
     assert scene.metric("tool:search", "allowed") == 0
     scene.check()
 

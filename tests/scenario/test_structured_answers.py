@@ -52,10 +52,9 @@ async def test_a_refusal_beside_it(exit_behavior: Any, kind: Kind, signals: Sign
 @either
 async def test_no_limit_ends_the_run_behind_it(kind: Kind, limit: Limit, signals: Signals) -> None:
     """After a delivered answer no limit ends the run: nothing else runs, no message follows it."""
-    scene = scene_of(signals, [["search", VALID]], limit, kind=kind)
-    result = await scene.play()
-    assert result["structured_response"] == Weather(degrees=20)
-    assert [each.type for each in result["messages"]] == ["human", "ai", "tool", "tool"]
+    scene = await scene_of(signals, [["search", VALID]], limit, kind=kind).played()
+    assert scene.result["structured_response"] == Weather(degrees=20)
+    assert [each.type for each in scene.result["messages"]] == ["human", "ai", "tool", "tool"]
     assert scene.ran == []
     scene.check()
 

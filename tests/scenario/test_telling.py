@@ -236,9 +236,8 @@ async def test_structured_answers(
     last: Any = [VALID] if by_tool else '{"degrees": 20}'
     playing = model(script=[["search"], last])
     made: dict[str, Any] = {"response_format": strategy(Weather), **HIDE}
-    scene = Scene(signals, playing, [ToolCallLimit(run_limit=1)], kind=kind, **made)
-    result = await scene.play()
+    scene = await Scene(signals, playing, [ToolCallLimit(run_limit=1)], kind=kind, **made).played()
     tools = ("search", "calc")
     assert offered(scene) == ([(*tools, "Weather"), ("Weather",)] if by_tool else [tools, tools])
     assert notes(scene) == ["", "" if by_tool else NO_TOOLS]
-    assert result["structured_response"] == Weather(degrees=20)
+    assert scene.result["structured_response"] == Weather(degrees=20)
