@@ -7,7 +7,6 @@ import ast
 import threading
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from importlib import import_module
 from inspect import iscoroutinefunction, signature
 from itertools import count
 from pathlib import Path
@@ -18,17 +17,14 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, ModelRequest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tools import StructuredTool
-from langchain_core.tracers.run_collector import RunCollectorCallbackHandler
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.config import get_config
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.runtime import get_runtime
 from langgraph.types import Command, interrupt
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from langchain_quota.runtime import compat
 from langchain_quota.testing import ScriptedChatModel
-from tests.forked import run_python
 
 GO: Any = {"messages": [("user", "Go!")]}
 CONFIG: Any = {"configurable": {"thread_id": "7"}}
@@ -62,12 +58,9 @@ def is_saved(_: str) -> bool:
     return compat.checkpointer(get_config()["configurable"]) is not None
 
 
-def name(_: str) -> str | None:
-    return compat.agent_name(get_config()["metadata"])
-
-
+NAMED = {"name": "writer"}
 IN_A_TOOL: dict[str, tuple[Callable[[str], Any], int, dict[str, Any], object]] = {
-    "agent_name": (name, 0, {"name": "writer"}, "writer"),
+    "agent_name": (lambda _: compat.agent_name(get_config()["metadata"]), 0, NAMED, "writer"),
     "checkpointer": (is_saved, 1, {"checkpointer": InMemorySaver()}, True),
     "checkpointer, without one": (is_saved, 1, {}, False),
     "graph_namespace": (lambda ns: compat.graph_namespace(ns)[:6], 1, {}, "inner:"),
@@ -77,6 +70,16 @@ IN_A_TOOL: dict[str, tuple[Callable[[str], Any], int, dict[str, Any], object]] =
     "runs_tools": (lambda ns: [*map(compat.runs_tools, ns.split("|"))], 1, {}, [False, True]),
 }
 """What a tool sees in an agent, inside so many graphs of which the outermost has options."""
+
+
+ELSEWHERE = {
+    "ask": "scenario/test_ask.py::test_interfaces_can_show_a_form",
+    "is_multiprocess": "signals/test_several_workers.py::test_any_worker_answers_for_all",
+    "note_tracers": "signals/test_trace_sizes.py::test_a_trace_is_little_larger",
+    "small_traces": "signals/test_trace_sizes.py::test_the_users_policy_applies",
+    "without_created": "signals/test_counters.py::test_no_series_has_the_time_of_creation",
+}
+"""The tests of functions that an agent shows as they are."""
 
 
 class Runs(BaseCallbackHandler):
@@ -90,14 +93,18 @@ class Runs(BaseCallbackHandler):
 
 
 def test_each_function_has_a_test() -> None:
-    """No function of the module is without the test that names it, and CONTRIBUTING lists each."""
+    """Every function of the module has a test, which names it, and CONTRIBUTING lists each."""
     tree = ast.parse(Path(compat.__file__).read_text())
     functions = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
     public = {each for each in functions if not each.startswith("_")}
     page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     assert {each for each in public if f"`{each}`" not in page} == set()
     tests = " ".join([*globals(), *IN_A_TOOL])
-    assert {each for each in public if each not in tests} == set()
+    assert {each for each in public if each not in tests} <= ELSEWHERE.keys()
+    root = Path(__file__).parents[1]
+    for test in ELSEWHERE.values():
+        path, _, function = test.partition("::")
+        assert f"def {function}(" in (root / path).read_text()
 
 
 @pytest.mark.parametrize(("see", "depth", "options", "seen"), IN_A_TOOL.values(), ids=IN_A_TOOL)
@@ -171,39 +178,6 @@ async def test_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     await agent(middleware=[middleware]).ainvoke(GO)
     assert (len(ran), iscoroutinefunction(stand_in)) == (1, False)
     assert [*signature(stand_in).parameters] == ["request", "handler"]
-
-
-def test_note_tracers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tracer in the config is seen in a hook, and other handlers are none."""
-    monkeypatch.setattr(compat, "TRACED", threading.Event())
-
-    def is_traced() -> bool:
-        compat.note_tracers(get_config()["callbacks"])
-        return compat.TRACED.is_set()
-
-    look, seen = spy(is_traced)
-    for handler in (Runs(), RunCollectorCallbackHandler()):
-        agent(look).invoke(GO, {"callbacks": [handler]})
-    assert seen == [False, True]
-
-
-def test_small_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LangChain has the policy of a middleware, and it is the user's while the user has one."""
-    policy = compat.small_traces()
-    if policy is None:
-        assert not hasattr(AgentMiddleware, "trace_policy")
-        return
-    middleware = import_module("langchain.agents.middleware")
-    monkeypatch.setattr(compat, "TRACED", threading.Event())
-    payload = {"messages": [1]}
-    assert policy.process_inputs(payload) is policy.process_outputs(payload) is payload
-    compat.TRACED.set()
-    assert (policy.process_inputs(payload), policy.process_outputs(payload)) == ({}, payload)
-    try:
-        middleware.configure_trace_policy(middleware.TracePolicy(process_inputs=len))
-        assert (policy.process_inputs(payload), policy.process_outputs(payload)) == (1, payload)
-    finally:
-        middleware.configure_trace_policy(None)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -286,17 +260,6 @@ def test_is_answered() -> None:
     assert seen == [(True, "second")]
 
 
-def test_ask() -> None:
-    """A question has a schema where LangGraph takes one, and any answer is passed on."""
-    schema = {"type": "object"}
-    look, seen = spy(lambda: compat.ask("?", schema))
-    asking = agent(look, checkpointer=InMemorySaver())
-    (asked,) = asking.invoke(GO, CONFIG)["__interrupt__"]
-    assert (asked.value, getattr(asked, "response_schema", schema)) == ("?", schema)
-    asking.invoke(Command(resume=[1]), CONFIG)
-    assert seen == [[1]]
-
-
 def test_starts_sub_agents_and_sub_agents_of() -> None:
     """The function of a deep agent's tool `task` is told from others, with its sub-agents."""
     deepagents = pytest.importorskip("deepagents")  # not among the oldest versions
@@ -317,24 +280,6 @@ def test_interpreter_settings() -> None:
     assert compat.interpreter_settings(spy) == ([], False)
     del middleware._ptc
     assert compat.interpreter_settings(function) is None
-
-
-@pytest.mark.parametrize("kind", [Counter, Histogram])
-def test_without_created(kind: type[Counter] | type[Histogram]) -> None:
-    """A metric has no series of the time of its creation."""
-    registry = CollectorRegistry()
-    compat.without_created(kind)("calls", "Calls.", ["tool"], registry=registry).labels("search")
-    text = generate_latest(registry).decode()
-    assert ("_created" in text, "calls_" in text) == (False, True)
-
-
-def test_is_multiprocess(tmp_path: Path) -> None:
-    """Whether processes share files is seen."""
-    program = (
-        f"import os; os.environ['PROMETHEUS_MULTIPROC_DIR'] = {str(tmp_path)!r}\n"
-        "from langchain_quota.runtime import compat; print(compat.is_multiprocess())\n"
-    )
-    assert (compat.is_multiprocess(), run_python(program).stdout) == (False, "True\n")
 
 
 @pytest.mark.parametrize("kind", [threading.Lock, threading.RLock])

@@ -11,16 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_quota import Price
-from langchain_quota.features.budgets.prices import cost, highest_cost, listed_price, resolve_prices
+from langchain_quota import CostLimit, Price, QuotaMiddleware
+from langchain_quota.features.budgets import prices as priced
 from langchain_quota.limits.call import ModelUsage
+from langchain_quota.testing import ScriptedChatModel
 from tests.examples import examples
+from tests.scene import Scene
+from tests.telemetry import Signals, paid
 
 genai_prices = pytest.importorskip("genai_prices")
 from genai_prices.data_snapshot import get_snapshot  # noqa: E402 - it may be missing
 
 DATE = datetime(2026, 11, 22, 12, tzinfo=UTC)
-PRICES = partial(listed_price, at=DATE)
+PRICES = partial(priced.listed_price, at=DATE)
 KNOWN = {
     *("gpt-4o-2024-08-06", "gpt-5-2025-08-07", "o3-2025-04-16", "claude-opus-4-6"),
     *("gemini-2.5-pro", "mistral-large-latest", "deepseek-chat"),
@@ -89,7 +92,7 @@ def usages(draw: st.DrawFn) -> ModelUsage:
 def test_every_usage_costs_what_the_list_says(usage: ModelUsage, hours: int) -> None:
     """Whatever a run has used, and when, it costs what genai-prices says."""
     at = DATE + timedelta(hours=hours)
-    assert listed_price(usage, at=at) == theirs(usage, at)
+    assert priced.listed_price(usage, at=at) == theirs(usage, at)
 
 
 @examples(300)
@@ -99,7 +102,7 @@ def test_nothing_costs_more_than_the_bound(usage: ModelUsage) -> None:
     usage = replace(usage, input_audio_tokens=0, output_audio_tokens=0)
     parts = ("cache_read", "cache_creation", "cache_creation_1h", "reasoning")
     none: Any = {f"{each}_tokens": 0 for each in parts}
-    assert cost(usage, PRICES) <= highest_cost(replace(usage, **none), PRICES)
+    assert priced.cost(usage, PRICES) <= priced.highest_cost(replace(usage, **none), PRICES)
 
 
 @pytest.mark.parametrize(
@@ -122,21 +125,24 @@ def test_names_of_gateways(name: str, provider: str, plain: str | None, of: str)
     listed = plain or name.removeprefix("bedrock/")
     known = theirs(replace(ModelUsage(response_model=listed, provider=of), **tokens), DATE)
     asked = replace(ModelUsage(request_model=name, provider=provider), **tokens)
-    assert listed_price(asked, at=DATE) == known
+    assert priced.listed_price(asked, at=DATE) == known
 
 
 @pytest.mark.parametrize("name", ["azure/prod-chat", "mine/gpt-4o", "gpt-4.1-mine", "eu.mine.gpt"])
 def test_what_no_list_has_stays_unknown(name: str) -> None:
     """A prefix does not make a price."""
-    assert listed_price(ModelUsage(request_model=name, provider="openai"), at=DATE) is None
+    assert priced.listed_price(ModelUsage(request_model=name, provider="openai"), at=DATE) is None
 
 
-def test_without_the_list_a_table_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_list_a_table_works_alone(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without genai-prices, the lack of prices says what to install."""
     monkeypatch.setitem(sys.modules, "genai_prices", None)
     monkeypatch.setitem(sys.modules, "genai_prices.data_snapshot", None)
-    prices = resolve_prices({"mine": Price(input=1, output=1)})
-    usage = ModelUsage(request_model="mine", input_tokens=5, total_tokens=5)
-    assert cost(usage, prices) == 5_000
+    table, limits = {"mine": Price(input=1, output=1)}, [CostLimit(run_limit=1)]
+    model = ScriptedChatModel(model="mine", script=[paid(5)])
+    await Scene(signals, model, limits, prices=table).play()
+    assert set(signals.samples("langchain_quota_spent_dollars_total").values()) == {0.000005}
     with pytest.raises(ModuleNotFoundError, match=r'pip install "langchain-quota\[cost\]"'):
-        resolve_prices(None)
+        QuotaMiddleware(limits, telemetry=signals.telemetry)

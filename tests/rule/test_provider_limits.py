@@ -4,20 +4,20 @@ from typing import Any
 
 import pytest
 
-from langchain_quota.core.provider_limits import read_error, read_limits, read_pause
+from langchain_quota.core import provider_limits
 
 
 def test_limits() -> None:
     """Each limit is read with what is left of it; the tighter of Anthropic's is not read twice."""
     openai = {"x-ratelimit-limit-tokens": "90000", "x-ratelimit-remaining-tokens": "75000"}
-    assert read_limits(openai) == {"total_tokens": (90_000, 75_000)}
+    assert provider_limits.read_limits(openai) == {"total_tokens": (90_000, 75_000)}
     anthropic = {
         f"anthropic-ratelimit-{unit}-{part}": value
         for unit in ("input-tokens", "output-tokens", "tokens", "requests")
         for part, value in (("limit", "80"), ("remaining", "20"), ("reset", "2026-11-27T04:00:15Z"))
     }
     units = "input_tokens", "output_tokens", "requests"
-    assert read_limits(anthropic) == dict.fromkeys(units, (80, 20))
+    assert provider_limits.read_limits(anthropic) == dict.fromkeys(units, (80, 20))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_limits() -> None:
 )
 def test_what_is_left_out(headers: dict[str, str]) -> None:
     """Half of a limit, nonsense, or a limit of something else is no limit to keep."""
-    assert read_limits(headers) == {}
+    assert provider_limits.read_limits(headers) == {}
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def test_what_is_left_out(headers: dict[str, str]) -> None:
 )
 def test_pauses(status: int | None, headers: dict[str, str], pause: float | None) -> None:
     """A pause is seconds, with an upper bound; an error 429 always asks for one."""
-    assert read_pause(status, headers) == pause
+    assert provider_limits.read_pause(status, headers) == pause
 
 
 def test_errors_of_bedrock() -> None:
     """The errors of botocore have a dictionary in place of a response."""
     error: Any = Exception("An error occurred (ThrottlingException)")
     error.response = {"ResponseMetadata": {"HTTPStatusCode": 429, "HTTPHeaders": {"Date": "now"}}}
-    assert read_error(error) == (429, {"date": "now"})
+    assert provider_limits.read_error(error) == (429, {"date": "now"})

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from langchain_quota import Decision
 from langchain_quota.core.decision import CountStatus, LimitStatus, Outcome
 from langchain_quota.limits.call import Call
-from langchain_quota.runtime.units import Level
 
 THREAD, RUN = CountStatus("thread", 0, 0, None), CountStatus("run", 0, 0, None)
 OPEN = LimitStatus("open", "continue", (THREAD, RUN))
@@ -72,21 +71,21 @@ def test_counts_by_scope(status: LimitStatus, rows: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("before", "used", "limit", "options", "level"),
     [
-        (7, 8, 10, {}, Level.NEAR),
+        (7, 8, 10, {}, "near"),
         (8, 9, 10, {}, None),
-        (9, 10, 10, {}, Level.EXHAUSTED),
+        (9, 10, 10, {}, "exhausted"),
         (10, 11, 10, {}, None),
         (9, 10, 10, {"charged": False}, None),
         (9, 10, 10, {"enforced": False}, None),
-        (4, 5, 10, {"near": 0.5}, Level.NEAR),
+        (4, 5, 10, {"near": 0.5}, "near"),
         # The binary product of 0.55 and 100 is a little above 55.
-        (54, 55, 100, {"near": 0.55}, Level.NEAR),
+        (54, 55, 100, {"near": 0.55}, "near"),
         (53, 54, 100, {"near": 0.55}, None),
         (0, 100, None, {}, None),
     ],
 )
 def test_crossed(
-    before: int, used: int, limit: int | None, options: Any, level: Level | None
+    before: int, used: int, limit: int | None, options: Any, level: str | None
 ) -> None:
     """A level is reached once, by a call that is charged to a limit that is enforced."""
     events = [] if level is None else [level]
@@ -106,7 +105,7 @@ def test_near_is_the_smallest_count_of_that_share(limit: int, thousandths: int) 
     """It equals exact arithmetic: a share is near from the count that reaches it."""
     count = ceil(Fraction(thousandths, 1000) * limit)
     near = thousandths / 1000
-    reached = Level.EXHAUSTED if count == limit else Level.NEAR
+    reached = "exhausted" if count == limit else "near"
     assert of_run(count - 1, count, limit).threshold_events(near) == [("run", reached)]
     assert of_run(count - 2, count - 1, limit).threshold_events(near) == []
 
