@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from langchain_quota.cli import export, main
-from langchain_quota.cli.arguments import GRAFANA_URL
-from langchain_quota.telemetry.names import METRICS
+from tests.metrics import documented
 
+GRAFANA_URL = "http://localhost:3000"
 GRAFANA, RUNBOOKS = "https://example.org/grafana", "https://example.org/runbooks"
 ALERTS = ["--selector", 'job="x"', "--grafana-url", GRAFANA, "--runbooks", RUNBOOKS]
 OF_ALERTS: dict[str, Any] = {"selector": 'job="x"', "grafana_url": GRAFANA, "runbooks": RUNBOOKS}
@@ -128,7 +128,7 @@ def test_no_selector_names_a_label_of_our_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A matcher of a label that a metric has would empty the rules: each is refused."""
-    labels = {"le", *(label for spec in METRICS for label in spec.labels)}
+    labels = {"le", *(label for labels in documented().values() for label in labels)}
     for label in sorted(labels):
         with pytest.raises(SystemExit):
             main(["export", "prometheus", "--to", str(tmp_path), "--selector", f'{label}="x"'])

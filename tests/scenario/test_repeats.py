@@ -107,7 +107,10 @@ FILES = {"read_file": echoing("text"), "edit_file": failing("{old} not found"), 
 EDITED = {"edit_file": echoing("replaced {old}"), **FAILED}
 BUSY = {"search": in_turn(failing("busy"), failing("busy"), echoing("rome"))}
 POLL: Step = [("poll", {"job": 7})]
-POLLED = {"poll": in_turn(*(echoing(f"{number}0% done") for number in NUMBERS))}
+SAME_ID: Any = [{"name": "poll", "args": {}, "id": "1", "type": "tool_call"}]
+POLLED, AGAIN = (
+    {"poll": in_turn(*(echoing(f"{number}0% done") for number in NUMBERS))} for _ in range(2)
+)
 DAYS = each("search", day=[f"2026-01-0{number + 1}" for number in NUMBERS])
 CASES: list[tuple[str, dict[str, Answer], list[Step], int | None]] = [
     ("a tool that does not exist, with ever new arguments", NOTHING, each("hex", value=NUMBERS), 4),
@@ -115,6 +118,7 @@ CASES: list[tuple[str, dict[str, Answer], list[Step], int | None]] = [
     ("several in one message", NOTHING, [[SEARCH] * 2, [SEARCH] * 3], 4),
     ("tries between readings", FILES, between([[READ]] * 4, ("edit_file", {"old": "x"}), RUN), 10),
     ("several in one message, and all are answered differently", POLLED, [POLL * 3, POLL], None),
+    ("polling with one id", AGAIN, [SAME_ID] * 5, None),
     ("a call that fails, then succeeds", BUSY, [*[[SEARCH]] * 3, *DAYS[:1]], None),
     ("days of which nothing is known", {"search": failing("Nothing on {day}")}, DAYS, None),
     ("tests after each edit, which fail as before", EDITED, between(EDITS, RUN), None),
