@@ -216,9 +216,11 @@ async def test_a_key_of_the_users_own(signals: Signals) -> None:
     def without_times(call: Any) -> Any:
         return [call["args"], re.sub(r"[\d.]+s", "", call.get("answer", ""))]
 
-    for times in (TIMES, [failing(f"down since {number}s") for number in NUMBERS]):
-        tools, limit = [as_tool("execute", in_turn(*times))], RepeatLimit(3, key=without_times)
-        assert await refusals(tools, [[RUN]] * 5, limit) == [(4, 1), (5, 1)]
+    down = [failing(f"down since {number}s") for number in NUMBERS]
+    done = [echoing(f"{number} done in 0.1s") for number in NUMBERS]
+    for answers, refused in ((TIMES, [(4, 1), (5, 1)]), (down, [(4, 1), (5, 1)]), (done, [])):
+        tools, limit = [as_tool("execute", in_turn(*answers))], RepeatLimit(3, key=without_times)
+        assert await refusals(tools, [[RUN]] * 5, limit) == refused
 
     scene = Scene(signals, [["search"]], [RepeatLimit(2, key=lambda call: call["x"], name="mine")])
     with pytest.raises(KeyError) as caught:
