@@ -141,6 +141,19 @@ def recording(name: str, ran: list[str], body: Callable[[], Any] | None = None) 
     return StructuredTool.from_function(run, arun, name=name, description=name)
 
 
+def waiting_tool() -> tuple[BaseTool, asyncio.Event, asyncio.Event]:
+    """A tool `search` that sets the first event when it runs, and waits for the second."""
+    begun, released = asyncio.Event(), asyncio.Event()
+
+    async def search() -> str:
+        begun.set()
+        await released.wait()
+        return "found"
+
+    tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
+    return tool, begun, released
+
+
 def asking(*tools: Any) -> Callable[[Sequence[BaseMessage]], Turn]:
     """A script that calls these tools, in one batch, once in each run."""
 

@@ -172,27 +172,18 @@ async def test_each_unit_has_metrics_of_its_own(signals: Signals) -> None:
     prices = {"gpt": Price(input="1", output="1")}
     scene = Scene(signals, model, limits, prices=prices)
     await scene.play()
-    found = {
-        unit: signals.samples(f"langchain_quota_{name}")
-        for unit, name in {
-            "limit": "limit",
-            "of thread": "thread_used_tokens",
-            "spent tokens": "spent_tokens_total",
-            "spent dollars": "spent_dollars_total",
-            "runs": "model_runs_total",
-        }.items()
-    }
-    assert found == {
+    expected: dict[str, Series] = {
         "limit": {
             ("unnamed", "model", "run", "calls"): 9,
             ("unnamed", "tokens", "thread", "tokens"): 1_000_000,
             ("unnamed", "cost", "run", "dollars"): 2.5,
         },
-        "of thread": {("unnamed", "tokens", "thread-1"): 800_000},
-        "spent tokens": {("unnamed", "tokens", "gpt"): 800_000},
-        "spent dollars": {("unnamed", "cost", "gpt"): 0.8},
-        "runs": {("unnamed", "gpt", "known", each): of for each, of in RUNS.items()},
+        "thread_used_tokens": {("unnamed", "tokens", "thread-1"): 800_000},
+        "spent_tokens_total": {("unnamed", "tokens", "gpt"): 800_000},
+        "spent_dollars_total": {("unnamed", "cost", "gpt"): 0.8},
+        "model_runs_total": {("unnamed", "gpt", "known", each): of for each, of in RUNS.items()},
     }
+    assert {name: signals.samples(f"langchain_quota_{name}") for name in expected} == expected
     assert scene.metric("tokens", "allowed") == scene.metric("cost", "allowed") == 2
     # The second call was allowed below the share, and has used it up to there.
     assert signals.samples(CROSSINGS, level="near")["unnamed", "tokens", "thread"] == 1

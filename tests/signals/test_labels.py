@@ -137,15 +137,10 @@ def test_hmac_label() -> None:
     assert hmac_label("ü" * 8)("a")
 
 
-@pytest.mark.parametrize(
-    ("key", "error"),
-    [
-        *[(key, ValueError) for key in ("", "k" * 15, b"k" * 15)],
-        *[(key, TypeError) for key in (32, None)],
-    ],
-)
-def test_a_key_that_is_refused(key: Any, error: type[Exception]) -> None:
+@pytest.mark.parametrize("key", ["", "k" * 15, b"k" * 15, 32, None])
+def test_a_key_that_is_refused(key: Any) -> None:
     """A key that can be guessed, or is neither text nor bytes, is refused and not shown."""
+    error = ValueError if isinstance(key, str | bytes) else TypeError
     with pytest.raises(error, match="key must") as caught:
         hmac_label(key)
     assert "kk" not in str(caught.value)

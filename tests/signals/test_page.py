@@ -32,7 +32,7 @@ from langchain_quota import (
     start_metrics_server,
 )
 from tests.clock import Clock
-from tests.scene import Scene
+from tests.scene import Scene, waiting_tool
 from tests.server.prometheus import eventually
 from tests.telemetry import Signals, paid, telling
 
@@ -244,15 +244,7 @@ async def test_what_a_day_costs(clock: Clock) -> None:
 
 async def test_who_waits(signals: Signals) -> None:
     """A call that waits is seen on its thread, and no longer when it runs."""
-    busy, gone = asyncio.Event(), asyncio.Event()
-
-    async def search() -> str:
-        """Search."""
-        busy.set()
-        await gone.wait()
-        return "found"
-
-    tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
+    tool, busy, gone = waiting_tool()
     limits: list[Any] = [
         ToolCallLimit("search", thread_limit=9),
         ConcurrencyLimit("search", max_concurrency=1),

@@ -289,12 +289,3 @@ def test_a_file_of_a_worker_that_is_just_made(tmp_path: Path) -> None:
     """The file of a worker that has just begun is empty: the scrape has what the others know."""
     done = run_python(EMPTY_FILE, str(tmp_path), env=os.environ | {VARIABLE: str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.rest
-def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
-    """It is refused when telemetry is made, with what to do."""
-    program = "from langchain_quota import Telemetry\nTelemetry()"
-    done = run_python(program, env=os.environ | {VARIABLE: str(tmp_path / "gone")})
-    assert done.returncode == 1
-    assert f"{VARIABLE}='{tmp_path / 'gone'}' is no directory that this process can" in done.stderr

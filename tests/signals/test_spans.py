@@ -4,6 +4,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -58,16 +60,8 @@ def of_search(limit: str, decision: str, scope: str, call: str, **amounts: int) 
 
 
 ONE = {"thread_used": 1, "thread_limit": 5, "run_used": 1, "run_limit": 1}
-MODEL = {
-    **OF_RUN,
-    "kind": "model",
-    "limit": "model",
-    "limits": ("model",),
-    "exit_behavior": "end",
-    "thread.used": 1,
-    "thread.limit": 1,
-    "run.used": 1,
-}
+MODEL = {**OF_RUN, "kind": "model", "limit": "model", "limits": ("model",), "exit_behavior": "end"}
+MODEL |= {"thread.used": 1, "thread.limit": 1, "run.used": 1}
 TOLD: list[tuple[str, Limit, Any, list[Mapping[str, Any]]]] = [
     (
         "tools",
@@ -124,37 +118,24 @@ async def test_what_spans_tell(
 
 
 @pytest.mark.parametrize(
-    ("limit", "script", "error", "others"),
-    [
-        (
-            ToolCallLimit("search", run_limit=1, exit_behavior="error"),
-            [["search", "search"]],
-            ToolCallLimitExceededError,
-            {"skipped"},
-        ),
-        (
-            ModelCallLimit(run_limit=1, exit_behavior="error"),
-            [["search"]],
-            ModelCallLimitExceededError,
-            {"allowed"},
-        ),
-    ],
+    ("make", "calls", "others"),
+    [(partial(ToolCallLimit, "search"), 2, {"skipped"}), (ModelCallLimit, 1, {"allowed"})],
     ids=["tool", "model"],
 )
 async def test_an_exception_that_propagates_is_an_error(
-    limit: Limit, script: Any, error: type[Exception], others: set[str], signals: Signals
+    make: Any, calls: int, others: set[str], signals: Signals
 ) -> None:
     """The span of the blocked call, and only it, has the status and type of the exception."""
-    with pytest.raises(error) as caught:
-        await played(signals, script, limit)
-    failed = [
-        each for each in signals.decision_spans() if each.status.status_code is StatusCode.ERROR
-    ]
-    assert [attributes(each)["decision"] for each in failed] == ["blocked"]
-    assert attributes(failed[0])["error.type"] == error.__name__
-    assert attributes(failed[0])["exit_behavior"] == "error"
+    limit = make(run_limit=1, exit_behavior="error")
+    with pytest.raises((ToolCallLimitExceededError, ModelCallLimitExceededError)) as caught:
+        await played(signals, [["search"] * calls], limit)
+    spans = signals.decision_spans()
+    failed = [each for each in spans if each.status.status_code is StatusCode.ERROR]
+    [told] = map(attributes, failed)
+    assert (told["decision"], told["exit_behavior"]) == ("blocked", "error")
+    assert told["error.type"] == f"{limit.kind.title()}CallLimitExceededError"
     assert failed[0].status.description == str(caught.value)
-    rest = [attributes(each) for each in signals.decision_spans() if each not in failed]
+    rest = [attributes(each) for each in spans if each not in failed]
     assert {each["decision"] for each in rest} == others
     assert not any("error.type" in each for each in rest)
 
@@ -223,18 +204,11 @@ async def test_quotas_are_told_by_scope(signals: Signals) -> None:
     ]
     limit = ToolCallLimit("search", quotas=quotas)
     context = {"user_id": "ada@example.org"}
-    await played(
-        signals,
-        [["search", "search"], "done"],
-        limit,
-        store=MemoryStore(clock=Clock()),
-        context=context,
-    )
+    options: Any = {"store": MemoryStore(clock=Clock()), "context": context}
+    await played(signals, [["search", "search"], "done"], limit, **options)
     allowed, blocked = (attributes(each) for each in of_tools(signals))
-    for each in (allowed, blocked):
-        assert (each["user_id.used"], each["user_id.limit"]) == (1, 1)
-        assert (each["global.used"], each["global.limit"]) == (1, 9)
-        assert (each["thread.used"], each["thread.limit"]) == (1, 5)
+    for each, number in product((allowed, blocked), (("user_id", 1), ("global", 9), ("thread", 5))):
+        assert (each[f"{number[0]}.used"], each[f"{number[0]}.limit"]) == (1, number[1])
     assert (allowed["scope"], blocked["scope"]) == ("none", "user_id")
     assert blocked["resets_at"] == RESETS.replace("Z", "+00:00")
     assert "resets_at" not in allowed
@@ -381,7 +355,5 @@ async def test_a_span_begins_before_the_wait(
     scene = Scene(signals, ["done", "done"], [limit], store=store)
     await scene.play()
     await scene.play()
-    start, end = signals.decision_spans()[-1].start_time, signals.decision_spans()[-1].end_time
-    assert start is not None
-    assert end is not None
-    assert {start < each < end for each in waits} == {True}
+    span = signals.decision_spans()[-1]
+    assert {(span.start_time or 0) < each < (span.end_time or 0) for each in waits} == {True}

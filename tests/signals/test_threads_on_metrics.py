@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from langchain_core.messages import BaseMessage
-from langchain_core.tools import StructuredTool
 
 from langchain_quota import (
     ConcurrencyLimit,
@@ -21,7 +20,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from tests.clock import Clock
-from tests.scene import Scene
+from tests.scene import Scene, waiting_tool
 from tests.stores import FickleStore
 from tests.telemetry import Signals, paid, telling
 
@@ -89,6 +88,7 @@ async def test_a_thread(signals: Signals, clock: Clock) -> None:
     clock.now += 10
     await agent.search("t1", 9)
     first = clock.now
+    assert of_limit(signals, TIMES, event="refusal") == {}
     clock.now += 10
     await agent.search("t1", 3)
     assert signals.samples(USED) == {
@@ -100,34 +100,20 @@ async def test_a_thread(signals: Signals, clock: Clock) -> None:
     assert set(signals.samples(TIMES, event="decision").values()) == {first + 10}
     assert (states(signals), states(signals, "tool:*")) == ({"exhausted": 1}, {"ok": 1})
     assert signals.samples("langchain_quota_start_time_seconds") == {(): first - 10}
-
-
-async def test_when_a_thread_was_refused(signals: Signals, clock: Clock) -> None:
-    """The time of the last refusal is shown from the first one on."""
-    agent = Searcher(signals, ToolCallLimit("search", thread_limit=10))
-    began, seen = clock.now, []
-    for count in (9, 3, 1, 0):
-        clock.now += 1
-        await agent.search("t1", count)
-        seen += [of_limit(signals, TIMES, event="refusal").get("t1", began) - began]
-    assert seen == [0, 2, 3, 3]
+    clock.now += 10
+    await agent.search("t1", 0)
+    assert of_limit(signals, TIMES, event="refusal") == {"t1": first + 10}
 
 
 @pytest.mark.parametrize("shown", [0, 3, 6])
 async def test_the_order(shown: int, clock: Clock) -> None:
     """The near by share, the exhausted by last refusal, then the others; the rest is hidden."""
     signals = telling(max_exported_threads=shown)
-    agent = Searcher(
-        signals, ToolCallLimit("search", thread_limit=10), ToolCallLimit("calc", thread_limit=10)
-    )
+    limits = [ToolCallLimit(tool, thread_limit=10) for tool in ("search", "calc")]
+    agent = Searcher(signals, *limits)
     for thread, count in (
-        ("refused last", 10),
-        ("older", 1),
-        ("near, most", 9),
-        ("refused first", 11),
-        ("near, least", 8),
-        ("newer", 2),
-        ("refused last", 1),
+        *(("refused last", 10), ("older", 1), ("near, most", 9), ("refused first", 11)),
+        *(("near, least", 8), ("newer", 2), ("refused last", 1)),
     ):
         clock.now += 1
         await agent.search(thread, count)
@@ -199,29 +185,27 @@ async def test_what_all_share(signals: Signals, clock: Clock) -> None:
 
 
 async def test_users_with_labels(clock: Clock) -> None:
-    """The near come first, then the exhausted; two users with one label have one series."""
-    signals = telling(
-        subject_label={"user_id": lambda subject: subject[:3]}, max_exported_subjects=3
-    )
-    agent = Searcher(signals, PER_USER, store=MemoryStore(clock=clock))
-    for user, count in (("ok", 1), ("near", 8), ("full", 10), ("next", 9), ("nearby", 8)):
-        clock.now += 1
-        await agent.search(f"of {user}", count, user)
-    found = signals.samples(SUBJECT_USED, agent="boss", limit="tool:search", scope="user_id")
-    assert found == {("nex",): 9, ("nea",): 8}
+    """The near come first, then the exhausted; two users with one label have one series.
 
-
-async def test_whom_quotas_refuse(clock: Clock) -> None:
-    """Refusals are counted for each subject with series; two with one label add up."""
-    signals = telling(subject_label={"user_id": lambda user: user[:3]}, max_exported_subjects=3)
-    agent = Searcher(signals, PER_USER, store=MemoryStore(clock=clock))
-    for user, count in (("hidden", 13), ("ada", 11), ("adam", 12), ("bob", 11)):
-        clock.now += 1
-        await agent.search(f"of {user}", count, user)
-    found = signals.samples(SUBJECT_BLOCKED, agent="boss", limit="tool:search", scope="user_id")
-    assert found == {("ada",): 3, ("bob",): 1}
-    refused = signals.samples("langchain_quota_limit_decisions_total", decision="blocked")
-    assert refused["boss", "tool:search", "user_id"] == 3 + 1 + 2 + 1
+    Refusals are counted for each subject with series; two with one label add up.
+    """
+    for uses, used, refused in (
+        ({"ok": 1, "near": 8, "full": 10, "next": 9, "nearby": 8}, {"nex": 9, "nea": 8}, {}),
+        ({"hidden": 13, "ada": 11, "adam": 12, "bob": 11}, None, {"ada": 3, "bob": 1}),
+    ):
+        signals = telling(subject_label={"user_id": lambda user: user[:3]}, max_exported_subjects=3)
+        agent = Searcher(signals, PER_USER, store=MemoryStore(clock=clock))
+        for user, count in uses.items():
+            clock.now += 1
+            await agent.search(f"of {user}", count, user)
+        of: Any = {"agent": "boss", "limit": "tool:search", "scope": "user_id"}
+        if used is not None:
+            assert signals.samples(SUBJECT_USED, **of) == {(user,): n for user, n in used.items()}
+        found = signals.samples(SUBJECT_BLOCKED, **of)
+        assert found == {(user,): n for user, n in refused.items()}
+        decisions = signals.samples("langchain_quota_limit_decisions_total", decision="blocked")
+        every = sum(max(0, count - 10) for count in uses.values())
+        assert decisions.get(("boss", "tool:search", "user_id"), 0) == every
 
 
 async def test_a_label_of_no_quota(clock: Clock) -> None:
@@ -278,15 +262,7 @@ async def test_a_refund(signals: Signals) -> None:
     """What a thread is given back, for a call that did not run, is shown as not used."""
     limits: list[Limit] = [ToolCallLimit("search", thread_limit=9)]
     limits.append(ConcurrencyLimit("search", max_concurrency=1, wait=0))
-    busy, gone = asyncio.Event(), asyncio.Event()
-
-    async def search() -> str:
-        """Search."""
-        busy.set()
-        await gone.wait()
-        return "found"
-
-    tool = StructuredTool.from_function(coroutine=search, name="search", description="Search.")
+    tool, busy, gone = waiting_tool()
     agent = Searcher(signals, *limits, tools=[tool], store=MemoryStore())
     running = asyncio.create_task(agent.search("t1", 1))
     await busy.wait()
