@@ -26,7 +26,6 @@ def read(decision: Decision, answer: Answer, warning: QuotaWarning) -> UserWarni
     assert_type((decision.call.agent, decision.call.amount), tuple[str | None, int])
     assert_type(decision.call.thread_id, object)
     assert_type(decision.outcome, Outcome)
-    assert_type(decision.limits, tuple[LimitStatus, ...])
     assert_type(decision.refused_by, tuple[LimitStatus, ...])
     assert_type(decision.resets_at, datetime | None)
     assert_type(decision.answer, Answer | None)
@@ -39,7 +38,6 @@ def read(decision: Decision, answer: Answer, warning: QuotaWarning) -> UserWarni
         assert_type(leading.count_of("run"), CountStatus | None)
         assert_type(leading.counts[0].limit, int | None)
         assert_type(leading.quotas[0], CountStatus)
-        assert_type(leading.quotas[0].resets_at, datetime | None)
     return warning
 
 
@@ -92,12 +90,9 @@ def either(decision: Decision) -> Awaitable[None] | None:
 
 # One observer, and several.
 QuotaMiddleware(limits, on_decision=sync)
-QuotaMiddleware(limits, on_decision=awaited)
 QuotaMiddleware(limits, on_decision=either)
 QuotaMiddleware(limits, on_decision=Billing())
 QuotaMiddleware(limits, on_decision=functools.partial(with_note, "note"))
-QuotaMiddleware(limits, on_decision=lambda decision: print(decision.outcome))
-QuotaMiddleware(limits, on_decision=())
 QuotaMiddleware(limits, on_decision=[sync, awaited, Billing(), seen.append])
 
 
@@ -111,6 +106,5 @@ QuotaMiddleware(limits, on_decision=of_outcome)  # type: ignore[arg-type]  # pyr
 QuotaMiddleware(limits, on_decision=[sync, "log"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 seen[0].outcome = Outcome.ALLOWED  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 seen[0].call.tool.upper()  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
-seen[0].blocked  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 Call("agent")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Decision(Call("model"), "allowed")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -68,10 +68,8 @@ except langchain_model_limit.ModelCallLimitExceededError as model_error:
     assert_type(model_error.run_limit, int | None)
 
 # Not these.
-ToolCallLimitMiddleware("search", run_limit=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 ToolCallLimitMiddleware(run_limit="3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimitMiddleware(run_limit=3, exit_behavior="stop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-ToolCallLimitMiddleware(run_limit=3, on_pending="wait")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimitMiddleware(run_limit=3, message=lambda: "no")  # type: ignore[arg-type,misc]  # pyright: ignore[reportArgumentType]
 ModelCallLimitMiddleware(run_limit=3, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ModelCallLimitMiddleware(tool_name="search", run_limit=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -28,7 +28,6 @@ model = ScriptedChatModel(script=["Hello."])
 quota = GraphQuota([ModelCallLimit(run_limit=5), ToolCallLimit("search", run_limit=2)])
 limited = quota.model(model, [search])
 assert_type(limited, BaseChatModel)
-assert_type(quota.model("openai:gpt-5"), BaseChatModel)
 assert_type(limited.invoke("Hi!"), AIMessage)
 assert_type(quota.tools([search], handle_tool_errors=True), ToolNode)
 create_react_agent(limited, quota.tools([search]))
@@ -56,4 +55,3 @@ quota.model(search)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentT
 GraphQuota(costs, store="redis://")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 GraphQuota(["search"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 with_them("scripted", sub_agents=[])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-with_limits(create, ToolCallLimit(run_limit=3))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -48,12 +48,9 @@ model = ScriptedChatModel(script=["Hello."])
 # A model, one tool, several, all but some.
 limits: list[Limit] = [
     ModelCallLimit(run_limit=10, thread_limit=100, exit_behavior="finalize", near=0.9),
-    ToolCallLimit("search", run_limit=3, thread_limit=20, message="Search no more."),
     ToolCallLimit(["create_order", "cancel_order"], thread_limit=5, exit_behavior="end"),
-    ModelCallLimit(run_limit=50, exit_behavior="ask"),
-    ToolCallLimit("search", run_limit=5, exit_behavior="ask", grant=10),
-    ToolCallLimit(("read", "write"), run_limit=5, give_up_after=3, name="files"),
-    ToolCallLimit(run_limit=50, exclude=("write_todos",), enforce=False),
+    ToolCallLimit("search", run_limit=5, exit_behavior="ask", grant=10, message="Search no more."),
+    ToolCallLimit(run_limit=50, exclude=("write_todos",), enforce=False, give_up_after=3),
     ConcurrencyLimit("browser", max_concurrency=2, wait=0.5),
 ]
 quota = QuotaMiddleware(limits)
@@ -66,14 +63,12 @@ def model_limits() -> tuple[ModelCallLimit, ...]:
     return (ModelCallLimit(run_limit=3),)
 
 
-QuotaMiddleware(model_limits())
 QuotaMiddleware([ToolCallLimit("search", run_limit=3), *model_limits()])
 
 # What a limit tells.
 one = ToolCallLimit("search", run_limit=3)
 assert_type((one.name, one.near, one.enforce), tuple[str, float | None, bool])
 assert_type(one.tools, tuple[str, ...])
-assert_type(one.quotas, Sequence[Quota])
 
 
 # Thresholds from the tenant's plan, sync and async, with precise types or without.
@@ -95,8 +90,7 @@ def path(call: ToolCall) -> str | None:
 
 
 repeats: list[Limit] = [
-    RepeatLimit(3, near=0.5, enforce=False, alert=False),
-    RepeatLimit(run_limit=3, key=path, tools="read_file", name="files"),
+    RepeatLimit(run_limit=3, key=path, tools="read_file", near=0.5, enforce=False, alert=False),
     RepeatLimit(5, key=lambda call: [call["name"], 1], exclude=("wait", "think"), give_up_after=3),
     RepeatLimit(3, exit_behavior="end", message=lambda decision: str(decision.call.tool)),
 ]
@@ -115,7 +109,6 @@ quotas = [
     Quota(models, per="global", window=timedelta(hours=1)),
     Quota(5, per=tenant, name="tenant"),
     Quota(500, per="user_id", window="month", tz="Europe/Berlin", starts=15),
-    Quota(5, per="thread", window="week", starts="sunday"),
 ]
 ToolCallLimit("email", quotas=quotas)
 ModelCallLimit(quotas=tuple(quotas))
@@ -138,29 +131,24 @@ def price(usage: ModelUsage) -> Decimal | None:
 
 budgets: list[Limit] = [
     TokenLimit(run_limit=100_000, tokens="input", reserve=bound),
-    TokenLimit(thread_limit=100_000, exit_behavior="ask", grant=50_000),
     CostLimit(run_limit=5, exit_behavior="ask", grant="2.50", name="asks"),
     CostLimit(run_limit=0.50, thread_limit=budget, quotas=[Quota("100", per="tenant")]),
     CostLimit(run_limit=1, exit_behavior="finalize", keep="0.10"),
 ]
 prices = {"my-model": Price(input="2.50", output=10)}
-own: QuotaMiddleware[Any, Any] = QuotaMiddleware(budgets, prices=price, unknown_price="allow")
-table: QuotaMiddleware[Any, Any] = QuotaMiddleware(budgets, prices=prices, charge_all_models=True)
+QuotaMiddleware(budgets, prices=price, unknown_price="allow")
+QuotaMiddleware(budgets, prices=prices, charge_all_models=True)
 
 
 # All options.
-store = MemoryStore()
 QuotaMiddleware(limits, tell_model=True, hide_exhausted=True, telemetry=Telemetry())
-QuotaMiddleware(limits, store=store, on_store_error="allow")
-inline = InlineQuotaMiddleware(limits, tell_model=True, store=store, on_store_error="block")
+inline = InlineQuotaMiddleware(limits, store=MemoryStore(), on_store_error="block")
 assert_type(inline.name, str)
 
 # In an agent: alone, beside others, with a context of any kind, with a structured response.
 agent = create_agent(model, middleware=[quota])
 create_agent(model, middleware=[TodoListMiddleware(), inline, quota, PIIMiddleware("email")])
 create_agent(model, middleware=[quota], context_schema=Answer)
-create_agent(model, middleware=[quota], response_format=Answer)
-create_agent(model, middleware=[QuotaMiddleware(limits)], context_schema=Caller)
 in_context = create_agent(
     model, middleware=[quota, PIIMiddleware[Any, Caller]("email")], context_schema=Caller
 )
@@ -169,10 +157,9 @@ config: RunnableConfig = {"configurable": {"thread_id": "7"}}
 inline.reset(agent, config)
 
 # With its types given: the context, then the response.
-typed: QuotaMiddleware[Caller] = QuotaMiddleware(limits)
-assert_type(typed, QuotaMiddleware[Caller, Any])
-typed_inline = InlineQuotaMiddleware[Caller](limits)
-create_agent(model, middleware=[typed, typed_inline], context_schema=Caller)
+typed = InlineQuotaMiddleware[Caller](limits)
+assert_type(typed, InlineQuotaMiddleware[Caller, Any])
+create_agent(model, middleware=[typed], context_schema=Caller)
 both = QuotaMiddleware[Caller, Answer](limits)
 create_agent(model, middleware=[both], context_schema=Caller, response_format=Answer)
 
@@ -180,15 +167,11 @@ create_agent(model, middleware=[both], context_schema=Caller, response_format=An
 QuotaMiddleware(one)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 QuotaMiddleware(limits, on_store_error="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 inline.reset(agent)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
-ModelCallLimit(10)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 ModelCallLimit(run_limit=10, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-RepeatLimit("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 RepeatLimit(3, thread_limit=9)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-RepeatLimit(3, exit_behavior="ask")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", 3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 ToolCallLimit("search", run_limit=3, exit_behavior="ask", grant="5")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", run_limit=3, exit_behavior="finalize")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-ToolCallLimit("search", run_limit=2.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", run_limit=lambda state: 3)  # type: ignore[arg-type,misc]  # pyright: ignore[reportArgumentType]
 Quota(None, per="thread")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Quota(5)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -102,4 +102,3 @@ MemoryStore(idle_ttl=3600)  # type: ignore[arg-type]  # pyright: ignore[reportAr
 RedisStore("redis://127.0.0.1/0", timeout="1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 PostgresStore()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 RedisStore(6379)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-RedisStore("redis://127.0.0.1/0", "mine")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
