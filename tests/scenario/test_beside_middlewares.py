@@ -23,8 +23,6 @@ from langchain.agents.middleware import (
     hook_config,
 )
 from langchain_core.messages import AIMessage, ToolCall
-from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import RetryPolicy
 
 from langchain_quota import ModelCallLimit, ModelCallLimitExceededError, ToolCallLimit
@@ -300,29 +298,3 @@ async def test_retried_nodes(signals: Signals) -> None:
         await scene.play()
         scene.check(models=3 * run, models_in_run=3)
     assert Counter(ran) == {"search": 3, "calc": 1}
-
-
-@pytest.mark.parametrize("memory", [None, True], ids=["no memory", "a memory of its own"])
-async def test_an_agent_as_a_retried_node(memory: Any, signals: Signals) -> None:
-    """RetryPolicy on a node that is an agent: each attempt is a run of its own, on a new thread.
-
-    With a memory of its own, the next run goes on with the first attempt's.
-    """
-    ran: list[str] = []
-    script = [["search"], ["flaky"], ["search"], "done", ["search", "search"], "done"]
-    limiter = tool_limiter(signals, thread_limit=3 if memory else None, run_limit=2)
-    tools = [recording("search", ran), recording("flaky", ran, failing())]
-    scene = Scene(signals, script, [limiter], tools=tools, ran=ran, checkpointer=memory)
-    graph: Any = StateGraph(MessagesState)
-    graph.add_node("agent", scene.agent, retry_policy=RETRY)
-    graph.add_edge(START, "agent")
-    scene.agent = graph.compile(checkpointer=InMemorySaver())
-
-    await scene.play()
-    assert ran == ["search", "search"]
-    assert scene.metric("tool:*", "allowed") == 3
-
-    await scene.play()
-    # Of the first attempt there are a search and the failed call: one is left.
-    assert ran == ["search"] * (3 if memory else 4)
-    scene.check_requests()

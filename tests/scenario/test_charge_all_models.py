@@ -73,17 +73,14 @@ async def test_models_of_tools(signals: Signals, kind: Kind, form: Form) -> None
 
 async def test_a_shared_key_is_charged_once(signals: Signals) -> None:
     """What two agents' budgets see is charged to their shared keys once, to their own by each."""
-    store = MemoryStore()
     quotas = [Quota(MANY, per="global"), Quota(MANY, per="root_run")]
-    limit = TokenLimit(run_limit=MANY, quotas=quotas, reserve=50)
-
-    def scene(script: Any, *tools: Any, **options: Any) -> Scene:
-        return charged(signals, script, *tools, limit=limit, store=store, **options)
-
-    leaf = scene([answer(7)]).agent
+    given: Any = {"limit": TokenLimit(run_limit=MANY, quotas=quotas, reserve=50)}
+    given["store"] = store = MemoryStore()
+    leaf = charged(signals, [answer(7)], **given).agent
     script = [answer(20, "leaf"), answer(3)]
-    child = scene(script, delegate(leaf, "leaf"), charge_all_models=False).agent
-    await scene([answer(5, "child"), answer(9)], delegate(child, "child")).play()
+    child = charged(signals, script, delegate(leaf, "leaf"), charge_all_models=False, **given).agent
+    script = [answer(5, "child"), answer(9)]
+    await charged(signals, script, delegate(child, "child"), **given).play()
 
     assert sorted(each.used for each in store.usages(f"{TOTAL}:run:*")) == [7, 23, 44]
     found = kept(store)
@@ -163,12 +160,11 @@ async def test_a_run_that_is_resumed(*, nested: bool, signals: Signals) -> None:
         return str(found)
 
     steps, asks = [answer(5, "human"), answer(3)], tool("human", str, human)
-    scene = charged(signals, steps, asks)
+    options: Any = {"limit": TokenLimit(run_limit=MANY), "checkpointer": True} if nested else {}
+    scene = charged(signals, steps, asks, **options)
     if nested:
-        child = charged(
-            signals, steps, asks, limit=TokenLimit(run_limit=MANY), checkpointer=True
-        ).agent
-        scene = charged(signals, [answer(1, "child"), answer(1)], delegate(child, "child"))
+        child = delegate(scene.agent, "child")
+        scene = charged(signals, [answer(1, "child"), answer(1)], child)
 
     await scene.play()
     await scene.resume("Yes.")
@@ -216,12 +212,8 @@ async def test_background_tasks(signals: Signals) -> None:
 
 async def test_middlewares_of_langchain(signals: Signals) -> None:
     """Summaries, choices of tools, retries and fallbacks are charged, each once."""
-
-    class Selector(ScriptedChatModel):
-        def with_structured_output(self, *_: Any, **__: Any) -> Any:
-            return self | (lambda _: {"tools": ["a"]})
-
-    selector = Selector(script=lambda _: answer(7))
+    choice = ("ToolSelectionResponse", {"tools": ["search"]})
+    selector = ScriptedChatModel(script=lambda _: answer(7, choice))
     summary, fallback = always(100), always(1000)
     items: list[Any] = [
         SummarizationMiddleware(summary, trigger=("messages", 3), keep=("messages", 1)),
@@ -231,16 +223,11 @@ async def test_middlewares_of_langchain(signals: Signals) -> None:
         RETRY,
     ]
     script = [answer(10**4), ProviderError(), ProviderError()]
-    tools = [recording(name, []) for name in "abc"]
-    scene = await Scene(signals, script, items, tools=tools, charge_all_models=True).played()
+    scene = await Scene(signals, script, items, charge_all_models=True).played()
     await scene.play()
 
     assert [len(each.calls) for each in (selector, summary, fallback)] == [2, 1, 1]
     assert spent(scene) == (11114, 1107)
-
-
-def task(name: str) -> tuple[str, dict[str, str]]:
-    return "task", {"description": "Look.", "subagent_type": name}
 
 
 @pytest.mark.filterwarnings("ignore:The feature `forked subagents` is in beta")
@@ -251,24 +238,22 @@ async def test_deep_agents(signals: Signals, *, charge_all_models: bool) -> None
     Each call is charged once, whatever kind of sub-agent made it.
     """
     deepagents = pytest.importorskip("deepagents")
+    names = ("general-purpose", "researcher", "fork") * 2
+    tasks = [("task", {"description": "Look.", "subagent_type": name}) for name in names]
 
     def script(messages: Sequence[BaseMessage]) -> AIMessage:
         if "Look." in messages[-1].text or messages[-1].name == "search":
             return answer(100, "search")
-        asks = messages[-1].type == "human"
-        names = ("general-purpose", "researcher", "fork") * 2
-        return answer(100, *map(task, names)) if asks else answer(100)
+        return answer(100, *tasks) if messages[-1].type == "human" else answer(100)
 
     store, model = MemoryStore(), ScriptedChatModel(script=script)
     limit = TokenLimit(quotas=[Quota(2000, per="root_run")], reserve=150)
     options: Any = {"store": store, "charge_all_models": charge_all_models}
     quota = QuotaMiddleware([limit], telemetry=signals.telemetry, **options)
     researcher = {"name": "researcher", "description": "Searches.", "system_prompt": "Search."}
-    agent: Any = with_limits(deepagents.create_deep_agent, quota)(
-        model,
-        [recording("search", [])],
-        subagents=[researcher, {"name": "fork", "description": "Goes on.", "mode": "fork"}],
-    )
+    fork = {"name": "fork", "description": "Goes on.", "mode": "fork"}
+    create = with_limits(deepagents.create_deep_agent, quota)
+    agent: Any = create(model, [recording("search", [])], subagents=[researcher, fork])
 
     result = await agent.ainvoke({"messages": [("user", "Go!")]})
 
@@ -284,18 +269,16 @@ async def test_a_supervisor(signals: Signals) -> None:
     """The supervisor, whose model is limited, and its agents are charged, each call once."""
     supervisors = pytest.importorskip("langgraph_supervisor")
     store, limits = MemoryStore(), [TokenLimit(quotas=[Quota(MANY, per="root_run")])]
-    models = [says(7, 7), says(11, 11)]
     given: Any = {"store": store, "checkpointer": None}
     agents = [
-        Scene(signals, model, limits, name=name, **given).agent
-        for name, model in zip(("one", "two"), models, strict=True)
+        Scene(signals, says(used, used), limits, name=name, **given).agent
+        for name, used in (("one", 7), ("two", 11))
     ]
     hand_offs: Any = ["transfer_to_one"], ["transfer_to_two"], []
     script = [answer(100 * run, *each) for run in (1, 2) for each in hand_offs]
     quota = GraphQuota(limits, name="boss", telemetry=signals.telemetry, store=store)
-    graph = supervisors.create_supervisor(
-        agents, model=quota.model(ScriptedChatModel(script=script))
-    ).compile(checkpointer=InMemorySaver())
+    boss = quota.model(ScriptedChatModel(script=script))
+    graph = supervisors.create_supervisor(agents, model=boss).compile(checkpointer=InMemorySaver())
 
     for _ in range(2):
         await graph.ainvoke({"messages": [("user", "Go!")]}, CONFIG)

@@ -7,13 +7,8 @@ from typing import Any
 import pytest
 from langchain_core.messages import AIMessage, ToolCall
 
-from langchain_quota import (
-    Decision,
-    MemoryStore,
-    ModelCallLimit,
-    ToolCallLimit,
-    ToolCallLimitExceededError,
-)
+from langchain_quota import Decision, MemoryStore, ModelCallLimit, ToolCallLimit
+from langchain_quota.errors import ToolCallLimitExceededError
 from langchain_quota.limits import Limit
 from tests.scene import Kind, Order, Scene, asking, in_order, orders, texts
 from tests.telemetry import Signals

@@ -10,12 +10,12 @@ import pytest
 from langchain_quota import (
     MemoryStore,
     ModelCallLimit,
-    ModelCallLimitExceededError,
     Quota,
     TokenLimit,
     ToolCallLimit,
     stop_reason,
 )
+from langchain_quota.errors import ModelCallLimitExceededError
 from tests.scene import Form, Scene, asking, both_forms, texts
 from tests.stores import Clock
 from tests.telemetry import Signals, attributes, telling

@@ -19,11 +19,10 @@ from langchain_quota import (
     MemoryStore,
     ModelCallLimit,
     Quota,
-    QuotaWarning,
     TokenLimit,
     ToolCallLimit,
-    ToolCallLimitExceededError,
 )
+from langchain_quota.errors import QuotaWarning, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.loops import looped, shapes
@@ -42,9 +41,7 @@ from tests.stores import counts, run_counts
 from tests.telemetry import Signals, telling
 from tests.tokens import answer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:create_react_agent has been moved"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 
 HELLO: Any = {"messages": [("user", "hi")]}
 TWO_OF_THREE = ToolCallLimit("search", run_limit=2, thread_limit=3)
@@ -133,9 +130,8 @@ async def test_a_run_that_a_tool_limit_has_ended(signals: Signals) -> None:
     given: Any = {"kind": "graph", "state": Reviewed, "loop": by_a_review}
     scene = await Scene(signals, lambda _: ["search"] * 2, [limit], **given).played()
     assert (len(scene.model.calls), scene.ran) == (1, [])
-    assert [each.text for each in scene.result["messages"] if each.type == "ai"] == [
-        TOOLS_ENDED
-    ] * 10
+    said = [each.text for each in scene.result["messages"] if each.type == "ai"]
+    assert said == [TOOLS_ENDED] * 10
     await scene.play()
     assert len(scene.model.calls) == 2
 
@@ -145,10 +141,8 @@ async def test_a_run_that_a_tool_limit_has_ended(signals: Signals) -> None:
 @pytest.mark.parametrize("mark", ["none", "forged", "of a wrong type"])
 async def test_a_tool_node_alone(mark: str, nodes: int, form: Any, signals: Signals) -> None:
     """Tool calls that no limited model has made are checked by the tools, whatever their mark."""
-    ran, store = list[str](), MemoryStore()
-    quota = GraphQuota(
-        [ToolCallLimit("search", run_limit=2)], store=store, telemetry=signals.telemetry
-    )
+    ran, store, limits = list[str](), MemoryStore(), [ToolCallLimit("search", run_limit=2)]
+    quota = GraphQuota(limits, store=store, telemetry=signals.telemetry)
     message = forged("search", "search", "search")
     if mark == "none":
         message.response_metadata.clear()
@@ -240,22 +234,6 @@ async def test_a_remark_before_the_tools(elsewhere: Any, signals: Signals) -> No
     await first.ainvoke(HELLO, CONFIG)
     await (worker() if elsewhere else first).ainvoke(Command(resume="yes"), CONFIG)
     assert (ran, counts(store)["search:thread:thread-1"]) == (["search"], 1)
-
-
-def test_a_node_that_calls_its_model_twice(signals: Signals) -> None:
-    """Each is a call of its own, also where the node runs again after an interrupt."""
-    model = ScriptedChatModel(script=lambda _: "hm")
-    limited = GraphQuota([ModelCallLimit(run_limit=3)], telemetry=signals.telemetry).model(model)
-
-    def node(state: MessagesState) -> Any:
-        said = [limited.invoke(state["messages"]) for _ in range(2)]
-        interrupt("Sure?")
-        return {"messages": said[-1:]}
-
-    app = graph_of(node, checkpointer=InMemorySaver())
-    for given in (HELLO, None, None, None):
-        app.invoke(given, CONFIG)
-    assert len(model.calls) == 3
 
 
 @pytest.mark.parametrize(("most", "found"), [(3, Weather(degrees=20)), (2, None)])
@@ -413,6 +391,9 @@ ASKS = ToolCallLimit("search", run_limit=1, exit_behavior="ask")
 MODEL_ASKS = ModelCallLimit(run_limit=1, exit_behavior="ask")
 
 
+ANSWERS: list[Any] = [Command(resume=each) for each in (APPROVE, APPROVE, "yes")]
+
+
 async def answered(scene: Scene, given: Any) -> dict[str, Any]:
     """The run goes on with an answer to each question that waits."""
     waiting = scene.agent.get_state(CONFIG).interrupts
@@ -493,34 +474,38 @@ async def test_a_question_beside_that_of_a_tool(fits: Any, form: Any, signals: S
     assert counts(store)["pay:global:"] == 2
 
 
-def test_an_approval_is_used_once(signals: Signals) -> None:
-    """A node that runs again does not use the answer to its question a second time."""
+@pytest.mark.parametrize(
+    ("limit", "answers", "made"),
+    [(ModelCallLimit(run_limit=3), [None] * 3, [3, 3, 3]), (MODEL_ASKS, ANSWERS, [2, 3, 3])],
+)
+def test_a_node_that_calls_its_model_twice(
+    limit: Limit, answers: Any, made: list[int], signals: Signals
+) -> None:
+    """Each is a call of its own, where the node runs again, too; an approval is used for one."""
     model = ScriptedChatModel(script=lambda _: "hm")
-    limited = GraphQuota([MODEL_ASKS], telemetry=signals.telemetry).model(model)
+    limited = GraphQuota([limit], telemetry=signals.telemetry).model(model)
 
     def node(state: MessagesState) -> Any:
-        answers = [limited.invoke([*state["messages"], ("user", text)]) for text in ("One", "Two")]
+        said = [limited.invoke([*state["messages"], ("user", text)]) for text in ("One", "Two")]
         interrupt("Sure?")
-        return {"messages": answers[-1:]}
+        return {"messages": said[-1:]}
 
     app = graph_of(node, checkpointer=InMemorySaver())
     app.invoke(HELLO, CONFIG)
-    for given, made in ((APPROVE, 2), (APPROVE, 3), ("yes", 3)):
-        app.invoke(Command(resume=given), CONFIG)
-        assert len(model.calls) == made
+    for given, calls in zip(answers, made, strict=True):
+        app.invoke(given, CONFIG)
+        assert len(model.calls) == calls
 
 
 def test_a_question_needs_a_checkpointer_and_limited_tools(signals: Signals) -> None:
     """A graph that could not wait, or whose tools nothing checks, raises before a call is made."""
     ran: list[str] = []
-    tools = [recording("search", ran)]
-    quota = GraphQuota([ASKS], telemetry=signals.telemetry)
+    quota, tools = GraphQuota([ASKS], telemetry=signals.telemetry), [recording("search", ran)]
     with pytest.raises(RuntimeError, match="needs a checkpointer"):
         graph_of(quota.tools(tools)).invoke({"messages": [forged("search")]})
-    unchecked = GraphQuota([ASKS], telemetry=signals.telemetry).model(
-        ScriptedChatModel(script=lambda _: ["search"])
-    )
-    agent: Any = create_react_agent(unchecked, tools, checkpointer=InMemorySaver())
+    quota = GraphQuota([ASKS], telemetry=signals.telemetry)
+    model = quota.model(ScriptedChatModel(script=lambda _: ["search"]))
+    agent: Any = create_react_agent(model, tools, checkpointer=InMemorySaver())
     with pytest.raises(RuntimeError, match=r"limits\.tools"):
         agent.invoke(HELLO, CONFIG)
     assert ran == []
@@ -529,33 +514,30 @@ def test_a_question_needs_a_checkpointer_and_limited_tools(signals: Signals) -> 
 async def test_what_has_been_said_is_not_kept(signals: Signals) -> None:
     """A graph's limits keep nothing of the history of a run that has ended, repaired or not."""
     limits = GraphQuota([ModelCallLimit(run_limit=5)], telemetry=signals.telemetry)
-    app = graph_of(
-        model_node(limits.model(ScriptedChatModel(script=lambda _: "done", keep_calls=0)))
-    )
+    model = limits.model(ScriptedChatModel(script=lambda _: "done", keep_calls=0))
+    app = graph_of(model_node(model))
     call = {"name": "search", "args": {}, "id": "1"}
     for _ in range(20):
-        given = [HumanMessage(SAID), AIMessage("", tool_calls=[call]), HumanMessage("go on")]
-        await app.ainvoke({"messages": given})
-    del given
+        open_call = AIMessage("", tool_calls=[call])
+        await app.ainvoke({"messages": [HumanMessage(SAID), open_call, HumanMessage("go on")]})
     gc.collect()
     # The event loop may keep the newest context.
     assert sum(type(e) is HumanMessage and e.content == SAID for e in gc.get_objects()) < 10
 
 
 @pytest.mark.parametrize(
-    ("kind", "checked_at"), [("graph", "model"), ("graph", "tools"), ("react", "model")]
+    ("kind", "asks"), [("graph", False), ("graph", True), ("react", False)], ids=str
 )
-async def test_a_task_of_tools_that_runs_again(
-    kind: Any, checked_at: str, signals: Signals
-) -> None:
+async def test_a_task_of_tools_that_runs_again(*, kind: Any, asks: bool, signals: Signals) -> None:
     """A node of tools that waits for a person runs again as a whole, and is charged once.
 
-    `create_react_agent` runs each call by itself: there, only the one that waits runs again.
+    Its calls are checked behind the model, or at the tools if a limit asks. `create_react_agent`
+    runs each call by itself: there, only the one that waits runs again.
     """
     ran: list[str] = []
     tools = [recording("search", ran), recording("pause", ran, lambda: interrupt("Sure?"))]
     limits = [ToolCallLimit("search", run_limit=9), ToolCallLimit("pause", run_limit=9)]
-    limits += [ToolCallLimit("calc", run_limit=9, exit_behavior="ask")] * (checked_at == "tools")
+    limits += [ToolCallLimit("calc", run_limit=9, exit_behavior="ask")] * asks
     scene = Scene(signals, asking("search", "pause"), limits, kind=kind, tools=tools, ran=ran)
     await scene.play()
     await scene.resume("yes")
