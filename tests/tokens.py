@@ -3,21 +3,18 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
 from langchain.agents.middleware import AgentMiddleware, ModelRetryMiddleware
 from langchain_core.messages import AIMessage
 from langchain_core.tools import BaseTool, StructuredTool
 
 from tests.scene import Scene
-from tests.telemetry import Signals, needs_inline
+from tests.telemetry import Signals
 
 TOTAL = "model.total_tokens"
 MONEY = "model.nanodollars"
 GLOBAL = f"{TOTAL}:global:"
 THREAD = f"{TOTAL}:thread:thread-1"
 
-either = pytest.mark.parametrize("kind", ["quota", pytest.param("inline", marks=needs_inline)])
-"""A model call is checked before its own step, or in it: two bodies, as the argument `kind`."""
 
 RETRY = ModelRetryMiddleware(max_retries=1, initial_delay=0, jitter=False, on_failure="error")
 

@@ -17,7 +17,7 @@ from langgraph.types import interrupt
 
 from langchain_quota import GraphQuota, MemoryStore, Quota, QuotaMiddleware, TokenLimit, with_limits
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import CONFIG, Form, Kind, Scene, both_forms, check_history, delegate, recording
+from tests.scene import CONFIG, Form, Scene, both_forms, check_history, delegate, either, recording
 from tests.telemetry import Signals
 from tests.tokens import (
     RETRY,
@@ -26,7 +26,6 @@ from tests.tokens import (
     ProviderError,
     answer,
     asking,
-    either,
     spent,
     spent_by_agent,
     tool,
@@ -60,7 +59,7 @@ def kept(store: Any) -> dict[str, int]:
 
 @either
 @both_forms
-async def test_models_of_tools(signals: Signals, kind: Kind, form: Form) -> None:
+async def test_models_of_tools(signals: Signals, kind: Any, form: Form) -> None:
     """What parallel tools' models use is charged before the next check, and refuses a call."""
     tools = asking("small", says(30)), asking("large", says(70))
     script = [answer(5, "small", "large"), answer(9)]

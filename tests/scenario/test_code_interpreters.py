@@ -18,9 +18,8 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.scene import CONFIG, Form, Kind, Order, Scene, in_order, orders, recording
+from tests.scene import CONFIG, Form, Kind, Order, Scene, either, in_order, orders, recording
 from tests.telemetry import Signals
-from tests.tokens import either
 
 # Among the oldest versions there are none.
 deepagents = pytest.importorskip("deepagents")

@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,14 +25,11 @@ from langchain_quota import (
     ToolCallLimit,
 )
 from tests.clock import Clock
-from tests.scene import Form, Kind, Scene, asking, both_forms, texts
+from tests.scene import PATIENCE, Form, Kind, Scene, asking, both_forms, either, texts, until
 from tests.stores import FickleStore, counts
 from tests.telemetry import Signals, needs_inline
-from tests.tokens import either
 
 CAP = 3
-PATIENCE = 60
-"""Seconds after which something is stuck."""
 BUSY = "other calls were running, and at most 1 call of 'browser' may run at the same time"
 ASKED: Any = {"messages": [("user", "hi")]}
 BROWSER = {"agent": "unnamed", "limit": "concurrency:browser"}
@@ -97,13 +94,6 @@ class Door(AgentMiddleware):
     async def awrap_tool_call(self, request: Any, handler: Any) -> Any:
         self._came.append(None)
         return await handler(request)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let others run until something is so."""
-    async with asyncio.timeout(PATIENCE):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.001)
 
 
 def agent_of(

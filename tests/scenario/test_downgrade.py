@@ -13,10 +13,10 @@ from langgraph.func import entrypoint
 from langchain_quota import CostLimit, GraphQuota, MemoryStore, Quota, TokenLimit, max_usage
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import ANN, Scene, Weather, recording
+from tests.scene import ANN, Scene, Weather, either, recording
 from tests.stores import Clock
 from tests.telemetry import Signals, attributes
-from tests.tokens import MONEY, RETRY, ProviderError, answer, either, spent
+from tests.tokens import MONEY, RETRY, ProviderError, answer, spent
 
 METRIC = "langchain_quota_downgraded_calls_total"
 DOLLARS_SPENT = "langchain_quota_spent_dollars_total"

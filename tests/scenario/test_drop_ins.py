@@ -17,7 +17,7 @@ from opentelemetry.trace import StatusCode
 
 import langchain_quota
 from langchain_quota import Decision, ModelCallLimitExceededError
-from tests.scene import CONFIG, Form, Scene, model_limiter, tool_limiter
+from tests.scene import CONFIG, SKIPPED, Form, Scene, model_limiter, tool_limiter
 from tests.telemetry import Signals, attributes
 
 State = dict[str, Any]
@@ -224,10 +224,6 @@ async def test_model_limiters_agree(arguments: State, calls: list[tuple[bool, Fo
 
 
 SEARCH_ENDED = "'search' tool call limit reached: run limit exceeded (2/1 calls)."
-SKIPPED = (
-    "This tool call was not run: the run was stopped because another tool call of the same "
-    "message exceeded the limit."
-)
 
 
 def said(scene: Scene) -> Counter[tuple[str | None, str, str]]:

@@ -7,9 +7,8 @@ import pytest
 
 from langchain_quota import ModelCallLimit, ToolCallLimit
 from langchain_quota.limits import Limit
-from tests.scene import Form, Kind, Scene, asking
+from tests.scene import Form, Kind, Scene, asking, either
 from tests.telemetry import Signals
-from tests.tokens import either
 
 
 class PlanError(Exception):

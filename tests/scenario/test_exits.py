@@ -10,9 +10,8 @@ from langchain_core.messages import AIMessage, ToolCall
 from langchain_quota import Decision, MemoryStore, ModelCallLimit, ToolCallLimit
 from langchain_quota.errors import ToolCallLimitExceededError
 from langchain_quota.limits import Limit
-from tests.scene import Kind, Order, Scene, asking, in_order, orders, texts
+from tests.scene import Kind, Order, Scene, asking, either, in_order, orders, texts
 from tests.telemetry import Signals
-from tests.tokens import either
 
 TOOLS = ("search", "calc", "ask")
 EXITS = ["continue", "end", "error"]

@@ -9,14 +9,10 @@ from langchain_core.messages import AIMessage, ToolCall
 from langchain_quota import ModelCallLimit, ModelCallLimitExceededError, ToolCallLimit
 from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit
-from tests.scene import VALID, Kind, Scene, Weather
+from tests.scene import FINALIZED, VALID, Kind, Scene, Weather, either
 from tests.telemetry import Signals
-from tests.tokens import either
 
 LAST = "last model call"
-FINALIZED = (
-    "This tool call was not run: the model call that made it was the last one in its budget."
-)
 REACHED = "Model call limits exceeded: run limit (2/2)"
 
 

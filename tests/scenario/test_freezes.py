@@ -16,7 +16,7 @@ from langchain_quota import (
     stop_reason,
 )
 from langchain_quota.errors import ModelCallLimitExceededError
-from tests.scene import Form, Scene, asking, both_forms, texts
+from tests.scene import PATIENCE, Form, Scene, asking, both_forms, texts, until
 from tests.stores import Clock
 from tests.telemetry import Signals, attributes, telling
 from tests.tokens import answer
@@ -24,7 +24,6 @@ from tests.tokens import answer
 ACME, BETA = {"tenant": "acme"}, {"tenant": "beta"}
 PER_TENANT = [Quota(100, per="tenant", window="1d")]
 SEARCH = ToolCallLimit("search", quotas=PER_TENANT)
-PATIENCE = 60
 STOPPED = "an operator has stopped calls like it"
 
 
@@ -170,11 +169,10 @@ async def test_waiting_calls_are_blocked(signals: Signals, *, smooth: bool) -> N
     for thread in range(3):
         given: Any = {"messages": [("user", "hi")]}, {"configurable": {"thread_id": str(thread)}}
         runs.append(asyncio.create_task(scene.agent.ainvoke(*given, context=ACME)))
+    gauge = {"agent": "unnamed", "limit": "tool:search"}
+    await until(lambda: signals.value("langchain_quota_waiting_calls", **gauge) == len(runs))
+    scene.quota.freeze(tenant="acme")
     async with asyncio.timeout(PATIENCE):
-        gauge = {"agent": "unnamed", "limit": "tool:search"}
-        while signals.value("langchain_quota_waiting_calls", **gauge) != len(runs):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        scene.quota.freeze(tenant="acme")
         results = await asyncio.gather(*runs)
     assert all(STOPPED in text for result in results for text in texts(result))
     assert scene.ran == ["search"]

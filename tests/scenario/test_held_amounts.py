@@ -16,10 +16,10 @@ from langchain_quota import CostLimit, MemoryStore, ModelCallLimit, Quota, Token
 from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import Kind, Scene, cancel_at
+from tests.scene import Kind, Scene, cancel_at, either
 from tests.stores import Clock, FickleStore, counts, quota
 from tests.telemetry import Signals
-from tests.tokens import GLOBAL, MONEY, RETRY, TOTAL, During, ProviderError, answer, either, spent
+from tests.tokens import GLOBAL, MONEY, RETRY, TOTAL, During, ProviderError, answer, spent
 
 RESERVES = pytest.mark.parametrize("reserve", [50, lambda _: 50], ids=["number", "function"])
 
