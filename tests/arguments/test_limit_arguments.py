@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from decimal import Decimal
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -70,11 +71,27 @@ SMALL = Quota(9, per="user_id", window="1d", smooth=True, burst=2)
 IN_DOLLARS: dict[str, Any] = {"quotas": [Quota("1.50", per="global")]}
 KEEP, AMOUNTS = {"keep": 1}, (*NUMBERS, "reserve", "keep")
 WHOLE = "must be a whole number or None, not"
-DAY = timedelta(days=1)
+DAY, SECOND, WAITS = timedelta(days=1), timedelta(seconds=1), {"wait": 5}
+TWO = {"quotas": [Quota(5, per="team"), Quota(9, per="team")]}
+TOO_MUCH = "9000000.000000001"
+MONEY = "run_limit must be from 0 to 9,000,000 dollars"
+TIMES = 'a time such as "30s", "5m" or "1h", not {!r}'
+SPANS = 'such as "30s", "10m", "1h" or "7d", not {!r}'
+WHOLE_SECONDS = "window must be whole seconds, from 1, not {!r}"
+NO_ZONE, NO_START = '"Europe/Berlin", not {!r}. If this', "={!r} does not fit window={window!r}"
+NO_LABEL = "must match [a-z_]{{1,32}}, not {!r}"
+NO_LABELS = ("User", "user id", "user-id", "user1", "ü", "x" * 33, "a\n")
+TAKEN = "name must not be {!r}: it has a meaning of its own"
+TAKEN_NAMES = ("run", "store", "none", "concurrency")
 
 
 def number(state: object, runtime: object) -> int:
     return 1
+
+
+def each(error: type[Exception], said: str, option: str, *values: Any, **more: Any) -> Rows:
+    """A row for each value of an option, which is what is said."""
+    return [(error, said.format(value, **more), {**more, option: value}) for value in values]
 
 
 OF_BOTH: Rows = [
@@ -83,43 +100,32 @@ OF_BOTH: Rows = [
     *((ValueError, f"{x} must be 0 or more, not -1: leave it out", {x: -1}) for x in NUMBERS),
     (TypeError, f"run_limit {WHOLE} '5': write 5", {"run_limit": "5"}),
     (TypeError, "near must be a number, not '0.5'", {**RUN, "near": "0.5"}),
-    *((ValueError, f"not {x!r}", {**RUN, "near": x}) for x in (0, -0.1, 1.1, math.nan)),
+    *each(ValueError, "above 0 and at most 1, not {!r}", "near", 0, -0.1, 1.1, math.nan),
     (TypeError, "enforce must be True or False, not 1", {**RUN, "enforce": 1}),
     (TypeError, "name must be a string, not 5", {**RUN, "name": 5}),
-    *(
-        (ValueError, f"name must have 1 to 64 printable characters, not {x!r}", {"name": x})
-        for x in ("n" * 65, "two\nlines", "\ud800", "\x00")
-    ),
+    *each(ValueError, "printable characters, not {!r}", "name", "n" * 65, "a\nb", "\ud800", "\x00"),
     *((TypeError, QUOTAS, {**RUN, "quotas": x}) for x in (OF_USER, "quota", None, {OF_USER})),
     (TypeError, "quotas must be a sequence of Quota", {**RUN, "quotas": [5]}),
-    (
-        ValueError,
-        "2 thresholds of a limit have the scope 'team': give quotas names",
-        {"quotas": [Quota(5, per="team"), Quota(9, per="team")]},
-    ),
+    (ValueError, "2 thresholds of a limit have the scope 'team': give quotas names", TWO),
     (ValueError, "2 thresholds of a limit have", {"quotas": [OF_THREAD], "thread_limit": 9}),
     (ValueError, "grant=2 needs exit_behavior='ask'", {**RUN, "grant": 2}),
     (ValueError, "grant must be above 0, not 0", {**ASKS, "grant": 0}),
     (ValueError, "grant must be 0 or more, not -1", {**ASKS, "grant": -1}),
-    *((TypeError, f"grant {WHOLE} {x}", {**ASKS, "grant": x}) for x in (2.0, True)),
+    *each(TypeError, f"grant {WHOLE} {{}}", "grant", 2.0, True, **ASKS),
     (ValueError, "Invalid exit_behavior: 'stop'. Choose", {**RUN, "exit_behavior": "stop"}),
     (ValueError, "wait=5 needs a quota with a window: Quota(…, window=", {**RUN, "wait": 5}),
     (ValueError, "wait=5 needs a quota with a window", {**USERS, "wait": 5}),
-    *((ValueError, f"{WAIT} {x}", {**DAILY, "wait": x}) for x in (-1, math.inf, math.nan)),
+    *each(ValueError, f"{WAIT} {{}}", "wait", -1, math.inf, math.nan, **DAILY),
     (TypeError, NO_TIME, {**DAILY, "wait": True}),
     (ValueError, "wait must be a time such as", {**DAILY, "wait": "5"}),
     (
         ValueError,
-        "exit_behavior='ask' cannot be used with a smooth quota: use wait",
-        {"quotas": [SMOOTH], "exit_behavior": "ask"},
+        "cannot be used with a smooth quota: use wait",
+        {**ASKS, "quotas": [SMOOTH]},
     ),
 ]
 OF_MODELS: Rows = [
-    (
-        ValueError,
-        "wait=5 cannot be used with exit_behavior='finalize'",
-        {**LAST, **DAILY, "wait": 5},
-    ),
+    (ValueError, "wait=5 cannot be used with exit_behavior='finalize'", {**LAST, **DAILY, **WAITS}),
     # In a dry run no call is known to be the last.
     (ValueError, "exit_behavior='finalize' needs enforce=True", {**LAST, "enforce": False}),
 ]
@@ -127,30 +133,21 @@ OF_TOOLS: Rows = [
     (TypeError, ">: write 'search'", {"tool_name": search}),
     (TypeError, "not StructuredTool(…): write 'search'", {"tool_name": A_TOOL}),
     (TypeError, "tool_name", {"tool_name": ["search", 5]}),
-    (ValueError, "tool_name must name a tool, not []", {"tool_name": []}),
-    (ValueError, "tool_name must name a tool, not ()", {"tool_name": ()}),
-    *(
-        (ValueError, repr(name), options)
-        for name in NO_NAMES
-        for options in ({"tool_name": name}, {"tool_name": ["x", name]}, {"exclude": ["x", name]})
-    ),
+    *each(ValueError, "tool_name must name a tool, not {}", "tool_name", [], ()),
+    *each(ValueError, "{!r}", "tool_name", *NO_NAMES),
+    *((ValueError, repr(x), {of: ["x", x]}) for x in NO_NAMES for of in ("tool_name", "exclude")),
     (ValueError, "exclude=['fetch'] needs all tools", {**TOOLS, "exclude": ["fetch"]}),
     (ValueError, "run_limit (5) cannot exceed thread_limit (3)", {**RUN, "thread_limit": 3}),
     (ValueError, "give_up_after must be 1 or more, not 0", {"give_up_after": 0}),
-    *(
-        (ValueError, GIVES_UP, {"give_up_after": 3, **options})
-        for options in ({"exit_behavior": "end"}, {"exit_behavior": "error"}, {"enforce": False})
-    ),
+    *each(ValueError, GIVES_UP, "exit_behavior", "end", "error", give_up_after=3),
+    (ValueError, GIVES_UP, {"give_up_after": 3, "enforce": False}),
     (ValueError, "Invalid exit_behavior: 'finalize'", LAST),
 ]
 OF_CAPS: Rows = [
     (ValueError, "max_concurrency must be 1 or more, not 0", {"max_concurrency": 0}),
-    *(
-        (TypeError, f"max_concurrency must be a whole number, not {x}", {"max_concurrency": x})
-        for x in (2.0, None)
-    ),
-    *((ValueError, WAIT, {"wait": x}) for x in (-1, -DAY, math.inf, 10**400, math.nan)),
-    *((TypeError, NO_TIME, {"wait": x}) for x in (None, False)),
+    *each(TypeError, "y must be a whole number, not {}", "max_concurrency", 2.0, None),
+    *each(ValueError, WAIT, "wait", -1, -DAY, math.inf, 10**400, math.nan),
+    *each(TypeError, NO_TIME, "wait", None, False),
     (TypeError, "has no argument 'exit_behavior'", {"exit_behavior": "end"}),
     (ValueError, "exclude=['fetch'] needs all tools", {**TOOLS, "exclude": ["fetch"]}),
 ]
@@ -168,11 +165,7 @@ OF_BUDGETS: Rows = [
     (ValueError, "grant must be above 0, not 0", {**ASKS, "grant": 0}),
     (ValueError, "reserve=2 cannot be used with exit_behavior='ask'", {**ASKS, "reserve": 2}),
     (ValueError, "must be at least reserve=2: ", {**LAST, **KEEP, "reserve": 2}),
-    (
-        ValueError,
-        "less than thread_limit=5",
-        {**LAST, "thread_limit": 5, "keep": 5, "run_limit": 9},
-    ),
+    (ValueError, "less than thread_limit=5", {**LAST, **dict.fromkeys(AMOUNTS[::3], 5)}),
     (ValueError, "limit=3 of quota 'user_id'", {**LAST, **USERS, "keep": 4}),
     (ValueError, "reserve=6 must be at most run_limit", {**RUN, "reserve": 6}),
     (ValueError, "must be at most limit=3 of quota 'user_id'", {**USERS, "reserve": 4}),
@@ -182,19 +175,10 @@ OF_DOLLARS: Rows = [
     (ValueError, "quota 'user_id' is smooth, and counts dollars: only", {"quotas": [SMOOTH]}),
     (TypeError, "has no argument 'wait'", {**RUN, "wait": 5}),
     (TypeError, "run_limit must be dollars, such as 0.50, not True", {"run_limit": True}),
-    *((ValueError, "in digits", {"run_limit": each}) for each in ("$5", "")),
-    *(
-        (
-            ValueError,
-            f"run_limit must be from 0 to 9,000,000 dollars, not {each!r}",
-            {"run_limit": each},
-        )
-        for each in ("-1", -0.5, Decimal("NaN"), math.nan, math.inf, "9000000.000000001")
-    ),
-    *(
-        (ValueError, "at most nine decimal places", {"run_limit": each})
-        for each in ("0.0000000001", 1e-10, 0.1 + 0.2, "1." + "0" * 60 + "1")
-    ),
+    *each(ValueError, "in digits", "run_limit", "$5", ""),
+    *each(ValueError, f"{MONEY}, not {{!r}}", "run_limit", "-1", -0.5, "Infinity", TOO_MUCH),
+    *each(ValueError, f"{MONEY}, not {{!r}}", "run_limit", Decimal("NaN"), math.nan, math.inf),
+    *each(ValueError, "at most nine decimal places", "run_limit", 1e-10, 0.1 + 0.2, "0.0000000001"),
 ]
 OF_TOKENS: Rows = [
     (ValueError, "reserve=3 must be at most burst=2 of", {"quotas": [SMALL], "reserve": 3}),
@@ -212,7 +196,7 @@ OF_PRICES: Rows = [
 OF_REPEATS: Rows = [
     (ValueError, "run_limit must be 1 or more, not 0", {"run_limit": 0}),
     (ValueError, "run_limit must be 100 or less", {"run_limit": 101}),
-    *((TypeError, "run_limit must be a whole", {"run_limit": x}) for x in (None, True, 2.5, "3")),
+    *each(TypeError, "run_limit must be a whole", "run_limit", None, True, 2.5, "3"),
     (ValueError, "give_up_after must be 1 or more, not 0", {"give_up_after": 0}),
     (ValueError, "Invalid exit_behavior: 'finalize'", {"exit_behavior": "finalize"}),
     (ValueError, "Invalid exit_behavior: 'ask'. Choose one of continue", {"exit_behavior": "ask"}),
@@ -222,13 +206,10 @@ OF_REPEATS: Rows = [
 ]
 OF_TIME: Rows = [
     (TypeError, "has no argument 'wait'", {**RUN, "wait": 5}),
-    *(
-        (ValueError, f'a time such as "30s", "5m" or "1h", not {each!r}', {argument: each})
-        for each in ("", "soon", "1.5h")
-        for argument in ("run_limit", "keep", "call_limit")
-    ),
+    *chain(*(each(ValueError, TIMES, of, "", "soon", "1.5h") for of in ("keep", "call_limit"))),
+    *each(ValueError, TIMES, "run_limit", "", "soon", "1.5h"),
     (TypeError, 'a time, such as "5m", or seconds, not True', {"call_limit": True}),
-    *((ValueError, "must be from 0 to", {"run_limit": x}) for x in (-1, math.nan, math.inf)),
+    *each(ValueError, "must be from 0 to", "run_limit", -1, math.nan, math.inf),
     (ValueError, "call_limit must be above 0, not 0.0001", {"call_limit": 0.0001}),
     (ValueError, "does not go with keep=None", {"exit_behavior": "finalize"}),
     (ValueError, "does not go with keep='1m'", {"keep": "1m"}),
@@ -239,57 +220,32 @@ OF_TIME: Rows = [
 ]
 OF_QUOTAS: Rows = [
     (TypeError, "limit must be an amount or a function, not None", {"limit": None}),
-    *(
-        (TypeError, f"it gives the same value), not {each!r}", {"per": each})
-        for each in (5, None, ["user_id"], b"user_id")
-    ),
-    *((TypeError, f"or None, not {each}", {"window": each}) for each in (60, True)),
-    *(
-        (ValueError, f'such as "30s", "10m", "1h" or "7d", not {each!r}', {"window": each})
-        for each in ("", "1", "1 d", "0d", "1.5h", "1y", "d", "-1d", "999999d")
-    ),
-    *(
-        (ValueError, f"window must be whole seconds, from 1, not {each!r}", {"window": each})
-        for each in (timedelta(0), -DAY, timedelta(milliseconds=999), timedelta(seconds=1.5))
-    ),
-    *(
-        (ValueError, f"{given}={value!r} needs a window of hour, day, week, month", options)
-        for given, value in (("tz", "UTC"), ("starts", "monday"))
-        for options in ({given: value}, {given: value, "window": "1d"})
-    ),
+    *each(TypeError, "it gives the same value), not {!r}", "per", 5, None, ["user_id"], b"user_id"),
+    *each(TypeError, "or None, not {}", "window", 60, True),
+    *each(ValueError, SPANS, "window", "", "1", "1 d", "0d", "1.5h", "1y", "d", "-1d", "999999d"),
+    *each(ValueError, WHOLE_SECONDS, "window", timedelta(0), -DAY, 0.999 * SECOND, 1.5 * SECOND),
+    *each(ValueError, "tz={!r} needs a window of hour, day, week, month", "tz", "UTC"),
+    *each(ValueError, "tz={!r} needs a window of hour", "tz", "UTC", window="1d"),
+    *each(ValueError, "starts={!r} needs a window of hour", "starts", "monday"),
+    *each(ValueError, "starts={!r} needs a window of hour", "starts", "monday", window="1d"),
     (TypeError, "tz must be a string, such as", {"window": "day", "tz": 1}),
-    *(
-        (ValueError, f'"Europe/Berlin", not {each!r}. If this', {"window": "day", "tz": each})
-        for each in ("", "Europe/Bonn", "Europe", "/etc/passwd", "CEST", "a\0b", "ü", "x" * 999)
-    ),
-    *(
-        (ValueError, f"={each!r} does not fit window={of!r}", {"window": of, "starts": each})
-        for of, starts in (
-            ("hour", ("00:00", 1)),
-            ("day", ("", "09:00", "monday", 9, True)),
-            ("week", ("", "Monday", "mon", "monday ", "monday 09:00", 1, ["monday"])),
-            ("month", ("", 0, 32, -1, True, 1.0, "01", "1 ", "1 09:00", "1st", "monday")),
-        )
-        for each in starts
-    ),
+    *each(ValueError, NO_ZONE, "tz", "", "Europe/Bonn", "Europe", "/etc/passwd", window="day"),
+    *each(ValueError, NO_ZONE, "tz", "CEST", "a\0b", "ü", "x" * 999, window="day"),
+    *each(ValueError, NO_START, "starts", "00:00", 1, window="hour"),
+    *each(ValueError, NO_START, "starts", "", "09:00", "monday", 9, True, window="day"),
+    *each(ValueError, NO_START, "starts", "", "Monday", "mon", "monday ", 1, window="week"),
+    *each(ValueError, NO_START, "starts", "monday 09:00", ["monday"], window="week"),
+    *each(ValueError, NO_START, "starts", "", 0, 32, -1, True, 1.0, "01", "1 ", window="month"),
+    *each(ValueError, NO_START, "starts", "1 09:00", "1st", "monday", window="month"),
     (ValueError, "a run's count ends with the run", {"per": "root_run", "window": "day"}),
-    *(
-        (ValueError, f"must match [a-z_]{{1,32}}, not {value!r}", {given: value})
-        for value in ("User", "user id", "user-id", "user1", "ü", "x" * 33, "a\n")
-        for given in ("name", "per")
-    ),
+    *chain(*(each(ValueError, NO_LABEL, of, *NO_LABELS) for of in ("name", "per"))),
     (ValueError, "per, without a name, must match [a-z_]{1,32}, not ''", {"per": ""}),
     (TypeError, "name must be a string, not 5", {"name": 5}),
     (ValueError, "is a function: give the quota a name", {"per": number}),
-    *(
-        (ValueError, f"name must not be {value!r}: it has a meaning of its own", {given: value})
-        for value in ("run", "store", "none", "concurrency")
-        for given in ("name", "per")
-    ),
-    *(
-        (ValueError, f"name must not be {name!r}", {"per": per, "name": name})
-        for per, name in (("user_id", "thread"), (number, "global"), ("global", "agent"))
-    ),
+    *chain(*(each(ValueError, TAKEN, of, *TAKEN_NAMES) for of in ("name", "per"))),
+    *each(ValueError, "name must not be {!r}", "name", "thread", per="user_id"),
+    *each(ValueError, "name must not be {!r}", "name", "global", per=number),
+    *each(ValueError, "name must not be {!r}", "name", "agent", per="global"),
     (ValueError, "a run's count ends with the run", {"per": "root_run", "window": DAY}),
     (ValueError, "per must not be 'run', under which", {"per": "run", "name": "job"}),
     (TypeError, "smooth must be True or False, not 1", {"smooth": 1}),
@@ -369,8 +325,8 @@ def test_what_is_taken() -> None:
     assert Quota(5, per=number, name="tenant", window=timedelta(seconds=1)).name == "tenant"
     assert CostLimit(run_limit=9_000_000, thread_limit=9e6).run_limit == 9_000_000
     for given in ("90m", 5400, 5400.0, timedelta(minutes=90)):
-        limit = TimeLimit(call_limit=given, quotas=[Quota(given, per="global")])
-        assert limit.call_milliseconds == 5_400_000
+        times = TimeLimit(call_limit=given, quotas=[Quota(given, per="global")])
+        assert times.call_milliseconds == 5_400_000
 
 
 @pytest.mark.parametrize("make", [TokenLimit, CostLimit])

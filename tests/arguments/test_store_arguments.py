@@ -105,7 +105,7 @@ STORES = pytest.mark.parametrize(
 async def test_what_is_no_request(store: Any) -> None:
     """What is no request, and a string in place of keys, is a TypeError."""
     said = "request must be an AcquireRequest, not 'search'"
-    asks = [(store.acquire, store.aacquire, "search", said)]
+    asks: list[tuple[Any, Any, Any, str]] = [(store.acquire, store.aacquire, "search", said)]
     for wrong in ("search", [1], None):
         for ask, aask in ((store.peek, store.apeek), (store.reset, store.areset)):
             asks.append((ask, aask, wrong, "keys must be a sequence of strings"))

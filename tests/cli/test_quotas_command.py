@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from zoneinfo import ZoneInfo
 
 import pytest
 
@@ -29,7 +30,6 @@ from langchain_quota.core.admission import (
     Threshold,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
 from tests.scene import Scene
@@ -38,14 +38,13 @@ from tests.server.redis import RedisServer, free_port
 from tests.server.stores import batch, calls, correcting
 from tests.telemetry import Signals, paid
 
-ADA = str(CountKey("search", "user_id", "ada"))
-BOB = str(CountKey("search", "user_id", "bob"))
-ALL = str(CountKey("__all__", "global", ""))
-DAY = CountKey.at("email", "tenant", "acme", timedelta(days=1), 4_102_444_800)
-"""The first of January 2100."""
+ADA, BOB, ALL = "search:user_id:ada", "search:user_id:bob", "__all__:global:"
+DAY, END = "email:tenant:acme:86400:47482", 47_483 * 86_400
+"""The first of January 2100, and its end."""
+SMOOTH = "mail:tenant:{}:86400~24"
 
 COMMANDS = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
-Run = Callable[..., int]
+Run, Capture = Callable[..., int], pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -56,8 +55,7 @@ def store(redis_server: RedisServer) -> Iterator[RedisStore]:
         store.acquire(calls(ADA, 3, limit=5))
         store.acquire(calls(BOB, 12, limit=1000))
         store.acquire(correcting(Correction("late", {ALL: 1})))
-        assert DAY.ends is not None
-        store.acquire(batch({str(DAY): 2}, ends={str(DAY): DAY.ends}))
+        store.acquire(batch({DAY: 2}, ends={DAY: END}))
         yield store
 
 
@@ -76,10 +74,10 @@ def run(redis_server: RedisServer, store: RedisStore, monkeypatch: pytest.Monkey
 
 def used(store: RedisStore) -> list[int]:
     """The counts of Ada, Bob, all, and the day."""
-    return [use.used for use in store.peek([ADA, BOB, ALL, str(DAY)]) if use is not None]
+    return [use.used for use in store.peek([ADA, BOB, ALL, DAY]) if use is not None]
 
 
-def test_show(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show(run: Run, capsys: Capture) -> None:
     """All counts, sorted, as a table; patterns choose some, each once; none is said."""
     assert run("show") == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -99,17 +97,16 @@ def test_show(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "no counts\n"
 
 
-def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def lines(capsys: Capture) -> list[dict[str, Any]]:
     """The objects that a command printed, one a line."""
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_json(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(run: Run, store: RedisStore, capsys: Capture) -> None:
     """A script reads one object a line, with the names of the reference, and exact dollars."""
     per = ("tenant", "a\n\ud800")
-    money = str(CountKey.at("model.nanodollars", *per, timedelta(days=1), 4_102_444_800))
-    ends: Any = {money: DAY.ends}
-    store.acquire(batch({money: 4_250_000_001}, limits={money: 5 * 10**9}, ends=ends))
+    money = "model.nanodollars:tenant:a%0A%ED%A0%80:86400:47482"
+    store.acquire(batch({money: 4_250_000_001}, limits={money: 5 * 10**9}, ends={money: END}))
     grant = store.grant(money, "0.5", window=None, id="4711", by="bo", reason="x\ny")
     same = {"key": money, "counted": "model.nanodollars", "per": per[0], "subject": per[1]}
     end = {"unit": "dollars", "granted": 0.5}
@@ -133,13 +130,12 @@ def test_json(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -
     assert used(store) == [0, 12, 1, 2]
 
 
-def test_rolled_over(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rolled_over(run: Run, store: RedisStore, capsys: Capture) -> None:
     """What rolled over is a part of the limit; a window that is over is not listed, nor reset."""
-    now, day = int(time.time()), timedelta(days=1)
-    past, present = (CountKey.at("search", "tenant", "eve", day, now - n * 86_400) for n in (2, 0))
-    for key, previous in ((past, ALL), (present, str(past))):
-        rollover = Rollover(previous, 5, 9, now + 90_000)
-        count = CountRef(str(key), expires_at=key.ends, rollover=rollover)
+    today, key = int(time.time()) // 86_400, "search:tenant:eve:86400:{}"
+    for day, previous in ((today - 2, ALL), (today, key.format(today - 2))):
+        rollover = Rollover(previous, 5, 9, (today + 2) * 86_400)
+        count = CountRef(key.format(day), expires_at=(day + 1) * 86_400, rollover=rollover)
         demand = Demand({"eve": 7}, (Threshold("limit", "tenant", "eve", 9),))
         store.acquire(AcquireRequest("", "", {"eve": count}, (demand,)))
     assert [use.used for use in store.usages("*:eve:*")] == [7, 7]
@@ -152,7 +148,9 @@ def test_rolled_over(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[
 
 
 LONG = "o'neil-" * 30
-"""A subject that its key has shortened."""
+DIGEST = "334d1f7352175b2eefbc6af406f951fa39e8e72d05f41fc56adab42eef2533ff"
+SHORTENED = f"search:user_id:{'o%27neil-' * 4}o%27~{DIGEST}"
+"""A subject, and its key, which has shortened it."""
 
 
 @pytest.mark.parametrize(
@@ -172,21 +170,15 @@ LONG = "o'neil-" * 30
     ],
 )
 def test_some_counts(
-    run: Run,
-    store: RedisStore,
-    arguments: str,
-    subjects: list[str],
-    capsys: pytest.CaptureFixture[str],
+    run: Run, store: RedisStore, arguments: str, subjects: list[str], capsys: Capture
 ) -> None:
     """Counts are chosen by share, `per` and subject, and sorted; grants raise the limit."""
-    even = CountKey.at("mail", "tenant", "even", timedelta(days=1), 0, limit=24)
     for key, count, limit in (
-        (CountKey("search", "user_id", LONG), 5, 5),
-        (CountKey("search", "user_id", "none"), 2, 2),
-        *((CountKey("search", "run", "one"), 1, 9), (even, 1, 1)),
+        *((SHORTENED, 5, 5), ("search:user_id:none", 2, 2)),
+        *(("search:run:one", 1, 9), (SMOOTH.format("even"), 1, 1)),
     ):
-        store.acquire(calls(str(key), count, limit=limit))
-    store.grant(str(CountKey("search", "user_id", LONG)), 1, window=None)
+        store.acquire(calls(key, count, limit=limit))
+    store.grant(SHORTENED, 1, window=None)
     assert run("show", "--json", *arguments.split()) == 0
     named = [each["subject"] for each in lines(capsys)]
     assert ["long" if each.startswith("o'neil") else each for each in named] == subjects
@@ -202,14 +194,13 @@ def test_completion(tmp_path: Path) -> None:
     assert out.read_text() == "--near "
 
 
-def test_a_smooth_quota(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_smooth_quota(run: Run, store: RedisStore, capsys: Capture) -> None:
     """It is shown with its burst, is reset as any other, and takes no grant."""
-    key = str(CountKey.at("mail", "tenant", "", timedelta(days=1), 0, limit=24))
+    key = SMOOTH.format("")
     store.acquire(calls(key, 3, limit=4))
     assert run("show", "--key", "mail:*") == 0
-    assert (
-        capsys.readouterr().out.splitlines()[1] == "mail     tenant  ''          3   4  it drains"
-    )
+    [_, row] = capsys.readouterr().out.splitlines()
+    assert row == "mail     tenant  ''          3   4  it drains"
     assert run("grant", "--key", key.rpartition(":")[0], "5", "--reason", "more") == 2
     assert "a smooth quota takes no grants" in capsys.readouterr().err
     assert run("reset", "--key", "mail:*", "--yes") == 0
@@ -217,7 +208,7 @@ def test_a_smooth_quota(run: Run, store: RedisStore, capsys: pytest.CaptureFixtu
 
 
 async def test_budgets_have_units(
-    run: Run, store: RedisStore, signals: Signals, capsys: pytest.CaptureFixture[str]
+    run: Run, store: RedisStore, signals: Signals, capsys: Capture
 ) -> None:
     """What an agent's calls used is shown in tokens and dollars; after a reset it may go on."""
     budgets: list[Limit] = [
@@ -240,18 +231,14 @@ async def test_budgets_have_units(
     await scene.play()
 
 
-def subjects(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def subjects(capsys: Capture) -> list[str]:
     """Whose counts the table has."""
     return [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:]]
 
 
-def test_runs_are_shown_to_whom_asks(
-    run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_shown_to_whom_asks(run: Run, store: RedisStore, capsys: Capture) -> None:
     """The many counts of runs are neither shown nor reset unless a pattern names them."""
-    runs = [str(CountKey("search", "run", name)) for name in ("one", "two")]
-    root = [str(CountKey("search", "root_run", "7@1")), str(CountKey("", "root_run", "7"))]
-    for key in (*runs, *root):
+    for key in ("search:run:one", "search:run:two", "search:root_run:7@1", ":root_run:7"):
         store.acquire(calls(key, 1))
     for patterns, expected in (
         (["search:*"], ["'ada'", "'bob'"]),
@@ -266,11 +253,9 @@ def test_runs_are_shown_to_whom_asks(
     assert [use.used for use in store.usages("*:run:*")] == [1, 1]
 
 
-def test_subject_is_escaped(
-    run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_subject_is_escaped(run: Run, store: RedisStore, capsys: Capture) -> None:
     """A user's text forges no line and moves no cursor; a key of another form is left out."""
-    store.reset([str(CountKey("a\nb", "user_id", "x\n'\x1b[2J\u202e\ud800é"))])
+    store.reset(["a%0Ab:user_id:x%0A%27%1B%5B2J%E2%80%AE%ED%A0%80%C3%A9"])
     store.acquire(calls("odd\nkey", 1))
     assert run("show", "--key", "a*", "odd*") == 0
     _, first = capsys.readouterr().out.splitlines()
@@ -286,7 +271,7 @@ ODD: list[dict[str, Any]] = [
 
 
 def test_beside_what_is_no_count(
-    run: Run, store: RedisStore, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+    run: Run, store: RedisStore, redis_server: RedisServer, capsys: Capture
 ) -> None:
     """What is no count is left as it is; counts are shown and reset."""
     with redis_server.client() as client:
@@ -306,7 +291,7 @@ def test_beside_what_is_no_count(
     assert used(store) == [0, 0, 0, 0]
 
 
-def test_reset_some(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reset_some(run: Run, store: RedisStore, capsys: Capture) -> None:
     """With --yes what matches is listed and reset, and nothing else."""
     assert run("reset", "--key", "search:*", "--yes") == 0
     listed, last = capsys.readouterr().out.split("2 reset")
@@ -315,7 +300,7 @@ def test_reset_some(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[s
     assert used(store) == [0, 0, 1, 2]
 
 
-def test_reset_of_nothing(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reset_of_nothing(run: Run, store: RedisStore, capsys: Capture) -> None:
     """A pattern that no count matches is an error, and the counts of others stay."""
     assert run("reset", "--key", "search:*", "serach:*", "--yes") == 2
     said = "langchain-quota quotas: no count matches --key 'serach:*': see quotas show\n"
@@ -323,9 +308,7 @@ def test_reset_of_nothing(run: Run, store: RedisStore, capsys: pytest.CaptureFix
     assert used(store) == [3, 12, 1, 2]
 
 
-def test_reset_without_a_terminal(
-    run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reset_without_a_terminal(run: Run, store: RedisStore, capsys: Capture) -> None:
     """Where nobody can be asked nothing is reset, and one line says what to pass."""
     assert run("reset") == 2
     said = "langchain-quota quotas: reset asks first, and there is no terminal: pass --yes\n"
@@ -339,7 +322,7 @@ def test_reset_asks(
     store: RedisStore,
     typed: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     """In a terminal the command asks, and only a clear yes resets."""
     terminal = io.StringIO(typed)
@@ -351,7 +334,7 @@ def test_reset_asks(
     assert used(store) == ([0, 0, 1, 2] if typed == "y\n" else [3, 12, 1, 2])
 
 
-def test_password_among_the_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_password_among_the_arguments(capsys: Capture) -> None:
     """A URL with a password is refused unread: others on the machine can see it."""
     for url in (
         *("redis://:s3cr3t@127.0.0.1:6379/0", "redis://worker:s3/cr3t@127.0.0.1:6379/0"),
@@ -365,9 +348,7 @@ def test_password_among_the_arguments(capsys: pytest.CaptureFixture[str]) -> Non
             assert "cr3t" not in reason
 
 
-def test_in_postgres(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_in_postgres(postgres_url: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """The URL says which store it is; its password is that of the variable, or of PostgreSQL's."""
     assert main(["quotas", "show", "--store", postgres_url]) == 2
     assert "set LANGCHAIN_QUOTA_STORE instead" in capsys.readouterr().err
@@ -386,7 +367,7 @@ def test_in_postgres(
     assert "1 reset to 0" in out
 
 
-def test_no_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_store(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """A server that does not answer, or that nobody names well, is one line, and code 2."""
     monkeypatch.delenv("LANGCHAIN_QUOTA_REDIS_URL", raising=False)
     silent = f"redis://127.0.0.1:{free_port()}"
@@ -407,7 +388,7 @@ def told_of(text: str) -> list[str]:
     return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", "THEN", text).splitlines()
 
 
-def test_grant(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_grant(run: Run, store: RedisStore, capsys: Capture) -> None:
     """More of a count: on the list, in the table, and as a line for the audit log; once."""
     asked = ("--key", ADA, "50", "--for", "1d", "--reason", "ticket 4711", "--by", "bo")
     for _ in range(2):
@@ -426,7 +407,7 @@ def test_grant(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.splitlines()[1] == "search   user_id  'ada'       3  55  reset"
 
 
-def test_freeze(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_freeze(run: Run, store: RedisStore, capsys: Capture) -> None:
     """A subject or all: who froze it is listed beside grants and counts, until it is thawed."""
     with pytest.raises(SystemExit):
         run("freeze", "--reason", "nobody says whose")
@@ -445,12 +426,8 @@ def test_freeze(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str])
     assert run("show") == 0
     assert told_of(capsys.readouterr().out)[:2] == [everything, line]
     assert run("grants") == 0
-    assert told_of(capsys.readouterr().out)[2].split()[:4] == [
-        ":user_id:ada",
-        "frozen",
-        "thawed",
-        "'bo'",
-    ]
+    words = told_of(capsys.readouterr().out)[2].split()[:4]
+    assert words == [":user_id:ada", "frozen", "thawed", "'bo'"]
     assert run("grants", "--json", "--subject", "ada") == 0
     listed = json.loads(capsys.readouterr().out)
     assert [listed[name] for name in ("key", "per", "subject", "granted", "until", "by")] == [
@@ -465,7 +442,7 @@ def test_freeze(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str])
 
 
 def test_who_grants(
-    run: Run, store: RedisStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, store: RedisStore, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """By default it is the system's user, also where no variable names her; or nobody known."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
@@ -477,7 +454,7 @@ def test_who_grants(
     assert {each.id: each.by for each in store.grants()} == {"a": user, "b": ""}
 
 
-def test_revoke(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_revoke(run: Run, store: RedisStore, capsys: Capture) -> None:
     """A grant ends now, and its id is used up; another key's with this id goes on."""
     adam = f"{ADA}m"
     store.grant(adam, 9, window=None, id="4711")
@@ -496,16 +473,16 @@ def test_revoke(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str])
     assert said.startswith(f"langchain-quota quotas: over already: 50 calls under {ADA}")
 
 
-def test_grant_in_a_window(run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_grant_in_a_window(run: Run, store: RedisStore, capsys: Capture) -> None:
     """A key without a window is that of the window that runs, if one count alone is meant."""
-    base = str(CountKey("mail", "user_id", "ada"))
+    base = "mail:user_id:ada"
     days, hours = (timedelta(days=1), "a"), (timedelta(hours=1), "b")
     granting = ("grant", "--key", base, "7", "--reason", "more")
     store.grant(base, 5, window=days[0], id=days[1])
     assert run(*granting) == 0
-    today = CountKey.at("mail", "user_id", "ada", timedelta(days=1), time.time())
+    today = f"{base}:86400:{int(time.time()) // 86_400}"
     granted = {(each.key, each.amount) for each in store.grants()}
-    assert granted <= {(str(today), 5), (str(today), 7)}
+    assert granted <= {(today, 5), (today, 7)}
     store.grant(base, 5, window=hours[0], id=hours[1])
     capsys.readouterr()
     assert run(*granting) == 2
@@ -516,25 +493,24 @@ def test_grant_in_a_window(run: Run, store: RedisStore, capsys: pytest.CaptureFi
     assert run("revoke", "--key", base, "--id", "b") == 0
 
 
-def test_a_window_of_the_calendar(
-    run: Run, store: RedisStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_window_of_the_calendar(run: Run, store: RedisStore, capsys: Capture) -> None:
     """The present one is granted more; its end is shown in its zone and in UTC."""
-    base = str(CountKey("mail", "tenant", "acme"))
+    base = "mail:tenant:acme"
     month: Any = Quota(5, per="tenant", window="month", tz="Asia/Kolkata", starts=15).period
-    key = CountKey.at("mail", "tenant", "acme", month, time.time())
-    store.acquire(batch({str(key): 2}, ends={str(key): key.ends or 0}))
+    first = store.grant(base, 1, window=month, id="first")
+    end = first.until or first.given_at
+    store.acquire(batch({first.key: 2}, ends={first.key: int(end.timestamp())}))
     assert run("grant", "--key", base, "5", "--reason", "more", "--id", "a") == 0
-    utc = f"{datetime.fromtimestamp(key.ends or 0, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    until = f"{key.resets_at} ({utc})"
-    assert f" under {key} until {until}, by " in capsys.readouterr().out
-    assert store.grant(base, 5, window=month, id="a").key == str(key)
+    until = f"{end.astimezone(ZoneInfo('Asia/Kolkata'))} ({end:%Y-%m-%d %H:%M:%S} UTC)"
+    assert f" under {first.key} until {until}, by " in capsys.readouterr().out
+    assert " 00:00:00+05:30 (" in until
+    assert store.grant(base, 5, window=month, id="a").key == first.key
     for action in ("show", "grants"):
         assert run(action, "--key", "mail:*") == 0
         assert until in capsys.readouterr().out.splitlines()[1]
 
 
-def test_bad_grants(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_grants(run: Run, capsys: Capture) -> None:
     """What cannot be granted is refused in one line."""
     with pytest.raises(SystemExit) as ended:
         run("grant", "--key", ADA, "5", "--for", "9999999d", "--reason", "more")
@@ -554,7 +530,7 @@ def test_bad_grants(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_lost_answer(
-    run: Run, store: RedisStore, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+    run: Run, store: RedisStore, redis_server: RedisServer, capsys: Capture
 ) -> None:
     """Who does not hear whether it is granted reads how to ask again, and it is granted once."""
     asked = ("--key", ADA, "50", "--reason", "more")
