@@ -33,22 +33,17 @@ OURS: dict[Any, Any] = {
     THEIR_TOOL: langchain_quota.ToolCallLimitMiddleware,
     THEIR_MODEL: langchain_quota.ModelCallLimitMiddleware,
 }
+THEIR_ERRORS = (
+    langchain_tool.ToolCallLimitExceededError,
+    langchain_model.ModelCallLimitExceededError,
+)
 counterparts = pytest.mark.parametrize(("theirs", "ours"), OURS.items(), ids=["tool", "model"])
 
 SEARCH_REFUSED = "Tool call limit exceeded. Do not call 'search' again."
-ALL_REFUSED = "Tool call limit exceeded. Do not make additional tool calls."
-
-
-async def hook(limiter: Any, name: str, state: State, form: Form) -> Any:
-    if form == "sync":
-        return getattr(limiter, name)(state, None)
-    return await getattr(limiter, f"a{name}")(state, None)
-
-
-def asking(*tools: str, prefix: str) -> AIMessage:
-    """An AIMessage that calls tools, with ids that follow each other."""
-    calls = [ToolCall(name=name, args={}, id=f"{prefix}{n}") for n, name in enumerate(tools)]
-    return AIMessage("", tool_calls=calls)
+REFUSALS = {
+    *(SEARCH_REFUSED.replace("search", each) for each in ("search", "calc", "write")),
+    "Tool call limit exceeded. Do not make additional tool calls.",
+}
 
 
 @counterparts
@@ -103,10 +98,15 @@ async def test_agent_with_model_limiter(limiter: Any, signals: Signals) -> None:
 tool_names = st.sampled_from(["search", "calc", "write"])
 thresholds = st.none() | st.integers(0, 5)
 forms = st.sampled_from(["sync", "async"])
+Steps = list[tuple[bool, Form, list[str]]]
 steps = st.lists(
-    st.tuples(st.booleans(), forms, st.lists(tool_names, max_size=4)), min_size=1, max_size=6
+    st.tuples(st.booleans(), forms, st.lists(tool_names, max_size=4)), min_size=1, max_size=8
 )
 """Whether a new run begins, in which form, and with what batch."""
+model_limits = st.fixed_dictionaries(
+    {"thread_limit": thresholds, "run_limit": thresholds},
+    optional={"exit_behavior": st.sampled_from(["end", "error"])},
+).filter(lambda each: each["thread_limit"] is not None or each["run_limit"] is not None)
 
 
 @st.composite
@@ -125,102 +125,74 @@ def tool_limits(draw: st.DrawFn) -> State:
     }
 
 
-async def checked(limiter: Any, name: str, form: Form, state: State) -> tuple[str, Any]:
-    """What a hook does: the update that it returns, or what it raises."""
+async def checked(limiter: Any, name: str, form: Form, state: State) -> tuple[Any, State]:
+    """What a hook does, the update that it returns or what it raises; and the state after it."""
     try:
-        return "returned", await hook(limiter, name, state, form)
-    except (
-        langchain_tool.ToolCallLimitExceededError,
-        langchain_model.ModelCallLimitExceededError,
-    ) as error:
+        if form == "sync":
+            returned = getattr(limiter, name)(state, None)
+        else:
+            returned = await getattr(limiter, f"a{name}")(state, None)
+    except THEIR_ERRORS as error:
         numbers = {name: value for name, value in vars(error).items() if name != "decision"}
-        return "raised", (str(error), numbers)
+        return (str(error), numbers), state
+    update = returned or {}
+    counts = {key: each for key, each in update.items() if key.endswith("_call_count")}
+    messages = update.get("messages", [])
+    told = [
+        (each.tool_call_id, each.name, each.status, each.content in REFUSALS and each.content)
+        if isinstance(each, ToolMessage)
+        else (type(each), each.content)
+        for each in messages
+    ]
+    after = {**state, **counts, "messages": [*state["messages"], *messages]}
+    return (returned is not None, counts, update.get("jump_to"), told), after
 
 
-def comparable(update: State | None) -> Any:
-    """An update without our own key, and without the words for calls that were only skipped."""
-    if update is None:
-        return None
-    refusals = {SEARCH_REFUSED.replace("search", each) for each in ("search", "calc", "write")}
-    refusals.add(ALL_REFUSED)
-    return {
-        "counts": {key: each for key, each in update.items() if key.endswith("_call_count")},
-        "jump_to": update.get("jump_to"),
-        "messages": [
-            (each.tool_call_id, each.name, each.status, each.content in refusals and each.content)
-            if isinstance(each, ToolMessage)
-            else (type(each), each.content)
-            for each in update.get("messages", [])
-        ],
-    }
-
-
-def next_state(state: State, update: State | None) -> State:
-    """The state after an update of LangChain's own keys."""
-    update = update or {}
-    written = {key: each for key, each in update.items() if key.endswith("_call_count")}
-    return {**state, **written, "messages": [*state["messages"], *update.get("messages", [])]}
+async def agree(theirs: Any, arguments: State, steps: Steps) -> None:
+    """Assert that both limiters do the same at each step: the model's is asked and told."""
+    limiters = theirs(**arguments), OURS[theirs](**arguments)
+    states: list[State] = [{"messages": []}, {"messages": []}]
+    for number, (new_run, form, batch) in enumerate(steps):
+        outcomes: list[Any] = [[], []]
+        calls = [ToolCall(name=name, args={}, id=f"{number}.{n}") for n, name in enumerate(batch)]
+        for state, limiter, outcome in zip(states, limiters, outcomes, strict=True):
+            if new_run:
+                state.pop("run_tool_call_count", None)
+                state.pop("run_model_call_count", None)
+            if theirs is THEIR_TOOL:
+                state["messages"] = [*state["messages"], AIMessage("", tool_calls=calls)]
+            for hook in (
+                ("before_model", "after_model") if theirs is THEIR_MODEL else ("after_model",)
+            ):
+                said, after = await checked(limiter, hook, form, state)
+                outcome.append(said)
+                state.update(after)
+                if said[0]:
+                    break
+        assert outcomes[0] == outcomes[1]
 
 
 @from_1_3_18
-@given(arguments=tool_limits(), batches=steps)
-# Both limits are reached at once, and what they admit is the same.
+@given(arguments=tool_limits(), steps=steps)
+# Both limits are the same, and reached at once, beside a call of another tool.
 @example(
     arguments={"tool_name": "search", "thread_limit": 2, "run_limit": 2, "exit_behavior": "end"},
-    batches=[(True, "async", ["search", "search"]), (False, "async", ["search"])],
+    steps=[(True, "async", ["search", "search"]), (False, "async", ["search", "calc"])],
 )
-async def test_tool_limiters_agree(
-    arguments: State, batches: list[tuple[bool, Form, list[str]]]
-) -> None:
+async def test_tool_limiters_agree(arguments: State, steps: Steps) -> None:
     """Fed with the same calls, both tool limiters count, answer, jump and raise alike."""
-    limiters = [THEIR_TOOL(**arguments), OURS[THEIR_TOOL](**arguments)]
-    states: list[State] = [{"messages": []}, {"messages": []}]
-    for step, (new_run, form, batch) in enumerate(batches):
-        outcomes = []
-        for index, limiter in enumerate(limiters):
-            state = {**states[index]}
-            if new_run:
-                state.pop("run_tool_call_count", None)
-            state["messages"] = [*state["messages"], asking(*batch, prefix=f"step{step}call")]
-            kind, result = await checked(limiter, "after_model", form, state)
-            returned = kind == "returned"
-            states[index] = next_state(state, result if returned else None)
-            outcomes.append((kind, comparable(result) if returned else result))
-        assert outcomes[0] == outcomes[1]
+    await agree(THEIR_TOOL, arguments, steps)
 
 
-@given(
-    arguments=st.fixed_dictionaries(
-        {"thread_limit": thresholds, "run_limit": thresholds},
-        optional={"exit_behavior": st.sampled_from(["end", "error"])},
-    ).filter(lambda each: each["thread_limit"] is not None or each["run_limit"] is not None),
-    calls=st.lists(st.tuples(st.booleans(), forms), max_size=8),
-)
+@given(arguments=model_limits, steps=steps)
 # The error of the second call.
 @example(
     arguments={"thread_limit": 9, "run_limit": 1, "exit_behavior": "error"},
-    calls=[(True, "async"), (False, "async")],
+    steps=[(True, "async", []), (False, "async", [])],
 )
-async def test_model_limiters_agree(arguments: State, calls: list[tuple[bool, Form]]) -> None:
+async def test_model_limiters_agree(arguments: State, steps: Steps) -> None:
     """Asked before and told after the same calls, both model limiters answer and count alike."""
-    limiters = [THEIR_MODEL(**arguments), OURS[THEIR_MODEL](**arguments)]
-    states: list[State] = [{"messages": []}, {"messages": []}]
-    for new_run, form in calls:
-        outcomes: list[Any] = []
-        for index, limiter in enumerate(limiters):
-            state = {**states[index]}
-            if new_run:
-                state.pop("run_model_call_count", None)
-            kind, result = await checked(limiter, "before_model", form, state)
-            before = kind, comparable(result) if kind == "returned" else result
-            after = None
-            if before == ("returned", None):
-                update = await hook(limiter, "after_model", state, form)
-                state = next_state(state, update)
-                after = comparable(update)
-            states[index] = state
-            outcomes.append((before, after))
-        assert outcomes[0] == outcomes[1]
+    await agree(THEIR_MODEL, arguments, steps)
 
 
 SEARCH_ENDED = "'search' tool call limit reached: run limit exceeded (2/1 calls)."
