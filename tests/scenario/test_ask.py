@@ -43,9 +43,6 @@ APPROVE, REJECT = answer("approve"), answer("reject")
 class Asking(Scene):
     """An agent whose limits ask."""
 
-    def __init__(self, signals: Signals, script: Any, *items: Any, **options: Any) -> None:
-        super().__init__(signals, script, items, **options)
-
     def questions(self) -> list[Any]:
         """The questions that wait for an answer."""
         return [*self.agent.get_state(self.config).interrupts]
@@ -75,7 +72,7 @@ class Asking(Scene):
 async def test_interfaces_can_show_a_form(signals: Signals, kind: Any) -> None:
     """The question has a schema that all usable answers fit; any answer is still read by us."""
     jsonschema = pytest.importorskip("jsonschema")
-    scene = await Asking(signals, [["search", "search"], "done"], SEARCH, kind=kind).played()
+    scene = await Asking(signals, [["search", "search"], "done"], [SEARCH], kind=kind).played()
     (asked,) = scene.questions()
     if not hasattr(asked, "response_schema"):
         pytest.skip("this LangGraph takes no schema")
@@ -95,7 +92,7 @@ async def test_interfaces_can_show_a_form(signals: Signals, kind: Any) -> None:
 @both_forms
 async def test_approved(signals: Signals, form: Form, caplog: pytest.LogCaptureFixture) -> None:
     """What is approved runs, once, and so does what needed no approval; the run goes on."""
-    scene = Asking(signals, [["search", "search", "calc"], "done"], SEARCH, form=form)
+    scene = Asking(signals, [["search", "search", "calc"], "done"], [SEARCH], form=form)
     caplog.set_level("INFO", "langchain_quota")
     await scene.play()
     assert (scene.ran, scene.decisions[1:]) == ([], [])
@@ -125,7 +122,7 @@ async def test_approved(signals: Signals, form: Form, caplog: pytest.LogCaptureF
 )
 async def test_rejected(signals: Signals, given: Any, says: str) -> None:
     """A rejected run ends with the person's words, or the limit's; no call of the batch runs."""
-    scene = await Asking(signals, [["search", "search"]], SEARCH).played()
+    scene = await Asking(signals, [["search", "search"]], [SEARCH]).played()
     result = await scene.resume(given)
     assert says in result["messages"][-1].content
     assert scene.ran == []
@@ -146,7 +143,7 @@ async def test_rejected(signals: Signals, given: Any, says: str) -> None:
 )
 async def test_what_is_offered(signals: Signals, limit: Limit, offered: list[int]) -> None:
     """`grant` says how much, or the limit, but never less than the calls need."""
-    scene = await Asking(signals, [["search"] * 2, ["search"] * 5, "done"], limit).played()
+    scene = await Asking(signals, [["search"] * 2, ["search"] * 5, "done"], [limit]).played()
     for each in offered:
         assert scene.offers(tool_search=each)
         await scene.resume(APPROVE)
@@ -163,7 +160,7 @@ async def test_dollars(signals: Signals, store: Any) -> None:
     """Dollars are offered as text, and are given as people write them; metrics have dollars."""
     limit = CostLimit(run_limit="1.50", exit_behavior="ask", grant="0.25", name="cost")
     script = [spending(each, "calc") for each in (1500, 299, 2)]
-    scene = await Asking(signals, script, limit, prices=dollars, store=store and store()).played()
+    scene = await Asking(signals, script, [limit], prices=dollars, store=store and store()).played()
     assert scene.offers(cost="0.25")
     assert "allow $0.25 more for 'cost'" in scene.question()[1]
     for wrong in (True, "$1", 0.0000000001, 9_000_000.1):
@@ -179,7 +176,7 @@ async def test_how_long_it_lasts(signals: Signals) -> None:
     """What is granted to a run ends with it; to a thread, it lasts as long as the thread."""
     script = [["search"] * 2, "done", ["search"] * 2, "done"]
     for limit, ran in ((SEARCH, 2), (replace(THREAD, grant=3), 4)):
-        scene = await Asking(signals, script, limit).played()
+        scene = await Asking(signals, script, [limit]).played()
         await scene.resume(APPROVE)
         await scene.play()
         assert len(scene.ran) == ran
@@ -206,7 +203,7 @@ async def test_how_long_it_lasts(signals: Signals) -> None:
 async def test_unusable_answers(signals: Signals, given: Any, problem: str) -> None:
     """The question comes again and says why; then a good answer works."""
     calc = ToolCallLimit("calc", run_limit=1, exit_behavior="ask")
-    scene = Asking(signals, [["search"] * 2, "done"], SEARCH, calc, store=MemoryStore())
+    scene = Asking(signals, [["search"] * 2, "done"], [SEARCH, calc], store=MemoryStore())
     await scene.play()
     await scene.resume(given)
     assert scene.offers(tool_search=1)
@@ -245,7 +242,7 @@ async def test_how_answers_are_read(
     """LangGraph's server says who answers, no other config; Agent Inbox has other names."""
     if "served" in user:
         monkeypatch.setitem(sys.modules, "langgraph_api", sys)
-    scene = await Asking(signals, [["search"] * 2, "done"], SEARCH).played()
+    scene = await Asking(signals, [["search"] * 2, "done"], [SEARCH]).played()
     config: Any = {"configurable": {"thread_id": "thread-1", **user}}
     with captured_decisions() as decisions:
         await scene.agent.ainvoke(Command(resume=resumed), config)
@@ -258,7 +255,7 @@ async def test_a_grant_that_would_end_the_run(signals: Signals) -> None:
     forbidden = ToolCallLimit("search", run_limit=0, exit_behavior="ask", name="asks")
     beside = ToolCallLimit("search", thread_limit=2, run_limit=1, name="beside")
     hard = ToolCallLimit(run_limit=2, exit_behavior="end", name="hard")
-    scene = Asking(signals, [["search", "search", "calc"], "done"], forbidden, beside, hard)
+    scene = Asking(signals, [["search", "search", "calc"], "done"], [forbidden, beside, hard])
     result = await scene.play()
     assert scene.questions() == []
     assert scene.ran == ["calc"]
@@ -269,7 +266,7 @@ async def test_two_sub_agents_in_parallel(signals: Signals) -> None:
     """Each asks its own question, which is the parent's to answer, and gets its own answer."""
     script = [["search"] * 2, "found", "found"]
     children = {
-        name: Asking(signals, script, SEARCH, name=name, checkpointer=None)
+        name: Asking(signals, script, [SEARCH], name=name, checkpointer=None)
         for name in ("one", "two")
     }
     tools = [delegate(child.agent, name) for name, child in children.items()]
@@ -290,7 +287,7 @@ async def test_an_exhausted_tool_is_offered(signals: Signals) -> None:
     hidden = ToolCallLimit("calc", run_limit=1)
     script = [["search", "calc"], ["search"], "done"]
     options: dict[str, Any] = {"hide_exhausted": True, "tell_model": True}
-    scene = Asking(signals, script, SEARCH, hidden, **options)
+    scene = Asking(signals, script, [SEARCH, hidden], **options)
     streamed = await scene.updates({"messages": [("user", "hi")]})
     assert list(streamed[-1]) == ["__interrupt__"]
     assert scene.model.calls[1].tools == ("search",)
@@ -314,11 +311,11 @@ async def test_granted_to_a_user(elsewhere: Any, signals: Signals) -> None:
     store, ran = MemoryStore(), list[str]()
     options: dict[str, Any] = {"store": store, "checkpointer": InMemorySaver(), "ran": ran}
     options |= {"context": ANN, "context_schema": dict}
-    scene = await Asking(signals, [["search"] * 2, *["done"] * 9], SHARED, **options).played()
+    scene = await Asking(signals, [["search"] * 2, *["done"] * 9], [SHARED], **options).played()
     asked = scene.agent.get_state(CONFIG).config
 
     async def go_on(kind: str) -> None:
-        there = Asking(signals, ["done"] * 3, SHARED, **options) if elsewhere else scene
+        there = Asking(signals, ["done"] * 3, [SHARED], **options) if elsewhere else scene
         given: Any = Command(resume=answer(kind, by="bo", message="ticket 4711"))
         await there.agent.ainvoke(given, asked, context=ANN)
 
@@ -355,7 +352,7 @@ class FailingStore(MemoryStore):
 async def test_no_store_before_the_question(signals: Signals, outage: Any, ran: int) -> None:
     """Nobody is asked for what could not be granted: the calls are refused, or allowed."""
     store, script = FailingStore(), [["search"], ["search"], ["search"], "done"]
-    scene = Asking(signals, script, THREAD, store=store, on_store_error=outage)
+    scene = Asking(signals, script, [THREAD], store=store, on_store_error=outage)
     store.down = True
     result = await scene.play()
     assert scene.questions() == []
@@ -367,7 +364,7 @@ async def test_no_store_behind_the_answer(signals: Signals, *, both: bool) -> No
     """A grant that fails is an error; the run is resumed again, with the same answer."""
     store, of_run = FailingStore(), replace(SEARCH, name="run")
     limits = [of_run, THREAD] if both else [THREAD]
-    scene = await Asking(signals, [["search"] * 2, "done"], *limits, store=store).played()
+    scene = await Asking(signals, [["search"] * 2, "done"], limits, store=store).played()
     store.refuses = ":thread:"
     with pytest.raises(QuotaStoreError):
         await scene.resume(amount(2))
@@ -382,11 +379,11 @@ async def test_no_store_behind_the_answer(signals: Signals, *, both: bool) -> No
 
 async def test_what_cannot_be_asked(signals: Signals) -> None:
     """A run that could not wait does not begin, and a thread that waits is not reset."""
-    scene = Asking(signals, ["done"], SEARCH, checkpointer=None)
+    scene = Asking(signals, ["done"], [SEARCH], checkpointer=None)
     with pytest.raises(RuntimeError, match=r"limit 'tool:search' has exit_behavior='ask', and"):
         await scene.play()
     assert scene.model.calls == ()
-    scene = await Asking(signals, [["search"] * 2, "done"], THREAD).played()
+    scene = await Asking(signals, [["search"] * 2, "done"], [THREAD]).played()
     with pytest.raises(RuntimeError, match="waits in mid-run"):
         scene.quota.reset(scene.agent, CONFIG)
     await scene.resume(APPROVE)

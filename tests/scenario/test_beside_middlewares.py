@@ -7,21 +7,8 @@ from itertools import count
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import (
-    AgentMiddleware,
-    ClearToolUsesEdit,
-    ContextEditingMiddleware,
-    HumanInTheLoopMiddleware,
-    LLMToolEmulator,
-    LLMToolSelectorMiddleware,
-    ModelFallbackMiddleware,
-    ModelResponse,
-    ModelRetryMiddleware,
-    PIIMiddleware,
-    SummarizationMiddleware,
-    ToolRetryMiddleware,
-    hook_config,
-)
+from langchain.agents import middleware as theirs
+from langchain.agents.middleware import HumanInTheLoopMiddleware, ModelResponse
 from langchain_core.messages import AIMessage, ToolCall
 from langgraph.types import RetryPolicy
 
@@ -41,40 +28,35 @@ from tests.scene import (
 from tests.telemetry import Signals, needs_inline
 
 
-class JumpAfterModel(AgentMiddleware[Any, Any, Any]):
-    """Jumps after each of the first `times` model calls, and says so."""
+def jumping(target: Any, times: int) -> Middleware:
+    """Jumps after each of the first model calls, and says so."""
+    left = iter(range(times))
 
-    def __init__(self, target: str, times: int = 1) -> None:
-        super().__init__()
-        self.target, self.left = target, times
+    @theirs.after_model(can_jump_to=["model", "end"])
+    def jump(state: Any, runtime: Any) -> dict[str, Any] | None:
+        jumps = next(left, None) is not None and state["messages"][-1].type == "ai"
+        return {"jump_to": target} if jumps else None
 
-    @hook_config(can_jump_to=["model", "end", "tools"])
-    def after_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        self.left -= 1
-        jumps = self.left >= 0 and state["messages"][-1].type == "ai"
-        return {"jump_to": self.target} if jumps else None
+    return jump
 
 
-class Cache(AgentMiddleware[Any, Any, Any]):
+def caching(*answers: AIMessage) -> Middleware:
     """Answers model calls itself, without the model, as long as it has answers."""
+    left = [*answers]
 
-    def __init__(self, *answers: AIMessage) -> None:
-        super().__init__()
-        self.answers = list(answers)
+    @theirs.wrap_model_call
+    async def cache(request: Any, handler: Any) -> Any:
+        return ModelResponse([left.pop()]) if left else await handler(request)
 
-    async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-        return ModelResponse([self.answers.pop()]) if self.answers else await handler(request)
+    return cache
 
 
 @orders(3)
 @pytest.mark.parametrize("target", ["model", "end"])
 async def test_jumps_after_the_model(target: str, order: Order, signals: Signals) -> None:
     """Another middleware jumps from after_model, over our hooks: each model call counts once."""
-    limiters = (
-        model_limiter(signals, thread_limit=5, run_limit=3),
-        tool_limiter(signals, run_limit=2),
-    )
-    items = in_order(order, *limiters, JumpAfterModel(target, 4))
+    models = model_limiter(signals, thread_limit=5, run_limit=3)
+    items = in_order(order, models, tool_limiter(signals, run_limit=2), jumping(target, 4))
     scene = Scene(signals, lambda messages: "again", items)
     for _ in range(4):
         await scene.play()
@@ -86,7 +68,7 @@ async def test_jumps_after_the_model(target: str, order: Order, signals: Signals
 @pytest.mark.parametrize("limit", [ModelCallLimit, ToolCallLimit])
 async def test_an_ended_run_that_is_led_back(limit: Any, signals: Signals) -> None:
     """An inline quota raises: its hooks cannot keep another middleware from going round."""
-    items = [limit(run_limit=1, exit_behavior="end"), JumpAfterModel("model", 99)]
+    items = [limit(run_limit=1, exit_behavior="end"), jumping("model", 99)]
     scene = Scene(signals, lambda _: ["search"] * 2, items, kind="inline")
     for turn in (1, 2):
         with pytest.raises(ModelCallLimitExceededError, match="has ended this run"):
@@ -97,7 +79,7 @@ async def test_an_ended_run_that_is_led_back(limit: Any, signals: Signals) -> No
 @orders(3)
 async def test_a_cached_answer_is_charged(order: Order, signals: Signals) -> None:
     """A call answered by a cache is charged, but for the one order to avoid."""
-    cache = Cache(AIMessage("", tool_calls=[ToolCall(name="search", args={}, id="cached")]))
+    cache = caching(AIMessage("", tool_calls=[ToolCall(name="search", args={}, id="cached")]))
     models = model_limiter(signals, thread_limit=2)
     tools = tool_limiter(signals, run_limit=0, exit_behavior="end")
     scene = Scene(signals, lambda messages: "fresh", in_order(order, models, tools, cache))
@@ -112,6 +94,12 @@ async def test_a_cached_answer_is_charged(order: Order, signals: Signals) -> Non
 REVIEWED = HumanInTheLoopMiddleware[Any, Any]({"search": True})
 ONE_SEARCH = ToolCallLimit("search", run_limit=1, exit_behavior="error")
 FOUR_CALLS = ToolCallLimit(run_limit=4)
+
+
+def up_to(**most: int) -> list[ToolCallLimit]:
+    return [ToolCallLimit(tool, run_limit=number) for tool, number in most.items()]
+
+
 FORMS: dict[str, dict[str, Any]] = {
     "approve": {"type": "approve"},
     "reject": {"type": "reject"},
@@ -127,21 +115,11 @@ FORMS: dict[str, dict[str, Any]] = {
         ([ONE_SEARCH, FOUR_CALLS], ("reject", "approve"), ["search"], None),
         ([ONE_SEARCH, FOUR_CALLS], ("respond", "approve"), ["search"], None),
         # Edited ones are checked as what they became: refused by its limit, not by their own.
-        (
-            [ToolCallLimit("search", run_limit=0), ToolCallLimit("calc", run_limit=1)],
-            ("edit", "edit"),
-            ["calc"],
-            None,
-        ),
+        (up_to(search=0, calc=1), ("edit", "edit"), ["calc"], None),
         # Behind the review in the list, limits charge what was asked for.
         ([FOUR_CALLS], ("reject", "approve"), ["search"], {"__all__": 2}),
         ([FOUR_CALLS], ("respond", "approve"), ["search"], {"__all__": 2}),
-        (
-            [ToolCallLimit("search", run_limit=2), ToolCallLimit("calc", run_limit=0)],
-            ("edit", "approve"),
-            ["calc", "search"],
-            {"search": 2},
-        ),
+        (up_to(search=2, calc=0), ("edit", "approve"), ["calc", "search"], {"search": 2}),
     ],
 )
 async def test_a_review(
@@ -190,7 +168,7 @@ async def test_per_call(kinds: Sequence[str], order: Order, signals: Signals) ->
 TURN: list[Any] = [["search"] * 3, ["calc"], "done"]
 """A run that asks for more than the limits below admit."""
 
-CONCURRENCY: dict[str, Any] = {"initial_delay": 0, "jitter": False}
+NOW: dict[str, Any] = {"initial_delay": 0, "jitter": False}
 """Retries that do not wait."""
 
 FAILED = ConnectionError("not now")
@@ -217,50 +195,49 @@ def failing(times: int = 1) -> Callable[[], None]:
     return fail
 
 
-def saying(answer: Any) -> ScriptedChatModel:
+def playing(script: Any) -> ScriptedChatModel:
     """A middleware's own model."""
-    return ScriptedChatModel(script=lambda _: answer)
+    return ScriptedChatModel(script=script)
+
+
+def emulating(ran: list[str]) -> Middleware:
+    model = playing(lambda _: recording("search", ran).invoke({}))
+    return theirs.LLMToolEmulator(tools=["search"], model=model)
 
 
 ASK = AIMessage(
     f"Asking {MAIL}", tool_calls=[ToolCall(name="search", args={}, id=each) for each in "abc"]
 )
-CHOICE = [("ToolSelectionResponse", {"tools": ["calc"]})]
-CLEARED = ClearToolUsesEdit(trigger=1, keep=0, placeholder="cleared")
+SELECTOR = playing(lambda _: [("ToolSelectionResponse", {"tools": ["calc"]})])
+CLEARED = theirs.ClearToolUsesEdit(trigger=1, keep=0, placeholder="cleared")
+SHORT: Any = {"trigger": ("messages", 4), "keep": ("messages", 1)}
+REDACTED: Any = {"apply_to_output": True, "apply_to_tool_results": True}
 TWICE = [*TURN, *TURN]
 OTHERS: dict[str, tuple[Callable[[list[str]], Middleware], list[Any]]] = {
-    "tool retries": (lambda _: ToolRetryMiddleware(max_retries=4, **CONCURRENCY), TWICE),
+    "tool retries": (lambda _: theirs.ToolRetryMiddleware(max_retries=4, **NOW), TWICE),
     "model retries": (
-        lambda _: ModelRetryMiddleware(max_retries=2, **CONCURRENCY),
+        lambda _: theirs.ModelRetryMiddleware(max_retries=2, **NOW),
         [FAILED, TURN[0], FAILED, FAILED, *TURN[1:], *TURN],
     ),
     "model retries that end in an answer": (
-        lambda _: ModelRetryMiddleware(max_retries=1, **CONCURRENCY),
+        lambda _: theirs.ModelRetryMiddleware(max_retries=1, **NOW),
         [*TURN[:2], FAILED, FAILED, *TURN],
     ),
     "model fallback": (
-        lambda _: ModelFallbackMiddleware(ScriptedChatModel(script=[TURN[0], "done"])),
+        lambda _: theirs.ModelFallbackMiddleware(playing([TURN[0], "done"])),
         [FAILED, TURN[1], FAILED, *TURN],
     ),
-    "tool emulator": (
-        lambda ran: LLMToolEmulator(
-            tools=["search"],
-            model=ScriptedChatModel(script=lambda _: recording("search", ran).invoke({})),
-        ),
-        TWICE,
-    ),
-    "context editing": (lambda _: ContextEditingMiddleware(edits=[CLEARED]), TWICE),
+    "tool emulator": (emulating, TWICE),
+    "context editing": (lambda _: theirs.ContextEditingMiddleware(edits=[CLEARED]), TWICE),
     "redaction": (
-        lambda _: PIIMiddleware("email", apply_to_output=True, apply_to_tool_results=True),
+        lambda _: theirs.PIIMiddleware("email", **REDACTED),
         [ASK, ["calc"], MAIL, *TURN],
     ),
     "summaries": (
-        lambda _: SummarizationMiddleware(
-            saying("a summary"), trigger=("messages", 4), keep=("messages", 1)
-        ),
+        lambda _: theirs.SummarizationMiddleware(playing(lambda _: "a summary"), **SHORT),
         TWICE,
     ),
-    "tool selector": (lambda _: LLMToolSelectorMiddleware(model=saying(CHOICE)), TWICE),
+    "tool selector": (lambda _: theirs.LLMToolSelectorMiddleware(model=SELECTOR), TWICE),
 }
 
 
@@ -270,7 +247,7 @@ async def test_what_is_counted(make: Any, script: Sequence[Any], signals: Signal
     ran: list[str] = []
     other = make(ran)
     models, *limits = limiters(signals)
-    fails = failing(3 if isinstance(other, ToolRetryMiddleware) else 0)
+    fails = failing(3 if isinstance(other, theirs.ToolRetryMiddleware) else 0)
     tools = [recording("search", ran, fails), recording("calc", ran)]
     scene = Scene(signals, script, [models, other, *limits], tools=tools, ran=ran)
 

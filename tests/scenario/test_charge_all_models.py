@@ -5,12 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import (
-    AgentMiddleware,
-    LLMToolSelectorMiddleware,
-    ModelFallbackMiddleware,
-    SummarizationMiddleware,
-)
+from langchain.agents import middleware as theirs
 from langchain_core.messages import AIMessage, BaseMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import interrupt
@@ -86,7 +81,7 @@ async def test_a_shared_key_is_charged_once(signals: Signals) -> None:
     assert (found["global"], found["root_run"]) == (44, 44)
 
 
-class Judge(AgentMiddleware):
+class Judge(theirs.AgentMiddleware):
     """Calls a model in every hook."""
 
     def __init__(self, model: ScriptedChatModel) -> None:
@@ -215,10 +210,10 @@ async def test_middlewares_of_langchain(signals: Signals) -> None:
     selector = ScriptedChatModel(script=lambda _: answer(7, choice))
     summary, fallback = always(100), always(1000)
     items: list[Any] = [
-        SummarizationMiddleware(summary, trigger=("messages", 3), keep=("messages", 1)),
-        LLMToolSelectorMiddleware(model=selector, max_tools=1),
+        theirs.SummarizationMiddleware(summary, trigger=("messages", 3), keep=("messages", 1)),
+        theirs.LLMToolSelectorMiddleware(model=selector, max_tools=1),
         OF_THREAD,
-        ModelFallbackMiddleware(fallback),
+        theirs.ModelFallbackMiddleware(fallback),
         RETRY,
     ]
     script = [answer(10**4), ProviderError(), ProviderError()]

@@ -93,11 +93,7 @@ async def test_only_the_kinds_that_are_limited(
     ],
 )
 async def test_around_the_model_only_if_needed(
-    limits: Sequence[Limit],
-    options: Any,
-    installed: Sequence[str],
-    signals: Signals,
-    monkeypatch: pytest.MonkeyPatch,
+    *, limits: Any, options: Any, installed: Any, signals: Signals, monkeypatch: Any
 ) -> None:
     """Model calls are wrapped for features and packages not yet imported, not for labels."""
     monkeypatch.setattr("langchain_quota.features.setup_checks._PACKAGES", installed)
