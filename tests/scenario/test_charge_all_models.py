@@ -227,10 +227,7 @@ async def test_middlewares_of_langchain(signals: Signals) -> None:
 @pytest.mark.filterwarnings("ignore:The feature `forked subagents` is in beta")
 @pytest.mark.parametrize("charge_all_models", [False, True])
 async def test_deep_agents(signals: Signals, *, charge_all_models: bool) -> None:
-    """With a reserve, parallel sub-agents use what is left of the root run's budget, and no more.
-
-    Each call is charged once, whatever kind of sub-agent made it.
-    """
+    """With a reserve, parallel sub-agents use what is left of the root run's budget, no more."""
     deepagents = pytest.importorskip("deepagents")
     names = ("general-purpose", "researcher", "fork") * 2
     tasks = [("task", {"description": "Look.", "subagent_type": name}) for name in names]
@@ -251,6 +248,7 @@ async def test_deep_agents(signals: Signals, *, charge_all_models: bool) -> None
 
     result = await agent.ainvoke({"messages": [("user", "Go!")]})
 
+    # Each call is charged once, whatever kind of sub-agent made it.
     assert list(kept(store).values()) == [100 * len(model.calls)]
     assert 2000 - 150 < 100 * len(model.calls) <= 2000
     answers = [each.text for each in result["messages"] if each.type == "tool"]

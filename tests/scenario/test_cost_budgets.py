@@ -40,13 +40,9 @@ async def test_money_is_counted_in_billionths(signals: Signals) -> None:
     assert scene.last_text() == "Cost limits exceeded: run limit ($0.500000001/$0.50)"
 
 
+WRITTEN = {"ephemeral_5m_input_tokens": 100, "ephemeral_1h_input_tokens": 200}
 DETAILS = {
-    "input_token_details": {
-        "cache_read": 100,
-        "ephemeral_5m_input_tokens": 100,
-        "ephemeral_1h_input_tokens": 200,
-        "audio": 50,
-    },
+    "input_token_details": {"cache_read": 100, "audio": 50, **WRITTEN},
     "output_token_details": {"audio": 50, "reasoning": 100},
 }
 NONSENSE = {"input_token_details": {"cache_read": -5, "audio": "100", "cache_creation": 1.5}}
@@ -120,10 +116,7 @@ async def test_an_own_chat_model_gets_the_price_of_the_list(signals: Signals) ->
 async def test_a_model_without_a_price_is_not_called(
     signals: Signals, kind: Kind, form: Form, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a limit of costs, a model that has no price is an error before its first call.
-
-    The log says once what was looked up, and both remedies.
-    """
+    """With a limit of costs, a model that has no price is an error before its first call."""
     for prices in (lambda _: None, lambda used: {}[used.request_model]):
         model = ScriptedChatModel(model="mine", script=[answer(5)])
         options: dict[str, Any] = {"prices": prices, "form": form, "kind": kind}
@@ -133,6 +126,7 @@ async def test_a_model_without_a_price_is_not_called(
             await scene.play()
 
         assert not scene.model.calls
+    # The log says once what was looked up, and both remedies.
     [said] = [each.getMessage() for each in caplog.records if each.name == "langchain_quota"]
     for part in ("'mine' of 'scriptedchatmodel'", "prices={'mine': Price(", "ls_provider"):
         assert part in said
@@ -223,9 +217,7 @@ async def test_a_model_whose_price_fails_is_called_once(
     assert spent(scene, MONEY)[1] == 2 * DOLLAR
 
 
-async def test_models_whose_price_failed_are_forgotten(
-    signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_models_whose_price_failed_are_forgotten(signals: Signals, monkeypatch: Any) -> None:
     """The newest few are remembered: callers may invent names of models without end."""
     monkeypatch.setattr("langchain_quota.features.budgets.prices.MOST_KNOWN", 3)
 
@@ -233,13 +225,11 @@ async def test_models_whose_price_failed_are_forgotten(
         return Decimal("NaN" if used.total_tokens else 0)
 
     held = QuotaMiddleware([CostLimit(run_limit=100)], prices=prices, telemetry=signals.telemetry)
-    scenes = [
-        Scene(signals, ScriptedChatModel(script=lambda _: answer(5), model=f"model-{each}"), [held])
-        for each in range(5)
-    ]
-    for scene in scenes:
+    names = [f"model-{each}" for each in range(5)]
+    models = [ScriptedChatModel(script=lambda _: answer(5), model=each) for each in names]
+    scenes = [Scene(signals, model, [held]) for model in models]
+    for scene in [*scenes, scenes[0]]:
         await scene.play()
-    await scenes[0].play()
     with pytest.raises(UnknownPriceError):
         await scenes[4].play()
 

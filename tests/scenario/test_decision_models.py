@@ -100,10 +100,7 @@ def decide() -> None:
 
 
 async def test_within_the_agents_call(signals: Signals) -> None:
-    """What is used within the agent's own call is charged with it; without a price it is refused.
-
-    So it is without `charge_all_models`.
-    """
+    """Even without `charge_all_models`, what is used within the agent's own call is charged."""
 
     def prices(usage: ModelUsage) -> Decimal | None:
         return None if "decider-1" in usage.models else Decimal(1)
@@ -112,6 +109,7 @@ async def test_within_the_agents_call(signals: Signals) -> None:
     scene = Scene(signals, [answer(100)], [TokenLimit(run_limit=10_000), asks])
     assert spent(await scene.played())[1] == 100 + 30
 
+    # Without a price it is refused.
     scene = Scene(signals, [answer(100)], [CostLimit(run_limit="10"), asks], prices=prices)
     with pytest.raises(UnknownPriceError, match="decider-1"):
         await scene.play()

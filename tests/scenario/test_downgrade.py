@@ -5,7 +5,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware, ModelFallbackMiddleware
+from langchain.agents.middleware import ModelFallbackMiddleware, wrap_model_call
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.func import entrypoint
@@ -130,15 +130,14 @@ async def test_streams(kind: Any, how: str, signals: Signals) -> None:
     assert signals.value(DOLLARS_SPENT, model="cheap", **OF) == 0.05
 
 
-class Chooses(AgentMiddleware):
-    """Chooses a model for each request."""
+def choosing(choose: Callable[[], ScriptedChatModel]) -> Any:
+    """A middleware that chooses a model for each request."""
 
-    def __init__(self, choose: Callable[[], ScriptedChatModel]) -> None:
-        super().__init__()
-        self.choose = choose
+    @wrap_model_call
+    async def chosen(request: Any, handler: Any) -> Any:
+        return await handler(request.override(model=choose()))
 
-    async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-        return await handler(request.override(model=self.choose()))
+    return chosen
 
 
 def early(cheap: ScriptedChatModel) -> TokenLimit:
@@ -149,7 +148,7 @@ def early(cheap: ScriptedChatModel) -> TokenLimit:
 async def test_a_choice_per_request(order: int, made: Any, signals: Signals) -> None:
     """What a middleware behind the limits chooses stays; what one before them chooses does not."""
     cheap, chosen = model("cheap", answer(12)), model("chosen", answer(11, "search"), answer(12))
-    items: list[Any] = [early(cheap), Chooses(lambda: chosen)]
+    items: list[Any] = [early(cheap), choosing(lambda: chosen)]
     await Scene(signals, model("dear"), items[::order]).play()
     assert (len(chosen.calls), len(cheap.calls)) == made
 
@@ -162,7 +161,7 @@ async def test_a_model_made_for_each_attempt(signals: Signals) -> None:
         dear.append(model("dear", answer(11, "search")))
         return dear[-1]
 
-    await Scene(signals, model("any"), [RETRY, Chooses(choose), early(cheap)]).play()
+    await Scene(signals, model("any"), [RETRY, choosing(choose), early(cheap)]).play()
     assert [len(each.calls) for each in (*dear, cheap)] == [1, 0, 0, 2]
 
 

@@ -13,7 +13,8 @@ from tests.scene import FINALIZED, VALID, Kind, Scene, Weather, either
 from tests.telemetry import Signals
 
 LAST = "last model call"
-REACHED = "Model call limits exceeded: run limit (2/2)"
+TWO = ModelCallLimit(run_limit=2, exit_behavior="finalize")
+GO_ON = "I would like to go on."
 
 
 def told(scene: Scene) -> list[bool]:
@@ -80,7 +81,7 @@ async def test_beside_a_lower_limit(exit_behavior: Any, kind: Kind, signals: Sig
     scene = Scene(signals, [["search"], ["search"]], limits, kind=kind)
     if exit_behavior == "end":
         await scene.play()
-        assert scene.last_text() == REACHED
+        assert scene.last_text() == "Model call limits exceeded: run limit (2/2)"
     else:
         with pytest.raises(ModelCallLimitExceededError):
             await scene.play()
@@ -92,20 +93,16 @@ async def test_beside_a_lower_limit(exit_behavior: Any, kind: Kind, signals: Sig
 async def test_a_last_answer_with_tool_calls(kind: Kind, signals: Signals) -> None:
     """Tool calls of the last answer are answered as not run, whatever limits them; all is over."""
     calls = [ToolCall(name=name, args={}, id=name) for name in ("search", "calc")]
-    last = AIMessage("I would like to go on.", tool_calls=calls)
+    script = [["search"], AIMessage(GO_ON, tool_calls=calls), "fine"]
     limits: list[Limit] = [
-        ModelCallLimit(run_limit=2, exit_behavior="finalize"),
+        TWO,
         ToolCallLimit("search", thread_limit=5, exit_behavior="error"),
         ToolCallLimit("calc", run_limit=0, exit_behavior="error"),
     ]
-    scene = await Scene(signals, [["search"], last, "fine"], limits, kind=kind).played()
+    scene = await Scene(signals, script, limits, kind=kind).played()
     assert scene.ran == ["search"]
-    assert [(each.type, each.text) for each in scene.result["messages"][-4:]] == [
-        ("ai", "I would like to go on."),
-        ("tool", FINALIZED),
-        ("tool", FINALIZED),
-        ("ai", "I would like to go on."),
-    ]
+    said = [(each.type, each.text) for each in scene.result["messages"][-4:]]
+    assert said == [("ai", GO_ON), ("tool", FINALIZED), ("tool", FINALIZED), ("ai", GO_ON)]
     assert [each.outcome for each in scene.decisions[-2:]] == [Outcome.SKIPPED] * 2
     assert scene.metric("tool:search", "allowed") == 1
     assert (scene.calls("skipped", "search"), scene.calls("skipped", "calc")) == (1, 1)
@@ -118,10 +115,9 @@ async def test_a_last_answer_with_tool_calls(kind: Kind, signals: Signals) -> No
 @pytest.mark.parametrize("strategy", [ToolStrategy, AutoStrategy])
 async def test_structured_by_a_tool(strategy: Any, signals: Signals) -> None:
     """The last call is offered the tool of the structured answer and nothing else, and gives it."""
-    limit = ModelCallLimit(run_limit=2, exit_behavior="finalize")
-    scene = Scene(signals, [["search"], [VALID]], [limit], response_format=strategy(Weather))
-    result = await scene.play()
+    options: dict[str, Any] = {"response_format": strategy(Weather)}
+    scene = await Scene(signals, [["search"], [VALID]], [TWO], **options).played()
     assert scene.model.calls[-1].tools == ("Weather",)
     assert told(scene)[-1]
-    assert result["structured_response"] == Weather(degrees=20)
+    assert scene.result["structured_response"] == Weather(degrees=20)
     scene.check()
