@@ -1,141 +1,149 @@
-"""`make mutants`: plants each fault of `tools/faults.yaml` in a copy; its tests must find it.
+"""`make mutants`: plants faults in copies of the project, where tests must find them.
 
-A fault is one text in one file, replaced by another. First all tests that are named beside the
-faults run on the code as it is, and must pass. Then each fault is planted in a copy of the project,
-and every test that is named beside it must fail there. `--search` runs other tests on chosen
-faults, and prints those that find them: name one for each fault, or better two.
+By default these are the faults of `tools/faults.yaml`, each with a test that must find it.
+`--search` runs other tests on chosen faults, and prints those that find them.
 """
 
 import argparse
+import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-FAULTS = Path(__file__).with_name("faults.yaml")
-LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv*", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "dist", "site"
-)
-OF_A_TEST = 30
-"""After so many seconds a test has failed: a fault may make an agent go round in circles."""
+from tools.copies import PACKAGE, ROOT, Copies
 
-OF_A_FAULT = 600
+FAULTS = Path(__file__).with_name("faults.yaml")
 FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+)", re.MULTILINE)
 SKIPPED = re.compile(r"^SKIPPED .*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A change that tests must find."""
+    """A change that a test must find."""
 
-    part: str
     name: str
-    file: str
+    file: Path
+    scope: str
     old: str
     new: str
-    tests: tuple[str, ...]
+    test: str
 
 
-def faults(names: Sequence[str]) -> list[Fault]:
-    """The faults of these names, or all of them."""
-    by_part = yaml.safe_load(FAULTS.read_text(encoding="utf-8"))
-    made = [
-        Fault(part, name, each["file"], each["old"], each["new"], tuple(each["tests"]))
-        for part, entries in by_part.items()
+def faults(names: Sequence[str] = ()) -> list[Fault]:
+    """Return the faults of these names, or all of them."""
+    by_file = yaml.safe_load(FAULTS.read_text(encoding="utf-8"))
+    known = {
+        name: Fault(
+            name, PACKAGE / file, each.get("in", ""), each["old"], each["new"], each["test"]
+        )
+        for file, entries in by_file.items()
         for name, each in entries.items()
-    ]
-    if unknown := set(names) - {each.name for each in made}:
+    }
+    if unknown := {*names} - {*known}:
         sys.exit(f"no such fault: {', '.join(sorted(unknown))}")
-    return [each for each in made if not names or each.name in names]
+    return [known[name] for name in names or known]
 
 
-def changed(fault: Fault) -> str:
-    """The text of the file with the fault, whose old text must be there exactly once."""
-    text = (ROOT / fault.file).read_text(encoding="utf-8")
-    if text.count(fault.old) != 1:
-        sys.exit(f"{fault.name}: {fault.file} has {text.count(fault.old)} times {fault.old!r}")
-    made = text.replace(fault.old, fault.new)
-    if fault.file.endswith(".py"):
-        compile(made, fault.file, "exec")
-    return made
+def planted(fault: Fault, source: str) -> str:
+    """Return the text of a file with the fault, whose place must be there once."""
+    if fault.file.suffix == ".py":
+        with suppress(SyntaxError):  # SQL, for example
+            (old,), new = (ast.parse(code).body for code in (fault.old, fault.new))
+            return _planted_in_python(fault, ast.parse(source), old, new)
+    scope = rf"^(local )?function {fault.scope}\(.*?^end" if fault.scope else r"\A.*\Z"
+    text = _only(fault, [*re.finditer(scope, source, re.MULTILINE | re.DOTALL)])
+    at = text.start() + _only(fault, [*re.finditer(re.escape(fault.old), text[0])]).start()
+    return source[:at] + fault.new + source[at + len(fault.old) :]
 
 
-def run(root: Path, tests: Sequence[str], *options: str) -> str:
-    """What pytest says of tests of a copy of the project."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, f"--timeout={OF_A_TEST}", *options, *tests],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root / "src")},
-        capture_output=True,
-        text=True,
-        timeout=OF_A_FAULT,
-        check=False,
-    )
-    if done.returncode not in {0, 1}:
-        raise RuntimeError(f"pytest failed\n{done.stdout}{done.stderr}")
-    return done.stdout
+def _planted_in_python(fault: Fault, tree: ast.AST, old: ast.AST, new: list[Any]) -> str:
+    if isinstance(old, ast.Expr) and isinstance(new[0], ast.Expr):
+        old, new = old.value, [new[0].value]
+    scopes = [tree]
+    for name in fault.scope.split(".") if fault.scope else ():
+        scopes = [n for scope in scopes for n in ast.walk(scope) if getattr(n, "name", "") == name]
+    form = _form(old)
+    places = [n for scope in scopes for n in ast.walk(scope) if _form(n) == form]
+    return ast.unparse(_Replacement(_only(fault, places), new).visit(tree))
+
+
+def _form(node: ast.AST) -> str:
+    return ast.dump(node).replace("ctx=Store()", "ctx=Load()")
+
+
+def _only(fault: Fault, places: list[Any]) -> Any:
+    if len(places) != 1:
+        sys.exit(f"{fault.name}: {fault.file} has {len(places)} such places")
+    return places[0]
+
+
+class _Replacement(ast.NodeTransformer):
+    """Puts an expression in the place of one, or statements."""
+
+    def __init__(self, place: ast.AST, new: list[Any]) -> None:
+        self.place, self.new = place, new
+
+    def visit(self, node: ast.AST) -> Any:
+        """Return what stands in the place of a node."""
+        if node is not self.place:
+            return self.generic_visit(node)
+        return self.new if isinstance(node, ast.stmt) else self.new[0]
 
 
 def check_that_all_pass(tests: Sequence[str]) -> None:
-    """A test that fails without a fault, or is skipped, finds nothing."""
-    said = run(ROOT, tests, "-n", str(os.cpu_count()))
-    if others := FAILED.findall(said) + SKIPPED.findall(said):
-        sys.exit("\n".join(["these tests must pass without a fault:", *others]))
+    """Exit if a test fails without a fault, or is skipped: it would find nothing."""
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", *tests]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode or SKIPPED.search(done.stdout):
+        sys.exit(f"these tests must pass without a fault:\n{done.stdout}{done.stderr}")
 
 
-def found_by(fault: Fault, tests: Sequence[str]) -> list[str]:
-    """The tests that fail in a copy of the project that has the fault."""
-    with TemporaryDirectory() as directory:
-        copy = Path(directory, "copy")
-        # With the compiled modules, which stay valid.
-        shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
-        (copy / fault.file).write_text(changed(fault), encoding="utf-8")
-        try:
-            said = run(copy, tests, "-n0")
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            error.add_note(f"fault {fault.name}")
-            raise
-    return sorted(set(FAILED.findall(said)))
+def found_by(copies: Copies, tests: Sequence[str], fault: Fault) -> list[str]:
+    """Return the tests that fail in a copy that has the fault."""
+    text = planted(fault, (ROOT / fault.file).read_text(encoding="utf-8")).encode()
+    status, said = copies.run(fault.file, text, *(tests or [fault.test]))
+    if status not in {0, 1}:
+        sys.exit(f"{fault.name}: pytest failed\n{said}")
+    return sorted({*FAILED.findall(said)})
+
+
+def plant_faults(chosen: Sequence[Fault], tests: Sequence[str], copies: Copies, jobs: int) -> int:
+    """Plant faults, and print the tests that find them; 1 if one survives."""
+    if not tests:
+        check_that_all_pass(sorted({fault.test for fault in chosen}))
+    survived = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        finders = pool.map(partial(found_by, copies, tests), chosen)
+        for fault, names in zip(chosen, finders, strict=True):
+            survived += not names
+            print(f"{fault.name}: {', '.join(names) or 'SURVIVED'}", flush=True)
+    print(f"{len(chosen) - survived} of {len(chosen)} faults found")
+    return int(survived > 0)
 
 
 def main() -> int:
-    """Plant faults: 1 if a test that is named beside one does not find it."""
+    """Plant faults: 1 if one survives."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="FAULT", help="some faults; by default all")
     parser.add_argument(
         "--search", action="append", default=[], metavar="TEST", help="find tests that find it"
     )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="copies to test in")
     options = parser.parse_args()
-    chosen = faults(options.names)
-    for fault in chosen:
-        changed(fault)
-    if not options.search:
-        check_that_all_pass(sorted({test for fault in chosen for test in fault.tests}))
-    survived = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tests = [options.search or fault.tests for fault in chosen]
-        for fault, finders in zip(chosen, pool.map(found_by, chosen, tests), strict=True):
-            print(f"{fault.name}: {', '.join(finders) or 'NOT FOUND'}", flush=True)
-            missing = set() if options.search else {*fault.tests} - {*finders}
-            if missing:
-                print(f"{fault.name}: NOT FOUND by {', '.join(sorted(missing))}", flush=True)
-            if missing or not finders:
-                survived.append(fault.name)
-    for part in dict.fromkeys(fault.part for fault in chosen):
-        names = [fault.name for fault in chosen if fault.part == part]
-        print(f"{part}: {len({*names} - {*survived})} of {len(names)} found")
-    print(f"{len(chosen) - len(survived)} of {len(chosen)} faults found")
-    return 1 if survived else 0
+    with TemporaryDirectory() as directory:
+        copies = Copies(directory, options.jobs)
+        return plant_faults(faults(options.names), options.search, copies, options.jobs)
 
 
 if __name__ == "__main__":
