@@ -317,9 +317,9 @@ class Price:
         cache_read: Tokens of the prompt that the provider reads from its cache; `None` for the
             price of `input`.
         cache_creation: Tokens of the prompt that it writes to its cache; `None` for the price of
-            `input`.
+            `input`, which is mostly too low: such runs count as `price="unknown"`.
         cache_creation_1h: Those of them that it keeps for an hour; `None` for the price of
-            `cache_creation`.
+            `cache_creation`, with the same warning.
         input_audio: Audio tokens of the prompt; `None` for the price of `input`.
         output_audio: Audio tokens of the answer; `None` for the price of `output`.
         reasoning: Reasoning tokens of the answer; `None` for the price of `output`.

@@ -86,7 +86,7 @@ class ModelUsage:
         provider_tools: The provider's own tools that have run, such as `"web_search"`, each once
             for every call. Anthropic, Google and OpenAI name them in the answer.
         cached: Whether LangChain's own response cache has answered: nothing is to be paid.
-        estimated: Whether the numbers are estimates, since the provider has reported none.
+        estimated: Whether numbers are estimates, since the provider has reported none, or too few.
 
     Examples:
         A price of your own, for `QuotaMiddleware(…, prices=a_dollar_per_million)`:

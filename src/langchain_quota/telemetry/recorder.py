@@ -267,7 +267,7 @@ class Recorder:
         name = self.model_label(model)
         if name not in self._estimated_models:
             self._estimated_models.add(name)
-            warning = f"model {name!r} reports no usage: its tokens are estimated. "
+            warning = f"model {name!r} reports no usage, or too little: its tokens are estimated. "
             try:
                 created_at.warn(warning + logs.USAGE_REMEDY)
             except QuotaWarning:

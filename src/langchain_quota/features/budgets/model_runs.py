@@ -29,6 +29,7 @@ from langchain_quota.features.budgets.usage import (
     asked_in,
     estimated_tokens,
     is_paid,
+    likely_tokens,
     reported_usage,
 )
 from langchain_quota.limits.call import ModelUsage
@@ -72,14 +73,30 @@ class ModelRun:
         """Return what is to be charged now: an estimate, if the run has not ended."""
         return self if self.has_ended else replace(self, usage=self.used_so_far())
 
-    def used(self, result: LLMResult, answer: Sequence[BaseMessage]) -> ModelUsage:
-        """Return what the provider reports, or an estimate."""
+    def used(
+        self, result: LLMResult, answer: Sequence[BaseMessage], *, is_whole: bool = True
+    ) -> ModelUsage:
+        """Return what the provider reports, or an estimate of what it cannot have reported."""
         usage = reported_usage(result, self.usage)
-        if usage.estimated:
-            inputs = estimated_tokens(self.prompt, self.params.get("tools"))
-            outputs = estimated_tokens(answer)
-            total = inputs + outputs
-            return replace(usage, input_tokens=inputs, output_tokens=outputs, total_tokens=total)
+        if usage.cached or not (usage.estimated or usage.total_tokens):
+            return usage
+        tools, is_report = self.params.get("tools"), not usage.estimated
+        inputs = likely_tokens(usage.input_tokens, self.prompt, tools, is_report=is_report)
+        outputs = likely_tokens(usage.output_tokens, answer, is_report=is_report and is_whole)
+        # Of a stream, no report counts the prompts that Anthropic compacted.
+        summaries = [
+            HumanMessage(str(block.get("content")))
+            for message in answer
+            if isinstance(message.content, list) and "usage" not in message.response_metadata
+            for block in message.content
+            if isinstance(block, dict) and block.get("type") == "compaction"
+        ]
+        inputs += sum(estimated_tokens(self.prompt, tools) for _ in summaries)
+        outputs += estimated_tokens(summaries)
+        if inputs > usage.input_tokens or outputs > usage.output_tokens:
+            total = max(usage.total_tokens, inputs + outputs)
+            sums: Any = {"input_tokens": inputs, "output_tokens": outputs, "total_tokens": total}
+            usage = replace(usage, **sums, estimated=True)
         if usage.cache_creation_tokens and not usage.cache_creation_1h_tokens:
             # A streamed answer of Anthropic does not say how long its cache is kept; an hour costs
             # more. In a text, the quotes would be escaped.
@@ -100,7 +117,7 @@ class ModelRun:
                 usage = add_usage(usage, chunk.usage_metadata)
         message = AIMessage("", usage_metadata=usage, response_metadata=metadata)
         result = LLMResult(generations=[[ChatGeneration(message=message)]])
-        return replace(self.used(result, self.chunks), estimated=True)
+        return replace(self.used(result, self.chunks, is_whole=False), estimated=True)
 
 
 # Threads change them, each by single operations.

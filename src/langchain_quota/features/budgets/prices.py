@@ -115,6 +115,8 @@ class Pricing:
         limits = [limit for limit in kernel.limits if isinstance(limit, CostLimit)]
         # Without a limit of costs, nothing costs anything.
         self._prices = resolve_prices(kernel.options["prices"] if limits else lambda _: Decimal(0))
+        table = kernel.options["prices"]
+        self._table = table if isinstance(table, Mapping) else {}
         self._recorder = kernel.recorder
         self._allow_unknown = kernel.options["unknown_price"] == "allow"
         # What a run is charged at least if its price is not known when it is done.
@@ -151,8 +153,7 @@ class Pricing:
         """Return the price of a model run in nanodollars, and whether its price is known."""
         # It is paid already: nothing is raised.
         try:
-            self._name_unpaid(usage, agent)
-            return cost(usage, self._prices), "known"
+            return cost(usage, self._prices), self._name_unpaid(usage, agent)
         except UnknownPriceError as error:
             self._recorder.record_unknown_price(agent, error)
         except Exception as error:  # noqa: BLE001 - the user's function
@@ -164,13 +165,22 @@ class Pricing:
             self._failed.pop(next(iter(self._failed)), None)
         return max(held, self._least), "unknown"
 
-    def _name_unpaid(self, usage: ModelUsage, agent: str | None) -> None:
-        """Log the provider's own tools that the price of a run does not include."""
+    def _name_unpaid(self, usage: ModelUsage, agent: str | None) -> str:
+        """Log what the price of a run does not include; return whether the price is known."""
         for tool in () if usage.cached else sorted({*usage.provider_tools}):
             others = tuple(name for name in usage.provider_tools if name != tool)
             of_others = cost(replace(usage, provider_tools=others), self._prices)
             if cost(usage, self._prices) == of_others:
                 self._recorder.log_first(logs.unpaid_tool, agent, label(tool))
+        price = next((self._table[name] for name in usage.models if name in self._table), None)
+        for part in ("cache_creation_1h", "cache_creation") if price and price.input else ():
+            # Writing a cache costs more than other input.
+            if _parts(usage)[part] and getattr(price, part) is None:
+                reason = f"its Price has no {part}, so too little is charged: give it"
+                error = UnknownPriceError(usage.models[0], usage.provider, reason=reason)
+                self._recorder.record_unknown_price(agent, error)
+                return "unknown"
+        return "known"
 
     def of_tool(self, limit: Limit, call: ToolCall) -> int:
         """Return the price of a tool call by a limit, in nanodollars, rounded up."""

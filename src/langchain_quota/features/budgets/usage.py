@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,9 @@ _MOST_BYTES = 8
 
 _BYTES = 3
 """How many bytes of text a token is taken for in an estimate."""
+
+_MOST_FOR_ONE = 1_000
+"""More bytes than one token has, also with all that a message has around it."""
 
 _PER_MEDIUM = 1_000
 """How many tokens a medium is taken for in an estimate."""
@@ -111,9 +115,23 @@ def asked_in(metadata: Mapping[str, Any] | None, *, speed: str = "") -> ModelUsa
 
 def estimated_tokens(messages: Iterable[BaseMessage], tools: object = None) -> int:
     """Estimate the tokens of messages of which the provider reports nothing."""
-    # Reasoning that is not in an answer is missing.
-    size, media = _size(messages, tools)
+    # Some providers' reasoning is beside the content. Reasoning that is not shown is missing.
+    messages = [*messages]
+    beside = [message.additional_kwargs.get("reasoning_content") for message in messages]
+    size, media = _size([*messages, *(AIMessage(str(text)) for text in beside if text)], tools)
     return -(-size // _BYTES) + _PER_MEDIUM * len(media)
+
+
+def likely_tokens(
+    reported: int, messages: Iterable[BaseMessage], tools: object = None, *, is_report: bool
+) -> int:
+    """Return the reported tokens of messages, or an estimate if there must be more."""
+    # Some providers report 0, or 1 as a placeholder.
+    if is_report and reported > 1:
+        return reported
+    estimate = estimated_tokens(messages, tools)
+    is_possible = is_report and estimate * _BYTES <= _MOST_FOR_ONE
+    return reported if is_possible else max(reported, estimate)
 
 
 def _size(messages: Iterable[BaseMessage], tools: object = None) -> tuple[int, list[int]]:
@@ -247,6 +265,17 @@ def reported_usage(result: LLMResult, requested: ModelUsage) -> ModelUsage:
     tokens = counted(usage)
     if tokens is None:
         return replace(requested, **about, cached=cached, estimated=not cached)
+    # Anthropic's sums leave out some iterations, such as compactions.
+    sums: Counter[str] = Counter()
+    iterations: Any = raw.get("iterations")
+    names = ("input", "output", "cache_read_input", "cache_creation_input")
+    for part in iterations if isinstance(iterations, list) else ():
+        numbers = [_detail(part, f"{name}_tokens") for name in names]
+        details = {"cache_read": numbers[2], "cache_creation": numbers[3]}
+        details |= part.get("cache_creation") or {}
+        report = {**part, "total_tokens": sum(numbers), "input_token_details": details}
+        sums.update(counted(report) or {})
+    tokens = {name: max(number, sums[name]) for name, number in tokens.items()}
     estimated = message is not None and not cached and not tokens["total_tokens"]
     return ModelUsage(
         request_model=requested.request_model, **about, **tokens, cached=cached, estimated=estimated
@@ -288,17 +317,27 @@ def counted(usage: Mapping[str, Any]) -> dict[str, Any] | None:
     # If Anthropic reports how long it keeps its cache, LangChain has 0 for the total.
     for_1h = _detail(inputs, "ephemeral_1h_input_tokens")
     split = for_1h + _detail(inputs, "ephemeral_5m_input_tokens")
+    read, written = _detail(inputs, "cache_read"), split or _detail(inputs, "cache_creation")
+    cached, reasoning = read + written, _detail(outputs, "reasoning")
+    # Some providers count cached tokens beside the input, and reasoning beside the output. Then
+    # only the total has them, or the part is larger than the whole.
+    beside = max(0, total - input_tokens - output_tokens)
+    is_beside = beside != reasoning and beside in (cached, cached + reasoning)
+    if is_beside or cached > input_tokens:
+        input_tokens += cached
+    beside -= cached if is_beside else 0
+    output_tokens += max(beside, reasoning if reasoning > output_tokens else 0)
     return {
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
         # The higher number is safe if a report contradicts itself.
         "total_tokens": max(total, input_tokens + output_tokens),
-        "cache_read_tokens": _detail(inputs, "cache_read"),
-        "cache_creation_tokens": split or _detail(inputs, "cache_creation"),
+        "cache_read_tokens": read,
+        "cache_creation_tokens": written,
         "cache_creation_1h_tokens": for_1h,
         "input_audio_tokens": _detail(inputs, "audio"),
         "output_audio_tokens": _detail(outputs, "audio"),
-        "reasoning_tokens": _detail(outputs, "reasoning"),
+        "reasoning_tokens": reasoning,
     }
 
 
