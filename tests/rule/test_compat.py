@@ -139,12 +139,13 @@ def test_checkpoint_ids() -> None:
 
 
 def test_finished_tasks() -> None:
-    """The writes at a checkpoint tell a task that has finished from one that waits for a person."""
+    """The writes at a checkpoint tell a task that has finished from a waiting one and an update."""
     look, _ = spy(lambda: interrupt("?"))
     asking = agent(look, checkpointer=(saver := InMemorySaver()))
     asking.invoke(GO, CONFIG)
-    waiting, finished, *_ = map(compat.finished_tasks, saver.list(CONFIG))
-    assert (len(waiting), len(finished)) == (0, 1)
+    asking.update_state(CONFIG, {"messages": []})
+    updated, waiting, finished, *_ = map(compat.finished_tasks, saver.list(CONFIG))
+    assert (len(updated), len(waiting), len(finished)) == (0, 0, 1)
 
 
 def test_is_from_create_agent() -> None:

@@ -4,7 +4,9 @@ A check writes its name to the state. The first step that makes a call of the ch
 in this process. The first step of a resumed run asks the checkpointer whether it finished before.
 """
 
+import asyncio
 from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 
@@ -54,13 +56,15 @@ class Reruns(Feature):
         super().__init__(kernel)
         # By check: the task that made it. By check and call: the first step that made the call.
         self._claims: Callable[[Hashable], dict[str, str]] = lru_cache(20_000)(lambda _: {})
+        # By checkpoint: what was read of the step that resumes there, and the tasks that know it.
+        self._steps: Callable[[str], dict[str, Any]] = lru_cache(1_000)(lambda _: {})
 
     async def name_attempt(self, mode: Mode, runtime: object, context: CallContext) -> CallContext:
         """Rename the running task if it was finished before, and its calls cannot be claimed."""
         info = getattr(runtime, "execution_info", None)
         if info is None or (not self._kernel.checks_inline and self._claims(info.task_id)):
             return context
-        attempt, _ = await _find_earlier_run(mode, info)
+        attempt, _ = await self._find_earlier_run(mode, info)
         return context._replace(task_id=f"{context.task_id}/{attempt}") if attempt else context
 
     def adjust_checks(self, batch: Batch) -> None:
@@ -112,6 +116,34 @@ class Reruns(Feature):
                     return answer
         return await call(request)
 
+    async def _find_earlier_run(self, mode: Mode, info: ExecutionInfo) -> tuple[str, bool]:
+        """Look for an earlier run of the running task.
+
+        Return a name for this attempt if the task itself was finished before, or else an empty one;
+        and whether the task, or its step at a copied checkpoint, was finished before.
+        """
+        config = running_config()
+        configurable = config.get("configurable") or {}
+        saver = compat.checkpointer(configurable)
+        if not (compat.is_resumed_step(configurable) and isinstance(saver, BaseCheckpointSaver)):
+            return "", False
+        # One task of a step reads for all. A task that asks again runs again.
+        own, steps = ({info.task_id}, Future[Any]()), self._steps(info.checkpoint_id)
+        tasks, read = steps.setdefault("read", own)
+        if read is not own[1] and info.task_id in tasks:
+            tasks, read = steps["read"] = own
+        tasks.add(info.task_id)
+        result = None
+        if read is not own[1]:
+            result = await asyncio.shield(asyncio.wrap_future(read)) if mode else read.result()
+        try:
+            result = result or await _finished_tasks(mode, saver, config, info.checkpoint_id)
+        finally:
+            # If it fails, the others read for themselves.
+            own[1].set_result(result)
+        is_own = info.task_id.partition("/")[0] in result[0]
+        return str(info.node_first_attempt_time) * is_own, is_own or result[1]
+
     async def _rerun_runtime(
         self, mode: Mode, kind: Kind, state: State, call_id: str | None = None
     ) -> NodeRuntime | None:
@@ -120,7 +152,7 @@ class Reruns(Feature):
         if info is None or not isinstance(state, Mapping):
             return None
         check = feature_ledger(state, self.name).get(kind, "")
-        attempt, runs_again = await _find_earlier_run(mode, info)
+        attempt, runs_again = await self._find_earlier_run(mode, info)
         checked_by = self._claims(check).get("by", "")
         if checked_by.partition("/")[0] == info.task_id and checked_by.endswith(attempt):
             return None
@@ -131,33 +163,24 @@ class Reruns(Feature):
         return running_runtime(f"again/{attempt}") if runs_again else None
 
 
-async def _find_earlier_run(mode: Mode, info: ExecutionInfo) -> tuple[str, bool]:
-    """Look for an earlier run of the running task.
-
-    Return a name for this attempt if the task itself was finished before, or else an empty one;
-    and whether the task, or its step at a copied checkpoint, was finished before.
-    """
-    config = running_config()
-    configurable = config.get("configurable") or {}
-    saver = compat.checkpointer(configurable)
-    if not (compat.is_resumed_step(configurable) and isinstance(saver, BaseCheckpointSaver)):
-        return "", False
-    checkpoint, is_copied = await _checkpoint_of_step(mode, saver, config, info.checkpoint_id)
+async def _finished_tasks(
+    mode: Mode, saver: BaseCheckpointSaver[Any], config: RunnableConfig, checkpoint_id: str
+) -> tuple[set[str], bool]:
+    """Return the tasks of a step that finished before, and whether its original has finished."""
+    checkpoint, is_copied = await _checkpoint_of_step(mode, saver, config, checkpoint_id)
+    finished = compat.finished_tasks(checkpoint) if checkpoint and not is_copied else set()
     while checkpoint:
-        finished = compat.finished_tasks(checkpoint)
-        if is_copied and finished:
-            return "", True
-        if not is_copied and info.task_id.partition("/")[0] in finished:
-            return str(info.node_first_attempt_time), True
+        if is_copied and compat.finished_tasks(checkpoint):
+            return finished, True
         if checkpoint.metadata.get("source") not in {"fork", "update"}:
-            return "", False
+            return finished, False
         # Look at the checkpoint that this one was copied from.
         is_copied, parent = True, checkpoint.parent_config
         if parent is None:
             break
         checkpoint = await call_variant(mode, saver.get_tuple, saver.aget_tuple, parent)
     # The original checkpoint is gone: assume that its step has finished.
-    return "", True
+    return finished, True
 
 
 async def _checkpoint_of_step(

@@ -12,6 +12,7 @@ from functools import partial
 from threading import Event
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from uuid import UUID, uuid5
 
 if TYPE_CHECKING:
     from langchain.agents.middleware.types import ModelRequest
@@ -201,11 +202,14 @@ def finished_tasks(checkpoint: "CheckpointTuple") -> set[str]:
     """Return the ids of the tasks of the step at a checkpoint that have finished.
 
     LangGraph: a task that has not finished writes to the channels of `WRITES_IDX_MAP` alone.
+    `update_state` writes as a task, too, whose id it makes from the checkpoint's.
     """
     from langgraph.checkpoint.base import WRITES_IDX_MAP
 
-    writes = checkpoint.pending_writes or ()
-    return {task for task, channel, _ in writes if channel not in WRITES_IDX_MAP}
+    writes, checkpoint_id = checkpoint.pending_writes or (), UUID(checkpoint.checkpoint["id"])
+    names = ["__input__", "__interrupt__", *(f"__interrupt__:{n}" for n in range(len(writes)))]
+    updates = {str(uuid5(checkpoint_id, name)) for name in names}
+    return {task for task, channel, _ in writes if channel not in WRITES_IDX_MAP} - updates
 
 
 def task_namespace(metadata: Metadata) -> str:
