@@ -36,7 +36,7 @@ from langchain_quota.stores.redis import RedisStore
 from langchain_quota.stores.server import PREFIX
 
 Store = RedisStore | PostgresStore
-_PASSWORD = re.compile(r"://.*:.*@|[?&]password=", re.DOTALL)
+_PASSWORD = re.compile(r"^[^:]*://[^:]*:.*@|[?&]password=", re.DOTALL)
 _TIMEOUT = 10.0
 _BATCH_SIZE = 500
 """Number of counts that are reset in one step."""

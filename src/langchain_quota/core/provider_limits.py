@@ -21,7 +21,8 @@ _LIMIT = re.compile(
     # Anthropic's `tokens` repeats the tighter one of its other two limits on tokens.
     r"|anthropic-ratelimit-(requests|(?:in|out)put-tokens)-limit"
 )
-_DELAY = re.compile(r"retryDelay\W+([\d.]+)s")
+# A provider's error may quote a prompt: no text may take long.
+_DELAY = re.compile(r"retryDelay\W{1,9}(\d{1,9}(?:\.\d{1,9})?)s")
 
 
 def lower_names(headers: object) -> dict[str, str]:

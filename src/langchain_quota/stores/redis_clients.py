@@ -221,7 +221,7 @@ class _OwnedClients(Clients):
         self._sync = redis.Redis.from_pool(pool)
         self._loops = PerLoop(self._of_loop, self._end)
         self.secrets = (url, *_secrets(pool.connection_kwargs))
-        self.name = re.sub("//.*@", "//", url.partition("?")[0])
+        self.name = re.sub("^([^/]*//).*@", r"\1", url.partition("?")[0])
 
     async def opened(self, mode: Mode) -> ScriptClient:
         return await self._loops.get() if mode else cast("ScriptClient", self._sync)
