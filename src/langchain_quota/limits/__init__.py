@@ -50,3 +50,16 @@ def check_together(limits: Sequence[Limit]) -> None:
     for name, count in Counter(limit.name for limit in limits).items():
         if count > 1:
             raise ValueError(f"{count} limits are named {name!r}: give each a name of its own")
+    # What a window leaves depends on the limit, and raises all limits on the count.
+    shared: dict[object, Quota] = {}
+    for limit in limits:
+        for quota in limit.quotas:
+            count_of = limit.counter, quota.dimension, quota.period, quota.smooth
+            other = shared.setdefault(count_of, quota)
+            differs = (quota.limit, quota.rollover) != (other.limit, other.rollover)
+            if differs and (quota.rollover or other.rollover):
+                raise ValueError(
+                    f"quota {quota.name!r} of limit {limit.name!r} rolls over {quota.rollover!r}, "
+                    f"and another one on its count {other.rollover!r}: give both the same limit "
+                    "and rollover, or another window"
+                )
