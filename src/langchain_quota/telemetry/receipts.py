@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from decimal import Decimal
+from itertools import chain
 from typing import Any
 from uuid import UUID
 
@@ -154,7 +155,10 @@ class Receipt:
         """Add blocked calls, what allowed tool calls cost, and the limit that ends the run."""
         for call, outcome, limits, *_ in decisions:
             if outcome is Outcome.BLOCKED:
-                limit = next(one.limit for one in limits if one.refused and one.enforced)
+                # A call is also blocked where a limit refuses another one with its id.
+                others = (one.limits for one in decisions if one.call.id == call.id)
+                checks = chain(limits, *others)
+                limit = next((one.limit for one in checks if one.refused and one.enforced), "")
                 with self._lock:
                     blocked = self._line(call.agent or "", call.kind, call.tool or "").blocked
                     blocked[limit] = blocked.get(limit, 0) + 1

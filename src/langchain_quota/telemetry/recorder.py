@@ -26,7 +26,7 @@ from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitG
 from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label, limit_label
 from langchain_quota.telemetry.names import MetricSpec
-from langchain_quota.telemetry.receipts import open_receipts
+from langchain_quota.telemetry.receipts import Receipt, open_receipts
 from langchain_quota.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -182,9 +182,8 @@ class Recorder:
         record = self._recent_tasks.add(task_id, [decision.outcome for decision in decisions])
         if record.is_new:
             for captured in _captures.get():
-                captured.extend(decisions)
-            for receipt in open_receipts():
-                receipt.add_decisions(decisions, ended_by=ended_by)
+                self._guard("observer", captured.extend, decisions)
+            self._add_to_receipts(Receipt.add_decisions, decisions, ended_by=ended_by)
             if not self._has_checked_settings:
                 self._has_checked_settings = True
                 self._guard("metrics", self._check_settings)
@@ -211,8 +210,7 @@ class Recorder:
 
     def record_refunds(self, refunds: Sequence[Refund]) -> None:
         """Record refunds of one agent's calls on one thread."""
-        for receipt in open_receipts():
-            receipt.refund(refunds)
+        self._add_to_receipts(Receipt.refund, refunds)
         if refunds:
             caller = self._labels_of(refunds[0].call.agent, refunds[0].call.thread_id)
             for refund in refunds:
@@ -311,8 +309,7 @@ class Recorder:
             waited = seconds if status.limit == waited_for else 0.0
             self.record_wait(call.agent, status.limit, outcome, waited)
         refusals = Decision(call, decision.outcome, decision.refused_by)
-        for receipt in open_receipts():
-            receipt.add_decisions([refusals])
+        self._add_to_receipts(Receipt.add_decisions, [refusals])
         caller = self._labels_of(call.agent, call.thread_id)
         self._dispatch(DecisionEvent([refusals], caller), self._slot_sinks)
 
@@ -353,6 +350,13 @@ class Recorder:
         if event not in logged and len(logged) < _MAX_FIRST_LINES:
             logged.add(event)
             self.log(line, *event, **options)
+
+    def _add_to_receipts(
+        self, add: Callable[_Event, None], *event: _Event.args, **options: _Event.kwargs
+    ) -> None:
+        """Call a method of each open receipt."""
+        for receipt in self._guard("observer", open_receipts) or ():
+            self._guard("observer", add, receipt, *event, **options)
 
     def _dispatch(
         self, event: DecisionEvent, sinks: Sequence[tuple[str, Callable[[DecisionEvent], None]]]
