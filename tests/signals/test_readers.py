@@ -1,18 +1,76 @@
 """What reads decisions sees every refusal, and cannot break an agent."""
 
 import asyncio
-from typing import Any
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
+from langgraph.types import interrupt
 
-from langchain_quota import ConcurrencyLimit, Decision, MemoryStore, Quota, ToolCallLimit
+from langchain_quota import (
+    ConcurrencyLimit,
+    Decision,
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    RepeatLimit,
+    TokenLimit,
+    ToolCallLimit,
+    log_decisions,
+    quota_app,
+    stop_reason,
+)
+from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
-from tests.scene import Kind, Scene, texts
-from tests.telemetry import HAS_INLINE, Signals
+from tests.scene import Kind, Scene, recording, texts
+from tests.stores import FickleStore
+from tests.telemetry import HAS_INLINE, Signals, attributes
+from tests.tokens import answer
 
 KINDS: list[Kind] = ["quota", "graph", "inline"] if HAS_INLINE else ["quota", "graph"]
+ASKED: Any = {"messages": [("user", "hi")]}
+HOURLY = [Quota(1, per="global", window="hour")]
+TWICE, THRICE = [["search"] * 2, "done"], [["search"] * 3, "done"]
+
+
+class Row(NamedTuple):
+    """A kind of refusal: a limit, what the model plays, how many calls are refused, a store."""
+
+    limit: Limit
+    script: Sequence[Any]
+    refusals: int = 1
+    make_store: Callable[[], Any] = MemoryStore
+
+
+ROWS = {
+    "before the model": Row(ModelCallLimit(run_limit=1), [["calc"]]),
+    "before the model, in a wait": Row(ModelCallLimit(quotas=HOURLY, wait=0.01), [["calc"]]),
+    "around the model": Row(TokenLimit(run_limit=100, reserve=80), [answer(60, "calc")]),
+    "after the model": Row(ToolCallLimit("search", run_limit=1), THRICE, 2),
+    "after the model, as the end": Row(
+        ToolCallLimit("search", run_limit=1, exit_behavior="end"), TWICE
+    ),
+    "after the model, in a wait": Row(ToolCallLimit("search", quotas=HOURLY, wait=0.01), TWICE),
+    "after the model, repeated": Row(RepeatLimit(1), [["search"], ["search"], "done"]),
+    "around the tool": Row(ConcurrencyLimit("search", max_concurrency=1, wait=0), THRICE, 2),
+    "around the tool, in a wait": Row(
+        ConcurrencyLimit("search", max_concurrency=1, wait=0.01), TWICE
+    ),
+    "around the tool, by leases": Row(
+        ConcurrencyLimit("search", max_concurrency=1, wait=0),
+        THRICE,
+        2,
+        lambda: FickleStore(MemoryStore()),
+    ),
+}
 
 
 class Busy:
@@ -87,3 +145,77 @@ async def test_a_reader_that_fails(
     assert (scene.last_text(), scene.metric("tool:search", "refunded")) == ("done", 1)
     counted = signals.samples("langchain_quota_errors_total", error_type="LookupError")
     assert counted.keys() == {("observer",)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+async def test_a_refusal_is_seen_by_all(
+    row: Row, kind: Kind, signals: Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever calls are refused, all who read decisions see each one blocked, and only once."""
+    caplog.set_level(logging.DEBUG, "langchain_quota")
+    log: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    busy = Busy(row.refusals)
+    tools = [busy.tool if isinstance(row.limit, ConcurrencyLimit) else "search", "calc"]
+    options: dict[str, Any] = {"store": row.make_store(), "stream_events": True, "kind": kind}
+    options["on_decision"] = [busy, log_decisions(QueueHandler(log))]
+    scene = Scene(signals, row.script, [row.limit], tools=tools, **options)
+    with scene.quota.receipt() as bill, captured_decisions() as captured:
+        stream = scene.agent.astream(ASKED, scene.config, stream_mode="custom")
+        events = [event["langchain_quota_event"] async for event in stream]
+    page = httpx.ASGITransport(quota_app(signals.registry))
+    async with httpx.AsyncClient(transport=page, base_url="http://page") as client:
+        (shown,) = (await client.get("/quota.json")).json()["threads"]["rows"]
+    lines = [json.loads(log.get().getMessage()) for _ in range(log.qsize())]
+    reasons = [(each.type, stop_reason(each)) for each in scene.state()["messages"]]
+    stops = Counter(kind for kind, why in reasons if why and why["decision"] == "blocked")
+    blocked: Mapping[str, Any] = {"decision": "blocked"}
+    seen = {
+        "on_decision": busy.seen.count("blocked"),
+        "captures": [str(decision.outcome) for decision in captured].count("blocked"),
+        "receipt": sum(sum(line.blocked.values()) for line in bill.lines),
+        "stream": events.count("refused"),
+        "messages": max(stops.values()),
+        "log": [getattr(each, "quota_event", "") for each in caplog.records].count("refused"),
+        "decision log": [line["decision"] for line in lines].count("blocked"),
+        "page": shown["blocked"],
+        "thread": sum(signals.samples("langchain_quota_thread_blocked_total").values()),
+        **{
+            name: sum(signals.samples(f"langchain_quota_{name}_total", **blocked).values())
+            for name in ("calls", "limit_decisions")
+        },
+        "spans": [attributes(each)["decision"] for each in signals.decision_spans()].count(
+            "blocked"
+        ),
+    }
+    assert seen == dict.fromkeys(seen, row.refusals)
+    ran = [str(decision.outcome) for decision in captured].count("allowed")
+    assert ran == sum(signals.samples("langchain_quota_calls_total", decision="allowed").values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_with_a_slot_is_decided_once(kind: Kind, signals: Signals) -> None:
+    """Its decision has all limits, also those in a dry run, and is no other when it runs again."""
+    limits: list[Any] = [
+        ToolCallLimit("search", run_limit=1, enforce=False),
+        ConcurrencyLimit("search", max_concurrency=1),
+    ]
+    asked: list[str] = []
+
+    def ask_first() -> None:
+        if not asked:
+            asked.append("Really?")
+            interrupt(*asked)
+
+    tool = recording("search", [], ask_first)
+    scene = Scene(signals, TWICE, limits, kind=kind, tools=[tool])
+    with captured_decisions() as captured:
+        await scene.play()
+        await scene.resume("Yes.")
+    outcomes = Counter(str(decision.outcome) for decision in captured)
+    assert outcomes == {"allowed": 1, "would_block": 1}
+    names = [limit.name for limit in limits]
+    assert [[status.limit for status in each.limits] for each in captured] == [names] * 2
+    assert {name: scene.calls(name, "search") for name in outcomes} == outcomes
+    spans = Counter(attributes(span)["decision"] for span in signals.decision_spans())
+    assert spans == outcomes | {"waiting": 2}

@@ -6,7 +6,7 @@ conclusion = conclude(batch, result)
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from secrets import token_hex
@@ -63,6 +63,8 @@ class HookResult(NamedTuple):
     update: Update | None = None
     refunds: Sequence[Refund] = ()
     error: Exception | None = None
+    # The indexes of the allowed calls about which the hook around their tool decides.
+    waiting: Collection[int] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -341,7 +341,7 @@ class Kernel:
         """Record the decisions unless the task is a re-run, and return the update."""
         if self.observers.present:
             self.observers.check(mode)
-        update = hook_result.update
+        update, waiting = hook_result.update, hook_result.waiting
         reason = add_reasons(batch, hook_result, self.recorder.subject_label)
         noted = ended_runs.get()
         if not (noted is None or reason is None or hook_result.error or batch.context.is_nested):
@@ -359,6 +359,7 @@ class Kernel:
             ended_by=ending,
             task_id=batch.context.task(batch.task),
             model=batch.model,
+            waiting=waiting,
         )
         if record.is_new and hook_result.refunds:
             self.recorder.record_refunds(hook_result.refunds)
@@ -368,7 +369,8 @@ class Kernel:
             written = merge_ledgers((update or {}).get(LEDGER, {}), batch.ledger_update)
             update = {**(update or {}), LEDGER: written}
         if self.observers.present:
-            await self.observers.notify(mode, hook_result.decisions, record)
+            made = [one for n, one in enumerate(hook_result.decisions) if n not in waiting]
+            await self.observers.notify(mode, made, record)
         return update
 
     async def call_model(

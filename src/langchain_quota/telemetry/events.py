@@ -1,6 +1,6 @@
 """The events that sinks receive: decisions about calls, with what their signals share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,6 +43,8 @@ class DecisionEvent:
     """When the check began, in nanoseconds since the Unix epoch."""
     duration: int = 0
     """How long the check took, in nanoseconds."""
+    waiting: Collection[int] = ()
+    """The indexes of the calls that run only if they get a slot: a decision about each follows."""
     error: BaseException | None = None
     """The exception that the decisions raise into the agent."""
     model: Callable[[], str | None] | None = None

@@ -98,7 +98,8 @@ class Metrics:
             self._decision_seconds[kind, "store" if shared else "state"].observe(seconds)
             for index, decision in enumerate(event.decisions):
                 exemplar, tool = event.exemplars.get(index), event.tools[index]
-                self._calls[agent, kind, tool, decision.outcome].inc(1, exemplar)
+                is_made = index not in event.waiting
+                self._calls[agent, kind, tool, decision.outcome].inc(is_made, exemplar)
                 if decision.downgraded_by:
                     downgraded = self._counters[names.DOWNGRADED.name]
                     downgraded[agent, limit_label(decision.downgraded_by)].inc()
@@ -142,13 +143,15 @@ class Metrics:
                 charges = self._charges_of(event.caller.agent, status)
                 charges.inc(event.charged_calls, event.exemplars.get(0))
 
-    def count_refusals(self, event: DecisionEvent) -> None:
-        """Count refusals by concurrency limits, which are no part of a decision."""
+    def count_slot_decision(self, event: DecisionEvent) -> None:
+        """Count a decision about slots for its call, and the refusals of concurrency limits."""
+        agent, exemplar = event.caller.agent, event.exemplars.get(0)
         with self._lock:
-            for status in event.decisions[0].limits:
-                if status.scope is not None:
-                    refusals = self._refusals_of(event.caller.agent, status)
-                    refusals.inc(exemplar=event.exemplars.get(0))
+            for decision, tool in zip(event.decisions, event.tools, strict=True):
+                self._calls[agent, decision.call.kind, tool, decision.outcome].inc(1, exemplar)
+                for status in decision.limits:
+                    if status.scope is not None:
+                        self._refusals_of(agent, status).inc(exemplar=exemplar)
 
     def count_refund(self, caller: CallerLabels, tool: str, refund: Refund) -> None:
         """Count a refund of a charge."""

@@ -5,13 +5,13 @@ The sinks are metrics, spans, the usage of threads and other subjects, and logs.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, Self
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Self
 
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.stops import StopReason
@@ -130,8 +130,9 @@ class Recorder:
             ("metrics", metrics.count_crossings),
         )
         self._slot_sinks = (
-            ("tracing", tracing.set_active_exemplar),
-            ("metrics", metrics.count_refusals),
+            ("threads", usage.record_decisions),
+            ("tracing", tracing.make_spans),
+            ("metrics", metrics.count_slot_decision),
             ("metrics", metrics.count_crossings),
         )
 
@@ -173,26 +174,33 @@ class Recorder:
         ended_by: str = "",
         task_id: str | None = None,
         model: "tuple[BaseChatModel, Mapping[str, object]] | None" = None,
+        waiting: Collection[int] = (),
+        whole: Decision | None = None,
     ) -> TaskRecord:
-        """Record the decisions about a batch of one agent's calls, unless the task is a re-run."""
+        """Record the decisions about a batch of one agent's calls, unless the task is a re-run.
+
+        Those at the indexes `waiting` wait for a slot. After that, a decision has the concurrency
+        limits alone, and `whole` has all limits of its call.
+        """
         if not decisions:
             return TaskRecord(is_new=False)
         # The check began before the calls waited for room.
         duration = time.time_ns() - started - int(decisions[0].waited * 10**9)
         record = self._recent_tasks.add(task_id, [decision.outcome for decision in decisions])
         if record.is_new:
+            made = [whole or one for n, one in enumerate(decisions) if n not in waiting]
             for captured in _captures.get():
-                self._guard("observer", captured.extend, decisions)
+                self._guard("observer", captured.extend, made)
             self._add_to_receipts(Receipt.add_decisions, decisions, ended_by=ended_by)
             if not self._has_checked_settings:
                 self._has_checked_settings = True
                 self._guard("metrics", self._check_settings)
             caller = self._labels_of(decisions[0].call.agent, decisions[0].call.thread_id)
             tools = [self._shared.tools[caller.agent, decision.call.tool] for decision in decisions]
-            event = DecisionEvent(decisions, caller, tools, started, duration, error)
+            event = DecisionEvent(decisions, caller, tools, started, duration, waiting, error)
             if model is not None:
                 event.model = partial(self._guard, "tracing", _model_name, *model)
-            self._dispatch(event, self._decision_sinks)
+            self._dispatch(event, self._slot_sinks if whole else self._decision_sinks)
         return record
 
     def record_charge(
@@ -297,8 +305,8 @@ class Recorder:
         self._guard("metrics", self._metrics.change_waiting, caller, limit, change)
         self._guard("threads", self._usage.change_waiting, caller, limit, change)
 
-    def record_slot_decision(self, decision: Decision, waited_for: str, seconds: float) -> None:
-        """Record that a call got its slots, or that concurrency limits refused it."""
+    def record_slot_waits(self, decision: Decision, waited_for: str) -> None:
+        """Record how long a call has waited for its slots, or in vain."""
         call = decision.call
         for status in decision.limits:
             # After a refusal in dry run the call runs, so the other limits have allowed it.
@@ -306,12 +314,8 @@ class Recorder:
             is_other = decision.outcome is Outcome.BLOCKED and not status.refused
             if is_other or status.reason == STORE:
                 continue
-            waited = seconds if status.limit == waited_for else 0.0
+            waited = decision.waited if status.limit == waited_for else 0.0
             self.record_wait(call.agent, status.limit, outcome, waited)
-        refusals = Decision(call, decision.outcome, decision.refused_by)
-        self._add_to_receipts(Receipt.add_decisions, [refusals])
-        caller = self._labels_of(call.agent, call.thread_id)
-        self._dispatch(DecisionEvent([refusals], caller), self._slot_sinks)
 
     def record_reset(
         self, agent: str | None, thread_id: object, limits: Sequence[LimitStatus]
@@ -352,7 +356,10 @@ class Recorder:
             self.log(line, *event, **options)
 
     def _add_to_receipts(
-        self, add: Callable[_Event, None], *event: _Event.args, **options: _Event.kwargs
+        self,
+        add: Callable[Concatenate[Receipt, _Event], None],
+        *event: _Event.args,
+        **options: _Event.kwargs,
     ) -> None:
         """Call a method of each open receipt."""
         for receipt in self._guard("observer", open_receipts) or ():

@@ -49,6 +49,8 @@ RESETS_AT = "langchain_quota.resets_at"
 DOWNGRADED_BY = "langchain_quota.downgraded_by"
 SUBJECT = "langchain_quota.subject"
 THREAD_LABEL = "langchain_quota.thread.id"
+WAITING = "waiting"
+"""What the span of a first check says of a call that still needs a slot."""
 WAITED = "langchain_quota.waited"
 """The name of a span's event, where the others are names of attributes."""
 
@@ -90,7 +92,8 @@ class Tracing:
             # Use the bounded label of the metrics in the name, because backends group spans by it.
             span = tracer.start_span(
                 f"check_quota tool {event.tools[index]}" if is_tool else "check_quota model",
-                attributes=self._attributes(event, decision, error),
+                attributes=self._attributes(event, decision, error)
+                | ({DECISION: WAITING} if index in event.waiting else {}),
                 start_time=event.started,
             )
             if decision.waited:

@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -20,12 +20,13 @@ from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, Call
 from langchain_quota.limits.calls import ConcurrencyLimit
+from langchain_quota.middleware.calls import Batch, HookResult
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import answer, answer_of_blocked, newest_name
-from langchain_quota.middleware.state import ledger, refunded_limits
+from langchain_quota.middleware.state import Ledger, ledger, refunded_limits
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.semaphores import Slot, semaphore_of
 from langchain_quota.runtime.sync_async import Mode, run_sync
@@ -56,10 +57,24 @@ class ConcurrencySlots(Feature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._limits = _concurrency_limits(kernel.limits)
+        # What the first checks of the newest calls have decided.
+        self._checked: Callable[[str], dict[str, Decision]] = lru_cache(10_000)(lambda _: {})
         # The store that leases slots; `None` if this process counts them. The calls of this
         # process queue here first, so that they keep their order and the store gets few requests.
         in_process = self.store is None or isinstance(self.store.store, MemoryStore)
         self._lease_store = None if in_process else self.store
+
+    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
+        """Leave the decisions about allowed calls that need slots to the hook around their tool."""
+        if batch.pending is None or not self._kernel.runs_tools:
+            return conclusion
+        waiting = set[int]()
+        for index, decision in enumerate(conclusion.decisions):
+            needs_slot = any(limit.matches(decision.call) for limit in self._limits)
+            if needs_slot and decision.outcome in (Outcome.ALLOWED, Outcome.WOULD_BLOCK):
+                self._checked(_name(batch.ledger, decision.call))["decision"] = decision
+                waiting.add(index)
+        return conclusion._replace(waiting=waiting)
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
@@ -99,10 +114,17 @@ class ConcurrencySlots(Feature):
             labels = call.agent, self._lease_store.label, self._kernel.on_store_error
             self.recorder.count(names.STORE_FALLBACKS, *labels)
         decision = slots.decision(self._kernel.on_store_error)
-        waited = slots.age if slots.waits else 0.0
-        self.recorder.record_slot_decision(decision, slots.waited_for, waited)
-        if decision.outcome is not Outcome.ALLOWED:
-            await self._kernel.observers.notify(mode, [decision])
+        self.recorder.record_slot_waits(decision, slots.waited_for)
+        name, unknown = _name(slots.ledger, call), Decision(call, Outcome.ALLOWED)
+        first = self._checked(name).get("decision", unknown)
+        if decision.outcome is Outcome.ALLOWED:
+            # A limit in a dry run may refuse the call.
+            decision = decision._replace(outcome=first.outcome)
+        limits, waited = first.limits + decision.limits, first.waited + decision.waited
+        whole = first._replace(outcome=decision.outcome, limits=limits, waited=waited)
+        task = slots.context.task(f"{self._kernel.name}/{name}")
+        record = self.recorder.record([decision], started=slots.started, task_id=task, whole=whole)
+        await self._kernel.observers.notify(mode, [whole], record)
         if decision.outcome is not Outcome.BLOCKED:
             return None
         text, call_id = messages.refusal(decision, slots.limits), str(call.id)
@@ -137,7 +159,7 @@ class _SlotRequest:
         # The runtime is the same if a middleware around this one makes the call again.
         self._runtime = request.runtime
         self.has_run = _started.get(id(self._runtime)) is self._runtime
-        self._created_at = time.monotonic()
+        self._created_at, self.started = time.monotonic(), time.time_ns()
         self.waits = False
         self.waited_for = next(
             (limit for limit in limits if limits[limit].enforce), next(iter(limits))
@@ -237,15 +259,14 @@ class _SlotRequest:
             enforced = any(self.limits[name].enforce for name in refused)
             outcome = Outcome.BLOCKED if enforced else Outcome.WOULD_BLOCK
         statuses = (self._status(name, refused=name in refused) for name in self.limits)
-        return Decision(self.call, outcome, tuple(statuses))
+        waited = self.age if self.waits else 0.0
+        return Decision(self.call, outcome, tuple(statuses), waited=waited)
 
     def _status(self, name: str, *, refused: bool) -> LimitStatus:
         """Return the status of a limit, whose count includes this call."""
         limit = self.limits[name]
         running = self._running.get(store_counter(limit), 0)
-        count = CountStatus(
-            CONCURRENCY, running, running + 1, limit.max_concurrency, per=CONCURRENCY
-        )
+        count = CountStatus(CONCURRENCY, running, running + 1, limit.max_concurrency)
         return LimitStatus(
             name,
             "continue",
@@ -298,6 +319,11 @@ class _SlotRequest:
         finally:
             for slot in self._slots:
                 slot.release()
+
+
+def _name(run_ledger: Ledger, call: Call) -> str:
+    """Return the name of a call of a run."""
+    return f"{run_ledger.get('run')}/{call.tool}/{call.id}"
 
 
 def _concurrency_limits(limits: Sequence[Limit]) -> list[ConcurrencyLimit]:
