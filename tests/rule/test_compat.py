@@ -74,6 +74,7 @@ IN_A_TOOL: dict[str, tuple[Callable[[str], Any], int, dict[str, Any], object]] =
 
 ELSEWHERE = {
     "ask": "scenario/test_ask.py::test_interfaces_can_show_a_form",
+    "for_parent": "scenario/test_ended_runs.py::test_a_sub_agent_in_a_node",
     "is_multiprocess": "signals/test_several_workers.py::test_any_worker_answers_for_all",
     "note_tracers": "signals/test_trace_sizes.py::test_a_trace_is_little_larger",
     "small_traces": "signals/test_trace_sizes.py::test_the_users_policy_applies",

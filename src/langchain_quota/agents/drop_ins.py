@@ -21,9 +21,9 @@ from langchain_quota.features.run_telemetry import Unchecked
 from langchain_quota.features.setup_checks import DeepAgents, UnsavedThreadLimits
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
-from langchain_quota.middleware.base import ContextT, LimitMiddleware
+from langchain_quota.middleware.base import ContextT, LimitMiddleware, ended_response
 from langchain_quota.middleware.calls import Batch, HookResult, Update, model_counts
-from langchain_quota.middleware.conclude import conclude_model, conclude_tools
+from langchain_quota.middleware.conclude import conclude_model, conclude_tools, end_again
 from langchain_quota.middleware.context import call_context
 from langchain_quota.middleware.history import newest_name
 from langchain_quota.middleware.state import (
@@ -144,6 +144,22 @@ class ToolCallLimitMiddleware(
         """Call `after_model` without blocking the event loop."""
         return await self.kernel.after_model("a", state, runtime)
 
+    def wrap_model_call(
+        self,
+        request: ModelRequest[ContextT],
+        handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
+    ) -> ModelResponse[ResponseT]:
+        """Make the model call, unless a limit has ended the run."""
+        return ended_response(request) or handler(request)
+
+    async def awrap_model_call(
+        self,
+        request: ModelRequest[ContextT],
+        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
+    ) -> ModelResponse[ResponseT]:
+        """Call `wrap_model_call` without blocking the event loop."""
+        return ended_response(request) or await handler(request)
+
     def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
         hook_result = conclude_tools(batch, result)
         decisions, update = hook_result.decisions, hook_result.update
@@ -253,7 +269,7 @@ class ModelCallLimitMiddleware(
     ) -> ExtendedModelResponse[ResponseT]:
         """Count the call in the model's own step, so that no jump can skip it."""
         self.kernel.learn_tools(request)
-        return self._counted(request, handler(request))
+        return ended_response(request) or self._counted(request, handler(request))
 
     async def awrap_model_call(
         self,
@@ -262,7 +278,7 @@ class ModelCallLimitMiddleware(
     ) -> ExtendedModelResponse[ResponseT]:
         """Call `wrap_model_call` without blocking the event loop."""
         self.kernel.learn_tools(request)
-        return self._counted(request, await handler(request))
+        return ended_response(request) or self._counted(request, await handler(request))
 
     def after_model(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
@@ -277,6 +293,8 @@ class ModelCallLimitMiddleware(
         return self._count_uncounted(state, runtime)
 
     def _check_next(self, state: State, runtime: object) -> Update | None:
+        if ended := end_again(state, runtime):
+            return ended
         update = run_sync(self.kernel.check_model_call("", state, runtime)) or {}
         if "jump_to" not in update and _is_counted(state):
             begins = Ledger(counts={"model_counted": False})

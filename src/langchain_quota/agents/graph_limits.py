@@ -20,6 +20,7 @@ from langchain_quota.core.stops import STOP, StopReason
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.base import begin_run
 from langchain_quota.middleware.calls import Batch, Update
+from langchain_quota.middleware.conclude import end_again
 from langchain_quota.middleware.context import as_json, call_context, digest, running_runtime
 from langchain_quota.middleware.feature import Handler, Request
 from langchain_quota.middleware.flow import Conclude, Kernel
@@ -52,10 +53,36 @@ class _Run:
         self.root, self.state = root, state
         self.ended: AIMessage | None = None
         """The answer with which a limit ended the run."""
+        self.ended_in: object = None
+        """The superstep in which it did so."""
+        self.refused_in: object = None
+        """The same, if it refused a call of the model."""
         self.decided: dict[_CallName, _Answer | None] = {}
         """The answers to calls that are checked; `None` for a call that may run."""
         self.taken: dict[str, Answers] = {}
         """The answers to the calls of a task of tools, by the name of its work."""
+
+    def end(self, answer: AIMessage, *, by_model: bool) -> None:
+        """Note the answer with which a limit ends the run."""
+        self.ended, self.ended_in = answer, _superstep()
+        self.refused_in = self.ended_in if by_model else None
+
+    def answer(self, messages: Sequence[AnyMessage]) -> AIMessage | None:
+        """Return the answer to a model call of an ended run; `None` if the call is checked."""
+        if self.ended is None:
+            return None
+        now = _superstep()
+        has_seen = any(message.id == self.ended.id for message in messages)
+        # A node beside the one whose model call was refused is refused itself.
+        if now == self.refused_in and not has_seen:
+            return None
+        if now != self.ended_in or has_seen:
+            state = {**self.state, "messages": [self.ended]}
+            self.learn(end_again(state, running_runtime()) or {})
+        if has_seen and messages[-1].id != self.ended.id:
+            # Edges read the newest message, and under its old id this one would not be it.
+            return self.ended.model_copy(update={"id": str(uuid4())})
+        return self.ended
 
     def learn(self, update: Update) -> bool:
         """Apply an update of the state; return whether it ends the run."""
@@ -122,17 +149,19 @@ class GraphLimits(QuotaMiddleware):
         """
         with running_as(self.agent):
             run, messages = await self._run(mode, request.messages), request.messages
-            if run.ended is not None:
-                return run.ended.model_copy(update={"id": str(uuid4())})
+            if ended := run.answer(messages):
+                return ended
             state: Any = {**run.state, "messages": messages}
             # Each call is charged, even if a node calls its model twice or runs again.
             runtime: Any = running_runtime(uuid4().hex)
             history = repaired(state, is_shared=False) or messages
             step = InlineState(replace(request, messages=history, state=state, runtime=runtime))
             await make_model_call(self.kernel, mode, step, handler)
-            run.learn(step.written)
             answer = step.new_messages[-1]
             assert isinstance(answer, AIMessage)  # noqa: S101 - for the type checker
+            run.learn(step.written)
+            if run.state[LEDGER].get("ended") == answer.id:
+                run.end(answer, by_model=True)
             if not answer.tool_calls:
                 return answer
             final, blocked = None, dict[str | None, _Answer]()
@@ -204,7 +233,8 @@ class GraphLimits(QuotaMiddleware):
         answers: list[AnyMessage] = update.get("messages") or []
         final = answers[-1] if run.learn(update) else None
         final = final if isinstance(final, AIMessage) else None
-        run.ended = final or run.ended
+        if final is not None:
+            run.end(final, by_model=False)
         return final, {
             answer.tool_call_id: (answer.text, answer.artifact and answer.artifact[STOP])
             for answer in answers
@@ -237,6 +267,12 @@ class GraphLimits(QuotaMiddleware):
         while len(self._runs) > _MAX_RUNS:
             self._runs.popitem(last=False)
         return self._runs[name]
+
+
+def _superstep() -> object:
+    """Return the name of the running superstep; nodes that run side by side share it."""
+    info = getattr(running_runtime(), "execution_info", None)
+    return info and info.checkpoint_id
 
 
 @contextmanager

@@ -9,14 +9,13 @@ from langchain.agents.middleware import AgentMiddleware, ModelResponse
 from langchain.agents.middleware.types import ResponseT
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, RemoveMessage, ToolMessage
 
-from langchain_quota.agents.quota import QuotaMiddleware, WrittenResponse
-from langchain_quota.errors import ModelCallLimitExceededError
-from langchain_quota.middleware.base import ContextT
+from langchain_quota.agents.quota import QuotaMiddleware
+from langchain_quota.middleware.base import ContextT, WrittenResponse, ended_response
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import identified
-from langchain_quota.middleware.state import ledger, merge_ledgers, run_model, thread_model
+from langchain_quota.middleware.state import ledger, merge_ledgers
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 
@@ -107,8 +106,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     It checks calls inside the model's own step, and adds one superstep, at the beginning of a run.
     Arguments, counts and telemetry are those of `QuotaMiddleware`, but no limit can `"ask"`. List
     it first: it does not see what a middleware listed before it answers, drops or tries again. It
-    needs LangChain 1.4. A run that a limit has ended raises a `ModelCallLimitExceededError` if it
-    is led back to the model.
+    needs LangChain 1.4.
 
     Examples:
         >>> from langchain_quota import InlineQuotaMiddleware, ModelCallLimit
@@ -135,12 +133,9 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
                 f"{self.name} and another middleware of this agent both check around the model "
                 "call: put all limits into one InlineQuotaMiddleware"
             )
+        if ended := ended_response(request):
+            return ended
         step = InlineState(request)
-        ended = ledger(step).get("ended")
-        if ended and any(message.id == ended for message in step["messages"]):
-            # Another middleware, or LangChain itself, leads it back, and could do so forever.
-            text, counts = "a limit has ended this run", (thread_model(step), run_model(step))
-            raise ModelCallLimitExceededError(*counts, None, None, message=text)
         await make_model_call(self.kernel, mode, step, handler)
         if "jump_to" not in step.written:
             # When the step runs again, the model may make other calls.

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Generic, TypedDict
 
 from langchain.agents.middleware.types import (
     AgentMiddleware,
-    ExtendedModelResponse,
     ModelRequest,
     ModelResponse,
     ResponseT,
@@ -14,7 +13,6 @@ from langchain.agents.middleware.types import (
     hook_config,
 )
 from langgraph.runtime import Runtime
-from langgraph.types import Command
 
 from langchain_quota.agents.thread_methods import ThreadMethods
 from langchain_quota.core.checks import OnStoreError
@@ -31,19 +29,25 @@ from langchain_quota.features.setup_checks import DeepAgents, MisspelledTools, U
 from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
-from langchain_quota.middleware.base import ContextT, LimitMiddleware, is_own
+from langchain_quota.middleware.base import (
+    ContextT,
+    LimitMiddleware,
+    WrittenResponse,
+    ended_response,
+    is_own,
+)
 from langchain_quota.middleware.calls import Update
+from langchain_quota.middleware.conclude import end_again
 from langchain_quota.middleware.feature import (
     Feature,
     FeatureOptions,
     Handler,
     Request,
-    Response,
     ToolAnswer,
     ToolHandler,
 )
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import QuotaState, State, ledger
+from langchain_quota.middleware.state import QuotaState, State
 from langchain_quota.runtime.arguments import explain_arguments, validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
 from langchain_quota.stores import QuotaStore, check_store
@@ -226,11 +230,9 @@ class QuotaMiddleware(
         return await self._before_model("a", state, runtime)
 
     async def _before_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
-        newest = (state.get("messages") or (None,))[-1]
-        if newest is not None and newest.id is not None and newest.id == ledger(state).get("ended"):
-            # The graph continues nevertheless: LangChain waits for a structured response.
-            return {"jump_to": "end"}
-        return await self.kernel.check_model_call(mode, state, runtime)
+        # A judge leads an ended run back, or LangChain, which waits for a structured response.
+        ended = end_again(state, runtime)
+        return ended or await self.kernel.check_model_call(mode, state, runtime)
 
     @hook_config(can_jump_to=["end"])
     def after_model(
@@ -277,6 +279,8 @@ class QuotaMiddleware(
     async def _wrap_model_call(
         self, mode: Mode, request: Request, handler: Handler
     ) -> ModelResponse[ResponseT]:
+        if ended := ended_response(request):
+            return ended
         self.kernel.learn_tools(request)
         written: Update = {}
         for rerun in self.kernel.check_rerun_hooks:
@@ -306,22 +310,6 @@ class QuotaMiddleware(
         return type(self).__name__
 
 
-class WrittenResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
-    """An answer, with what is written to the state. A subclass can use it as any response."""
-
-    def __init__(self, response: Response | None, update: Update) -> None:
-        written = {**update}
-        # Without an answer, the messages are the final ones of a refused call.
-        self.result = response.result if response else written.pop("messages", [])
-        self.structured_response = response.structured_response if response else None
-        self.command = Command(update=written)
-
-    @property
-    def model_response(self) -> Response:  # type: ignore[override]  # as it is now
-        """Response without the update."""
-        return ModelResponse(self.result, self.structured_response)
-
-
 _OPTIONAL = ("before_model", "after_model", "wrap_model_call", "wrap_tool_call", "after_agent")
 """The hooks that only some limits and options need."""
 
@@ -336,6 +324,8 @@ def _unneeded(kernel: Kernel, kinds: Sequence[type[Feature]]) -> tuple[str, ...]
         *(kernel.learn_tools_hooks, kernel.shape_request_hooks, kernel.around_model_hooks),
         *(kernel.check_rerun_hooks, kernel.checks_inline),
         kernel.after_model_hooks and not has_node,
+        # Otherwise, something that leads an ended run back would call the model.
+        "before_model" not in needed,
     ]
     needs = {
         "wrap_model_call": any(around_model),

@@ -4,19 +4,26 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from langchain.agents.middleware.types import AgentMiddleware, ResponseT, StateT
+from langchain.agents.middleware.types import (
+    AgentMiddleware,
+    ExtendedModelResponse,
+    ModelResponse,
+    ResponseT,
+    StateT,
+)
 from langchain_core.messages import AIMessage, AnyMessage, RemoveMessage
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.runtime import Runtime
+from langgraph.types import Command
 from langsmith.utils import tracing_is_enabled
 
 from langchain_quota.core.decision import Refund
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.middleware.calls import Update
-from langchain_quota.middleware.conclude import refunds_of
+from langchain_quota.middleware.conclude import end_again, ending_message, refunds_of
 from langchain_quota.middleware.context import CallContext, call_context, running_config
-from langchain_quota.middleware.feature import Feature
+from langchain_quota.middleware.feature import Feature, Request, Response
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import repaired, since, unfinished_calls
 from langchain_quota.middleware.state import (
@@ -133,6 +140,31 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
     def checking_nodes(self) -> tuple[str, ...]:
         """Return the graph nodes in which calls are checked."""
         return f"{self.name}.before_model", f"{self.name}.after_model"
+
+
+class WrittenResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
+    """An answer, with what is written to the state. A subclass can use it as any response."""
+
+    def __init__(self, response: Response | None, update: Update) -> None:
+        written = {**update}
+        # Without an answer, the messages are the final ones of a refused call.
+        self.result = response.result if response else written.pop("messages", [])
+        self.structured_response = response.structured_response if response else None
+        self.command = Command(update=written)
+
+    @property
+    def model_response(self) -> Response:  # type: ignore[override]  # as it is now
+        """Response without the update."""
+        return ModelResponse(self.result, self.structured_response)
+
+
+def ended_response(request: Request) -> WrittenResponse | None:
+    """Return the response in a run that a limit has ended, or `None` in any other run."""
+    update = end_again(request.state, request.runtime)
+    if update is None:
+        return None
+    # The message has its old id, so that it is no new one.
+    return WrittenResponse(None, {**update, "messages": [ending_message(request.state)]})
 
 
 def begin_run(kernel: Kernel, mode: Mode, state: State, runtime: object) -> Update:

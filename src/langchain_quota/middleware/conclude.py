@@ -16,21 +16,29 @@ from langchain_quota.core.stops import STOP, StopReason, reason_of
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits.call import Call, Exit
 from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Batch, HookResult, Update
+from langchain_quota.middleware.context import call_context
 from langchain_quota.middleware.history import answer_of_blocked
 from langchain_quota.middleware.state import (
     LEDGER,
     THREAD_MODEL,
     THREAD_TOOLS,
     Ledger,
+    State,
     ToolBatch,
     ToolCounts,
+    ledger,
     merge_ledgers,
+    run_model,
     thread_model,
 )
+from langchain_quota.runtime import compat
 
 _NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)
 _EXITS: tuple[Exit, ...] = ("continue", "end", "error")
 """Exit behaviors, the strongest last."""
+_MOST_ENDS = 10
+"""How often a run that a limit has ended ends again before it raises."""
+_ENDED = "a limit has ended this run"
 
 
 def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True) -> HookResult:
@@ -124,6 +132,34 @@ def add_reasons(
         elif message.id == ended:
             message.response_metadata[STOP] = ending
     return ending if ended else None
+
+
+def end_again(state: State, runtime: object) -> Update | None:
+    """Return the update that ends a run again, or `None` for a run that no limit has ended.
+
+    Raises:
+        ModelCallLimitExceededError: Something has led the run back too often.
+    """
+    times = ledger(state).get("ended_again", 0) + 1
+    if not ledger(state).get("ended"):
+        return None
+    if times <= _MOST_ENDS:
+        return {"jump_to": "end", LEDGER: Ledger(ended_again=times)}
+    counts = thread_model(state), run_model(state)
+    error = ModelCallLimitExceededError(*counts, None, None, message=_ENDED)
+    enclosing = compat.enclosing_tasks(call_context(runtime).checkpoint_ns)
+    if enclosing:
+        in_tool = compat.runs_tools(enclosing[-1])
+        raise compat.for_parent(error, ending_message(state), in_tool=in_tool)
+    raise error
+
+
+def ending_message(state: State) -> AIMessage:
+    """Return the message with which a limit has ended a run, or one with its id."""
+    ended = ledger(state).get("ended")
+    found = (message for message in state["messages"] if message.id == ended)
+    message: AIMessage = next(found, AIMessage(_ENDED, id=ended))
+    return message
 
 
 def _model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | None:

@@ -101,6 +101,8 @@ class Ledger(TypedDict, total=False):
     """The limit that has this step's model call go to another model; else empty."""
     ended: str | None
     """The id of the message with which a limit ended this run."""
+    ended_again: int
+    """How often the run has ended again since, because something led it back."""
     store: str | None
     """Names the agent's store among those of a process; `None` if its limits have none."""
     own: FeatureData
@@ -200,6 +202,7 @@ NEW_RUN: Ledger = {
     "counts": {"run_tools": {}, "run_model": 0, "model_counted": False},
     "refusals": {},
     "ended": None,
+    "ended_again": 0,
     "final": "",
 }
 """What a run begins with: its counts are 0."""

@@ -17,6 +17,7 @@ from uuid import UUID, uuid5
 if TYPE_CHECKING:
     from langchain.agents.middleware.types import ModelRequest
     from langchain_core.language_models import BaseChatModel
+    from langchain_core.messages import AIMessage
     from langchain_core.tools import BaseTool
     from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
     from langgraph.pregel import Pregel
@@ -296,6 +297,24 @@ def is_answered() -> bool:
     except GraphInterrupt:
         return False
     return True
+
+
+def for_parent(error: Exception, answer: "AIMessage", *, in_tool: bool) -> Exception:
+    """Return what a nested agent raises in place of an error, so that its parent gets an answer.
+
+    LangGraph: by default a `ToolNode` answers with the `message` of a `ToolInvocationError`, and
+    raises other errors. In another node, a `ParentCommand` writes its update as the node's result.
+    """
+    from langgraph.errors import ParentCommand
+    from langgraph.prebuilt.tool_node import ToolInvocationError
+    from langgraph.types import Command
+
+    if not in_tool:
+        return ParentCommand(Command(graph=Command.PARENT, update={"messages": [answer]}))
+    kind = type(type(error).__name__, (type(error), ToolInvocationError), {})
+    answered = kind.__new__(kind, *error.args)
+    vars(answered).update(vars(error), message=str(error))
+    return cast("Exception", answered)
 
 
 # deepagents and langchain-quickjs
