@@ -1,8 +1,7 @@
 """Do with the files in dist/ what the README shows, in another place.
 
-Every shell block of the README runs unchanged: those before `git clone` with the wheel, the later
-ones in a clone of this checkout's last commit, except `make up`, which `make stack-test` tries.
-Exit status 1 if something is wrong.
+Every shell block of the README runs unchanged in a clone of this checkout's last commit; the wheel
+is installed elsewhere. Exit status 1 if something is wrong.
 """
 
 import os
@@ -14,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from json import dumps
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "langchain_quota"
-REPOSITORY = "https://github.com/langchain-quota/langchain-quota"
+REPOSITORY = "langchain-quota/langchain-quota"
 
 ADDED = {
     # The default port may be taken here, and the traffic need not be long.
-    "langchain-quota demo": " --port 0 --seconds 3",
     "make demo": ' ARGS="--port 0 --seconds 1"',
     # CI runs them all.
     "make test": ' ARGS="tests/cli/test_export.py"',
@@ -29,7 +28,6 @@ ADDED = {
 """What is added to lines of the README, and why."""
 
 EXPECTED = {
-    "langchain-quota demo": r"^Watch them live in a browser: http(?s:.)*; none ran\.$",
     "make demo": r"^Installing the demo(?s:.)* \.venv/bin/langchain-quota demo --serve$",
     "make test": r"^=+ \d+ passed",
 }
@@ -143,15 +141,36 @@ class Elsewhere:
             raise DistError("\n".join([f"{says!r} is missing in:", *output]))
 
 
-def readme() -> tuple[list[list[str]], list[list[str]]]:
-    """The lines of the README's shell blocks, before the clone and from it on."""
-    text = (ROOT / "README.md").read_text()
-    blocks = [
-        [line.partition("  #")[0].strip() for line in block.splitlines() if line.strip()]
-        for block in re.findall(r"```shell\n(.*?)```", text, re.DOTALL)
+def readme() -> list[str]:
+    """The lines of the README's shell blocks."""
+    blocks = re.findall(r"```shell\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return [line.partition("  #")[0].strip() for line in "".join(blocks).splitlines()]
+
+
+def check_links(wheel: Path) -> None:
+    """Check that the description that an index shows has absolute links, and ours lead to files.
+
+    Raises:
+        DistError: A link is relative, or leads to nothing.
+    """
+    with ZipFile(wheel) as archive:
+        [metadata] = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode().partition("\n\n")[2]
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    targets = re.findall(
+        r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$|(?:src|srcset|href)=\"([^\"]+)\"", text, re.MULTILINE
+    )
+    links = ["".join(target) for target in targets]
+    ours = [re.split(rf"{REPOSITORY}/(?:blob/)?main/", link) for link in links]
+    wrong = [
+        "".join(parts)
+        for parts in ours
+        if not parts[0].startswith("https://")
+        or (len(parts) == 2 and not (ROOT / parts[1].partition("#")[0]).is_file())  # noqa: PLR2004
     ]
-    clone = next(at for at, lines in enumerate(blocks) if lines[0].startswith("git clone "))
-    return blocks[:clone], blocks[clone:]
+    if wrong or not links:
+        raise DistError(f"links of the wheel's description that lead nowhere: {wrong}")
+    print(f"the {len(links)} links of the wheel's description are absolute and lead to files")
 
 
 def first_example() -> str:
@@ -174,14 +193,16 @@ def shell(lines: Sequence[str], cwd: Path, settings: Mapping[str, str]) -> None:
 
 
 def try_installed(directory: Path, wheel: Path, version: str) -> None:
-    """Do with the wheel what the README does with the package from an index.
+    """Install the wheel away from the checkout, and use it.
 
-    Without extras, the wheel runs the first example, exports, runs the demo, and names the extra
-    that a command needs. The public API has its documented types.
+    Without extras, the wheel runs the README's first example, exports, runs the demo, and names the
+    extra that a command needs. The public API has its documented types.
     """
     there = Elsewhere(directory, wheel)
-    (bare, *others), _ = readme()
-    shell(bare, directory, there.settings)
+    there.run("pip install --quiet langchain-quota")
+    there.run(
+        "langchain-quota demo --port 0 --seconds 3", says="Watch them live in a browser: http"
+    )
     there.run("python -I -c", BARE, says=f"{version} {directory}")
     there.run("python -I -c", first_example(), says="\nTool call limit exceeded. Do not call")
     there.run("langchain-quota --version", says=version)
@@ -192,9 +213,6 @@ def try_installed(directory: Path, wheel: Path, version: str) -> None:
     there.run("langchain-quota quotas show", status=2, says="langchain-quota[redis]")
     there.run("python -I -c", PRICES, status=1, says="langchain-quota[cost]")
     print("the bare wheel runs the first example, exports, and names its extras")
-    for block in others:
-        shell(block, directory, there.settings)
-    print("the README's lines for those who install the package run")
     check_types(there)
     print("mypy and pyright agree with tests/typing")
 
@@ -215,20 +233,16 @@ def check_types(there: Elsewhere) -> None:
 
 def try_cloned(directory: Path) -> None:
     """Do with a clone of this checkout what the README does with one."""
-    # A user's `python3` is recent enough; the address means this checkout.
-    (directory / "bin").mkdir(parents=True)
-    (directory / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
-    own = str(Path(sys.executable).parent)
-    path = [each for each in os.environ["PATH"].split(os.pathsep) if each != own]
+    clone, environment = directory / "clone", directory / "environment"
+    run("git", "clone", "--quiet", ROOT.as_uri(), str(clone))
+    # What a user has: a recent `python3`, and an environment for a project of her own.
+    run(sys.executable, "-m", "venv", str(environment))
     settings = {
-        "PATH": os.pathsep.join([str(directory / "bin"), *path]),
-        "GIT_CONFIG_COUNT": "1",
-        "GIT_CONFIG_KEY_0": f"url.{ROOT.as_uri()}.insteadOf",
-        "GIT_CONFIG_VALUE_0": REPOSITORY,
+        "PATH": os.pathsep.join([str(environment / "bin"), os.environ["PATH"]]),
+        "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
     }
-    _, blocks = readme()
-    shell([each for lines in blocks for each in lines if each != "make up"], directory, settings)
-    print("the README's lines for those who clone the repository run, without the stack")
+    shell(readme(), clone, settings)
+    print("the README's lines run in a clone")
 
 
 def main() -> int:
@@ -240,6 +254,7 @@ def main() -> int:
         with TemporaryDirectory() as temporary:
             directory = Path(temporary).resolve()
             check_reproducible(directory / "again")
+            check_links(wheel)
             try_installed(directory / "installed", wheel, version)
             try_cloned(directory / "home")
     except DistError as error:

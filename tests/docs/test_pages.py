@@ -172,16 +172,23 @@ def test_lines_with_a_real_model() -> None:
     assert len(README.read_text().splitlines()) <= 120
 
 
-def test_links_of_the_readme() -> None:
-    """The README is shown by package indexes, too: no link is relative, and ours lead to files."""
-    text = re.sub(r"```.*?```", "", README.read_text(), flags=re.DOTALL)
-    targets = re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
-    links = [inline or reference for inline, reference in targets]
-    assert [link for link in links if not link.startswith("https://")] == []
-    ours = [re.split(rf"{REPOSITORY}/(?:blob/)?main/", link) for link in links]
-    paths = [parts[1].partition("#")[0] for parts in ours if len(parts) == 2]
-    assert len(paths) > 10
-    assert [path for path in paths if not (ROOT / path).is_file()] == []
+def test_links_lead_to_files() -> None:
+    """Each relative link and picture of the README and the docs leads to a file of the checkout."""
+    link = re.compile(
+        r"""\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$|(?:src|srcset|href)="([^"]+)\"""", re.MULTILINE
+    )
+    dead, count = [], 0
+    for page in [README, ROOT / "CONTRIBUTING.md", *DOCS.glob("**/*.md")]:
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+        for target in map("".join, link.findall(text)):
+            path = target.partition("#")[0]
+            if path and not re.match(r"[a-z]+:", path):
+                count += 1
+                dead += [] if (page.parent / path).exists() else [f"{page.name}: {target}"]
+        if page == README:
+            assert count > 15  # its own files, in whatever forge or clone it is read
+            assert f"{REPOSITORY}/" not in text
+    assert dead == []
 
 
 def test_promises_name_their_tests() -> None:
