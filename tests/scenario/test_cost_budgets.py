@@ -191,10 +191,10 @@ async def test_a_prices_function_is_asked_before_and_after(signals: Signals) -> 
     [
         (lambda: 1 // 0, None, "ZeroDivisionError"),
         (lambda: Decimal(-1), "0.25", "must be from 0 to"),
-        (lambda: 0.5, lambda _: "0.25", "must give a Decimal"),
+        (lambda: "0.5", lambda _: "0.25", "must give a Decimal or float"),
         (lambda: None, None, "what answered has no price"),
     ],
-    ids=["raises", "negative", "float", "unknown"],
+    ids=["raises", "negative", "text", "unknown"],
 )
 async def test_a_model_whose_price_fails_is_called_once(
     signals: Signals, gives: Any, held: Any, text: str
@@ -244,3 +244,15 @@ async def test_unknown_prices_are_allowed(signals: Signals, price: Decimal | Non
 
     assert spent(scene, MONEY) == (0, 0)
     assert scene.last_text() == "Hello."
+
+
+async def test_computed_dollars_are_rounded(signals: Signals) -> None:
+    """Floats that functions compute are rounded to nine places, half to even; no run fails."""
+    limit = CostLimit(
+        run_limit=lambda state, runtime: 19.99 * 0.7,
+        reserve=lambda request: 0.1 + 0.2,
+        tool_prices={"search": lambda call: 0.1 + 0.2},
+    )
+    script = [["search"], answer(5)]
+    scene = await Scene(signals, script, [limit], prices=lambda used: 0.1 + 0.7).played()
+    assert (scene.ran, spent(scene, MONEY)[0]) == (["search"], 2 * 800_000_000 + 300_000_000)

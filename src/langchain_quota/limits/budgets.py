@@ -36,7 +36,7 @@ from langchain_quota.runtime.units import (
     parse_nanodollars,
 )
 
-Prices = Callable[[ModelUsage], Decimal | None]
+Prices = Callable[[ModelUsage], Decimal | float | None]
 """A function that gives the price of one model run in dollars, or `None` if it is unknown."""
 
 UnknownPrice = Literal["error", "allow"]
@@ -185,7 +185,8 @@ class CostLimit(Budget[Dollars]):
     """How much the model calls of a thread and of a run may cost, in US dollars.
 
     Amounts of money are numbers, strings or `Decimal`, up to nine million dollars, with at most
-    nine decimal places. They are counted exactly as written, including floats. See `TokenLimit` for
+    nine decimal places. They are counted exactly as written, including floats; a float that a
+    function computes is rounded to nine places, half to even. See `TokenLimit` for
     when a call is blocked, and `prices` of `QuotaMiddleware` for the prices of tokens.
 
     `TokenLimit` says what the other arguments mean, here in dollars, except `wait`, which it does

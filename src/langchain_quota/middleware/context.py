@@ -29,6 +29,7 @@ from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.state import State, ledger
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.runtime.units import computed
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey, prefix_now, read_emission_interval
 from langchain_quota.telemetry.recorder import Recorder
@@ -264,7 +265,7 @@ class LimitResolver:
                 f"{argument} of limit {limit.name!r} is async: call the agent with ainvoke or "
                 "astream"
             )
-        return value
+        return computed(value)
 
 
 class _ResolutionContext(NamedTuple):

@@ -53,6 +53,14 @@ def parse_nanodollars(argument: str, value: object) -> int:
     return int(amount)
 
 
+def computed(value: object) -> object:
+    """Return what a user's function computed: a float to nine decimal places, half to even.
+
+    So 0.1 + 0.2 dollars are $0.30. What is written is not rounded.
+    """
+    return round(value, 9) if isinstance(value, float) else value
+
+
 def nanodollars(dollars: Decimal) -> int:
     """Return the nanodollars of a price, rounded up to a whole number."""
     return ceil(Fraction(dollars) * NANODOLLARS)

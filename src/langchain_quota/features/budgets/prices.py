@@ -19,7 +19,7 @@ from langchain_quota.limits.call import ModelUsage
 from langchain_quota.limits.options import NANODOLLARS, whole_amount
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.runtime.arguments import validate_sync_function
-from langchain_quota.runtime.units import Dollars, nanodollars, parse_dollars
+from langchain_quota.runtime.units import Dollars, computed, nanodollars, parse_dollars
 from langchain_quota.telemetry import logs
 from langchain_quota.telemetry.labels import label
 
@@ -74,13 +74,13 @@ def priced(usage: ModelUsage, prices: Prices) -> Decimal:
     """Return the price of a model run in dollars; without use, whether its model has a price."""
     unknown = UnknownPriceError(next(iter(usage.models), ""), usage.provider)
     try:
-        dollars = prices(usage)
+        dollars = computed(prices(usage))
     except LookupError as error:
         raise unknown from error
     if dollars is None:
         raise unknown
-    if not isinstance(dollars, Decimal):
-        raise TypeError(f"prices must give a Decimal of dollars, or None, not {dollars!r}")
+    if not isinstance(dollars, Decimal | float):
+        raise TypeError(f"prices must give a Decimal or float of dollars, or None, not {dollars!r}")
     return parse_dollars("what prices gives", dollars)
 
 
@@ -189,7 +189,7 @@ class Pricing:
             return nanodollars(parse_dollars("tool_prices", price))
         argument = f"tool_prices[{call['name']!r}] of limit {limit.name!r}"
         try:
-            return nanodollars(parse_dollars(f"what {argument} gives", price(call)))
+            return nanodollars(parse_dollars(f"what {argument} gives", computed(price(call))))
         except Exception as error:
             error.add_note(f"raised by the function for {argument}")
             self._recorder.record_error("prices", error)

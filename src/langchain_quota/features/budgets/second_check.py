@@ -49,6 +49,7 @@ from langchain_quota.middleware.state import (
 )
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.runtime.units import computed
 
 LEASE = 900
 """How long a store reserves an amount for a model call, in seconds.
@@ -161,7 +162,7 @@ class SecondCheck:
         lease = LEASE if self.has_reserves else None
         for budget in step.limits.budgets:
             reserve = getattr(budget.limit, "reserve", None)
-            bound = reserve(request) if callable(reserve) else reserve or 0
+            bound = computed(reserve(request)) if callable(reserve) else reserve or 0
             amount = self._pricing.most(budget.limit, bound)
             for check in budget.checks if budget.limit.enforce else ():
                 if check.spacing and 0 < (check.maximum or 0) < amount:
