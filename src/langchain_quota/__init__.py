@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from langchain_quota.agents.quota_headers import (
         QuotaHeadersMiddleware as QuotaHeadersMiddleware,
     )
+    from langchain_quota.agents.subject_methods import Balance as Balance
     from langchain_quota.agents.with_limits import with_limits as with_limits
     from langchain_quota.core.decision import Decision as Decision
+    from langchain_quota.core.stops import StopReason as StopReason
     from langchain_quota.core.stops import stop_reason as stop_reason
     from langchain_quota.errors import ModelCallLimitExceededError as ModelCallLimitExceededError
+    from langchain_quota.errors import QuotaStoreError as QuotaStoreError
     from langchain_quota.errors import QuotaWarning as QuotaWarning
     from langchain_quota.errors import ToolCallLimitExceededError as ToolCallLimitExceededError
     from langchain_quota.features.budgets.usage import max_usage as max_usage
@@ -27,13 +30,12 @@ if TYPE_CHECKING:
     from langchain_quota.limits.budgets import Price as Price
     from langchain_quota.limits.budgets import TimeLimit as TimeLimit
     from langchain_quota.limits.budgets import TokenLimit as TokenLimit
+    from langchain_quota.limits.call import ModelUsage as ModelUsage
     from langchain_quota.limits.calls import ConcurrencyLimit as ConcurrencyLimit
     from langchain_quota.limits.calls import ModelCallLimit as ModelCallLimit
     from langchain_quota.limits.calls import RepeatLimit as RepeatLimit
     from langchain_quota.limits.calls import ToolCallLimit as ToolCallLimit
     from langchain_quota.limits.quotas import Quota as Quota
-    from langchain_quota.middleware.state import ModelCallLimitState as ModelCallLimitState
-    from langchain_quota.middleware.state import ToolCallLimitState as ToolCallLimitState
     from langchain_quota.middleware.state import usage as usage
     from langchain_quota.stores.memory import MemoryStore as MemoryStore
     from langchain_quota.stores.postgres import PostgresStore as PostgresStore
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from langchain_quota.telemetry.observers import log_decisions as log_decisions
     from langchain_quota.telemetry.otlp import export_metrics as export_metrics
     from langchain_quota.telemetry.page import quota_app as quota_app
+    from langchain_quota.telemetry.receipts import Receipt as Receipt
 else:
     from importlib import import_module
 
@@ -52,20 +55,25 @@ else:
     # imported when it is first used. The imports above are for type checkers and editors.
     _NAMES_BY_MODULE = {
         "core.decision": ("Decision",),
-        "core.stops": ("stop_reason",),
-        "errors": ("ModelCallLimitExceededError", "QuotaWarning", "ToolCallLimitExceededError"),
+        "core.stops": ("StopReason", "stop_reason"),
+        "errors": (
+            *("ModelCallLimitExceededError", "QuotaStoreError", "QuotaWarning"),
+            "ToolCallLimitExceededError",
+        ),
         "features.budgets.usage": ("max_usage",),
+        "agents.subject_methods": ("Balance",),
         "agents.with_limits": ("with_limits",),
         "agents.graph": ("GraphQuota",),
         "agents.quota_headers": ("QuotaHeadersMiddleware",),
         "agents.inline": ("InlineQuotaMiddleware",),
         "limits.budgets": ("CostLimit", "Price", "TimeLimit", "TokenLimit"),
+        "limits.call": ("ModelUsage",),
         "limits.calls": ("ConcurrencyLimit", "ModelCallLimit", "RepeatLimit", "ToolCallLimit"),
         "limits.quotas": ("Quota",),
         "agents.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
         "agents.model_pace": ("ModelPaceMiddleware",),
         "agents.quota": ("QuotaMiddleware",),
-        "middleware.state": ("ModelCallLimitState", "ToolCallLimitState", "usage"),
+        "middleware.state": ("usage",),
         "stores.memory": ("MemoryStore",),
         "stores.postgres": ("PostgresStore",),
         "stores.redis": ("RedisStore",),
@@ -74,6 +82,7 @@ else:
         "telemetry.exposition": ("metrics_app", "start_metrics_server"),
         "telemetry.otlp": ("export_metrics",),
         "telemetry.page": ("quota_app",),
+        "telemetry.receipts": ("Receipt",),
     }
     _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
     __all__ = ["__version__"]

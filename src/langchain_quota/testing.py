@@ -10,6 +10,7 @@ from reprlib import Repr
 from typing import Any, ClassVar
 
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
@@ -77,8 +78,8 @@ class ScriptedChatModel(BaseChatModel):
             such an answer, which keeps concurrent conversations apart.
         keep_calls: How many requests `calls` keeps, the newest ones, from 0; `None` for all. A
             process that runs for long needs a bound, because each request has a whole history.
-        model: The name of the model that it plays, such as `"gpt-4o"`: a `CostLimit` looks for
-            its price in the table `prices=`. Empty for none.
+        model: The name of the model that it plays, such as `"gpt-4o"`, whose price a `CostLimit`
+            takes from the table `prices=` or from the list of known models. Empty for none.
 
     Raises:
         TypeError: `keep_calls` has the wrong type.
@@ -127,6 +128,12 @@ class ScriptedChatModel(BaseChatModel):
         """Offer tools, as in LangChain's `BaseChatModel`; each request records their names."""
         names = tuple(_tool_name(tool) for tool in tools)
         return self.bind(offered=names, tool_choice=tool_choice, **kwargs)
+
+    def _get_ls_params(self, stop: list[str] | None = None, **options: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop, **options)
+        # The list of prices would look for the model of a provider "scriptedchatmodel".
+        params.pop("ls_provider", None)
+        return params
 
     def _generate(self, messages: list[BaseMessage], *_: object, **options: Any) -> ChatResult:
         return ChatResult(generations=[ChatGeneration(message=self._next(messages, options))])

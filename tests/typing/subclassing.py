@@ -12,12 +12,10 @@ from langgraph.runtime import Runtime
 from langchain_quota import (
     ModelCallLimit,
     ModelCallLimitMiddleware,
-    ModelCallLimitState,
     QuotaMiddleware,
     ToolCallLimitMiddleware,
-    ToolCallLimitState,
 )
-from langchain_quota.middleware.state import QuotaState
+from langchain_quota.middleware.state import ModelCallLimitState, QuotaState, ToolCallLimitState
 from langchain_quota.testing import ScriptedChatModel
 
 

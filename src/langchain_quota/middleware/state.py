@@ -138,7 +138,7 @@ class ToolCallLimitState(AgentState[ResponseT]):
         langchain_quota: Our own part of the ledger; not for use elsewhere.
 
     Examples:
-        >>> from langchain_quota import ToolCallLimitState
+        >>> from langchain_quota.middleware.state import ToolCallLimitState
         >>> def searches(state: ToolCallLimitState) -> int:
         ...     return state.get("thread_tool_call_count", {}).get("search", 0)
         >>> searches({"messages": [], "thread_tool_call_count": {"search": 2}})
@@ -160,7 +160,7 @@ class ModelCallLimitState(AgentState[ResponseT]):
         langchain_quota: Our own part of the ledger; not for use elsewhere.
 
     Examples:
-        >>> from langchain_quota import ModelCallLimitState
+        >>> from langchain_quota.middleware.state import ModelCallLimitState
         >>> def model_calls(state: ModelCallLimitState) -> int:
         ...     return state.get("thread_model_call_count", 0)
         >>> model_calls({"messages": []})
