@@ -68,7 +68,7 @@ OF_TOKENS, OF_MONEY = "of tokens", "of money"
 GIVEN = {
     *("", AGENT, THREAD, LIMITED, USER, PER, TOOL, OF_TOKENS, OF_MONEY, MODEL),
     *(
-        f"scriptedchatmodel/{MODEL}",
+        MODEL,
         "Broken",
         "KeyError",
         "QuotaStoreError",

@@ -88,12 +88,12 @@ class OwnModel(ScriptedChatModel):
     """A chat model of the user's own, for a model that the price list has."""
 
     model: str = "gpt-4o"
-    provider: str = ""
+    # LangChain names the class where a class names no provider.
+    provider: str = "ownmodel"
 
     def _get_ls_params(self, stop: list[str] | None = None, **settings: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **settings)
-        own: Any = {"ls_provider": self.provider} if self.provider else {}
-        return LangSmithParams({**params, **own})
+        return LangSmithParams({**params, "ls_provider": self.provider})
 
 
 async def test_an_own_chat_model_gets_the_price_of_the_list(signals: Signals) -> None:
@@ -128,7 +128,7 @@ async def test_a_model_without_a_price_is_not_called(
         assert not scene.model.calls
     # The log says once what was looked up, and both remedies.
     [said] = [each.getMessage() for each in caplog.records if each.name == "langchain_quota"]
-    for part in ("'mine' of 'scriptedchatmodel'", "prices={'mine': Price(", "ls_provider"):
+    for part in ("for the model 'mine'", "prices={'mine': Price(", "ls_provider"):
         assert part in said
 
 

@@ -21,7 +21,7 @@ from tests.tokens import During
 PAUSE = {"retry_after": "0.3"}
 SECONDS = 0.29
 """The pause that a provider asks for; the time that a store needs to hear of it is left out."""
-LABELS = {"agent": "unnamed", "limit": "scriptedchatmodel/gpt"}
+LABELS = {"agent": "unnamed", "limit": "gpt"}
 WAITS, REFUSALS = "langchain_quota_wait_seconds", "langchain_quota_provider_refusals_total"
 RATE = {"x_ratelimit_limit_requests": "1200", "x_ratelimit_remaining_requests": "60"}
 """Twenty calls a second, and of those at once only the share left that stays unused."""
@@ -168,7 +168,7 @@ async def test_beside_retries_and_fallbacks(signals: Signals) -> None:
     scene = paced(signals, refusing, None, fallback, wait=0.1)
     await scene.play()
     await scene.play()
-    labels = {**LABELS, "limit": "scriptedchatmodel/other", "decision": "allowed"}
+    labels = {**LABELS, "limit": "other", "decision": "allowed"}
     assert len(other.times) == signals.value(f"{WAITS}_count", **labels) == 2
     assert signals.value(f"{WAITS}_sum", **labels) == 0
     assert signals.value(REFUSALS, **LABELS) == 3

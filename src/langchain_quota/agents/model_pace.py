@@ -211,11 +211,13 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
     def _pace_of(self, request: Request) -> _Pace:
         """Return the pace of the model that a request reaches."""
         parameters = compat.model_parameters(request.model, request.model_settings)
-        provider, model = (str(parameters.get(f"ls_{part}")) for part in ("provider", "model_name"))
-        subject = f"{provider}/{model}"
+        model = str(parameters.get("ls_model_name"))
+        provider = parameters.get("ls_provider")
+        of_provider = f"{provider}/" if provider else ""
+        subject = f"{of_provider}{model}"
         pace = self._paces.get(subject)
         if pace is None:
-            label = limit_label(f"{provider}/{self._recorder.model_label(model)}")
+            label = limit_label(f"{of_provider}{self._recorder.model_label(model)}")
             second = timedelta(seconds=1)
             key = CountKey.at(_UNIT, "provider", subject, second, 0, limit=10**6)
             pace = self._paces.setdefault(subject, _Pace(label, str(key)))
