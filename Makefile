@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down test test-all explore traffic docker-test stack-test kubernetes-test pin-images dashboards bench soak lint format test-matrix picture docs docs-serve coverage mutants dist langchain-tests langgraph-server audit instructions clean
+.PHONY: help demo up down test test-all explore traffic docker-test stack-test kubernetes-test pin-images dashboards bench soak lint format test-matrix picture docs docs-serve coverage compare mutants dist langchain-tests langgraph-server audit instructions clean
 
 DOCKER ?= docker
 ENV_FILE ?= docker/.env
@@ -114,6 +114,10 @@ test-matrix: $(VENV)/.matrix ## Run the tests of the package on every Python fou
 
 audit: $(VENV)/.develop ## Look the pinned packages up in PyPI's list of vulnerabilities, which needs the network.
 	@$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
+
+# No part of .ci/run: a change may be meant to differ.
+compare: $(VENV)/.develop ## Play random agents as the commit AGAINST=… and as the working tree, and list what differs.
+	@$(BIN)/python -m tools.compare $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
 
 instructions: $(VENV)/.develop ## Count the instructions of key paths with valgrind; ARGS="--against main" compares.
 	@$(BIN)/python -m benchmarks.instructions $(ARGS)
