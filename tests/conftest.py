@@ -24,6 +24,7 @@ from tests import examples  # noqa: F401 - it sets how property tests draw
 from tests.certificates import Certificate, make_certificate
 from tests.server.prometheus import Prometheus, StartPrometheus, running_prometheus
 from tests.server.redis import RedisServer, running_redis
+from tests.stores import Passing
 from tests.telemetry import Signals, telling
 
 if TYPE_CHECKING:  # it needs psycopg
@@ -65,6 +66,12 @@ def pytest_collection_finish() -> None:
 def signals() -> Signals:
     """Telemetry on a fresh registry and tracer provider."""
     return telling()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Passing:
+    """The time of stores, which passes while calls wait."""
+    return Passing(monkeypatch)
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
 """Quotas that are kept in a store: its clock, what it counts, how it fails."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+
+import pytest
 
 from langchain_quota import QuotaMiddleware
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
@@ -13,6 +16,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import dimension_of
 from langchain_quota.stores.memory import MemoryStore
+from tests.scene import PATIENCE, until
 from tests.telemetry import Signals
 
 DAY = timedelta(days=1)
@@ -32,6 +36,21 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Passing(Clock):
+    """A clock that passes while calls wait, once they may."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.may = threading.Event()
+        self.may.set()
+        for module in ("features.waiting", "stores.rate_limiter"):
+            patch.setattr(f"langchain_quota.{module}.wait_for", self.wait)
+
+    async def wait(self, form: str, seconds: float) -> None:
+        await until(self.may.is_set) if form else self.may.wait(PATIENCE)
+        self.now += seconds
 
 
 def quota(

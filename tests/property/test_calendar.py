@@ -9,10 +9,8 @@ from dateutil.tz import datetime_ambiguous, datetime_exists
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from langchain_quota import MemoryStore, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota import MemoryStore, Quota
 from tests.examples import examples
-from tests.stores import Clock
-from tests.telemetry import telling
 
 ZONES = sorted(each for each in available_timezones() if not each.startswith(("posix", "right")))
 ODD = ["Australia/Lord_Howe", "Africa/Cairo", "America/Havana", "America/St_Johns", "Asia/Gaza"]
@@ -95,10 +93,3 @@ def test_windows_follow_one_another(name: str, cycle: Cycle, now: int) -> None:
     assert windows == [window_at(quota, each.end - 1) for each in windows]
     starts_there = starts_of(ZoneInfo(name), cycle, moments[0], moments[-1])
     assert sorted(each for each in starts_there if moments[0] <= each <= moments[-1]) == moments
-    signals, clock = telling(spans="off"), Clock(now)
-    limits = [ToolCallLimit("search", quotas=[quota])]
-    store = MemoryStore(clock=clock)
-    limiter = QuotaMiddleware(limits, store=store, telemetry=signals.telemetry)
-    for clock.now, each in zip(moments, windows, strict=False):
-        moment = datetime.fromtimestamp(each.end, ZoneInfo(name))
-        assert str(limiter.left("tool:search", tenant="acme").resets_at) == str(moment)

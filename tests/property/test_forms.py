@@ -75,7 +75,7 @@ def budgets(draw: st.DrawFn) -> Limit:
 
 def _plain(batch: Batch) -> Batch:
     """A batch with ids; a node of tools runs it again if one has waited: so that one is alone."""
-    names = [each if isinstance(each, str) else each["name"] for each in batch]  # type: ignore[call-overload]
+    names: Batch = [each["name"] if isinstance(each, dict) else each for each in batch]
     return ["ask"] if "ask" in names else names
 
 

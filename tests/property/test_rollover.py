@@ -4,10 +4,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from datetime import datetime
 from decimal import Decimal
 from functools import partial
 from typing import Any, NamedTuple
 from uuid import uuid4
+from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import example, given
@@ -205,7 +207,9 @@ class World:
                 amounts = used * self.one, limit * self.one, max(0, limit - used) * self.one
                 assert (balance.used, balance.limit, balance.left) == amounts
                 assert balance.unit == ("dollars" if self.history.money else "calls")
-                assert balance.resets_at.timestamp() == self.now[1]
+                # As the clocks there show it.
+                ends = datetime.fromtimestamp(self.now[1], ZoneInfo(self.quota.tz or "UTC"))
+                assert balance.resets_at.isoformat() == ends.isoformat()
 
 
 @examples(100)

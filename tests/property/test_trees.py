@@ -6,7 +6,6 @@ One budget holds for all, and a receipt has what their models and tools say them
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from decimal import Decimal
@@ -28,7 +27,7 @@ from langchain_quota import CostLimit, QuotaMiddleware
 from tests.examples import DEPTH, examples
 from tests.scene import Form, both_forms, recording
 from tests.telemetry import telling
-from tests.trees import ASKED, LOST, PER_TOKEN, Billed, Tree, ask, config, price
+from tests.trees import ASKED, LOST, PER_TOKEN, Billed, Tree, ask, config, in_a_thread, price
 
 
 def traced() -> Any:
@@ -46,12 +45,6 @@ def chain(child: Any) -> Any:
 
 def without_callbacks(runtime: ToolRuntime) -> Any:
     return {key: each for key, each in runtime.config.items() if key != "callbacks"}
-
-
-def in_a_thread(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """What a function returns in a thread that has no context."""
-    with ThreadPoolExecutor() as executor:
-        return executor.submit(function, *args, **more).result()
 
 
 INVOKED: dict[str, Callable[[ToolRuntime], Any]] = {
@@ -234,9 +227,7 @@ def is_named(shape: Shape) -> bool:
     form=st.sampled_from(["sync", "async"]),
     asks=st.booleans(),
 )
-async def test_receipts(
-    shape: Shape, most: int, limited: list[str], form: Form, *, asks: bool
-) -> None:
+async def test_receipts(shape: Shape, most: int, limited: Any, form: Form, *, asks: bool) -> None:
     """Calls, tokens, dollars and refusals are those of the models and tools, over an interrupt."""
     tree = Billed(telling(spans="off").telemetry, most, limited=limited)
     person = recording("human", [], lambda: tree.started.append(interrupt("May I?")))

@@ -1,6 +1,8 @@
 """Runs that go on at an old checkpoint: with a store, whatever runs again is charged again."""
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,9 +35,10 @@ class Workers:
         self.ran, self.store = list[str](), MemoryStore()
         self.model = ScriptedChatModel(script=asking(*searches or ("search", "search")))
         quotas = [Quota(most, per="user_id")]
-        limits = [ToolCallLimit("search", quotas=quotas), ModelCallLimit(quotas=quotas)]
+        limits = ToolCallLimit("search", quotas=quotas), ModelCallLimit(quotas=quotas)
         shared: Any = {"store": self.store, "checkpointer": InMemorySaver(), "ran": self.ran}
-        self.start = lambda: Scene(signals, self.model, limits, context=ANN, **shared, **options)
+        scene = partial(Scene, signals, self.model, limits, context=ANN, **shared, **options)
+        self.start: Callable[[], Scene] = scene
         """Start a new process."""
         self.scene = self.start()
 
@@ -89,9 +92,7 @@ async def test_a_limit_holds(*, same: bool, how: str, signals: Signals) -> None:
 @processes
 @pytest.mark.parametrize("cut", ["failed", "interrupted", "stopped"])
 @pytest.mark.parametrize("named", [True, False], ids=["its checkpoint", "the newest"])
-async def test_a_step_that_is_cut_off(
-    *, same: bool, cut: str, named: bool, signals: Signals
-) -> None:
+async def test_a_step_cut_off(*, same: bool, cut: str, named: bool, signals: Signals) -> None:
     """What never came to its end is charged once, also where a caller names its checkpoint."""
     failing = [cut == "failed"]
 

@@ -112,7 +112,7 @@ def test_keys_and_lists_without_a_run() -> None:
     assert callable(store.prefix)
     assert store.prefix({}, SimpleNamespace(context={})) == "acme"
     key, remedy = "search:user_id:ada", "before the slash"
-    calls = partial(store.peek, [key]), partial(store.grant, key, 1), store.usages
+    calls: Any = partial(store.peek, [key]), partial(store.grant, key, 1), store.usages
     for call, said in zip(calls, (remedy, remedy, "prefix='acme'"), strict=True):
         with pytest.raises(ValueError, match=said):
             call()

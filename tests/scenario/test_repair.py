@@ -87,9 +87,7 @@ async def test_a_call_that_had_begun(end: str, signals: Signals) -> None:
 
 
 @pytest.mark.parametrize(("place", "charged", "refunded"), [(0, 2, 0), (1, 0, 2), (2, 0, 0)])
-async def test_an_abandoned_review(
-    place: int, charged: int, refunded: int, signals: Signals
-) -> None:
+async def test_abandoned_review(place: int, charged: int, refunded: int, signals: Signals) -> None:
     """What a limiter charged before a review that is abandoned is taken back by those before it.
 
     Where none is before it, nothing tells an abandoned review from a crashed tool.

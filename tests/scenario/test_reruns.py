@@ -36,11 +36,9 @@ MODEL_CALLS = "model:user_id:ann"
 TWICE = asking("search", "search")
 
 
-def limit_of(kind: str = "tool", most: int = 3) -> Limit:
+def per_user(of: str = "search", most: int = 9) -> Limit:
     quotas = [Quota(most, per="user_id")]
-    return (
-        ToolCallLimit("search", quotas=quotas) if kind == "tool" else ModelCallLimit(quotas=quotas)
-    )
+    return ModelCallLimit(quotas=quotas) if of == "model" else ToolCallLimit(of, quotas=quotas)
 
 
 class Crashing(QuotaMiddleware[Any, Any]):
@@ -71,7 +69,7 @@ async def test_hooks_that_crash_again_and_again(call_id: str | None, signals: Si
     """However often hooks crash and run again, what they admit is charged and decided once."""
     store = MemoryStore()
     calls = [ToolCall(name="search", args={}, id=call_id and f"{call_id}{n}") for n in "12"]
-    limits = [limit_of("tool"), limit_of("model")]
+    limits = [per_user("search", 3), per_user("model", 3)]
     held = Crashing(limits, store=store, telemetry=signals.telemetry)
     held.crashes = Counter(before_model=1, after_model=2)
     scene = Scene(signals, asking(*calls), [held], context=ANN)
@@ -92,7 +90,7 @@ async def test_an_id_that_comes_again(kind: Any, signals: Signals) -> None:
     """A call that no store checks is decided once, though a call of a store had the same id."""
     turns = [[ToolCall(name=name, args={}, id="1")] for name in ("search", "calc")]
     store = MemoryStore()
-    scene = Scene(signals, [*turns, "done"], [limit_of()], kind=kind, store=store, context=ANN)
+    scene = Scene(signals, [*turns, "done"], [per_user()], kind=kind, store=store, context=ANN)
     await scene.play()
     assert scene.ran == ["search", "calc"]
     assert [each.call.tool for each in scene.decisions] == ["search", "calc"]
@@ -114,7 +112,7 @@ async def test_checked_twice(days: int, signals: Signals) -> None:
     assert counts(store) == {f"search:global::86400:{20454 + days}": 2}
 
 
-@pytest.mark.parametrize("of", ["tool", "model"])
+@pytest.mark.parametrize("of", ["search", "model"])
 @pytest.mark.parametrize("heard", [True, False], ids=["heard", "not heard"])
 @pytest.mark.parametrize("then", ["a new turn", "resumed", "on another thread"])
 @scenes.either
@@ -123,7 +121,7 @@ async def test_cancelled_while_asking(
 ) -> None:
     """A run cancelled while it asks the store leaves no charge, once the next call has asked."""
     store = SlowStore(MemoryStore(), heard=heard)
-    limit = limit_of(of)
+    limit = per_user(of)
     scene = Scene(signals, asking("search"), [limit], kind=kind, store=store, context=ANN)
     await cancel_at(store.reached, scene.play())
     assert sum(counts(store).values()) == int(heard)
@@ -132,9 +130,9 @@ async def test_cancelled_while_asking(
     await (scene.go_on() if then == "resumed" else scene.play())
     assert scene.ran == ["search"]
     user = scene.context["user_id"]
-    ran = {f"search:user_id:{user}": 1} if of == "tool" else {f"model:user_id:{user}": 2}
-    assert counts(store) == ran
-    assert scene.metric(limit.name, "allowed") == sum(ran.values())
+    ran = 1 if of == "search" else 2
+    assert counts(store) == {f"{of}:user_id:{user}": ran}
+    assert scene.metric(limit.name, "allowed") == ran
     check_history(scene.state()["messages"])
     # What was under way then comes too late.
     kept = counts(store)
@@ -195,10 +193,6 @@ async def test_a_run_whose_checkpoints_are_lost(kind: Any, keeps: int, signals: 
 
 
 CALCS = "calc:user_id:ann"
-
-
-def per_user(tool: str, limit: int = 9, **options: Any) -> ToolCallLimit:
-    return ToolCallLimit(tool, quotas=[Quota(limit, per="user_id")], **options)
 
 
 def scene_of(signals: Signals, script: Any, *middleware: Any, **options: Any) -> Scene:

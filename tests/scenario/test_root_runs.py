@@ -8,8 +8,6 @@ import asyncio
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ from langgraph.types import Command, Send
 from langchain_quota import GraphQuota, MemoryStore, Quota, ToolCallLimit
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from tests import trees
 from tests.forked import run_python
 from tests.scene import Kind, Scene
 from tests.stores import FickleStore
@@ -88,20 +87,14 @@ async def test_below_what_has_no_limits(outer: Any, signals: Signals) -> None:
         assert len(tree.ran) == 5 * turn
 
 
-def without_context(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """What a function returns in a thread that has no context."""
-    with ThreadPoolExecutor() as executor:
-        return executor.submit(function, *args, **more).result()
-
-
 def calling(tree: Tree, *agents: Any) -> list[BaseTool]:
     """A tool that asks another agent with its config alone, and then others without; and one."""
     other = ask(tree.agent(9))
 
     def call(runtime: ToolRuntime) -> str:
-        answer = str(without_context(other.run, {}, config=runtime.config))
+        answer = str(trees.in_a_thread(other.run, {}, config=runtime.config))
         for each in agents:
-            without_context(each.invoke, ASKED)
+            trees.in_a_thread(each.invoke, ASKED)
         return answer
 
     return [tree.search(), StructuredTool.from_function(call, description="Ask.")]

@@ -26,8 +26,6 @@ class Context:
 
 USER = Quota(2, per="user_id", window=DAY)
 THREE = asking("search", "search", "search")
-
-
 PLANS = {"acme": 1, "umbrella": 3, "root": None}
 
 

@@ -25,7 +25,7 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import ANN, CONFIG, Form, Kind, Scene, both_forms, delegate, each_kind, recording
-from tests.stores import DAY, Clock, FickleStore
+from tests.stores import DAY, Clock, FickleStore, Passing
 from tests.telemetry import HAS_INLINE, Signals, paid, telling
 
 KINDS: list[Kind] = ["quota", *(["inline"] if HAS_INLINE else []), "drop-in", "graph"]  # type: ignore[list-item]
@@ -206,14 +206,8 @@ async def test_events_of_dry_runs_and_downgrades(signals: Signals) -> None:
     ]
 
 
-async def test_events_of_waits(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_of_waits(signals: Signals, clock: Passing) -> None:
     """A call that begins to wait for a quota, its start or a slot is an event, once."""
-    clock = Clock()
-
-    async def passing(_: str, seconds: float) -> None:
-        clock.now += seconds
-
-    monkeypatch.setattr("langchain_quota.features.waiting.wait_for", passing)
     slow = Quota(1, per="user_id", window="1m", smooth=True)
     limit = ToolCallLimit("search", quotas=[slow], wait=timedelta(hours=1))
     store = MemoryStore(clock=clock)

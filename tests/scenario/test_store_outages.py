@@ -233,9 +233,7 @@ class BrokenStore(MemoryStore):
 
 @outages
 @pytest.mark.parametrize("error", [ConnectionError, TimeoutError, None])
-async def test_a_store_with_a_bug(
-    outage: Any, error: type[Exception] | None, signals: Signals
-) -> None:
+async def test_a_store_with_a_bug(outage: Any, error: Any, signals: Signals) -> None:
     """Whatever fails in a store, it has not answered: the agent goes on, the kind is counted."""
     store = BrokenStore()
     store.error = error
@@ -290,9 +288,7 @@ async def test_what_waits_costs_other_requests_nothing(signals: Signals) -> None
     assert await steps(10) == await steps(60)
 
 
-async def test_the_advice_stands_in_the_log(
-    signals: Signals, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_advice_is_logged(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
     """A long text of a client does not push out of the log what helps against the failure."""
     # The line of one that is reachable by nobody: its name, and what the client says, are long.
     store = RedisStore(f"unix:///{'a-long-directory/' * 9}redis.sock", prefix="p" * 64)

@@ -318,17 +318,13 @@ async def test_context_variables_of_a_limited_call(form: Form, signals: Signals)
 
 ENDLESS = """
 import threading
-from langchain.agents import create_agent
-from langchain_quota import QuotaMiddleware, TimeLimit
-from langchain_quota.testing import ScriptedChatModel
+from langchain_quota import TimeLimit
+from tests.scene import Scene, recording
+from tests.telemetry import telling
 
-def search() -> None:
-    "Search."
-    threading.Event().wait()
-
-limits = QuotaMiddleware([TimeLimit(call_limit=0.05)])
-agent = create_agent(ScriptedChatModel(script=[["search"], "done"]), [search], middleware=[limits])
-print(agent.invoke({"messages": [("user", "hi")]})["messages"][-1].text)
+options = {"tools": [recording("search", [], threading.Event().wait)], "form": "sync"}
+scene = Scene(telling(), [["search"], "done"], [TimeLimit(call_limit=0.05)], **options)
+print(scene.agent.invoke({"messages": [("user", "hi")]}, scene.config)["messages"][-1].text)
 """
 
 
@@ -366,7 +362,12 @@ async def test_the_shortest_of_two_call_limits(order: int, signals: Signals) -> 
 async def test_a_run_that_is_cancelled_in_a_limited_call(signals: Signals) -> None:
     """A run that is cancelled from outside ends; its call gets no answer."""
     started = asyncio.Event()
-    tool = recording("search", [], lambda: (started.set(), asyncio.sleep(60))[1])
+
+    async def run() -> None:
+        started.set()
+        await asyncio.sleep(60)
+
+    tool = recording("search", [], run)
     scene = Scene(signals, [["search"], "done"], [TimeLimit(call_limit="50s")], tools=[tool])
     await cancel_at(started, scene.play())
     assert scene.answers() == []

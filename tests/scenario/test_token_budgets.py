@@ -75,9 +75,7 @@ def runs(signals: Signals) -> dict[tuple[str, ...], float]:
         ("input_tokens", 10**30),
     ],
 )
-async def test_what_is_no_number_of_tokens_is_no_report(
-    signals: Signals, name: str, nonsense: Any
-) -> None:
+async def test_what_is_no_report(signals: Signals, name: str, nonsense: Any) -> None:
     """A number that tokens cannot have makes the report worthless: the run is estimated."""
     script = [answer(900, **{name: nonsense})]
     # Such a report cannot be kept in a checkpoint.

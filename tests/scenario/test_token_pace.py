@@ -16,9 +16,8 @@ from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, max_
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.scenario.test_model_pace import Refused
-from tests.scenario.test_waiting import Passing
 from tests.scene import Form, Kind, Scene, both_forms, each_kind, either, until
-from tests.stores import DAY, Clock, FickleStore, counts
+from tests.stores import DAY, Clock, FickleStore, Passing, counts
 from tests.telemetry import Signals
 from tests.tokens import RETRY, ProviderError, answer
 
@@ -46,11 +45,10 @@ async def waits(signals: Signals, number: int, name: str = "tokens") -> None:
 
 @both_forms
 @each_kind
-async def test_calls_wait_for_their_reserve(
-    form: Form, kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
+async def test_calls_wait_for_room(
+    form: Form, kind: Kind, signals: Signals, clock: Passing
 ) -> None:
     """No time has more tokens than the rate and the burst, though none is lost; waits are told."""
-    clock = Passing(monkeypatch)
     store, times = MemoryStore(clock=clock), list[float]()
 
     def script(_: Sequence[Any]) -> AIMessage:
@@ -71,12 +69,9 @@ async def test_calls_wait_for_their_reserve(
     assert (len(decisions), len(waited)) == (12, 10)
 
 
-async def test_what_is_used_beyond_the_reserve_delays_later_calls(
-    signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_use_beyond_the_reserve_is_debt(signals: Signals, clock: Passing) -> None:
     """It is debt; without a reserve all use is, and a call waits until anything is left."""
     for reserve, pause in ((10, 130 - 60 + 10), (None, 130 - 60 + 1)):
-        clock = Passing(monkeypatch)
         store = MemoryStore(clock=clock)
         scene = await Scene(signals, using(130), [limit(reserve)], store=store).played()
         assert counts(store) == {KEY: 130}
@@ -86,11 +81,8 @@ async def test_what_is_used_beyond_the_reserve_delays_later_calls(
 
 
 @either
-async def test_who_waits_holds_nothing(
-    kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_waits_holds_nothing(kind: Kind, signals: Signals, clock: Passing) -> None:
     """Over requests, prompt and answer a call waits for the longest, and is charged once, then."""
-    clock = Passing(monkeypatch)
     store = MemoryStore(clock=clock)
     requests = ModelCallLimit(quotas=[MINUTE], wait=DAY, run_limit=3)
     prompts = TokenLimit(tokens="input", quotas=[MINUTE], wait=DAY, reserve=20)
@@ -152,11 +144,8 @@ async def test_a_reserve_above_the_burst(signals: Signals) -> None:
 
 
 @pytest.mark.parametrize("order", ["outside", "inside", "fallback", "charges all"])
-async def test_beside_retries(
-    order: str, signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_beside_retries(order: str, signals: Signals, clock: Passing) -> None:
     """A call that is tried again waits for its turn once, and is charged once for what it used."""
-    clock = Passing(monkeypatch)
     store, tries = MemoryStore(clock=clock), count()
 
     def script(_: Sequence[Any]) -> AIMessage:
@@ -187,10 +176,8 @@ class TestRateLimiter:
     """The rate limiter of chat models, without an agent."""
 
     @pytest.mark.parametrize("way", ["invoke", "stream", "ainvoke", "astream"])
-    async def test_tokens(self, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_tokens(self, way: str, clock: Passing) -> None:
         """A call waits for its reserve and a request, and is charged what the model reports."""
-        clock = Passing(monkeypatch)
-        monkeypatch.setattr("langchain_quota.stores.rate_limiter.wait_for", clock.wait)
         store = MemoryStore(clock=clock)
         given: Any = {"requests": 60, "tokens": 60, "window": "1m", "reserve": 30}
         limiter = store.rate_limiter("openai", **given)
@@ -256,10 +243,8 @@ class TestRateLimiter:
         assert counts(store) == {key: 2 * reserved + 500 + 7}
 
     @pytest.mark.parametrize("way", ["invoke", "ainvoke"])
-    async def test_a_provider_that_refuses(self, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_provider_that_refuses(self, way: str, clock: Passing) -> None:
         """After an error 429 no call begins before the time it names; then they come evenly."""
-        clock = Passing(monkeypatch)
-        monkeypatch.setattr("langchain_quota.stores.rate_limiter.wait_for", clock.wait)
         made: Any = MemoryStore(clock=clock).rate_limiter
         limiter = made("openai", requests=60, burst=9, tokens=600, reserve=1, window="1m")
         script, times = [Refused(retry_after="30"), "a", "b"], []

@@ -127,9 +127,7 @@ async def test_a_tool_that_is_too_dear(signals: Signals, exit_behavior: Any) -> 
 
 @stores
 @pytest.mark.parametrize("why", ["a person", "a drop-in"])
-async def test_a_call_that_does_not_run_is_given_back(
-    signals: Signals, why: str, *, stored: bool
-) -> None:
+async def test_what_does_not_run_is_free(signals: Signals, why: str, *, stored: bool) -> None:
     """What a person rejects, and what another limiter refuses, is given back."""
     due, store = Due(), MemoryStore() if stored else None
     limits: list[Any] = [CostLimit(thread_limit=1, tool_prices=PRICES)]

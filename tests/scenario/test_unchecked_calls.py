@@ -7,7 +7,7 @@ import pytest
 from langchain.agents.middleware import ModelRetryMiddleware, SummarizationMiddleware
 from langchain.agents.structured_output import ToolStrategy
 from langchain_core.messages import AIMessage, ToolCall
-from langchain_core.tools import BaseTool, StructuredTool
+from langchain_core.tools import BaseTool
 from langgraph.graph import START, MessagesState, StateGraph
 
 from langchain_quota import ModelCallLimit, ToolCallLimit
@@ -15,6 +15,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import INVALID, VALID, Form, Scene, Weather, both_forms, recording
 from tests.telemetry import Signals, needs_inline, telling
+from tests.tokens import tool
 
 GO: dict[str, Any] = {"messages": [("user", "Go!")]}
 LIMITS: list[Limit] = [ModelCallLimit(run_limit=99), ToolCallLimit(run_limit=99)]
@@ -36,17 +37,11 @@ def agent(watched: Signals, *script: Any, items: Any = (), **options: Any) -> An
 def asking(*others: tuple[Any, Any]) -> BaseTool:
     """A tool that calls other runnables, each with what it is given."""
 
-    def run() -> str:
-        for runnable, given in others:
-            runnable.invoke(given)
-        return "asked"
-
-    async def arun() -> str:
+    async def arun() -> None:
         for runnable, given in others:
             await runnable.ainvoke(given)
-        return "asked"
 
-    return StructuredTool.from_function(run, arun, name="ask", description="ask")
+    return tool("ask", lambda: [runnable.invoke(given) for runnable, given in others], arun)
 
 
 @pytest.mark.parametrize("kind", ["quota", "drop-in", pytest.param("inline", marks=needs_inline)])

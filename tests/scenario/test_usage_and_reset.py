@@ -61,8 +61,11 @@ async def test_model_calls_are_counted_beside_a_budget_alone(signals: Signals) -
 @both_forms
 @either
 async def test_reset_gives_the_quota_back(form: Form, kind: Kind, signals: Signals) -> None:
-    """After a reset the thread can use its whole limit again, and no run is pending."""
-    script = [["search", "search"], "done", ["search"], "done"]
+    """After a reset the thread can use its whole limit again, and no run is pending.
+
+    Nor is one whose last run ended with a tool's answer.
+    """
+    script = [["search", "search"], "done", ["search"], "done", ["report"], "done"]
     scene = await scene_of(signals, script, form=form, kind=kind).played()
     messages = len(scene.state()["messages"])
     labels = {"agent": "unnamed", "limit": "tool:search"}
@@ -78,13 +81,7 @@ async def test_reset_gives_the_quota_back(form: Form, kind: Kind, signals: Signa
     assert signals.value("langchain_quota_subjects", **exhausted) == 0
     await scene.play()
     assert dict(scene.usage().tools) == {"search": 1, "__all__": 1}
-
-
-@both_forms
-@either
-async def test_reset_after_a_direct_return(form: Form, kind: Kind, signals: Signals) -> None:
-    """A reset does not wake a thread whose run ended with a tool's answer."""
-    scene = await scene_of(signals, [["report"], "done"], form=form, kind=kind).played()
+    await scene.play()
     await scene.reset()
     assert scene.agent.get_state(scene.config).next == ()
     assert scene.usage().model == 0

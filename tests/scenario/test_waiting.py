@@ -25,19 +25,9 @@ from langchain_quota import (
 )
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.testing import captured_decisions
-from tests.scene import (
-    PATIENCE,
-    Form,
-    Kind,
-    Scene,
-    asking,
-    both_forms,
-    each_kind,
-    recording,
-    texts,
-    until,
-)
-from tests.stores import DAY, NOON, Clock, FickleStore
+from tests import scene as scenes
+from tests.scene import PATIENCE, Form, Kind, Scene, asking, both_forms, recording, texts, until
+from tests.stores import DAY, NOON, Clock, FickleStore, Passing
 from tests.telemetry import Signals, attributes, paid
 
 WHO: ContextVar[int] = ContextVar("who")
@@ -71,20 +61,6 @@ class Noting(MemoryStore):
         return result
 
 
-class Passing(Clock):
-    """A clock that passes while calls wait, once they may."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.may = threading.Event()
-        self.may.set()
-        patch.setattr("langchain_quota.features.waiting.wait_for", self.wait)
-
-    async def wait(self, form: str, seconds: float) -> None:
-        await until(self.may.is_set) if form else self.may.wait(PATIENCE)
-        self.now += seconds
-
-
 class Stepped(Clock):
     """A clock that a test moves, and on which calls wait."""
 
@@ -104,12 +80,10 @@ def waits(number: int, signals: Signals) -> bool:
 
 
 @both_forms
-@each_kind
-async def test_calls_are_spread_evenly(
-    form: Form, kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@scenes.each_kind
+async def test_calls_come_evenly(form: Form, kind: Kind, signals: Signals, clock: Passing) -> None:
     """Over many windows, no time has more than the even rate and the burst; all calls run."""
-    clock, burst = Passing(monkeypatch), 3
+    burst = 3
     store = Noting(clock=clock)
     quota = Quota(3, per="global", window="3s", smooth=True, burst=burst)
     limit = ToolCallLimit("search", quotas=[quota], wait=PATIENCE)
@@ -128,11 +102,10 @@ async def test_calls_are_spread_evenly(
 
 @pytest.mark.parametrize("kind", ["tool", "model", "tokens"])
 @both_forms
-async def test_who_comes_first_is_served_first(
-    form: Form, kind: str, signals: Signals, monkeypatch: pytest.MonkeyPatch
+async def test_first_come_first_served(
+    form: Form, kind: str, signals: Signals, clock: Passing
 ) -> None:
     """The calls of a process, in threads or tasks, are admitted in the order of their arrival."""
-    clock = Passing(monkeypatch)
     clock.may.clear()
     store = Noting(clock=clock)
     slow = Quota(1, per="global", window="5s", smooth=True)
@@ -164,10 +137,10 @@ async def test_who_comes_first_is_served_first(
     ],
 )
 async def test_a_window_ends(
-    kind: Any, most: int, runs: int, *, used: Any, signals: Signals, monkeypatch: Any
+    kind: Any, most: int, runs: int, *, used: Any, signals: Signals, clock: Passing
 ) -> None:
     """A call waits until a fixed window ends, and is counted in the next one."""
-    store = MemoryStore(clock=Passing(monkeypatch))
+    store = MemoryStore(clock=clock)
     limit = kind(quotas=[Quota(most, per="global", window="1s")], wait=PATIENCE)
     script = [paid(5, "search"), paid(5)] * runs
     scene = Scene(signals, script, [limit], store=store, hide_exhausted=True)
@@ -225,14 +198,11 @@ class Who(TypedDict):
     user: str
 
 
-async def test_who_waits_keeps_no_other_user_waiting(
-    signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_waits_keeps_no_other_user_waiting(signals: Signals, clock: Passing) -> None:
     """20 users do not wait behind one whose own quota has no room; hers keeps its order.
 
     A call that is cancelled leaves the line, and nothing is charged. All is visible.
     """
-    clock = Passing(monkeypatch)
     clock.may.clear()
     store = Noting(clock=clock)
     shared = Quota(100, per="global", window="1s", smooth=True, burst=30)
@@ -298,7 +268,7 @@ async def test_room_that_comes_early(
 
 
 @both_forms
-@each_kind
+@scenes.each_kind
 async def test_the_calls_of_a_message_start_one_after_the_other(
     form: Form, kind: Kind, signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,14 +299,11 @@ async def test_the_calls_of_a_message_start_one_after_the_other(
 
 
 @pytest.mark.parametrize("exits", ["continue", "end", "error"])
-async def test_a_call_of_a_message_that_cannot_start_in_time(
-    exits: Any, signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_start_that_comes_too_late(exits: Any, signals: Signals, clock: Passing) -> None:
     """The limit's exit follows at once, and says when there is room.
 
     If it ends the run, nothing runs or is charged.
     """
-    clock = Passing(monkeypatch)
     store = MemoryStore(clock=clock)
     quota = Quota(60, per="global", window="1m", smooth=True)
     limit = ToolCallLimit("search", quotas=[quota], wait=2.5, exit_behavior=exits)
@@ -358,11 +325,8 @@ async def test_a_call_of_a_message_that_cannot_start_in_time(
 
 
 @pytest.mark.parametrize("again", ["here", "in another process"])
-async def test_a_call_that_is_cancelled_before_its_start(
-    again: str, signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_start_that_is_cancelled(again: str, signals: Signals, clock: Passing) -> None:
     """It is refunded; if the run is resumed, wherever, it is charged again, once."""
-    clock = Passing(monkeypatch)
     clock.may.clear()
     store = MemoryStore(clock=clock)
     smooth = Quota(60, per="global", window="1m", smooth=True)
@@ -387,11 +351,9 @@ async def test_a_call_that_is_cancelled_before_its_start(
     assert used() == [3]
 
 
-async def test_the_calls_of_a_message_wait_together(
-    signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_calls_of_a_message_wait_together(signals: Signals, clock: Passing) -> None:
     """They run when there is room for all; if there never is, they are checked at once."""
-    store = MemoryStore(clock=Passing(monkeypatch))
+    store = MemoryStore(clock=clock)
     quota = Quota(2, per="global", window="1s", smooth=True, burst=2)
     limit = ToolCallLimit("search", quotas=[quota], wait=PATIENCE)
     scene = Scene(signals, asking("search", "search", "calc"), [limit], store=store)
@@ -402,11 +364,9 @@ async def test_the_calls_of_a_message_wait_together(
     assert scene.ran.count("search") == 4
 
 
-async def test_a_call_that_cannot_run_at_all(
-    signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_that_cannot_run_at_all(signals: Signals, clock: Passing) -> None:
     """Nobody waits for room for a call that another limit refuses: the store is not polled."""
-    store = Noting(clock=Passing(monkeypatch))
+    store = Noting(clock=clock)
     smooth = Quota(7, per="global", window="7s", smooth=True)
     daily = Quota(2, per="global", window="1d", name="daily")
     calls = ToolCallLimit(["search", "calc"], quotas=[smooth, daily], wait=2)
@@ -415,7 +375,7 @@ async def test_a_call_that_cannot_run_at_all(
     assert (scene.ran, store.asked) == (["search", "calc"], 2)
 
 
-async def test_who_does_not_wait(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_wait(signals: Signals, clock: Passing) -> None:
     """A dry-run limit; a call that another number refuses; one that is too late for one wait.
 
     Nor does anybody for a store that is unavailable.
@@ -430,7 +390,6 @@ async def test_who_does_not_wait(signals: Signals, monkeypatch: pytest.MonkeyPat
         (1, [hasty, search]),
     ]
     for most, limits in cases:
-        clock = Passing(monkeypatch)
         script = asking("search", "calc")
         scene = Scene(signals, script, limits, store=MemoryStore(clock=clock))
         for _ in range(3):
@@ -440,7 +399,7 @@ async def test_who_does_not_wait(signals: Signals, monkeypatch: pytest.MonkeyPat
     for action, ran in (("block", ["calc"]), ("allow", ["calc", "search"])):
         store = FickleStore(MemoryStore())
         store.down = True
-        scene = Scene(signals, script, [search], store=store, on_store_error=action)  # type: ignore[arg-type]
+        scene = Scene(signals, script, [search], store=store, on_store_error=action)
         await scene.play()
         assert sorted(scene.ran) == ran
 

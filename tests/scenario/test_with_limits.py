@@ -195,18 +195,18 @@ def test_bad_arguments(signals: Signals) -> None:
     """
     create, quota = deepagents.create_deep_agent, searches(signals)
     opaque = compiled(RunnableLambda(lambda state: {"messages": [("ai", "Nothing.")]}))
-    bad: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (create, [quota], {}, r"and a QuotaMiddleware, not .* and \[.*: write with_limits\("),
-        (create, searches(signals, store=None), {}, r"quota has no store.*=MemoryStore\(\)"),
+    bad: list[tuple[Any, str]] = [
+        ([quota], r"and a QuotaMiddleware, not .* and \[.*: write with_limits\("),
+        (searches(signals, store=None), r"quota has no store.*=MemoryStore\(\)"),
     ]
     bad_later: list[tuple[dict[str, Any], str]] = [
         ({"subagents": [opaque]}, "'compiled' is compiled without limits"),
         ({"subagents": [REMOTE]}, r"'remote' runs on another server.*leave_out=\['remote'"),
         ({"middleware": [searches(signals)]}, "middleware has a QuotaMiddleware .* put all limits"),
     ]
-    for made, given, options, message in bad:
+    for given, message in bad:
         with pytest.raises((TypeError, ValueError), match=message):
-            with_limits(made, given, **options)
+            with_limits(create, given)
     for options, message in bad_later:
         with pytest.raises((TypeError, ValueError), match=message):
             with_limits(create, quota)(model=ScriptedChatModel(script=[]), **options)

@@ -18,9 +18,8 @@ from langchain_quota import (
 )
 from tests.clients import Make, apis, chat, gemini, messages, reporting, responses
 from tests.provider import Answer, Provider, calls, running_provider
-from tests.scenario.test_waiting import Passing
 from tests.scene import Kind, Scene
-from tests.stores import counts
+from tests.stores import Passing, counts
 from tests.telemetry import HAS_INLINE, Signals
 
 
@@ -122,13 +121,11 @@ async def test_calls_wait_for_tokens(
     api: Make,
     server: Provider,
     signals: Signals,
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Passing,
     *,
     streaming: bool,
 ) -> None:
     """With the real clients an agent and a rate limiter wait, and are charged what is reported."""
-    clock = Passing(monkeypatch)
-    monkeypatch.setattr("langchain_quota.stores.rate_limiter.wait_for", clock.wait)
     store = MemoryStore(clock=clock)
     minute = Quota(60, per="global", window="1m", smooth=True)
     limit = TokenLimit(quotas=[minute], reserve=50, wait=600)
