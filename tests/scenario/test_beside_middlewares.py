@@ -153,12 +153,10 @@ async def test_per_call(kinds: Sequence[str], order: Order, signals: Signals) ->
     review = HumanInTheLoopMiddleware[Any, Any]({"search": True}, interrupt_mode="per_call")
     items = in_order(order, tool_limiter(signals, run_limit=2), review)
     scene = Scene(signals, [["search"] * 3, "done"], items)
-
     asked = (await scene.play())["__interrupt__"]
     edit = {"type": "edit", "edited_action": {"name": "search", "args": {"edited": True}}}
     forms = {**FORMS, "edit": edit}
     await scene.resume({each.id: forms[kind] for each, kind in zip(asked, kinds, strict=True)})
-
     assert scene.ran == (["search"] * 2 if "approve" in kinds else [])
     assert scene.state()["langchain_quota"]["counts"]["run_tools"] == {"__all__": 2}
     check_history(scene.state()["messages"])
@@ -250,11 +248,9 @@ async def test_what_is_counted(make: Any, script: Sequence[Any], signals: Signal
     fails = failing(3 if isinstance(other, theirs.ToolRetryMiddleware) else 0)
     tools = [recording("search", ran, fails), recording("calc", ran)]
     scene = Scene(signals, script, [models, other, *limits], tools=tools, ran=ran)
-
     for run in (1, 2):
         await scene.play(f"I am {MAIL}")
         scene.check(models=3 * run, models_in_run=3)
-
     assert Counter(scene.ran) == {"search": 3, "calc": 1}
 
 
@@ -270,7 +266,6 @@ async def test_retried_nodes(signals: Signals) -> None:
     tools = [recording(each, ran, failing()) for each in ("search", "calc")]
     scene = Scene(signals, script, [*limiters(signals), raising], tools=tools, ran=ran)
     scene.agent.retry_policy = (RETRY,)
-
     for run in (1, 2):
         await scene.play()
         scene.check(models=3 * run, models_in_run=3)

@@ -60,7 +60,6 @@ async def test_models_of_tools(signals: Signals, kind: Any, form: Form) -> None:
     script = [answer(5, "small", "large"), answer(9)]
     limit = TokenLimit(run_limit=100)
     scene = await charged(signals, script, *tools, limit=limit, kind=kind, form=form).played()
-
     assert scene.last_text() == "Token limits exceeded: run limit (105/100 tokens)"
     assert spent(scene) == (105, 105)
 
@@ -75,7 +74,6 @@ async def test_a_shared_key_is_charged_once(signals: Signals) -> None:
     child = charged(signals, script, delegate(leaf, "leaf"), charge_all_models=False, **given).agent
     script = [answer(5, "child"), answer(9)]
     await charged(signals, script, delegate(child, "child"), **given).play()
-
     assert sorted(each.used for each in store.usages(f"{TOTAL}:run:*")) == [7, 23, 44]
     found = kept(store)
     assert (found["global"], found["root_run"]) == (44, 44)
@@ -110,7 +108,6 @@ async def test_middlewares_of_all_kinds(signals: Signals) -> None:
     script = [answer(100, "ask"), answer(100), answer(100)]
     options: Any = {"store": store, "charge_all_models": True}
     scene = await Scene(signals, script, items, tools=tools, **options).played()
-
     calls = 2 * (1 + 2 * 3 + 1 + 1)
     assert len(judge.calls) == calls
     assert spent_by_agent(signals) == {"unnamed": 250 + calls}
@@ -137,7 +134,6 @@ async def test_a_run_that_fails(signals: Signals) -> None:
         await scene.play()
     assert spent_by_agent(signals) == {"unnamed": 75}
     await scene.play()
-
     assert spent(scene) == (78, 3)
     assert kept(store)["thread"] == 78
 
@@ -159,10 +155,8 @@ async def test_a_run_that_is_resumed(*, nested: bool, signals: Signals) -> None:
     if nested:
         child = delegate(scene.agent, "child")
         scene = charged(signals, [answer(1, "child"), answer(1)], child)
-
     await scene.play()
     await scene.resume("Yes.")
-
     # The tool runs from its beginning again.
     total = 8 + 3 * 10 + 2 * nested
     assert spent(scene) == (total, total)
@@ -199,7 +193,6 @@ async def test_background_tasks(signals: Signals) -> None:
     await tasks[1]
     assert spent_by_agent(signals) == {"unnamed": 42}
     await scene.play()
-
     assert spent(scene) == (44, 2)
     assert kept(store)["thread"] == 44
 
@@ -219,7 +212,6 @@ async def test_middlewares_of_langchain(signals: Signals) -> None:
     script = [answer(10**4), ProviderError(), ProviderError()]
     scene = await Scene(signals, script, items, charge_all_models=True).played()
     await scene.play()
-
     assert [len(each.calls) for each in (selector, summary, fallback)] == [2, 1, 1]
     assert spent(scene) == (11114, 1107)
 
@@ -245,9 +237,7 @@ async def test_deep_agents(signals: Signals, *, charge_all_models: bool) -> None
     fork = {"name": "fork", "description": "Goes on.", "mode": "fork"}
     create = with_limits(deepagents.create_deep_agent, quota)
     agent: Any = create(model, [recording("search", [])], subagents=[researcher, fork])
-
     result = await agent.ainvoke({"messages": [("user", "Go!")]})
-
     # Each call is charged once, whatever kind of sub-agent made it.
     assert list(kept(store).values()) == [100 * len(model.calls)]
     assert 2000 - 150 < 100 * len(model.calls) <= 2000
@@ -271,10 +261,8 @@ async def test_a_supervisor(signals: Signals) -> None:
     quota = GraphQuota(limits, name="boss", telemetry=signals.telemetry, store=store)
     boss = quota.model(ScriptedChatModel(script=script))
     graph = supervisors.create_supervisor(agents, model=boss).compile(checkpointer=InMemorySaver())
-
     for _ in range(2):
         await graph.ainvoke({"messages": [("user", "Go!")]}, CONFIG)
-
     assert [each.used for each in store.usages(f"{TOTAL}:root_run:*")] == [318, 618]
 
 
@@ -288,7 +276,6 @@ async def test_an_agent_within_a_model_call(signals: Signals, form: Form) -> Non
     asks = During(lambda: child.invoke({"messages": [("user", "Go!")]}), before=True)
     script = [answer(100, "search"), answer(101)]
     await Scene(signals, script, [limit, asks], name="parent", **options).play()
-
     found = {each.key.partition(":")[2]: each.used for each in store.usages()}
     assert (found["agent:child"], found["agent:parent"]) == (14, 215)
     assert kept(store)["root_run"] == 215

@@ -80,7 +80,6 @@ async def test_a_deep_agent_does_not_run(
     """An agent whose code could call a limited tool does not run, and the error says what to do."""
     with pytest.raises(RuntimeError) as caught:
         await deep(signals, limit, interpreter(ptc=tools)).ainvoke(GO, CONFIG)
-
     assert str(caught.value) == (
         f"limit {limit.name!r} does not see what code calls: CodeInterpreterMiddleware calls "
         f"{names} inside its tool 'eval'. Take tools out of its ptc=[…], and give it "
@@ -98,7 +97,6 @@ async def test_a_sub_agent_does_not_run(*, own: bool, signals: Signals) -> None:
     agent = deep(signals, ModelCallLimit(run_limit=9) if own else TWICE, ran=ran, **options)
     with pytest.raises(RuntimeError, match=r"calls 'search' inside its tool 'eval'"):
         await agent.ainvoke(GO, CONFIG)
-
     assert not ran
 
 
@@ -115,9 +113,7 @@ async def test_what_no_limit_matches_runs(excluded: tuple[str, ...], signals: Si
     """Code calls what no limit matches, as often as it likes."""
     limit, ran = ToolCallLimit(run_limit=1, exclude=excluded), list[str]()
     code = interpreter(ptc=["search"], subagents="task" in excluded)
-
     result = await deep(signals, limit, code, ran=ran).ainvoke(GO, CONFIG)
-
     assert result["messages"][-2].text == "<result>all ran</result>"
     assert len(ran) == 9
 
@@ -126,9 +122,7 @@ async def test_sub_agents_of_code_share_a_budget(signals: Signals) -> None:
     """Sub-agents that code starts at once are held to the limits, and to one budget of the run."""
     limit, ran = ToolCallLimit("search", quotas=[Quota(3, per="root_run")]), list[str]()
     model = ScriptedChatModel(script=script(TASKS))
-
     await deep(signals, limit, interpreter(), ran=ran, model=model).ainvoke(GO, CONFIG)
-
     assert len(ran) == 3
 
 
@@ -136,7 +130,6 @@ async def test_a_bound_for_code(signals: Signals) -> None:
     """A limit on `eval` and `max_ptc_calls` bound together how often code calls a tool."""
     items = [ToolCallLimit("eval", run_limit=2), interpreter(ptc=["search"], max_ptc_calls=3)]
     scene = await Scene(signals, script(evals=4), items).played()
-
     assert scene.ran == ["search"] * 2 * 3
 
 
@@ -146,11 +139,9 @@ async def test_an_agent_does_not_run(kind: Kind, order: Order, signals: Signals)
     """No run of such an agent calls its model or a tool, in whatever order its middlewares are."""
     items, form = in_order(order, TWICE, interpreter(ptc=["search"])), FORMS[kind]
     scene = Scene(signals, script(), items, kind=kind, form=form)
-
     for _ in range(2):
         with pytest.raises(RuntimeError, match="does not see what code calls"):
             await scene.play()
-
     assert (scene.model.calls, scene.ran) == ((), [])
 
 
@@ -159,7 +150,6 @@ async def test_a_deep_agent_without_with_limits_does_not_run(signals: Signals) -
     middleware = [held(signals, ToolCallLimit("task", run_limit=1)), interpreter()]
     model = ScriptedChatModel(script=script(TASKS))
     agent = deepagents.create_deep_agent(model, [], middleware=middleware)
-
     # Its sub-agents have no limits, which is said, too.
     with (
         pytest.warns(QuotaWarning, match="the sub-agents"),
@@ -172,7 +162,6 @@ async def test_a_dry_run(signals: Signals) -> None:
     """A dry-run limit stops no agent."""
     limit = ToolCallLimit("search", run_limit=2, enforce=False)
     scene = await Scene(signals, script(), [limit, interpreter(ptc=["search"])]).played()
-
     assert scene.ran == ["search"] * 9
 
 

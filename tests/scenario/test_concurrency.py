@@ -36,7 +36,6 @@ async def test_nothing_blocks(limit: Limit, signals: Signals) -> None:
     # `time.sleep` gives nothing: that would be the limit's own words.
     limiter = tool_limiter(signals, run_limit=0, message=lambda _: time.sleep(0))
     detected = Scene(signals, [["search"], "done"], [limiter], thread_id="another")
-
     with blockbuster_ctx():
         for _ in range(3):
             with suppress(ToolCallLimitExceededError, ModelCallLimitExceededError):
@@ -45,7 +44,6 @@ async def test_nothing_blocks(limit: Limit, signals: Signals) -> None:
         # What blocks in our hooks would be seen.
         with pytest.raises(BlockingError, match=r"time\.sleep"):
             await detected.play()
-
     decisions = {attributes(span)["decision"] for span in signals.spans()}
     assert "blocked" in decisions or limit.exit_behavior == "finalize"
     # A BlockingError inside of telemetry would end up here.
@@ -70,6 +68,5 @@ async def test_the_callers_context_reaches_the_message(
 
     names = [f"tenant-{number}!" for number in range(10)]
     histories = await asyncio.gather(*map(call, names))
-
     for name, history in zip(names, histories, strict=True):
         assert f"refused for {name}" in history

@@ -73,11 +73,9 @@ async def test_parts_have_prices_of_their_own(
     prices: Any = {"mine": Price(**{"input": "1", "output": "1", **price})}
     model = ScriptedChatModel(model="mine", script=script)
     scene = Scene(signals, model, [CostLimit(run_limit=1)], prices=prices, checkpointer=None)
-
     # An application may compute with few digits.
     with localcontext(prec=3):
         await scene.play()
-
     total = signals.value(
         "langchain_quota_spent_dollars_total", agent="unnamed", limit="cost", model="mine"
     )
@@ -103,7 +101,6 @@ async def test_an_own_chat_model_gets_the_price_of_the_list(signals: Signals) ->
     with pytest.raises(UnknownPriceError, match="_get_ls_params returns ls_provider"):
         await Scene(signals, unnamed, [CostLimit(run_limit=1)]).play()
     assert unnamed.calls == ()
-
     own = {"gpt-4o": Price(input="1", output="2")}
     for prices, cost in ((None, 2_510_000), (own, 1_002_000)):
         named = OwnModel(provider="openai", script=[answer(1_001)])
@@ -138,10 +135,8 @@ async def test_another_model_without_a_price_is_not_called(signals: Signals) -> 
     other = ScriptedChatModel(model="other", script=[answer(5)])
     items: Any = [CostLimit(run_limit=1), ModelFallbackMiddleware(other)]
     scene = Scene(signals, known, items, prices=known_models)
-
     with pytest.raises(UnknownPriceError, match="'other'"):
         await scene.play()
-
     assert not other.calls
     assert spent(scene, MONEY) == (0, 0)
 
@@ -159,10 +154,8 @@ async def test_within_a_call_no_model_without_a_price_is_called(
     known = ScriptedChatModel(model="known", script=[answer(5)])
     items: list[Any] = [CostLimit(run_limit=1), During(calls[form], before=True)]
     scene = Scene(signals, known, items, prices=known_models, form=form)
-
     with pytest.raises(UnknownPriceError):
         await scene.play()
-
     assert not chat.calls
     assert not known.calls
 
@@ -182,7 +175,6 @@ async def test_a_prices_function_is_asked_before_and_after(signals: Signals) -> 
     scene = Scene(signals, model, [CostLimit(run_limit=5)], prices=prices)
     for _ in answers:
         await scene.play()
-
     assert asked == [("mine", "", 0), ("mine", "mine-2026", 5), ("mine", "mine-2026", 7)]
 
 
@@ -211,7 +203,6 @@ async def test_a_model_whose_price_fails_is_called_once(
         await scene.play()
     assert len(scene.model.calls) == 1
     assert spent(scene, MONEY)[0] == (1 if held is None else DOLLAR // 4)
-
     works.append(True)
     await scene.play()
     assert spent(scene, MONEY)[1] == 2 * DOLLAR
@@ -241,7 +232,6 @@ async def test_unknown_prices_are_allowed(signals: Signals, price: Decimal | Non
     options: Any = {"prices": lambda _: price, "unknown_price": "allow"}
     scene = await Scene(signals, [answer(5), answer(2)], [limit], **options).played()
     await scene.play()
-
     assert spent(scene, MONEY) == (0, 0)
     assert scene.last_text() == "Hello."
 

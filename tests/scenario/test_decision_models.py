@@ -108,7 +108,6 @@ async def test_within_the_agents_call(signals: Signals) -> None:
     asks = During(decide, before=True)
     scene = Scene(signals, [answer(100)], [TokenLimit(run_limit=10_000), asks])
     assert spent(await scene.played())[1] == 100 + 30
-
     # Without a price it is refused.
     scene = Scene(signals, [answer(100)], [CostLimit(run_limit="10"), asks], prices=prices)
     with pytest.raises(UnknownPriceError, match="decider-1"):

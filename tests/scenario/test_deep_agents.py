@@ -70,11 +70,9 @@ async def test_an_error(signals: Signals) -> None:
         ToolCallLimit("search", thread_limit=9, name="thread"),
     ]
     scene = Scene(signals, [["search"] * 3, ["search"] * 2, "done"], limits, create=CREATE)
-
     with pytest.raises(ToolCallLimitExceededError):
         await scene.play()
     result = await scene.play()
-
     assert scene.ran == ["search"] * 2
     assert scene.usage().tools == {"search": 2}
     check_history(result["messages"])
@@ -104,9 +102,7 @@ async def test_a_sub_agent_that_a_limit_ends(limit: Limit, own: str, signals: Si
     finder["model"] = ScriptedChatModel(script=script)
     finder["middleware"] = [QuotaMiddleware[Any, Any]([limit], telemetry=signals.telemetry)]
     scene = Scene(signals, [[task("finder")], "done"], create=CREATE, subagents=[finder])
-
     (answer,) = texts(await scene.play())
-
     assert answer == own if own and limit.exit_behavior == "finalize" else "limit" in answer
 
 
@@ -115,11 +111,9 @@ async def test_an_error_in_a_sub_agent(signals: Signals) -> None:
     limit = ToolCallLimit("search", run_limit=2, thread_limit=9, exit_behavior="error")
     child: list[Turn] = [["search"], ["search", "search"], "found"]
     deep = Deep(signals, [[task()], "done"], child, limit)
-
     for _ in range(2):
         with pytest.raises(ToolCallLimitExceededError):
             await deep.play()
-
     assert len(deep.ran) == deep.charged("search") == 2
     deep.check_requests()
 
@@ -130,12 +124,10 @@ async def test_a_review_in_sub_agents(signals: Signals) -> None:
     child: list[Turn] = [["search", "search"], "found"]
     review = {"search": True}
     deep = Deep(signals, [[task(), task()], "done"], child, *limits, interrupt_on=review)
-
     first, second = (await deep.play())["__interrupt__"]
     assert (deep.ran, deep.charged("search")) == ([], 0)
     yes, no = {"type": "approve"}, {"type": "reject"}
     await deep.resume({first.id: {"decisions": [yes, no]}, second.id: {"decisions": [yes, yes]}})
-
     assert len(deep.ran) == deep.charged("search") == 2
     assert deep.charged("model") == 6 == len(deep.model.calls)
     deep.check()

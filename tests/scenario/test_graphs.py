@@ -207,7 +207,6 @@ async def test_a_resume_in_another_process(
         first.agent.update_state(CONFIG, {"messages": [message]}, as_node=node)
     second = Scene(signals, [["search"], "done"], limits, **given)
     result = await second.go_on()
-
     assert (first.ran, second.ran) == ([], [] if tampered else ["search"] * 2)
     assert len(second.model.calls) == 1
     assert result["messages"][-1].text == ENDED

@@ -171,7 +171,6 @@ async def test_a_stream_that_is_left_is_charged_what_was_held(signals: Signals) 
     assert counts(budget.store) == {GLOBAL: 500, DOLLARS: 500}
     await stream.aclose()
     assert budget.charged() == {GLOBAL: 500, DOLLARS: 500}
-
     model = Streamed(script=[], begun=asyncio.Event())
     budget = Budget(signals, model)
     await cancel_at(model.begun, budget.agent.ainvoke(ASKED, stream_mode="messages"))
@@ -192,10 +191,8 @@ def test_an_interrupted_call_is_charged_what_was_held(
 ) -> None:
     """After Ctrl-C, or a timeout, a call may have been served; not where the provider refused."""
     budget = Budget(signals, [error()])
-
     with pytest.raises(error):
         budget.agent.invoke(ASKED)
-
     assert budget.charged() == ({GLOBAL: held, DOLLARS: held} if held else {})
 
 
@@ -221,7 +218,5 @@ def test_a_call_whose_event_loop_is_gone_is_charged_with_the_next(signals: Signa
     loop.close()
     del running, called
     gc.collect()
-
     budget.agent.invoke(ASKED)
-
     assert budget.charged() == {GLOBAL: 560, DOLLARS: 560}

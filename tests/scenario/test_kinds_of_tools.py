@@ -91,12 +91,10 @@ async def test_each_kind(kind: str, signals: Signals) -> None:
     create = partial(create_agent, store=InMemoryStore())
     options: dict[str, Any] = {"state_schema": NotesState, "create": create}
     scene = Scene(signals, asking(*[kind] * 3), limiters, tools=kinds(ran), ran=ran, **options)
-
     for count in (2, 3, 3):
         result = await scene.play()
         assert scene.ran == [kind] * count
         scene.check()
-
     # Only admitted calls update the state, and have artifacts.
     assert result.get("notes", []) == (["a note"] * 3 if kind == "command" else [])
     artifacts = [each.artifact for each in result["messages"] if each.type == "tool"]
@@ -120,7 +118,6 @@ async def test_parallel_calls(form: Form, signals: Signals) -> None:
     tools = [StructuredTool.from_function(met, amet, name=each, description=each) for each in names]
     limiters = [tool_limiter(signals, run_limit=5), tool_limiter(signals, "search", run_limit=1)]
     scene = await Scene(signals, asking(*names * 3), limiters, tools=tools, form=form).played()
-
     assert sorted(status for _, status in scene.answers()) == ["error"] * 2 + ["success"] * 4
 
 
@@ -131,9 +128,7 @@ async def test_a_tool_that_the_provider_runs(signals: Signals) -> None:
         {"type": "text", "text": "found"},
     ]
     scene = Scene(signals, [AIMessage(searched)], [tool_limiter(signals, run_limit=0)])
-
     await scene.play()
-
     assert scene.state().get("thread_tool_call_count", {}) == {}
     scene.check()
 
@@ -154,7 +149,6 @@ async def test_the_tools_of_a_server(kind: Kind, signals: Signals, tmp_path: Pat
         tools = await adapters.load_mcp_tools(session)
         scene = await Scene(signals, script, limits, tools=tools, **given).played()
     scene.ran += (await asyncio.to_thread(calls.read_text)).split()
-
     assert sorted(scene.ran) == ["calc", "calc", "fail", "search", "search"]
     errors = sorted(name for name, status in scene.answers() if status == "error")
     assert errors == ["calc", "fail", "search"]

@@ -66,7 +66,6 @@ async def test_every_count_of_a_limit(signals: Signals, form: Form, kind: Kind) 
     monthly = await scene.call("left", "mine", tenant="acme")
     assert monthly.resets_at == datetime(2026, 10, 31, 23, tzinfo=UTC)
     assert monthly.resets_at.utcoffset().total_seconds() == 3600
-
     for subject in ("acme", "unheard"):
         grant = await scene.call("grant", "cost", "0.25", tenant=subject, by="bo", reason="4711")
         assert (grant.by, grant.reason) == ("bo", "4711")
