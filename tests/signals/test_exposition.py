@@ -1,23 +1,16 @@
 """/metrics over real HTTP: the server of an agent's own, and the ASGI app as a route."""
 
-import asyncio
 import errno
 import logging
 import socket
 import ssl
-import threading
-import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from blockbuster import blockbuster_ctx
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.routing import Route
 
@@ -182,40 +175,3 @@ async def test_what_the_app_answers(client: httpx.AsyncClient) -> None:
     assert exemplar.labels == {"trace_id": "abc"}
     response = await client.head("/metrics")
     assert (response.status_code, response.content) == (200, b"")
-
-
-class OnCollect(Collector):
-    """A collector that does something whenever it is rendered, and gives what that returns."""
-
-    def __init__(self, action: Callable[[], float]) -> None:
-        self._action = action
-
-    def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("on_collect", "What the action returned.", self._action())
-
-    def describe(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("on_collect", "What the action returned.")
-
-
-async def test_the_app_renders_beside_the_loop(
-    registry: CollectorRegistry, client: httpx.AsyncClient
-) -> None:
-    """Meanwhile the loop does other work; a collector may block, and finds no running loop."""
-    loop = asyncio.get_running_loop()
-    began, released = asyncio.Event(), threading.Event()
-
-    def block() -> float:
-        with pytest.raises(RuntimeError):
-            asyncio.get_running_loop()
-        time.sleep(0.001)
-        loop.call_soon_threadsafe(began.set)
-        return released.wait(ENOUGH)
-
-    async def release() -> None:
-        await began.wait()
-        released.set()
-
-    registry.register(OnCollect(block))
-    with blockbuster_ctx():
-        response, _ = await asyncio.gather(client.get("/metrics"), release())
-    assert "on_collect 1.0" in response.text.splitlines()

@@ -28,21 +28,18 @@ def lines(log: Sequence[logging.LogRecord]) -> list[str]:
     return [f"{each.levelname} {each.getMessage().replace(same, '')}" for each in log]
 
 
+NEAR = "limit 'tool:search' near:"
 LINES: list[tuple[str, Limit, list[str]]] = [
     (
         "a run",
         ToolCallLimit("search", run_limit=3, near=0.5),
         [
-            "INFO limit 'tool:search' near: 2 of 3 (run_limit)",
+            f"INFO {NEAR} 2 of 3 (run_limit)",
             "WARNING limit 'tool:search' exhausted: 3 of 3 (run_limit)",
             "DEBUG limit 'tool:search' refused: 3 of 3 (run_limit)",
         ],
     ),
-    (
-        "a thread",
-        ToolCallLimit("search", thread_limit=5),
-        ["INFO limit 'tool:search' near: 4 of 5 (thread_limit)"],
-    ),
+    ("a thread", ToolCallLimit("search", thread_limit=5), [f"INFO {NEAR} 4 of 5 (thread_limit)"]),
     (
         "dry run",
         ToolCallLimit("search", run_limit=3, enforce=False, name="trial"),

@@ -187,7 +187,10 @@ def test_what_workers_know_together(
 
 
 def test_any_worker_answers_for_all(tmp_path: Path) -> None:
-    """Also one that has checked nothing: counters and histograms are summed, and threads shown."""
+    """Also one that has checked nothing: counters and histograms are summed, and threads shown.
+
+    No part of a scrape blocks the event loop.
+    """
     found = shown(worked(tmp_path, searched(0, 9), searched(1, 3, "t2")))
     assert found["apples_total"] == {("red",): 6}
     assert found["langchain_quota_thread_used"] == {OF_T1: 9, (*OF_T1[:2], "t2"): 3}
