@@ -60,8 +60,8 @@ def of_search(limit: str, decision: str, scope: str, call: str, **amounts: int) 
 
 
 ONE = {"thread_used": 1, "thread_limit": 5, "run_used": 1, "run_limit": 1}
-MODEL = {**OF_RUN, "kind": "model", "limit": "model", "limits": ("model",), "exit_behavior": "end"}
-MODEL |= {"thread.used": 1, "thread.limit": 1, "run.used": 1}
+MODEL: dict[str, Any] = {**OF_RUN, "kind": "model", "limit": "model", "limits": ("model",)}
+MODEL |= {"exit_behavior": "end", "thread.used": 1, "thread.limit": 1, "run.used": 1}
 TOLD: list[tuple[str, Limit, Any, list[Mapping[str, Any]]]] = [
     (
         "tools",
