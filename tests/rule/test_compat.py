@@ -6,9 +6,7 @@ A test has the name of its function: where one fails, a package has changed what
 import ast
 import threading
 from collections.abc import Awaitable, Callable
-from functools import wraps
 from inspect import iscoroutinefunction, signature
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +70,22 @@ IN_A_TOOL: dict[str, tuple[Callable[[str], Any], int, dict[str, Any], object]] =
 """What a tool sees in an agent, inside so many graphs of which the outermost has options."""
 
 
+OF_CAPS = "scenario/test_concurrency_limit.py"
 ELSEWHERE = {
     "ask": "scenario/test_ask.py::test_interfaces_can_show_a_form",
+    "finished_tasks": "scenario/test_old_checkpoints.py::test_a_step_that_is_cut_off",
     "for_parent": "scenario/test_ended_runs.py::test_a_sub_agent_in_a_node",
+    "interpreter_settings": "scenario/test_code_interpreters.py::test_a_deep_agent_does_not_run",
     "is_multiprocess": "signals/test_several_workers.py::test_any_worker_answers_for_all",
+    "is_resumed_step": "scenario/test_old_checkpoints.py::test_what_runs_again",
+    "model_parameters": "scenario/test_model_pace.py::test_one_refusal_paces_all",
     "note_tracers": "signals/test_trace_sizes.py::test_a_trace_is_little_larger",
+    "runs_in_thread": f"{OF_CAPS}::test_a_cancelled_run_does_not_end_its_sync_tool",
     "small_traces": "signals/test_trace_sizes.py::test_the_users_policy_applies",
+    "starts_sub_agents": "scenario/test_deep_agents.py::test_repetitions",
+    "sub_agents_of": "scenario/test_deep_agents.py::test_repetitions",
+    "with_run": f"{OF_CAPS}::test_a_cancelled_run_does_not_end_its_sync_tool",
+    "with_state": "scenario/test_inline.py::test_two_of_them",
     "without_created": "signals/test_counters.py::test_no_series_has_the_time_of_creation",
 }
 """The tests of functions that an agent shows as they are."""
@@ -121,17 +129,6 @@ def test_in_a_tool(
     assert found == [seen]
 
 
-def test_is_resumed_step() -> None:
-    """A tool sees whether it runs again from an old checkpoint."""
-    look, found = spy(lambda: compat.is_resumed_step(get_config()["configurable"]))
-    model = ScriptedChatModel(script=[["look"], "Done.", "Done."])
-    graph: Any = create_agent(model, [look], checkpointer=InMemorySaver())
-    graph.invoke(GO, CONFIG)
-    before = next(state for state in graph.get_state_history(CONFIG) if state.next == ("tools",))
-    graph.invoke(None, before.config)
-    assert found == [False, True]
-
-
 def test_checkpoint_ids() -> None:
     """An agent in a graph finds the checkpoints of both, by their namespaces."""
     look, found = spy(lambda: [*compat.checkpoint_ids(get_config()["configurable"])])
@@ -139,28 +136,10 @@ def test_checkpoint_ids() -> None:
     assert [namespace.partition(":")[0] for namespace in found[0]] == ["", "inner"]
 
 
-def test_finished_tasks() -> None:
-    """The writes at a checkpoint tell a task that has finished from a waiting one and an update."""
-    look, _ = spy(lambda: interrupt("?"))
-    asking = agent(look, checkpointer=(saver := InMemorySaver()))
-    asking.invoke(GO, CONFIG)
-    asking.update_state(CONFIG, {"messages": []})
-    updated, waiting, finished, *_ = map(compat.finished_tasks, saver.list(CONFIG))
-    assert (len(updated), len(waiting), len(finished)) == (0, 0, 1)
-
-
 def test_is_from_create_agent() -> None:
     """A graph of one's own is told from an agent."""
     assert compat.is_from_create_agent(agent())
     assert not compat.is_from_create_agent(around(agent()))
-
-
-def test_with_state() -> None:
-    """A request with another state leaves the first one as it is, and warns of nothing."""
-    given: Any = {"model": ScriptedChatModel(script=[]), "messages": [], "state": {"a": 1}}
-    first: Any = ModelRequest(**given)
-    second: Any = compat.with_state(first, {"a": 2})
-    assert (first.state, second.state) == ({"a": 1}, {"a": 2})
 
 
 async def test_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,41 +159,6 @@ async def test_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     await agent(middleware=[middleware]).ainvoke(GO)
     assert (len(ran), iscoroutinefunction(stand_in)) == (1, False)
     assert [*signature(stand_in).parameters] == ["request", "handler"]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_runs_in_thread(*, is_async: bool) -> None:
-    """Where a tool runs is known before it does."""
-
-    async def alook() -> None:
-        seen.append(threading.current_thread())
-
-    look, seen = spy(threading.current_thread)
-    look.coroutine = alook if is_async else None
-    in_thread = compat.runs_in_thread(look)
-    await agent(look).ainvoke(GO)
-    assert [each is not threading.current_thread() for each in seen] == [in_thread]
-    assert in_thread is not is_async
-
-
-async def test_with_run() -> None:
-    """A wrapped copy is what runs, in every way; the tool itself is as before."""
-    look, seen = spy(bool)
-    wrapped = count()
-    copied = compat.with_run(
-        look, lambda run: wraps(run)(lambda *args, **more: (next(wrapped), run(*args, **more))[1])
-    )
-    assert (copied.invoke({}), await copied.ainvoke({}), look.invoke({})) == ("seen",) * 3
-    assert (next(wrapped), len(seen)) == (2, 3)
-
-
-def test_model_parameters() -> None:
-    """A model says its provider before it is called."""
-    model, handler = ScriptedChatModel(script=["Hi."]), Runs()
-    model.invoke("Hi!", {"callbacks": [handler]})
-    provider = compat.model_parameters(model, {})["ls_provider"]
-    assert provider
-    assert handler.seen[0]["ls_provider"] == provider
 
 
 @pytest.mark.parametrize("mode", ["", "a"])
@@ -260,28 +204,6 @@ def test_is_answered() -> None:
     assert asking.invoke(Command(resume="first"), CONFIG)["__interrupt__"]
     asking.invoke(Command(resume="second"), CONFIG)
     assert seen == [(True, "second")]
-
-
-def test_starts_sub_agents_and_sub_agents_of() -> None:
-    """The function of a deep agent's tool `task` is told from others, with its sub-agents."""
-    deepagents = pytest.importorskip("deepagents")  # not among the oldest versions
-    spec = {"name": "helper", "description": "Helps.", "system_prompt": "Help!"}
-    made = deepagents.create_deep_agent(ScriptedChatModel(script=["Hi."]), subagents=[spec])
-    function = made.nodes["tools"].bound.tools_by_name["task"].func
-    assert (compat.starts_sub_agents(function), compat.starts_sub_agents(spy)) == (True, False)
-    assert {"helper", "general-purpose"} <= {*compat.sub_agents_of(function)}
-
-
-@pytest.mark.filterwarnings("ignore:The class `CodeInterpreterMiddleware` is in beta")
-def test_interpreter_settings() -> None:
-    """What code may call is known; of another version's settings it is known that it is not."""
-    quickjs = pytest.importorskip("langchain_quickjs")
-    middleware = quickjs.CodeInterpreterMiddleware(ptc=["search"], subagents=False)
-    function = middleware.tools[0].func or middleware.tools[0].coroutine
-    assert compat.interpreter_settings(function) == (["search"], False)
-    assert compat.interpreter_settings(spy) == ([], False)
-    del middleware._ptc
-    assert compat.interpreter_settings(function) is None
 
 
 @pytest.mark.parametrize("kind", [threading.Lock, threading.RLock])

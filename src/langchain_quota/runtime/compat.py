@@ -1,7 +1,7 @@
 """The private ground of other packages that this package relies on.
 
-Each function names the package and what it relies on. `tests/rule/test_compat.py` has a test with
-the name of each function, which fails with a version in which that has changed. The functions
+Each function names the package and what it relies on. `tests/rule/test_compat.py` has or names a
+test of each function, which fails with a version in which that has changed. The functions
 import packages when they are called, so that the command line starts fast.
 """
 
