@@ -12,7 +12,7 @@ from langchain.agents.middleware import ModelFallbackMiddleware
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage
 
-from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, max_usage
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.scenario.test_model_pace import Refused
@@ -132,15 +132,6 @@ async def test_who_is_cancelled_holds_nothing(signals: Signals) -> None:
     await runs[1]
     assert counts(store)[KEY] == 60
     assert [len(scene.model.calls) for scene in scenes] == [1, 0, 1]
-
-
-async def test_a_reserve_above_the_burst(signals: Signals) -> None:
-    """It fails at the call with one line, before anything is charged, and no call is made."""
-    store = MemoryStore()
-    scene = Scene(signals, using(1), [limit(max_usage)], store=store)
-    with pytest.raises(ValueError, match=r"reserve of limit 'tokens' is 1\d,\d+ tokens, and quota"):
-        await scene.play()
-    assert (counts(store), scene.model.calls) == ({}, ())
 
 
 @pytest.mark.parametrize("order", ["outside", "inside", "fallback", "charges all"])

@@ -164,13 +164,6 @@ class SecondCheck:
             reserve = getattr(budget.limit, "reserve", None)
             bound = computed(reserve(request)) if callable(reserve) else reserve or 0
             amount = self._pricing.most(budget.limit, bound)
-            for check in budget.checks if budget.limit.enforce else ():
-                if check.spacing and 0 < (check.maximum or 0) < amount:
-                    raise ValueError(
-                        f"reserve of limit {budget.limit.name!r} is {amount:,} tokens, and quota "
-                        f"{check.scope!r} never has more than {check.maximum:,} together: reserve "
-                        "less, or raise its burst"
-                    )
             reserving.append(budget.with_checks(amount=amount, lease=lease))
         if self.waits and not is_retry:
             # Attempts of one call count as one call, and the first check has counted the run's.
