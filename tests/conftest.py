@@ -31,11 +31,8 @@ if TYPE_CHECKING:  # it needs psycopg
     from tests.server.postgres import PostgresServer
 
 REST = [Path(__file__).parent / name for name in ("server", "artefact")]
-QUICK = {
-    *("test_store_contract.py", "test_store_agreement.py", "test_shared_agents.py"),
-    *("test_root_runs.py", "test_charges.py", "test_model_usage.py", "test_providers.py"),
-}
-"""Tests of stores and providers that need at most a Redis, which many machines have."""
+QUICK = {"test_charges.py", "test_providers.py"}
+"""Tests there that need none."""
 WAITING = {"test_alerts.py"}
 """Tests that wait for most of a minute, and leave the processor to others meanwhile."""
 
@@ -85,6 +82,14 @@ async def sqlite_saver(tmp_path: Path) -> AsyncIterator[AsyncSqliteSaver]:
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A Redis server; the tests of a module share it, each with a prefix of its own."""
     with running_redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis of the test's own, which knows what it knew when it is started again."""
+    options = ("--appendonly", "yes", "--appendfsync", "always")
+    with running_redis(tmp_path / "redis", *options) as server:
         yield server
 
 

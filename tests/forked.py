@@ -109,22 +109,31 @@ def start_python(
     return Program(io.FileIO(readable), command)
 
 
+class Workers(list[Program]):
+    """Processes that do the same, one of which may be killed, and another one begins."""
+
+    def __init__(self, start: Callable[[], Program]) -> None:
+        super().__init__(start() for _ in range(4))
+        self._start = start
+
+    def restart(self, number: int = 0) -> None:
+        """Kill a process that still runs, and begin another one, which is the last one then."""
+        killed = self.pop(number)
+        assert killed.poll() is None
+        killed.__exit__()
+        self.append(self._start())
+
+
 @contextmanager
-def processes(
-    program: str, *arguments: str, log: Path, imported: Sequence[str] = ()
-) -> Iterator[Callable[[int], None]]:
-    """Four processes of a program, and a function that kills one of them, and starts it anew."""
+def processes(worker: Callable[..., Any], *arguments: object, log: Path) -> Iterator[Workers]:
+    """Four processes that run a coroutine function of a module, with arguments that are text."""
+    program = calling(worker)
     with log.open("wb") as file:
-        output: Any = {"stdout": file.fileno(), "stderr": file.fileno()}
-        start = partial(start_python, program, *arguments, cwd=ROOT, imported=imported, **output)
-        running = [start() for _ in range(4)]
-
-        def restart(number: int) -> None:
-            running[number].__exit__()
-            running[number] = start()
-
+        output: Any = {"stdout": file.fileno(), "stderr": file.fileno(), "cwd": ROOT}
+        given = [program, *map(str, arguments)]
+        running = Workers(partial(start_python, *given, imported=[worker.__module__], **output))
         try:
-            yield restart
+            yield running
         finally:
             for each in running:
                 each.__exit__()
@@ -146,6 +155,12 @@ def run_python(program: str, *arguments: str, **options: Any) -> subprocess.Comp
 def as_module(name: str) -> str:
     """The program that `python -m` runs."""
     return f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+
+
+def calling(worker: Callable[..., Any]) -> str:
+    """The program that runs a coroutine function of a module to its end."""
+    module, name = worker.__module__, worker.__qualname__
+    return f"import asyncio, sys; from {module} import {name}; asyncio.run({name}(*sys.argv[1:]))"
 
 
 def without(*packages: str) -> str:

@@ -18,7 +18,7 @@ import pytest
 from langchain_quota.stores import postgres
 from tests.server.programs import required_program
 from tests.server.prometheus import DEADLINE, eventually
-from tests.server.redis import free_port
+from tests.server.redis import Database, free_port
 
 PASSWORD = "a-password-for-tests"  # noqa: S105 - of a server that lives as long as a test
 
@@ -26,20 +26,14 @@ _DEBIAN = Path("/usr/lib/postgresql")
 _SUPERUSER = "tester"
 
 
-class PostgresServer:
-    """A server on a free port of the loopback, with a password and without durability."""
-
-    def __init__(self, directory: Path, user: str | None) -> None:
-        self._directory = directory
-        self._user = user
-        self._process: subprocess.Popen[bytes] | None = None
-        self.port = 0
+class PostgresServer(Database):
+    """A server on the loopback, with a password and without durability."""
 
     def start(self) -> None:
-        """Start it: the first time with new files on a free port, later with the same ones."""
+        """Start it: the first time with new files, later with the same ones."""
         if not (self._directory / "data").exists():
             self._make()
-        eventually(self._started)
+        super().start()
 
     def _make(self) -> None:
         password = self._directory / "password"
@@ -60,28 +54,19 @@ class PostgresServer:
             timeout=DEADLINE,
         )
 
-    def stop(self) -> None:
-        """Stop it."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGQUIT)  # at once, with all its processes
-            self._process.wait()
-            self._process = None
+    def stop(self, sign: int = signal.SIGQUIT) -> None:
+        """Stop it at once, with all its processes."""
+        super().stop(sign)
 
     def pause(self, sign: int = signal.SIGSTOP) -> None:
         """Let its processes for connections answer nobody, and it itself take no connection."""
-        assert self._process is not None
-        self._process.send_signal(sign)
-        task = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-        for child in task.read_text().split():
+        os.kill(self.pid, sign)
+        for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
             os.kill(int(child), sign)
 
     def resume(self) -> None:
         """Let it go on, with what it was sent meanwhile."""
         self.pause(signal.SIGCONT)
-
-    def prefix(self) -> str:
-        """A prefix that no other test has."""
-        return f"test.{uuid4().hex}"
 
     def database(self, encoding: str = "UTF8") -> str:
         """The URL of a new database."""
@@ -96,33 +81,17 @@ class PostgresServer:
             cursor = connection.execute(query.encode())
             return cursor.fetchall() if cursor.description else []
 
-    def _started(self) -> bool:
-        port = self.port or free_port()
-        with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(_program("postgres"), "-D", str(self._directory / "data")),
-                    *("-h", "127.0.0.1", "-p", str(port), "-k", str(self._directory)),
-                    *("-c", "fsync=off", "-c", "full_page_writes=off"),
-                ],
-                cwd=self._directory,
-                user=self._user,
-                stdout=log,
-                stderr=log,
-            )
-        if eventually(lambda: self._answers_or_ended(port)) == "ended":  # another took the port
-            return False
-        self.port = port
-        return True
+    def command(self, port: int) -> list[str]:
+        return [
+            *(_program("postgres"), "-D", str(self._directory / "data")),
+            *("-h", "127.0.0.1", "-p", str(port), "-k", str(self._directory)),
+            *("-c", "fsync=off", "-c", "full_page_writes=off"),
+        ]
 
-    def _answers_or_ended(self, port: int) -> str | None:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            return "ended"
+    def answers(self, port: int) -> bool:
         with suppress(psycopg.OperationalError):
-            self.query("SELECT 1", port)
-            return "answers"
-        return None
+            return bool(self.query("SELECT 1", port))
+        return False
 
 
 @contextmanager

@@ -31,12 +31,10 @@ from langchain_quota import (
     ToolCallLimit,
     usage,
 )
-from langchain_quota.core import messages
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits import Limit
-from langchain_quota.stores.keys import CountKey
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.forked import ROOT, start_python
+from tests.forked import ROOT, calling, start_python
 from tests.scene import check_history
 from tests.server.redis import RedisServer
 from tests.telemetry import needs_inline, telling
@@ -45,6 +43,7 @@ RUN_LIMIT, THREAD_LIMIT, MODEL_LIMIT = 5, 23, 6
 CONCURRENCY = 2
 """How many tools the model asks for at once."""
 DONE = "done"
+ABANDONED = "This tool call was not completed: the run that made it was stopped."
 STEP = 0.003
 """How long a tool takes at most, in seconds."""
 KILLS = 14
@@ -71,10 +70,8 @@ class Order:
 
     def write(self, what: str, **entry: Any) -> None:
         """Write to the diary what happens as it happens; a kill takes nothing back."""
-        line = json.dumps({"what": what, "pid": os.getpid(), **entry}) + "\n"
-        file = os.open(Path(self.folder, "diary"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(file, line.encode())
-        os.close(file)
+        with Path(self.folder, "diary").open("a") as diary:
+            diary.write(json.dumps({"what": what, "pid": os.getpid(), **entry}) + "\n")
 
 
 async def pause(most: float) -> None:
@@ -149,8 +146,10 @@ def agent_of(order: Order, saver: AsyncSqliteSaver) -> Any:
     )
 
 
-async def live(order: Order) -> None:
+async def live(given: str) -> None:
     """Go on with the thread's run, or begin one, to its end."""
+    order = Order(**json.loads(given))
+    random.seed()
     async with DistantSaver.from_conn_string(str(Path(order.folder, "checkpoints"))) as saver:
         assert isinstance(saver, DistantSaver)
         saver.latency = order.latency
@@ -163,8 +162,8 @@ async def live(order: Order) -> None:
         resumes = waits and not order.begin
         run = run_of(found.values["messages"]) if resumes else uuid4().hex
         order.write("lives", run=run)
-        given = None if resumes else {"messages": [("user", run)]}
-        result = await agent.ainvoke(given, config, durability=order.durability)
+        asked = None if resumes else {"messages": [("user", run)]}
+        result = await agent.ainvoke(asked, config, durability=order.durability)
         tools = [each for each in result["messages"] if each.type == "tool"]
         answers = {each.tool_call_id: each.content for each in tools}
         used = usage(await agent.aget_state(config))
@@ -176,19 +175,11 @@ def run_of(history: Sequence[BaseMessage]) -> str:
     return next(str(each.content) for each in reversed(history) if each.type == "human")
 
 
-PROGRAM = """
-import asyncio, json, random, sys
-from tests.server.test_kills import Order, live
-random.seed()
-asyncio.run(live(Order(**json.loads(sys.argv[1]))))
-"""
-
-
 def life(order: Order, seconds: float) -> tuple[int | None, float]:
     """Start a process, and kill it after a while: its id if that was needed, and its seconds."""
     readable, writable = os.pipe()
-    given, imported = json.dumps(asdict(order)), ("tests.server.test_kills",)
-    program = start_python(PROGRAM, given, stdout=writable, stderr=2, cwd=ROOT, imported=imported)
+    given: Any = {"stdout": writable, "stderr": 2, "cwd": ROOT, "imported": [__name__]}
+    program = start_python(calling(live), json.dumps(asdict(order)), **given)
     os.close(writable)
     with os.fdopen(readable) as written, program:
         written.readline()
@@ -274,7 +265,7 @@ def test_counts_in_the_state(tmp_path: Path) -> None:
     thread = lived(Order(durability="sync", latency=0.002), tmp_path)
     charged = thread.entries("ends")[-1]["charged"]
     assert len(thread.started) <= charged <= THREAD_LIMIT
-    assert charged <= len(thread.answered(DONE, messages.ABANDONED))
+    assert charged <= len(thread.answered(DONE, ABANDONED))
 
 
 @pytest.mark.parametrize("inline", [False, pytest.param(True, marks=needs_inline)])
@@ -288,7 +279,7 @@ def test_counts_in_redis(tmp_path: Path, redis_server: RedisServer, *, inline: b
 
     # Each run has one count, and none is below what ran.
     of_runs = {key: used for key, used in counts.items() if key.startswith("act:run:")}
-    runs = {CountKey.parse(key).subject: used for key, used in of_runs.items()}
+    runs = {key.rpartition(":")[2]: used for key, used in of_runs.items()}
     assert len(thread.started) <= counts["act:thread:7"] == sum(runs.values()) <= THREAD_LIMIT
     started = thread.by_run("started")
     for starts in started.values():

@@ -1,4 +1,4 @@
-"""Redis that stops, hangs, loses replies, or is too late: what is told, and what is counted."""
+"""Servers that stop, hang, lose replies, or are too late: what is told, and what is counted."""
 
 import asyncio
 import os
@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,14 @@ import redis
 import redis.asyncio
 from blockbuster import blockbuster_ctx
 
-from langchain_quota import ModelCallLimit, Quota, ToolCallLimit
+from langchain_quota import ModelCallLimit, PostgresStore, Quota, TokenLimit, ToolCallLimit
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
 from langchain_quota.stores.redis import RedisStore
-from tests.forked import run_python
-from tests.scene import ANN, Form, Scene, asking, both_forms, texts
+from tests.forked import ROOT, calling, run_python
+from tests.scene import ANN, Form, Scene, asking, both_forms, texts, tool_limiter
 from tests.server.prometheus import eventually
 from tests.server.proxy import Proxy, late, lost, piecemeal, proxy, replaced, reset
-from tests.server.redis import RedisServer, running_redis
+from tests.server.redis import RedisServer
 from tests.server.stores import calls, used
 from tests.stores import counts
 from tests.telemetry import Signals, telling
@@ -37,13 +36,6 @@ SHARED = "search:global:"
 PER_USER = ToolCallLimit("search", quotas=[Quota(10**9, per="user_id")], thread_limit=10**9)
 
 Open = Callable[..., RedisStore]
-
-
-@pytest.fixture
-def durable(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server of the test's own, which knows what it knew when it is started again."""
-    with running_redis(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server:
-        yield server
 
 
 @pytest.fixture
@@ -115,52 +107,8 @@ class TestEventLoop:
             assert silent is QuotaStoreError
 
 
-async def agents_in_outages(
-    server: Any, outage: str, store: Any, patient: Any, signals: Signals
-) -> None:
-    """Eight agents run on while a server stops or hangs, twice: in the end it counts what ran."""
-    over = asyncio.Event()
-    options: Any = {"on_store_error": "allow", "checkpointer": None}
-    script: Any = lambda _: "done" if over.is_set() else ["search", "search"]  # noqa: E731
-    scene = Scene(signals, script, [PER_USER], store=store, context=ANN, **options)
-    stops = outage == "stopped"
-
-    async def run(thread: str) -> None:
-        config = {"configurable": {"thread_id": thread}, "recursion_limit": 9**9}
-        await scene.agent.ainvoke({"messages": [("user", "hi")]}, config, context=ANN)
-
-    async def more(outcome: str) -> None:
-        """Wait for requests of one outcome."""
-
-        def found() -> float:
-            name = "langchain_quota_store_seconds_count"
-            return sum(signals.samples(name, operation="acquire", outcome=outcome).values())
-
-        before = found()
-        while found() < before + 5:  # noqa: ASYNC110 - what it waits for has no event
-            await asyncio.sleep(0.01)
-
-    async with asyncio.timeout(DEADLINE):
-        running = [asyncio.create_task(run(f"thread-{number % 4}")) for number in range(8)]
-        for _ in range(2):
-            await more("ok")
-            await asyncio.to_thread(server.stop if stops else server.pause)
-            await more("error" if stops else "timeout")
-            await asyncio.to_thread(server.start if stops else server.resume)
-        await more("ok")
-        over.set()
-        await asyncio.gather(*running)
-        # What is still to be corrected is corrected by itself, or with the next requests.
-        while counts(patient).get(SEARCHES) != len(scene.ran):
-            await run("thread-0")
-        assert sum(counts(patient).values()) == 2 * len(scene.ran)
-
-
 class TestAgents:
     """Agents go on, or are refused, and in the end what ran is counted."""
-
-    def scene(self, signals: Signals, script: Any, store: RedisStore, **options: Any) -> Scene:
-        return Scene(signals, script, [PER_USER], store=store, context=ANN, **options)
 
     @both_forms
     async def test_every_fault(
@@ -169,7 +117,8 @@ class TestAgents:
         """Whatever happens to replies, in the end every call that ran is counted once."""
         prefix = redis_server.prefix()
         store, patient = opened(way.url, prefix, SHORT), opened(redis_server.url, prefix)
-        scene = self.scene(signals, asking("search"), store, form=form, on_store_error="allow")
+        given: Any = {"on_store_error": "allow", "form": form, "context": ANN}
+        scene = Scene(signals, asking("search"), [PER_USER], store=store, **given)
         faults = [lost, reset, late(2 * SHORT), replaced(b":1\r\n"), piecemeal, late(0.01)]
         for fault in faults:
             await scene.play()
@@ -190,30 +139,85 @@ class TestAgents:
         assert counts(patient) == dict.fromkeys((SEARCHES, THREAD), len(scene.ran))
 
     @pytest.mark.parametrize("outage", ["stopped", "paused"])
+    @pytest.mark.parametrize("kind", ["redis", "postgres"])
     async def test_under_load(
-        self, outage: str, durable: RedisServer, opened: Open, signals: Signals
+        self, kind: str, outage: str, request: pytest.FixtureRequest, signals: Signals
     ) -> None:
-        """Eight agents run on while Redis stops or hangs, twice: in the end it counts what ran."""
-        store, patient = opened(durable.url, "x", 0.5), opened(durable.url, "x")
-        await agents_in_outages(durable, outage, store, patient, signals)
+        """Eight agents run while a server stops or hangs, twice: in the end it counts what ran."""
+        server: Any = request.getfixturevalue("durable" if kind == "redis" else "postgres_server")
+        url = server.url if kind == "redis" else request.getfixturevalue("postgres_url")
+        make, prefix = (RedisStore if kind == "redis" else PostgresStore), server.prefix()
+        store = make(url, prefix=prefix, timeout=0.5)
+        patient = make(url, prefix=prefix, timeout=LONG)
+        over, stops = asyncio.Event(), outage == "stopped"
+        options: Any = {"on_store_error": "allow", "checkpointer": None, "context": ANN}
+        script: Any = lambda _: "done" if over.is_set() else ["search", "search"]  # noqa: E731
+        scene = Scene(signals, script, [PER_USER], store=store, **options)
+
+        async def run(thread: str) -> None:
+            config = {"configurable": {"thread_id": thread}, "recursion_limit": 9**9}
+            await scene.agent.ainvoke({"messages": [("user", "hi")]}, config, context=ANN)
+
+        async def more(outcome: str) -> None:
+            """Wait for requests of one outcome."""
+
+            def found() -> float:
+                name = "langchain_quota_store_seconds_count"
+                return sum(signals.samples(name, operation="acquire", outcome=outcome).values())
+
+            before = found()
+            while found() < before + 5:  # noqa: ASYNC110 - what it waits for has no event
+                await asyncio.sleep(0.01)
+
+        async with asyncio.timeout(DEADLINE):
+            running = [asyncio.create_task(run(f"thread-{number % 4}")) for number in range(8)]
+            for _ in range(2):
+                await more("ok")
+                await asyncio.to_thread(server.stop if stops else server.pause)
+                await more("error" if stops else "timeout")
+                await asyncio.to_thread(server.start if stops else server.resume)
+            await more("ok")
+            over.set()
+            await asyncio.gather(*running)
+            # What is still to be corrected is corrected by itself, or with the next requests.
+            while counts(patient).get(SEARCHES) != len(scene.ran):
+                await run("thread-0")
+            assert sum(counts(patient).values()) == 2 * len(scene.ran)
+        for each in (store, patient):
+            await each.aclose()
 
     @pytest.mark.parametrize("on_store_error", ["block", "allow"])
     async def test_the_event_loop_is_not_blocked(
         self, on_store_error: Any, durable: RedisServer, opened: Open, signals: Signals
     ) -> None:
-        """A Redis that is stopped, hangs and comes back blocks the event loop nowhere."""
+        """Nothing that agents ask of a store blocks the event loop, nor does a Redis that is away.
+
+        They reserve, settle, are refused, tell what is left, and are reset.
+        """
         store = opened(durable.url, durable.prefix(), 1)
-        scene = self.scene(signals, asking("search"), store, on_store_error=on_store_error)
+        drop_in = tool_limiter(signals, "search", run_limit=1, limit_name="drop-in")
+        limits = [
+            *(drop_in, PER_USER, ToolCallLimit("calc", quotas=[Quota(1, per="user_id")])),
+            TokenLimit(quotas=[Quota(999, per="user_id")], reserve=9),
+        ]
+        given: Any = {"tell_model": True, "hide_exhausted": True, "context": ANN, "store": store}
+        script = asking("search", "search", "calc", "calc")
+        scene = Scene(signals, script, limits, on_store_error=on_store_error, **given)
         for change in (None, durable.pause, durable.resume, durable.stop, durable.start):
             if change is not None:
                 change()
             if change != durable.resume:
                 with blockbuster_ctx():
                     await scene.play()
-        assert len(scene.ran) == (2 if on_store_error == "block" else 4)
-        # A call that blocks would be a further error. The loop may be late by itself.
-        assert sum(signals.samples("langchain_quota_errors_total").values()) == 2
-        assert counts(opened(durable.url, str(store.prefix)))[SEARCHES] == len(scene.ran)
+        with blockbuster_ctx():
+            await scene.reset()
+            await store.aclose()
+        searches = scene.ran.count("search")
+        assert searches == (2 if on_store_error == "block" else 4)
+        # A call that blocks would be counted here.
+        errors = "langchain_quota_errors_total"
+        assert not signals.samples(errors, error_type="BlockingError")
+        assert counts(opened(durable.url, str(store.prefix)))[SEARCHES] == searches
 
 
 def losing(url: str, prefix: str, pid: int, form: Form) -> Scene:
@@ -232,13 +236,10 @@ def losing(url: str, prefix: str, pid: int, form: Form) -> Scene:
     return Scene(telling(), script, limits, store=store, form=form)
 
 
-PROGRAM = """
-import asyncio, os, signal, sys
-from tests.server.test_outages import losing
-url, prefix, pid = sys.argv[1:]
-asyncio.run(losing(url, prefix, int(pid), "sync").play())
-os.kill(int(pid), signal.SIGCONT)
-"""
+async def lose(url: str, prefix: str, pid: str) -> None:
+    """Lose a reply, and end; the server goes on meanwhile."""
+    await losing(url, prefix, int(pid), "sync").play()
+    os.kill(int(pid), signal.SIGCONT)
 
 
 class TestLostReplies:
@@ -263,7 +264,7 @@ class TestLostReplies:
 
     def test_a_process_that_ends(self, durable: RedisServer) -> None:
         """A process whose last reply was lost takes the charge back before it ends."""
-        done = run_python(PROGRAM, durable.url, "x", str(durable.pid))
+        done = run_python(calling(lose), durable.url, "x", str(durable.pid), cwd=ROOT)
         assert done.returncode == 0, done.stderr
         with closing(RedisStore(durable.url, prefix="x", timeout=LONG)) as other:
             assert used(other, SHARED) in ([0], [None])

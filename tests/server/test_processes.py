@@ -1,148 +1,69 @@
-"""Processes that share a server: no more is admitted than there is, and nothing is lost."""
+"""Processes that share budgets and rates, and are killed: nothing is overspent, nor lost."""
 
 import asyncio
 import json
-import logging
-import multiprocessing
 import os
 import random
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from multiprocessing.connection import Connection
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from langchain.agents import create_agent
+from redis.asyncio import Redis
 
-from langchain_quota import Quota, TokenLimit
+from langchain_quota import ModelCallLimit, ModelPaceMiddleware, Quota, QuotaMiddleware, TokenLimit
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
+from langchain_quota.testing import ScriptedChatModel
+from tests.forked import processes
+from tests.scenario.test_model_pace import Refused
 from tests.scene import Scene
 from tests.server.postgres import PostgresServer, time_of
 from tests.server.prometheus import eventually
-from tests.server.redis import RedisServer, time_from
-from tests.server.stores import batch, calls, correcting, used
-from tests.telemetry import Signals
+from tests.server.redis import RedisServer, scripts_with, time_from
+from tests.server.stores import batch, correcting, used
+from tests.telemetry import Signals, paid
 from tests.tokens import answer
 
-PROCESSES = 4
-LIMIT = 100
 PATIENCE = 120
 """Seconds after which a process will not answer any more."""
 CALLERS = 25
 """How many callers of a process are at work at the same time."""
-BUDGET = 2_000_000
+BUDGETS = {"redis": 2_000_000, "postgres": 1_000_000}
 BOUND = 1_000
 """No call uses more than this."""
 LEASE = 3600
-GRANTS = 10
-"""How many grants all callers of all processes give."""
 KILLS = 4
 CALLS_BETWEEN_KILLS = 200
-KEY = "shared:global:"
-
-
-CONTEXT = multiprocessing.get_context("forkserver")
-"""What starts processes."""
-
-
-@pytest.fixture
-def store(redis_server: RedisServer) -> Iterator[RedisStore]:
-    """The store beside those of the processes, and of their prefix."""
-    with closing(RedisStore(redis_server.url, prefix=redis_server.prefix(), timeout=60)) as store:
-        yield store
-
-
-async def admitted(store: RedisStore, attempts: int) -> int:
-    """How many of so many requests at the same time are admitted."""
-    asked = [calls(KEY, 1, limit=LIMIT, key="", attempt="") for _ in range(attempts)]
-    results = await asyncio.gather(*map(store.aacquire, asked))
-    return sum(each for result in results for each in result.admitted)
 
 
 @pytest.mark.parametrize("reserve", [None, 50])
 async def test_what_a_call_leaves_lasts_an_hour(
-    store: RedisStore, redis_server: RedisServer, signals: Signals, reserve: int | None
+    redis_server: RedisServer, signals: Signals, reserve: int | None
 ) -> None:
     """Beside its count, a model call under a budget leaves nothing in Redis for over an hour."""
     limit = TokenLimit(quotas=[Quota(1_000, per="global")], reserve=reserve)
-    await Scene(signals, [answer(10)], [limit], store=store).play()
+    with closing(opened(redis_server.url, prefix := redis_server.prefix())) as store:
+        await Scene(signals, [answer(10)], [limit], store=store).play()
+        await store.aclose()
     with closing(redis_server.client(decode_responses=True)) as client:
-        keys = [key for key in client.scan_iter() if store.prefix in key and ":count:" not in key]
+        keys = [key for key in client.scan_iter() if prefix in key and ":count:" not in key]
         assert len(keys) == (1 if reserve is None else 3)
         assert all(0 < client.ttl(key) <= LEASE for key in keys)
 
 
-async def grants(store: RedisStore) -> tuple[int, int, list[Any]]:
-    """Have callers give the same grants while they ask, until they are refused.
-
-    How many grants were given, how many calls ran, and what was logged of it.
-    """
-    logged = []
-
-    class Audit(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            fields = vars(record)
-            if fields.get("quota_event") == "granted":
-                logged.append([fields[f"quota_{each}"] for each in ("grant", "amount", "by")])
-
-    logger = logging.getLogger("langchain_quota")
-    logger.addHandler(Audit())
-    logger.setLevel(logging.INFO)
-
-    async def caller(number: int) -> tuple[int, int]:
-        given, ran, who = 0, 0, f"{os.getpid()} {number}"
-        for grant in range(GRANTS):
-            of: Any = {"window": None, "id": f"grant {grant}", "by": who}
-            given += (await store.agrant(KEY, 7, **of)).by == who
-            ran += await admitted(store, 4)
-        return given, ran
-
-    made = await asyncio.gather(*(caller(each) for each in range(CALLERS)))
-    ran = sum(ran for _, ran in made) + await admitted(store, LIMIT)
-    return sum(given for given, _ in made), ran, logged
-
-
-def worker(url: str, prefix: str, end: Connection) -> None:
-    """A process that works when it is told to, and sends what came of it."""
-
-    async def run() -> None:
-        store = RedisStore(url, prefix=prefix, timeout=60)
-        end.recv()
-        end.send(await grants(store))
-
-    asyncio.run(run())
-
-
-def test_a_quota_and_grants(redis_server: RedisServer, store: RedisStore) -> None:
-    """4 processes with 25 callers give the same grants: each once, and exactly what may run runs.
-
-    The audit logs of all processes have each grant once, with whoever gave it.
-    """
-    with ExitStack() as stack:
-        ends = []
-        for _ in range(PROCESSES):
-            here, there = CONTEXT.Pipe()
-            given = (redis_server.url, str(store.prefix), there)
-            process = CONTEXT.Process(target=worker, args=given, daemon=True)
-            process.start()
-            there.close()
-            stack.callback(process.join, PATIENCE)
-            ends.append(here)
-        for end in ends:
-            end.send("begin")
-        assert all(end.poll(PATIENCE) for end in ends)
-        granted, ran, logs = zip(*(end.recv() for end in ends), strict=True)
-    assert (sum(granted), sum(ran)) == (GRANTS, LIMIT + 7 * GRANTS)
-    kept = [[each.id, each.amount, each.by] for each in store.grants()]
-    assert [amount for _, amount, _ in kept] == [7] * GRANTS
-    assert sorted(entry for log in logs for entry in log) == sorted(kept)
-    assert [(use.used, use.granted) for use in store.usages()] == [(sum(ran), 7 * GRANTS)]
+def opened(url: str, prefix: str) -> Any:
+    """The store at a URL."""
+    kind = RedisStore if url.startswith("redis") else PostgresStore
+    return kind(url, prefix=prefix, timeout=60)
 
 
 def settled(*calls: tuple[str, int]) -> AcquireRequest:
@@ -161,26 +82,19 @@ async def answered(store: QuotaStore, request: AcquireRequest) -> AcquireResult:
             await asyncio.sleep(0.02)
 
 
-def opened(url: str, prefix: str) -> Any:
-    """The store at a URL."""
-    return (RedisStore if url.startswith("redis") else PostgresStore)(
-        url, prefix=prefix, timeout=60
-    )
-
-
-def spender(url: str, prefix: str, diary: str, hold: int, budget: int) -> None:
-    """A process whose callers hold an amount, use another, and settle, until they are refused.
+async def spend(url: str, prefix: str, diary: str, hold: str, budget: str) -> None:
+    """Have callers hold an amount, use another, and settle, until they are refused.
 
     What a call has used is written down before it is settled.
     """
     written = os.open(diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    chance = random.Random()  # noqa: S311 - no secret
-    limited: Any = {"limits": {"tokens": budget}, "leases": {"tokens": LEASE}}
+    chance, store = random.Random(), opened(url, prefix)  # noqa: S311 - no secret
+    limited: Any = {"limits": {"tokens": int(budget)}, "leases": {"tokens": LEASE}}
 
-    async def caller(store: QuotaStore) -> None:
+    async def caller() -> None:
         while True:
             name = uuid4().hex
-            held = batch({"tokens": hold}, key=name, attempt=uuid4().hex, **limited)
+            held = batch({"tokens": int(hold)}, key=name, attempt=uuid4().hex, **limited)
             if not (await answered(store, held)).admitted[0]:
                 return
             await asyncio.sleep(chance.uniform(0, 0.01))
@@ -188,42 +102,7 @@ def spender(url: str, prefix: str, diary: str, hold: int, budget: int) -> None:
             os.write(written, f"{json.dumps([name, used])}\n".encode())
             await answered(store, settled((name, used)))
 
-    async def work() -> None:
-        store = opened(url, prefix)
-        await asyncio.gather(*(caller(store) for _ in range(CALLERS)))
-
-    asyncio.run(work())
-
-
-class Place:
-    """Where a budget is kept.
-
-    Args:
-        server: The server.
-        url: How stores reach it.
-    """
-
-    def __init__(self, server: RedisServer | PostgresServer, url: str) -> None:
-        self._server, self.url, self.prefix = server, url, server.prefix()
-        self.budget = BUDGET if isinstance(server, RedisServer) else BUDGET // 2
-
-    def restart(self) -> None:
-        """Restart what keeps counts over a restart."""
-        if isinstance(self._server, PostgresServer):
-            self._server.stop()
-            self._server.start()
-
-    @contextmanager
-    def later(self, seconds: int) -> Iterator[None]:
-        """Have it later by so many seconds."""
-        now = int(time.time()) + seconds
-        if isinstance(self._server, PostgresServer):
-            with time_of(lambda: now):
-                yield
-        else:
-            with time_from("now"), self._server.client() as client:
-                client.set("now", now)
-                yield
+    await asyncio.gather(*(caller() for _ in range(CALLERS)))
 
 
 @pytest.mark.parametrize(("kind", "hold"), [("redis", BOUND), ("redis", 1), ("postgres", BOUND)])
@@ -234,51 +113,165 @@ def test_a_budget(request: pytest.FixtureRequest, tmp_path: Path, kind: str, hol
     never exceeded; with less, by no more than what the calls in flight use beyond it. What the
     killed ones held is free again after its lease.
     """
-    server = request.getfixturevalue(f"{kind}_server")
-    url = server.url if kind == "redis" else request.getfixturevalue("postgres_url")
-    place, diary = Place(server, url), tmp_path / "diary"
+    server: RedisServer | PostgresServer = request.getfixturevalue(f"{kind}_server")
+    url = request.getfixturevalue("postgres_url") if kind == "postgres" else server.url  # type: ignore[union-attr]
+    prefix, diary, budget = server.prefix(), tmp_path / "diary", BUDGETS[kind]
     diary.touch()
 
     def written() -> list[tuple[str, int]]:
         lines = diary.read_text().split("\n")[:-1]
         return [(name, amount) for name, amount in map(json.loads, lines)]
 
-    with ExitStack() as stack:
-        store = stack.enter_context(closing(opened(place.url, place.prefix)))
-
-        def start() -> Any:
-            given = (place.url, place.prefix, str(diary), hold, place.budget)
-            process = CONTEXT.Process(target=spender, args=given, daemon=True)
-            process.start()
-            stack.callback(process.kill)
-            return process
-
-        alive = [start() for _ in range(PROCESSES)]
+    given = url, prefix, diary, hold, budget
+    with processes(spend, *given, log=tmp_path / "log") as workers:
         for number in range(1, KILLS + 1):
             eventually(lambda: len(written()) > number * CALLS_BETWEEN_KILLS)  # noqa: B023 - called now
-            oldest = alive.pop(0)
-            assert oldest.is_alive()
-            oldest.kill()
-            alive.append(start())
-            if number == KILLS // 2:
-                place.restart()
-        for process in alive:
-            process.join(PATIENCE)
-            assert process.exitcode == 0
+            workers.restart()
+            if number == KILLS // 2 and isinstance(server, PostgresServer):
+                server.stop()
+                server.start()
+        assert [each.wait(PATIENCE) for each in workers] == [0] * 4
 
-        most = place.budget + PROCESSES * CALLERS * (BOUND - hold)
-        (count,) = used(store, "tokens")
-        assert count is not None
-        assert place.budget - hold < count <= most
+    with closing(opened(url, prefix)) as store:
+
+        def count() -> int:
+            (found,) = used(store, "tokens")
+            assert found is not None
+            return found
+
+        most = budget + 4 * CALLERS * (BOUND - hold)
+        assert budget - hold < count() <= most
         # Some that were killed have not settled what they have written down. Twice is once.
         spent = written()
         for first in range(0, len(spent), 500):
             store.acquire(settled(*spent[first : first + 500]))
         total = sum(amount for _, amount in spent)
         assert total <= most
-        (count,) = used(store, "tokens")
-        assert count is not None
-        assert count > total
-        assert (count - total) % hold == 0
-        with place.later(LEASE + 1):
-            assert used(store, "tokens") == [total]
+        assert count() > total
+        assert (count() - total) % hold == 0
+        with later(server, LEASE + 1):
+            assert count() == total
+
+
+def later(server: RedisServer | PostgresServer, seconds: int) -> AbstractContextManager[Any]:
+    """Have it later at a server by so many seconds."""
+    now = int(time.time()) + seconds
+    if isinstance(server, PostgresServer):
+        return time_of(lambda: now)
+    stack = ExitStack()
+    stack.enter_context(time_from("now"))
+    stack.enter_context(server.client()).set("now", now)
+    return stack
+
+
+RATE, BURST = 40, 3
+"""Calls in a second, and at once."""
+SIZE = 1000
+"""The tokens of a call, where tokens are limited."""
+ASKING = ("eval", "evalsha")
+"""How stores ask a server."""
+ADMITTED = 120
+"""Calls until the test ends: several seconds of them."""
+
+
+async def call(url: str, prefix: str, kind: str) -> None:
+    """Make model calls, as fast as is allowed, until a kill."""
+    # The server itself notes between which times it admits a call: it may be paused in between.
+    first, last = "local declared, again", "return 'acquired 0 ' .. result .. new"
+    times = "digits(begun) .. ' ' .. digits(micros())"
+    note = f"if #record > 0 then redis.call('RPUSH', '{prefix}:admitted', {times}) end\n"
+    size = SIZE if kind == "tokens" else 1
+    smooth: Any = {"smooth": True, "burst": BURST * size} if kind != "fixed" else {}
+    quotas = [Quota(RATE * size, per="global", window="1s", **smooth)]
+    limit: Any = ModelCallLimit(quotas=quotas, wait=60)
+    if kind == "tokens":
+        limit = TokenLimit(quotas=quotas, wait=60, reserve=SIZE)
+    store = RedisStore(url, prefix=prefix, timeout=60)
+    held = QuotaMiddleware([limit], store=store)
+    model = ScriptedChatModel(script=lambda _: paid(SIZE), keep_calls=0)
+    agent: Any = create_agent(model, middleware=[held])
+
+    async def run() -> None:
+        while True:
+            await agent.ainvoke({"messages": [("user", "hi")]})
+
+    with scripts_with({first: f"local begun = micros()\n{first}", last: note + last}):
+        await asyncio.gather(*(run() for _ in range(4)))
+
+
+def has_admitted(client: Any, prefix: str, least: int) -> bool:
+    """Whether the server has admitted so many."""
+    return int(client.llen(f"{prefix}:admitted")) >= least
+
+
+@pytest.mark.parametrize("kind", ["calls", "tokens", "fixed"])
+def test_killed_processes_are_never_over(
+    redis_server: RedisServer, kind: str, tmp_path: Path
+) -> None:
+    """By the server's clock no time has more than the rate and the burst, whoever is killed."""
+    prefix = redis_server.prefix()
+    chance = random.Random(7)  # noqa: S311 - no secret
+    given = processes(call, redis_server.url, prefix, kind, log=tmp_path / "log")
+    with redis_server.client() as client, given as workers:
+        for least in range(10, ADMITTED, 10):
+            assert eventually(partial(has_admitted, client, prefix, least))
+            workers.restart(chance.randrange(4))
+        assert eventually(partial(has_admitted, client, prefix, ADMITTED))
+        noted = [each.split() for each in client.lrange(f"{prefix}:admitted", 0, -1)]
+        # A clock that goes back counts as one that stands still.
+        begun, done = (accumulate(map(int, each), max) for each in zip(*noted, strict=True))
+        times = [*zip(begun, done, strict=True)]
+    apart = 10**6 // RATE
+    if kind != "fixed":
+        for first, (begin, _) in enumerate(times):
+            for more, (_, end) in enumerate(times[first:], 1):
+                assert more <= BURST + (end - begin) / apart
+    store = RedisStore(redis_server.url, prefix=prefix)
+    windows = [each.used for each in store.usages("model:global:*")]
+    assert kind != "fixed" or (sum(windows) >= ADMITTED and max(windows) <= RATE)
+
+
+async def crowd(url: str, prefix: str, kind: str) -> None:
+    """Let many calls wait for the same, until a kill, and note those that end."""
+    store, hour = RedisStore(url, prefix=prefix, timeout=60), "1h"
+    limiter = store.rate_limiter("crowd", requests=1, tokens=10**6, window=hour)
+    tokens = Quota(1, per="global", window=hour, smooth=True)
+    held = QuotaMiddleware([TokenLimit(quotas=[tokens], reserve=1, wait="2h")], store=store)
+    pace = ModelPaceMiddleware(store=store, wait=900)
+    given: Any = {"rate_limiter": limiter, "callbacks": [limiter]} if kind == "limiter" else {}
+    refused = Refused(retry_after="300") if kind == "pace" else None
+    model = ScriptedChatModel(script=lambda _: refused or paid(1), keep_calls=0, **given)
+    items: Any = {"limit": [held], "pace": [pace], "limiter": []}[kind]
+    agent: Any = create_agent(model, middleware=items)
+    server = Redis.from_url(url)
+
+    async def run() -> None:
+        with suppress(Refused):
+            await agent.ainvoke({"messages": [("user", "hi")]})
+        await server.incr(f"{prefix}:ended")
+
+    first = asyncio.create_task(run())
+    await asyncio.wait([first], timeout=1)
+    await asyncio.gather(first, *(run() for _ in range(249)))
+
+
+@pytest.mark.parametrize("kind", ["limit", "limiter", "pace"])
+def test_a_thousand_waiters_ask_little(
+    redis_server: RedisServer, kind: str, tmp_path: Path
+) -> None:
+    """In four processes with 250 each they make at most 5 requests a second."""
+    prefix = redis_server.prefix()
+
+    def asked() -> int:
+        stats: Any = client.info("commandstats")
+        return sum(int(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"]) for name in ASKING)
+
+    given = processes(crowd, redis_server.url, prefix, kind, log=tmp_path / "log")
+    with redis_server.client() as client, given:
+        assert eventually(lambda: client.exists(f"{prefix}:ended"))
+        time.sleep(5)
+        begin, before, ended = time.monotonic(), asked(), client.get(f"{prefix}:ended")
+        time.sleep(6)
+        assert asked() - before <= 5 * (time.monotonic() - begin)
+        assert kind == "pace" or asked() > before
+        assert client.get(f"{prefix}:ended") == ended

@@ -10,7 +10,8 @@ import pytest
 from langchain_quota.core.admission import AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.redis import RedisStore
-from tests.server.redis import Detour, RedisServer, detour
+from tests.server.proxy import Proxy, proxy
+from tests.server.redis import RedisServer
 from tests.server.stores import calls
 
 MOST = 32
@@ -33,9 +34,9 @@ async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
 @asynccontextmanager
 async def held_up(
     server: RedisServer, hold: bytes, seconds: float = LONG
-) -> AsyncIterator[tuple[Detour, RedisStore]]:
+) -> AsyncIterator[tuple[Proxy, RedisStore]]:
     """A store whose requests with this in them are held up on their way."""
-    with detour(server, hold=hold) as way:
+    with proxy(server.port, hold) as way:
         store = RedisStore(way.url, prefix=server.prefix(), timeout=seconds)
         yield way, store
         await store.aclose()
