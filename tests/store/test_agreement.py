@@ -1,21 +1,17 @@
 """All stores and the rule itself agree on random requests, call by call, over time."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from functools import partial
+from datetime import UTC, datetime, timedelta
 from math import inf
 from typing import Any, NamedTuple, TypeVar
-from uuid import uuid4
 
 import pytest
-import redis
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from langchain_quota import Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota import MemoryStore, Quota, QuotaMiddleware, ToolCallLimit
 from langchain_quota.core.admission import (
     AcquireRequest,
     AcquireResult,
@@ -28,31 +24,25 @@ from langchain_quota.core.admission import (
 )
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import CORRECTED, GRACE, REMEMBERED, QuotaStore
-from langchain_quota.stores.grants import SupportsGrants, in_utc
-from langchain_quota.stores.keys import CountKey, window_end
-from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.stores.postgres import PostgresStore
-from langchain_quota.stores.redis import RedisStore
 from tests.examples import examples
-from tests.server.postgres import time_of
-from tests.server.redis import RedisServer, let_pass, time_from
-from tests.server.stores import used
-from tests.stores import Clock
+from tests.store.conftest import Place
 from tests.telemetry import telling
 
+GREETING = "Gr%C3%BC%C3%9Fe%3A%7B%2A%7D"
+"""How keys write `Grüße:{*}`."""
 START = 3 * 10**9
 """When a history begins: so late that Redis, by its own clock, forgets nothing meanwhile."""
 IDLE = 300
 """How long a count without a window is kept, in seconds."""
-KEYS = (
-    "plain",
-    str(CountKey("search", "user_id", "ada")),
-    str(CountKey("search", "user_id", "ada", 86_400, START // 86_400)),
-    str(CountKey("__all__", "tenant", "Grüße:{*}", 3600, START // 3600)),
-    str(CountKey("search", "tenant", "acme", 86_400, START + 60, "", -18_000)),
-)
-NOW = "now"
-"""Where Redis reads the time."""
+WINDOWS: dict[str, int | None] = {
+    "plain": None,
+    "search:user_id:ada": None,
+    f"search:user_id:ada:86400:{START // 86_400}": START // 86_400 * 86_400 + 86_400,
+    f"__all__:tenant:{GREETING}:3600:{START // 3600}": START // 3600 * 3600 + 3600,
+    f"search:tenant:acme:86400:{START + 60}-18000": START + 60,
+}
+"""Keys, and when their windows end."""
+KEYS = (*WINDOWS,)
 COUNTERS = ("a", "b", "c", "d", "Zähler %2F\ud800")
 TELEMETRY = telling().telemetry
 V = TypeVar("V")
@@ -75,7 +65,7 @@ rollovers = st.builds(
 def counters(draw: st.DrawFn, *, named: bool) -> CountRef:
     """A counter; whose request has a name, it may have a lease."""
     key = draw(st.none() | st.sampled_from(KEYS))
-    ends = None if key is None else window_end(key)
+    ends = WINDOWS.get(key or "")
     return CountRef(
         key,
         draw(st.integers(0, 3) | st.just(8 * 10**15)),
@@ -132,7 +122,7 @@ def holding(draw: st.DrawFn) -> AcquireRequest:
     """A request that is always admitted, and holds something for a while."""
     lease = st.sampled_from([5, 5, 60, 10_000])
     counters = {
-        name: CountRef(key, expires_at=window_end(key), lease=draw(lease))
+        name: CountRef(key, expires_at=WINDOWS[key], lease=draw(lease))
         for name, key in zip("ab", draw(st.permutations(KEYS)), strict=False)
     }
     return AcquireRequest(
@@ -169,7 +159,7 @@ class Freeze(NamedTuple):
 
     @property
     def name(self) -> str:
-        return str(CountKey("", self.per, self.subject))
+        return {"user_id": ":user_id:ada", "tenant": f":tenant:{GREETING}", "": "::"}[self.per]
 
 
 class Thaw(Freeze):
@@ -309,7 +299,7 @@ class Model:
             if each.id == asked.id:
                 return each.amount, each.ends
         ends = self.now + IDLE if asked.seconds is None else self.now + asked.seconds
-        window = window_end(asked.key)
+        window = WINDOWS[asked.key]
         if window is not None:
             ends = window if asked.seconds is None else min(ends, window)
         if ends <= self.now:
@@ -483,17 +473,9 @@ class Model:
             self.counts[key] = max(0, used + amount), self.counts[key][1]
 
     def put(self, key: str, used: int) -> None:
-        ends, (_, last) = window_end(key), self.rolled.get(key, (0, 0))
+        ends, (_, last) = WINDOWS[key], self.rolled.get(key, (0, 0))
         until = self.now + IDLE if ends is None else max(ends, self.now, last) + GRACE
         self.counts[key] = used, until
-
-
-@pytest.fixture(scope="module")
-def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
-    """A client of the module's server, which is emptied afterwards."""
-    with redis_server.client() as client, time_from(NOW):
-        yield client
-        client.flushall()
 
 
 def outcome(store: Model | QuotaStore, request: AcquireRequest) -> AcquireResult | None:
@@ -504,9 +486,14 @@ def outcome(store: Model | QuotaStore, request: AcquireRequest) -> AcquireResult
         return None
 
 
-def given_by(store: SupportsGrants, asked: Give, now: float) -> tuple[int, int | None] | None:
+def end_of(asked: Give | Freeze, now: float) -> datetime | None:
+    """When what is granted or frozen ends."""
+    return None if asked.seconds is None else datetime.fromtimestamp(now + asked.seconds, UTC)
+
+
+def given_by(store: Any, asked: Give, now: float) -> tuple[int, int | None] | None:
     """What is granted, and until when; `None` if that time is over."""
-    until = None if asked.seconds is None else in_utc(now + asked.seconds)
+    until = end_of(asked, now)
     try:
         grant = store.grant(asked.key, asked.amount, window=None, until=until, id=asked.id)
     except ValueError:
@@ -522,9 +509,7 @@ def frozen_by(store: Any, asked: Freeze, now: float) -> bool:
     if isinstance(asked, Thaw):
         return bool(quota.thaw(**subject))
     try:
-        quota.freeze(
-            until=None if asked.seconds is None else in_utc(now + asked.seconds), **subject
-        )
+        quota.freeze(until=end_of(asked, now), **subject)
     except ValueError:
         return False
     return True
@@ -533,7 +518,7 @@ def frozen_by(store: Any, asked: Freeze, now: float) -> bool:
 def _held_twice() -> list[Step]:
     """A request holds again when its answer is forgotten; then only that is undone."""
     key = KEYS[2]
-    held = CountRef(key, expires_at=window_end(key), lease=10_000)
+    held = CountRef(key, expires_at=WINDOWS[key], lease=10_000)
     first = AcquireRequest("i", "x", {"a": held}, (Demand({"a": 5}),))
     undo = AcquireRequest("", "", corrections=(Correction("s", attempt_id="y"),))
     settle = AcquireRequest("", "", corrections=(Correction("t", {key: 1}, settles="i"),))
@@ -557,108 +542,89 @@ def _granted_again() -> list[Step]:
 def _kept_for_the_next_window() -> list[Step]:
     """A count is kept for the next window, even if it is reset."""
     rollover = Rollover(KEYS[3], 3, 2, START + 90_000)
-    count = CountRef(KEYS[2], expires_at=window_end(KEYS[2]), rollover=rollover)
+    count = CountRef(KEYS[2], expires_at=WINDOWS[KEYS[2]], rollover=rollover)
     request = AcquireRequest("i", "x", {"a": count}, (Demand({"a": 1}),))
     again = AcquireRequest("j", "y", {"b": count})
     return [request, [KEYS[2]], 86_400, again]
 
 
+@pytest.mark.parametrize("place", ["redis", "postgres"], indirect=True)
 @examples(400)
 @given(steps=histories())
 @example(steps=_held_twice())
 @example(steps=_held_longest())
 @example(steps=_granted_again())
 @example(steps=_kept_for_the_next_window())
-def test_all_agree(client: redis.Redis, steps: list[Step]) -> None:
+def test_all_agree(place: Place, steps: list[Step]) -> None:
     """The same requests get the same answers, and leave the same counts, limits and windows."""
-    client.flushall()
-    shared = RedisStore(client, prefix=uuid4().hex, idle_ttl=timedelta(seconds=IDLE))
-    agree(steps, shared, Clock(START), partial(let_pass, client, NOW))
+    idle = timedelta(seconds=IDLE)
+    with place.stores(START) as make:
+        memory, shared, model = (
+            MemoryStore(idle_ttl=idle, clock=make.clock),
+            make(idle_ttl=idle),
+            Model(),
+        )
+        # Without an end a grant ends by the clock of who gives it.
+        shared.clock = make.clock
+        make.wait(0)
+        for step in steps:
+            if isinstance(step, int):
+                model.wait(step)
+                make.wait(step)
+            else:
+                play(step, model, memory, shared)
+            compare(model, memory, shared)
 
 
-@examples(200)
-@given(steps=histories())
-@example(steps=_held_twice())
-@example(steps=_held_longest())
-@example(steps=_granted_again())
-@example(steps=_kept_for_the_next_window())
-def test_postgres_agrees(postgres_url: str, steps: list[Step]) -> None:
-    """The same for a store that has its rows in PostgreSQL between two requests."""
-    clock, prefix, idle = Clock(START), uuid4().hex, timedelta(seconds=IDLE)
+def play(step: Step, model: Model, memory: MemoryStore, shared: Any) -> None:
+    """Do a step everywhere: all say the same of it."""
+    stores, now = (memory, shared), model.now
+    if isinstance(step, Give):
+        given = model.grant(step)
+        assert [given_by(store, step, now) for store in stores] == [given] * 2
+    elif isinstance(step, Revoke):
+        ended, revoked = model.revoke(step), [store.revoke(*step) for store in stores]
+        assert [grant and grant.amount for grant in revoked] == [ended] * 2
+    elif isinstance(step, Freeze):
+        changed = model.freeze(step)
+        assert [frozen_by(store, step, now) for store in stores] == [changed] * 2
+    elif isinstance(step, list):
+        for store in (model, *stores):
+            store.reset(step)
+    else:
+        expected = outcome(model, step)
+        assert [outcome(store, step) for store in stores] == [expected] * 2
 
-    def wait(clock: Clock, seconds: float) -> None:
-        clock.now += seconds
 
-    given: Any = {"prefix": prefix, "idle_ttl": idle, "timeout": 60}
-    with closing(PostgresStore(postgres_url, **given)) as shared, time_of(clock):
-        agree(steps, shared, clock, wait)
+def compare(model: Model, memory: MemoryStore, shared: Any) -> None:
+    """All keep the same."""
+    kept = memory.peek(KEYS)
+    assert shared.peek(KEYS) == kept
+    for key, use in zip(KEYS, kept, strict=True):
+        count, more = model.counts.of(key), model.more(key)
+        found = (None, 0, None) if use is None else (use.used, use.granted, use.rolled_over)
+        rolled = model.rolled[key][0] if key in model.rolled else None
+        assert found == (0 if count is None and more else count, more, rolled)
 
 
+@pytest.mark.parametrize("place", ["postgres"], indirect=True)
 @examples(200)
 @given(steps=histories(), alone=st.integers(0, 5))
-def test_postgres_agrees_on_a_batch(postgres_url: str, steps: list[Step], alone: int) -> None:
+def test_postgres_agrees_on_a_batch(place: Place, steps: list[Step], alone: int) -> None:
     """Requests that share a transaction get the answers that they get one after the other."""
+    idle = timedelta(seconds=IDLE)
     sent = [step for step in steps if isinstance(step, AcquireRequest)]
-    clock, idle = Clock(START), timedelta(seconds=IDLE)
-    shared = PostgresStore(postgres_url, prefix=uuid4().hex, idle_ttl=idle, timeout=60)
-    memory = MemoryStore(idle_ttl=idle, clock=clock)
+    with place.stores(START) as make:
+        make.wait(0)
+        shared, memory = make(idle_ttl=idle), MemoryStore(idle_ttl=idle, clock=make.clock)
 
-    async def together() -> list[Any]:
-        asked = [shared.aacquire(request) for request in sent[alone:]]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        async def together() -> list[Any]:
+            asked = [shared.aacquire(request) for request in sent[alone:]]
+            return await asyncio.gather(*asked, return_exceptions=True)
 
-    with closing(shared), time_of(clock):
         answers = [outcome(shared, request) for request in sent[:alone]]
         for answer in asyncio.run(together()):
             assert isinstance(answer, AcquireResult | QuotaStoreError)
             answers.append(None if isinstance(answer, QuotaStoreError) else answer)
         assert answers == [outcome(memory, request) for request in sent]
         assert shared.peek(KEYS) == memory.peek(KEYS)
-
-
-def agree(
-    steps: list[Step], shared: Any, clock: Clock, wait: Callable[[Clock, float], None]
-) -> None:
-    """Play a history on a model, in memory and on a shared store, and compare."""
-    memory, model = MemoryStore(idle_ttl=timedelta(seconds=IDLE), clock=clock), Model()
-    # Without an end a grant ends by the clock of who gives it.
-    shared.clock = clock
-    wait(clock, 0)
-    for step in steps:
-        if isinstance(step, int):
-            model.wait(step)
-            wait(clock, step)
-        elif isinstance(step, Give):
-            asked = model.grant(step)
-            assert given_by(memory, step, clock.now) == asked
-            assert given_by(shared, step, clock.now) == asked
-        elif isinstance(step, Revoke):
-            ended = model.revoke(step)
-            for each in (memory, shared):
-                grant = each.revoke(*step)
-                assert (grant and grant.amount) == ended
-        elif isinstance(step, Freeze):
-            changed = model.freeze(step)
-            assert [frozen_by(store, step, clock.now) for store in (memory, shared)] == [
-                changed
-            ] * 2
-        elif isinstance(step, list):
-            for store in (model, memory, shared):
-                store.reset(step)
-        else:
-            expected = outcome(model, step)
-            assert outcome(memory, step) == expected
-            assert outcome(shared, step) == expected
-        kept = memory.peek(KEYS)
-        assert shared.peek(KEYS) == kept
-        more = [model.more(key) for key in KEYS]
-        assert [use.rolled_over if use else None for use in kept] == [
-            model.rolled[key][0] if key in model.rolled else None for key in KEYS
-        ]
-        counts = [model.counts.of(key) for key in KEYS]
-        known = [
-            used if used is not None or not grant else 0
-            for used, grant in zip(counts, more, strict=True)
-        ]
-        assert used(memory, *KEYS) == known
-        assert [use.granted if use else 0 for use in kept] == more

@@ -2,7 +2,7 @@
 
 import gc
 import tracemalloc
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import ClassVar
 
 import pytest
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Demand, Threshold
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.memory import MemoryStore
 from tests.calls import calls_made
 from tests.server.stores import correcting, used
@@ -151,7 +150,8 @@ def test_holds_and_grants_of_others_are_not_looked_at() -> None:
     def work(others: int) -> list[int]:
         clock = Clock()
         store = MemoryStore(clock=clock)
-        store.grant("search:user_id:ann", 1, window=None, until=in_utc(clock.now + HOUR), id="over")
+        end = datetime.fromtimestamp(clock.now + HOUR, UTC)
+        store.grant("search:user_id:ann", 1, window=None, until=end, id="over")
         for number in range(others):
             store.grant(f"search:user_id:{number}", 1, window=None)
             store.acquire(asked("tokens", name=str(number), lease=WEEK * 2, limit=10**6))
