@@ -1,12 +1,11 @@
-"""A Redis Cluster of three nodes: tenants have prefixes of their own, and each stays exact."""
+"""A Redis Cluster of three nodes, whose tenants have prefixes; and the rights of users of Redis."""
 
 import asyncio
-import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, aclosing, closing, contextmanager
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import redis.asyncio
 from redis.crc import key_slot
 
 from langchain_quota import ModelCallLimit, Quota, RedisStore, ToolCallLimit
+from langchain_quota.cli import main
 from langchain_quota.core.admission import Correction
 from langchain_quota.errors import QuotaStoreError
 from tests.scene import Scene, asking, recording, texts
@@ -25,13 +25,12 @@ from tests.server.stores import batch, calls, correcting, used
 from tests.telemetry import telling
 
 NODES = 3
-PROCESSES = 4
+WORKERS = 4
 TENANTS = [f"tenant-{number}" for number in range(12)]
 LIMIT = 10
 """How many calls a tenant may make."""
 RUNS = 3
-"""How often each process runs an agent for each tenant; each run asks for two calls."""
-PATIENCE = 120
+"""How often each worker runs an agent for each tenant; each run asks for two calls."""
 LIMITS: list[Any] = [
     ToolCallLimit(
         "email",
@@ -41,6 +40,11 @@ LIMITS: list[Any] = [
     ),
     ModelCallLimit(thread_limit=1_000),
 ]
+PAGE = " ".join((Path(__file__).parents[2] / "docs" / "customers.md").read_text().split())
+[(KEYS, WORDS)] = re.findall(r"ACL SETUSER quota on >\S+ (\S+) ((?:\+\w+ )+)", PAGE)
+SECRET = "a-secret-of-the-tests"  # noqa: S105 - of a server that lives for a test
+OF_CONNECTIONS = {"hello", "auth", "info", "config|resetstat", "client|setinfo"}
+"""What clients say that are connected, and what the test asks itself."""
 
 
 @pytest.fixture(scope="module")
@@ -103,79 +107,63 @@ def scene_of(store: RedisStore, *limits: Any, **options: Any) -> Scene:
     return Scene(telling(), asking("email", "email"), limits or LIMITS, store=store, **given)
 
 
-def worker(port: int, prefix: str, diary: str) -> None:
-    """A process whose agents write down whose mails they send."""
-    written = os.open(diary, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+async def test_workers_share_the_counts_of_tenants(nodes: list[RedisServer], client: Any) -> None:
+    """4 workers ask for 24 mails of each of 12 tenants: 10 are sent, and all nodes have keys."""
+    # These names put tenants on all nodes.
+    name, sent = "test_workers_share_the_counts_of_tenants", list[str]()
 
-    async def send_for(tenant: str, store: RedisStore) -> None:
-        email = recording("email", [], lambda: os.write(written, f"{tenant}\n".encode()))
-        who: Any = {"context": {"tenant": tenant}, "thread_id": f"of-{tenant}"}
-        await scene_of(store, tools=[email], **who).play()
-
-    async def work() -> None:
-        async with redis.asyncio.RedisCluster("127.0.0.1", port) as client:
-            store = store_of(client, prefix)
+    async def work(port: int) -> None:
+        async with redis.asyncio.RedisCluster("127.0.0.1", port) as own:
+            store = store_of(own, name)
             for _ in range(RUNS):
                 await asyncio.gather(*(send_for(tenant, store) for tenant in TENANTS))
 
-    asyncio.run(work())
+    async def send_for(tenant: str, store: RedisStore) -> None:
+        email = recording("email", [], lambda: sent.append(tenant))
+        who: Any = {"context": {"tenant": tenant}, "thread_id": f"of-{tenant}"}
+        await scene_of(store, tools=[email], **who).play()
 
-
-def test_processes_share_the_counts_of_tenants(
-    nodes: list[RedisServer], client: Any, tmp_path: Path
-) -> None:
-    """4 processes ask for 24 mails of each of 12 tenants: 10 are sent, and all nodes have keys."""
-    # These names put tenants on all nodes.
-    name, diary = "test_processes_share_the_counts_of_tenants", tmp_path / "diary"
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    given = (nodes[-1].port, name, str(diary))
-    working = [context.Process(target=worker, args=given) for _ in range(PROCESSES)]
-    for each in working:
-        each.start()
-    for each in working:
-        each.join(PATIENCE)
-        assert each.exitcode == 0
-    assert Counter(diary.read_text().split()) == dict.fromkeys(TENANTS, LIMIT)
+    await asyncio.gather(*(work(nodes[number % NODES].port) for number in range(WORKERS)))
+    assert Counter(sent) == dict.fromkeys(TENANTS, LIMIT)
     for tenant in TENANTS:
         uses = of_tenant(client, name, tenant).usages()
         counts = {use.key.rpartition(":604800:")[0] or use.key: use.used for use in uses}
         assert {key: used for key, used in counts.items() if ":run:" not in key} == {
             f"email:tenant:{tenant}": LIMIT,
-            f"model:thread:of-{tenant}": 2 * PROCESSES * RUNS,
+            f"model:thread:of-{tenant}": 2 * WORKERS * RUNS,
         }
-    kept = []
-    for node in nodes:
-        with node.client() as own:
-            found = [*own.scan_iter(match=f"{{{name}.*", count=1_000)]
-        # All that belongs to a tenant is on one node, in one slot.
-        kept.append({each.partition(b"}")[0] for each in found})
-        slots = {(each.partition(b"}")[0], key_slot(each)) for each in found}
-        assert len(slots) == len(kept[-1])
-    assert all(kept)
-    assert sum(map(len, kept)) == len(TENANTS)
+    slots = [slots_of(node, name) for node in nodes]
+    assert all(slots)
+    assert sum(map(len, slots)) == len(TENANTS)
 
 
-async def test_a_tenant_is_frozen(nodes: list[RedisServer], client: Any) -> None:
+def slots_of(node: RedisServer, name: str) -> set[int]:
+    """The slots that a node keeps for the tenants of a test: each tenant has one of its own."""
+    with node.client() as client:
+        keys = [*client.scan_iter(match=f"{{{name}.*", count=1_000)]
+    slots = {*map(key_slot, keys)}
+    assert len({key.partition(b"}")[0] for key in keys}) == len(slots)
+    return slots
+
+
+async def test_a_tenant_is_frozen(client: Any) -> None:
     """A freeze is in the slot of its prefix, which is named; other tenants' calls run on."""
     name = "test_a_tenant_is_frozen"
     scene = scene_of(store_of(client, name), form="sync")
     with pytest.raises(TypeError, match="prefix must be a string"):
         scene.quota.freeze(tenant=TENANTS[0])
-    for tenant in TENANTS[::2]:
-        scene.quota.freeze(tenant=tenant, prefix=f"{name}.{tenant}", by="ada")
+    frozen, sent = {"tenant": TENANTS[0], "prefix": f"{name}.{TENANTS[0]}"}, list[int]()
+    scene.quota.freeze(**frozen, by="ada")
     for tenant in TENANTS:
         await scene.play(context={"tenant": tenant}, thread_id=tenant)
-        [*freezes] = of_tenant(client, name, tenant).grants()
-        assert [freeze.by for freeze in freezes] == ["ada"] * (tenant in TENANTS[::2])
-    assert len(scene.ran) == 2 * len(TENANTS[1::2])
-    for node in nodes:
-        with node.client() as own:
-            found = [*own.scan_iter(match=f"{{{name}.*", count=1_000)]
-        assert len({each.partition(b"}")[0] for each in found}) == len({*map(key_slot, found)})
-    assert all(scene.quota.thaw(tenant=t, prefix=f"{name}.{t}") for t in TENANTS[::2])
+        sent.append(len(scene.ran))
+        assert [each.by for each in of_tenant(client, name, tenant).grants()] == (
+            ["ada"] if tenant == TENANTS[0] else []
+        )
+    assert sent == [2 * number for number in range(len(TENANTS))]
+    assert scene.quota.thaw(**frozen)
     await scene.play(context={"tenant": TENANTS[0]}, thread_id="8")
-    assert len(scene.ran) == 2 * len(TENANTS[1::2]) + 2
+    assert len(scene.ran) == 2 * len(TENANTS)
 
 
 async def test_a_first_caller_who_is_cancelled(nodes: list[RedisServer]) -> None:
@@ -195,12 +183,8 @@ async def test_the_sync_form(client: Any) -> None:
     name = "test_the_sync_form"
     store = store_of(client, name)
     scene = scene_of(store, form="sync")
-
-    async def run(times: int, thread: str) -> None:
-        for tenant in TENANTS * times:
-            await scene.play(context={"tenant": tenant}, thread_id=thread)
-
-    await run(6, "7")
+    for tenant in TENANTS * 6:
+        await scene.play(context={"tenant": tenant}, thread_id="7")
     assert len(scene.ran) == LIMIT * len(TENANTS)
     keys = [
         f"{name}.{tenant}/{use.key}"
@@ -211,8 +195,6 @@ async def test_the_sync_form(client: Any) -> None:
     granted = store.grant(keys[0], 3, reason="more")
     listed = of_tenant(client, name, TENANTS[0]).grants()
     assert [(each.id, each.amount) for each in listed] == [(granted.id, 3)]
-    await run(2, "8")
-    assert len(scene.ran) == LIMIT * len(TENANTS) + 3
     assert store.revoke(keys[0], granted.id) is not None
     store.reset(keys)
     assert used(store, *keys) == [0] * len(TENANTS)
@@ -274,3 +256,67 @@ async def test_a_node_that_is_down(tmp_path_factory: pytest.TempPathFactory) -> 
         eventually(lambda: _knows_all(nodes[1]) and _knows_all(nodes[0]))
         assert await run(here) == await run(away) == sent
         eventually(lambda: (counted(here), counted(away)) == ([6], [6]))
+
+
+def test_the_rights_are_those_that_are_used(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user with the page's rights can do all, and each is needed; the password is a variable."""
+    password, key = f'{SECRET}: @/?#%20&é"\\', "search:user_id:ann"
+    url = f"redis://quota@127.0.0.1:{redis_server.port}"
+    monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_PASSWORD", password)
+    monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", url)
+    assert re.findall(r"need `\+(\w+)`", PAGE) == ["scan"]
+    rights = [*WORDS.split(), "+scan"]
+    with redis_server.client() as client, closing(RedisStore(url, timeout=30)) as store:
+        client.execute_command("ACL", "SETUSER", "quota", "on", f">{password}", KEYS, *rights)
+        client.config_resetstat()
+        lost = calls(key, 1)
+        store.acquire(lost)
+        store.acquire(correcting(Correction(lost.attempt_id, attempt_id=lost.attempt_id)))
+        store.peek([key])
+        asyncio.run(store.aacquire(calls(key, 1)))
+        # What is only held is given back by the reset.
+        store.acquire(batch({key: 1}, leases={key: 900}))
+        assert main(["quotas", "show"]) == 0
+        assert main(["quotas", "reset", "--yes"]) == 0
+        statistics: Any = client.info("commandstats")
+    asked = {each.removeprefix("cmdstat_") for each in statistics} - OF_CONNECTIONS
+    assert asked == {each.removeprefix("+") for each in rights}
+
+
+def test_another_database_needs_a_further_right(redis_server: RedisServer) -> None:
+    """With `+select`, and not without it, a URL may name another database than 0."""
+    assert "A database other than 0 needs `+select`" in PAGE
+    url = f"redis://other:{SECRET}@127.0.0.1:{redis_server.port}/1"
+    with redis_server.client() as client, closing(RedisStore(url, timeout=30)) as store:
+        client.execute_command("ACL", "SETUSER", "other", "on", f">{SECRET}", KEYS, *WORDS.split())
+        with pytest.raises(QuotaStoreError, match="select"):
+            store.acquire(calls("search", 1))
+        client.execute_command("ACL", "SETUSER", "other", "+select")
+        assert store.acquire(calls("search", 1)).admitted == (True,)
+
+
+def test_a_cluster_needs_further_rights(nodes: list[RedisServer]) -> None:
+    """With the page's further rights, and not without them, a client can use a cluster."""
+    [keys] = re.findall(r"the keys of all prefixes, such as `(\S+)`", PAGE)
+    [further] = re.findall(r"A client of a cluster needs `([^`]+)`", PAGE)
+    who: Any = {"username": "quota", "password": SECRET}
+
+    def allow(*rules: str) -> None:
+        for node in nodes:
+            with node.client() as client:
+                client.execute_command("ACL", "SETUSER", "quota", *rules)
+
+    async def acquire() -> int:
+        async with redis.asyncio.RedisCluster("127.0.0.1", nodes[0].port, **who) as client:
+            store = RedisStore(client, prefix="tenant.acme", timeout=60)
+            return (await store.aacquire(calls("search", 1))).used["search"]
+
+    allow("on", f">{SECRET}", *WORDS.split(), keys)
+    with pytest.raises(redis.RedisClusterException):
+        redis.RedisCluster("127.0.0.1", nodes[0].port, **who)
+    allow(*further.split())
+    with closing(redis.RedisCluster("127.0.0.1", nodes[0].port, **who)) as client:
+        RedisStore(client, prefix="tenant.acme", timeout=60).acquire(calls("search", 1))
+    assert asyncio.run(acquire()) == 1
