@@ -1,8 +1,11 @@
-"""A real browser, Chromium of the system, in which a test opens the page."""
+"""A real browser, Chromium of the system, in which a test opens the page; and an app's server."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
+
+import uvicorn
 
 from tests.server.programs import missing, required_program
 from tests.server.prometheus import eventually
@@ -64,3 +67,17 @@ def opened(url: str, **options: Any) -> Iterator[Tab]:
         faults = [each for each in tab.faults if "net::ERR" not in each]
         assert faults == [], faults
         browser.close()
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """The address at which uvicorn serves an app."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = Thread(target=server.run)
+    thread.start()
+    try:
+        eventually(lambda: server.started)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from langchain_quota.telemetry.exposition import ADDR_VARIABLE
 from tests.forked import COMMAND_LINE, Program, start_python
 from tests.server.prometheus import eventually
 
@@ -46,7 +45,7 @@ def running_demo(log: Path, *arguments: str, threads: int, seconds: int = 5) -> 
     environment = {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith("OTEL_") and key != ADDR_VARIABLE
+        if not key.startswith("OTEL_") and key != "LANGCHAIN_QUOTA_METRICS_ADDR"
     }
     with (
         log.open("wb") as file,

@@ -1,27 +1,22 @@
 """The page in a real browser, beside running agents."""
 
 import asyncio
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import uvicorn
 from langchain_core.messages import BaseMessage
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from benchmarks.scrape import tracked
 from langchain_quota import MemoryStore, Quota, ToolCallLimit, quota_app, start_metrics_server
-from langchain_quota.telemetry.exposition import MetricsServer
 from tests.scene import Scene
-from tests.server.browser import Tab, opened
+from tests.server.browser import Tab, opened, serving
 from tests.server.prometheus import eventually
 from tests.telemetry import Signals, telling
-
-pytestmark = pytest.mark.rest
 
 HOSTILE = (
     *("<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "'\"><svg/onload=alert(1)>"),
@@ -56,7 +51,7 @@ class Service:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(asyncio.run, play()).result()
 
-    def serve(self, port: int = 0) -> MetricsServer:
+    def serve(self, port: int = 0) -> Any:
         return start_metrics_server(port, registry=self.signals.registry)
 
 
@@ -235,19 +230,9 @@ def test_in_an_application(service: Service) -> None:
     """Mounted in an application under uvicorn, it is the same page."""
     app = Starlette()
     app.mount("/quota", quota_app(service.signals.registry, dashboards_url="https://g.example/d"))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        eventually(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        with opened(f"http://127.0.0.1:{port}/quota") as tab:
-            assert tab.names()[0] == "acme_1"
-            link = tab.page.locator("footer a")
-            assert link.get_attribute("href") == "https://g.example/d"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serving(app) as url, opened(f"{url}/quota") as tab:
+        assert tab.names()[0] == "acme_1"
+        assert tab.page.locator("footer a").get_attribute("href") == "https://g.example/d"
 
 
 def test_no_data_yet() -> None:

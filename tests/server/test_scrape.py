@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -11,7 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from langchain_quota import ModelCallLimit, ToolCallLimit, start_metrics_server
 from langchain_quota.limits import Limit
-from langchain_quota.telemetry.exposition import MetricsServer
 from tests.scene import Scene
 from tests.server.prometheus import (
     Prometheus,
@@ -33,7 +32,7 @@ class Scraped(NamedTuple):
     """Agents, the server of their metrics, and a Prometheus that has scraped it since."""
 
     signals: Signals
-    server: MetricsServer
+    server: Any
     prometheus: Prometheus
 
     def text(self, accept: str = "text/plain") -> str:
@@ -84,19 +83,6 @@ def test_every_series_is_queried_back(scraped: Scraped) -> None:
     assert own(scraped.prometheus.series('{job="agents"}')) == told
     values = {value for _, labels in told for _, value in labels}
     assert all(value.isprintable() and 0 < len(value) <= 64 for value in values)
-
-
-def test_bounds_hold(scraped: Scraped) -> None:
-    """Of many threads and tools as many have series as may; what has none is counted."""
-    used = scraped.prometheus.query("langchain_quota_thread_used")
-    assert len({(each.labels["agent"], each.labels["thread_id"]) for each in used}) == 9
-    by_limit = "sum without (state) (langchain_quota_subjects{scope='thread',shown='false'})"
-    hidden = scraped.prometheus.value(f"sum(max without (limit) ({by_limit}))")
-    assert hidden == 2 * len(THREADS) + 1 - 9
-    calls = 'langchain_quota_calls_total{agent="inventor",kind="tool",decision="allowed"}'
-    # A hundred names have labels, and the others share one.
-    assert len(scraped.prometheus.query(calls)) == 100 + 1
-    assert scraped.prometheus.value(f"sum({calls})") == 3_000
 
 
 def test_exemplars_lead_to_spans(scraped: Scraped) -> None:
