@@ -54,20 +54,22 @@ class User:
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         """Ask for something."""
-        given: Any = {"headers": {**self._headers, **headers}, "timeout": DEADLINE}
-        return httpx.get(self.url + path, trust_env=False, **given)
+        return self._request("GET", path, headers=headers)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Ask to do something."""
-        given: Any = {"headers": self._headers, "timeout": DEADLINE, "json": body}
-        response = httpx.post(self.url + path, trust_env=False, **given)
+        response = self._request("POST", path, json=body)
         assert response.is_success, response.text
         return response.json()
 
     def status(self, path: str, body: dict[str, Any]) -> int:
         """How the server answers what one asks it to do."""
-        given: Any = {"headers": self._headers, "timeout": DEADLINE, "json": body}
-        return httpx.post(self.url + path, trust_env=False, **given).status_code
+        return self._request("POST", path, json=body).status_code
+
+    def _request(self, method: str, path: str, **given: Any) -> httpx.Response:
+        headers = {**self._headers, **given.pop("headers", {})}
+        given |= {"headers": headers, "timeout": DEADLINE, "trust_env": False}
+        return httpx.request(method, self.url + path, **given)
 
     def thread(self) -> str:
         """A new thread."""
