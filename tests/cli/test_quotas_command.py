@@ -44,7 +44,8 @@ DAY, END = "email:tenant:acme:86400:47482", 47_483 * 86_400
 SMOOTH = "mail:tenant:{}:86400~24"
 
 COMMANDS = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
-Run, Capture = Callable[..., int], pytest.CaptureFixture[str]
+Run = Callable[..., int]
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture

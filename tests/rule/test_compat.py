@@ -73,7 +73,7 @@ IN_A_TOOL: dict[str, tuple[Callable[[str], Any], int, dict[str, Any], object]] =
 OF_CAPS = "scenario/test_concurrency_limit.py"
 ELSEWHERE = {
     "ask": "scenario/test_ask.py::test_interfaces_can_show_a_form",
-    "finished_tasks": "scenario/test_old_checkpoints.py::test_a_step_that_is_cut_off",
+    "finished_tasks": "scenario/test_old_checkpoints.py::test_a_step_cut_off",
     "for_parent": "scenario/test_ended_runs.py::test_a_sub_agent_in_a_node",
     "interpreter_settings": "scenario/test_code_interpreters.py::test_a_deep_agent_does_not_run",
     "is_multiprocess": "signals/test_several_workers.py::test_any_worker_answers_for_all",

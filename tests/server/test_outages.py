@@ -196,7 +196,7 @@ class TestAgents:
         """
         store = opened(durable.url, durable.prefix(), 1)
         drop_in = tool_limiter(signals, "search", run_limit=1, limit_name="drop-in")
-        limits = [
+        limits: list[Any] = [
             *(drop_in, PER_USER, ToolCallLimit("calc", quotas=[Quota(1, per="user_id")])),
             TokenLimit(quotas=[Quota(999, per="user_id")], reserve=9),
         ]

@@ -166,7 +166,8 @@ class Thaw(Freeze):
     """A subject, or all, that is thawed."""
 
 
-Step = AcquireRequest | list[str] | int | Give | Revoke | Freeze
+Operation = AcquireRequest | list[str] | Give | Revoke | Freeze
+Step = Operation | int
 """What is asked, the keys that are reset, how many seconds pass, what is granted or frozen."""
 
 gives = st.builds(
@@ -576,7 +577,7 @@ def test_all_agree(place: Place, steps: list[Step]) -> None:
             compare(model, memory, shared)
 
 
-def play(step: Step, model: Model, memory: MemoryStore, shared: Any) -> None:
+def play(step: Operation, model: Model, memory: MemoryStore, shared: Any) -> None:
     """Do a step everywhere: all say the same of it."""
     stores, now = (memory, shared), model.now
     if isinstance(step, Give):

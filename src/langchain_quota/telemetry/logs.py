@@ -53,8 +53,11 @@ def unpaid_tool(agent: str | None, tool: str) -> None:
 
 def estimated(model: str) -> None:
     """Log that a model's tokens are estimated."""
-    text = "model %r reports no usage, or too little: its tokens are estimated. %s"
-    logger.warning(text, model, USAGE_REMEDY)
+    logger.warning(
+        "model %r reports no usage, or too little: its tokens are estimated. %s",
+        model,
+        USAGE_REMEDY,
+    )
 
 
 def recovery(component: str) -> None:

@@ -281,7 +281,7 @@ def _has_list() -> bool:
 
 def _tabled_price(
     table: Mapping[str, Price], fallback: Prices, usage: ModelUsage
-) -> Decimal | None:
+) -> Decimal | float | None:
     """Return the price of a run by a table, or by other prices if the model is not in it."""
     price = next((table[name] for name in usage.models if name in table), None)
     if price is None:
