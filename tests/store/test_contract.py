@@ -4,7 +4,9 @@ Which calls are admitted, and what is charged, is compared on random requests in
 """
 
 import asyncio
+import gc
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -213,6 +215,22 @@ async def test_async_forms(store: Store) -> None:
     assert store.revoke(KEY, "4711") is None
     if isinstance(store, RedisStore):
         await store.aclose()
+
+
+# A transport of a closed loop says so when it is collected.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_loops_that_end_without_rites(store: Store) -> None:
+    """Event loops that are closed as Flask and Celery code does are let go, with their clients."""
+    loops = []
+    for _ in range(5):
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(store.aacquire(calls("search", 1)))
+        loop.close()
+        loops.append(weakref.ref(loop))
+        del loop
+    gc.collect()
+    assert len([loop for loop in loops if loop() is not None]) <= 1  # until the next one
 
 
 def test_names_of_any_form(store: Store) -> None:

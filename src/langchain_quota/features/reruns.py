@@ -7,7 +7,6 @@ in this process. The first step of a resumed run asks the checkpointer whether i
 import asyncio
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
-from functools import lru_cache
 from typing import Any
 
 from langchain.agents.middleware.types import ToolCallRequest
@@ -36,7 +35,7 @@ from langchain_quota.middleware.state import (
     merge_ledgers,
 )
 from langchain_quota.runtime import compat
-from langchain_quota.runtime.sync_async import Mode, call_variant
+from langchain_quota.runtime.sync_async import Mode, call_variant, newest_dicts
 
 _RERUN = "reruns"
 """The key that marks the state with which a call that runs again is checked."""
@@ -55,9 +54,9 @@ class Reruns(Feature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         # By check: the task that made it. By check and call: the first step that made the call.
-        self._claims: Callable[[Hashable], dict[str, str]] = lru_cache(20_000)(lambda _: {})
+        self._claims: Callable[[Hashable], dict[str, str]] = newest_dicts(20_000)
         # By checkpoint: what was read of the step that resumes there, and the tasks that know it.
-        self._steps: Callable[[str], dict[str, Any]] = lru_cache(1_000)(lambda _: {})
+        self._steps: Callable[[Hashable], dict[str, Any]] = newest_dicts(1_000)
 
     async def name_attempt(self, mode: Mode, runtime: object, context: CallContext) -> CallContext:
         """Rename the running task if it was finished before, and its calls cannot be claimed."""

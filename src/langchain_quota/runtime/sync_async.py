@@ -1,13 +1,14 @@
-"""One body for the sync and the async variant of a method, and locks that survive a fork."""
+"""Sync and async variants of a method, values of event loops and keys, and fork-safe locks."""
 
 import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from asyncio import AbstractEventLoop, get_running_loop
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable
 from threading import RLock
-from typing import Any, Literal, ParamSpec, TypeVar
-from weakref import ref
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 from langchain_quota.runtime import compat
 
@@ -59,6 +60,71 @@ async def wait_for(mode: Mode, seconds: float) -> None:
         await asyncio.sleep(seconds)
     else:
         time.sleep(seconds)  # noqa: ASYNC251 - in sync mode
+
+
+def pop_closed_loops(values: WeakKeyDictionary[AbstractEventLoop, T]) -> list[T]:
+    """Remove and return the values of closed event loops: values hold their loops."""
+    loops = [loop for reference in values.keyrefs() if (loop := reference()) is not None]
+    return [values.pop(loop) for loop in loops if loop.is_closed() and loop in values]
+
+
+class PerLoop(Generic[T]):
+    """One value for each event loop, closed when the loop ends.
+
+    A loop that is closed without `shutdown_asyncgens` closes no value: `abandon` gets it later.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], T],
+        close: Callable[[T], Awaitable[None]],
+        abandon: Callable[[T], object] = id,
+    ) -> None:
+        self._make = make
+        self._close = close
+        self._abandon = abandon
+        self._made: WeakKeyDictionary[AbstractEventLoop, tuple[T, AsyncGenerator[T]]] = (
+            WeakKeyDictionary()
+        )
+
+    async def get(self) -> T:
+        """Return the value of the running loop; make it if there is none."""
+        loop = get_running_loop()
+        if loop not in self._made:
+            for value, _ in pop_closed_loops(self._made):
+                self._abandon(value)
+            making = self._kept(loop)
+            self._made[loop] = await anext(making), making
+        return self._made[loop][0]
+
+    async def close(self) -> None:
+        """Close the value of the running loop, if there is one."""
+        value = self._made.get(get_running_loop())
+        if value is not None:
+            await value[1].aclose()
+
+    async def _kept(self, loop: AbstractEventLoop) -> AsyncGenerator[T]:
+        # A loop ends all generators before it ends.
+        value = self._make()
+        try:
+            yield value
+        finally:
+            self._made.pop(loop, None)
+            await self._close(value)
+
+
+def newest_dicts(most: int) -> Callable[[Hashable], dict[str, Any]]:
+    """Return a function that returns one dict for each key, and forgets the oldest of many."""
+    dicts: dict[Hashable, dict[str, Any]] = {}
+
+    def of(key: Hashable) -> dict[str, Any]:
+        # In one step, so that threads which ask at the same moment share the dict.
+        value = dicts.setdefault(key, {})
+        while len(dicts) > most:
+            dicts.pop(next(iter(dicts)), None)
+        return value
+
+    return of
 
 
 # A forked child has a copy of every lock, but only one thread: a lock that another thread held is

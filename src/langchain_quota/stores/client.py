@@ -19,7 +19,13 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import Mode, call_variant, fork_safe_lock, run_sync
+from langchain_quota.runtime.sync_async import (
+    Mode,
+    call_variant,
+    fork_safe_lock,
+    pop_closed_loops,
+    run_sync,
+)
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.keys import keys_of, prefix_of
 from langchain_quota.stores.memory import MemoryStore
@@ -166,6 +172,7 @@ class StoreClient:
         except RuntimeError:
             return
         # Without a request they are sent alone, at the latest when the loop or the process ends.
+        pop_closed_loops(self._tasks)
         if self._corrections.waiting and "async" in self.forms and loop not in self._tasks:
             task = self._tasks[loop] = loop.create_task(self._send_until_done())
             task.add_done_callback(lambda _: self._tasks.pop(loop, None))

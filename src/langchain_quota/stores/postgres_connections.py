@@ -26,8 +26,8 @@ except ImportError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.runtime.sync_async import Mode
-from langchain_quota.stores.server import PerLoop, Server
+from langchain_quota.runtime.sync_async import Mode, PerLoop
+from langchain_quota.stores.server import Server
 
 _CONNECTIONS = 10
 """Most connections, for all threads and for each event loop; other operations wait."""
@@ -256,7 +256,9 @@ class _OwnedConnections(Connections):
         self._source = source
         # By process: those of a forked child's parent are not the child's.
         self._threads: dict[int, _Idle] = {}
-        self._loops = PerLoop(lambda: _Idle(asyncio.Semaphore(_CONNECTIONS)), _Idle.aclose)
+        self._loops = PerLoop(
+            lambda: _Idle(asyncio.Semaphore(_CONNECTIONS)), _Idle.aclose, _Idle.close
+        )
 
     @asynccontextmanager
     async def taken(self, mode: Mode) -> AsyncIterator[Connection]:

@@ -123,8 +123,8 @@ class RedisStore(ServerStore):
 
         async def work() -> T:
             while True:
+                reply = await self._clients.run(mode, script, [len(keys), *keys, request])
                 try:
-                    reply = await self._clients.run(mode, script, [len(keys), *keys, request])
                     missing = missing_keys(reply)
                     if not missing:
                         answer = read(reply)

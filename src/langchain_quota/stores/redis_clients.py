@@ -22,10 +22,11 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.errors import UNREADABLE
+from langchain_quota.runtime.sync_async import Mode, PerLoop
 from langchain_quota.stores.grants import logger
 from langchain_quota.stores.redis_script import Script
-from langchain_quota.stores.server import Batch, PerLoop, Server
+from langchain_quota.stores.server import Batch, Server
 
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 """The environment variable with the URL of the server."""
@@ -100,6 +101,9 @@ class Clients(Server, ABC):
             return await cast("Awaitable[object]", reply) if mode else reply
         except exceptions.NoScriptError:
             return await _awaited(client.eval(script.text, *arguments))
+        except UNREADABLE as error:
+            # The client could not read the reply. Elsewhere such an error is a fault of ours.
+            raise exceptions.InvalidResponse(f"{type(error).__name__}: {error}") from error
 
     async def warn_of_eviction(self, mode: Mode) -> None:
         """Warn of a server that may evict counts, if its user may ask it."""

@@ -3,14 +3,14 @@
 import asyncio
 import re
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import islice
 from textwrap import shorten
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import UNREADABLE, EventLoopBlockedError, QuotaStoreError
@@ -254,40 +254,6 @@ class ServerStore(SupportsGrants, RateLimiting):
             )
         reason = ": ".join([reason.rstrip(".: "), *server.remedies(error)])
         return QuotaStoreError(f"{self!r}: {reason}", timed_out=timed_out)
-
-
-class PerLoop(Generic[T]):
-    """One value for each event loop, closed when the loop ends."""
-
-    def __init__(self, make: Callable[[], T], close: Callable[[T], Awaitable[None]]) -> None:
-        self._make = make
-        self._close = close
-        self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[T, AsyncGenerator[T]]] = (
-            WeakKeyDictionary()
-        )
-
-    async def get(self) -> T:
-        """Return the value of the running loop; make it if there is none."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._made:
-            making = self._kept(loop)
-            self._made[loop] = await anext(making), making
-        return self._made[loop][0]
-
-    async def close(self) -> None:
-        """Close the value of the running loop, if there is one."""
-        value = self._made.get(asyncio.get_running_loop())
-        if value is not None:
-            await value[1].aclose()
-
-    async def _kept(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T]:
-        # A loop ends all generators before it ends.
-        value = self._make()
-        try:
-            yield value
-        finally:
-            self._made.pop(loop, None)
-            await self._close(value)
 
 
 class Ticker:

@@ -3,8 +3,8 @@
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache, partial, wraps
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial, wraps
 from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -29,7 +29,7 @@ from langchain_quota.middleware.history import answer, answer_of_blocked, newest
 from langchain_quota.middleware.state import Ledger, ledger, refunded_limits
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.semaphores import Slot, semaphore_of
-from langchain_quota.runtime.sync_async import Mode, run_sync
+from langchain_quota.runtime.sync_async import Mode, newest_dicts, run_sync
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import names
@@ -58,7 +58,7 @@ class ConcurrencySlots(Feature):
         super().__init__(kernel)
         self._limits = _concurrency_limits(kernel.limits)
         # What the first checks of the newest calls have decided.
-        self._checked: Callable[[str], dict[str, Decision]] = lru_cache(10_000)(lambda _: {})
+        self._checked: Callable[[Hashable], dict[str, Decision]] = newest_dicts(10_000)
         # The store that leases slots; `None` if this process counts them. The calls of this
         # process queue here first, so that they keep their order and the store gets few requests.
         in_process = self.store is None or isinstance(self.store.store, MemoryStore)
