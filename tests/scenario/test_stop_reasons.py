@@ -219,6 +219,13 @@ async def test_events_of_waits(signals: Signals, clock: Passing) -> None:
         {**OF_SEARCH, **soon, "resets_at": True},
         {**OF_SEARCH, **soon, "used": None, "threshold": None, "resets_at": False},
     ]
+    tokens = TokenLimit(quotas=[Quota(1, per="user_id", window="1h")], wait="2h")
+    options = {**options, "store": MemoryStore(clock=clock)}
+    scene = Scene(signals, [paid(1), paid(1)], [tokens], **options)
+    events = await scene.updates(GO, "custom") + await scene.updates(GO, "custom")
+    assert [(each["unit"], each["used"]) for each in events if each[EVENT] == "waiting"] == [
+        ("tokens", 1)
+    ]
     is_told = asyncio.Event()
     tool = recording("browser", [], is_told.wait)
     slots = ConcurrencyLimit("browser", max_concurrency=1, wait=60)

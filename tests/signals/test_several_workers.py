@@ -282,13 +282,14 @@ from urllib.request import urlopen
 from langchain_quota import Telemetry, start_metrics_server
 Telemetry()
 Path(sys.argv[1], "counter_1.db").touch()
+Path(sys.argv[1], "gauge_livesum_1.db").symlink_to("removed meanwhile")
 with start_metrics_server(0) as server, urlopen(server.url) as answer:
     assert b"langchain_quota_build_info" in answer.read()
 """
 
 
 @pytest.mark.rest
-def test_a_file_of_a_worker_that_is_just_made(tmp_path: Path) -> None:
-    """The file of a worker that has just begun is empty: the scrape has what the others know."""
+def test_files_of_workers_that_come_and_go(tmp_path: Path) -> None:
+    """A worker's file may be empty, or gone when it is read: the scrape has what others know."""
     done = run_python(EMPTY_FILE, str(tmp_path), env=os.environ | {VARIABLE: str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")

@@ -174,6 +174,7 @@ class Waiting(Feature):
                 subject=self.recorder.subject_label(wait.scope, check.subject),
                 used=None if result is None else result.used[check.counter],
                 threshold=check.maximum,
+                unit=next(one.unit for one in self._kernel.limits if one.name == wait.limit),
                 resets_at=check.resets_at,
             )
             self.recorder.stream("waiting", reason)

@@ -43,10 +43,18 @@ class _WorkersCollector(MultiProcessCollector):
     def collect(self) -> Iterator[Metric]:
         """Render the metrics of all workers, by this worker's settings, else by another's."""
         # A file is empty while a worker creates it, and prometheus_client cannot read it then.
-        files = [file for file in Path(self._path).glob("*.db") if file.stat().st_size]
+        files = [file for file in Path(self._path).glob("*.db") if _size(file)]
         current = [str(file) for file in files if not _is_outdated(file)]
         yield from self.merge(current, accumulate=True)  # type: ignore[no-untyped-call]
         yield from (usage_of(self._registry) or self._table_of_others).collect()
+
+
+def _size(file: Path) -> int:
+    """Return the size of a file, 0 if it was removed meanwhile."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _is_outdated(file: Path) -> bool:

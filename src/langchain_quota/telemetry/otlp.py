@@ -70,6 +70,7 @@ class MetricsExport:
 
     def shutdown(self) -> None:
         """Export the metrics for the last time, and shut the exporter down."""
+        atexit.unregister(self.shutdown)
         self.flush()
         if self._pid == os.getpid():
             with self._lock:
