@@ -81,18 +81,14 @@ class Door(AgentMiddleware):
 
     def __init__(self) -> None:
         super().__init__()
-        self._came: list[None] = []
-
-    @property
-    def came(self) -> int:
-        return len(self._came)
+        self.came: list[None] = []
 
     def wrap_tool_call(self, request: Any, handler: Any) -> Any:
-        self._came.append(None)
+        self.came.append(None)
         return handler(request)
 
     async def awrap_tool_call(self, request: Any, handler: Any) -> Any:
-        self._came.append(None)
+        self.came.append(None)
         return await handler(request)
 
 
@@ -139,7 +135,7 @@ async def test_no_more_run_than_may(signals: Signals, form: Form) -> None:
     agent = agent_of(signals, browser.tool, 12, door, max_concurrency=CAP)
     run = agent.ainvoke(ASKED) if form == "async" else asyncio.to_thread(agent.invoke, ASKED)
     running = asyncio.create_task(run)
-    await until(lambda: browser.running == CAP and door.came >= 2 * CAP)
+    await until(lambda: browser.running == CAP and len(door.came) >= 2 * CAP)
     browser.may_end.set()
     assert texts(await running) == ["seen"] * 12
     assert (browser.most, browser.ran) == (CAP, 12)
@@ -180,7 +176,7 @@ async def test_who_comes_first_is_served_first(signals: Signals) -> None:
     scene = Scene(signals, [calls, "done"], items, tools=[tool(browser)])
     with busy(signals):
         run = asyncio.create_task(scene.play())
-        await until(lambda: door.came == 10)
+        await until(lambda: len(door.came) == 10)
     await run
     assert sum(order[:5]) < sum(order[5:])
 
@@ -339,7 +335,7 @@ async def test_a_cancelled_run_does_not_end_its_sync_tool(signals: Signals) -> N
     first = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents[:2]]
     await until(lambda: browser.running == 2)
     others = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents[2:]]
-    await until(lambda: door.came == 20)
+    await until(lambda: len(door.came) == 20)
     gone = [*first, *others[:9]]
     for each in gone:
         each.cancel()

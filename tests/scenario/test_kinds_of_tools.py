@@ -19,6 +19,7 @@ from langgraph.types import Command
 
 from langchain_quota import ToolCallLimit
 from tests.scene import (
+    PATIENCE,
     Form,
     Kind,
     Scene,
@@ -30,9 +31,6 @@ from tests.scene import (
 )
 from tests.telemetry import Signals
 
-MEETING = 30
-"""The seconds within which tools that run in parallel meet; only a failure waits so long."""
-
 
 class NotesState(AgentState[Any]):
     notes: Annotated[list[str], add]
@@ -41,17 +39,18 @@ class NotesState(AgentState[Any]):
 def kinds(ran: list[str]) -> list[BaseTool]:
     """A tool of each kind, by its kind as its name."""
 
-    def sync_only() -> str:
-        ran.append("sync_only")
+    def found(name: str) -> str:
+        ran.append(name)
         return "found"
+
+    def sync_only() -> str:
+        return found("sync_only")
 
     async def async_only() -> str:
-        ran.append("async_only")
-        return "found"
+        return found("async_only")
 
     def command(call_id: Annotated[str, InjectedToolCallId]) -> Command[Any]:
-        ran.append("command")
-        answer = ToolMessage("noted", tool_call_id=call_id, name="command")
+        answer = ToolMessage(found("command"), tool_call_id=call_id, name="command")
         return Command(update={"messages": [answer], "notes": ["a note"]})
 
     def injected(
@@ -62,12 +61,10 @@ def kinds(ran: list[str]) -> list[BaseTool]:
         assert state["messages"]
         assert runtime.tool_call_id
         store.put(("found",), "key", {"by": "injected"})
-        ran.append("injected")
-        return "found"
+        return found("injected")
 
     def artifact() -> tuple[str, dict[str, int]]:
-        ran.append("artifact")
-        return "found", {"rows": 3}
+        return found("artifact"), {"rows": 3}
 
     direct = recording("return_direct", ran)
     direct.return_direct = True
@@ -84,10 +81,8 @@ def kinds(ran: list[str]) -> list[BaseTool]:
 async def test_each_kind(kind: str, signals: Signals) -> None:
     """A tool of this kind, three times at once in each run: as many run as are allowed."""
     ran: list[str] = []
-    limiters = [
-        tool_limiter(signals, kind, thread_limit=3, run_limit=2),
-        tool_limiter(signals, thread_limit=9, run_limit=5),
-    ]
+    limiters = [tool_limiter(signals, kind, thread_limit=3, run_limit=2)]
+    limiters += [tool_limiter(signals, thread_limit=9, run_limit=5)]
     create = partial(create_agent, store=InMemoryStore())
     options: dict[str, Any] = {"state_schema": NotesState, "create": create}
     scene = Scene(signals, asking(*[kind] * 3), limiters, tools=kinds(ran), ran=ran, **options)
@@ -107,11 +102,11 @@ async def test_parallel_calls(form: Form, signals: Signals) -> None:
     meeting, ameeting = threading.Barrier(4), asyncio.Barrier(4)
 
     def met() -> str:
-        meeting.wait(MEETING)
+        meeting.wait(PATIENCE)
         return "met"
 
     async def amet() -> str:
-        await asyncio.wait_for(ameeting.wait(), MEETING)
+        await asyncio.wait_for(ameeting.wait(), PATIENCE)
         return "met"
 
     names = ["search", "calc"]
