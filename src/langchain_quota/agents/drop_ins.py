@@ -1,18 +1,11 @@
 """Drop-ins for LangChain's two limiters, with exact counts and telemetry."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, Literal
 
-from langchain.agents.middleware.types import (
-    ExtendedModelResponse,
-    ModelRequest,
-    ModelResponse,
-    ResponseT,
-    hook_config,
-)
+from langchain.agents.middleware.types import ResponseT, hook_config
 from langgraph.runtime import Runtime
-from langgraph.types import Command
 
 from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.decide import status
@@ -21,10 +14,11 @@ from langchain_quota.features.run_telemetry import Unchecked
 from langchain_quota.features.setup_checks import DeepAgents, UnsavedThreadLimits
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
-from langchain_quota.middleware.base import ContextT, LimitMiddleware, ended_response
+from langchain_quota.middleware.base import ContextT, LimitMiddleware, WrittenResponse
 from langchain_quota.middleware.calls import Batch, HookResult, Update, model_counts
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools, end_again
 from langchain_quota.middleware.context import call_context
+from langchain_quota.middleware.feature import Handler, Request
 from langchain_quota.middleware.history import newest_name
 from langchain_quota.middleware.state import (
     LEDGER,
@@ -41,7 +35,7 @@ from langchain_quota.middleware.state import (
     run_model,
 )
 from langchain_quota.runtime.arguments import explain_arguments, validate_choice, validate_type
-from langchain_quota.runtime.sync_async import run_sync
+from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.telemetry import Telemetry
 
 OnPending = Literal["skip", "raise"]
@@ -143,22 +137,6 @@ class ToolCallLimitMiddleware(
     ) -> Update | None:
         """Call `after_model` without blocking the event loop."""
         return await self.kernel.after_model("a", state, runtime)
-
-    def wrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
-    ) -> ModelResponse[ResponseT]:
-        """Make the model call, unless a limit has ended the run."""
-        return ended_response(request) or handler(request)
-
-    async def awrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
-    ) -> ModelResponse[ResponseT]:
-        """Call `wrap_model_call` without blocking the event loop."""
-        return ended_response(request) or await handler(request)
 
     def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
         hook_result = conclude_tools(batch, result)
@@ -262,24 +240,6 @@ class ModelCallLimitMiddleware(
         """Call `before_model` without blocking the event loop."""
         return self._check_next(state, runtime)
 
-    def wrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
-    ) -> ExtendedModelResponse[ResponseT]:
-        """Count the call in the model's own step, so that no jump can skip it."""
-        self.kernel.learn_tools(request)
-        return ended_response(request) or self._counted(request, handler(request))
-
-    async def awrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
-    ) -> ExtendedModelResponse[ResponseT]:
-        """Call `wrap_model_call` without blocking the event loop."""
-        self.kernel.learn_tools(request)
-        return ended_response(request) or self._counted(request, await handler(request))
-
     def after_model(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
@@ -301,11 +261,12 @@ class ModelCallLimitMiddleware(
             update[LEDGER] = merge_ledgers(update.get(LEDGER, {}), begins)
         return update or None
 
-    def _counted(
-        self, request: ModelRequest[ContextT], response: ModelResponse[ResponseT]
-    ) -> ExtendedModelResponse[ResponseT]:
+    async def _call_model(self, mode: Mode, request: Request, handler: Handler) -> WrittenResponse:
+        # It is counted in the model's own step, so that no jump can skip it.
+        self.kernel.learn_tools(request)
+        response = await super()._call_model(mode, request, handler)
         update = self._count(request.state, request.runtime, newest_name(response.result))
-        return ExtendedModelResponse(model_response=response, command=Command(update=update))
+        return WrittenResponse(response, update)
 
     def _count_uncounted(
         self, state: ModelCallLimitState[ResponseT], runtime: Runtime[ContextT]

@@ -53,34 +53,30 @@ class _Run:
         self.root, self.state = root, state
         self.ended: AIMessage | None = None
         """The answer with which a limit ended the run."""
-        self.ended_in: object = None
-        """The superstep in which it did so."""
-        self.refused_in: object = None
-        """The same, if it refused a call of the model."""
+        self.ended_in, self.ended_at_model = "", False
+        """The superstep in which it did so, and whether it refused a call of the model."""
         self.decided: dict[_CallName, _Answer | None] = {}
         """The answers to calls that are checked; `None` for a call that may run."""
         self.taken: dict[str, Answers] = {}
         """The answers to the calls of a task of tools, by the name of its work."""
 
-    def end(self, answer: AIMessage, *, by_model: bool) -> None:
+    def end(self, answer: AIMessage, *, at_model: bool) -> None:
         """Note the answer with which a limit ends the run."""
-        self.ended, self.ended_in = answer, _superstep()
-        self.refused_in = self.ended_in if by_model else None
+        self.ended, self.ended_in, self.ended_at_model = answer, _superstep(), at_model
 
     def answer(self, messages: Sequence[AnyMessage]) -> AIMessage | None:
         """Return the answer to a model call of an ended run; `None` if the call is checked."""
         if self.ended is None:
             return None
-        now = _superstep()
-        has_seen = any(message.id == self.ended.id for message in messages)
-        # A node beside the one whose model call was refused is refused itself.
-        if now == self.refused_in and not has_seen:
-            return None
-        if now != self.ended_in or has_seen:
+        ids = [message.id for message in messages]
+        if self.ended.id in ids or self.ended_in != _superstep():
             state = {**self.state, "messages": [self.ended]}
             self.learn(end_again(state, running_runtime()) or {})
-        if has_seen and messages[-1].id != self.ended.id:
-            # Edges read the newest message, and under its old id this one would not be it.
+        elif self.ended_at_model:
+            # It is in a node beside that one, and is refused itself.
+            return None
+        if self.ended.id in ids and ids[-1] != self.ended.id:
+            # Edges read the newest message, which this one would not be under its old id.
             return self.ended.model_copy(update={"id": str(uuid4())})
         return self.ended
 
@@ -161,7 +157,7 @@ class GraphLimits(QuotaMiddleware):
             assert isinstance(answer, AIMessage)  # noqa: S101 - for the type checker
             run.learn(step.written)
             if run.state[LEDGER].get("ended") == answer.id:
-                run.end(answer, by_model=True)
+                run.end(answer, at_model=True)
             if not answer.tool_calls:
                 return answer
             final, blocked = None, dict[str | None, _Answer]()
@@ -234,7 +230,7 @@ class GraphLimits(QuotaMiddleware):
         final = answers[-1] if run.learn(update) else None
         final = final if isinstance(final, AIMessage) else None
         if final is not None:
-            run.end(final, by_model=False)
+            run.end(final, at_model=False)
         return final, {
             answer.tool_call_id: (answer.text, answer.artifact and answer.artifact[STOP])
             for answer in answers
@@ -269,10 +265,10 @@ class GraphLimits(QuotaMiddleware):
         return self._runs[name]
 
 
-def _superstep() -> object:
-    """Return the name of the running superstep; nodes that run side by side share it."""
-    info = getattr(running_runtime(), "execution_info", None)
-    return info and info.checkpoint_id
+def _superstep() -> str:
+    """Return the name of the running superstep, which nodes that run side by side share."""
+    runtime: Any = running_runtime()
+    return str(runtime.execution_info.checkpoint_id)
 
 
 @contextmanager

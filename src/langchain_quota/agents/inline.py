@@ -10,7 +10,7 @@ from langchain.agents.middleware.types import ResponseT
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, RemoveMessage, ToolMessage
 
 from langchain_quota.agents.quota import QuotaMiddleware
-from langchain_quota.middleware.base import ContextT, WrittenResponse, ended_response
+from langchain_quota.middleware.base import ContextT, WrittenResponse
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.middleware.flow import Kernel
@@ -121,9 +121,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     after_model = AgentMiddleware.after_model
     aafter_model = AgentMiddleware.aafter_model
 
-    async def _wrap_model_call(
-        self, mode: Mode, request: Request, handler: Handler
-    ) -> WrittenResponse:
+    async def _call_model(self, mode: Mode, request: Request, handler: Handler) -> WrittenResponse:
         # In older versions, a graph without `after_model` hooks cannot go from model to model.
         if _LANGCHAIN < (1, 4):
             raise RuntimeError(f"{self.name} needs langchain 1.4 or newer: use QuotaMiddleware")
@@ -133,8 +131,6 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
                 f"{self.name} and another middleware of this agent both check around the model "
                 "call: put all limits into one InlineQuotaMiddleware"
             )
-        if ended := ended_response(request):
-            return ended
         step = InlineState(request)
         await make_model_call(self.kernel, mode, step, handler)
         if "jump_to" not in step.written:

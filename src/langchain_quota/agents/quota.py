@@ -1,12 +1,11 @@
 """QuotaMiddleware: many limits in one middleware, checked together."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Generic, TypedDict
 
 from langchain.agents.middleware.types import (
     AgentMiddleware,
-    ModelRequest,
     ModelResponse,
     ResponseT,
     ToolCallRequest,
@@ -29,13 +28,7 @@ from langchain_quota.features.setup_checks import DeepAgents, MisspelledTools, U
 from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
-from langchain_quota.middleware.base import (
-    ContextT,
-    LimitMiddleware,
-    WrittenResponse,
-    ended_response,
-    is_own,
-)
+from langchain_quota.middleware.base import ContextT, LimitMiddleware, WrittenResponse, is_own
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.conclude import end_again
 from langchain_quota.middleware.feature import (
@@ -260,27 +253,10 @@ class QuotaMiddleware(
         """Call `after_agent` without blocking the event loop."""
         self.kernel.end_run(state, runtime)
 
-    def wrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
-    ) -> ModelResponse[ResponseT]:
-        """Add what is left to the request, offer only usable tools, and charge what is used."""
-        return run_sync(self._wrap_model_call("", request, as_async(handler)))
-
-    async def awrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
-    ) -> ModelResponse[ResponseT]:
-        """Call `wrap_model_call` without blocking the event loop."""
-        return await self._wrap_model_call("a", request, handler)
-
-    async def _wrap_model_call(
+    async def _call_model(
         self, mode: Mode, request: Request, handler: Handler
     ) -> ModelResponse[ResponseT]:
-        if ended := ended_response(request):
-            return ended
+        # Add what is left to the request, offer only usable tools, and charge what is used.
         self.kernel.learn_tools(request)
         written: Update = {}
         for rerun in self.kernel.check_rerun_hooks:

@@ -1,12 +1,13 @@
 """The base of all middlewares: LangChain's hooks, which call the kernel, and how runs begin."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from langchain.agents.middleware.types import (
     AgentMiddleware,
     ExtendedModelResponse,
+    ModelRequest,
     ModelResponse,
     ResponseT,
     StateT,
@@ -23,7 +24,7 @@ from langchain_quota.limits.call import Call
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.conclude import end_again, ending_message, refunds_of
 from langchain_quota.middleware.context import CallContext, call_context, running_config
-from langchain_quota.middleware.feature import Feature, Request, Response
+from langchain_quota.middleware.feature import Feature, Handler, Request, Response
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import repaired, since, unfinished_calls
 from langchain_quota.middleware.state import (
@@ -37,7 +38,7 @@ from langchain_quota.middleware.state import (
     thread_tools,
 )
 from langchain_quota.runtime import compat
-from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import names
 
@@ -137,6 +138,32 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         """Call `before_agent` without blocking the event loop."""
         return begin_run(self.kernel, "a", state, runtime)
 
+    def wrap_model_call(
+        self,
+        request: ModelRequest[ContextT],
+        handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
+    ) -> ModelResponse[ResponseT]:
+        """Make a model call with all that belongs to it, unless a limit has ended the run."""
+        return run_sync(self._wrap_model_call("", request, as_async(handler)))
+
+    async def awrap_model_call(
+        self,
+        request: ModelRequest[ContextT],
+        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
+    ) -> ModelResponse[ResponseT]:
+        """Call `wrap_model_call` without blocking the event loop."""
+        return await self._wrap_model_call("a", request, handler)
+
+    async def _wrap_model_call(self, mode: Mode, request: Request, handler: Handler) -> Response:
+        update = end_again(request.state, request.runtime)
+        if update is None:
+            return await self._call_model(mode, request, handler)
+        # The message has its old id, so that it is no new one.
+        return WrittenResponse(None, {**update, "messages": [ending_message(request.state)]})
+
+    async def _call_model(self, mode: Mode, request: Request, handler: Handler) -> Response:  # noqa: ARG002 - for subclasses
+        return await handler(request)
+
     def checking_nodes(self) -> tuple[str, ...]:
         """Return the graph nodes in which calls are checked."""
         return f"{self.name}.before_model", f"{self.name}.after_model"
@@ -156,15 +183,6 @@ class WrittenResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
     def model_response(self) -> Response:  # type: ignore[override]  # as it is now
         """Response without the update."""
         return ModelResponse(self.result, self.structured_response)
-
-
-def ended_response(request: Request) -> WrittenResponse | None:
-    """Return the response in a run that a limit has ended, or `None` in any other run."""
-    update = end_again(request.state, request.runtime)
-    if update is None:
-        return None
-    # The message has its old id, so that it is no new one.
-    return WrittenResponse(None, {**update, "messages": [ending_message(request.state)]})
 
 
 def begin_run(kernel: Kernel, mode: Mode, state: State, runtime: object) -> Update:

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Self
+from typing import TYPE_CHECKING, ParamSpec, Self
 
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.stops import StopReason
@@ -26,7 +26,7 @@ from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitG
 from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label, limit_label
 from langchain_quota.telemetry.names import MetricSpec
-from langchain_quota.telemetry.receipts import Receipt, open_receipts
+from langchain_quota.telemetry.receipts import open_receipts
 from langchain_quota.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -191,7 +191,8 @@ class Recorder:
             made = [whole or one for n, one in enumerate(decisions) if n not in waiting]
             for captured in _captures.get():
                 self._guard("observer", captured.extend, made)
-            self._add_to_receipts(Receipt.add_decisions, decisions, ended_by=ended_by)
+            for receipt in self._guard("observer", open_receipts) or ():
+                self._guard("observer", receipt.add_decisions, decisions, ended_by=ended_by)
             if not self._has_checked_settings:
                 self._has_checked_settings = True
                 self._guard("metrics", self._check_settings)
@@ -218,7 +219,8 @@ class Recorder:
 
     def record_refunds(self, refunds: Sequence[Refund]) -> None:
         """Record refunds of one agent's calls on one thread."""
-        self._add_to_receipts(Receipt.refund, refunds)
+        for receipt in self._guard("observer", open_receipts) or ():
+            self._guard("observer", receipt.refund, refunds)
         if refunds:
             caller = self._labels_of(refunds[0].call.agent, refunds[0].call.thread_id)
             for refund in refunds:
@@ -354,16 +356,6 @@ class Recorder:
         if event not in logged and len(logged) < _MAX_FIRST_LINES:
             logged.add(event)
             self.log(line, *event, **options)
-
-    def _add_to_receipts(
-        self,
-        add: Callable[Concatenate[Receipt, _Event], None],
-        *event: _Event.args,
-        **options: _Event.kwargs,
-    ) -> None:
-        """Call a method of each open receipt."""
-        for receipt in self._guard("observer", open_receipts) or ():
-            self._guard("observer", add, receipt, *event, **options)
 
     def _dispatch(
         self, event: DecisionEvent, sinks: Sequence[tuple[str, Callable[[DecisionEvent], None]]]
