@@ -118,11 +118,7 @@ OF_BOTH: Rows = [
     *each(ValueError, f"{WAIT} {{}}", "wait", -1, math.inf, math.nan, **DAILY),
     (TypeError, NO_TIME, {**DAILY, "wait": True}),
     (ValueError, "wait must be a time such as", {**DAILY, "wait": "5"}),
-    (
-        ValueError,
-        "cannot be used with a smooth quota: use wait",
-        {**ASKS, "quotas": [SMOOTH]},
-    ),
+    (ValueError, "cannot be used with a smooth quota: use wait", {**ASKS, "quotas": [SMOOTH]}),
 ]
 OF_MODELS: Rows = [
     (ValueError, "wait=5 cannot be used with exit_behavior='finalize'", {**LAST, **DAILY, **WAITS}),

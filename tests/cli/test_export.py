@@ -100,10 +100,7 @@ REFUSED: dict[str, dict[str, list[str]]] = {
         "--runbooks": ["{{ x }}"],
         "--namespace": ["agents"],
     },
-    "grafana": {
-        "--selector": ['agent="a"'],
-        "--runbooks": ["example.org"],
-    },
+    "grafana": {"--selector": ['agent="a"'], "--runbooks": ["example.org"]},
     "alertmanager": {"--selector": ['job="x"'], "--grafana-url": [GRAFANA]},
     "tempo": {"--to": ["x"]},
 }

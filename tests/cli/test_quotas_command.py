@@ -319,11 +319,7 @@ def test_reset_without_a_terminal(run: Run, store: RedisStore, capsys: Capture) 
 
 @pytest.mark.parametrize("typed", ["y\n", "\n", ""])
 def test_reset_asks(
-    run: Run,
-    store: RedisStore,
-    typed: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
+    run: Run, store: RedisStore, typed: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """In a terminal the command asks, and only a clear yes resets."""
     terminal = io.StringIO(typed)

@@ -67,13 +67,7 @@ LIMITED = "bert"
 OF_TOKENS, OF_MONEY = "of tokens", "of money"
 GIVEN = {
     *("", AGENT, THREAD, LIMITED, USER, PER, TOOL, OF_TOKENS, OF_MONEY, MODEL),
-    *(
-        MODEL,
-        "Broken",
-        "KeyError",
-        "QuotaStoreError",
-        langchain_quota.__version__,
-    ),
+    *(MODEL, "Broken", "KeyError", "QuotaStoreError", langchain_quota.__version__),
     *(f"{MODEL}-{number}" for number in range(100)),
 }
 """What the scenes bring along; every other value is the code's own."""

@@ -49,10 +49,7 @@ OF_THREAD = OPEN._replace(counts=(THREAD._replace(used=31), RUN, use("thread", 1
     [
         (OPEN, {}),
         (of_run(0, 0, 0), {"run": (0, 0, 0)}),
-        (
-            OPEN._replace(counts=BOTH + QUOTAS),
-            {**ROWS, "user_id": (1, 2, 5), "global": (3, 4, 9)},
-        ),
+        (OPEN._replace(counts=BOTH + QUOTAS), {**ROWS, "user_id": (1, 2, 5), "global": (3, 4, 9)}),
         # Where no thread limit stands beside it, the thread's threshold is the quota's.
         (OF_THREAD, {"thread": (1, 2, 5)}),
     ],

@@ -52,11 +52,7 @@ async def traced(*items: Any, kind: Kind = "quota", **options: Any) -> Sizes:
 
 @pytest.mark.parametrize(
     ("kind", "items"),
-    [
-        ("quota", LIMITS),
-        pytest.param("inline", LIMITS, marks=needs_inline),
-        ("drop-in", LIMITS),
-    ],
+    [("quota", LIMITS), pytest.param("inline", LIMITS, marks=needs_inline), ("drop-in", LIMITS)],
 )
 async def test_a_trace_is_little_larger(kind: Kind, items: Any) -> None:
     """Hooks repeat no history: a trace has at most 1.1 times the bytes of one without limits."""
