@@ -15,7 +15,7 @@ FEATURES = sorted(
     each.stem for each in (PACKAGE / "features").glob("[!_]*") if each.suffix in ("", ".py")
 )
 OF_THE_KERNEL = [
-    *("test_drop_ins.py", "test_exits.py", "test_refunds.py"),
+    *("test_drop_ins.py", "test_exits.py", "test_repair.py"),
     *("test_resume.py", "test_shared_quotas.py"),
 ]
 """Tool and model limits, drop-ins, quotas, exits, refunds, resumed runs."""
