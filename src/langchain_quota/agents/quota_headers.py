@@ -1,5 +1,6 @@
 """QuotaHeadersMiddleware: a web app tells its users what is left, and that a run was refused."""
 
+import asyncio
 import json
 import string
 import time
@@ -14,7 +15,7 @@ from urllib.parse import quote as percent_encoded
 
 from langchain_quota.agents.subject_methods import Id, SubjectMethods
 from langchain_quota.core.decision import Decision, LimitStatus
-from langchain_quota.core.stops import ended_runs
+from langchain_quota.core.stops import RequestRuns, request_runs
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits.call import ROOT_RUN, RUN, STORE
 from langchain_quota.runtime.arguments import (
@@ -38,9 +39,10 @@ _PROBLEM = "https://iana.org/assignments/http-problem-types#quota-exceeded"
 class QuotaHeadersMiddleware:
     """Adds RateLimit headers to the responses of an ASGI app, and answers 429 for refused runs.
 
-    The headers are those of draft-ietf-httpapi-ratelimit-headers-11, at most a second old, with an
-    item for each enforced quota that counts by a name of the subject. A limit's exception becomes
-    a problem (RFC 9457) if no headers were sent before, with `Retry-After` if waiting helps.
+    The headers are those of draft-ietf-httpapi-ratelimit-headers-11, at most a second old, and
+    after a run with what it has used. They have an item for each enforced quota that counts by a
+    name of the subject. A limit's exception becomes a problem (RFC 9457) if no headers were sent
+    before, with `Retry-After` if waiting helps.
 
     Args:
         app: The ASGI app.
@@ -48,10 +50,10 @@ class QuotaHeadersMiddleware:
         subject: A function of the ASGI scope that returns whose limits they are, as `left` takes
             it: `{"user_id": "ada"}`, and the `prefix`; `None` for nobody. Take it from your
             authentication, never from a header or the query.
-        path: Where `GET` returns these limits as JSON; 401 without a subject.
-        replace_answers: Whether a successful response also becomes 429 if a limit ended an
-            outermost run of the request before; not a limit of the run itself, because trying
-            again does not help.
+        path: Where `GET` and `HEAD` return these limits as JSON; 401 without a subject.
+        replace_answers: Whether a successful response also becomes 429 if a limit of the subject
+            ended an outermost run of the request before; not a limit of the run itself, because
+            trying again does not help.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -94,6 +96,7 @@ class QuotaHeadersMiddleware:
         self._replaces_answers = replace_answers
         self._clock = quota.kernel.store.clock
         self._cache = ExpiringDict[_Limits]()
+        self._readings: dict[str, asyncio.Task[_Limits]] = {}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -101,10 +104,10 @@ class QuotaHeadersMiddleware:
             await self.app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if (scope["method"], path) == ("GET", self._path):
+        if scope["method"] in {"GET", "HEAD"} and path == self._path:
             await self._send_limits(scope, send)
             return
-        refusals: list[Decision] = []
+        runs = RequestRuns()
         started = replaced = False
 
         async def send_with_headers(message: Message) -> None:
@@ -112,17 +115,17 @@ class QuotaHeadersMiddleware:
             if message["type"] == "http.response.start" and not started:
                 started = True
                 succeeded = message["status"] in range(200, 300)
-                outlasting = any(map(_outlasts_run, _refusing(refusals)))
-                if replaced := self._replaces_answers and succeeded and outlasting:
-                    await self._send_problem(scope, send, refusals)
+                own = [each for each in runs.refusals if self._is_own(scope, each)]
+                if replaced := self._replaces_answers and succeeded and bool(own):
+                    await self._send_problem(scope, send, own)
                 # A client that obeys the headers would wait before it follows a redirection.
                 elif message["status"] not in range(300, 400):
-                    headers, _ = await self._limits(scope)
+                    headers, _ = await self._limits(scope, is_fresh=runs.checked)
                     message = {**message, "headers": [*message.get("headers", ()), *headers]}
             if not replaced:
                 await send(message)
 
-        token = ended_runs.set(refusals)
+        token = request_runs.set(runs)
         try:
             await self.app(scope, receive, send_with_headers)
         except (ModelCallLimitExceededError, ToolCallLimitExceededError) as error:
@@ -131,7 +134,16 @@ class QuotaHeadersMiddleware:
                 raise
             await self._send_problem(scope, send, raised)
         finally:
-            ended_runs.reset(token)
+            request_runs.reset(token)
+
+    def _is_own(self, scope: Message, refusal: Decision) -> bool:
+        """Return whether a limit refuses that would refuse another run of the subject, too."""
+        subject = self._subject(scope) or {}
+        for status in filter(_outlasts_run, _refusing([refusal])):
+            count = status.count_of(status.scope)
+            if count is None or str(subject.get(count.per, count.subject)) == count.subject:
+                return True
+        return False
 
     async def _send_limits(self, scope: Message, send: Send) -> None:
         if not self._subject(scope):
@@ -140,8 +152,9 @@ class QuotaHeadersMiddleware:
             await _send_json(send, {"title": "Unauthorized", "status": 401}, [challenge])
             return
         headers, limits = await self._limits(scope)
-        unavailable = {"title": "Service Unavailable", "status": 503}
-        await _send_json(send, unavailable if limits is None else {"limits": limits}, headers)
+        unavailable: dict[str, object] = {"title": "Service Unavailable", "status": 503}
+        body: dict[str, object] = unavailable if limits is None else {"limits": limits}
+        await _send_json(send, body, headers, has_body=scope["method"] != "HEAD")
 
     async def _send_problem(self, scope: Message, send: Send, refusals: list[Decision]) -> None:
         headers, _ = await self._limits(scope, is_fresh=True)
@@ -160,12 +173,17 @@ class QuotaHeadersMiddleware:
         name, now = repr(sorted(subject.items())), time.monotonic()
         limits = None if is_fresh else self._cache.get(name, now)
         if limits is None:
-            limits = await self._read(subject) if subject else ([], None)
+            # Who asks meanwhile waits for the same reading, but for a run that was charged since.
+            reading = None if is_fresh else self._readings.get(name)
+            if reading is None or reading.get_loop() is not asyncio.get_running_loop():
+                reading = self._readings[name] = asyncio.ensure_future(self._read(subject))
+                reading.add_done_callback(lambda _: self._readings.pop(name, None))
+            limits = await asyncio.shield(reading)
             self._cache.put(name, limits, now + 1, now)
         return limits
 
     async def _read(self, subject: Mapping[str, Id]) -> _Limits:
-        balances = await self._quota.balances(subject)
+        balances = await self._quota.balances(subject) if subject else None
         if balances is None:
             return [], None
         policies, remaining, limits = list[str](), list[str](), list[object]()
@@ -210,11 +228,13 @@ def _whole(amount: Decimal | int, unit: Unit) -> int:
     return min(10**15 - 1, int(Fraction(amount) * PER_BASE_UNIT.get(unit, 1)))
 
 
-async def _send_json(send: Send, body: dict[str, object], headers: _Headers) -> None:
+async def _send_json(
+    send: Send, body: dict[str, object], headers: _Headers, *, has_body: bool = True
+) -> None:
     content = json.dumps(body, default=float).encode()
     kind = b"problem+json" if "status" in body else b"json"
     start = [(b"content-type", b"application/" + kind), (b"cache-control", b"no-store")]
     start += [(b"content-length", b"%d" % len(content)), *headers]
     status = body.get("status", 200)
     await send({"type": "http.response.start", "status": status, "headers": start})
-    await send({"type": "http.response.body", "body": content})
+    await send({"type": "http.response.body", "body": content if has_body else b""})

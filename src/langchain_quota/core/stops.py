@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,8 +18,18 @@ STOP = "langchain_quota_stop"
 ToolMessage. Providers are sent neither of them."""
 
 
-ended_runs: ContextVar[list[Decision] | None] = ContextVar("langchain_quota_ended", default=None)
-"""The list to which the refusals are added that end outermost runs of this context."""
+@dataclass
+class RequestRuns:
+    """What the runs of a web request have done."""
+
+    refusals: list[Decision] = field(default_factory=list)
+    """The refusals that have ended outermost runs."""
+    checked: bool = False
+    """Whether a call was checked."""
+
+
+request_runs: ContextVar[RequestRuns | None] = ContextVar("langchain_quota_request", default=None)
+"""What the runs of this context are noted in, if anybody asks."""
 
 
 class StopReason(TypedDict):

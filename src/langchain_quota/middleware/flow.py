@@ -11,7 +11,7 @@ from langchain.agents.middleware.types import ToolCallRequest
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.core.checks import OnStoreError, ResolvedLimits
 from langchain_quota.core.decision import Outcome
-from langchain_quota.core.stops import ended_runs
+from langchain_quota.core.stops import request_runs
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Kind
 from langchain_quota.middleware.calls import (
@@ -343,11 +343,13 @@ class Kernel:
             self.observers.check(mode)
         update, waiting = hook_result.update, hook_result.waiting
         reason = add_reasons(batch, hook_result, self.recorder.subject_label)
-        noted = ended_runs.get()
+        noted = request_runs.get()
+        if noted is not None:
+            noted.checked = True
         if not (noted is None or reason is None or hook_result.error or batch.context.is_nested):
             # A run that a person has ended was not refused.
             blocked = (one for one in hook_result.decisions if one.outcome is Outcome.BLOCKED)
-            noted += [decision for decision in blocked if decision.answer is None]
+            noted.refusals += [decision for decision in blocked if decision.answer is None]
         ending = reason["limit"] if reason else ""
         if hook_result.error is not None:
             refusals = (status for one in hook_result.decisions for status in one.refused_by)
