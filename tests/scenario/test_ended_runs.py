@@ -1,5 +1,6 @@
 """A run that a limit has ended, and that something leads back to its model: it ends again."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -122,6 +123,22 @@ async def test_a_rubric_keeps_its_result(signals: Signals) -> None:
     assert (len(scene.model.calls), len(grades.calls)) == (1, 6)
     assert scene.state()["_rubric_status"] == "max_iterations_reached"
     assert any(stop_reason(each) for each in result["messages"])
+
+
+async def test_a_refusal_that_is_swallowed(signals: Signals) -> None:
+    """Another middleware makes a smaller call instead: no error of the refused one is kept."""
+
+    class Smaller(AgentMiddleware[Any, Any]):
+        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
+            await handler(request.override(messages=request.messages * 2))
+            return await handler(request)
+
+    options: Any = {"reserve": lambda request: 50 * len(request.messages)}
+    limit = TokenLimit(run_limit=90, exit_behavior="error", **options)
+    scene = Scene(signals, lambda _: answer(1), [Smaller(), limit])
+    await scene.play()
+    kept = [each for each in gc.get_objects() if isinstance(each, ModelCallLimitExceededError)]
+    assert (len(scene.model.calls), kept) == (1, [])
 
 
 async def test_a_judge_that_reads_the_reason(signals: Signals) -> None:

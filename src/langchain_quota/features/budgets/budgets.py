@@ -114,7 +114,7 @@ class Budgets(Feature):
             if isinstance(limit, TokenLimit | CostLimit) and limit.downgrade_to is not None
         }
         # Of a task: whether it has made a model call, and the settings of its first model, as a
-        # hash. Of the message of a refusal: the error to raise after the model's step.
+        # hash. Of the message of a refusal: the decision, for the error that the next hook raises.
         self._memory: TaskMemory = lru_cache(MAX_LATE)(lambda _: {})
         self._second_check = SecondCheck(kernel, self._pricing, self._charging, self._memory)
         self._counts_time = _of_time(limits)
@@ -204,8 +204,8 @@ class Budgets(Feature):
         error = feature_ledger(state, self.name).get("error")
         if error is not None:
             *numbers, text = error
-            remembered = self._memory(ledger(state).get("ended") or "").pop("error", None)
-            raise remembered or ModelCallLimitExceededError(*numbers, message=text)
+            decision = self._memory(ledger(state).get("ended") or "").pop("decision", None)
+            raise ModelCallLimitExceededError(*numbers, message=text, decision=decision)
 
     async def shape_request(self, mode: Mode, request: Request) -> Request:  # noqa: ARG002 - as for every feature
         """Have the call go to the other model, where the budget is nearly used up."""

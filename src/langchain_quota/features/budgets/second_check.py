@@ -200,7 +200,7 @@ class SecondCheck:
             numbers = [error.thread_count, error.run_count, error.thread_limit, error.run_limit]
             entries = {"error": [*numbers, str(error)]}
             update = {"messages": [message], LEDGER: Ledger(ended=message.id, own={OWN: entries})}
-            self._memory(str(message.id))["error"] = error
+            self._memory(str(message.id))["decision"] = error.decision
         if first:
             # The first check has counted the call.
             counts = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
