@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from langchain.agents.middleware import AgentMiddleware, hook_config
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.types import interrupt
@@ -32,7 +33,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests.scene import Kind, Scene, recording, texts
 from tests.stores import FickleStore
-from tests.telemetry import HAS_INLINE, Signals, attributes
+from tests.telemetry import HAS_INLINE, Signals, attributes, telling
 from tests.tokens import answer
 
 KINDS: list[Kind] = ["quota", "graph", "inline"] if HAS_INLINE else ["quota", "graph"]
@@ -219,3 +220,20 @@ async def test_a_call_with_a_slot_is_decided_once(kind: Kind, signals: Signals) 
     assert {name: scene.calls(name, "search") for name in outcomes} == outcomes
     spans = Counter(attributes(span)["decision"] for span in signals.decision_spans())
     assert spans == outcomes | {"waiting": 2}
+
+
+class Jumping(AgentMiddleware[Any, Any]):
+    """Goes straight to the tools after the model."""
+
+    @hook_config(can_jump_to=["tools"])
+    def after_model(self, state: Any, runtime: Any) -> Any:
+        return {"jump_to": "tools"} if state["messages"][-1].tool_calls else None
+
+
+async def test_a_jump_over_the_limits(caplog: pytest.LogCaptureFixture) -> None:
+    """Where calls of an agent with limits jump over them, the line about it names the order."""
+    signals = telling(count_unchecked_calls=True)
+    await Scene(signals, THRICE, [ToolCallLimit("search", run_limit=1), Jumping()]).play()
+    counted = signals.samples("langchain_quota_unchecked_calls_total")
+    assert counted["unnamed", "tool"] == 3
+    assert "list QuotaMiddleware after a middleware whose after_model jumps" in caplog.text

@@ -99,7 +99,8 @@ class CountingRootRun(RootRun):
             if unchecked > 0:
                 self.recorder.count(names.UNCHECKED_CALLS, agent, kind, amount=unchecked)
                 # A `QuotaWarning` that is an error would be lost: LangChain swallows it here.
-                self.recorder.log_first(_log, agent_name(agent), kind)
+                remedy = _ORDER if kind == "tool" and checked[graph, agent, "model"] else _ATTACH
+                self.recorder.log_first(_log, agent_name(agent), kind, remedy)
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
         """See a run that waits for a person."""
@@ -157,14 +158,19 @@ class Unchecked(Feature):
             run.note_checked(compat.graph_namespace(task), running_agent(), messages, models)
 
 
-def _log(agent: str, kind: str) -> None:
+_ATTACH = (
+    "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "
+    "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).model(…))"
+)
+_ORDER = "list QuotaMiddleware after a middleware whose after_model jumps to 'tools'"
+
+
+def _log(agent: str, kind: str, remedy: str) -> None:
     logger.warning(
         "no limit checked a %s call of agent %r, although its run has limits: %s",
         kind,
         agent,
-        "give the agent that makes it a QuotaMiddleware with the same store (deepagents: "
-        "with_limits(create_deep_agent, quota); a supervisor: GraphQuota(…).model(…)). Others of "
-        "this kind are only counted, in langchain_quota_unchecked_calls_total",
+        f"{remedy}. Others of this kind are only counted, in langchain_quota_unchecked_calls_total",
     )
 
 
