@@ -27,6 +27,7 @@ from langchain_quota import (
     TokenLimit,
     ToolCallLimit,
 )
+from langchain_quota.testing import ScriptedChatModel
 
 Make = Callable[..., Any]
 Rows = list[tuple[type[Exception], str, dict[str, Any]]]
@@ -69,6 +70,7 @@ SMOOTH = Quota(3, per="user_id", window="1d", smooth=True)
 NOTHING = Quota(3, per="team", window="1d", rollover=0)
 SMALL = Quota(9, per="user_id", window="1d", smooth=True, burst=2)
 IN_DOLLARS: dict[str, Any] = {"quotas": [Quota("1.50", per="global")]}
+CHEAP = ScriptedChatModel(script=[])
 KEEP, AMOUNTS = {"keep": 1}, (*NUMBERS, "reserve", "keep")
 WHOLE = "must be a whole number or None, not"
 DAY, SECOND, WAITS = timedelta(days=1), timedelta(seconds=1), {"wait": 5}
@@ -166,6 +168,9 @@ OF_BUDGETS: Rows = [
     (ValueError, "reserve=6 must be at most run_limit", {**RUN, "reserve": 6}),
     (ValueError, "must be at most limit=3 of quota 'user_id'", {**USERS, "reserve": 4}),
     (ValueError, "needs enforce=True", {**LAST, **KEEP, "enforce": False}),
+    (TypeError, "downgrade_to must be a chat model", {**RUN, "downgrade_to": "gpt"}),
+    (ValueError, "downgrade_at must be above 0", {**RUN, "downgrade_at": 0}),
+    (ValueError, "needs enforce=True", {**RUN, "downgrade_to": CHEAP, "enforce": False}),
 ]
 OF_DOLLARS: Rows = [
     (ValueError, "quota 'user_id' is smooth, and counts dollars: only", {"quotas": [SMOOTH]}),

@@ -189,17 +189,3 @@ async def test_resumed_in_another_process(signals: Signals) -> None:
     await second.go_on()
     assert second.last_text() == "cheap"
     assert [len(each.calls) for each in (*dear, *cheap)] == [1, 0, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"downgrade_to": "gpt"}, TypeError, "downgrade_to must be a chat model"),
-        ({"downgrade_at": 0}, ValueError, "downgrade_at must be above 0"),
-        ({"downgrade_to": model("cheap"), "enforce": False}, ValueError, "needs enforce=True"),
-    ],
-)
-def test_bad_arguments(options: Any, error: type[Exception], said: str) -> None:
-    """An argument that cannot be used fails where it is given."""
-    with pytest.raises(error, match=said):
-        TokenLimit(run_limit=1, **options)

@@ -21,15 +21,13 @@ from tests.stores import Clock, FickleStore, counts, quota
 from tests.telemetry import Signals
 from tests.tokens import GLOBAL, MONEY, RETRY, TOTAL, During, ProviderError, answer, spent
 
-RESERVES = pytest.mark.parametrize("reserve", [50, lambda _: 50], ids=["number", "function"])
-
 
 def limit_of(most: int, reserve: Any, **options: Any) -> TokenLimit:
     return TokenLimit(quotas=[Quota(most, per="global")], reserve=reserve, **options)
 
 
 @either
-@RESERVES
+@pytest.mark.parametrize("reserve", [50, lambda _: 50], ids=["number", "function"])
 @pytest.mark.parametrize(("order", "seen"), [("around", [50, 110]), ("inside", [50, 50])])
 async def test_a_retry_holds_its_own_amount(
     signals: Signals, kind: Kind, reserve: Any, order: str, seen: list[int]

@@ -95,7 +95,6 @@ async def test_one_refusal_paces_all(signals: Signals, form: Form) -> None:
     await paced(signals, others, form=form).play()
     assert signals.value(f"{WAITS}_sum", **LABELS, decision="allowed") == 0
     await paced(signals, others, store, form=form).play()
-
     assert refused_at + SECONDS <= others.times[1]
     assert signals.value(REFUSALS, **LABELS) == 1
     assert signals.value("langchain_quota_waiting_calls", **LABELS) == 0
@@ -109,7 +108,6 @@ async def test_calls_come_evenly(signals: Signals, unit: str, tokens: int) -> No
     scene = paced(signals, played)
     await scene.play()
     await together(scene, 4)
-
     assert played.keeps(interval, interval)
 
 
@@ -120,7 +118,6 @@ async def test_a_pause_without_limits(signals: Signals) -> None:
     with pytest.raises(Refused):
         await scene.play()
     await together(scene, 3)
-
     assert played.keeps(1.1, 1.0)
 
 
@@ -132,7 +129,6 @@ async def test_no_call_is_refused(signals: Signals, form: Form) -> None:
     with pytest.raises(Refused):
         await scene.play()
     await scene.play()
-
     assert played.keeps(0.2, 0)
     assert signals.value(f"{WAITS}_count", **LABELS, decision="allowed") == 2
     assert (signals.value(f"{WAITS}_sum", **LABELS, decision="allowed") or 0) >= 0.19
@@ -149,7 +145,6 @@ async def test_cancelled_waiters_leave(signals: Signals) -> None:
     for each in runs[:3]:
         each.cancel()
     await runs[3]
-
     assert len(played.times) == 2
     assert signals.value(f"{WAITS}_count", **LABELS, decision="cancelled") == 3
     assert signals.value("langchain_quota_waiting_calls", **LABELS) == 0
@@ -162,7 +157,6 @@ async def test_beside_retries_and_fallbacks(signals: Signals) -> None:
     await paced(signals, played, None, retry).play()
     assert played.keeps(SECONDS, 0)
     assert signals.value(f"{WAITS}_count", **LABELS, decision="allowed") == 2
-
     fallback = ModelFallbackMiddleware(ScriptedChatModel(script=other, model="other"))
     refusing = Played(Refused(retry_after="60"), Refused())
     scene = paced(signals, refusing, None, fallback, wait=0.1)
@@ -189,7 +183,6 @@ async def test_a_store_that_fails_or_forgets(signals: Signals) -> None:
         await together(scene, 3)
     store.reset([usage.key for usage in store.usages()])
     await together(scene, 3)
-
     assert played.keeps(0.05, 0.05)
 
 
