@@ -24,9 +24,8 @@ from langchain_quota import (
     RepeatLimit,
     ToolCallLimit,
 )
-from tests.clock import Clock
 from tests.scene import PATIENCE, Form, Kind, Scene, asking, both_forms, either, texts, until
-from tests.stores import FickleStore, counts
+from tests.stores import Clock, FickleStore, counts
 from tests.telemetry import Signals, needs_inline
 
 CAP = 3

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware, ModelResponse
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain.agents.middleware import ModelRetryMiddleware
+from langchain_core.messages import BaseMessage
 
 from langchain_quota import Decision, ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
@@ -16,8 +16,6 @@ from tests.scene import Form, Kind, Scene, cancel_at, either, recording
 from tests.telemetry import Signals
 
 Seen = tuple[str, str]
-
-
 FAILED = {"component": "observer", "error_type": "BillingError"}
 
 
@@ -120,23 +118,13 @@ async def test_a_hook_that_runs_again(
     assert [each.levelname for each in caplog.records].count("ERROR") == 1
 
 
-class Forgiving(AgentMiddleware[Any, Any]):
-    """Answers in place of a model that fails, as LangChain's ModelRetryMiddleware does."""
-
-    def wrap_model_call(self, request: Any, handler: Any) -> Any:
-        try:
-            return handler(request)
-        except RuntimeError as error:
-            return ModelResponse([AIMessage(f"failed: {error}")])
-
-
 @either
 @pytest.mark.parametrize("sort", ["async", "partial", "object"])
 async def test_an_async_one_under_invoke(kind: Kind, sort: str, signals: Signals) -> None:
     """Under the sync path an async observer is refused at the first call, before anything runs."""
     seen = list[Decision]()
     given = [lambda _decision: None, observer_of(sort, seen)]
-    forgiven: list[Any] = [Forgiving(), ToolCallLimit(run_limit=1)]
+    forgiven: list[Any] = [ModelRetryMiddleware(max_retries=0), ToolCallLimit(run_limit=1)]
     items = forgiven if kind == "quota" else LIMITS
     scene = Scene(signals, ["done"], items, kind=kind, form="sync", on_decision=given)
     with pytest.raises(RuntimeError, match=r"on_decision=.* is async: call the agent with ainvoke"):

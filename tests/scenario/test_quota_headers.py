@@ -30,9 +30,8 @@ from langchain_quota import (
     TokenLimit,
     ToolCallLimit,
 )
-from tests.clock import Clock
 from tests.scene import Scene, asking, delegate
-from tests.stores import FickleStore
+from tests.stores import Clock, FickleStore
 from tests.telemetry import Signals, paid
 
 DAILY = Quota(2, per="user_id", window="1d")

@@ -195,10 +195,6 @@ async def test_a_run_whose_checkpoints_are_lost(kind: Any, keeps: int, signals: 
 CALCS = "calc:user_id:ann"
 
 
-def scene_of(signals: Signals, script: Any, *middleware: Any, **options: Any) -> Scene:
-    return Scene(signals, script, middleware, context=ANN, **options)
-
-
 def review(*kinds: str) -> dict[str, Any]:
     """What a person answers about each call."""
     edit = {"name": "calc", "args": {}}
@@ -246,7 +242,7 @@ async def test_a_store_that_goes_down_between_two(outage: Any, signals: Signals)
     options: Any = {"store": store, "on_store_error": outage}
     first, limit = quota(signals, per_user("search"), **options), per_user("search", 5)
     second = Second([limit], telemetry=signals.telemetry, **options)
-    scene = await scene_of(signals, TWICE, second, Outage(store), first).played()
+    scene = await Scene(signals, TWICE, [second, Outage(store), first], context=ANN).played()
     assert scene.ran == (["search"] * 2 if outage == "allow" else [])
     store.down = False
     scene.model.script = asking("search")
@@ -260,7 +256,7 @@ async def test_two_stores_in_one_agent(signals: Signals) -> None:
     first, other = quota(signals, *limits, store=MemoryStore()), MemoryStore()
     second = Second(limits, store=other, telemetry=signals.telemetry)
     for items in ([first, second], [second, first]):
-        scene = scene_of(signals, TWICE, *items)
+        scene = Scene(signals, TWICE, items, context=ANN)
         with pytest.raises(RuntimeError, match="of this agent have two stores: give them the same"):
             await scene.play()
         assert scene.ran == []
@@ -269,7 +265,7 @@ async def test_two_stores_in_one_agent(signals: Signals) -> None:
     stack: list[Any] = [second, tool_limiter(signals, run_limit=9), third]
     for each in (stack, stack[::-1]):
         other.reset([SEARCHES])
-        scene = scene_of(signals, TWICE, *each)
+        scene = Scene(signals, TWICE, each, context=ANN)
         for _ in range(3):
             await scene.play()
         assert scene.ran == ["search"] * 3
@@ -283,7 +279,7 @@ async def test_a_resume_in_another_process(signals: Signals) -> None:
     def process(*others: Any, **options: Any) -> Scene:
         drop_in = tool_limiter(signals, "search", run_limit=1)
         people = HumanInTheLoopMiddleware[Any, Any]({"search": True})
-        return scene_of(signals, TWICE, drop_in, people, *others, **options)
+        return Scene(signals, TWICE, [drop_in, people, *others], context=ANN, **options)
 
     scene = process(quota(signals, per_user("search"), store=store))
     await scene.play()
@@ -299,7 +295,8 @@ async def test_a_review_before_it(kind: str, signals: Signals) -> None:
     """Checked after a review: what it rejects or answers is not charged, an edit as it became."""
     store = MemoryStore()
     held = quota(signals, per_user("search"), per_user("calc"), store=store)
-    scene = scene_of(signals, TWICE, held, HumanInTheLoopMiddleware({"search": True}))
+    people = HumanInTheLoopMiddleware[Any, Any]({"search": True})
+    scene = Scene(signals, TWICE, [held, people], context=ANN)
     await scene.play()
     assert counts(store) == {}
     await scene.resume(review("approve", kind))

@@ -21,9 +21,9 @@ from langchain_quota import ConcurrencyLimit, MemoryStore, Quota, TimeLimit, Too
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests import scene as scenes
-from tests.clock import Clock
 from tests.forked import run_python
 from tests.scene import CONFIG, Form, Kind, Scene, both_forms, cancel_at, recording, until
+from tests.stores import Clock
 from tests.telemetry import Signals
 from tests.tokens import spent
 
@@ -36,7 +36,7 @@ APPROVED: Any = {"decisions": [{"type": "approve"}]}
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A clock that moves only when something works, in minutes."""
-    clock = Clock()
+    clock = Clock(1000.0)
     monkeypatch.setattr("time.monotonic_ns", lambda: int(clock() * 60) * 10**9)
     return clock
 

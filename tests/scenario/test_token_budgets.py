@@ -68,12 +68,7 @@ def runs(signals: Signals) -> dict[tuple[str, ...], float]:
 @pytest.mark.filterwarnings("ignore:model 'unnamed' reports no usage")
 @pytest.mark.parametrize(
     ("name", "nonsense"),
-    [
-        ("input_tokens", -5),
-        ("input_tokens", "1"),
-        ("total_tokens", True),
-        ("input_tokens", 10**30),
-    ],
+    [("input_tokens", -5), ("input_tokens", "1"), ("total_tokens", True), ("input_tokens", 10**30)],
 )
 async def test_what_is_no_report(signals: Signals, name: str, nonsense: Any) -> None:
     """A number that tokens cannot have makes the report worthless: the run is estimated."""

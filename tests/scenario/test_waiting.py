@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from langgraph.checkpoint.memory import InMemorySaver
-from typing_extensions import TypedDict
 
 from langchain_quota import (
     MemoryStore,
@@ -192,12 +191,6 @@ async def test_whose_turn_does_not_come(form: Form, signals: Signals) -> None:
     assert first.last_text() == "done"
 
 
-class Who(TypedDict):
-    """Whose calls are counted."""
-
-    user: str
-
-
 async def test_who_waits_keeps_no_other_user_waiting(signals: Signals, clock: Passing) -> None:
     """20 users do not wait behind one whose own quota has no room; hers keeps its order.
 
@@ -208,8 +201,7 @@ async def test_who_waits_keeps_no_other_user_waiting(signals: Signals, clock: Pa
     shared = Quota(100, per="global", window="1s", smooth=True, burst=30)
     own = Quota(1, per="user", window="8s", smooth=True)
     limit = ToolCallLimit("search", quotas=[shared, own], wait=DAY)
-    options: Any = {"store": store, "context_schema": Who}
-    agent = Scene(signals, asking("search"), [limit], **options).agent
+    agent = Scene(signals, asking("search"), [limit], store=store).agent
 
     def run(user: str, thread: object) -> asyncio.Task[Any]:
         given: Any = {"messages": [("user", user)]}, {"configurable": {"thread_id": str(thread)}}

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, QuotaHeadersMiddleware
-from tests.clock import Clock
 from tests.scene import Scene
 from tests.server.browser import serving
 from tests.server.prometheus import eventually
+from tests.stores import Clock
 from tests.telemetry import Signals
 
 fastapi = pytest.importorskip("fastapi")

@@ -31,9 +31,9 @@ from langchain_quota import (
     quota_app,
     start_metrics_server,
 )
-from tests.clock import Clock
 from tests.scene import Scene, waiting_tool
 from tests.server.prometheus import eventually
+from tests.stores import Clock
 from tests.telemetry import Signals, paid, telling
 
 get = partial(httpx.get, trust_env=False)  # no proxy

@@ -19,9 +19,8 @@ from langchain_quota import (
     hmac_label,
 )
 from langchain_quota.limits import Limit
-from tests.clock import Clock
 from tests.scene import Scene, waiting_tool
-from tests.stores import FickleStore
+from tests.stores import Clock, FickleStore
 from tests.telemetry import Signals, paid, telling
 
 USED = "langchain_quota_thread_used"
