@@ -146,11 +146,11 @@ def end_again(state: State, runtime: object) -> Update | None:
     if times <= _MOST_ENDS:
         return {"jump_to": "end", LEDGER: Ledger(ended_again=times)}
     counts = thread_model(state), run_model(state)
-    error = ModelCallLimitExceededError(*counts, None, None, message=_ENDED)
+    error: Exception = ModelCallLimitExceededError(*counts, None, None, message=_ENDED)
     enclosing = compat.enclosing_tasks(call_context(runtime).checkpoint_ns)
     if enclosing:
         in_tool = compat.runs_tools(enclosing[-1])
-        raise compat.for_parent(error, ending_message(state), in_tool=in_tool)
+        error = compat.for_parent(error, ending_message(state), in_tool=in_tool)
     raise error
 
 
