@@ -65,21 +65,14 @@ def test_a_breach_is_told_and_resolved(tmp_path: Path) -> None:
         search("researcher", times=17, limit=2)
         breach = webhook.wait_for("LangChainQuotaLimitBreached", "firing")
         assert breach.path == "/chat"
-        of = {"job": "agents", "agent": "researcher"}
-        limit = {"limit": "tool:search", "severity": "warning"}
-        assert breach.labels == {"alertname": "LangChainQuotaLimitBreached", **of, **limit}
-        assert breach.group == {
-            "alertname": "LangChainQuotaLimitBreached",
-            "agent": "researcher",
-            "limit": "tool:search",
-        }
-        assert breach.annotations["summary"] == (
-            'Limit "tool:search" of agent "researcher" refuses calls on 1 thread'
-        )
-        assert (
-            'Thresholds: "run" 2 calls. Latest refusals on threads:'
-            in breach.annotations["description"]
-        )
+        group = {"alertname": "LangChainQuotaLimitBreached", "agent": "researcher"}
+        group["limit"] = "tool:search"
+        assert breach.group == group
+        assert breach.labels == {**group, "job": "agents", "severity": "warning"}
+        refuses = 'Limit "tool:search" of agent "researcher" refuses calls on 1 thread'
+        assert breach.annotations["summary"] == refuses
+        told = 'Thresholds: "run" 2 calls. Latest refusals on threads:'
+        assert told in breach.annotations["description"]
         assert webhook.wait_for("LangChainQuotaThreadKeepsHitting", "firing").path == "/chat"
 
         search("newcomer", times=1, limit=0)

@@ -42,11 +42,8 @@ def test_the_overlay_of_the_page_builds(tmp_path: Path) -> None:
     for name, text in files.items():
         (base / name).write_text(text)
     (overlay / "kustomization.yaml").write_text(on_the_page("Kustomization"))
-    expected = {}
-    for each in map(yaml.safe_load, files.values()):
-        if each["kind"] != "Kustomization":
-            expected[f"{each['kind']}/{each['metadata']['name']}"] = each
-    assert built(base) == expected
+    objects = [each for each in map(yaml.safe_load, files.values()) if "metadata" in each]
+    assert built(base) == {f"{each['kind']}/{each['metadata']['name']}": each for each in objects}
     found = built(overlay)
     assert {each["metadata"]["namespace"] for each in found.values()} == {"agents"}
     labels = [each["metadata"]["labels"]["release"] for each in found.values()]
@@ -54,9 +51,8 @@ def test_the_overlay_of_the_page_builds(tmp_path: Path) -> None:
     [endpoint] = found["PodMonitor/langchain-quota"]["spec"]["podMetricsEndpoints"]
     secret = {"name": "agents-metrics", "key": "token"}
     assert endpoint["authorization"] == {"credentials": secret}
-    [container] = yaml.safe_load(on_the_page("Deployment"))["spec"]["template"]["spec"][
-        "containers"
-    ]
+    pod = yaml.safe_load(on_the_page("Deployment"))["spec"]["template"]["spec"]
+    [container] = pod["containers"]
     [token] = [each for each in container["env"] if each["name"] == "METRICS_TOKEN"]
     assert token["valueFrom"]["secretKeyRef"] == secret
 

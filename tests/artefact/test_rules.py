@@ -72,11 +72,8 @@ def test_the_rules_pass_their_tests(file: Path) -> None:
 
 def test_every_alert_is_complete() -> None:
     """Each alert has a short runbook, our metrics, and tests where it fires and must not."""
-    severities = {
-        rule["alert"]: rule["labels"]["severity"]
-        for rule in rules(per_thread=True)
-        if "alert" in rule
-    }
+    alerts = [rule for rule in rules(per_thread=True) if "alert" in rule]
+    severities = {rule["alert"]: rule["labels"]["severity"] for rule in alerts}
     assert len(severities) - len([rule for rule in rules() if "alert" in rule]) == 2
     assert [page.stem for page in PAGES] == sorted(severities)
     assert all(len(page.read_text().split()) <= 200 for page in PAGES)
@@ -121,9 +118,9 @@ def test_texts_are_those_of_the_selected_jobs(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
     labels, other = (f'job="a",instance="{each}",agent="r",limit="l"' for each in "ij")
     refusal = "langchain_quota_thread_timestamp_seconds"
+    refused = "langchain_quota_limit_decisions_total"
     series = {
-        f"langchain_quota_limit_decisions_total{{{labels},"
-        'scope="run",decision="blocked",cluster="eu"}': "0x5 3x9",
+        f'{refused}{{{labels},scope="run",decision="blocked",cluster="eu"}}': "0x5 3x9",
         f'{refusal}{{{labels},thread_id="ann",event="refusal",cluster="eu"}}': "300x15",
         f'{refusal}{{{other},thread_id="bob",event="refusal",cluster="us"}}': "300x15",
     }

@@ -148,8 +148,11 @@ def test_good_values(tmp_path: Path) -> None:
 
 
 def test_objects_for_kubernetes() -> None:
-    """Each object is of a kind that a cluster takes, plain YAML, and small enough to apply."""
-    files = export.kubernetes(selector='cluster="eu-1",namespace="agents"')
+    """Each object is of a kind that a cluster takes, plain YAML, and small enough to apply.
+
+    A ConfigMap has a dashboard and the sidecar's label; the PrometheusRule has the rules.
+    """
+    files = export.kubernetes(**OF_ALERTS)
     found = [yaml.safe_load(text) for text in files.values()]
     named = sorted(f"{each['kind']} {each.get('metadata', {}).get('name')}" for each in found)
     assert named == [
@@ -160,13 +163,7 @@ def test_objects_for_kubernetes() -> None:
     assert max(len(text.encode()) for text in files.values()) < 256 * 1024
     marks = [token for text in files.values() for token in yaml.scan(text)]
     assert not any(isinstance(each, yaml.AnchorToken | yaml.AliasToken) for each in marks)
-
-
-def test_objects_have_the_texts_of_the_other_exports() -> None:
-    """A ConfigMap has a dashboard and the sidecar's label; the PrometheusRule has the rules."""
-    files = export.kubernetes(**OF_ALERTS)
     boards = export.dashboards(selector='job="x"', runbooks=RUNBOOKS)
-    found = [yaml.safe_load(text) for text in files.values()]
     configs = [each for each in found if each["kind"] == "ConfigMap"]
     assert {name: text for each in configs for name, text in each["data"].items()} == boards
     labels = [each["metadata"]["labels"] for each in configs]

@@ -292,29 +292,19 @@ def test_beside_what_is_no_count(
     assert used(store) == [0, 0, 0, 0]
 
 
-def test_reset_some(run: Run, store: RedisStore, capsys: Capture) -> None:
-    """With --yes what matches is listed and reset, and nothing else."""
+def test_reset(run: Run, store: RedisStore, capsys: Capture) -> None:
+    """If a pattern matches no count, or nobody can be asked, nothing is reset."""
+    for arguments, said in (
+        ("--key search:* serach:* --yes", "no count matches --key 'serach:*': see quotas show"),
+        ("", "reset asks first, and there is no terminal: pass --yes"),
+    ):
+        assert run("reset", *arguments.split()) == 2
+        assert capsys.readouterr().err == f"langchain-quota quotas: {said}\n"
+        assert used(store) == [3, 12, 1, 2]
     assert run("reset", "--key", "search:*", "--yes") == 0
     listed, last = capsys.readouterr().out.split("2 reset")
     assert [line.split()[2] for line in listed.splitlines()[1:]] == ["'ada'", "'bob'"]
-    assert last == " to 0\n"
-    assert used(store) == [0, 0, 1, 2]
-
-
-def test_reset_of_nothing(run: Run, store: RedisStore, capsys: Capture) -> None:
-    """A pattern that no count matches is an error, and the counts of others stay."""
-    assert run("reset", "--key", "search:*", "serach:*", "--yes") == 2
-    said = "langchain-quota quotas: no count matches --key 'serach:*': see quotas show\n"
-    assert capsys.readouterr() == ("", said)
-    assert used(store) == [3, 12, 1, 2]
-
-
-def test_reset_without_a_terminal(run: Run, store: RedisStore, capsys: Capture) -> None:
-    """Where nobody can be asked nothing is reset, and one line says what to pass."""
-    assert run("reset") == 2
-    said = "langchain-quota quotas: reset asks first, and there is no terminal: pass --yes\n"
-    assert capsys.readouterr().err == said
-    assert used(store) == [3, 12, 1, 2]
+    assert (last, used(store)) == (" to 0\n", [0, 0, 1, 2])
 
 
 @pytest.mark.parametrize("typed", ["y\n", "\n", ""])

@@ -39,12 +39,9 @@ def run_code(*having: str) -> dict[str, Any]:
 
 def limit_of(name: str, thresholds: Sequence[str]) -> ModelCallLimit | ToolCallLimit:
     """A limit of the page's example: none is reached."""
-    options: dict[str, Any] = {
-        f"{each}_limit": 90 for each in ("run", "thread") if each in thresholds
-    }
-    options["quotas"] = [
-        Quota(90, per=each) for each in thresholds if f"{each}_limit" not in options
-    ]
+    own = [each for each in ("run", "thread") if each in thresholds]
+    options: dict[str, Any] = {f"{each}_limit": 90 for each in own}
+    options["quotas"] = [Quota(90, per=each) for each in thresholds if each not in own]
     if name == "model":
         return ModelCallLimit(**options)
     return ToolCallLimit(None if name == "tool:*" else name.removeprefix("tool:"), **options)
@@ -107,13 +104,9 @@ def test_metrics_need_the_token() -> None:
     """The page's route answers whoever sends the token, and nobody else."""
     page = run_code('"/metrics", metrics_app()', "class Guarded")
     client = TestClient(page["app"])
-    shown: list[dict[str, str]] = [
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": f"Bearer {page['token']}"},
-    ]
-    answers = [client.get("/metrics", headers=each).status_code for each in shown]
-    assert answers == [401, 401, 200]
+    for told, status in (("", 401), ("Bearer wrong", 401), (f"Bearer {page['token']}", 200)):
+        headers = {"Authorization": told} if told else {}
+        assert client.get("/metrics", headers=headers).status_code == status
 
 
 @pytest.mark.rest

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -95,9 +96,8 @@ def threes(text: str) -> set[tuple[str, ...]]:
 def said() -> set[tuple[str, ...]]:
     """What stands in the texts of the code in three words."""
     found = set[tuple[str, ...]]()
-    for node in [
-        node for file in CODE.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))
-    ]:
+    trees = (ast.parse(file.read_text()) for file in CODE.rglob("*.py"))
+    for node in chain.from_iterable(map(ast.walk, trees)):
         if isinstance(node, ast.JoinedStr):
             parts = [getattr(each, "value", "") for each in node.values]
             found |= threes("".join(each if isinstance(each, str) else "…" for each in parts))
@@ -167,8 +167,6 @@ def test_a_misspelt_tool(
     create_agent(ScriptedChatModel(script=["done"]), [], middleware=[held]).invoke(ASKED)
     for _ in range(2):
         agent(held, **options).invoke(ASKED)
-    seen = [each.getMessage() for each in caplog.records]
-    found = [
-        each for each in seen if begins(each, "limits name tools that agent … does not have: …")
-    ]
+    said = "limits name tools that agent … does not have: …"
+    found = [each.getMessage() for each in caplog.records if begins(each.getMessage(), said)]
     assert [each.rpartition(": ")[2] for each in found] == ([] if told is None else [told])

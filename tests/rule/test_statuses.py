@@ -65,46 +65,26 @@ def test_counts_by_scope(status: LimitStatus, rows: dict[str, Any]) -> None:
         assert status.count_of(other) is None
 
 
-@pytest.mark.parametrize(
-    ("before", "used", "limit", "options", "level"),
-    [
-        (7, 8, 10, {}, "near"),
-        (8, 9, 10, {}, None),
-        (9, 10, 10, {}, "exhausted"),
-        (10, 11, 10, {}, None),
-        (9, 10, 10, {"charged": False}, None),
-        (9, 10, 10, {"enforced": False}, None),
-        (4, 5, 10, {"near": 0.5}, "near"),
-        # The binary product of 0.55 and 100 is a little above 55.
-        (54, 55, 100, {"near": 0.55}, "near"),
-        (53, 54, 100, {"near": 0.55}, None),
-        (0, 100, None, {}, None),
-    ],
-)
-def test_crossed(
-    before: int, used: int, limit: int | None, options: Any, level: str | None
-) -> None:
-    """A level is reached once, by a call that is charged to a limit that is enforced."""
-    events = [] if level is None else [level]
-    counts = [CountStatus(scope, before, used, limit) for scope in ("thread", "run")]
-    if limit:
-        counts.append(use("user_id", before, used, limit))
-    for count in counts:
-        status = OPEN._replace(counts=(*OPEN.counts, count), **{"charged": True, **options})
-        assert status.threshold_events(0.8) == [(count.scope, each) for each in events]
-    smooth = use("user_id", before, used, limit or 1)._replace(smooth=True)
-    assert OPEN._replace(counts=(smooth,), charged=True).threshold_events(0.8) == []
-
-
 @given(st.integers(1, 9 * 10**15), st.integers(1, 1000))
 @example(9 * 10**15 - 1, 999)  # their product has no exact float
 def test_near_is_the_smallest_count_of_that_share(limit: int, thousandths: int) -> None:
-    """It equals exact arithmetic: a share is near from the count that reaches it."""
+    """It equals exact arithmetic: a share is near from the count that reaches it.
+
+    A level is reached once, by a call that is charged to a limit that is enforced.
+    """
     count = ceil(Fraction(thousandths, 1000) * limit)
     near = thousandths / 1000
     reached = "exhausted" if count == limit else "near"
     assert of_run(count - 1, count, limit).threshold_events(near) == [("run", reached)]
-    assert of_run(count - 2, count - 1, limit).threshold_events(near) == []
+    assert of_run(limit - 1, limit, limit).threshold_events(near) == [("run", "exhausted")]
+    assert of_run(count - 1, count, limit, near=near).threshold_events(1) == [("run", reached)]
+    for before in (count - 2, count, limit):
+        if before != limit - 1:
+            assert of_run(before, before + 1, limit).threshold_events(near) == []
+    smooth = use("user_id", count - 1, count, limit)._replace(smooth=True)
+    no_limit = smooth._replace(smooth=False, limit=None)
+    for never in ({"charged": False}, {"enforced": False}, {"counts": (smooth, no_limit)}):
+        assert of_run(count - 1, count, limit, **never).threshold_events(near) == []
 
 
 def test_which_limit_leads() -> None:

@@ -62,48 +62,40 @@ def of_search(limit: str, decision: str, scope: str, call: str, **amounts: int) 
 ONE = {"thread_used": 1, "thread_limit": 5, "run_used": 1, "run_limit": 1}
 MODEL: dict[str, Any] = {**OF_RUN, "kind": "model", "limit": "model", "limits": ("model",)}
 MODEL |= {"exit_behavior": "end", "thread.used": 1, "thread.limit": 1, "run.used": 1}
-TOLD: list[tuple[str, Limit, Any, list[Mapping[str, Any]]]] = [
+TRIED = {"thread_used": 1, "run_used": 1, "run_limit": 0}
+SKIPPED = {**OF_TOOL, "decision": "skipped", "limits": (), "gen_ai.tool.call.id": "call_2"}
+TOLD: list[tuple[Limit, list[str], list[Mapping[str, Any]]]] = [
     (
-        "tools",
         ToolCallLimit("search", thread_limit=5, run_limit=1),
-        [["search", "search"], "done"],
+        ["search", "search"],
         [
             of_search("tool:search", "allowed", "none", "call_1", **ONE),
             of_search("tool:search", "blocked", "run", "call_2", **ONE),
         ],
     ),
     (
-        "model",
         ModelCallLimit(thread_limit=1),
-        [["calc"]],
+        ["calc"],
         [
             {**MODEL, "decision": "allowed", "scope": "none"},
             {**MODEL, "decision": "blocked", "scope": "thread"},
         ],
     ),
+    (ToolCallLimit("calc", run_limit=0, exit_behavior="end"), ["calc", "search"], [SKIPPED]),
     (
-        "skipped",
-        ToolCallLimit("calc", run_limit=0, exit_behavior="end"),
-        [["calc", "search"]],
-        [{**OF_TOOL, "decision": "skipped", "limits": (), "gen_ai.tool.call.id": "call_2"}],
-    ),
-    (
-        "dry run",
         ToolCallLimit("search", run_limit=0, enforce=False, name="t"),
-        [["search"], "done"],
-        [of_search("t", "would_block", "run", "call_1", thread_used=1, run_used=1, run_limit=0)],
+        ["search"],
+        [of_search("t", "would_block", "run", "call_1", **TRIED)],
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("limit", "script", "told"), [row[1:] for row in TOLD], ids=[row[0] for row in TOLD]
+    ("limit", "calls", "told"), TOLD, ids=["tools", "model", "skipped", "dry run"]
 )
-async def test_what_spans_tell(
-    limit: Limit, script: Any, told: list[Any], signals: Signals
-) -> None:
+async def test_what_spans_tell(limit: Limit, calls: Any, told: Any, signals: Signals) -> None:
     """A span has exactly the documented attributes; a refusal that the agent survives is none."""
-    await played(signals, script, limit)
+    await played(signals, [calls, "done"], limit)
     kind = told[0]["kind"]
     spans = [each for each in signals.decision_spans() if attributes(each)["kind"] == kind]
     spans = [each for each in spans if not each.name.endswith(" calc")]
