@@ -306,21 +306,6 @@ def test_users_see_their_limits(server: User, user: User) -> None:
     assert "ratelimit" not in server.get("/ok").headers
 
 
-def test_a_graph_without_create_agent(user: User) -> None:
-    """A thread's limit holds from run to run, also for calls that the input makes and marks."""
-    thread = user.thread()
-    assert user.answers("plain", "search search", thread) == ["found"] * 2
-    calls = [{"name": "search", "args": {}, "id": f"call_{n}"} for n in range(2)]
-    mark: Any = {"langchain_quota": {"refused": {}}}
-    message = {"type": "ai", "content": "", "tool_calls": calls, "response_metadata": mark}
-    body = question("plain", "Go!")
-    body["input"]["messages"].append(message)
-    messages = user.post(f"/threads/{thread}/runs/wait", body)["messages"]
-    assert sorted(each["content"] for each in messages[-3:-1]) == [REFUSED, "found"]
-    assert user.answers("plain", "search", thread) == [REFUSED]
-    assert not [name for name, _ in user.series() if name == "langchain_quota_errors_total"]
-
-
 def test_a_person_is_asked(server: User, user: User, redis_server: RedisServer) -> None:
     """A thread waits as interfaces show it, and who answers over HTTP is known to have granted."""
     thread = user.thread()

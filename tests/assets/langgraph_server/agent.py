@@ -3,15 +3,12 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from langchain.agents import create_agent
 from langchain_core.messages import BaseMessage, HumanMessage
-from langgraph.graph import END, START, MessagesState, StateGraph
-from langgraph.prebuilt import tools_condition
 from quota_telemetry import quota_by_user, telemetry  # type: ignore[import-not-found]  # the server finds it
 
-from langchain_quota import GraphQuota, ModelCallLimit, QuotaMiddleware, RedisStore, ToolCallLimit
+from langchain_quota import ModelCallLimit, QuotaMiddleware, RedisStore, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
 
 
@@ -66,25 +63,3 @@ asking = create_agent(
     ],
     name="asking",
 )
-
-limits = GraphQuota(
-    [ToolCallLimit("search", thread_limit=3)],
-    store=RedisStore(prefix="plain"),
-    telemetry=telemetry,
-    name="plain",
-)
-limited = limits.model(model, [search])
-
-
-async def call_model(state: MessagesState) -> dict[str, Any]:
-    """Call the limited model."""
-    return {"messages": [await limited.ainvoke(state["messages"])]}
-
-
-builder = StateGraph(MessagesState)
-builder.add_node("model", call_model)
-builder.add_node("tools", limits.tools([search]))
-builder.add_conditional_edges(START, tools_condition, {"tools": "tools", END: "model"})
-builder.add_conditional_edges("model", tools_condition)
-builder.add_edge("tools", "model")
-plain = builder.compile()
