@@ -8,18 +8,10 @@ import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 
-from langchain_quota import (
-    MemoryStore,
-    ModelCallLimit,
-    Quota,
-    TokenLimit,
-    ToolCallLimit,
-    ToolCallLimitExceededError,
-)
-from tests.clients import Make, apis, chat, gemini, messages, reporting, responses
+from langchain_quota import ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
+from tests.clients import Make, apis, chat, gemini, messages, responses
 from tests.provider import Answer, Provider, calls, running_provider
 from tests.scene import Kind, Scene
-from tests.stores import Passing, counts
 from tests.telemetry import HAS_INLINE, Signals
 
 
@@ -113,38 +105,6 @@ async def test_what_the_provider_can_cache(api: Make, server: Provider, signals:
     for earlier, later in pairwise(sent):
         assert later[: len(earlier) - 1] == earlier[:-1]
     assert len({str(each["tools"]) for each in server.requests}) == 1
-
-
-@apis
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_calls_wait_for_tokens(
-    api: Make,
-    server: Provider,
-    signals: Signals,
-    clock: Passing,
-    *,
-    streaming: bool,
-) -> None:
-    """With the real clients an agent and a rate limiter wait, and are charged what is reported."""
-    store = MemoryStore(clock=clock)
-    minute = Quota(60, per="global", window="1m", smooth=True)
-    limit = TokenLimit(quotas=[minute], reserve=50, wait=600)
-    server.play(*[reporting(api, 30, 10)] * 4)
-    scene = Scene(signals, api(server.url, streaming=streaming), [limit], store=store)
-    for waits in (0, 30):
-        start = clock.now
-        await scene.play()
-        assert clock.now - start == pytest.approx(waits, abs=0.1)
-        assert next(iter(counts(store).values())) == 40 + waits // 3
-    limiter = store.rate_limiter("provider", tokens=60, window="1m", reserve=50)
-    given = {"rate_limiter": limiter, "callbacks": [limiter], "streaming": streaming}
-    model = api(server.url, **given)
-    for waits in (0, 30):
-        start = clock.now
-        _ = [part async for part in model.astream("Hi!")] if waits else await model.ainvoke("Hi!")
-        assert clock.now - start == pytest.approx(waits, abs=0.1)
-        assert counts(store)["model.total_tokens:rate_limiter:provider:60~60"] == 40 + waits // 3
-    assert (server.refused, len(server.requests)) == ([], 4)
 
 
 def asked(*ids: str) -> list[BaseMessage]:
