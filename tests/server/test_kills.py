@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +15,6 @@ from typing import Any, Literal
 from uuid import uuid4
 
 import pytest
-from langchain.agents import create_agent
 from langchain.tools import ToolRuntime
 from langchain_core.messages import BaseMessage
 from langchain_core.messages.tool import tool_call
@@ -23,19 +22,12 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
-from langchain_quota import (
-    InlineQuotaMiddleware,
-    ModelCallLimit,
-    QuotaMiddleware,
-    RedisStore,
-    ToolCallLimit,
-    usage,
-)
+from langchain_quota import ModelCallLimit, RedisStore, ToolCallLimit, usage
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits import Limit
-from langchain_quota.testing import ScriptedChatModel, Turn
+from langchain_quota.testing import Turn
 from tests.forked import ROOT, calling, start_python
-from tests.scene import check_history
+from tests.scene import Kind, Scene, check_history
 from tests.server.redis import RedisServer
 from tests.telemetry import needs_inline, telling
 
@@ -98,11 +90,9 @@ class WritingStore(RedisStore):
     order: Order
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
-        name = request.idempotency_key
-        asked: dict[str, int] = {}
+        name, asked = request.idempotency_key, Counter[str]()
         for each in request.demands:
-            for key, amount in request.keyed(each.amounts).items():
-                asked[key] = asked.get(key, 0) + amount
+            asked.update(request.keyed(each.amounts))
         self.order.write("asks", id=name, charges=asked)
         result = await super().aacquire(request)
         charged = request.keyed(result.charged(request.demands))
@@ -131,19 +121,15 @@ def agent_of(order: Order, saver: AsyncSqliteSaver) -> Any:
         order.write("asked", run=run_of(history), calls=[each["id"] for each in calls])
         return calls
 
-    limits: list[Limit] = [
-        ModelCallLimit(run_limit=MODEL_LIMIT),
-        ToolCallLimit("act", run_limit=RUN_LIMIT, thread_limit=THREAD_LIMIT),
-    ]
+    act_limit = ToolCallLimit("act", run_limit=RUN_LIMIT, thread_limit=THREAD_LIMIT)
+    limits: list[Limit] = [ModelCallLimit(run_limit=MODEL_LIMIT), act_limit]
     store = None
     if order.redis is not None:
         store = WritingStore(order.redis, prefix=order.prefix, timeout=60)
         store.order = order
-    kind = InlineQuotaMiddleware if order.inline else QuotaMiddleware
-    quota: Any = kind(limits, store=store, telemetry=telling().telemetry)
-    return create_agent(
-        ScriptedChatModel(script=ask), [act], middleware=[quota], checkpointer=saver
-    )
+    kind: Kind = "inline" if order.inline else "quota"
+    given: Any = {"tools": [act], "store": store, "checkpointer": saver}
+    return Scene(telling(), ask, limits, kind=kind, **given).agent
 
 
 async def live(given: str) -> None:

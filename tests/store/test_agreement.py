@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
@@ -153,19 +154,19 @@ class Revoke(NamedTuple):
 class Freeze(NamedTuple):
     """A subject, or all, that is frozen for so many seconds or until it is thawed."""
 
-    per: str
-    subject: str
+    name: str
     seconds: int | None
-
-    @property
-    def name(self) -> str:
-        return {"user_id": ":user_id:ada", "tenant": f":tenant:{GREETING}", "": "::"}[self.per]
 
 
 class Thaw(Freeze):
     """A subject, or all, that is thawed."""
 
 
+FREEZABLE = {
+    "::": {},
+    ":user_id:ada": {"user_id": "ada"},
+    f":tenant:{GREETING}": {"tenant": "Grüße:{*}"},
+}
 Operation = AcquireRequest | list[str] | Give | Revoke | Freeze
 Step = Operation | int
 """What is asked, the keys that are reset, how many seconds pass, what is granted or frozen."""
@@ -179,9 +180,9 @@ gives = st.builds(
 )
 revokes = st.builds(Revoke, st.sampled_from(KEYS[1:]), st.sampled_from("gh"))
 freezes = st.builds(
-    lambda kind, names, seconds: kind(*names, seconds),
+    lambda kind, name, seconds: kind(name, seconds),
     st.sampled_from([Freeze, Thaw]),
-    st.sampled_from([("user_id", "ada"), ("tenant", "Grüße:{*}"), ("", "")]),
+    st.sampled_from([*FREEZABLE]),
     st.sampled_from([None, -1, 5, 4000]),
 )
 
@@ -328,10 +329,8 @@ class Model:
         return ends > self.now
 
     def is_frozen(self, key: str | None) -> bool:
-        key = key or ""
-        return ":" in key and not {"::", f":{':'.join(key.split(':')[1:3])}"}.isdisjoint(
-            self.frozen
-        )
+        _, *subject = (key or "").split(":")
+        return bool(subject) and not {"::", ":" + ":".join(subject[:2])}.isdisjoint(self.frozen)
 
     def granted(self, key: str | None) -> list[Granted]:
         return [each for each in self.grants if each.key == key]
@@ -387,16 +386,13 @@ class Model:
             used[name] = counter.used if kept is None else kept
             granted[name] = self.more(counter.key)
         news = {
-            name: sum(
-                grant.amount
-                for grant in self.granted(each.key)
-                if grant.is_new and grant.ends > self.now
-            )
-            for name, each in request.counters.items()
+            name: [
+                each for each in self.granted(counter.key) if each.is_new and each.ends > self.now
+            ]
+            for name, counter in request.counters.items()
         }
-        for counter in request.counters.values():
-            for grant in self.granted(counter.key):
-                grant.is_new = grant.is_new and grant.ends <= self.now
+        for grant in chain(*news.values()):
+            grant.is_new = False
         demands = [
             Demand(
                 each.amounts,
@@ -427,7 +423,7 @@ class Model:
         return replace(
             result,
             granted={name: amount for name, amount in granted.items() if amount},
-            newly_granted={name: amount for name, amount in news.items() if amount},
+            newly_granted={name: sum(e.amount for e in new) for name, new in news.items() if new},
         )
 
     def hold(self, key: str, request: str, amount: int, lease: int) -> None:
@@ -506,7 +502,7 @@ def frozen_by(store: Any, asked: Freeze, now: float) -> bool:
     """Freeze or thaw; whether that changes anything."""
     limit = ToolCallLimit(quotas=[Quota(1, per="user_id"), Quota(1, per="tenant")])
     quota: Any = QuotaMiddleware([limit], store=store, telemetry=TELEMETRY)
-    subject = {asked.per: asked.subject} if asked.per else {}
+    subject = FREEZABLE[asked.name]
     if isinstance(asked, Thaw):
         return bool(quota.thaw(**subject))
     try:
