@@ -1,16 +1,13 @@
 """The example service as a real process, with real databases."""
 
 import json
-import os
 import re
 import socket
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -536,79 +533,3 @@ def connected(waiting: Service, path: str, header: str) -> socket.socket:
     lines = (f"POST {path} HTTP/1.1", "host: test", "content-type: application/json", header)
     connection.sendall("".join(f"{line}\r\n" for line in (*lines, "")).encode())
     return connection
-
-
-REQUESTS = int(os.environ.get("SOAK_REQUESTS", "150"))
-WARM_UP, CONCURRENCY = 100, 4
-SOAKED_THREADS, TURNS = 12, 4
-"""So many threads are asked at a time, in so many turns; then others come."""
-
-UNLIMITED = ("THREAD_MODEL_LIMIT", "USER_MODEL_LIMIT", "THREAD_TOKEN_LIMIT", "USER_COST_LIMIT")
-TEXTS = ("!", "oak", "7", "1 2 3 4")
-"""The last one is a loop, which a limit ends. Of the searches a thread has two, the others fail."""
-
-KINDS = ("ask", "stream", "hang up", "usage", "nonsense", "no token")
-USUAL = {200, 401, 403, 404, 409, 422}
-ALLOWED = {"descriptors": 16, "files": 0, "series": 20, "megabytes": 100}
-"""How much more there may be of each, however many the requests: what a new connection takes."""
-
-
-def held(service: Service, directory: Path) -> dict[str, float]:
-    """What a service holds: of series those that no thread has."""
-    series = service.series()
-    return {
-        "descriptors": series["process_open_fds", frozenset()],
-        "files": len(list(directory.iterdir())),
-        "series": sum("thread_id" not in dict(labels) for _, labels in series),
-        "megabytes": series["process_resident_memory_bytes", frozenset()] / 1e6,
-    }
-
-
-def load(service: Service, numbers: range) -> Counter[int]:
-    """Make requests of all kinds, some at once: the answers by status."""
-    with ThreadPoolExecutor(CONCURRENCY) as pool:
-        return Counter(pool.map(partial(ask, service), numbers))
-
-
-def ask(service: Service, number: int) -> int:
-    """Make a request: its status."""
-    batch, rest = divmod(number, SOAKED_THREADS * TURNS)
-    turn, thread = divmod(rest, SOAKED_THREADS)
-    kind, text = KINDS[(turn + thread) % len(KINDS)], TEXTS[(turn + batch) % len(TEXTS)]
-    name, client = f"thread-{batch}-{thread}", service.client
-    if kind == "ask":
-        return service.ask(name, text).status_code
-    if kind == "nonsense":
-        return client.post(f"/threads/{name}/messages", json={}).status_code
-    if kind in {"usage", "no token"}:
-        return client.get(f"/threads/{name}/usage" if kind == "usage" else "/metrics").status_code
-    with service.asking(name, text) as response:
-        for _ in response.iter_lines():
-            if kind == "hang up":
-                break
-        return response.status_code
-
-
-def test_nothing_grows_with_requests(
-    postgres_server: PostgresServer, redis_server: RedisServer, tmp_path: Path
-) -> None:
-    """Requests that were served leave no memory, connection, file or series, and no lasting key."""
-    settings = {
-        **LIMITS,
-        **dict.fromkeys(UNLIMITED, 999_999),
-        "DATABASE_URL": postgres_server.database(),
-        "LANGCHAIN_QUOTA_REDIS_URL": redis_server.url,
-    }
-    with running_service(tmp_path, **settings) as service:
-        load(service, range(WARM_UP))
-        before = held(service, tmp_path)
-        statuses = load(service, range(WARM_UP, WARM_UP + REQUESTS))
-        after = held(service, tmp_path)
-    assert set(statuses) <= USUAL, statuses
-    assert statuses[200] > REQUESTS / 3, statuses
-    grown = {name: after[name] - before[name] for name in ALLOWED}
-    assert all(grown[name] <= most for name, most in ALLOWED.items()), grown
-    with redis_server.client() as redis:
-        keys = list(redis.scan_iter())
-        assert keys
-        assert [key for key in keys if redis.ttl(key) < 0] == []
