@@ -237,3 +237,22 @@ async def test_a_jump_over_the_limits(caplog: pytest.LogCaptureFixture) -> None:
     counted = signals.samples("langchain_quota_unchecked_calls_total")
     assert counted["unnamed", "tool"] == 3
     assert "list QuotaMiddleware after a middleware whose after_model jumps" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "drop-in"])
+async def test_series_begin_with_the_first_run(kind: Kind, signals: Signals) -> None:
+    """Before a tool is called for the first time, what counts its refusals is there, at 0."""
+    limits = [ToolCallLimit("search", run_limit=1, thread_limit=9), ToolCallLimit(run_limit=9)]
+    scene = Scene(signals, ["Hello."], limits, kind=kind)
+    await scene.play()
+    assert (scene.calls("blocked", "search"), scene.calls("allowed", "search")) == (0, 0)
+    for name, labels in (
+        ("calls_total", {"tool": "search", "decision": "blocked"}),
+        ("limit_decisions_total", {"limit": "tool:search", "scope": "run", "decision": "blocked"}),
+        ("limit_decisions_total", {"limit": "tool:*", "scope": "run", "decision": "blocked"}),
+        ("limit_decisions_total", {"limit": "tool:search", "scope": "thread"}),
+        ("crossings_total", {"limit": "tool:search", "scope": "thread", "level": "exhausted"}),
+        ("runs_ended_total", {"limit": "tool:search"}),
+    ):
+        found = signals.samples(f"langchain_quota_{name}", **labels)
+        assert {*found.values()} == {0}, name

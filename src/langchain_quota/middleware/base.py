@@ -207,6 +207,7 @@ def begin_run(kernel: Kernel, mode: Mode, state: State, runtime: object) -> Upda
         update["structured_response"] = None
     if not has_begun and kernel.recorder.is_new(context.task("run")):
         kernel.recorder.count(names.RUNS, context.agent)
+    kernel.recorder.begin_series(context.agent, kernel.limits)
     begun: Ledger = old if has_begun else {}
     written: Ledger = {
         **NEW_RUN,

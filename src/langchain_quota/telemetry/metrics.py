@@ -1,19 +1,20 @@
 """The Prometheus counters, gauges and histograms of decisions, created once per registry."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from langchain_quota import __version__
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
-from langchain_quota.limits.call import Scope
+from langchain_quota.limits import Limit
+from langchain_quota.limits.call import RUN, THREAD, Scope
 from langchain_quota.runtime.compat import without_created
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit, rate_of
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitGrant, LimitSpend
-from langchain_quota.telemetry.labels import NONE, limit_label
+from langchain_quota.telemetry.labels import NONE, BoundedLabels, limit_label
 from langchain_quota.telemetry.names import MetricSpec
 
 _LimitSettings = tuple[object, ...]
@@ -76,6 +77,21 @@ class Metrics:
         # A fork takes this lock, so no thread is inside prometheus_client at that moment. Otherwise
         # the child could inherit a lock of that package that nobody releases.
         self._lock = fork_safe_lock()
+
+    def begin_series(self, agent: str, limits: Iterable[Limit], tools: BoundedLabels) -> None:
+        """Create the series of limits at 0, and those of the tools that they name."""
+        with self._lock:
+            for limit in limits:
+                name = limit_label(limit.name)
+                numbers = {THREAD: limit.thread_limit, RUN: limit.run_limit}
+                numbers |= {quota.name: quota.limit for quota in limit.quotas}
+                for scope in (scope for scope, number in numbers.items() if number is not None):
+                    _ = self._refusals[agent, name, scope, Outcome.BLOCKED]
+                    _ = self._counters[names.CROSSINGS.name][agent, name, scope, Level.NEAR]
+                _ = self._charges[agent, name, NONE, Outcome.ALLOWED]
+                _ = self._counters[names.RUNS_ENDED.name][agent, name]
+                for tool in limit.named_tools:
+                    _ = self._calls[agent, "tool", tools[agent, tool], Outcome.ALLOWED]
 
     def count(self, spec: MetricSpec, amount: float, *labels: str) -> None:
         """Add an amount to a counter."""

@@ -244,6 +244,11 @@ class Recorder:
         self._guard("metrics", self._metrics.count_spend, caller, spent, *labels)
         self._guard("threads", self._usage.spend, caller, spent)
 
+    def begin_series(self, agent: str | None, limits: Sequence[Limit]) -> None:
+        """Create the series of an agent's limits at 0."""
+        label = self._labels_of(agent).agent
+        self._guard("metrics", self._metrics.begin_series, label, limits, self._shared.tools)
+
     def record_run(
         self, agent: str | None, used: Sequence[LimitSpend], *, has_ended: bool = True
     ) -> None:
