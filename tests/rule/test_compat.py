@@ -76,6 +76,7 @@ ELSEWHERE = {
     "finished_tasks": "scenario/test_old_checkpoints.py::test_a_step_cut_off",
     "for_parent": "scenario/test_ended_runs.py::test_a_sub_agent_in_a_node",
     "interpreter_settings": "scenario/test_code_interpreters.py::test_a_deep_agent_does_not_run",
+    "has_node": "signals/test_readers.py::test_langchains_limiters_beside_ours",
     "is_multiprocess": "signals/test_several_workers.py::test_any_worker_answers_for_all",
     "is_resumed_step": "scenario/test_old_checkpoints.py::test_what_runs_again",
     "model_parameters": "scenario/test_model_pace.py::test_one_refusal_paces_all",

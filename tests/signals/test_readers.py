@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from logging.handlers import QueueHandler
@@ -11,7 +12,12 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from langchain.agents.middleware import AgentMiddleware, hook_config
+from langchain.agents.middleware import (
+    AgentMiddleware,
+    ModelCallLimitMiddleware,
+    ToolCallLimitMiddleware,
+    hook_config,
+)
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.types import interrupt
@@ -22,6 +28,7 @@ from langchain_quota import (
     MemoryStore,
     ModelCallLimit,
     Quota,
+    QuotaWarning,
     RepeatLimit,
     TokenLimit,
     ToolCallLimit,
@@ -256,3 +263,29 @@ async def test_series_begin_with_the_first_run(kind: Kind, signals: Signals) -> 
     ):
         found = signals.samples(f"langchain_quota_{name}", **labels)
         assert {*found.values()} == {0}, name
+
+
+@pytest.mark.parametrize("kind", ["quota", "drop-in", *(["inline"] if HAS_INLINE else [])])
+async def test_langchains_limiters_beside_ours(kind: Kind, signals: Signals) -> None:
+    """Where both count under one key of the state, the first run warns; other pairs are right."""
+    named: Any = ToolCallLimitMiddleware(tool_name="search", thread_limit=4)
+    every: Any = ToolCallLimitMiddleware(thread_limit=4)
+    models: Any = ModelCallLimitMiddleware(thread_limit=4)
+    tool, all_tools = ToolCallLimit("search", run_limit=9), ToolCallLimit(run_limit=9, name="all")
+    model = ModelCallLimit(run_limit=9, name="model calls")
+    for theirs, ours, is_shared in (
+        (every, all_tools, True),
+        (named, tool, True),
+        (models, model, True),
+        (every, tool, False),
+        (named, all_tools, False),
+        (models, all_tools, False),
+    ):
+        scene = Scene(signals, [["search"], "done"] * 2, [theirs, ours], kind=kind)
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            for _ in range(2):
+                await scene.play()
+        told = [str(each.message) for each in caught if each.category is QuotaWarning]
+        assert [text.startswith(f"LangChain's {theirs.name} and") for text in told] == [
+            True
+        ] * is_shared

@@ -24,7 +24,12 @@ from langchain_quota.features.repeats import Repeats
 from langchain_quota.features.reruns import Reruns
 from langchain_quota.features.root_runs import RootRuns
 from langchain_quota.features.run_telemetry import RunHistograms, Unchecked
-from langchain_quota.features.setup_checks import DeepAgents, MisspelledTools, UnsavedThreadLimits
+from langchain_quota.features.setup_checks import (
+    DeepAgents,
+    MisspelledTools,
+    SharedKeys,
+    UnsavedThreadLimits,
+)
 from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
@@ -142,6 +147,7 @@ class QuotaMiddleware(
         ModelNotes,
         DeepAgents,
         MisspelledTools,
+        SharedKeys,
         Unchecked,
         CallTimes,
         RunHistograms,

@@ -7,6 +7,7 @@ where no hook of a middleware sees the calls. The tool `task` of deepagents star
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from types import FunctionType
 from weakref import WeakSet
@@ -18,13 +19,22 @@ from langgraph.pregel import Pregel
 
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
-from langchain_quota.middleware.context import CompiledGraph, call_context, running_runtime
+from langchain_quota.limits.calls import ModelCallLimit, ToolCallLimit
+from langchain_quota.middleware.context import (
+    CompiledGraph,
+    call_context,
+    running_config,
+    running_runtime,
+)
 from langchain_quota.middleware.feature import Feature, Tool
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import LEDGER, FeatureData, State
 from langchain_quota.runtime import compat
 from langchain_quota.telemetry.labels import UNNAMED
 from langchain_quota.telemetry.logs import agent_name, logger
+
+_LIMITERS = {"model": "ModelCallLimitMiddleware", "__all__": "ToolCallLimitMiddleware"}
+"""The names of LangChain's limiters, by what they count; others are limiters of one tool."""
 
 _ALIKE = 0.8
 """How alike two names must be, by `difflib`."""
@@ -72,6 +82,37 @@ class UnsavedThreadLimits(Feature):
             f"{self._kernel.name} has a thread limit, but this agent's state does not outlive the "
             f"run: the limit holds within one run only. {remedy}"
         )
+
+
+class SharedKeys(Feature):
+    """Warns once of each limiter of LangChain that counts under the same state key as a limit."""
+
+    @classmethod
+    def create(cls, kernel: Kernel) -> "SharedKeys | None":
+        """Return the feature if LangChain has a limiter for one of the limits."""
+        feature = cls(kernel)
+        return feature if feature._limiters else None
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
+        # The name of LangChain's limiter, by the limit's.
+        self._limiters = {
+            limit.name: _LIMITERS.get(limit.counter, f"ToolCallLimitMiddleware[{limit.counter}]")
+            for limit in kernel.limits
+            if isinstance(limit, ModelCallLimit | ToolCallLimit)
+        }
+
+    def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
+        """Warn if a limiter has a node in the agent; one of ours has another one, which begins."""
+        has_node = partial(compat.has_node, running_config().get("configurable"))
+        for limit, limiter in [*self._limiters.items()]:
+            if has_node(f"{limiter}.after_model") and not has_node(f"{limiter}.before_agent"):
+                self._limiters.pop(limit, None)
+                self._kernel.created_at.warn(
+                    f"LangChain's {limiter} and limit {limit!r} count the same calls under one key "
+                    f"of the state, so each call counts twice. Import {limiter.partition('[')[0]} "
+                    "from langchain_quota, or write its numbers as a second limit beside this one"
+                )
 
 
 class MisspelledTools(Feature):

@@ -263,6 +263,16 @@ def runs_tools(task: str) -> bool:
     return f".{node_of(task)}".endswith(".tools") and is_one_call(task)
 
 
+def has_node(configurable: Metadata, node: str) -> bool:
+    """Return whether the running graph has a node.
+
+    LangGraph: `configurable` has a partial function under `__pregel_read`, and the second of its
+    arguments are the graph's channels, with `branch:to:…` for each node.
+    """
+    arguments = getattr((configurable or {}).get("__pregel_read"), "args", ())
+    return f"branch:to:{node}" in dict(enumerate(arguments)).get(1, ())
+
+
 def task_id(execution_info: Any) -> str | None:
     """Return the id of the running task.
 
