@@ -249,7 +249,10 @@ async def test_a_jump_over_the_limits(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("kind", [*KINDS, "drop-in"])
 async def test_series_begin_with_the_first_run(kind: Kind, signals: Signals) -> None:
     """Before a tool is called for the first time, what counts its refusals is there, at 0."""
-    limits = [ToolCallLimit("search", run_limit=1, thread_limit=9), ToolCallLimit(run_limit=9)]
+    limits: list[Any] = [ToolCallLimit("search", run_limit=1, thread_limit=9)]
+    limits += [ToolCallLimit(run_limit=9)]
+    if kind != "drop-in":
+        limits += [ConcurrencyLimit(max_concurrency=9)]
     scene = Scene(signals, ["Hello."], limits, kind=kind)
     await scene.play()
     assert (scene.calls("blocked", "search"), scene.calls("allowed", "search")) == (0, 0)
@@ -260,6 +263,7 @@ async def test_series_begin_with_the_first_run(kind: Kind, signals: Signals) -> 
         ("limit_decisions_total", {"limit": "tool:search", "scope": "thread"}),
         ("crossings_total", {"limit": "tool:search", "scope": "thread", "level": "exhausted"}),
         ("runs_ended_total", {"limit": "tool:search"}),
+        *([] if kind == "drop-in" else [("limit_decisions_total", {"scope": "concurrency"})]),
     ):
         found = signals.samples(f"langchain_quota_{name}", **labels)
         assert {*found.values()} == {0}, name

@@ -11,7 +11,7 @@ from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.decide import status
 from langchain_quota.core.decision import Decision
 from langchain_quota.features.run_telemetry import Unchecked
-from langchain_quota.features.setup_checks import DeepAgents, SharedKeys, UnsavedThreadLimits
+from langchain_quota.features.setup_checks import CountWarnings, DeepAgents
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.base import ContextT, LimitMiddleware, WrittenResponse
@@ -81,7 +81,7 @@ class ToolCallLimitMiddleware(
     """
 
     state_schema: type[ToolCallLimitState] = ToolCallLimitState
-    feature_kinds = (UnsavedThreadLimits, SharedKeys, Unchecked)
+    feature_kinds = (CountWarnings, Unchecked)
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
         self,
@@ -191,7 +191,7 @@ class ModelCallLimitMiddleware(
     """
 
     state_schema: type[ModelCallLimitState] = ModelCallLimitState
-    feature_kinds = (UnsavedThreadLimits, SharedKeys, DeepAgents, Unchecked)
+    feature_kinds = (CountWarnings, DeepAgents, Unchecked)
 
     def __init__(  # noqa: PLR0913 - LangChain's keyword arguments, and ours
         self,

@@ -244,7 +244,7 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
             waited, outcome = time.monotonic() - started_at, "cancelled"
             raise
         finally:
-            self._recorder.record_wait(agent, pace.label, outcome, waited, None)
+            self._recorder.record_wait(agent, pace.label, outcome, waited)
 
     async def _charge(self, mode: Mode, pace: _Pace) -> float:
         """Charge a call if there is room for it; otherwise return in how many seconds there is."""

@@ -24,12 +24,7 @@ from langchain_quota.features.repeats import Repeats
 from langchain_quota.features.reruns import Reruns
 from langchain_quota.features.root_runs import RootRuns
 from langchain_quota.features.run_telemetry import RunHistograms, Unchecked
-from langchain_quota.features.setup_checks import (
-    DeepAgents,
-    MisspelledTools,
-    SharedKeys,
-    UnsavedThreadLimits,
-)
+from langchain_quota.features.setup_checks import CountWarnings, DeepAgents, MisspelledTools
 from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
@@ -135,7 +130,7 @@ class QuotaMiddleware(
 
     state_schema: type[QuotaState] = QuotaState
     feature_kinds: ClassVar[Sequence[type[Feature]]] = (
-        UnsavedThreadLimits,
+        CountWarnings,
         RootRuns,
         Reruns,
         Questions,
@@ -147,7 +142,6 @@ class QuotaMiddleware(
         ModelNotes,
         DeepAgents,
         MisspelledTools,
-        SharedKeys,
         Unchecked,
         CallTimes,
         RunHistograms,

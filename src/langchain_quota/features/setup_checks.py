@@ -1,4 +1,4 @@
-"""Checks of likely mistakes: thread limits that are not saved, misspelt tools, calls out of sight.
+"""Checks of likely mistakes: counts that do not hold, misspelt tools, calls out of sight.
 
 `CodeInterpreterMiddleware` of langchain-quickjs calls tools inside one call of its tool `eval`,
 where no hook of a middleware sees the calls. The tool `task` of deepagents starts sub-agents.
@@ -46,21 +46,36 @@ _TASK = "task"
 """The function by which code starts sub-agents, and the tool that it calls."""
 
 
-class UnsavedThreadLimits(Feature):
-    """Warns once, when a run begins, of thread limits whose counts do not outlive the run."""
+class CountWarnings(Feature):
+    """Warns once, when a run begins, of counts that are not saved, or that LangChain changes."""
 
     @classmethod
-    def create(cls, kernel: Kernel) -> "UnsavedThreadLimits | None":
-        """Return the feature if there is a thread limit."""
-        limited = any(limit.thread_limit is not None for limit in kernel.limits)
-        return cls(kernel) if limited else None
+    def create(cls, kernel: Kernel) -> "CountWarnings":
+        """Return the feature."""
+        return cls(kernel)
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
-        self._warned = False
+        self._warned = all(limit.thread_limit is None for limit in kernel.limits)
+        # The name of LangChain's limiter that counts the same calls, by the limit's.
+        self._limiters = {
+            limit.name: _LIMITERS.get(limit.counter, f"ToolCallLimitMiddleware[{limit.counter}]")
+            for limit in kernel.limits
+            if isinstance(limit, ModelCallLimit | ToolCallLimit)
+        }
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
-        """Warn if neither a checkpointer nor a store keeps the counts of threads."""
+        """Warn if nothing keeps the counts of threads, or LangChain's limiters count there, too."""
+        has_node = partial(compat.has_node, running_config().get("configurable"))
+        for limit, limiter in [*self._limiters.items()]:
+            # One of ours also has a node that begins a run.
+            if has_node(f"{limiter}.after_model") and not has_node(f"{limiter}.before_agent"):
+                self._limiters.pop(limit, None)
+                self._kernel.created_at.warn(
+                    f"LangChain's {limiter} and limit {limit!r} count the same calls under one key "
+                    f"of the state, so each call counts twice. Import {limiter.partition('[')[0]} "
+                    "from langchain_quota, or write its numbers as a second limit beside this one"
+                )
         context = call_context(running_runtime())
         has_store = self.store is not None
         if self._warned or context.remembers or (has_store and context.run_thread_id is not None):
@@ -82,37 +97,6 @@ class UnsavedThreadLimits(Feature):
             f"{self._kernel.name} has a thread limit, but this agent's state does not outlive the "
             f"run: the limit holds within one run only. {remedy}"
         )
-
-
-class SharedKeys(Feature):
-    """Warns once of each limiter of LangChain that counts under the same state key as a limit."""
-
-    @classmethod
-    def create(cls, kernel: Kernel) -> "SharedKeys | None":
-        """Return the feature if LangChain has a limiter for one of the limits."""
-        feature = cls(kernel)
-        return feature if feature._limiters else None
-
-    def __init__(self, kernel: Kernel) -> None:
-        super().__init__(kernel)
-        # The name of LangChain's limiter, by the limit's.
-        self._limiters = {
-            limit.name: _LIMITERS.get(limit.counter, f"ToolCallLimitMiddleware[{limit.counter}]")
-            for limit in kernel.limits
-            if isinstance(limit, ModelCallLimit | ToolCallLimit)
-        }
-
-    def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
-        """Warn if a limiter has a node in the agent; one of ours has another one, which begins."""
-        has_node = partial(compat.has_node, running_config().get("configurable"))
-        for limit, limiter in [*self._limiters.items()]:
-            if has_node(f"{limiter}.after_model") and not has_node(f"{limiter}.before_agent"):
-                self._limiters.pop(limit, None)
-                self._kernel.created_at.warn(
-                    f"LangChain's {limiter} and limit {limit!r} count the same calls under one key "
-                    f"of the state, so each call counts twice. Import {limiter.partition('[')[0]} "
-                    "from langchain_quota, or write its numbers as a second limit beside this one"
-                )
 
 
 class MisspelledTools(Feature):

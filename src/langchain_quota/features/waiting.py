@@ -129,8 +129,7 @@ class Waiting(Feature):
             queues.move(wait.waiter)
             waited = batch.waited = wait.seconds_since(started_at)
             for outcome in _wait_outcomes(batch, wait, result, delayed):
-                labels = batch.context.agent, wait.limit, outcome, waited, wait.scope
-                self.recorder.record_wait(*labels)
+                self.recorder.record_wait(batch.context.agent, wait.limit, outcome, waited)
 
     async def _check_when_room(
         self, mode: Mode, batch: Batch, wait: "_Wait", acquire: BatchCheck
@@ -346,7 +345,7 @@ class Waiting(Feature):
             raise
         finally:
             waited = time.monotonic() - started_at + entries.get("waited", 0.0)
-            self.recorder.record_wait(agent, limit, outcome, waited, scope)
+            self.recorder.record_wait(agent, limit, outcome, waited)
         if is_resumed:
             # The call may have been refunded. The store makes each correction once, so this pair
             # leaves it charged once.

@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from langchain_quota import __version__
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import RUN, THREAD, Scope
+from langchain_quota.limits.call import CONCURRENCY, RUN, THREAD
+from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.runtime.compat import without_created
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit, rate_of
@@ -85,11 +86,14 @@ class Metrics:
                 name = limit_label(limit.name)
                 numbers = {THREAD: limit.thread_limit, RUN: limit.run_limit}
                 numbers |= {quota.name: quota.limit for quota in limit.quotas}
+                if isinstance(limit, ConcurrencyLimit):
+                    _ = self._refusals[agent, name, CONCURRENCY, Outcome.BLOCKED]
+                else:
+                    _ = self._charges[agent, name, NONE, Outcome.ALLOWED]
+                    _ = self._counters[names.RUNS_ENDED.name][agent, name]
                 for scope in (scope for scope, number in numbers.items() if number is not None):
                     _ = self._refusals[agent, name, scope, Outcome.BLOCKED]
                     _ = self._counters[names.CROSSINGS.name][agent, name, scope, Level.NEAR]
-                _ = self._charges[agent, name, NONE, Outcome.ALLOWED]
-                _ = self._counters[names.RUNS_ENDED.name][agent, name]
                 for tool in limit.named_tools:
                     _ = self._calls[agent, "tool", tools[agent, tool], Outcome.ALLOWED]
 
@@ -206,17 +210,6 @@ class Metrics:
         for limit, scope, unit, amount in grants:
             labels = caller.agent, limit_label(limit), scope, UNIT_LABELS[unit]
             self.count(names.GRANTED, in_base_unit(amount, unit), *labels)
-
-    def observe_wait(
-        self, caller: CallerLabels, limit: str, decision: str, seconds: float, scope: Scope | None
-    ) -> None:
-        """Add the duration of a call's wait to the histogram."""
-        name = limit_label(limit)
-        self.observe(names.WAIT_SECONDS, seconds, caller.agent, name, decision)
-        # Create the series of refusals at 0, so that `increase()` sees the first refusal.
-        if scope is not None:
-            with self._lock:
-                _ = self._refusals[caller.agent, name, scope, Outcome.BLOCKED]
 
     def change_waiting(self, caller: CallerLabels, limit: str, change: int) -> None:
         """Change the number of calls that wait now."""

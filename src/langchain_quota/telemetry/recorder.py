@@ -17,7 +17,7 @@ from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.stops import StopReason
 from langchain_quota.errors import QuotaWarning, UnknownPriceError
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import CONCURRENCY, STORE, Call, Scope
+from langchain_quota.limits.call import STORE, Call
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import fork_safe_lock
@@ -286,17 +286,10 @@ class Recorder:
             except QuotaWarning:
                 self.log(logs.estimated, name)
 
-    def record_wait(
-        self,
-        agent: str | None,
-        limit: str,
-        decision: str,
-        seconds: float,
-        scope: Scope | None = CONCURRENCY,
-    ) -> None:
-        """Record how long a call has waited for what never refuses, or for the scope of a limit."""
-        caller, sink = self._labels_of(agent), self._metrics.observe_wait
-        self._guard("metrics", sink, caller, limit, decision, seconds, scope)
+    def record_wait(self, agent: str | None, limit: str, decision: str, seconds: float) -> None:
+        """Record how long a call has waited."""
+        labels = self._labels_of(agent).agent, limit_label(limit), decision
+        self.observe(names.WAIT_SECONDS, seconds, *labels)
 
     @contextmanager
     def waiting(self, agent: str | None, limit: str, thread_id: object = None) -> Iterator[None]:
