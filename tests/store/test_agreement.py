@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from math import inf
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -44,6 +45,8 @@ WINDOWS: dict[str, int | None] = {
 }
 """Keys, and when their windows end."""
 KEYS = (*WINDOWS,)
+SMOOTH, INTERVAL = "search:user_id:ada:600~100", 6 * 10**6
+"""The key of a count that drains, and in how many microseconds it falls by one."""
 COUNTERS = ("a", "b", "c", "d", "Zähler %2F\ud800")
 TELEMETRY = telling().telemetry
 V = TypeVar("V")
@@ -235,6 +238,36 @@ def histories(draw: st.DrawFn) -> list[Step]:
     return steps
 
 
+def drains(key: str, leases: Sequence[int | None], amount: int, most: int) -> AcquireRequest:
+    """A request that holds or charges something in a count that drains, perhaps twice."""
+    names = "ab"[: len(leases)]
+    counters = dict(zip(names, (CountRef(SMOOTH, lease=lease) for lease in leases), strict=True))
+    demand = Demand(dict.fromkeys(names, amount), (Threshold("one", "run", "a", most),))
+    return AcquireRequest(key, f"{key}!", counters, (demand,))
+
+
+def ends(name: str, settles: str, amount: int, attempt: str | None) -> AcquireRequest:
+    """A correction alone: it settles, undoes or refunds."""
+    corrected = Correction(name, {SMOOTH: amount}, attempt, settles=settles)
+    return AcquireRequest("", "", corrections=(corrected,))
+
+
+leases = st.lists(st.sampled_from([None, 5, 60, 10_000, 10_000]), min_size=1, max_size=2)
+holds = st.builds(
+    drains, st.sampled_from("ijklmn"), leases, st.integers(1, 9), st.sampled_from([20, 20, 9])
+)
+corrects = st.builds(
+    ends,
+    st.sampled_from("opqrstuvwxyz"),
+    st.sampled_from(["", *"ijklmn"]),
+    st.sampled_from([0, 1, 2, 12, -3]),
+    st.sampled_from([None, None, "i!"]),
+)
+passes = st.sampled_from([1, 1, 6, 7, 30, 61, 600, GRACE, REMEMBERED])
+draining = st.lists(holds | corrects | holds | corrects | passes | st.just([SMOOTH]), max_size=15)
+"""Requests to a count that drains, which end in any order."""
+
+
 class Known(dict[str, tuple[V, float]]):
     """What is remembered, each with the time when it is forgotten."""
 
@@ -248,12 +281,13 @@ class Known(dict[str, tuple[V, float]]):
 
 @dataclass
 class Hold:
-    """What a request holds under a key, and when its lease ends."""
+    """What a request holds under a key, when its lease ends, and what drains behind it."""
 
     key: str
     request: str
     amount: int
     ends: int
+    behind: int = 0
 
 
 @dataclass
@@ -293,8 +327,14 @@ class Model:
         self.grants = [each for each in self.grants if each.ends + CORRECTED > self.now]
         self.frozen = {name: ends for name, ends in self.frozen.items() if ends > self.now}
         self.holds = [each for each in self.holds if each.key in self.counts]
-        for hold in [each for each in self.holds if each.ends <= self.now]:
-            self.give_back(hold)
+        ended = [each for each in self.holds if each.ends <= self.now]
+        for hold in sorted(ended, key=attrgetter("ends")):
+            self.give_back(hold, at=hold.ends)
+
+    def level(self, key: str) -> int | None:
+        """What is counted under a key, in microseconds if it drains; `None` for nothing."""
+        used = self.counts.of(key)
+        return used if used is None or key != SMOOTH else max(0, used - self.now * 10**6)
 
     def grant(self, asked: Give) -> tuple[int, int] | None:
         for each in self.granted(asked.key):
@@ -376,13 +416,14 @@ class Model:
             granted={name: amount for name, amount in granted.items() if amount},
             newly_granted={},
             frozen=tuple(names[name] for name in known.frozen),
+            drained_in={names[name]: time for name, time in known.drained_in.items()},
         )
 
     def admit(self, request: AcquireRequest) -> AcquireResult:
         used, granted = {}, {}
         self.roll_over(request)
         for name, counter in request.counters.items():
-            kept = self.counts.of(counter.key or "")
+            kept = self.level(counter.key or "")
             used[name] = counter.used if kept is None else kept
             granted[name] = self.more(counter.key)
         news = {
@@ -393,11 +434,12 @@ class Model:
         }
         for grant in chain(*news.values()):
             grant.is_new = False
+        cost = {name: cost_of(each.key) for name, each in request.counters.items()}
         demands = [
             Demand(
-                each.amounts,
+                {name: amount * cost[name] for name, amount in each.amounts.items()},
                 tuple(
-                    over._replace(maximum=over.maximum + granted[over.counter])
+                    over._replace(maximum=over.maximum * cost[over.counter] + granted[over.counter])
                     for over in each.thresholds
                 ),
             )
@@ -405,9 +447,12 @@ class Model:
         ]
         frozen = [name for name, each in request.counters.items() if self.is_frozen(each.key)]
         result = admit(demands, used, request.stops, frozen=frozen)
-        result = replace(result, granted=granted, freezes=len(self.frozen))
+        drained_in = {name: used[name] for name in used if cost[name] > 1}
+        used = {name: -(-amount // cost[name]) for name, amount in used.items()}
+        result = replace(result, used=used, granted=granted, freezes=len(self.frozen))
+        result = replace(result, drained_in=drained_in)
         charged: list[tuple[str, int, bool]] = []
-        for name, amount in result.charged(request.demands).items():
+        for name, amount in result.charged(demands).items():
             counter = request.counters[name]
             if counter.key and amount:
                 charged.append((counter.key, amount, counter.lease is not None))
@@ -431,18 +476,29 @@ class Model:
         for each in self.held(key, request):
             each.amount += amount
             each.ends = max(each.ends, ends)
+            # If nothing was charged in between, all of it drains together.
+            each.behind = 0 if each.behind == amount else each.behind
             return
         self.holds.append(Hold(key, request, amount, ends))
 
     def held(self, key: str, request: str) -> list[Hold]:
         return [each for each in self.holds if (each.key, each.request) == (key, request)]
 
-    def give_back(self, hold: Hold, most: float = inf) -> None:
-        amount = min(hold.amount, most)
-        hold.amount -= int(amount)
-        self.add(hold.key, -int(amount))
+    def give_back(self, hold: Hold, most: float = inf, at: int | None = None) -> int:
+        """Give back what a hold has left; how much of it has drained."""
+        amount = left = int(min(hold.amount, most))
+        if hold.key == SMOOTH:
+            # It drains in the order of charges. What is before it has less behind it then.
+            ends = self.counts[hold.key][0] - hold.behind
+            left = max(0, min(amount, ends - (self.now if at is None else at) * 10**6))
+            for each in self.holds:
+                if each is not hold and each.key == hold.key and each.behind >= hold.behind:
+                    each.behind -= left
+        hold.amount -= amount
+        self.add(hold.key, -left)
         if not hold.amount:
             self.holds.remove(hold)
+        return amount - left
 
     def correct(self, correction: Correction) -> None:
         if correction.attempt_id:
@@ -458,21 +514,32 @@ class Model:
                         self.add(key, -amount)
         if correction.idempotency_key not in self.results:
             for key, amount in correction.amounts.items():
-                for hold in self.held(key, correction.settles):
-                    self.give_back(hold)
-                self.add(key, amount, correction.starts.get(key, 0))
+                drained = sum(map(self.give_back, self.held(key, correction.settles)))
+                added = amount * cost_of(key)
+                added = max(0, added - drained) if added > 0 else added
+                self.add(key, added, correction.starts.get(key, 0))
 
     def add(self, key: str, amount: int, start: int = 0) -> None:
-        used = self.counts.of(key)
+        used = self.level(key)
         if amount > 0:
             self.put(key, amount + (start if used is None else used))
+            for hold in self.holds:
+                hold.behind += amount if hold.key == key else 0
         elif used is not None:
-            self.counts[key] = max(0, used + amount), self.counts[key][1]
+            kept, until = self.counts[key]
+            self.counts[key] = max(0, kept + amount), until
 
     def put(self, key: str, used: int) -> None:
-        ends, (_, last) = WINDOWS[key], self.rolled.get(key, (0, 0))
-        until = self.now + IDLE if ends is None else max(ends, self.now, last) + GRACE
+        ends, (_, last) = WINDOWS.get(key), self.rolled.get(key, (0, 0))
+        until: float = self.now + IDLE if ends is None else max(ends, self.now, last) + GRACE
+        if key == SMOOTH:
+            used, until = used + self.now * 10**6, self.now + used / 10**6 + GRACE
         self.counts[key] = used, until
+
+
+def cost_of(key: str | None) -> int:
+    """What one call adds to the count under a key."""
+    return INTERVAL if key == SMOOTH else 1
 
 
 def outcome(store: Model | QuotaStore, request: AcquireRequest) -> AcquireResult | None:
@@ -545,13 +612,20 @@ def _kept_for_the_next_window() -> list[Step]:
     return [request, [KEYS[2]], 86_400, again]
 
 
+def _ended_in_reverse() -> list[Step]:
+    """Holds of a count that drains are settled in another order than they began."""
+    held: list[Step] = [drains(name, [10_000], 9, 99) for name in "ijk"]
+    return [*held, *(ends(f"{name}!", name, 1, None) for name in "kji")]
+
+
 @pytest.mark.parametrize("place", ["redis", "postgres"], indirect=True)
 @examples(400)
-@given(steps=histories())
+@given(steps=histories() | draining)
 @example(steps=_held_twice())
 @example(steps=_held_longest())
 @example(steps=_granted_again())
 @example(steps=_kept_for_the_next_window())
+@example(steps=_ended_in_reverse())
 def test_all_agree(place: Place, steps: list[Step]) -> None:
     """The same requests get the same answers, and leave the same counts, limits and windows."""
     idle = timedelta(seconds=IDLE)
@@ -595,10 +669,11 @@ def play(step: Operation, model: Model, memory: MemoryStore, shared: Any) -> Non
 
 def compare(model: Model, memory: MemoryStore, shared: Any) -> None:
     """All keep the same."""
-    kept = memory.peek(KEYS)
-    assert shared.peek(KEYS) == kept
-    for key, use in zip(KEYS, kept, strict=True):
-        count, more = model.counts.of(key), model.more(key)
+    kept = memory.peek([*KEYS, SMOOTH])
+    assert shared.peek([*KEYS, SMOOTH]) == kept
+    for key, use in zip([*KEYS, SMOOTH], kept, strict=True):
+        level, more = model.level(key), model.more(key)
+        count = None if level is None else -(-level // cost_of(key))
         found = (None, 0, None) if use is None else (use.used, use.granted, use.rolled_over)
         rolled = model.rolled[key][0] if key in model.rolled else None
         assert found == (0 if count is None and more else count, more, rolled)

@@ -40,9 +40,11 @@ local function hold(key, amount, lease)
   if lease < 0 then return end
   local ends = now + lease + 1
   local before, next_end, charged = unpack(redis.call('HMGET', key, ask.hold, 'next_end', 'charged'))
-  local kept, last, earlier = held(before)
+  local kept, last, place = held(before)
   local text = digits(amount + (kept or 0)) .. ' ' .. digits(math.max(ends, last or ends))
-  if charged then text = text .. ' ' .. (earlier and digits(earlier) or charged) end
+  -- If something was charged in between, the place of the first part holds for all.
+  if not place or place + amount == whole(charged) then place = charged end
+  if charged then text = text .. ' ' .. place end
   redis.call('HSET', key, ask.hold, text, 'next_end', digits(math.min(ends, whole(next_end) or ends)))
 end
 
@@ -58,16 +60,14 @@ end
 -- it that has drained, which is not subtracted again.
 local function lower(key, amount, field)
   local used, left = get(key), amount
-  local rest, ends, charged = held(used and field and redis.call('HGET', key, field))
+  local rest, ends, place = held(used and field and redis.call('HGET', key, field))
   if not used or (field and not rest) then return 0 end
   if field then
     amount = math.min(amount, rest)
-    left = undrained(key, used, amount, charged)
+    if place then return amount - used + used_without(key, used, 0, true, field, amount) end
+    left = amount
     redis.call('HDEL', key, field)
-    if amount < rest then
-      local text = digits(rest - amount) .. ' ' .. digits(ends)
-      redis.call('HSET', key, field, charged and text .. ' ' .. digits(charged) or text)
-    end
+    if amount < rest then redis.call('HSET', key, field, digits(rest - amount) .. ' ' .. digits(ends)) end
   end
   redis.call('HSET', key, 'used', digits(math.max(0, used - left)))
   return amount - left

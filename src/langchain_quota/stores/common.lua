@@ -8,11 +8,11 @@
 --   a count     a hash: used, limit, ends. One that drains falls by one each microsecond: kept as used
 --               is when it is 0, since the Unix epoch; at is the server's time of its last change, so
 --               that a clock which goes back takes the count with it; charged is all that was ever
---               added to it. What is used includes what is held: a field "held:..." for each request
---               has the amount and the end of its lease, and what was charged by then if the count
---               drains. No lease ends before the field next_end. rolled_over has what rolled over
---               from the window before, and until when to keep the count for it. Anything else is
---               an error: others can write there, too.
+--               added, without what holds gave back. What is used includes what is held: a field
+--               "held:..." for each request has the amount and the end of its lease, and what was
+--               charged up to it if the count drains. No lease ends before the field next_end.
+--               rolled_over has what rolled over from the window before, and until when to keep the
+--               count for it. Anything else is an error: others can write there, too.
 --   grants      of a count, under a key of their own: a packed list of {name, amount, end, new,
 --               details}; new: no call has been checked by it. After its end a grant is remembered
 --               for as long as a correction. Those under "::" are the freezes, of 0: the id in the
@@ -40,33 +40,46 @@ local function digits(number)
   return texts[number]
 end
 
--- The amount, the end of the lease, and what was charged by then; nothing if the text is no hold.
+-- The amount, the end of the lease, and what was charged up to it; nothing if the text is no hold.
 local function held(text)
   local amount, ends, charged = string.match(text or '', '^(%d+) (%d+) ?(%d*)$')
   amount, ends = whole(amount), whole(ends)
   if amount and ends then return amount, ends, whole(charged) end
 end
 
--- What a hold gives back: the part that has not drained. A count drains in the order of charges.
-local function undrained(key, used, amount, charged)
-  if not charged then return amount end
-  local later = whole(redis.call('HGET', key, 'charged')) - charged
-  return math.max(0, math.min(amount, used - micros() - later))
-end
-
--- What is used without the holds whose leases end by then; they are removed only if it is asked for.
-local function used_without(key, used, by, removes)
-  local next_end, kept = '', redis.call('HGETALL', key)
+-- What is used without the holds whose leases end by then, or without an amount of one of them; they
+-- are lowered only if it is asked for.
+local function used_without(key, used, by, removes, field, amount)
+  local holds, total, next_end, kept = {}, nil, '', redis.call('HGETALL', key)
   for i = 1, #kept, 2 do
-    local part, ends, charged = held(string.sub(kept[i], 1, 5) == 'held:' and kept[i + 1])
-    if part and ends > by then
-      next_end = digits(math.min(ends, whole(next_end) or ends))
-    elseif part then
-      used = math.max(0, used - undrained(key, used, part, charged))
-      if removes then redis.call('HDEL', key, kept[i]) end
-    end
+    local part, ends, place = held(string.sub(kept[i], 1, 5) == 'held:' and kept[i + 1])
+    if part then table.insert(holds, {part, ends, place, kept[i], kept[i + 1]}) end
+    if kept[i] == 'charged' then total = whole(kept[i + 1]) end
   end
-  if removes then redis.call('HSET', key, 'used', digits(used), 'next_end', next_end) end
+  table.sort(holds, function(one, other) return one[2] < other[2] end)
+  for _, hold in ipairs(holds) do
+    local part, ends, place, name = unpack(hold, 1, 4)
+    local goes = name == field and amount or not field and ends <= by and part or 0
+    local left = goes
+    if place and goes > 0 then
+      -- A count drains in the order of charges: what was charged later is left first, and moves up.
+      left = math.max(0, math.min(goes, used - math.min(micros(), ends * 1000000) - total + place))
+      total = total - left
+      for _, later in ipairs(holds) do
+        if later == hold or later[3] > place then later[3] = later[3] - left end
+      end
+    end
+    used, hold[1] = math.max(0, used - left), part - goes
+    if goes < part then next_end = digits(math.min(ends, whole(next_end) or ends)) end
+  end
+  if not removes then return used end
+  for _, hold in ipairs(holds) do
+    local part, ends, place, name, text = unpack(hold, 1, 5)
+    local new = digits(part) .. ' ' .. digits(ends) .. (place and ' ' .. digits(place) or '')
+    if part == 0 then redis.call('HDEL', key, name) elseif new ~= text then redis.call('HSET', key, name, new) end
+  end
+  if total then redis.call('HSET', key, 'charged', digits(total)) end
+  redis.call('HSET', key, 'used', digits(used), 'next_end', next_end)
   return used
 end
 

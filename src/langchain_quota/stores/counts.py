@@ -154,20 +154,22 @@ class Count:
     limit: int | None = None
     ends: int | None = None
     holds: dict[str, tuple[int, int, int]] | None = None
-    """What is held, until when, and what was `charged` by then, by the request that holds it."""
+    """What is held, until when, and what was `charged` up to it, by the request that holds it."""
     next_end: float = math.inf
     """No lease of the holds ends before this time."""
     changed_at: int | None = None
     """If it drains, when it was last changed: a clock that goes back takes the count with it."""
     charged: int = 0
-    """If it drains, all that was ever added to it."""
+    """If it drains, all that was ever added to it, without what holds have given back."""
     rolled_over: int | None = None
     """What rolled over from the window before; `None` before it is fixed."""
 
     def hold(self, name: str, amount: int, ends: int) -> None:
         """Note that a request only holds, until its lease ends, so much of what it has charged."""
         self.holds = self.holds or {}
-        held, last, charged = self.holds.get(name, (0, ends, self.charged))
+        held, last, charged = self.holds.get(name, (0, ends, self.charged - amount))
+        # If something was charged in between, the place of the first part holds for all.
+        charged += amount if charged + amount == self.charged else 0
         self.holds[name] = (held + amount, max(ends, last), charged)
         self.next_end = min(ends, self.next_end)
 
@@ -176,16 +178,20 @@ class Count:
 
         If a request is named, subtract no more than it still holds.
         """
-        drained = 0
+        drained, holds = 0, self.holds or {}
         if held_by is not None:
-            held, ends, charged = (self.holds or {}).pop(held_by, (0, 0, 0))
+            held, ends, place = holds.pop(held_by, (0, 0, 0))
             amount = min(amount, held)
-            if held > amount and self.holds is not None:
-                self.holds[held_by] = (held - int(amount), ends, charged)
             if self.changed_at is not None:
-                # A count drains in the order of charges. So what was charged later is left first.
-                left = level_of(self, now) - self.charged + charged
-                drained = int(amount) - max(0, min(int(amount), left))
+                # A count drains in the order of charges. So what was charged later is left first,
+                # and moves up by what is not to drain any more.
+                left = max(0, min(int(amount), level_of(self, now) - self.charged + place))
+                drained, self.charged = int(amount) - left, self.charged - left
+                for name, (part, last, later) in holds.items():
+                    holds[name] = part, last, later - left * (later > place)
+                place -= left
+            if held > amount:
+                holds[held_by] = (held - int(amount), ends, place)
         self.used = max(0, self.used - int(amount) + drained)
         return drained
 
@@ -196,8 +202,9 @@ class Count:
             self.used = max(0, self.used - self.changed_at + micros)
             self.changed_at = micros
         if self.next_end <= now:
-            for name in [name for name, (_, ends, _) in holds.items() if ends <= now]:
-                self.lower(math.inf, now, name)
+            over = sorted((end, name) for name, (_, end, _) in holds.items() if end <= now)
+            for end, name in over:
+                self.lower(math.inf, end, name)
             self.next_end = min((ends for _, ends, _ in holds.values()), default=math.inf)
 
 
@@ -254,8 +261,8 @@ class Counts(ExpiringDict[Count]):
             count.changed_at = _micros(now)
             count.used, expires = used + count.changed_at, now + used / 10**6 + GRACE
         count.ends = ends
-        # Never earlier than before.
-        _, least = self.all.get(key, (None, expires))
+        # Never earlier than before, unless it drains.
+        _, least = self.all.get(key, (0, 0)) if count.changed_at is None else (0, 0)
         self.put(key, count, max(expires, least), now)
         return count
 
