@@ -47,7 +47,7 @@ class Passing(Clock):
         for module in ("features.waiting", "stores.rate_limiter"):
             patch.setattr(f"langchain_quota.{module}.wait_for", self.wait)
 
-    async def wait(self, form: str, seconds: float) -> None:
+    async def wait(self, form: str, seconds: float, *_: object) -> None:
         await until(self.may.is_set) if form else self.may.wait(PATIENCE)
         self.now += seconds
 

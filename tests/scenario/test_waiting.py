@@ -67,7 +67,7 @@ class Stepped(Clock):
         super().__init__()
         patch.setattr("langchain_quota.features.waiting.wait_for", self.wait)
 
-    async def wait(self, form: str, seconds: float) -> None:
+    async def wait(self, form: str, seconds: float, *_: object) -> None:
         target = self.now + seconds
         while self.now < target:
             await asyncio.sleep(0.001) if form else time.sleep(0.001)  # noqa: ASYNC251 - in the sync form
@@ -243,7 +243,7 @@ async def test_room_that_comes_early(
         await scene.play()
     key = store.usages("search:global:*")[0].key
 
-    async def wait(_: str, seconds: float) -> None:
+    async def wait(_: str, seconds: float, *__: object) -> None:
         pauses.append(seconds)
         await asyncio.sleep(0)
         if waits(3, signals):

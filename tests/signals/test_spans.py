@@ -336,7 +336,7 @@ async def test_a_span_begins_before_the_wait(
     """A call's span covers its wait for room in a quota, so no time of the run is unexplained."""
     clock, waits = Clock(), list[int]()
 
-    async def passing(_: str, seconds: float) -> None:
+    async def passing(_: str, seconds: float, *__: object) -> None:
         clock.now += seconds
         waits.append(time.time_ns())
 

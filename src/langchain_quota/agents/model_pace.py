@@ -36,7 +36,6 @@ from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import UserLine, explain_arguments
-from langchain_quota.runtime.semaphores import semaphore_of
 from langchain_quota.runtime.sync_async import Mode, as_async, fork_safe_lock, run_sync
 from langchain_quota.runtime.units import Time, parse_milliseconds
 from langchain_quota.stores import QuotaStore, check_store
@@ -234,12 +233,12 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
     async def _wait_for_room(self, mode: Mode, pace: _Pace) -> None:
         """Wait until the provider has room for a call, but no longer than a call may wait."""
         agent, started_at = running_agent(), time.monotonic()
-        queue = semaphore_of(self._client.store if self._client else self, pace.key)
+        store = self._client.store if self._client else self
         waited, outcome = 0.0, "allowed"
         try:
             with self._recorder.waiting(agent, pace.label):
                 charge = partial(self._charge, mode, pace)
-                _, waited = await wait_for_room(queue, mode, charge, self._wait)
+                _, waited = await wait_for_room(store, pace.key, mode, charge, self._wait)
         except BaseException:
             waited, outcome = time.monotonic() - started_at, "cancelled"
             raise

@@ -155,7 +155,7 @@ class Waiting(Feature):
                 self._begin_wait(batch, wait, result)
                 wait.queues.move(wait.waiter, _queue_of(_checks_by_scope(batch)[quota]))
                 with self.recorder.waiting(caller.agent, wait.limit, caller.thread_id):
-                    await wait_for(mode, min(pause, LOOKS_AGAIN))
+                    await wait_for(mode, min(pause, LOOKS_AGAIN), wait.waiter)
         # Check once more with the batch's own stops, so that the limit's `exit_behavior` decides
         # what a refusal does.
         batch = await self._rebuild(mode, batch)

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 
 LOOKS_AGAIN = 1.0
-"""After how many seconds the first call of a queue looks for room again, which may come early."""
+"""After how many seconds the first call of a queue looks for room that others have made."""
 
 
 @dataclass(eq=False, slots=True)
@@ -168,6 +168,14 @@ class Queues:
             waiter_behind = self._moved(waiter, name)
         self._wake(waiter_behind)
 
+    def look_again(self, keys: Iterable[str]) -> None:
+        """Wake the first call that waits for each of these counts, in any window."""
+        with self._lock:
+            names = {name for key in keys for name in (key, key.rpartition(":")[0])}
+            firsts = [min(self._queues[name].items())[1] for name in names & self._queues.keys()]
+        for first in firsts:
+            self._wake(first)
+
     def _moved(self, waiter: Waiter, name: str) -> Waiter | None:
         """Move a call, with the lock held, and return who is first now in the queue it leaves."""
         old_name, waiter.queue = waiter.queue, name
@@ -177,7 +185,7 @@ class Queues:
             self._queues.pop(old_name, None)
         if name:
             self._queues.setdefault(name, {})[waiter.number] = waiter
-        return queue.get(min(queue, default=-1))
+        return None if name == old_name else queue.get(min(queue, default=-1))
 
     def _wake(self, first: Waiter | None) -> None:
         if first is not None:

@@ -54,9 +54,11 @@ def run_sync(coroutine: Coroutine[object, None, T]) -> T:
     )
 
 
-async def wait_for(mode: Mode, seconds: float) -> None:
-    """Wait for some seconds, in the event loop or in this thread."""
-    if mode:
+async def wait_for(mode: Mode, seconds: float, waiter: Any = None) -> None:
+    """Wait for some seconds, in the event loop or in this thread, or until a waiter is woken."""
+    if waiter is not None:
+        await waiter.sleep(seconds)
+    elif mode:
         await asyncio.sleep(seconds)
     else:
         time.sleep(seconds)  # noqa: ASYNC251 - in sync mode

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.errors import QuotaStoreError
+from langchain_quota.runtime.semaphores import queues_of
 from langchain_quota.runtime.sync_async import (
     Mode,
     call_variant,
@@ -204,17 +205,14 @@ class StoreClient:
                     with self._corrections.carried(prefix) as (carried, _):
                         remaining = bool(carried)
                         if remaining:
-                            alone = AcquireRequest("", "", corrections=carried)
-                            acquire = self.store.acquire, self.store.aacquire
-                            await call_variant(mode, *acquire, alone)
+                            await self._ask(mode, AcquireRequest("", "", corrections=carried))
 
     async def _send(
         self, mode: Mode, sent: AcquireRequest, reset: Sequence[str] = ()
     ) -> AcquireResult:
         """Send a request, and before it the corrections that it needs, and return the result."""
-        acquire = self.store.acquire, self.store.aacquire
         if not self._corrections.waiting:
-            return _checked(await call_variant(mode, *acquire, sent), sent)
+            return _checked(await self._ask(mode, sent), sent)
         last, answer, prefix = False, AcquireResult({}), _prefix([*reset, *keys_of(sent)])
         # The counts that the caller has, or corrects.
         keys = {*reset, *(counter.key or "" for counter in sent.counters.values() if counter.used)}
@@ -224,8 +222,15 @@ class StoreClient:
                 request = sent if last else AcquireRequest("", "")
                 if carried:
                     request = replace(request, corrections=(*carried, *request.corrections))
-                answer = await call_variant(mode, *acquire, request)
+                answer = await self._ask(mode, request)
         return _checked(answer, sent)
+
+    async def _ask(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
+        answer = await call_variant(mode, self.store.acquire, self.store.aacquire, request)
+        if request.corrections:
+            # They may have made room for calls that wait in this process.
+            queues_of(self.store).look_again(keys_of(replace(request, counters={})))
+        return answer
 
     @contextmanager
     def _asking(

@@ -29,7 +29,7 @@ from langchain_quota.core.provider_limits import read_error, read_pause
 from langchain_quota.limits.options import MODEL, TOTAL_TOKENS
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.runtime.arguments import validate_count, validate_name
-from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Semaphore, semaphore_of
+from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Waiter, queues_of, semaphore_of
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync, wait_for
 from langchain_quota.stores.keys import (
     CountKey,
@@ -160,27 +160,31 @@ def _delay_time(key: str, seconds: float, burst: int) -> int:
 
 
 async def wait_for_room(
-    queue: Semaphore, mode: Mode, charge: Callable[[], Awaitable[float]], seconds: float
+    store: object, key: str, mode: Mode, charge: Callable[[], Awaitable[float]], seconds: float
 ) -> tuple[bool, float]:
     """Wait until a call is charged; return whether it was in time, and how long it waited.
 
     Args:
-        queue: The calls of this process that wait for the same room.
+        store: The store that has the count for which the call waits.
+        key: The key of this count.
         mode: The mode of the call.
         charge: Charges the call if there is room for it, and returns the seconds until there is.
         seconds: How long the call may wait.
     """
     started_at = time.monotonic()
-    slot = await queue.acquire(mode, 1, seconds)
+    slot = await semaphore_of(store, key).acquire(mode, 1, seconds)
     has_waited, missing = slot.waits, math.inf
+    waiter, queues = Waiter(mode), queues_of(store)
+    queues.move(waiter, key)
     try:
         while slot.acquired and (missing := await charge()) > 0:
             rest = started_at + seconds - time.monotonic()
             if rest <= 0:
                 break
             has_waited = True
-            await wait_for(mode, min(missing, rest, LOOKS_AGAIN))
+            await wait_for(mode, min(missing, rest, LOOKS_AGAIN), waiter)
     finally:
+        queues.move(waiter)
         slot.release()
     return missing <= 0, time.monotonic() - started_at if has_waited else 0.0
 
@@ -309,9 +313,9 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
                     "the model rate_limiter=limiter and callbacks=[limiter]"
                 )
             self._check_reserve(call.reserve)
-        queue = semaphore_of(self._store, next(iter(self._rates.values())).key)
-        charge = partial(self._lacks, mode, call)
-        is_admitted, _ = await wait_for_room(queue, mode, charge, _FOREVER if blocking else 0)
+        *_, rate = self._rates.values()
+        charge, seconds = partial(self._lacks, mode, call), _FOREVER if blocking else 0
+        is_admitted, _ = await wait_for_room(self._store, rate.key, mode, charge, seconds)
         return is_admitted
 
     async def _lacks(self, mode: Mode, call: _Call) -> float:
