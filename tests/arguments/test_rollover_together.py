@@ -23,37 +23,24 @@ def monthly(limit: Any = 5, **options: Any) -> Quota:
     return Quota(limit, **{"per": "tenant", "window": "month", **options})
 
 
-PLAIN, ROLLS = monthly(), monthly(rollover=5)
-DAILY, BY_AGENT = monthly(window="1d"), monthly(per="agent")
+PLAIN, ROLLS, NINE = monthly(), monthly(rollover=5), monthly(9, rollover=5)
+BY_PLAN = monthly(by_plan, rollover=5)
 SMOOTH = monthly(window="1d", smooth=True)
+DIFFER = ([ROLLS, PLAIN], [PLAIN, ROLLS], [ROLLS, monthly(rollover=4)], [NINE, ROLLS])
+AGREE = (
+    *([BY_PLAN, BY_PLAN], [ROLLS, monthly(rollover=5, name="also")], [PLAIN, monthly(9)]),
+    *([ROLLS, monthly(per="agent")], [ROLLS, SMOOTH], [monthly(window="1d", rollover=5), SMOOTH]),
+)
 
 
 @pytest.mark.parametrize("make", [QuotaMiddleware, GraphQuota])
-@pytest.mark.parametrize(
-    ("quotas", "others", "kind", "is_right"),
-    [
-        ([ROLLS], [PLAIN], ModelCallLimit, False),
-        ([PLAIN], [ROLLS], ModelCallLimit, False),
-        ([ROLLS], [monthly(rollover=4)], ModelCallLimit, False),
-        ([monthly(9, rollover=5)], [ROLLS], ModelCallLimit, False),
-        ([ROLLS, monthly(name="hard")], [PLAIN], ModelCallLimit, False),
-        ([monthly(by_plan, rollover=5)], [ROLLS], ModelCallLimit, False),
-        ([monthly(by_plan, rollover=5)], [monthly(by_plan, rollover=5)], ModelCallLimit, True),
-        ([ROLLS], [monthly(rollover=5, name="also")], ModelCallLimit, True),
-        ([PLAIN], [monthly(9)], ModelCallLimit, True),
-        ([ROLLS], [BY_AGENT, DAILY], ModelCallLimit, True),
-        ([monthly(window="1d", rollover=5)], [SMOOTH], ModelCallLimit, True),
-        ([ROLLS], [PLAIN], ToolCallLimit, True),
-        ([ROLLS], [PLAIN], TokenLimit, True),
-    ],
-)
-def test_limits_on_one_count(
-    make: Any, quotas: Any, others: Any, kind: Any, *, is_right: bool
-) -> None:
+@pytest.mark.parametrize("quotas", [*DIFFER, [BY_PLAN, ROLLS], *AGREE])
+def test_limits_on_one_count(make: Any, quotas: Any) -> None:
     """A hard limit beside one that rolls over would let through what the other one left."""
-    limits = [ModelCallLimit(quotas=quotas), kind(quotas=others, name="hard")]
-    if is_right:
-        make(limits, store=MemoryStore())
-        return
-    with pytest.raises(ValueError, match="give both the same limit and rollover"):
-        make(limits, store=MemoryStore())
+    for kind in (ToolCallLimit, TokenLimit, ModelCallLimit):
+        others = [ModelCallLimit(quotas=quotas[:1]), kind(quotas=quotas[1:], name="hard")]
+        if kind is not ModelCallLimit or quotas in AGREE:
+            make(others, store=MemoryStore())
+            continue
+        with pytest.raises(ValueError, match="give both the same limit and rollover"):
+            make(others, store=MemoryStore())

@@ -71,20 +71,20 @@ async def test_charged_once(
     assert counts(store) == {f"{name}:thread:thread-1": amount for name, amount in charged.items()}
 
 
-class CountingSaver(InMemorySaver):
-    """Counts how often it is read, by a saver that takes its time; the first read may fail."""
+class SlowSaver(InMemorySaver):
+    """A saver that counts how often it is read; a read takes its time, and may fail."""
 
     reads = 0
-    fails = False
+    failing: int | None = None
 
     def get_tuple(self, config: Any) -> Any:
         self.reads += 1
         return super().get_tuple(config)
 
     async def aget_tuple(self, config: Any) -> Any:
-        found = self.get_tuple(config)
+        found, number = self.get_tuple(config), self.reads
         await asyncio.sleep(0.01)
-        if self.fails and self.reads == 2:
+        if number == self.failing:
             raise ConnectionError
         return found
 
@@ -94,35 +94,22 @@ class CountingSaver(InMemorySaver):
 async def test_the_checkpointer_is_read_once_a_step(
     form: Form, edits: int, signals: Signals
 ) -> None:
-    """A resumed step of many calls reads its checkpoint once, and what it was copied from."""
-    saver, store = CountingSaver(), MemoryStore()
-    reads = []
-    for calls in (1, 20):
-        limits = [ToolCallLimit("search", run_limit=99)]
-        options: dict[str, Any] = {"checkpointer": saver, "interrupt_before": ["tools"]}
-        options |= {"form": form, "thread_id": str(calls), "store": store}
-        scene = Scene(signals, asking(*["search"] * calls), limits, **options)
-        await scene.play()
+    """Many calls share one read of their checkpoint; if it fails, the others read themselves."""
+    saver, store = SlowSaver(), MemoryStore()
+    script = asking(*["search"] * 20)
+    options: dict[str, Any] = {"checkpointer": saver, "interrupt_before": ["tools"], "form": form}
+    scene = Scene(
+        signals, script, [ToolCallLimit("search", thread_limit=20)], store=store, **options
+    )
+    for turn in ("a", "b"):
+        await scene.play(thread_id=turn)
         for _ in range(edits):
             scene.agent.update_state(scene.config, {"messages": []})
         saver.reads = 0
+        if form == "async" and turn == "b":
+            saver.failing = 2
+            with pytest.raises(ConnectionError):
+                await scene.go_on()
         await scene.go_on()
-        reads.append(saver.reads)
-        assert len(scene.ran) == calls
-    assert reads[0] == reads[1] == 2 + edits
-
-
-async def test_a_read_that_fails_fails_its_own_call(signals: Signals) -> None:
-    """Calls that wait for the read of another one read for themselves if it fails."""
-    saver, store = CountingSaver(), MemoryStore()
-    limits = [ToolCallLimit("search", thread_limit=3)]
-    options: dict[str, Any] = {"checkpointer": saver, "interrupt_before": ["tools"]}
-    scene = Scene(signals, asking(*["search"] * 3), limits, store=store, **options)
-    await scene.play()
-    saver.reads, saver.fails = 0, True
-    with pytest.raises(ConnectionError):
-        await scene.go_on()
-    await scene.go_on()
-
-    assert scene.answers() == [("search", "success")] * 3
-    assert counts(store) == {"search:thread:thread-1": 3}
+        assert turn == "b" or saver.reads == 2 + edits
+        assert scene.answers() == [("search", "success")] * 20

@@ -26,88 +26,68 @@ LONG = "word " * 600
 """3,000 bytes, which are estimated as 1,000 tokens."""
 
 
-def report(given: int, made: int, total: int | None = None, **details: int) -> dict[str, Any]:
-    """A report of tokens as LangChain has it."""
-    outputs = {name: details.pop(name) for name in ("reasoning",) if name in details}
-    total = given + made if total is None else total
-    told = {"input_tokens": given, "output_tokens": made, "total_tokens": total}
-    return {**told, "input_token_details": details, "output_token_details": outputs}
-
-
 def said(*tokens: int, text: Any = "Yes.", args: Any = None, **more: Any) -> AIMessage:
-    """An answer with a report; `more` are its details, or what else its message has."""
+    """An answer that reports input, output and perhaps a total; `more` are details, or its own."""
     details = {name: more.pop(name) for name in [*more] if isinstance(more[name], int)}
     calls = [{"name": "none", "args": args, "id": "1"}] if args else []
     return AIMessage(text, tool_calls=calls, usage_metadata=report(*tokens, **details), **more)
 
 
+def report(given: int, made: int, total: int = 0, reasoning: int = 0, **details: int) -> Any:
+    told = {"input_tokens": given, "output_tokens": made, "total_tokens": total or given + made}
+    parts = {"output_token_details": {"reasoning": reasoning}, "input_token_details": details}
+    return told | parts
+
+
 def part(text: Any = "", *tokens: int) -> AIMessageChunk:
     """A chunk of a stream, with a report or without one."""
-    told: Any = report(*tokens) if tokens else None
-    return AIMessageChunk(content=text, usage_metadata=told)
+    return AIMessageChunk(content=text, usage_metadata=report(*tokens) if tokens else None)
 
 
 def iterations(*tokens: tuple[int, int, int], **more: Any) -> dict[str, Any]:
     """What Anthropic says beside its sum: input, output and written cache of each iteration."""
     names = ("input_tokens", "output_tokens", "cache_creation_input_tokens")
     parts = [{**dict(zip(names, each, strict=True)), **more} for each in tokens]
-    return {"usage": {"iterations": parts}}
+    return {"response_metadata": {"usage": {"iterations": parts}}}
 
 
 COMPACTED = [{"type": "compaction", "content": "w" * 300, "index": 0}]
 CUT_OFF = [*[part(LONG)] * 3, ConnectionError()]
-FORMS: dict[str, tuple[Any, int, int, float]] = {
-    # The answer, and its tokens of input, of output, and their price in millionths of a dollar.
-    "OpenAI: parts of the whole": (
-        said(1_207, 31, cache_read=1_024, reasoning=20),
-        1207,
-        31,
-        595.4,
+TWICE = iterations(*[(50, 10, 100)] * 2, cache_creation={"ephemeral_1h_input_tokens": 100})
+LONG_REASONING = {"additional_kwargs": {"reasoning_content": LONG}}
+FORMS: dict[str, tuple[Any, Any]] = {
+    # The answer; its tokens of input and of output, and their price in millionths of a dollar.
+    "OpenAI": (said(1_207, 31, cache_read=1_024, reasoning=20), [1_207, 31, 595.4]),
+    "OpenAI, flex": (said(100, 50, 350, flex_cache_read=200), [300, 50, 620]),
+    "Gemini by ChatOpenAI": (said(17, 24, 1_426), [17, 1_409, 14_107]),
+    "Grok by ChatOpenAI": (said(1_000, 500, 1_800, reasoning=300), [1_000, 800, 9_000]),
+    "Grok, and its cache": (
+        *(said(100, 50, 1_350, cache_read=1_000, reasoning=200), [1_100, 250, 2_700]),
     ),
-    "Gemini by ChatOpenAI: thinking in the total": (said(17, 24, 1_426), 17, 1_409, 14_107),
-    "Grok by ChatOpenAI: reasoning": (said(1_000, 500, 1_800, reasoning=300), 1_000, 800, 9_000),
-    "Grok: cache and reasoning": (
-        *(said(100, 50, 1_350, cache_read=1_000, reasoning=200), 1_100, 250, 2_700),
+    "two alike: the dearer": (
+        *(said(2_000, 50, 3_050, cache_read=1_000, reasoning=1_000), [2_000, 1_050, 11_600]),
     ),
-    "both alike: the dearer": (
-        *(said(2_000, 50, 3_050, cache_read=1_000, reasoning=1_000), 2_000, 1_050, 11_600),
+    "Bedrock": (said(20_000, 100, 58_100, cache_read=38_000), [58_000, 100, 24_800]),
+    "Bedrock, written": (
+        *(said(19, 100, 39_119, cache_read=38_000, cache_creation=1_000), [39_019, 100, 6_069]),
     ),
-    "Bedrock: cache": (said(20_000, 100, 58_100, cache_read=38_000), 58_000, 100, 24_800),
-    "Bedrock: read and written": (
-        said(19, 100, 39_119, cache_read=38_000, cache_creation=1_000),
-        *(39_019, 100, 6_069),
-    ),
-    "cache in no total": (said(19, 100, cache_read=38_000), 38_019, 100, 4_819),
-    "reasoning in no total": (said(17, 24, reasoning=1_385), 17, 1_409, 14_107),
-    "OpenAI, flex": (said(100, 50, 350, flex_cache_read=200), 300, 50, 620),
+    "cache in no total": (said(19, 100, cache_read=38_000), [38_019, 100, 4_819]),
+    "reasoning in no total": (said(17, 24, reasoning=1_385), [17, 1_409, 14_107]),
     "compaction": (
-        said(23_000, 1_000, response_metadata=iterations((180_000, 3_500, 0), (23_000, 1_000, 0))),
-        *(203_000, 4_500, 248_000),
+        said(23_000, 1_000, **iterations((180_000, 3_500, 0), (23_000, 1_000, 0))),
+        [203_000, 4_500, 248_000],
     ),
-    "iterations that write": (
-        said(
-            *(150, 10),
-            cache_creation=100,
-            response_metadata=iterations(
-                *[(50, 10, 100)] * 2, cache_creation={"ephemeral_1h_input_tokens": 100}
-            ),
-        ),
-        *(300, 20, 700),
-    ),
-    "compaction, streamed": ([part(COMPACTED), part([], 5_000, 50)], 6_000, 150, 7_500),
-    "no input": (said(0, 50), 1_000, 50, 1_500),
-    "nothing": (said(0, 0, text=LONG), 1_000, 1_000, 11_000),
-    "no output": (said(20, 0, text=LONG), 20, 1_000, 10_020),
-    "a placeholder": (said(20, 1, text=LONG), 20, 1_000, 10_020),
-    "a placeholder, streamed": ([part("", 20, 1), part(LONG)], 20, 1_000, 10_020),
-    "a placeholder, and reasoning": (
-        *(said(20, 1, text="", additional_kwargs={"reasoning_content": LONG}), 20, 1_000, 10_020),
-    ),
-    "a placeholder, and arguments": (said(20, 1, text="", args={"q": LONG}), 20, 1_023, 10_250),
-    "one token": (said(20, 1), 20, 1, 30),
-    "cut off after the prompt's report": ([part("", 900, 1), *CUT_OFF], 900, 3_000, 30_900),
-    "cut off without a report": (CUT_OFF, 1_000, 3_000, 31_000),
-    "cut off after the whole report": ([part("", 900, 5_000), *CUT_OFF], 900, 5_000, 50_900),
+    "written twice": (said(150, 10, cache_creation=100, **TWICE), [300, 20, 700]),
+    "compaction, streamed": ([part(COMPACTED), part([], 5_000, 50)], [6_000, 150, 7_500]),
+    "no input": (said(0, 50), [1_000, 50, 1_500]),
+    "no output": (said(20, 0, text=LONG), [20, 1_000, 10_020]),
+    "a placeholder": ([part("", 20, 1), part(LONG)], [20, 1_000, 10_020]),
+    "hidden by reasoning": (said(20, 1, text="", **LONG_REASONING), [20, 1_000, 10_020]),
+    "hidden by arguments": (said(20, 1, text="", args={"q": LONG}), [20, 1_023, 10_250]),
+    "one token": (said(20, 1), [20, 1, 30]),
+    "cut off": (CUT_OFF, [1_000, 3_000, 31_000]),
+    "cut off behind the prompt": ([part("", 900, 1), *CUT_OFF], [900, 3_000, 30_900]),
+    "cut off at the end": ([part("", 900, 5_000), *CUT_OFF], [900, 5_000, 50_900]),
 }
 
 
@@ -122,27 +102,29 @@ class Streams(ScriptedChatModel):
 
 
 async def charged(signals: Signals, answer: Any, prices: Any) -> list[float]:
-    """What the tokens of input, of output and of both are, and the millionths of a dollar."""
-    kind = Streams if isinstance(answer, list) else ScriptedChatModel
-    model = kind(model="claude", script=answer if isinstance(answer, list) else [answer])
+    """What the tokens of input and of output are, and the millionths of a dollar."""
+    streams = isinstance(answer, list)
+    kind = Streams if streams else ScriptedChatModel
+    model = kind(model="claude", script=answer if streams else [answer])
     scene = Scene(signals, model, LIMITS, tools=(), checkpointer=None, prices=prices)
-    mode = "messages" if isinstance(answer, list) else "values"
+    mode = "messages" if streams else "values"
     with suppress(ConnectionError):
         async for _ in scene.agent.astream({"messages": [("user", LONG)]}, stream_mode=mode):
             pass
-    amounts: list[float] = []
-    for name in ("tokens", "tokens", "tokens", "dollars"):
-        limit = ("input_tokens", "output_tokens", "tokens", "cost")[len(amounts)]
-        spent = signals.samples(f"langchain_quota_spent_{name}_total", limit=limit)
-        amounts.append(round(sum(spent.values()) * (10**6 if name == "dollars" else 1), 3))
-    return amounts
+
+    def spent(limit: str, unit: str = "tokens") -> float:
+        return sum(signals.samples(f"langchain_quota_spent_{unit}_total", limit=limit).values())
+
+    given, made = spent("input_tokens"), spent("output_tokens")
+    assert spent("tokens") == given + made
+    return [given, made, round(spent("cost", "dollars") * 10**6, 3)]
 
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_every_form_is_charged_in_full(signals: Signals, form: str) -> None:
     """Tokens that only the total, a detail or a text shows are charged, each once, at its price."""
-    answer, given, made, price = FORMS[form]
-    assert await charged(signals, answer, TABLE) == [given, made, given + made, price]
+    answer, expected = FORMS[form]
+    assert await charged(signals, answer, TABLE) == expected
 
 
 COUNT = st.integers(0, 30)
