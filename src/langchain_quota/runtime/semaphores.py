@@ -177,7 +177,7 @@ class Queues:
             self._wake(first)
 
     def _moved(self, waiter: Waiter, name: str) -> Waiter | None:
-        """Move a call, with the lock held, and return who is first now in the queue it leaves."""
+        """Move a call, with the lock held, and return who is first now instead of it."""
         old_name, waiter.queue = waiter.queue, name
         queue = self._queues.get(old_name, {})
         queue.pop(waiter.number, None)
@@ -185,7 +185,8 @@ class Queues:
             self._queues.pop(old_name, None)
         if name:
             self._queues.setdefault(name, {})[waiter.number] = waiter
-        return None if name == old_name else queue.get(min(queue, default=-1))
+        first = min(queue, default=-1)
+        return queue[first] if first > waiter.number else None
 
     def _wake(self, first: Waiter | None) -> None:
         if first is not None:
