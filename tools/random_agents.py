@@ -24,7 +24,7 @@ from langchain.agents.middleware import (
 )
 from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage, ToolMessage
 from langchain_core.runnables import RunnableLambda
-from langchain_core.tools import StructuredTool
+from langchain_core.tools import StructuredTool, ToolException
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
@@ -72,8 +72,8 @@ def _public(names: str) -> tuple[Any, Any]:
 def _tool(name: str) -> StructuredTool:
     def run(how: str) -> str:
         PLAYED[0].note("results", f"{name} {how}")
-        if how == "fails":
-            raise ValueError("the tool fails")
+        if how == "breaks" or (how == "fails" and name == "calc"):
+            raise (ToolException if how == "fails" else ValueError)("the tool fails")
         return str(interrupt("what?")) if name == "ask" else how
 
     def call(how: str = "found") -> str:
@@ -84,7 +84,8 @@ def _tool(name: str) -> StructuredTool:
         await asyncio.sleep(SECONDS.get(how, 0.2))
         return str(await PLAYED[0].child.ainvoke(*ASKED)) if name == "delegate" else run(how)
 
-    return StructuredTool.from_function(call, acall, name=name, description=name)
+    about: Any = {"name": name, "description": name, "handle_tool_error": True}
+    return StructuredTool.from_function(call, acall, **about)
 
 
 SECONDS = {"slow": 0.7}
@@ -188,7 +189,8 @@ class Player:
     def build(self) -> None:
         r, given = self.r, {"registry": self.registry, "tracer_provider": self.provider}
         given |= self.some(0.3, spans=("refused", "off"), near=(0.5,), run_histograms=(True,))
-        given |= self.some(0.3, count_unchecked_calls=(True,), subject_label=({"user_id": str},))
+        given |= self.some(0.3, count_unchecked_calls=(True,))
+        given |= self.some(0.7, subject_label=({"user_id": str, "whose": str},))
         self.telemetry = made("Telemetry", **given)
         tools = TOOLS[: r.choice((2, 3, 3, 4))]
         names = [each.name for each in tools] * 4 + ["invented"]
@@ -205,8 +207,9 @@ class Player:
         r, calls = self.r, []
         for index in range(r.choice((0, 1, 1, 2, 2, 3, 4))):
             call_id = r.choice([f"call-{n}-{index}"] * 12 + [None, "", "same"])
-            args = {"args": r.choice([{}] * 10 + [{"how": "slow"}] * 4 + [{"how": "fails"}])}
-            calls.append({"name": r.choice(names), "id": call_id, "type": "tool_call", **args})
+            how = r.choice([None] * 8 + ["slow"] * 3 + ["fails"] * 4 + ["breaks"])
+            call = {"name": r.choice(names), "args": {"how": how} if how else {}, "id": call_id}
+            calls.append({**call, "type": "tool_call"})
         tokens = r.randint(1, 20)
         usage = {"input_tokens": tokens, "output_tokens": 5, "total_tokens": tokens + 5}
         some = self.some(0.8, id=(f"answer-{n}",), usage_metadata=(usage,))
@@ -225,7 +228,7 @@ class Player:
             options |= self.some(0.4, thread_limit=[n * unit for n in (3, 5, 9)])
             if options.get("exit_behavior") == "finalize" and kind != "ModelCallLimit":
                 options["keep"] = unit
-            if self.store and r.random() < 0.6:
+            if self.store and r.random() < 0.7:
                 options["quotas"] = [self._quota(unit) for _ in range(r.choice((1, 1, 2)))]
                 if unit in {1, 25} and any(each.window for each in options["quotas"]):
                     options |= self.some(0.5, wait=(0.5, 90))
@@ -241,7 +244,7 @@ class Player:
         options = {} if per == "root_run" else self.some(0.7, window=("1m", "1m", "day"))
         options |= self.some(0.3, smooth=(True,), rollover=(unit,)) if options else {}
         of = (lambda state, runtime: "all") if per == "whose" else per
-        return made("Quota", self.r.choice((1, 1, 2, 3, 6)) * unit, per=of, name=per, **options)
+        return made("Quota", self.r.choice((1, 1, 2, 4)) * unit, per=of, name=per, **options)
 
     def _drop_in(self, kind: str) -> Any:
         options = self.some(0.3, exit_behavior=("end", "error"), limit_name=("mine",))
