@@ -119,8 +119,8 @@ audit: $(VENV)/.develop ## Look the pinned packages up in PyPI's list of vulnera
 compare: $(VENV)/.develop ## Play random agents as the commit AGAINST=… and as the working tree, and list what differs.
 	@$(BIN)/python -m tools.compare $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
 
-instructions: $(VENV)/.develop ## Count the instructions of key paths with valgrind; ARGS="--against main" compares.
-	@$(BIN)/python -m benchmarks.instructions $(ARGS)
+instructions: $(VENV)/.develop ## Count the instructions of key paths with valgrind; AGAINST=main compares.
+	@$(BIN)/python -m benchmarks.instructions $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
 
 langchain-tests: $(VENV)/.develop ## Run LangChain's own tests of its limiters on the drop-ins.
 	@$(BIN)/python tools/upstream.py

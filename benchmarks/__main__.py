@@ -28,6 +28,7 @@ from benchmarks.sizes import FULL, QUICK
 
 BENCHMARKS = {
     "steps": per_step.measure,
+    "stores": per_step.measure_stores,
     "budgets": budgets.measure,
     "runs": runs.measure,
     "concurrency": concurrency.measure,
@@ -117,7 +118,10 @@ def page(results: Sequence[Result], how: str) -> str:
             found.setdefault(setup, {}).update(cells)
     columns = [*dict.fromkeys(column for cells in found.values() for column in cells)]
     rows = [
-        [setup, *(cells.get(each, NOTHING) for each in columns)] for setup, cells in found.items()
+        [setup, *(cells.get(each, NOTHING) for each in columns)]
+        for setup, cells in found.items()
+        # Columns compare with the others.
+        if " hook" not in setup and not setup.startswith("LangChain and telemetry")
     ]
     tables = [Table("What limits add to a step", ["limits", *columns], rows)]
     tables += [table for result in results for table in result.tables_of_page]

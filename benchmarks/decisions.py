@@ -1,6 +1,5 @@
-"""What one decision costs: its telemetry, beside a bare counter and a bare span, and its store."""
+"""What one decision costs: its telemetry, beside a bare counter and a bare span."""
 
-from benchmarks import memory_store
 from benchmarks.costs import UNIT, costs, cpu_time
 from benchmarks.report import Ratio, Result, Table, number
 from benchmarks.scenes import Mode
@@ -29,12 +28,7 @@ def measure(size: Size) -> Result:
     """Measure."""
     works = list(WORKS.values())
     taken = cpu_time(works, size.decisions, size.rounds)
-    found = costs(
-        [*works, *memory_store.WORKS.values()],
-        size.decisions,
-        counted=size.counts_instructions,
-        rounds=size.rounds,
-    )
+    found = costs(works, size.decisions, counted=size.counts_instructions, rounds=size.rounds)
     inc, span = Counting(), Tracing()
     rows = [
         [
@@ -71,7 +65,4 @@ def measure(size: Size) -> Result:
                 costs_of[Bare("sampled")] / costs_of[span],
             )
         )
-    asking, to_state = memory_store.shown(found)
-    return Result(
-        [Table("The telemetry of a decision", columns, rows, note), asking], ratios + to_state
-    )
+    return Result([Table("The telemetry of a decision", columns, rows, note)], ratios)

@@ -3,21 +3,29 @@
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from statistics import median, quantiles
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 from benchmarks.costs import costs
+from benchmarks.optional import required
 from benchmarks.report import Ratio, Result, Table, number
-from benchmarks.scenes import HOOKS, NONE, SETUPS, TWO_HOOKS, agent, run
+from benchmarks.scenes import HOOKS, NONE, SETUPS, STORED, TWO_HOOKS, agent, run
 from benchmarks.sizes import Size
 from benchmarks.workloads import Step
+from langchain_quota import MemoryStore
 
 LENGTHS = (3, 10, 60)
 """The numbers of steps of the runs that are measured."""
 
 USUAL = 10
 """The number of steps of the runs that the targets are about."""
+
+BESIDE = "LangChain, 2"
+"""Beside which set-up those with a store are shown."""
 
 RIVALS = {
     "QuotaMiddleware, tool": ("LangChain, tool", 2.0),
@@ -58,7 +66,8 @@ class Added(NamedTuple):
 
 def measure(size: Size) -> Result:
     """Measure."""
-    added = {steps: _added(steps, size.rounds) for steps in LENGTHS}
+    agents = {setup: agent(setup) for setup in SETUPS | HOOKS}
+    added = {steps: asyncio.run(_added(agents, steps, size.rounds)) for steps in LENGTHS}
     counted = _counted(size)
     tables = [_table(steps, found, counted) for steps, found in added.items()]
     ratios = [
@@ -81,9 +90,65 @@ def measure(size: Size) -> Result:
     return Result(tables, ratios, _of_page(added[USUAL]))
 
 
-def _added(steps: int, rounds: int) -> Mapping[str, Added]:
+def measure_stores(size: Size) -> Result:
+    """Measure limits whose counts a store keeps."""
+    stores: dict[str, Any] = {"memory": MemoryStore()}
+    missing = ""
+    with ExitStack() as running:
+        try:
+            with required():
+                from langchain_quota import PostgresStore, RedisStore  # noqa: PLC0415 - needs both
+                from tests.server.postgres import running_postgres  # noqa: PLC0415 - needs psycopg
+                from tests.server.redis import running_redis  # noqa: PLC0415 - needs redis
+
+                directory = Path(running.enter_context(TemporaryDirectory(prefix="benchmark-")))
+                url = running.enter_context(running_redis(directory)).url
+                stores["Redis"] = RedisStore(url, timeout=60)
+                database = running.enter_context(running_postgres()).database()
+                stores["PostgreSQL"] = PostgresStore(database, timeout=60)
+        except LookupError as error:
+            missing = f" Not measured: {error}."
+        rows = asyncio.run(_in_stores(stores, size.rounds))
+    columns = ("limits", "requests a step", "CPU µs a step", "to LangChain")
+    note = (
+        "*in a store*: QuotaMiddleware's limits of a run; *per user*: quotas of a user's day. The "
+        f"servers do not wait for the disk.{missing}"
+    )
+    table = Table("What limits in a store add to a step", columns, rows, note)
+    return Result([table], tables_of_page=[table])
+
+
+async def _in_stores(stores: Mapping[str, Any], rounds: int) -> Sequence[Sequence[str]]:
+    asked: list[object] = []
+    agents = {setup: agent(setup) for setup in (NONE, BESIDE)}
+    for where, store in stores.items():
+        if where == "PostgreSQL":
+            await store.asetup()
+        store.aacquire = _noting(asked, store.aacquire)
+        agents |= {f"{setup}: {where}": agent(setup, store=store) for setup in STORED}
+    added = await _added(agents, USUAL, rounds)
+    rows = []
+    for name, each in [*added.items()][1:]:
+        asked.clear()
+        await run(agents[name], USUAL, "counted")
+        numbers = len(asked) / USUAL, each.cpu, each.cpu / added[BESIDE].cpu
+        rows.append([name.removeprefix("QuotaMiddleware, "), *map(number, numbers, (1, 0, 2))])
+    for store in [*stores.values()][1:]:
+        await store.aclose()
+    return rows
+
+
+def _noting(asked: list[object], acquire: Callable[[Any], Awaitable[Any]]) -> Any:
+    def noted(request: Any) -> Awaitable[Any]:
+        asked.append(request)
+        return acquire(request)
+
+    return noted
+
+
+async def _added(agents: Mapping[str, Any], steps: int, rounds: int) -> Mapping[str, Added]:
     """What each set-up adds to a step of runs of so many; all take turns."""
-    taken = asyncio.run(_taken(steps, rounds))
+    taken = await _taken(agents, steps, rounds)
     none = taken[NONE]
     found = {}
     for setup, own in taken.items():
@@ -100,8 +165,7 @@ def _added(steps: int, rounds: int) -> Mapping[str, Added]:
     return found
 
 
-async def _taken(steps: int, rounds: int) -> Mapping[str, Nanoseconds]:
-    agents = {setup: agent(setup) for setup in SETUPS | HOOKS}
+async def _taken(agents: Mapping[str, Any], steps: int, rounds: int) -> Mapping[str, Nanoseconds]:
     taken: dict[str, Nanoseconds] = {setup: [] for setup in agents}
     turns = [*agents.items()]
     order = random.Random(0)  # noqa: S311 - no secret

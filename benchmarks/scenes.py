@@ -29,9 +29,11 @@ from benchmarks.by_hand import ObservedModelLimiter, ObservedToolLimiter, Signal
 from langchain_quota import (
     CostLimit,
     InlineQuotaMiddleware,
+    MemoryStore,
     ModelCallLimit,
     ModelCallLimitMiddleware,
     Price,
+    Quota,
     QuotaMiddleware,
     Telemetry,
     TokenLimit,
@@ -201,6 +203,17 @@ def _together(
         together += [each(**limits) for each in budgets]
         prices = {"instant": Price(input="2.50", output=10)} if CostLimit in budgets else None
         return [kind(together, telemetry=telemetry, prices=prices)]
+
+    return make
+
+
+def _shared(*, per_user: bool) -> Setup:
+    def make(telemetry: Telemetry, limits: Limits) -> Middlewares:
+        store = limits.pop("store", None) or MemoryStore()
+        if per_user:
+            limits = {"quotas": [Quota(UNREACHED, per="user_id", window="1d")]}
+        both: list[Limit] = [ModelCallLimit(**limits), ToolCallLimit(**limits)]
+        return [QuotaMiddleware(both, store=store, telemetry=telemetry)]
 
     return make
 
@@ -402,6 +415,12 @@ BUDGETS: dict[str, Setup] = {
 }
 """Set-ups of eight limits with budgets beside them."""
 
+STORED: dict[str, Setup] = {
+    "QuotaMiddleware, 2 in a store": _shared(per_user=False),
+    "QuotaMiddleware, 2 per user": _shared(per_user=True),
+}
+"""Set-ups of two limits whose counts a store keeps: those of runs, and those of a user's day."""
+
 HOOKS: dict[str, Setup] = {
     "hooks of QuotaMiddleware, tool": _floor(_ToolHooks),
     "hooks of QuotaMiddleware, model": _floor(_ModelHooks),
@@ -416,12 +435,14 @@ HOOKS: dict[str, Setup] = {
 """Set-ups whose hooks are of the same kinds as ours. They write the same keys, and no more."""
 
 
-def middlewares(setup: str, *, has_threads: bool, mode: Mode = "not sampled") -> Middlewares:
+def middlewares(
+    setup: str, *, has_threads: bool, mode: Mode = "not sampled", store: object = None
+) -> Middlewares:
     """The middlewares of a set-up; without a checkpointer there are no limits on threads."""
-    limits: Limits = {"run_limit": UNREACHED}
+    limits: Limits = {"run_limit": UNREACHED, **({"store": store} if store else {})}
     if has_threads:
         limits["thread_limit"] = UNREACHED
-    return (SETUPS | BUDGETS | HOOKS)[setup](telemetry(mode), limits)
+    return (SETUPS | BUDGETS | STORED | HOOKS)[setup](telemetry(mode), limits)
 
 
 def agent(
@@ -431,15 +452,16 @@ def agent(
     *,
     reports: bool = False,
     answer: str = "done",
+    store: object = None,
 ) -> Any:
     """An agent of a set-up; its model reports what it has used if it should, or has budgets.
 
-    Each of its tools gives the answer.
+    Each of its tools gives the answer. By default a `STORED` one has a store in memory.
     """
     return create_agent(
         InstantModel(reports=reports or setup in BUDGETS),
         tools=list(tools(answer)),
-        middleware=middlewares(setup, has_threads=saver is not None, mode=mode),
+        middleware=middlewares(setup, has_threads=saver is not None, mode=mode, store=store),
         checkpointer=saver,
         name="benchmark",
     )
@@ -451,8 +473,8 @@ async def run(agent: Any, steps: int, thread: str) -> dict[str, Any]:
     Raises:
         RuntimeError: It did something else.
     """
-    config = {"configurable": {"thread_id": thread}}
-    state: dict[str, Any] = await agent.ainvoke({"messages": [("user", str(steps))]}, config)
+    asked, config = {"messages": [("user", str(steps))]}, {"configurable": {"thread_id": thread}}
+    state: dict[str, Any] = await agent.ainvoke(asked, config, context={"user_id": "ada"})
     last = state["messages"][-1]
     if len(state["messages"]) != 2 * steps + 2 or last.content != "done":
         raise RuntimeError(f"not a run of {steps} steps: {state['messages']}")

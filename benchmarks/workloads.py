@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, repeat
 from secrets import token_hex
-from typing import Literal
 
 from langgraph.checkpoint.memory import InMemorySaver
 from opentelemetry.sdk.trace import TracerProvider
@@ -19,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from benchmarks import scenes
 from benchmarks.checked import Used, check, request_of
 from langchain_quota import MemoryStore, Telemetry
-from langchain_quota.core.admission import AcquireRequest, admit
+from langchain_quota.core.admission import admit
 from langchain_quota.core.checks import ResolvedLimit, ResolvedLimits, demands_of
 from langchain_quota.core.decide import decide
 from langchain_quota.core.decision import Decision
@@ -92,14 +91,7 @@ class Bare:
 
 @dataclass(frozen=True)
 class Asking:
-    """Checking a call by one limit.
-
-    Attributes:
-        whom: What has the counts: the state; a `MemoryStore` that is asked directly; or a
-            `MemoryStore` that is asked as the hooks ask it, which time it and handle its failures.
-    """
-
-    whom: Literal["state", "store", "hooks"]
+    """Checking a call by one limit, with a `MemoryStore` that is asked as the hooks ask it."""
 
 
 Work = Step | Emitting | Checking | Counting | Tracing | Bare | Asking
@@ -136,8 +128,8 @@ def _prepared(work: Work) -> Repeat:
             once = _span("sampled")
         case Bare(mode):
             once = _bare(mode)
-        case Asking(whom):
-            once = _asking(whom)
+        case Asking():
+            once = _asking()
     return _repeating(once)
 
 
@@ -182,27 +174,16 @@ def _checking(limits: int) -> Repeat:
     return _repeating(checked)
 
 
-def _asking(whom: str) -> Callable[[], object]:
-    store = MemoryStore()
+def _asking() -> Callable[[], object]:
+    client = StoreClient(MemoryStore(), recorder_of(scenes.telemetry("not sampled")))
     request = request_of(most=scenes.UNREACHED)
-    if whom == "state":
-        return lambda: request.decide(request.by_state())
-    if whom == "hooks":
-        client = StoreClient(store, recorder_of(scenes.telemetry("not sampled")))
-
-        def hooked() -> None:
-            # Each request has a name of its own.
-            request.name = token_hex(16)
-            result = run_sync(client.acquire("", request.to_store()))
-            assert result is not None
-            request.decide(result)
-
-        return hooked
-    sent, names = request.to_store(), count()
 
     def asked() -> None:
-        name = f"{next(names):032x}"
-        store.acquire(AcquireRequest(name, f"a{name}", sent.counters, sent.demands))
+        # Each request has a name of its own.
+        request.name = token_hex(16)
+        result = run_sync(client.acquire("", request.to_store()))
+        assert result is not None
+        request.decide(result)
 
     return asked
 
