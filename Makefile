@@ -135,7 +135,7 @@ docs-serve: $(VENV)/.docs ## Show the documentation on http://localhost:8000 whi
 coverage: $(VENV)/.develop ## Run all tests, and show the lines of the package that none of them runs.
 	@$(BIN)/pytest --cov --cov-report=term $(ARGS)
 
-mutants: $(VENV)/.develop ## Plant faults in copies of the code; each must be found by the test named beside it.
+mutants: $(VENV)/.develop ## Plant the faults that tests must find; ARGS="--diff main" plants mutants of a change.
 	@$(BIN)/python -m tools.mutants $(ARGS)
 
 dist: $(VENV)/.dist ## Build sdist and wheel into dist/, and try them as the README says.

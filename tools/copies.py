@@ -1,6 +1,7 @@
 """Copies of the project in which faults are planted and tests run."""
 
 import os
+import re
 import shutil
 import sys
 from multiprocessing import get_context
@@ -10,6 +11,7 @@ from signal import SIGKILL
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("src/langchain_quota")
+FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+)", re.MULTILINE)
 OF_A_TEST = 60
 """After so many seconds a test has failed: a fault may make an agent go round in circles."""
 _OF_A_FAULT = 1800

@@ -1,7 +1,8 @@
 """`make mutants`: plants faults in copies of the project, where tests must find them.
 
 By default these are the faults of `tools/faults.yaml`, each with a test that must find it.
-`--search` runs other tests on chosen faults, and prints those that find them.
+`--search` runs other tests on chosen faults, and prints those that find them. With `--diff` or
+`--sample` they are mutants of `tools/operators.py`, with all tests that reach the changed lines.
 """
 
 import argparse
@@ -21,10 +22,9 @@ from typing import Any
 
 import yaml
 
-from tools.copies import PACKAGE, ROOT, Copies
+from tools.copies import FAILED, PACKAGE, ROOT, Copies
 
 FAULTS = Path(__file__).with_name("faults.yaml")
-FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+)", re.MULTILINE)
 SKIPPED = re.compile(r"^SKIPPED .*", re.MULTILINE)
 
 
@@ -133,15 +133,27 @@ def plant_faults(chosen: Sequence[Fault], tests: Sequence[str], copies: Copies, 
 
 
 def main() -> int:
-    """Plant faults: 1 if one survives."""
+    """Plant faults or mutants: 1 if too many survive."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="FAULT", help="some faults; by default all")
     parser.add_argument(
         "--search", action="append", default=[], metavar="TEST", help="find tests that find it"
     )
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--diff", metavar="COMMIT", help="mutants of the lines changed since")
+    chosen.add_argument("--sample", type=int, metavar="N", help="N mutants of what decides")
+    chosen.add_argument("--again", type=Path, metavar="REPORT", help="the mutants of a report")
+    parser.add_argument("--seed", default="1", help="of the sample; 1 by default")
+    parser.add_argument("--minutes", type=float, default=1e6, help="plant none after so long")
+    parser.add_argument("--report", type=Path, help="write the mutants and their outcomes here")
+    parser.add_argument("--update", action="store_true", help="accept the scores of the sample")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="copies to test in")
     options = parser.parse_args()
     with TemporaryDirectory() as directory:
+        if options.diff or options.sample or options.again:
+            from tools.scores import plant_mutants  # noqa: PLC0415 - with libcst: a second
+
+            return plant_mutants(options, directory)
         copies = Copies(directory, options.jobs)
         return plant_faults(faults(options.names), options.search, copies, options.jobs)
 

@@ -1,11 +1,36 @@
-"""The faults that `make mutants` plants."""
+"""The faults and mutants that `make mutants` plants."""
 
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tools.copies import ROOT
+from tools import scores
+from tools.copies import PACKAGE, ROOT
 from tools.mutants import Fault, faults, planted
+from tools.operators import Mutant
+
+SUMS = """
+UNUSED = 5
+
+async def add(first, second):
+    return first + second
+"""
+LATER = """
+def subtract(first, second):
+    return first - second
+"""
+TEST = """
+from langchain_quota.core import sums
+
+async def test_add():
+    assert await sums.add(1, 2) == 3
+"""
 
 
 def test_every_fault_can_be_planted() -> None:
@@ -36,3 +61,52 @@ def test_places(scope: str, old: str, new: str, changed: str | None) -> None:
             planted(fault, source)
     else:
         assert f"        {changed}\n" in planted(fault, source)
+
+
+def test_a_project(tmp_path: Path) -> None:
+    """What is tested is found, and nothing else; a diff tries its own lines."""
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    package = tmp_path / PACKAGE
+    sums = package / "core" / "sums.py"
+    sums.parent.mkdir(parents=True)
+    for init in (package / "__init__.py", sums.with_name("__init__.py")):
+        init.touch()
+    sums.write_text(SUMS)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_sums.py").write_text(TEST)
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\naddopts = ["--import-mode=importlib"]\nasyncio_mode = "auto"\n'
+        'markers = ["rest"]\n[tool.coverage.run]\nsource_pkgs = ["langchain_quota"]\n'
+    )
+    author = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+    for command in (["init", "--quiet"], ["add", "."], [*author, "commit", "--quiet", "-m", "Add"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+
+    def run(*arguments: str) -> tuple[int, dict[str, set[str]]]:
+        command = [sys.executable, "-m", "tools.mutants", "--jobs=1", "--report=report", *arguments]
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(package.parent)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, check=False)
+        outcomes: dict[str, set[str]] = {}
+        for each in json.loads((tmp_path / "report").read_text()):
+            mutant = Mutant(**each["mutant"])
+            outcomes.setdefault(each["outcome"], set()).add(mutant.function)
+        return done.returncode, outcomes
+
+    assert run("--sample=70", "--update") == (0, {"found": {"add"}, "survived": {""}})
+    sums.write_text(SUMS + LATER)
+    assert run("--diff=HEAD") == (1, {"no test": {"subtract"}})
+
+
+def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No module may lose more than two points, nor a change be tested less than every module."""
+    monkeypatch.setattr(scores, "SCORES", tmp_path / "scores.json")
+    accepted = {"core": 90.0, "stores": 70.0, "all": 80.0}
+
+    def check(name: str, score: float, **given: object) -> int:
+        options = {"sample": None, "diff": None, "again": None, "seed": "1", "update": False}
+        return scores.check_scores({**accepted, name: score}, argparse.Namespace(**options | given))
+
+    assert check("core", 90.0, sample=70, update=True) == 0
+    assert [check("core", score, sample=70) for score in (88.0, 87.9)] == [0, 1]
+    assert [check("all", score, diff="main") for score in (68.0, 67.9)] == [0, 1]
+    assert check("core", 99.0, sample=600) == 1
