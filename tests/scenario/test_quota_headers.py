@@ -1,6 +1,7 @@
 """What the users of an app see of their limits over HTTP: headers, 429, and their own JSON."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
@@ -78,6 +79,8 @@ class Api:
             if how == "thread":
                 return await asyncio.to_thread(run_in_pool, request)
             asked, config, context = invocation(request)
+            if how == "twice":
+                await scene.agent.ainvoke(asked, config, context=context)
             running = scene.agent.ainvoke(asked, config, context=context)
             result = await (asyncio.create_task(running) if how == "task" else running)
             return answer(result, request)
@@ -206,6 +209,18 @@ async def test_a_refused_run(signals: Signals, ends: Any, how: str, kind: Any) -
     assert kept.status_code == (402 if ends == "end" else 429)
 
 
+async def test_several_refused_runs(signals: Signals) -> None:
+    """Retry-After is when none of the limits refuses any more."""
+    windows = {"search": "1d", "calc": "hour"}
+    limits = [
+        ToolCallLimit(tool, quotas=[Quota(0, per="user_id", window=window)], exit_behavior="end")
+        for tool, window in windows.items()
+    ]
+    store = MemoryStore(clock=Clock(NOON - 0.5))
+    api = Api(signals, *limits, script=[["search"], ["calc"]], how="twice", store=store)
+    assert (await api.get()).headers["retry-after"] == "43201"
+
+
 async def test_a_run_limit_that_raises(signals: Signals) -> None:
     """An exception of a limit would be 500: it becomes 429, but names no time to wait for."""
     response = await Api(signals, ModelCallLimit(run_limit=0, exit_behavior="error"), WIDE).get()
@@ -297,7 +312,7 @@ async def test_an_unavailable_store(signals: Signals) -> None:
         await Api(signals, raising, store=store).get()
 
 
-async def test_reads_of_the_store(signals: Signals) -> None:
+async def test_reads_of_the_store(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     """All limits are read at once, and for a second once for a user, but for what runs use."""
     api = Api(signals, ModelCallLimit(quotas=[DAILY]), WIDE)
     count = partial(signals.samples, "langchain_quota_store_seconds_count", operation="peek")
@@ -308,6 +323,10 @@ async def test_reads_of_the_store(signals: Signals) -> None:
     # After a run, the headers show what it has used.
     left = [field(await api.get(path))["model/user_id"]["r"] for path in ("/run", "/none", "/run")]
     assert left == [1, 1, 0]
+    api.quota.grant("model", 5, user_id="ada")
+    later = time.monotonic() + 1
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert field(await api.get("/none"))["model/user_id"]["r"] == 5
 
 
 async def test_another_subjects_refusal(signals: Signals) -> None:

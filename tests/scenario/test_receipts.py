@@ -9,6 +9,7 @@ from typing import Any
 from weakref import ref
 
 import pytest
+from langchain_core.caches import InMemoryCache
 from langgraph.types import interrupt
 from prometheus_client import generate_latest
 
@@ -100,6 +101,17 @@ async def test_the_tree(signals: Signals) -> None:
     assert plain["ended_by"] == [["reader", "tool:search"]]
 
 
+async def test_an_answer_from_a_cache(signals: Signals) -> None:
+    """A call that LangChain's cache answers is on the bill, and costs nothing."""
+    cached = ScriptedChatModel(model="big", script=[answer(60)], cache=InMemoryCache())
+    scene = Scene(signals, cached, [CostLimit(enforce=False)], prices=PRICES, checkpointer=None)
+    with scene.quota.receipt() as bill:
+        await scene.play()
+        await scene.play()
+    assert totals(bill) == (2, 0, 60)
+    assert bill.dollars == Decimal(59 * 2 + 8) / 10**6
+
+
 async def test_what_is_not_known(signals: Signals) -> None:
     """Without a price there is no cost, which is not 0; unreported tokens are estimates."""
     options: dict[str, Any] = {"prices": PRICES, "unknown_price": "allow"}
@@ -156,6 +168,8 @@ async def test_calls_that_do_not_run(signals: Signals) -> None:
     limits: list[Limit] = [
         ConcurrencyLimit("search", max_concurrency=1, wait=0),
         CostLimit(run_limit=1, tool_prices={"search": "0.10", "calc": "0.01"}),
+        # A call that several limits charge is paid once.
+        CostLimit(name="day", run_limit=1, tool_prices={"search": "0.08"}),
     ]
     script = answer(10, "search", "search", "calc"), ProviderError(), answer(20)
     scene = Scene(
