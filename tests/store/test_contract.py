@@ -347,14 +347,17 @@ SMOOTH = "search:user_id:ada:60~60"
 class TestFreezes:
     """Subjects whose calls operators have stopped."""
 
-    def test_block_all_but_what_lets_calls_run(self, store: Store) -> None:
+    def test_block_all_but_what_lets_calls_run(
+        self, store: Store, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """Leases of running calls and rate limiters go on; so does an answer that was given."""
+        caplog.set_level("INFO", "langchain_quota")
         quota: Any = QuotaMiddleware(
             [ToolCallLimit(quotas=[Quota(1, per="user_id")])], store=store, telemetry=TELEMETRY
         )
         slot, before = "search:concurrency:", calls(KEY, 1)
         assert store.acquire(before).admitted == (True,)
-        quota.freeze()
+        quota.freeze(until=datetime(9000, 1, 1, tzinfo=UTC))
         quota.freeze(user_id="ada", reason="abuse", by="bo")
         result = store.acquire(batch({slot: 1, KEY: 1}, {slot: 1}, limits={slot: 9, KEY: 9}))
         assert (result.refused, result.admitted) == (({"limit": KEY}, {}), (False, True))
@@ -365,13 +368,19 @@ class TestFreezes:
         limiter = store.rate_limiter("openai", requests=60, window="1m")
         assert limiter.acquire(blocking=False)
         assert [(each.key, each.amount, each.by, each.until) for each in store.grants()] == [
-            ("::", 0, "", None),
+            ("::", 0, "", datetime(9000, 1, 1, tzinfo=UTC)),
             (":user_id:ada", 0, "bo", None),
         ]
         assert quota.thaw()
         assert store.acquire(calls(OTHER, 1)).frozen == (OTHER,)
         assert quota.thaw(user_id="ada")
         assert store.acquire(calls(KEY, 1)).admitted == (True,)
+        assert caplog.messages == [
+            "all calls are frozen until 9000-01-01T00:00:00+00:00, by '', reason ''",
+            "the calls of user_id 'ada' are frozen until they are thawed, by 'bo', reason 'abuse'",
+            "all calls are thawed, by '', reason ''",
+            "the calls of user_id 'ada' are thawed, by '', reason 'abuse'",
+        ]
 
     def test_come_before_exhausted_counts(self, store: Store) -> None:
         """A limit that is exhausted, too, refuses with the frozen scope; the last freeze counts."""

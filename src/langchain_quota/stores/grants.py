@@ -28,6 +28,7 @@ from langchain_quota.stores.keys import (
     FREEZES,
     CountKey,
     check_keys,
+    dimension_of,
     idle_time,
     read_emission_interval,
     unit_of,
@@ -377,25 +378,36 @@ def _as_listed(grant: Grant) -> Grant:
     )
 
 
+def calls_of(key: str) -> str:
+    """Return whose calls a freeze stops, by the key under which it is listed."""
+    # A name is shown as its key encodes it, so that it forges no line.
+    per, subject = dimension_of(key), CountKey.parse(key).subject
+    return f"the calls of {per} {subject!r}" if per else "all calls"
+
+
 def _log(event: str, grant: Grant) -> None:
     until = None if grant.until is None else grant.until.isoformat()
-    logger.info(
-        "%s under %r: %s until %s, by %r, reason %r, id %r",
-        event,
-        grant.key,
-        format_amount(grant.amount, grant.unit),
-        *(until, grant.by, grant.reason, grant.id),
-        extra={
-            "quota_event": event,
-            "quota_key": grant.key,
-            "quota_grant": grant.id,
-            "quota_amount": in_base_unit(grant.amount, grant.unit),
-            "quota_unit": UNIT_LABELS[grant.unit],
-            "quota_until": until,
-            "quota_reason": grant.reason,
-            "quota_by": grant.by,
-        },
-    )
+    fields = {
+        "quota_event": event,
+        "quota_key": grant.key,
+        "quota_grant": grant.id,
+        "quota_amount": in_base_unit(grant.amount, grant.unit),
+        "quota_unit": UNIT_LABELS[grant.unit],
+        "quota_until": until,
+        "quota_reason": grant.reason,
+        "quota_by": grant.by,
+    }
+    if grant.amount:
+        amount = format_amount(grant.amount, grant.unit)
+        logger.info(
+            "%s under %r: %s until %s, by %r, reason %r, id %r",
+            *(event, grant.key, amount, until, grant.by, grant.reason, grant.id),
+            extra=fields,
+        )
+        return
+    how = event if event == "thawed" else f"frozen until {until or 'they are thawed'}"
+    texts = (calls_of(grant.key), how, grant.by, grant.reason)
+    logger.info("%s are %s, by %r, reason %r", *texts, extra=fields)
 
 
 def in_utc(seconds: float) -> datetime:
