@@ -14,14 +14,14 @@ from fnmatch import fnmatchcase
 from typing import Any
 from uuid import uuid4
 
-from langchain_quota.cli import CommandError, one_line, printable, say, table
+from langchain_quota.cli import CommandError, complain, one_line, printable, say, table
 from langchain_quota.cli.arguments import STORE_VARIABLE
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.limits.options import UNITS
 from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount, in_base_unit
-from langchain_quota.stores import GRACE, QuotaUsage
+from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.grants import Grant, in_utc
 from langchain_quota.stores.keys import (
     CountKey,
@@ -40,7 +40,8 @@ _PASSWORD = re.compile(r"^[^:]*://[^:]*:.*@|[?&]password=", re.DOTALL)
 _TIMEOUT = 10.0
 _BATCH_SIZE = 500
 """Number of counts that are reset in one step."""
-_DECLINED = 1
+_DECLINED = _BROKEN = 1
+"""The exit code if nothing was reset, and if something that is no count was left out."""
 
 
 def run(arguments: Namespace) -> int:
@@ -61,7 +62,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _show(store: Store, arguments: Namespace) -> int:
-    usages = _find_usages(store, arguments)
+    usages, code = _find_usages(store, arguments)
     if arguments.near is not None:
         usages = [usage for usage in usages if _share(usage) >= arguments.near]
     usages.sort(key=_SORTS[arguments.sort])
@@ -72,7 +73,7 @@ def _show(store: Store, arguments: Namespace) -> int:
         _print(usages)
     for usage in usages if arguments.json else ():
         say(json.dumps(_usage_object(usage)))
-    return 0
+    return code
 
 
 def _share(usage: QuotaUsage) -> float:
@@ -131,7 +132,7 @@ def _print(usages: Sequence[QuotaUsage]) -> None:
 
 
 def _reset(store: Store, arguments: Namespace) -> int:
-    usages = _find_usages(store, arguments)
+    usages, code = _find_usages(store, arguments)
     for pattern in arguments.key:
         if not any(fnmatchcase(usage.key, pattern) for usage in usages):
             raise CommandError(f"no count matches --key {pattern!r}: see quotas show")
@@ -152,27 +153,31 @@ def _reset(store: Store, arguments: Namespace) -> int:
     for first in range(0, len(usages), _BATCH_SIZE):
         store.reset([usage.key for usage in usages[first : first + _BATCH_SIZE]])
     say(f"{len(usages)} reset to 0")
-    return 0
+    return code
 
 
-def _find_usages(store: Store, arguments: Namespace) -> list[QuotaUsage]:
-    usages: dict[str, QuotaUsage] = {}
+def _find_usages(store: Store, arguments: Namespace) -> tuple[list[QuotaUsage], int]:
+    """Return the counts that are meant, and the exit code; name what is no count."""
+    usages, broken = dict[str, QuotaUsage](), set[str]()
     for pattern in arguments.key or ("*",):
         # Every run of the last day has counts, under ids that say nothing to a reader.
         names_runs = ":run:" in pattern or ":root_run:" in pattern
         with_runs = names_runs or arguments.per in (RUN, ROOT_RUN)
-        usages |= {
-            usage.key: usage
-            for usage in store.usages(pattern)
-            # A key without a counter holds the number of a thread's newest root run.
-            if not usage.key.startswith(":")
-            # Other programs may keep keys of other forms.
-            and parsed(usage.key)
-            and (with_runs or dimension_of(usage.key) not in (RUN, ROOT_RUN))
-            # A window that is over may be kept for what rolls over.
-            and (usage.expires_at or math.inf) + GRACE > time.time()
-        }
-    return [usages[key] for key in sorted(usages) if _is_of(key, arguments)]
+        for key, usage in store.entries(pattern).items():
+            if usage is None or not parsed(key):
+                broken.add(key)
+            elif (
+                # A key without a counter holds the number of a thread's newest root run.
+                not key.startswith(":")
+                and (with_runs or dimension_of(key) not in (RUN, ROOT_RUN))
+                # One that is over is kept for clocks that differ, and for what rolls over.
+                and (usage.expires_at or math.inf) > time.time()
+            ):
+                usages[key] = usage
+    for key in sorted(broken):
+        complain("quotas", f"{key!r} holds no count: delete it, or reset it with store.reset")
+    found = [usages[key] for key in sorted(usages) if _is_of(key, arguments)]
+    return found, _BROKEN if broken else 0
 
 
 def _is_of(text: str, arguments: Namespace) -> bool:

@@ -133,7 +133,7 @@ class SupportsGrants(ABC):
             QuotaStoreError: The store failed, or did not answer in time.
             TypeError: The store serves no sync calls.
         """
-        usages = (usage for usage in self._usages(pattern) if usage is not None)
+        usages = (usage for usage in self.entries(pattern).values() if usage is not None)
         return sorted(usages, key=lambda usage: usage.key)
 
     def grant(  # noqa: PLR0913 - keyword-only, with defaults
@@ -280,8 +280,8 @@ class SupportsGrants(ABC):
     async def _reset(self, mode: Mode, keys: Sequence[str]) -> None: ...
 
     @abstractmethod
-    def _usages(self, pattern: str) -> list[QuotaUsage | None]:
-        """Return what is counted under the keys that match; `None` for what is no count."""
+    def entries(self, pattern: str) -> dict[str, QuotaUsage | None]:
+        """Return what is kept for counts under the keys that match; `None` for what is no count."""
 
     @abstractmethod
     def _active_grants(self, pattern: str) -> list[Grant]:

@@ -144,11 +144,12 @@ class MemoryStore(SupportsGrants, RateLimiting):
                 count = self._counts.get(key, now)
                 self._counts.write(key, count, 0, window_end(key), now).holds = None
 
-    def _usages(self, pattern: str) -> list[QuotaUsage | None]:
+    def entries(self, pattern: str) -> dict[str, QuotaUsage | None]:
+        """Return what is counted under the keys that match; `None` for what has expired."""
         with self._lock:
             now = self.clock()
             keys = [key for key in self._counts.all if fnmatchcase(key, pattern)]
-            return [self._use(key, now) for key in keys]
+            return {key: self._use(key, now) for key in keys}
 
     async def _delay(self, _: Mode, key: str, microseconds: int) -> None:
         with self._lock:

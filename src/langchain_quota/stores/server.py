@@ -171,8 +171,9 @@ class ServerStore(SupportsGrants, RateLimiting):
         ended = await self._each(mode, "revoke", [key], name)
         return ended[0][0] if ended else None
 
-    def _usages(self, pattern: str) -> list[QuotaUsage | None]:
-        return [*dict(self._listed("count", pattern, "peek")).values()]
+    def entries(self, pattern: str) -> dict[str, QuotaUsage | None]:
+        """Return what is kept for counts under the keys that match; `None` for what is no count."""
+        return dict(self._listed("count", pattern, "peek"))
 
     def _active_grants(self, pattern: str) -> list[Grant]:
         grants = self._listed("grants", pattern, "grants")
