@@ -87,6 +87,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"page": 1}, TypeError, "page must be True or False, not 1"),
     ({"dashboards_url": "javascript:1"}, ValueError, "dashboards_url must begin with https://"),
     ({"keyfile": "some.pem"}, ValueError, "keyfile=some.pem"),
+    ({"allowed_hosts": "agents"}, ValueError, "names in small letters, without a port, such as"),
+    ({"allowed_hosts": ["agents:80"]}, ValueError, "allowed_hosts must be names .*'agents:80'"),
     ({"client_cafile": "some.pem"}, ValueError, "client_cafile=some.pem"),
 ]
 

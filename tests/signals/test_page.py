@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from decimal import Decimal
 from functools import partial
+from itertools import product
 from typing import Any
 
 import httpx
@@ -18,6 +19,8 @@ from langchain_core.messages import BaseMessage
 from langchain_core.tools import StructuredTool
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from benchmarks.scrape import scraped, tracked
 from langchain_quota import (
@@ -238,10 +241,7 @@ async def test_who_waits(signals: Signals) -> None:
 
 
 def test_who_gets_the_page(signals: Signals) -> None:
-    """A browser gets the page at `/`, guarded by its headers, and a scraper the metrics.
-
-    On this machine's own address, a foreign name for it is refused.
-    """
+    """A browser gets the page at `/`, guarded by its headers, and a scraper the metrics."""
     with serving(signals) as url:
         page = get(url, headers=BROWSER)
         assert page.headers["content-type"] == "text/html; charset=utf-8"
@@ -254,17 +254,60 @@ def test_who_gets_the_page(signals: Signals) -> None:
         assert not re.search("https?://(?!www.w3.org/2000/svg)", page.text)
         for path in ("", "metrics", "quota"):
             assert get(url + path).text.startswith("# HELP")
-        for host, status in (
-            *[(name, 200) for name in ("localhost:1", "127.0.0.1", "[::1]:9464", "10.0.0.7")],
-            *[(name, 421) for name in ("evil.example", "localhost.evil.example:9464", "", "[")],
-        ):
-            for path in ("", "quota.json"):
-                assert get(url + path, headers={**BROWSER, "host": host}).status_code == status
     with start_metrics_server(0, registry=signals.registry, page=False) as server:
         assert server.page_url is None
         for path in ("/", "/quota.json"):
             answer = get(f"http://127.0.0.1:{server.port}{path}", headers=BROWSER)
             assert answer.text.startswith("# HELP")
+
+
+DOCKER, EVERYWHERE = "host.docker.internal:9464", "0.0.0.0"  # noqa: S104 - what is tested
+OURS = ["localhost:1", "127.0.0.1", "[::1]:9464", "10.0.0.7"]
+FOREIGN = ["evil.example", "localhost.evil.example:9464", f"evil.{DOCKER}", "", "[", "agents"]
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "allowed"),
+    [
+        ({}, "", OURS),
+        ({"page": False}, "", OURS),
+        ({"allowed_hosts": ["host.docker.internal"]}, "agents", [*OURS, DOCKER, DOCKER.upper()]),
+        ({}, "agents, host.docker.internal", [*OURS, DOCKER, "agents"]),
+        ({"addr": EVERYWHERE}, "", [*OURS, *FOREIGN, DOCKER]),
+        ({"addr": EVERYWHERE, "allowed_hosts": []}, "", OURS),
+    ],
+)
+def test_foreign_hosts(
+    options: Any, variable: str, allowed: list[str], signals: Signals, monkeypatch: Any
+) -> None:
+    """A name that a foreign DNS server may let point here gets neither metrics nor page."""
+    monkeypatch.setenv("LANGCHAIN_QUOTA_METRICS_HOSTS", variable)
+    with start_metrics_server(0, registry=signals.registry, **options) as server:
+        for path, host in product(("", "metrics", "quota.json"), {*allowed, *FOREIGN, DOCKER}):
+            url = f"http://127.0.0.1:{server.port}/{path}"
+            answer = get(url, headers={**BROWSER, "host": host})
+            assert answer.status_code == (200 if host in allowed else 421), (path, host)
+            assert ("LANGCHAIN_QUOTA_METRICS_HOSTS" in answer.text) == (host not in allowed)
+
+
+def test_gzip_and_websockets(signals: Signals) -> None:
+    """Who gives gzip the weight 0 gets none, and a websocket is closed."""
+    app = Starlette()
+    app.mount("/quota", quota_app(signals.registry))
+    app.mount("/own", metrics_app(signals.registry))
+    client = TestClient(app)
+    with serving(signals) as url:
+        reads = [*product([get], (f"{url}quota.json", f"{url}metrics"))]
+        reads += product([client.get], ("/quota/quota.json", "/own/"))
+        for (read_path, path), accepted in product(
+            reads, ("gzip", "GZIP;q=0.1,br", "br, gzip ; q=0", "br")
+        ):
+            answer = read_path(path, headers={"accept-encoding": accepted})
+            is_zipped = answer.headers.get("content-encoding") == "gzip"
+            assert is_zipped == (accepted in {"gzip", "GZIP;q=0.1,br"}), (path, accepted)
+    for path in ("/quota/", "/own/"):
+        with pytest.raises(WebSocketDisconnect), client.websocket_connect(path):
+            pass
 
 
 async def test_it_is_computed_once_and_off_the_loop(signals: Signals) -> None:

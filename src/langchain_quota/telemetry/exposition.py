@@ -5,7 +5,7 @@ import errno
 import os
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -20,7 +20,17 @@ from langchain_quota.runtime.arguments import validate_switch, validate_type
 from langchain_quota.runtime.sync_async import as_async, run_sync
 from langchain_quota.telemetry.instruments import usage_of
 from langchain_quota.telemetry.logs import logger
-from langchain_quota.telemetry.page import Message, Page, Receive, Send, log_unreadable
+from langchain_quota.telemetry.page import (
+    HOSTS_VARIABLE,
+    Message,
+    Page,
+    Receive,
+    Send,
+    accepts_gzip,
+    guard,
+    log_unreadable,
+    parse_host,
+)
 from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import is_alive, shared_directory
 
@@ -125,6 +135,7 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
     registry: CollectorRegistry = REGISTRY,
     page: bool = True,
     dashboards_url: str | None = None,
+    allowed_hosts: Sequence[str] | None = None,
 ) -> MetricsServer:
     """Serve the metrics over HTTP, in a daemon thread, and a page that shows them at `/`.
 
@@ -138,16 +149,18 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         keyfile: The certificate's key, in a PEM file.
         client_cafile: Authorities, in a PEM file, whose certificates clients must show.
         registry: The metrics.
-        page: Whether browsers get the page at `/`, and its data at `/quota.json`. On this machine's
-            own address it is answered only by that address or as localhost.
+        page: Whether browsers get the page at `/`, and its data at `/quota.json`.
         dashboards_url: Where your Grafana is, for a link on the page.
+        allowed_hosts: Names that requests may use for the host, besides addresses and localhost; by
+            default those in `LANGCHAIN_QUOTA_METRICS_HOSTS`, separated by commas, else none on
+            a loopback address, and any on others.
 
     Raises:
         TypeError: `port` is no whole number, `addr` or `dashboards_url` no string, or `page` no
             switch.
-        ValueError: `port` is out of bounds, `dashboards_url` no address, only one of `certfile` and
-            `keyfile` is given, or `client_cafile` without them; in multi-process mode, if the
-            directory does not exist.
+        ValueError: `port` is out of bounds, `dashboards_url` no address, `allowed_hosts` not names
+            of hosts, only one of `certfile` and `keyfile` is given, or `client_cafile` without
+            them; in multi-process mode, if the directory does not exist.
         OSError: The address cannot be bound, or a certificate or key cannot be read; the message
             names it.
 
@@ -172,7 +185,8 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
     validate_switch("page", page)
     bound_addr = addr or os.environ.get(ADDR_VARIABLE) or LOOPBACK
     is_local = _is_loopback(bound_addr)
-    site = Page(registry, dashboards_url=dashboards_url, is_local=is_local)
+    hosts = _parse_hosts(allowed_hosts, is_local=is_local)
+    site = Page(registry, dashboards_url=dashboards_url)
     try:
         httpd, thread = start_http_server(
             port,
@@ -192,8 +206,8 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
             f"a free one), or another address with addr= or {ADDR_VARIABLE}",
         ) from error
 
-    if page and (metrics := httpd.get_app()):
-        httpd.set_app(site.before(metrics))
+    if metrics := httpd.get_app():
+        httpd.set_app(guard(site.before(metrics) if page else metrics, hosts))
     if isinstance(httpd.socket, ssl.SSLSocket):
         # Shake hands in each connection's own thread, because a silent client must not stop others.
         httpd.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
@@ -206,6 +220,17 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         where += f" (this machine only; in a container set addr or {ADDR_VARIABLE} to 0.0.0.0)"
     logger.info("metrics are served on %s%s", server.url, where)
     return server
+
+
+def _parse_hosts(hosts: Sequence[str] | None, *, is_local: bool) -> Sequence[str] | None:
+    """Return the host names that are given or in the environment; `None` for all."""
+    variable = os.environ.get(HOSTS_VARIABLE, "").replace(" ", "")
+    if hosts is None:
+        hosts = variable.split(",") if variable else () if is_local else None
+    if isinstance(hosts, str) or any(parse_host(name) != name for name in hosts or ()):
+        must = 'be names in small letters, without a port, such as ["host.docker.internal"]'
+        raise ValueError(f"allowed_hosts must {must}, not {hosts!r}")
+    return hosts
 
 
 def _is_loopback(addr: str) -> bool:
@@ -237,10 +262,15 @@ class _MetricsApp:
     """An ASGI app: an instance, not a function, so that Starlette takes it as a route."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._app = make_asgi_app(resolve_registry(registry))
+        served = resolve_registry(registry)
+        self._apps = [make_asgi_app(served, disable_compression=plain) for plain in (True, False)]
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request, and render in a worker thread."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+            return
+        encoding = dict(scope["headers"]).get(b"accept-encoding", b"").decode("latin-1")
         request = await receive()
         sent: list[Message] = []
 
@@ -248,7 +278,8 @@ class _MetricsApp:
             return request
 
         # The app awaits only these two functions, so its thread needs no event loop.
-        rendering = self._app(scope, as_async(get_request), as_async(sent.append))
+        app = self._apps[accepts_gzip(encoding)]
+        rendering = app(scope, as_async(get_request), as_async(sent.append))
         await asyncio.to_thread(run_sync, rendering)
         for message in sent:
             await send(message)

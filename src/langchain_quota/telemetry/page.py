@@ -7,7 +7,7 @@ import json
 import re
 import time
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -35,6 +35,9 @@ from langchain_quota.telemetry.reading import (
 )
 from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import Subject, Use, shared_directory
+
+HOSTS_VARIABLE = "LANGCHAIN_QUOTA_METRICS_HOSTS"
+"""The environment variable with the host names to answer to, separated by commas."""
 
 SCHEMA = 1
 """The version of `/quota.json`: it changes when a field is changed or removed."""
@@ -206,13 +209,7 @@ _HEADERS = {
 class Page:
     """The page and its data, for a server of any kind."""
 
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        *,
-        dashboards_url: str | None = None,
-        is_local: bool = False,
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, *, dashboards_url: str | None = None) -> None:
         validate_type("registry", registry, CollectorRegistry, "a CollectorRegistry")
         validate_type("dashboards_url", dashboards_url, str | None, "an address or None")
         if dashboards_url is not None and not dashboards_url.startswith(("https://", "http://")):
@@ -220,20 +217,15 @@ class Page:
             raise ValueError(f"dashboards_url {must}, not {dashboards_url!r}")
         self._registry = registry
         self._dashboards_url = dashboards_url
-        self._is_local = is_local
         # In a process that checks no calls, this table reads what the workers write.
         self._others = UsageTable(None, shared_directory(), log_unreadable)
         self._lock = fork_safe_lock()
         self._until = 0.0
 
-    def answer(self, name: str, query: str, host: str, encoding: str) -> Response:
+    def answer(self, name: str, query: str, encoding: str) -> Response:
         """Return the page for the name `""`, and its data for `"quota.json"`."""
         status, body, kind = "200 OK", _PAGE, "text/html; charset=utf-8"
-        # An attacker may let a name of theirs point to this machine (DNS rebinding).
-        if self._is_local and not _is_this_machine(host):
-            status, kind = "421 Misdirected Request", "text/plain"
-            body = b"Open the page by 127.0.0.1 or localhost.\n"
-        elif name:
+        if name:
             values = dict(parse_qsl(query[:2_000]))
             wrong = [key for key in values if not _is_valid(key, values[key])]
             if wrong:
@@ -244,7 +236,7 @@ class Page:
             else:
                 body, kind = self._read(values).encode("ascii"), "application/json"
         headers = {**_HEADERS, "Content-Type": kind}
-        if "gzip" in encoding:
+        if accepts_gzip(encoding):
             headers["Content-Encoding"], body = "gzip", gzip.compress(body, 1)
         return status, {**headers, "Content-Length": str(len(body))}, body
 
@@ -311,7 +303,7 @@ class Page:
             is_page = name == "quota.json" or (not name and "text/html" in accept)
             if environ["REQUEST_METHOD"] != "GET" or not is_page:
                 return metrics(environ, start)
-            keys = ("QUERY_STRING", "HTTP_HOST", "HTTP_ACCEPT_ENCODING")
+            keys = ("QUERY_STRING", "HTTP_ACCEPT_ENCODING")
             status, headers, body = self.answer(name, *(environ.get(key, "") for key in keys))
             start(status, list(headers.items()))
             return [body]
@@ -323,10 +315,42 @@ def _is_valid(parameter: str, value: str) -> bool:
     return parameter in _PARAMETERS and bool(_PARAMETERS[parameter].fullmatch(value))
 
 
-def _is_this_machine(host: str) -> bool:
+def accepts_gzip(header: str) -> bool:
+    """Return whether an `Accept-Encoding` names gzip, and not with the weight 0."""
+    for coding in header.lower().replace(" ", "").split(","):
+        name, _, weight = coding.partition(";q=")
+        if name == "gzip":
+            return not weight or bool(weight.strip("0."))
+    return False
+
+
+def guard(app: WsgiApp, hosts: Sequence[str] | None) -> WsgiApp:
+    """Return an app that answers only to addresses, localhost and these hosts; `None`: to all."""
+
+    def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        # An attacker may let a name of theirs point to this machine (DNS rebinding).
+        name = parse_host(environ.get("HTTP_HOST", ""))
+        if hosts is not None and name not in hosts and not _is_this_machine(name):
+            start("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
+            remedy = f"give this name in allowed_hosts=[…] or {HOSTS_VARIABLE}"
+            return [f"Use 127.0.0.1 or localhost, or {remedy}.\n".encode()]
+        if not accepts_gzip(environ.get("HTTP_ACCEPT_ENCODING", "")):
+            environ["HTTP_ACCEPT_ENCODING"] = ""  # prometheus_client does not look at the weight
+        return app(environ, start)
+
+    return guarded
+
+
+def parse_host(host: str) -> str:
+    """Return the name in a host that may have a port, in small letters."""
+    with suppress(ValueError):
+        return urlsplit(f"//{host}").hostname or ""
+    return ""
+
+
+def _is_this_machine(name: str) -> bool:
     """Return True for an address or localhost: names that no foreign DNS server resolves."""
     with suppress(ValueError):
-        name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or bool(ip_address(name))
     return False
 
@@ -336,12 +360,15 @@ class _QuotaApp(Page):
 
     async def __call__(self, scope: MutableMapping[str, Any], _: object, send: Send) -> None:
         """Answer one request, off the event loop."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+            return
         name = scope["path"].rpartition("/")[2]
         encoding = dict(scope["headers"]).get(b"accept-encoding", b"").decode("latin-1")
         status, headers, body = "404 Not Found", _HEADERS, b""
         if scope["method"] in {"GET", "HEAD"} and name in {"", "quota.json"}:
             query = scope["query_string"].decode("latin-1")
-            answer = await asyncio.to_thread(self.answer, name, query, "", encoding)
+            answer = await asyncio.to_thread(self.answer, name, query, encoding)
             status, headers, body = answer
         raw = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
         await send({"type": "http.response.start", "status": int(status[:3]), "headers": raw})
