@@ -33,6 +33,8 @@ MONTHLY = 'write Quota(500, per="user_id", window="month")'
 AGENT: Any = QuotaMiddleware([SEARCH])
 PRICES = {"another-model": Price(input=1, output=1)}
 NO_MIDDLEWARE = "is no middleware: write middleware=[QuotaMiddleware("
+QUOTED = ModelCallLimit(run_limit=9)
+DROP_IN = ModelCallLimitMiddleware[Any, Any](run_limit=2)
 FREE = QuotaMiddleware([CostLimit(run_limit=1)], prices=PRICES)
 PRICED = 'give QuotaMiddleware prices= as a function, such as prices=lambda usage: Decimal("0.01")'
 
@@ -76,6 +78,9 @@ ROWS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (agent, (SEARCH,), {}, f"ToolCallLimit {NO_MIDDLEWARE}[ToolCallLimit(…)])]"),
     (agent, (QUOTA,), {}, f"Quota {NO_MIDDLEWARE}[ToolCallLimit(quotas=[Quota(…)])])]"),
     (agent, (FREE,), {}, PRICED),
+    (agent, (AGENT, QuotaMiddleware([QUOTED])), {}, "two of the name 'QuotaMiddleware': put their"),
+    (agent, (AGENT, AGENT), {}, "two of the name 'QuotaMiddleware': put their limits into one"),
+    (agent, (DROP_IN, ModelCallLimitMiddleware(run_limit=9)), {}, "a limit_name= of its own"),
     (AGENT.reset, (), {}, "reset() missing 1 required positional argument: 'agent"),
     (AGENT.agrant, (), {}, "agrant() missing 2 required positional arguments: 'name"),
 ]

@@ -1,6 +1,7 @@
 """The page of messages: each is one that the code says, and mistakes lead to them."""
 
 import ast
+import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -65,9 +66,6 @@ def older_agent(signals: Signals) -> None:
 node: Any = StateGraph(MessagesState).add_node
 alone: Any = create_agent
 OF_LIBRARIES: dict[str, Callable[[Signals], object]] = {
-    "Please remove duplicate middleware instances.": lambda signals: agent(
-        quota(signals, SEARCH), quota(signals, MODEL)
-    ),
     "'QuotaMiddleware' object is not iterable": lambda signals: alone(
         ScriptedChatModel(script=[]), middleware=quota(signals, SEARCH)
     ),
@@ -153,20 +151,26 @@ PROVIDERS = [
 @pytest.mark.parametrize(
     ("names", "options", "told"),
     [
-        ({"tool_name": "serach"}, {}, "'serach' (did you mean 'search'?)"),
-        ({"exclude": ["serach", "write_todos"]}, {}, "'serach' (did you mean 'search'?)"),
-        ({"tool_name": ["fetch", "research_papers"]}, {}, None),
-        ({"tool_name": ["web_search", "lookup", "code_interpreter"]}, {"tools": PROVIDERS}, None),
+        ({"tool_name": "serach"}, {}, ["WARNING 'serach' (did you mean 'search'?)"]),
+        ({"exclude": ["serach", "write_todos"]}, {}, ["WARNING 'serach' (did you mean 'search'?)"]),
+        (
+            {"tool_name": ["fetch", "research_papers"]},
+            {},
+            ["INFO 'fetch', 'research_papers'; its tools are 'search'"],
+        ),
+        ({"tool_name": ["fetch", "search"]}, {}, []),
+        ({"tool_name": ["web_search", "lookup", "code_interpreter"]}, {"tools": PROVIDERS}, []),
     ],
 )
 def test_a_misspelt_tool(
-    names: Any, options: Any, told: str | None, signals: Signals, caplog: pytest.LogCaptureFixture
+    names: Any, options: Any, told: list[str], signals: Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A name that is spelt like a tool is logged once, at the first request that has tools."""
+    """A limit without a tool, and a name spelt like one, are logged once there are tools."""
+    caplog.set_level(logging.INFO, "langchain_quota")
     held = quota(signals, ToolCallLimit(run_limit=9, **names))
     create_agent(ScriptedChatModel(script=["done"]), [], middleware=[held]).invoke(ASKED)
     for _ in range(2):
         agent(held, **options).invoke(ASKED)
-    said = "limits name tools that agent … does not have: …"
-    found = [each.getMessage() for each in caplog.records if begins(each.getMessage(), said)]
-    assert [each.rpartition(": ")[2] for each in found] == ([] if told is None else [told])
+    said = "limits name tools that agent … does not have: …", "a limit holds no tool of agent …: …"
+    found = [each for each in caplog.records if any(begins(each.getMessage(), of) for of in said)]
+    assert [f"{e.levelname} {e.getMessage().partition(': ')[2]}" for e in found] == told

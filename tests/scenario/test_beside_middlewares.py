@@ -1,5 +1,6 @@
 """Limits beside other middlewares, and retried nodes: what is counted."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -12,7 +13,7 @@ from langchain.agents.middleware import HumanInTheLoopMiddleware, ModelResponse
 from langchain_core.messages import AIMessage, ToolCall
 from langgraph.types import RetryPolicy
 
-from langchain_quota import ToolCallLimit
+from langchain_quota import QuotaWarning, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import (
     Middleware,
@@ -115,12 +116,15 @@ async def test_a_review(
 ) -> None:
     """What a person has said of two searches counts for limits that are listed before the review.
 
-    Those behind it count what the model has asked for.
+    Those behind it count what the model has asked for, and warn.
     """
     items: list[Any] = [*limits, REVIEWED] if behind is None else [REVIEWED, *limits]
     scene = Scene(signals, [["search", "search"], "done"], items)
-    asked = (await scene.play())["__interrupt__"][0].value["action_requests"]
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        asked = (await scene.play())["__interrupt__"][0].value["action_requests"]
     assert len(asked) == 2
+    assert [each.category for each in caught] == [QuotaWarning] * (behind is not None)
+    assert all(str(each.message).endswith("list QuotaMiddleware first") for each in caught)
     await scene.resume({"decisions": [FORMS[kind] for kind in kinds]})
     assert sorted(scene.ran) == ran
     check_history(scene.state()["messages"])
@@ -134,6 +138,7 @@ async def test_a_review(
     "interrupt_mode" not in signature(HumanInTheLoopMiddleware).parameters,
     reason="this LangChain has no per-call review: pip install -U langchain",
 )
+@pytest.mark.filterwarnings("ignore:HumanInTheLoop")
 @orders(2)
 @pytest.mark.parametrize("kinds", [("approve", "edit"), ("reject", "respond")])
 async def test_per_call(kinds: Sequence[str], order: Order, signals: Signals) -> None:

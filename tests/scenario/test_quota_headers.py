@@ -337,6 +337,17 @@ async def test_another_subjects_refusal(signals: Signals) -> None:
         assert (await api.get(user="ada")).status_code == status
 
 
+async def test_added_twice(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
+    """The same limits would be in the headers twice: one line says so; other limits are right."""
+    api, other = (Api(signals, ModelCallLimit(quotas=[DAILY])) for _ in range(2))
+    for quota in (other.quota, api.quota):
+        api.app.middleware_stack = None
+        api.app.add_middleware(QuotaHeadersMiddleware, quota=quota, subject=user_of)
+        await api.get("/none")
+        await api.get("/none")
+        assert caplog.text.count("added twice for one quota") == (quota is api.quota)
+
+
 class Prefixed(MemoryStore):
     """A store whose prefix is the user's name."""
 

@@ -86,6 +86,7 @@ async def test_a_call_that_had_begun(end: str, signals: Signals) -> None:
     scene.check_requests()
 
 
+@pytest.mark.filterwarnings("ignore:HumanInTheLoop")
 @pytest.mark.parametrize(("place", "charged", "refunded"), [(0, 2, 0), (1, 0, 2), (2, 0, 0)])
 async def test_abandoned_review(place: int, charged: int, refunded: int, signals: Signals) -> None:
     """What a limiter charged before a review that is abandoned is taken back by those before it.

@@ -251,6 +251,44 @@ def test_a_link_in_place_of_a_file(tmp_path: Path) -> None:
     )
 
 
+SECOND = """
+import asyncio, os, sys, time
+from pathlib import Path
+from prometheus_client import REGISTRY
+from langchain_quota import MemoryStore, Quota, ToolCallLimit
+from tests.scene import Scene, asking
+from tests.telemetry import telling
+quotas = [Quota(9, per="global")] * int(sys.argv[1])
+limit = ToolCallLimit("search", thread_limit=9, quotas=quotas)
+scene = Scene(telling(registry=REGISTRY), asking("search"), [limit], store=MemoryStore())
+def written():
+    files = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).glob("langchain_quota.*.json")
+    return {file: file.stat().st_mtime_ns for file in files}
+def play():
+    before, ends = written(), time.monotonic() + 60
+    asyncio.run(scene.play())
+    while written() == before and time.monotonic() < ends:
+        time.sleep(0.01)
+play()
+print("alone", file=sys.stderr, flush=True)
+if os.fork():
+    os.wait()
+else:
+    play()
+    play()
+"""
+
+
+@pytest.mark.parametrize("quotas", [0, 1])
+def test_quotas_in_the_memory_of_several_workers(quotas: int, tmp_path: Path) -> None:
+    """A second worker that lives says once that each of them allows the whole quota."""
+    env = os.environ | {VARIABLE: str(tmp_path)}
+    done = run_python(SECOND, str(quotas), env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    said = [text.count("write store=RedisStore()") for text in done.stderr.split("alone")]
+    assert said == [0, quotas], done.stderr
+
+
 PAGE_OF_ALL = """
 import json, os, sys, time
 from urllib.request import urlopen

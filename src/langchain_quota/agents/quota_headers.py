@@ -26,6 +26,7 @@ from langchain_quota.runtime.arguments import (
 )
 from langchain_quota.runtime.units import PER_BASE_UNIT, Unit
 from langchain_quota.stores.counts import ExpiringDict
+from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.page import Message, Receive, Send
 
 _Headers = list[tuple[bytes, bytes]]
@@ -95,6 +96,7 @@ class QuotaHeadersMiddleware:
         self._quota, self._subject, self._path = quota, subject, path
         self._replaces_answers = replace_answers
         self._clock = quota.kernel.store.clock
+        self._is_second = False
         self._cache = ExpiringDict[_Limits]()
         self._readings: dict[str, asyncio.Task[_Limits]] = {}
 
@@ -107,6 +109,7 @@ class QuotaHeadersMiddleware:
         if scope["method"] in {"GET", "HEAD"} and path == self._path:
             await self._send_limits(scope, send)
             return
+        self._warn_of_second(scope)
         runs = RequestRuns()
         started = replaced = False
 
@@ -135,6 +138,15 @@ class QuotaHeadersMiddleware:
             await self._send_problem(scope, send, raised)
         finally:
             request_runs.reset(token)
+
+    def _warn_of_second(self, scope: Message) -> None:
+        first = scope.setdefault(f"langchain_quota.{id(self._quota)}", self)
+        if first is not self and not self._is_second:
+            self._is_second = True
+            logger.warning(
+                "QuotaHeadersMiddleware is added twice for one quota, and sends its headers twice: "
+                "add it once, with a subject that returns all names"
+            )
 
     def _is_own(self, scope: Message, refusal: Decision) -> bool:
         """Return whether a limit refuses that would refuse another run of the subject, too."""

@@ -7,7 +7,6 @@ where no hook of a middleware sees the calls. The tool `task` of deepagents star
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
 from importlib.util import find_spec
 from types import FunctionType
 from weakref import WeakSet
@@ -36,8 +35,13 @@ from langchain_quota.telemetry.logs import agent_name, logger
 _LIMITERS = {"model": "ModelCallLimitMiddleware", "__all__": "ToolCallLimitMiddleware"}
 """The names of LangChain's limiters, by what they count; others are limiters of one tool."""
 
+_REVIEW = "HumanInTheLoopMiddleware.after_model"
+
 _ALIKE = 0.8
 """How alike two names must be, by `difflib`."""
+
+_MANY = 20
+"""The most tools that a line of the log names."""
 
 _PACKAGES: tuple[str, ...] = ("deepagents", "langchain_quickjs")
 """The packages whose tools are checked."""
@@ -57,6 +61,7 @@ class CountWarnings(Feature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._warned = all(limit.thread_limit is None for limit in kernel.limits)
+        self._is_review_known = False
         # The name of LangChain's limiter that counts the same calls, by the limit's.
         self._limiters = {
             limit.name: _LIMITERS.get(limit.counter, f"ToolCallLimitMiddleware[{limit.counter}]")
@@ -66,16 +71,24 @@ class CountWarnings(Feature):
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
         """Warn if nothing keeps the counts of threads, or LangChain's limiters count there, too."""
-        has_node = partial(compat.has_node, running_config().get("configurable"))
+        nodes = compat.nodes(running_config().get("configurable"))
         for limit, limiter in [*self._limiters.items()]:
             # One of ours also has a node that begins a run.
-            if has_node(f"{limiter}.after_model") and not has_node(f"{limiter}.before_agent"):
+            if f"{limiter}.after_model" in nodes and f"{limiter}.before_agent" not in nodes:
                 self._limiters.pop(limit, None)
                 self._kernel.created_at.warn(
                     f"LangChain's {limiter} and limit {limit!r} count the same calls under one key "
                     f"of the state, so each call counts twice. Import {limiter.partition('[')[0]} "
                     "from langchain_quota, or write its numbers as a second limit beside this one"
                 )
+        # Hooks after the model are called in reverse order.
+        order = [_REVIEW, f"{(name := self._kernel.name)}.after_model"]
+        if [node for node in nodes if node in order] == order and not self._is_review_known:
+            self._is_review_known = True
+            self._kernel.created_at.warn(
+                f"HumanInTheLoopMiddleware is listed before {name}, so calls that a person rejects "
+                f"stay charged, and edited ones are checked as they were: list {name} first"
+            )
         context = call_context(running_runtime())
         has_store = self.store is not None
         if self._warned or context.remembers or (has_store and context.run_thread_id is not None):
@@ -100,7 +113,7 @@ class CountWarnings(Feature):
 
 
 class MisspelledTools(Feature):
-    """Advises once of names in limits that look misspelt."""
+    """Advises once of names in limits that are not those of the agent's tools."""
 
     @classmethod
     def create(cls, kernel: Kernel) -> "MisspelledTools | None":
@@ -110,6 +123,7 @@ class MisspelledTools(Feature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._named = {name for limit in kernel.limits for name in limit.named_tools}
+        self._tools = [limit.tools for limit in kernel.limits]
 
     def learn_tools(self, agent: str | None, tools: Sequence[Tool]) -> None:
         """Compare the names of the first tools that are offered."""
@@ -122,8 +136,12 @@ class MisspelledTools(Feature):
         }
         if meant:
             self.recorder.log(_log_misspelt, agent_name(agent), meant)
+        missing = [name for tools in self._tools if offered.isdisjoint(tools) for name in tools]
+        missing = [name for name in missing if name not in meant]
+        if missing and tools:
+            self.recorder.log(_log_missing, agent_name(agent), missing, sorted(offered))
         if tools:
-            self._named = set()
+            self._named, self._tools = set(), []
 
 
 def _tool_name(tool: Tool) -> str:
@@ -136,6 +154,11 @@ def _tool_name(tool: Tool) -> str:
 def _log_misspelt(agent: str, meant: Mapping[str, str]) -> None:
     hints = ", ".join(f"{name!r} (did you mean {tool!r}?)" for name, tool in meant.items())
     logger.warning("limits name tools that agent %r does not have: %s", agent, hints)
+
+
+def _log_missing(agent: str, missing: list[str], offered: list[str]) -> None:
+    names, tools = (", ".join(map(repr, each)) for each in (missing, offered[:_MANY]))
+    logger.info("a limit holds no tool of agent %r: %s; its tools are %s", agent, names, tools)
 
 
 class DeepAgents(Feature):

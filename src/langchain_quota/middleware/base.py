@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
+from inspect import currentframe
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from langchain.agents.middleware.types import (
@@ -65,6 +66,22 @@ def is_own(cls: type) -> bool:
     return cls.__module__.startswith("langchain_quota.")
 
 
+class MiddlewareName(str):
+    """A name that says what to write if an agent lists two middlewares of this name."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        is_same = str.__eq__(self, other)
+        if is_same and isinstance(other, MiddlewareName) and compat.is_from_factory(currentframe()):
+            raise ValueError(
+                f"middleware lists two of the name {str(self)!r}: put their limits into one "
+                "QuotaMiddleware([…]), or give each drop-in a limit_name= of its own"
+            )
+        return is_same
+
+
 class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
     """A middleware that limits agents.
 
@@ -119,10 +136,10 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         """Name in the graph: its class, the limited tools and the limit's name."""
         parts = [*self.limits[0].tools, *([self._limit_name] if self._limit_name else [])]
         if not parts:
-            return type(self).__name__
+            return MiddlewareName(type(self).__name__)
         # LangGraph reserves these two in the names of nodes.
         inner = "/".join(parts).replace(":", "_").replace("|", "_")
-        return f"{type(self).__name__}[{inner}]"
+        return MiddlewareName(f"{type(self).__name__}[{inner}]")
 
     def before_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
         """Begin a new run: set the run's counts to 0, and answer every call left without an answer.

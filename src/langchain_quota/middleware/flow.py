@@ -48,6 +48,7 @@ from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.client import StoreClient
+from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import Telemetry, names, recorder_of
 from langchain_quota.telemetry.observers import Observer, Observers
 
@@ -106,6 +107,8 @@ class Kernel:
         self.recorder.watch_limits(limits)
         self.observers = Observers(on_decision, self.recorder)
         self.store = None if store is None else StoreClient(store, self.recorder)
+        if isinstance(store, MemoryStore) and any(limit.quotas for limit in limits):
+            self.recorder.warn_of_workers()
         self.on_store_error: OnStoreError = on_store_error
         self.options = options or FeatureOptions()
         # What follows from a result; the drop-ins have their own.
@@ -152,7 +155,7 @@ class Kernel:
     @cached_property
     def name(self) -> str:
         """The middleware's name in the graph."""
-        return self._middleware.name
+        return str(self._middleware.name)
 
     async def release(
         self, mode: Mode, run_ledger: Ledger, step: str, refunds: Mapping[str, Amounts]

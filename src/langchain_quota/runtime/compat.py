@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from copy import copy
 from functools import partial
 from threading import Event
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import UUID, uuid5
 
@@ -49,6 +49,15 @@ def is_from_create_agent(graph: "Pregel[Any, Any, Any, Any]") -> bool:
     LangChain: `create_agent` adds `ls_integration` to the metadata of its graph.
     """
     return "ls_integration" in ((graph.config or {}).get("metadata") or {})
+
+
+def is_from_factory(frame: FrameType | None) -> bool:
+    """Return whether `create_agent` has called the function of a frame.
+
+    LangChain: it is in this module, and only asserts that the names of its middlewares differ.
+    """
+    caller = frame and frame.f_back
+    return caller is not None and caller.f_globals["__name__"] == "langchain.agents.factory"
 
 
 def with_state(request: "ModelRequest[Any]", state: object) -> "ModelRequest[Any]":
@@ -263,14 +272,14 @@ def runs_tools(task: str) -> bool:
     return f".{node_of(task)}".endswith(".tools") and is_one_call(task)
 
 
-def has_node(configurable: Metadata, node: str) -> bool:
-    """Return whether the running graph has a node.
+def nodes(configurable: Metadata) -> list[str]:
+    """Return the nodes of the running graph, in their order.
 
     LangGraph: `configurable` has a partial function under `__pregel_read`, and the second of its
     arguments are the graph's channels, with `branch:to:…` for each node.
     """
     arguments = getattr((configurable or {}).get("__pregel_read"), "args", ())
-    return f"branch:to:{node}" in dict(enumerate(arguments)).get(1, ())
+    return [name.rpartition("branch:to:")[2] for name in dict(enumerate(arguments)).get(1, ())]
 
 
 def task_id(execution_info: Any) -> str | None:

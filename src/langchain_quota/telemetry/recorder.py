@@ -261,6 +261,10 @@ class Recorder:
         if grants:
             self._guard("metrics", self._metrics.count_grants, self._labels_of(agent), grants)
 
+    def warn_of_workers(self) -> None:
+        """Warn if other workers live, because a `MemoryStore` of this one counts quotas."""
+        self._usage.counts_in_memory = True
+
     def record_freezes(self, source: str, count: int) -> None:
         """Record how many subjects are frozen in a store, under one prefix."""
         self._guard("threads", self._usage.record_freezes, source, count)

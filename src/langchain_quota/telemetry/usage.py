@@ -23,6 +23,7 @@ from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import Unit
 from langchain_quota.telemetry import workers
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
+from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.reading import HOURS, Families, Reading, digest, in_slices
 from langchain_quota.telemetry.workers import Key, Number, OnError, Snapshot, Subject, Use
 
@@ -59,6 +60,8 @@ class UsageTable(Collector):
         self._subject_label = subject_label
         # Once a series exists, it is exported, even at 0.
         self._series: dict[tuple[str, str, str], None] = {}
+        self.counts_in_memory = False
+        """Whether a `MemoryStore` counts quotas; until other workers are known."""
         self._lock = fork_safe_lock()
         # Held while the file is written. Never acquire it while `_lock` is held.
         self._writing = fork_safe_lock()
@@ -195,11 +198,24 @@ class UsageTable(Collector):
             self._written = time.monotonic()
             self._is_due = False
             try:
+                self._warn_of_workers()
                 snapshot = self._snapshot(self._settings)
                 lines = [self._line_of(subject) for subject in in_slices(snapshot.subjects)]
                 workers.write(self._path, snapshot, lines)
             except Exception as error:
                 self._on_error(error)
+
+    def _warn_of_workers(self) -> None:
+        """Warn once if quotas are counted in memory, and another process has a file, and lives."""
+        if not self.counts_in_memory or self._directory is None:
+            return
+        others = workers.read_others(self._directory, self._path, self._on_error)
+        if any(other.pid != os.getpid() and workers.is_alive(other.pid) for other in others):
+            self.counts_in_memory = False
+            logger.warning(
+                "several workers count quotas in a MemoryStore, each for itself, so that each "
+                "allows the whole quota: write store=RedisStore() or store=PostgresStore(…)"
+            )
 
     def end(self) -> None:
         """Write the file for the last time, if it has subjects."""
