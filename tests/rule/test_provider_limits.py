@@ -35,18 +35,28 @@ def test_what_is_left_out(headers: dict[str, str]) -> None:
     assert provider_limits.read_limits(headers) == {}
 
 
+NOW, LATER = "Sun, 06 Nov 1994 08:49:37 GMT", "Sun, 06 Nov 1994 08:51:07 GMT"
+LONG_AGO = "1 Jan 0001 00:00:00 +9999999999999"
+
+
 @pytest.mark.parametrize(
     ("status", "headers", "pause"),
     [
         (429, {"retry-after": "7"}, 7.0),
         (503, {"retry-after": "0.25"}, 0.25),
         (429, {"retry-after": "1e9"}, 300.0),
-        *((429, {"retry-after": text}, 0.0) for text in ("-1", "nan", "tomorrow")),
+        *((429, {"retry-after": text}, 0.0) for text in ("-1", "nan", "tomorrow", LONG_AGO)),
+        (429, {"retry-after": LATER, "date": NOW}, 90.0),
+        (503, {"retry-after": "Sun Nov  6 08:51:07 1994", "date": NOW}, 90.0),
+        (503, {"retry-after": LATER}, 0.0),
+        (429, {"retry-after": "Fri, 27 Nov 2099 04:00:00 GMT"}, 300.0),
+        (503, {"retry-after-ms": "250", "retry-after": "1"}, 0.25),
+        (429, {"retry-after-ms": "soon", "retry-after": "7"}, 7.0),
         *((429, {}, 0.0), (529, {}, None), (200, {"retry-after": "7"}, None), (None, {}, None)),
     ],
 )
 def test_pauses(status: int | None, headers: dict[str, str], pause: float | None) -> None:
-    """A pause is seconds, with an upper bound; an error 429 always asks for one."""
+    """A pause is seconds, milliseconds or a date, and bounded; an error 429 always asks for one."""
     assert provider_limits.read_pause(status, headers) == pause
 
 
@@ -55,3 +65,11 @@ def test_errors_of_bedrock() -> None:
     error: Any = Exception("An error occurred (ThrottlingException)")
     error.response = {"ResponseMetadata": {"HTTPStatusCode": 429, "HTTPHeaders": {"Date": "now"}}}
     assert provider_limits.read_error(error) == (429, {"date": "now"})
+
+
+def test_errors_of_gemini() -> None:
+    """The integration's error has the provider's as its cause, which says the pause in its text."""
+    error: Any = Exception("Error calling model")
+    cause: Any = Exception("429 RESOURCE_EXHAUSTED {'retryDelay': '1.5s'}")
+    cause.code, error.__cause__ = 429, cause
+    assert provider_limits.read_error(error) == (429, {"retry-after": "1.5"})

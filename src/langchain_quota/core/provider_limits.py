@@ -9,6 +9,8 @@ lower case here.
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 TOO_MANY_REQUESTS = 429
 _UNAVAILABLE = (503, 529)
@@ -69,7 +71,13 @@ def read_limits(headers: Mapping[str, str]) -> dict[str, tuple[float, float]]:
 
 def read_pause(status: int | None, headers: Mapping[str, str]) -> float | None:
     """Return for how many seconds nothing should be sent, at most 300; `None` for no pause."""
-    seconds = _number(headers.get("retry-after", ""))
+    text = headers.get("retry-after", "")
+    milliseconds = _number(headers.get("retry-after-ms", ""))
+    seconds = _number(text) if milliseconds is None else milliseconds / 1000
+    if seconds is None and (until := _date(text)):
+        # By the provider's own clock, if it is shown.
+        now = _date(headers.get("date", "")) or datetime.now(UTC)
+        seconds = max(0.0, (until - now).total_seconds())
     if status == TOO_MANY_REQUESTS or (status in _UNAVAILABLE and seconds is not None):
         return min(seconds or 0.0, _MAX_PAUSE)
     return None
@@ -79,4 +87,11 @@ def _number(text: str) -> float | None:
     with suppress(ValueError):
         number = float(text)
         return number if number >= 0 else None  # `None` for NaN, too
+    return None
+
+
+def _date(text: str) -> datetime | None:
+    with suppress(ValueError, OverflowError):
+        date = parsedate_to_datetime(text)
+        return date if date.tzinfo else date.replace(tzinfo=UTC)
     return None
