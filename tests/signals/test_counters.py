@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from langgraph.checkpoint.memory import InMemorySaver
-from prometheus_client import CollectorRegistry
 from prometheus_client import generate_latest as text_of
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_of
 
@@ -15,7 +14,6 @@ from langchain_quota import (
     ModelCallLimit,
     Price,
     Quota,
-    Telemetry,
     TokenLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
@@ -210,13 +208,8 @@ async def test_no_series_has_the_time_of_creation(signals: Signals) -> None:
         assert b"_created" not in generate(signals.registry)
 
 
-def test_without_a_decision_there_is_build_info_alone() -> None:
+def test_without_a_decision_there_is_build_info(signals: Signals) -> None:
     """A process that has decided nothing yet is seen to be up; every family has a help text."""
-    registry = CollectorRegistry()
-    Telemetry(registry=registry)
-    families = [*registry.collect()]
-    samples = [sample.name for family in families for sample in family.samples]
-    assert "langchain_quota_build_info" in samples
-    helps = [family.documentation for family in families]
-    assert all(helps)
-    assert len(set(helps)) == len(helps)
+    assert signals.samples("langchain_quota_build_info") == {(__version__,): 1}
+    helps = [family.documentation for family in signals.registry.collect()]
+    assert len({*helps} - {""}) == len(helps)

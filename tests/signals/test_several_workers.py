@@ -137,14 +137,6 @@ def shown(text: str) -> Samples:
     return found
 
 
-def test_who_has_died_waits_no_longer(tmp_path: Path) -> None:
-    """Calls that wait now are shown of processes that live."""
-    steps = (PARENT, "", 0), ("wait", "searches", 0)
-    found = worked(tmp_path, (0, [("wait", "searches", 1)]), (0, steps))
-    assert shown(found).get("langchain_quota_waiting_calls", {}) == {}
-    assert 'langchain_quota_waiting_calls{agent="unnamed"' in found
-
-
 OF_T1 = ("unnamed", "searches", "t1")
 
 
@@ -301,13 +293,16 @@ with start_metrics_server(0) as server, urlopen(server.page_url + "quota.json") 
 def test_the_page_of_several_workers(tmp_path: Path) -> None:
     """Any process shows what all know: blocked calls and costs are summed, who has died waits not.
 
-    The process of the page checks no calls.
+    So do metrics. The process of the page checks no calls.
     """
     paying = (0, [(SEARCH, "t1", 12), ("pay", "t1", 3)])
     worked(tmp_path, paying, paying, (0, [("wait", "searches", 2)]))
     assert len(waiting_workers(tmp_path)) == 1
     done = run_python(PAGE_OF_ALL, env=os.environ | {VARIABLE: str(tmp_path)}, cwd=ROOT)
     found = json.loads(done.stdout)
+    scraped = worked(tmp_path, (0, [FORKS, ("wait", "searches", 0)]))
+    assert shown(scraped).get("langchain_quota_waiting_calls", {}) == {}
+    assert 'langchain_quota_waiting_calls{agent="unnamed"' in scraped
     (row,) = [row for row in found["threads"]["rows"] if row["id"] == "t1"]
     assert (found["processes"], row["blocked"], row["blocked_by"]["scope"]) == (3, 8, "thread")
     assert (found["totals"]["waiting"], found["totals"]["cost"]["dollars"]) == (0, 6)

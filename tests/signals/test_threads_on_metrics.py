@@ -30,7 +30,6 @@ TIMES = "langchain_quota_thread_timestamp_seconds"
 SUBJECT_USED = "langchain_quota_subject_used"
 SUBJECT_BLOCKED = "langchain_quota_subject_blocked_total"
 HOUR = timedelta(hours=1)
-PER_THREAD = ToolCallLimit("search", quotas=[Quota(10, per="thread", window=HOUR, name="hourly")])
 PER_USER = ToolCallLimit("search", quotas=[Quota(10, per="user_id", window=HOUR)])
 
 
