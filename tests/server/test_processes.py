@@ -25,13 +25,11 @@ from langchain_quota.stores.redis import RedisStore
 from langchain_quota.testing import ScriptedChatModel
 from tests.forked import processes
 from tests.scenario.test_model_pace import Refused
-from tests.scene import Scene
 from tests.server.postgres import PostgresServer, time_of
 from tests.server.prometheus import eventually
 from tests.server.redis import RedisServer, scripts_with, time_from
 from tests.server.stores import batch, correcting, used
-from tests.telemetry import Signals, paid
-from tests.tokens import answer
+from tests.telemetry import paid
 
 PATIENCE = 120
 """Seconds after which a process will not answer any more."""
@@ -43,21 +41,6 @@ BOUND = 1_000
 LEASE = 3600
 KILLS = 4
 CALLS_BETWEEN_KILLS = 200
-
-
-@pytest.mark.parametrize("reserve", [None, 50])
-async def test_what_a_call_leaves_lasts_an_hour(
-    redis_server: RedisServer, signals: Signals, reserve: int | None
-) -> None:
-    """Beside its count, a model call under a budget leaves nothing in Redis for over an hour."""
-    limit = TokenLimit(quotas=[Quota(1_000, per="global")], reserve=reserve)
-    with closing(opened(redis_server.url, prefix := redis_server.prefix())) as store:
-        await Scene(signals, [answer(10)], [limit], store=store).play()
-        await store.aclose()
-    with closing(redis_server.client(decode_responses=True)) as client:
-        keys = [key for key in client.scan_iter() if prefix in key and ":count:" not in key]
-        assert len(keys) == (1 if reserve is None else 3)
-        assert all(0 < client.ttl(key) <= LEASE for key in keys)
 
 
 def opened(url: str, prefix: str) -> Any:

@@ -211,18 +211,6 @@ def test_metrics_are_guarded(service: Service, thread: str) -> None:
     assert service.client.get("/quota/", auth=("me", TOKEN)).text.startswith("<!doctype html>")
 
 
-def test_a_restart_keeps_what_threads_have_used(thread: str, tmp_path: Path) -> None:
-    """A thread goes on with its counts, and is held to its limits, after a restart."""
-    settings = {**LIMITS, "DATABASE_URL": "sqlite:///threads.sqlite"}
-    with running_service(tmp_path, **settings) as before:
-        assert before.ask(thread, "oak ash").json()["refusals"] == []
-        used = before.usage(thread)
-        assert before.stop() == 0
-    with running_service(tmp_path, **settings) as after:
-        assert after.usage(thread) == used
-        assert after.ask(thread, "elm").json()["refusals"] == [SEARCH_USED_UP]
-
-
 def test_replicas_share_threads_and_quotas(
     postgres_server: PostgresServer, redis_server: RedisServer, thread: str, tmp_path: Path
 ) -> None:
@@ -305,7 +293,10 @@ def test_requests_are_finished_before_the_end(tmp_path: Path, thread: str) -> No
             with pytest.raises(httpx.RemoteProtocolError):
                 list(told)
         assert service.ended() == 0
-    with running_service(tmp_path) as service:
+    # Another process goes on with what the threads have used.
+    with running_service(tmp_path, **LIMITS) as service:
+        assert service.usage(thread)["thread"]["tools"] == {"search": 2}
+        assert service.ask(thread, "elm").json()["refusals"] == [SEARCH_USED_UP]
         assert service.ask(f"{thread}-2", "!").status_code == 200
 
 

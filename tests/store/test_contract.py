@@ -5,7 +5,6 @@ Which calls are admitted, and what is charged, is compared on random requests in
 
 import asyncio
 import gc
-import random
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -33,25 +32,6 @@ TELEMETRY = telling().telemetry
 
 class TestAcquire:
     """A batch of calls."""
-
-    def test_says_which_limits_refuse_which_call(self, store: Store) -> None:
-        """Dry-run limits are reported, too, and refuse nothing."""
-        trial = Threshold("trial", "user_id", "searches", 0, enforced=False)
-        most = Threshold("most", "user_id", "searches", 2)
-        own = Threshold("most", "run", "own", 8)
-        counters = {"own": CountRef(used=4), "searches": CountRef(KEY, used=1)}
-        demands = (
-            Demand({"own": 1, "searches": 1}, (own, most)),
-            Demand({"own": 5, "searches": 1}, (trial, own, most)),
-            Demand({"own": 1}, (own,)),
-            Demand({}),
-        )
-        result = store.acquire(AcquireRequest("", "", counters, demands, {"most": 2}))
-        assert result.used == {"own": 4, "searches": 1}
-        assert result.refused == ({}, {"trial": "user_id", "most": "run"}, {}, {})
-        assert result.admitted == (True, False, True, True)
-        assert (result.stopped, result.replayed) == (False, False)
-        assert used(store, KEY) == [2]
 
     def test_money_near_its_bound(self, store: Store) -> None:
         """Counts, holds, limits and grants of nine million dollars are exact to the billionth."""
@@ -84,23 +64,6 @@ class TestAcquire:
         assert store.acquire(request).refused == result.refused
         store.acquire(correcting(Correction("all", attempt_id=request.attempt_id)))
         assert used(store, *keys) == [0] * 300
-
-    def test_an_answer_of_another_form_is_an_error(self, store: Store) -> None:
-        """An answer is not given to a batch that it does not fit, even of the same size in all."""
-        store.acquire(batch({KEY: 1}, {KEY: 1}, key="one"))
-        with pytest.raises(QuotaStoreError, match="another form"):
-            store.acquire(batch({KEY: 1, OTHER: 1}, key="one"))
-        assert used(store, KEY, OTHER) == [2, None]
-
-    def test_an_attempt_that_comes_later_is_refused(self, store: Store) -> None:
-        """An attempt that was corrected charges nothing; what it compensates itself holds."""
-        late = calls(KEY, 1, corrections=[Correction("other", {OTHER: 1})])
-        store.acquire(correcting(Correction("late", attempt_id=late.attempt_id)))
-        for _ in range(2):
-            with pytest.raises(QuotaStoreError, match="corrected before") as refused:
-                store.acquire(late)
-            assert not refused.value.timed_out
-        assert used(store, KEY, OTHER) == [None, 1]
 
     def test_a_lease_needs_a_name(self, store: Store) -> None:
         """Without an idempotency key nothing could settle it: ValueError, nothing charged."""
@@ -159,20 +122,6 @@ class TestCounts:
             assert [each.key for each in store.usages(pattern)] == found
         assert store.usages(KEY) == [QuotaUsage(KEY, 1, 100, None)]
         assert make().usages() == []
-
-    def test_idle_count_expires(self, make: Stores) -> None:
-        """A count that nobody charges is forgotten when its time is over."""
-        make.wait(0)
-        store = make(idle_ttl=timedelta(seconds=100))
-        for seconds in (0, 99):
-            make.wait(seconds)
-            store.acquire(calls(KEY, 1))
-        make.wait(99)
-        store.acquire(correcting(Correction("refund", {KEY: -1})))
-        assert used(store, KEY) == [1]
-        make.wait(1)
-        assert used(store, KEY) == [None]
-        assert store.acquire(batch({KEY: 1}, used={KEY: 2})).used == {KEY: 2}
 
     @pytest.mark.parametrize(("dimension", "days"), [("run", 1), ("root_run", 7)])
     def test_count_of_a_run_expires(self, make: Stores, dimension: str, days: int) -> None:
@@ -397,52 +346,6 @@ class TestFreezes:
 
 class TestSmooth:
     """A count that drains."""
-
-    @pytest.mark.parametrize("seed", range(3))
-    def test_agrees_with_a_bucket(self, make: Stores, seed: int) -> None:
-        """It admits what a bucket of tokens does: no time has more than rate and burst."""
-        dice, store = random.Random(seed), make()  # noqa: S311 - no secret
-        limit, burst = dice.choice([(60, 1), (7, 3), (1000, 40)])
-        key = f"search:user_id:ada:60~{limit}"
-        apart = -(-60_000_000 // limit)
-        tokens, now, admitted = burst * apart, 0, list[int]()
-        for _ in range(150):
-            # Steps that floating point has exactly.
-            passed = dice.choice([0, 0, 15_625, apart // 15_625 * 15_625, 7_000_000])
-            make.wait(passed / 10**6)
-            now, tokens = now + passed, min(burst * apart, tokens + passed)
-            number = dice.choice([1, 1, 1, 2, 5])
-            result = store.acquire(calls(key, number, limit=burst))
-            kept = [each for each in result.admitted if each]
-            assert len(kept) == min(number, tokens // apart)
-            assert result.drained_in == {key: burst * apart - tokens}
-            tokens -= len(kept) * apart
-            assert used(store, key) == [-(-(burst * apart - tokens) // apart)]
-            admitted += [now] * len(kept)
-        assert len(admitted) > 3 * burst or limit == 7
-        for first, start in enumerate(admitted):
-            for more, end in enumerate(admitted[first:], 1):
-                assert more <= burst + (end - start) / apart
-
-    def test_what_is_taken_back_makes_room(self, make: Stores) -> None:
-        """A refund, an undone attempt and a reset; and a call that ran in an outage is counted."""
-        store, key = make(), SMOOTH
-        make.wait(0)
-        first = calls(key, 3, limit=3)
-        assert store.acquire(first).admitted == (True,) * 3
-        assert store.acquire(first).replayed
-        store.acquire(correcting(Correction("refund", {key: -1})))
-        assert used(store, key) == [2]
-        store.acquire(correcting(Correction("undo", attempt_id=first.attempt_id)))
-        assert used(store, key) == [0]
-        store.acquire(correcting(Correction("late", {key: 5}, starts={key: 0})))
-        make.wait(1.5)
-        assert used(store, key) == [4]
-        assert [each.used for each in store.usages("search:*")] == [4]
-        store.reset([key])
-        assert used(store, key) == [0]
-        make.wait(3610)
-        assert used(store, key) == [None]
 
     def test_a_clock_that_goes_back(self, make: Stores) -> None:
         """It closes a count for no longer than before, drains on, and never reopens it early."""

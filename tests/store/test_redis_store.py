@@ -251,13 +251,16 @@ class TestKeys:
         lost = calls("search", 1)
         store.acquire(lost)
         undo = Correction("s", {"late": 1}, lost.attempt_id)
-        store.acquire(calls("email", 1, corrections=[undo]))
+        held = batch({"email": 1}, leases={"email": 900}, corrections=[undo])
+        store.acquire(held)
+        store.acquire(correcting(settlement(held, {"email": 1})))
         store.reset(["other:global:"])
         store.grant("search:user_id:ada", 3, window=timedelta(hours=1))
         names = [*client.scan_iter(match=f"*{store.prefix}*")]
-        assert len(names) == 9
+        assert len(names) == 10
         assert all(name.startswith(f"{{{store.prefix}}}:".encode()) for name in names)
-        times = {b"count": 365 * DAY, b"corrected": 7 * DAY, b"attempt": 3600, b"result": 3600}
+        times = {b"count": 365 * DAY, b"corrected": 7 * DAY}
+        times |= dict.fromkeys((b"attempt", b"result", b"settled"), 3600)
         for name in names:
             kind, left = name.split(b":")[1], client.ttl(name)
             if b"user_id" in name:
