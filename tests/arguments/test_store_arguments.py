@@ -91,6 +91,7 @@ def test_a_url_that_is_wrong_is_not_quoted() -> None:
     ):
         with pytest.raises(ValueError, match="the URL of Redis must be") as refused:
             RedisStore(url)
+        assert ("knows, not http://…;" in str(refused.value)) == url.startswith("http:")
         told = "".join(traceback.format_exception(refused.value))
         assert "s3cr3t" not in told.split("Error: ", 1)[1], url
         assert refused.value.__context__ is None, url

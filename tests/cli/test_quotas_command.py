@@ -377,7 +377,9 @@ def test_no_store(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     silent = f"redis://127.0.0.1:{free_port()}"
     for arguments, text in (
         (["--store", silent], f"RedisStore({silent}"),
-        (["--store", "http://127.0.0.1"], "the URL of Redis must be"),
+        (["--store", "http://127.0.0.1"], "unix:// or postgresql://…, not http://…"),
+        (["--store", "127.0.0.1:6379"], "--store must be redis://, rediss://"),
+        (["--store", "redis://127.0.0.1/x"], "the URL of Redis must be"),
         (["--store", "redis://127.0.0.1", "--prefix", "a b"], "prefix must match"),
         ([], "LANGCHAIN_QUOTA_REDIS_URL is not set"),
     ):

@@ -95,5 +95,5 @@ async def test_no_store_that_gives_grants(signals: Signals) -> None:
 
     for own, name in ((None, "None: pass sto"), (Own(), "<")):
         scene = scene_of(signals, SEARCH, store=own)
-        with pytest.raises(TypeError, match=f"grants need a store that gives them, not {name}"):
+        with pytest.raises(TypeError, match=f"grants and freezes need .*, not {name}"):
             await scene.call("grant", "tool:search", 1, thread="thread-1")

@@ -291,9 +291,10 @@ def test_outside_of_a_run(signals: Signals) -> None:
 def test_arguments(signals: Signals) -> None:
     """A bound model is refused; a thread limit without a store warns."""
     quota = GraphQuota([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
-    wrong: list[Any] = [ScriptedChatModel(script=[]).bind_tools([]), 3]
+    model = ScriptedChatModel(script=[])
+    wrong: list[Any] = [model.bind_tools([]), model.with_fallbacks([model]), 3]
     for each in wrong:
-        with pytest.raises(TypeError, match="without tools bound"):
+        with pytest.raises(TypeError, match=r"without tools bound.*with_fallbacks"):
             quota.model(each)
     with pytest.warns(QuotaWarning, match="ends with this process"):
         GraphQuota([TWO_OF_THREE], telemetry=signals.telemetry)

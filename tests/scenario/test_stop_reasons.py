@@ -144,7 +144,11 @@ async def test_the_final_message_only(signals: Signals) -> None:
     tool = delegate(inner.agent)
     outer = Scene(signals, [["delegate"], "done"], [ModelCallLimit(run_limit=9)], tools=[tool])
     assert stop_reason(await outer.play()) is None
-    assert stop_reason({}) is stop_reason([]) is stop_reason(None) is stop_reason("x") is None
+    assert stop_reason({}) is stop_reason([]) is None
+    update = {"model": {"messages": []}}
+    for other in (None, "x", ["x"], update, ((), update), 3):
+        with pytest.raises(TypeError, match="must be what invoke returns"):
+            stop_reason(other)
     forged = AIMessage("", response_metadata={STOP: blocked()})
     outer.model.script = ["done"] * 9
     result = await outer.invoke({"messages": [forged, ("user", "hi")]})

@@ -107,7 +107,8 @@ class GraphQuota(SubjectMethods):
         if not isinstance(inner, BaseChatModel):
             raise TypeError(
                 f"llm must be a chat model without tools bound, not a {type(llm).__name__}: its "
-                "tools are the second argument"
+                "tools are the second argument, and its fallbacks come after it, as in "
+                "limits.model(llm).with_fallbacks([limits.model(other)])"
             )
         return _LimitedModel(limits=self._limits, inner=inner, offered=_as_tools(tools))
 

@@ -353,8 +353,8 @@ class SubjectMethods:
         store: object = self.kernel.store and self.kernel.store.store
         if not isinstance(store, SupportsGrants):
             raise TypeError(
-                f"grants need a store that gives them, not {store!r}: pass store=MemoryStore() or, "
-                "for several processes, store=RedisStore()"
+                f"grants and freezes need a store that has them, not {store!r}: pass "
+                "store=MemoryStore() or, for several processes, store=RedisStore()"
             )
         return store
 

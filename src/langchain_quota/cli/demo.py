@@ -98,7 +98,8 @@ def run(options: Namespace) -> int:
         except ValueError as error:
             raise CommandError(one_line(error)) from error
         except OSError as error:
-            raise CommandError(str(error.strerror).replace("port=", "--port")) from error
+            remedy = str(error.strerror).replace("port=", "--port").replace("addr= or ", "")
+            raise CommandError(remedy) from error
         say(f"{options.threads} conversations for {options.seconds} s; Ctrl-C ends them.")
         say(f"Watch them live in a browser: {server.page_url}\n")
         # End like after Ctrl-C, so that the summary is printed.

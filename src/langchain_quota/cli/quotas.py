@@ -36,6 +36,7 @@ from langchain_quota.stores.redis import RedisStore
 from langchain_quota.stores.server import PREFIX
 
 Store = RedisStore | PostgresStore
+_OF_REDIS = ("redis://", "rediss://", "unix://")
 _PASSWORD = re.compile(r"^[^:]*://[^:]*:.*@|[?&]password=", re.DOTALL)
 _TIMEOUT = 10.0
 _BATCH_SIZE = 500
@@ -52,6 +53,11 @@ def run(arguments: Namespace) -> int:
         raise CommandError(f"{fault}: set {STORE_VARIABLE} instead")
     url: Any = arguments.store or os.environ.get(STORE_VARIABLE) or None
     in_postgres = str(url).startswith(("postgres://", "postgresql://"))
+    scheme = re.match("[a-zA-Z]+://", url or "")
+    if url and not in_postgres and (not scheme or scheme[0] not in _OF_REDIS):
+        name = "--store" if arguments.store else STORE_VARIABLE
+        wrong = f", not {scheme[0]}…" if scheme else ""
+        raise CommandError(f"{name} must be {', '.join(_OF_REDIS)} or postgresql://…{wrong}")
     try:
         prefix = PREFIX if prefix is None else prefix
         kind = PostgresStore if in_postgres else RedisStore

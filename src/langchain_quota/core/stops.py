@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome
 from langchain_quota.limits.call import Scope
+from langchain_quota.runtime.arguments import short_repr
 from langchain_quota.runtime.units import UNIT_LABELS, Unit, in_base_unit
 
 STOP = "langchain_quota_stop"
@@ -121,6 +122,9 @@ def stop_reason(result: object) -> StopReason | None:
         result: What `invoke` returned, with its messages, or a list of messages. Or one message,
             such as the answer of a tool call: then it returns why a limit stopped that call.
 
+    Raises:
+        TypeError: `result` is something else, such as a chunk of a stream, or `None`.
+
     Examples:
         >>> from langchain.agents import create_agent
         >>> from langchain_quota import ModelCallLimit, QuotaMiddleware, stop_reason
@@ -131,12 +135,20 @@ def stop_reason(result: object) -> StopReason | None:
         >>> reason["limit"], reason["scope"], reason["threshold"]
         ('model', 'run', 0)
     """
-    final: Any = result
+    # Version 2 of `invoke` returns an object with the state as its value.
+    final: Any = getattr(result, "value", result)
     places: Sequence[str] = ("response_metadata", "artifact")
     if isinstance(final, Mapping) and "messages" in final:
         final = final["messages"]
-    if isinstance(final, Sequence):
-        final, places = final[-1] if final else None, places[:1]
+    if final in ({}, [], ()):
+        return None
+    if isinstance(final, list | tuple):
+        final, places = final[-1], places[:1]
+    if not ("content" in final if isinstance(final, Mapping) else hasattr(final, "content")):
+        raise TypeError(
+            "result must be what invoke returns, a list of messages or a message, not "
+            f"{short_repr(result)}: of an update, give stop_reason the messages of a node"
+        )
     for place in places:
         # A message of a remote graph is a dict.
         data = final.get(place) if isinstance(final, Mapping) else getattr(final, place, None)

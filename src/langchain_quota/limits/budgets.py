@@ -74,11 +74,10 @@ class Budget(ModelLimit[Amount]):
                 f"reserve={self.reserve!r} cannot be used with exit_behavior='ask': leave it out"
             )
         if (self.exit_behavior == "finalize") != (self.keep is not None):
-            raise ValueError(
-                f"exit_behavior={self.exit_behavior!r} does not go with keep={self.keep!r}: "
-                "'finalize' needs keep, what is kept for the last answer, and only 'finalize' has "
-                "it"
-            )
+            needs = f"keep={self.keep!r} needs exit_behavior='finalize'"
+            if self.keep is None:
+                needs = "exit_behavior='finalize' needs keep="
+            raise ValueError(f"{needs}: keep is left for the last answer, such as a tenth")
         keep, reserve = self._counted(self.keep), self._counted(self.reserve)
         maxima: list[tuple[Any, str]] = [
             (self.thread_limit, f"thread_limit={self.thread_limit!r}"),

@@ -37,8 +37,8 @@ CALENDAR = {"hour": (), "day": (), "week": _WEEK, "month": tuple(map(str, range(
 _REMEDIES = {
     "hour": "leave it out",
     "day": "leave it out, for a day starts at midnight",
-    "week": 'write "monday"',
-    "month": "write 15",
+    "week": 'write the name of a day, such as "monday"',
+    "month": "write a day from 1 to 31, such as 15",
 }
 
 

@@ -6,6 +6,7 @@ import packages when they are called, so that the command line starts fast.
 """
 
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from copy import copy
 from functools import partial
@@ -52,12 +53,15 @@ def is_from_create_agent(graph: "Pregel[Any, Any, Any, Any]") -> bool:
 
 
 def is_from_factory(frame: FrameType | None) -> bool:
-    """Return whether `create_agent` has called the function of a frame.
-
-    LangChain: it is in this module, and only asserts that the names of its middlewares differ.
-    """
+    """Return whether LangChain's `create_agent`, which is in this module, calls a function."""
     caller = frame and frame.f_back
     return caller is not None and caller.f_globals["__name__"] == "langchain.agents.factory"
+
+
+def hide_raised(handler: str) -> None:
+    """Keep LangChain's manager of callbacks from logging what handlers of this class raise."""
+    log = logging.getLogger("langchain_core.callbacks.manager")
+    log.addFilter(lambda record: handler not in tuple(record.args or ())[:1])
 
 
 def with_state(request: "ModelRequest[Any]", state: object) -> "ModelRequest[Any]":

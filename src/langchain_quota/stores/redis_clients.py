@@ -213,10 +213,12 @@ class _OwnedClients(Clients):
 
     def __init__(self, url: str, timeout: float) -> None:
         if not _is_url(url):
+            scheme = re.match("[a-zA-Z]+://", url)
             raise ValueError(
                 "the URL of Redis must be redis://[user:password@]host:port/number, the same with "
-                "rediss://, or unix://[user:password@]/path, with options that redis-py knows; "
-                "percent-encode what is special in user and password"
+                "rediss://, or unix://[user:password@]/path, with options that redis-py knows"
+                f"{f', not {scheme[0]}…' if scheme else ''}; percent-encode what is special in "
+                "user and password"
             )
         self._url = url
         self._timeout = timeout

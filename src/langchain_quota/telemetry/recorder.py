@@ -272,10 +272,11 @@ class Recorder:
     def record_unknown_price(
         self, agent: str | None, error: UnknownPriceError, *, is_made: bool = True
     ) -> None:
-        """Log the first call of a model without a price; count a call that is not made for it."""
-        if not is_made:
+        """Log the first call of a model without a price; only count one that raises instead."""
+        if is_made:
+            self.log_first(logs.no_price, agent, str(error))
+        else:
             self.count(names.MODEL_RUNS, agent, self.model_label(error.model), "unknown", NONE)
-        self.log_first(logs.no_price, agent, str(error))
 
     def warn_of_estimate(self, model: str, created_at: UserLine) -> None:
         """Warn, once for each model, that its tokens are estimated: its provider reports none."""

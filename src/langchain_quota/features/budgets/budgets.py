@@ -52,6 +52,7 @@ from langchain_quota.middleware.state import (
     ledger,
     merge_ledgers,
 )
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.runtime.units import near_threshold
@@ -59,6 +60,9 @@ from langchain_quota.telemetry.receipts import Receipt, opened
 
 _NEW_RUN: Mapping[str, Any] = {"run_spent": {}, "admitted": None, "error": None}
 """The feature's data at the start of a run."""
+
+# The caller of the model gets what it raises.
+compat.hide_raised("QuotaCallback")
 
 
 class Budgets(Feature):
