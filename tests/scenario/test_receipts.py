@@ -19,11 +19,13 @@ from langchain_quota import (
     MemoryStore,
     ModelCallLimit,
     Price,
+    Receipt,
     TimeLimit,
     TokenLimit,
     ToolCallLimit,
 )
 from langchain_quota.limits import Limit
+from langchain_quota.telemetry.receipts import ReceiptLine
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Form, Kind, Scene, both_forms, delegate, each_kind, recording
 from tests.telemetry import Signals
@@ -70,6 +72,13 @@ async def test_a_meter_counts_and_limits_nothing(kind: Kind, store: Any, signals
     assert b"NaN" not in generate_latest(signals.registry)
     assert totals(bill) == (2, 1, 1500)
     assert bill.dollars == Decimal("0.10") + Decimal(1498 * 2 + 2 * 8) / 10**6
+
+
+def test_what_users_read() -> None:
+    """Receipts and their lines have no public method that writes."""
+    members = {name for kind in (Receipt, ReceiptLine) for name in dir(kind) if name[0] != "_"}
+    fields = {*ReceiptLine.__slots__, "runs", "seconds"}
+    assert members == {*fields, "lines", "total", "dollars", "as_dict"}
 
 
 async def test_the_tree(signals: Signals) -> None:

@@ -123,8 +123,8 @@ async def test_a_receipt_of_calls_with_one_id(
 @pytest.mark.parametrize(
     "part",
     [
-        "telemetry.receipts.Receipt.add_decisions",
-        "telemetry.receipts.Receipt.refund",
+        "telemetry.receipts.OpenReceipt.add_decisions",
+        "telemetry.receipts.OpenReceipt.refund",
         "telemetry.recorder.open_receipts",
         "telemetry.stream.get_stream_writer",
         "telemetry.stream.reason_of",

@@ -42,14 +42,6 @@ class ReceiptLine:
     nanodollars: int | None = 0
     blocked: dict[str, int] = field(default_factory=dict)
 
-    def add(self, more: "ReceiptLine | ModelUsage", calls: int, nanodollars: int | None) -> None:
-        """Add another line, or a model call."""
-        self.calls += calls
-        for name in ("input_tokens", "output_tokens", "total_tokens", "estimated"):
-            setattr(self, name, getattr(self, name) + getattr(more, name))
-        known = self.nanodollars is not None and nanodollars is not None
-        self.nanodollars = (self.nanodollars or 0) + (nanodollars or 0) if known else None
-
     def __str__(self) -> str:
         text = f"{self.name or self.kind}: {self.calls:,} call{'s' * (self.calls != 1)}"
         if self.kind == "model" and self.calls:
@@ -57,6 +49,17 @@ class ReceiptLine:
         if self.nanodollars is None or self.nanodollars:
             text += ", " + as_dollars(self.nanodollars) if self.nanodollars else ", cost unknown"
         return text + "".join(f", {n:,} blocked by {limit}" for limit, n in self.blocked.items())
+
+
+def _add(
+    line: ReceiptLine, more: ReceiptLine | ModelUsage, calls: int, nanodollars: int | None
+) -> None:
+    """Add another line, or a model call, to a line."""
+    line.calls += calls
+    for name in ("input_tokens", "output_tokens", "total_tokens", "estimated"):
+        setattr(line, name, getattr(line, name) + getattr(more, name))
+    known = line.nanodollars is not None and nanodollars is not None
+    line.nanodollars = (line.nanodollars or 0) + (nanodollars or 0) if known else None
 
 
 @dataclass(eq=False)
@@ -76,18 +79,10 @@ class Receipt:
         (0, 0, Decimal('0'))
     """
 
-    _price: Callable[[ModelUsage], int | None] = field(repr=False)
     runs: int = 0
     seconds: float = 0.0
     ended_by: list[tuple[str, str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.running: dict[UUID, Any] = {}
-        """The model runs of budgets that have not ended, and the lines of tools that run."""
-        self._lines: dict[tuple[str, Kind, str], ReceiptLine] = {}
-        self._threads: set[object] = set()
-        self._paid: Counter[tuple[str | None, ...]] = Counter()
-        self._lock = fork_safe_lock()
+    _lines: dict[tuple[str, Kind, str], ReceiptLine] = field(default_factory=dict, repr=False)
 
     @property
     def lines(self) -> Sequence[ReceiptLine]:
@@ -99,7 +94,7 @@ class Receipt:
         total = ReceiptLine("", kind, f"all {kind}s")
         for line in self.lines:
             if line.kind == kind:
-                total.add(line, line.calls, line.nanodollars)
+                _add(total, line, line.calls, line.nanodollars)
                 total.blocked = dict(Counter(total.blocked) + Counter(line.blocked))
         return total
 
@@ -128,6 +123,19 @@ class Receipt:
             text += [agent or UNNAMED, *(f"  {row}" for row in rows)]
         return "\n  ".join(text)
 
+
+class OpenReceipt(Receipt):
+    """A receipt that its block still writes."""
+
+    def __init__(self, price: Callable[[ModelUsage], int | None]) -> None:
+        super().__init__()
+        self.running: dict[UUID, Any] = {}
+        """The model runs of budgets that have not ended, and the lines of tools that run."""
+        self._price = price
+        self._threads: set[object] = set()
+        self._paid: Counter[tuple[str | None, ...]] = Counter()
+        self._lock = fork_safe_lock()
+
     def begin_run(self, thread: object, *, resumes: bool) -> None:
         """Count an outermost run, unless it resumes one of this block."""
         with self._lock:
@@ -149,7 +157,7 @@ class Receipt:
             elif ended is not None:
                 usage: ModelUsage = ended.now().usage
                 line = self._line(ended.agent, "model", next(iter(usage.models), ""))
-                line.add(ModelUsage() if usage.cached else usage, 1, self._price(usage))
+                _add(line, ModelUsage() if usage.cached else usage, 1, self._price(usage))
 
     def add_decisions(self, decisions: Sequence[Decision], *, ended_by: str = "") -> None:
         """Add blocked calls, what allowed tool calls cost, and the limit that ends the run."""
@@ -176,20 +184,21 @@ class Receipt:
     def _pay(self, call: Call, cost: int) -> None:
         with self._lock:
             if cost:
-                self._line(call.agent or "", "tool", call.tool or "").add(ModelUsage(), 0, cost)
+                line = self._line(call.agent or "", "tool", call.tool or "")
+                _add(line, ModelUsage(), 0, cost)
                 self._paid[call.agent, call.tool, call.id] += cost
 
     def _line(self, agent: str, kind: Kind, name: str) -> ReceiptLine:
         return self._lines.setdefault((agent, kind, name), ReceiptLine(agent, kind, name))
 
 
-_open: ContextVar[tuple[Receipt, ...]] = ContextVar("langchain_quota_receipts", default=())
-_all_open: set[Receipt] = set()
+_open: ContextVar[tuple[OpenReceipt, ...]] = ContextVar("langchain_quota_receipts", default=())
+_all_open: set[OpenReceipt] = set()
 """The open receipts of the process."""
 
 
 @contextmanager
-def opened(receipt: Receipt) -> Iterator[Receipt]:
+def opened(receipt: OpenReceipt) -> Iterator[Receipt]:
     """Open a receipt for what the block runs, and for the tasks and threads that it starts."""
     began = time.monotonic()
     _all_open.add(receipt)
@@ -207,7 +216,7 @@ def opened(receipt: Receipt) -> Iterator[Receipt]:
         receipt.seconds = time.monotonic() - began
 
 
-def open_receipts(*handlers: object) -> Sequence[Receipt]:
+def open_receipts(*handlers: object) -> Sequence[OpenReceipt]:
     """Return the open receipts of this context, and of the run's callback handlers."""
     if not _all_open:
         return ()

@@ -56,7 +56,7 @@ from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.runtime.units import near_threshold
-from langchain_quota.telemetry.receipts import Receipt, opened
+from langchain_quota.telemetry.receipts import OpenReceipt, Receipt, opened
 
 _NEW_RUN: Mapping[str, Any] = {"run_spent": {}, "admitted": None, "error": None}
 """The feature's data at the start of a run."""
@@ -336,5 +336,5 @@ def receipt_of(kernel: Kernel) -> Iterator[Receipt]:
             return None
 
     watch_runs()
-    with opened(Receipt(price)) as receipt:
+    with opened(OpenReceipt(price)) as receipt:
         yield receipt

@@ -36,7 +36,7 @@ from langchain_quota.limits.call import ModelUsage
 from langchain_quota.middleware.context import running_config
 from langchain_quota.middleware.root_run import DECISION, HandlerVar, register_root_runs
 from langchain_quota.runtime import compat
-from langchain_quota.telemetry.receipts import Receipt, open_receipts
+from langchain_quota.telemetry.receipts import OpenReceipt, open_receipts
 
 MAX_ENDED = 10_000
 """The most ended runs that a root run keeps: what they have started may go on."""
@@ -195,7 +195,7 @@ class ModelRuns(BaseCallbackHandler):
         self.places: dict[UUID | None, _Place] = {}
         self._graphs: dict[UUID | None, GraphRun] = {}
         self._ended: deque[UUID] = deque()
-        self.receipts: Sequence[Receipt] = open_receipts()
+        self.receipts: Sequence[OpenReceipt] = open_receipts()
         """The open receipts of the root run."""
 
     def on_chat_model_start(self, *given: Any, **more: Any) -> None:
