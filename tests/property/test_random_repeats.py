@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from langchain_core.tools import BaseTool, StructuredTool, ToolException
 
@@ -76,6 +76,8 @@ def fail() -> str:
 
 calls = st.tuples(st.sampled_from(["same", "other", "broken"]), st.sampled_from("ab"))
 worlds = st.lists(st.lists(calls, min_size=1, max_size=4), min_size=1, max_size=9)
+# Of one message, failures are one: the model has not read the first.
+FAILS = [[("broken", each) for each in batch] for batch in ("a", "ba", "b", "a")]
 
 
 @examples(60)
@@ -84,6 +86,7 @@ worlds = st.lists(st.lists(calls, min_size=1, max_size=4), min_size=1, max_size=
     most=st.integers(1, 3),
     answers=st.lists(st.sampled_from("xy"), min_size=9, max_size=9),
 )
+@example(batches=FAILS, most=3, answers=["x"] * 9)
 async def test_what_runs_is_what_the_reference_admits(
     batches: list[list[tuple[str, str]]], most: int, answers: list[str]
 ) -> None:

@@ -292,16 +292,6 @@ async def test_cancelled_calls_leave_no_place_taken(signals: Signals, seed: int)
     assert 0 < browser.most <= CAP
 
 
-async def test_a_call_cancelled_while_it_waits(signals: Signals) -> None:
-    """It leaves the line: when the call before it ends, there is room."""
-    with busy(signals):
-        run = asyncio.create_task(agent_of(signals, Browser().tool).ainvoke(ASKED))
-        await until(lambda: sum(signals.samples("langchain_quota_waiting_calls").values()) == 1)
-        run.cancel()
-        await asyncio.wait([run])
-    assert has_room(signals)
-
-
 @needs_inline
 @pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 @pytest.mark.parametrize("kind", ["graph", "react"])

@@ -39,13 +39,6 @@ async def test_a_refused_call_is_charged_to_none(order: Order, signals: Signals)
     scene.check()
 
 
-async def test_a_refused_call_leaves_the_room_of_others(signals: Signals) -> None:
-    """Of one message, what one limit refuses leaves the next call its place in another limit."""
-    limits = [ToolCallLimit("calc", run_limit=0), ToolCallLimit(run_limit=1)]
-    scene = await Scene(signals, [["calc", "search"], "done"], limits).played()
-    assert scene.ran == ["search"]
-
-
 async def test_a_refusal_by_two_scopes_is_shown_as_the_threads(signals: Signals) -> None:
     """Where thread and run are used up by the same call, decisions and metrics name the thread."""
     limit = ToolCallLimit("search", thread_limit=1, run_limit=1)

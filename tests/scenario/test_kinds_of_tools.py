@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import threading
 from functools import partial
 from operator import add
 from pathlib import Path
@@ -18,17 +17,7 @@ from langgraph.store.memory import InMemoryStore
 from langgraph.types import Command
 
 from langchain_quota import ToolCallLimit
-from tests.scene import (
-    PATIENCE,
-    Form,
-    Kind,
-    Scene,
-    asking,
-    both_forms,
-    check_history,
-    recording,
-    tool_limiter,
-)
+from tests.scene import Kind, Scene, asking, check_history, recording, tool_limiter
 from tests.telemetry import Signals
 
 
@@ -94,26 +83,6 @@ async def test_each_kind(kind: str, signals: Signals) -> None:
     assert result.get("notes", []) == (["a note"] * 3 if kind == "command" else [])
     artifacts = [each.artifact for each in result["messages"] if each.type == "tool"]
     assert artifacts.count({"rows": 3}) == (3 if kind == "artifact" else 0)
-
-
-@both_forms
-async def test_parallel_calls(form: Form, signals: Signals) -> None:
-    """Of six calls at once some are refused; those that are allowed do run at once."""
-    meeting, ameeting = threading.Barrier(4), asyncio.Barrier(4)
-
-    def met() -> str:
-        meeting.wait(PATIENCE)
-        return "met"
-
-    async def amet() -> str:
-        await asyncio.wait_for(ameeting.wait(), PATIENCE)
-        return "met"
-
-    names = ["search", "calc"]
-    tools = [StructuredTool.from_function(met, amet, name=each, description=each) for each in names]
-    limiters = [tool_limiter(signals, run_limit=5), tool_limiter(signals, "search", run_limit=1)]
-    scene = await Scene(signals, asking(*names * 3), limiters, tools=tools, form=form).played()
-    assert sorted(status for _, status in scene.answers()) == ["error"] * 2 + ["success"] * 4
 
 
 async def test_a_tool_that_the_provider_runs(signals: Signals) -> None:

@@ -11,7 +11,7 @@ from langgraph.types import Command, interrupt
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import ANN, CONFIG, Kind, Scene, asking, check_history, each_kind, recording
+from tests.scene import ANN, CONFIG, Kind, Scene, asking, each_kind, recording
 from tests.stores import counts
 from tests.telemetry import Signals
 
@@ -31,10 +31,10 @@ processes = pytest.mark.parametrize("same", [True, False], ids=["one process", "
 class Workers:
     """Processes that share a checkpointer and a store, and what they ran."""
 
-    def __init__(self, signals: Signals, *searches: str, most: int = 99, **options: Any) -> None:
+    def __init__(self, signals: Signals, *searches: str, **options: Any) -> None:
         self.ran, self.store = list[str](), MemoryStore()
         self.model = ScriptedChatModel(script=asking(*searches or ("search", "search")))
-        quotas = [Quota(most, per="user_id")]
+        quotas = [Quota(99, per="user_id")]
         limits = ToolCallLimit("search", quotas=quotas), ModelCallLimit(quotas=quotas)
         shared: Any = {"store": self.store, "checkpointer": InMemorySaver(), "ran": self.ran}
         scene = partial(Scene, signals, self.model, limits, context=ANN, **shared, **options)
@@ -75,18 +75,6 @@ async def test_what_runs_again(*, same: bool, kind: Kind, how: str, signals: Sig
             at.next
         )
     assert len(workers.ran) > 4
-
-
-@processes
-@pytest.mark.parametrize("how", ["replayed", "resumed"])
-async def test_a_limit_holds(*, same: bool, how: str, signals: Signals) -> None:
-    """What a quota has no room for does not run again, neither tools nor the model."""
-    workers, steps = Workers(signals, most=3), {("tools", "tools"), ("model",)}
-    for at in [each for each in await workers.history() if each.next in steps] * 3:
-        await workers.go_on(HOW[how], at.config, same=same)
-        check_history(workers.scene.state()["messages"])
-    assert (len(workers.model.calls), len(workers.ran)) == (3, 3)
-    assert workers.scene.calls("blocked", "search") > 0
 
 
 @processes

@@ -1,12 +1,12 @@
-"""Calls at once, repeats, and limits of a user's own kind: what is counted at the edges."""
+"""Two caps on calls at once, and limits of a user's own kind."""
 
 import asyncio
 from typing import Any
 
 import pytest
-from langchain_core.tools import ToolException, tool
+from langchain_core.tools import tool
 
-from langchain_quota import ConcurrencyLimit, Decision, RepeatLimit, ToolCallLimit
+from langchain_quota import ConcurrencyLimit, Decision, ToolCallLimit
 from langchain_quota.limits.call import Call
 from tests.scene import Scene, asking, recording
 from tests.telemetry import Signals
@@ -27,23 +27,6 @@ async def test_a_kind_of_limit_that_matches_by_something_else(signals: Signals) 
     names = ("calc", "mcp_read", "mcp_write")
     scene = await Scene(signals, script, [BeginningLimit(run_limit=1)], tools=names).played()
     assert scene.ran == ["calc", "mcp_read", "calc"]
-
-
-async def test_failures_that_the_model_has_not_read_count_once(signals: Signals) -> None:
-    """Of one message, calls that fail alike are one failure: the model has not read the first."""
-
-    @tool("search")
-    def failing(text: str) -> str:
-        """Search for a text."""
-        ran_with.append(text)
-        raise ToolException("the index is broken")
-
-    ran_with: list[str] = []
-    failing.handle_tool_error = True
-    made = [["a"], ["b", "c"], ["d"], ["e"]]
-    script = [*([("search", {"text": each}) for each in batch] for batch in made), "done"]
-    await Scene(signals, script, [RepeatLimit(3)], tools=[failing]).play()
-    assert sorted(ran_with) == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("caps", [(1, 3), (3, 1)])

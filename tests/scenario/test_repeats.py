@@ -229,15 +229,6 @@ async def test_a_key_of_the_users_own(signals: Signals) -> None:
     assert scene.ran == []
 
 
-async def test_small_numbers() -> None:
-    """With 1 no call is made twice in a run; but a tool may fail in the same way twice."""
-    tools = [as_tool("edit", echoing("{old}")), as_tool("get", failing("no"))]
-    edits, fails = each("edit", old=[0, 1, 2, 0, 1, 2]), each("get", id=range(4))
-    for most, refused in ((1, [(4, 1), (5, 1), (6, 1)]), (2, [])):
-        assert await refusals(tools, edits, RepeatLimit(most)) == refused
-        assert await refusals(tools, fails, RepeatLimit(most)) == [(3, 1), (4, 1)]
-
-
 def errors(result: dict[str, Any]) -> list[str]:
     """What was answered in place of tools."""
     return [str(m.content) for m in result["messages"] if getattr(m, "status", "") == "error"]

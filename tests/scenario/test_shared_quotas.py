@@ -1,8 +1,6 @@
 """Quotas and thread limits in a store: whose calls are counted, and what a used up one does."""
 
-import asyncio
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit, usage
 from langchain_quota.limits import Limit
-from tests.scene import ANN, CONFIG, SKIPPED, Form, Scene, asking, both_forms, texts
+from tests.scene import ANN, CONFIG, Form, Scene, asking, both_forms, texts
 from tests.stores import DAY, RESETS, TODAY, Clock, counts
 from tests.telemetry import Signals
 
@@ -162,18 +160,6 @@ async def test_the_reset_of_two_quotas(
     )
 
 
-async def test_end(signals: Signals) -> None:
-    """A batch over the quota ends the run: none of it runs, and nothing is charged."""
-    store = MemoryStore(clock=Clock())
-    limit = ToolCallLimit("search", quotas=[USER], exit_behavior="end")
-    scene = await scene_of(signals, THREE, limit, store=store).played()
-    assert (scene.ran, counts(store)) == ([], {})
-    assert scene.last_text() == (f"'search' tool call limit reached: {EXCEEDED.format(3)}.")
-    assert texts(scene.result).count(SKIPPED) == 2
-    assert scene.metric("tool:search", "allowed") == 0
-    scene.check()
-
-
 async def test_model_end(signals: Signals) -> None:
     """A model limit with nothing but quotas ends the run, and tells which ones are used up."""
     store = MemoryStore(clock=Clock())
@@ -188,39 +174,7 @@ async def test_model_end(signals: Signals) -> None:
     scene.check()
 
 
-RUNS = 20
 THREAD = "search:thread:thread-1"
-
-
-@both_forms
-async def test_concurrent_runs(form: Form, signals: Signals) -> None:
-    """Of 20 runs at once on one thread with limit 3, each with one call, exactly 3 calls run."""
-    store, barrier = MemoryStore(), asyncio.Barrier(RUNS)
-
-    async def no_limit(*_: Any) -> None:
-        # All runs have begun, and have loaded the thread's state, before the first is checked.
-        await barrier.wait()
-
-    limits = [
-        ToolCallLimit("search", thread_limit=3, run_limit=no_limit if form == "async" else None),
-        ToolCallLimit("calc", quotas=[Quota(3, per="user_id")]),
-    ]
-    scene = Scene(signals, asking("search", "calc"), limits, store=store, form=form)
-    threads: list[Any] = [CONFIG] * RUNS
-    threads += [{"configurable": {"thread_id": f"{number}"}} for number in range(RUNS)]
-    given: Any = {"messages": [("user", "hi")]}
-    if form == "sync":
-        with ThreadPoolExecutor(RUNS) as pool:
-            runs = [pool.submit(scene.agent.invoke, given, each, context=ANN) for each in threads]
-        for each in runs:
-            each.result()
-    else:
-        await asyncio.gather(
-            *(scene.agent.ainvoke(given, config, context=ANN) for config in threads)
-        )
-    assert Counter(scene.ran) == {"search": 3 + RUNS, "calc": 3}
-    assert counts(store)[THREAD] == counts(store)["calc:user_id:ann"] == 3
-    assert scene.metric("tool:search", "blocked", "thread") == RUNS - 3
 
 
 async def test_threads_without_a_state_are_kept(signals: Signals) -> None:

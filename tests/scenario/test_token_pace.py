@@ -110,30 +110,6 @@ async def test_who_waits_holds_nothing(kind: Kind, signals: Signals, clock: Pass
     assert scene.usage().model == 2
 
 
-async def test_who_is_cancelled_holds_nothing(signals: Signals) -> None:
-    """Of those who wait, one who is cancelled charges nothing, and the next one comes."""
-    clock = Clock()
-    store = MemoryStore(clock=clock)
-    limits = [ModelCallLimit(quotas=[Quota(600, per="global", window="1m", smooth=True)], wait=DAY)]
-    scenes = [
-        Scene(signals, using(50), [*limits, limit(50)], store=store, thread_id=str(each))
-        for each in range(3)
-    ]
-    await scenes[0].play()
-    runs = []
-    for number, scene in enumerate(scenes[1:], 1):
-        runs.append(asyncio.create_task(scene.play()))
-        await waits(signals, number)
-    runs[0].cancel()
-    await asyncio.wait(runs[:1])
-    await waits(signals, 1)
-    assert counts(store)[KEY] == 50
-    clock.now += 40
-    await runs[1]
-    assert counts(store)[KEY] == 60
-    assert [len(scene.model.calls) for scene in scenes] == [1, 0, 1]
-
-
 @pytest.mark.parametrize("order", ["outside", "inside", "fallback", "charges all"])
 async def test_beside_retries(order: str, signals: Signals, clock: Passing) -> None:
     """A call that is tried again waits for its turn once, and is charged once for what it used."""

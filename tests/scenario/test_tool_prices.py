@@ -1,7 +1,5 @@
 """Tools that cost money: a call is charged its price if it ran, and refused if it does not fit."""
 
-import asyncio
-from contextlib import closing
 from decimal import Decimal
 from typing import Any
 
@@ -10,10 +8,9 @@ from langchain.agents.middleware import HumanInTheLoopMiddleware, ToolRetryMiddl
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.tools import BaseTool, StructuredTool
 
-from langchain_quota import CostLimit, MemoryStore, Quota, RedisStore, ToolCallLimit
+from langchain_quota import CostLimit, MemoryStore, Quota, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import ANN, Scene, tool_limiter
-from tests.server.redis import RedisServer
 from tests.stores import counts
 from tests.telemetry import Signals
 from tests.tokens import MONEY, answer, spent
@@ -149,22 +146,6 @@ async def test_what_does_not_run_is_free(signals: Signals, why: str, *, stored: 
     assert charged(signals) == 10 * CENT
     if store:
         assert counts(store) == {f"{MONEY}:thread:thread-1": 14 * CENT}
-
-
-async def test_runs_at_once(signals: Signals, redis_server: RedisServer) -> None:
-    """Runs that share a quota buy no more than fits, and the server has counted what ran."""
-    due, limit = Due(), CostLimit(quotas=[Quota(1, per="user_id")], tool_prices=PRICES)
-    with closing(RedisStore(redis_server.url, prefix=redis_server.prefix())) as store:
-        given: Any = {"prices": lambda _: Decimal(0), "context": ANN, "store": store}
-        scripts = [[answer(11, *made("search", run)), answer(12)] for run in range(8)]
-        scenes = [
-            scene_of(signals, due, script, limit, thread_id=f"thread-{run}", **given)
-            for run, script in enumerate(scripts)
-        ]
-        await asyncio.gather(*(each.play() for each in scenes))
-        assert len(due) == 3
-        assert counts(store) == {f"{MONEY}:user_id:ann": 90 * CENT}
-    assert charged(signals) == 90 * CENT
 
 
 OF_OPENAI: list[Any] = [
