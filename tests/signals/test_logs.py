@@ -84,10 +84,24 @@ async def test_a_line_can_be_queried(log: Log, signals: Signals) -> None:
         "quota_scope": "thread",
         "quota_agent": "boss",
         "quota_thread": "thread-1",
+        "quota_subject": None,
         "quota_used": 4,
         "quota_threshold": 5,
         "quota_unit": "calls",
     }
+
+
+async def test_a_line_names_the_customer(log: Log) -> None:
+    """With a label, what is near, exhausted or refused of a quota says whose it is."""
+    signals = telling(subject_label={"user_id": lambda user: user[:3]})
+    limits = [ToolCallLimit("search", quotas=[Quota(3, per="user_id")], near=0.5)]
+    scene = Scene(signals, SEARCHES, limits, store=MemoryStore())
+    for user in ("ada", "bob"):
+        log.clear()
+        await scene.play(context={"user_id": f"{user}@example.org"})
+        ends = [f"{n} of 3 (quota 'user_id' of '{user}')" for n in (2, 3, 3)]
+        assert [each.split(": ")[1] for each in lines(log.records)] == ends
+        assert {vars(each)["quota_subject"] for each in log.records} == {user}
 
 
 async def test_no_name_can_forge_a_line(log: Log, signals: Signals) -> None:

@@ -31,9 +31,7 @@ def log_notices(event: DecisionEvent) -> None:
             result = "refused" if status.enforced else "would refuse"
             resets = status.resets_at
             resets_at = None if resets is None else resets.astimezone(UTC).isoformat()
-            subject = event.subjects.get((status.limit, scope))
-            fields = {"resets_at": resets_at, "subject": subject}
-            _log(logging.DEBUG, result, event, status, scope, **fields)
+            _log(logging.DEBUG, result, event, status, scope, resets_at=resets_at)
 
 
 def no_price(agent: str | None, error: str) -> None:
@@ -104,8 +102,10 @@ def _log(
     # If the store was unavailable, or the subject is frozen, no count matters.
     count, unit = status.count_of(scope), status.unit
     used, threshold = (count.used, count.limit) if count else (None, None)
+    subject = event.subjects.get((status.limit, scope))
+    whose = f" of {subject!r}" if subject else ""
     # Name the argument of the limit, or the quota, as the user wrote it.
-    source = f"quota {scope!r}" if count and count.per else f"{scope}_limit"
+    source = f"quota {scope!r}{whose}" if count and count.per else f"{scope}_limit"
     source = scope if scope == CONCURRENCY else source
     amounts = f"{format_amount(used, unit)} of {format_amount(threshold, unit)} ({source})"
     if status.needs and used is not None and threshold is not None and used < threshold:
@@ -116,6 +116,7 @@ def _log(
         scope=scope,
         agent=event.caller.name,
         thread=event.caller.thread,
+        subject=subject,
         used=None if used is None else in_base_unit(used, unit),
         threshold=None if threshold is None else in_base_unit(threshold, unit),
         unit=UNIT_LABELS[unit],
@@ -128,6 +129,6 @@ def _log(
         result,
         event.caller.name,
         event.caller.thread,
-        {STORE: "store unavailable", FROZEN: "the subject is frozen"}.get(scope, amounts),
+        {STORE: "store unavailable", FROZEN: f"calls{whose} are frozen"}.get(scope, amounts),
         extra=fields,
     )
