@@ -167,15 +167,16 @@ def logged(caplog: pytest.LogCaptureFixture, text: str) -> int:
 async def test_one_line_for_each_outage(
     outage: Any, signals: Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An outage is logged once, however many calls it meets, and once when it is over."""
+    """It is logged once when it begins and ends, however many calls and agents it meets."""
     caplog.set_level(logging.INFO, logger="langchain_quota")
     store = FickleStore(MemoryStore())
-    limits = per_user(), per_user("model")
-    scene = scene_of(signals, asking("search"), *limits, store=store, outage=outage)
+    limits, given = (per_user(), per_user("model")), {"store": store, "outage": outage}
+    scenes = [scene_of(signals, asking("search"), *limits, **given) for _ in range(3)]
     seen: list[tuple[int, int]] = []
     for down in (False, True, True, False, False, True, False):
         store.down = down
-        await scene.play(thread_id=f"thread-{len(seen)}")
+        for scene in scenes:
+            await scene.play(thread_id=f"thread-{len(seen)}")
         seen.append((logged(caplog, "store of"), logged(caplog, "works again")))
     assert seen == [(0, 0), (1, 0), (1, 0), (2, 1), (2, 1), (3, 1), (4, 2)]
     failed = asked(signals, "error")

@@ -66,7 +66,7 @@ class StoreClient:
         self.clock: Callable[[], float] = getattr(store, "clock", time.time)
         """The store's clock, by which its windows begin and end."""
         self.forms: Collection[str] = getattr(store, "forms", ("sync", "async"))
-        self._recorder = recorder
+        self._recorder, self._outages = recorder, recorder.outages
         server = store.server if isinstance(store, ServerStore) else type(store).__name__
         self.label = recorder.store_label(server)
         self._lock = fork_safe_lock()
@@ -249,6 +249,8 @@ class StoreClient:
             # Whatever a store raises, it has not answered.
             with self._lock:
                 first, self._down = not self._down, True
+            # The agents of a process lose their store together: the first one logs it.
+            first = first and self._outages.setdefault(self.label, self.name) == self.name
             self._recorder.record_error("store", error, log=first)
         except BaseException:
             # Cancelled: the call will not run, but the store may have received the request.
@@ -263,7 +265,7 @@ class StoreClient:
         if self._down:
             with self._lock:
                 back, self._down = self._down, False
-            if back:
+            if back and self._outages.pop(self.label, None):
                 self._recorder.log(logs.recovery, "store")
         if self._fills:
             self._fills = not self._recorder.store_nearly_full(self.store)

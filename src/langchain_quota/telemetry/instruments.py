@@ -67,6 +67,8 @@ class Instruments:
         self.stores = BoundedLabels(_MAX_MODELS)
         self.quotas: set[str] = set()
         """The names of the quotas of all middlewares."""
+        self.outages: dict[str, str] = {}
+        """The stores that are unavailable, by label, with the names of the clients that log it."""
         self.usage = UsageTable(
             Snapshot(
                 time.time(),

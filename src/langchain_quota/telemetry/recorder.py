@@ -105,6 +105,7 @@ class Recorder:
             self._thread_label = partial(custom_label, make, argument="thread_label")
         self.near = instruments.settings.near
         self.record_error = instruments.failed
+        self.outages = instruments.outages
         self.counts_unchecked_calls = count_unchecked_calls
         self.has_run_histograms = run_histograms
         self._shared = instruments
