@@ -7,7 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import ModelFallbackMiddleware, ModelRetryMiddleware
+from langchain.agents.middleware import (
+    ModelFallbackMiddleware,
+    ModelRetryMiddleware,
+    wrap_model_call,
+)
 from langchain_core.messages import AIMessage, BaseMessage
 
 from langchain_quota import MemoryStore, ModelPaceMiddleware, QuotaWarning
@@ -15,6 +19,7 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Form, Scene, both_forms, until
+from tests.stores import Clock, counts
 from tests.telemetry import Signals, paid
 from tests.tokens import During
 
@@ -121,6 +126,25 @@ async def test_a_pause_without_limits(signals: Signals) -> None:
     assert played.keeps(1.1, 1.0)
 
 
+async def test_what_calls_take(signals: Signals) -> None:
+    """A call takes what others used, without the cached; after its wait, too, up to a minute."""
+    store = MemoryStore(clock=Clock())
+    limits = {"input_tokens": "1000", "requests": "6000"}
+    ways = [(f"anthropic_ratelimit_{unit}", most) for unit, most in limits.items()]
+    said = says({f"{way}_{part}": n for way, n in ways for part in ("limit", "remaining")}, 100)
+    first: Any = {**(said.usage_metadata or {}), "input_token_details": {"cache_read": 90}}
+    played = Played(said.model_copy(update={"usage_metadata": first}), says({}, 110))
+    scene, taken = paced(signals, played, store, wait=0.01), []
+    for _ in range(3):
+        await scene.play()
+        taken.append(sum(counts(store).values()))
+    assert taken == [0, 600_000, 1_800_000]
+    await together(scene, 99)
+    (total,) = counts(store).values()
+    assert 60 * 10**6 <= total <= 62 * 10**6
+    assert len(played.times) == 102
+
+
 @both_forms
 async def test_no_call_is_refused(signals: Signals, form: Form) -> None:
     """A call that has waited as long as it may is made, whatever the provider asks for."""
@@ -132,6 +156,23 @@ async def test_no_call_is_refused(signals: Signals, form: Form) -> None:
     assert played.keeps(0.2, 0)
     assert signals.value(f"{WAITS}_count", **LABELS, decision="allowed") == 2
     assert (signals.value(f"{WAITS}_sum", **LABELS, decision="allowed") or 0) >= 0.19
+
+
+async def test_paces_are_bounded(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more models than can be kept, the one that was not used for the longest is forgotten."""
+    monkeypatch.setattr("langchain_quota.agents.model_pace._MAX_PACES", 2)
+
+    @wrap_model_call
+    async def choose(request: Any, handler: Any) -> Any:
+        script, name = [Refused(retry_after="60")], request.messages[-1].text
+        return await handler(request.override(model=ScriptedChatModel(script=script, model=name)))
+
+    scene = paced(signals, Played(), None, choose, wait=0.01)
+    for name in ("a", "b", "a", "c", "a", "b"):
+        with pytest.raises(Refused):
+            await scene.play(name)
+    waits = signals.samples(f"{WAITS}_sum", agent="unnamed", decision="allowed")
+    assert [waits[name,] > 0 for name in "abc"] == [True, False, False]
 
 
 async def test_cancelled_waiters_leave(signals: Signals) -> None:

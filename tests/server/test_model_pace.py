@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from langchain.agents import create_agent
+from pydantic import SecretStr
 
 from langchain_quota import MemoryStore, ModelPaceMiddleware, RedisStore
-from tests.clients import Make, apis, chat, gemini
+from tests.clients import KEY, Make, apis, chat, gemini, messages
 from tests.forked import processes
 from tests.limited_provider import LimitedProvider
 from tests.provider import Body, Provider, running_provider
@@ -132,6 +133,27 @@ async def test_gemini_says_it_in_the_body(signals: Signals) -> None:
                 await agent.ainvoke(GO)
     assert sum(signals.samples("langchain_quota_wait_seconds_sum").values()) >= 1.5
     assert sum(signals.samples("langchain_quota_provider_refusals_total").values()) == 2
+
+
+KEYS = [(chat, "openai_api_key"), (messages, "anthropic_api_key"), (gemini, "google_api_key")]
+
+
+@pytest.mark.parametrize(("client", "key"), KEYS)
+async def test_each_account_has_its_pace(client: Make, key: str, signals: Signals) -> None:
+    """A pause holds for one key at one address, and names show neither of them."""
+    store, waits = MemoryStore(), []
+    with running_provider(RefusingGemini) as provider:
+        pace = ModelPaceMiddleware(store=store, wait=0.1, telemetry=signals.telemetry)
+        first, other = client(provider.url), {key: SecretStr("secret")}
+        models = first, first.model_copy(update=other), client(f"{provider.url}/secret")
+        for model in models * 2:
+            with pytest.raises(Exception, match="429"):
+                await create_agent(model, middleware=[pace]).ainvoke(GO)
+            waits.append(sum(signals.samples("langchain_quota_wait_seconds_sum").values()))
+    assert waits[:3] == [0, 0, 0] < waits[3:4] < waits[4:5] < waits[5:]
+    names = [usage.key for usage in store.usages()]
+    assert len(names) == 3
+    assert not any(text in "".join(names) for text in ("secret", KEY.get_secret_value()))
 
 
 @pytest.mark.parametrize("hours", [1, -1])

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Generic
 from uuid import uuid4
 
@@ -58,6 +58,9 @@ _TOLERANCE = 0.01 * _MINUTE
 _UNKNOWN_COST = 1.0
 """Seconds between calls after a pause, if the provider names no limits."""
 
+_MAX_PACES = 1_000
+"""How many paces a middleware keeps; those that were not used for the longest time are dropped."""
+
 _LEARNING = 0.1
 """The weight of a new call in the average of the tokens that calls use."""
 
@@ -67,15 +70,15 @@ class _Pace:
     """What this process knows of a model's limits.
 
     Attributes:
-        label: The provider's and the model's name in telemetry.
         key: The key of the count, which drains by a microsecond in each microsecond.
+        label: The provider's and the model's name in telemetry.
         limits: The provider's limits a minute, by what they count.
         use: What a call takes of them, on average.
         drained_at: When the count will be 0, on the monotonic clock. It only moves forward.
     """
 
-    label: str
     key: str
+    label: str = ""
     limits: dict[str, float] = field(default_factory=dict)
     use: dict[str, float] = field(default_factory=lambda: {"requests": 1.0})
     drained_at: float = 0.0
@@ -125,8 +128,8 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
     to what one of them learns. Calls wait before they are made, in each process first come,
     first served, and come evenly after a pause: one a second if the headers of an error 429 name
     no limits. No call is refused: one that has waited for `wait` is made nevertheless. Each model
-    has its own pace, so fallbacks do, too. List this middleware last, after those that retry or
-    fall back.
+    has a pace for each API key and address, so fallbacks have their own. List this middleware last,
+    after those that retry or fall back.
 
     Args:
         store: Where workers share the pace: a `RedisStore` or `PostgresStore`. `None`: this
@@ -160,7 +163,7 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         self._wait = parse_milliseconds("wait", wait) / 1000
         self._recorder = recorder_of(telemetry)
         self._client = None if store is None else StoreClient(store, self._recorder)
-        self._paces: dict[str, _Pace] = {}
+        self._paces = lru_cache(_MAX_PACES)(_Pace)
         self._lock = fork_safe_lock()
         self._created_at = UserLine.of_caller()
 
@@ -208,25 +211,25 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         return response
 
     def _pace_of(self, request: Request) -> _Pace:
-        """Return the pace of the model that a request reaches."""
+        """Return the pace of the model that a request reaches with its key, at its address."""
         parameters = compat.model_parameters(request.model, request.model_settings)
         model = str(parameters.get("ls_model_name"))
         provider = parameters.get("ls_provider")
         of_provider = f"{provider}/" if provider else ""
-        subject = f"{of_provider}{model}"
-        pace = self._paces.get(subject)
-        if pace is None:
-            label = limit_label(f"{of_provider}{self._recorder.model_label(model)}")
-            second = timedelta(seconds=1)
-            key = CountKey.at(_UNIT, "provider", subject, second, 0, limit=10**6)
-            pace = self._paces.setdefault(subject, _Pace(label, str(key)))
+        account = compat.account_digest(request.model)
+        subject = f"{of_provider}{model}" + (f"~{account}" if account else "")
+        key = CountKey.at(_UNIT, "provider", subject, timedelta(seconds=1), 0, limit=10**6)
+        with self._lock:  # so that threads share a new one
+            pace = self._paces(str(key))
+        if not pace.label:
+            pace.label = limit_label(f"{of_provider}{self._recorder.model_label(model)}")
             # The series tells alerts from the start which limits are providers'.
-            self._recorder.count(names.PROVIDER_REFUSALS, running_agent(), label, amount=0)
+            self._recorder.count(names.PROVIDER_REFUSALS, running_agent(), pace.label, amount=0)
             if getattr(request.model, "max_retries", 0) != 0:
                 self._created_at.warn(
-                    f"the client of {label} repeats calls by itself, and these do not wait: give "
-                    "the model max_retries=0, and list ModelRetryMiddleware(initial_delay=0) "
-                    "before ModelPaceMiddleware"
+                    f"the client of {pace.label} repeats calls by itself, and these do not wait: "
+                    "give the model max_retries=0, and list "
+                    "ModelRetryMiddleware(initial_delay=0) before ModelPaceMiddleware"
                 )
         return pace
 
@@ -238,17 +241,20 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         try:
             with self._recorder.waiting(agent, pace.label):
                 charge = partial(self._charge, mode, pace)
-                _, waited = await wait_for_room(store, pace.key, mode, charge, self._wait)
+                room, waited = await wait_for_room(store, pace.key, mode, charge, self._wait)
+                if not room:
+                    # It is made nevertheless. An empty bucket lacks no more than a minute.
+                    await self._charge(mode, pace, _MINUTE + pace.cost)
         except BaseException:
             waited, outcome = time.monotonic() - started_at, "cancelled"
             raise
         finally:
             self._recorder.record_wait(agent, pace.label, outcome, waited)
 
-    async def _charge(self, mode: Mode, pace: _Pace) -> float:
+    async def _charge(self, mode: Mode, pace: _Pace, most: float = _ROOM) -> float:
         """Charge a call if there is room for it; otherwise return in how many seconds there is."""
         cost = int(pace.cost * 10**6)
-        room = _ROOM - cost / 10**6
+        room = most - cost / 10**6
         # What this process knows still holds if the store does not answer, has lost its counts, or
         # has a clock that jumps.
         if pace.level > room:
@@ -256,7 +262,7 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         now = time.monotonic()
         end = now + pace.level + cost / 10**6
         if self._client is not None:
-            threshold = Threshold(pace.label, _UNIT, _UNIT, int(_ROOM * 10**6))
+            threshold = Threshold(pace.label, _UNIT, _UNIT, int(most * 10**6))
             counters, demand = {_UNIT: CountRef(pace.key)}, Demand({_UNIT: cost}, (threshold,))
             request = AcquireRequest(uuid4().hex, uuid4().hex, counters, (demand,))
             result = await self._client.acquire(mode, request)
