@@ -72,7 +72,6 @@ IN_A_TOOL: dict[str, tuple[Callable[[str], Any], int, dict[str, Any], object]] =
 
 OF_CAPS = "scenario/test_concurrency_limit.py"
 ELSEWHERE = {
-    "account_digest": "server/test_model_pace.py::test_each_account_has_its_pace",
     "ask": "scenario/test_ask.py::test_interfaces_can_show_a_form",
     "finished_tasks": "scenario/test_old_checkpoints.py::test_a_step_cut_off",
     "for_parent": "scenario/test_ended_runs.py::test_a_sub_agent_in_a_node",

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
+from hashlib import sha256
 from typing import Any, Generic
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ from langchain.agents.middleware.types import (
     ModelResponse,
     ResponseT,
 )
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import BaseMessage
 
 from langchain_quota.core.admission import AcquireRequest, CountRef, Demand, Threshold
@@ -216,7 +218,7 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         model = str(parameters.get("ls_model_name"))
         provider = parameters.get("ls_provider")
         of_provider = f"{provider}/" if provider else ""
-        account = compat.account_digest(request.model)
+        account = _account_digest(request.model)
         subject = f"{of_provider}{model}" + (f"~{account}" if account else "")
         key = CountKey.at(_UNIT, "provider", subject, timedelta(seconds=1), 0, limit=10**6)
         with self._lock:  # so that threads share a new one
@@ -299,6 +301,18 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
     def _advance(self, pace: _Pace, end: float) -> None:
         with self._lock:
             pace.drained_at = max(pace.drained_at, end)
+
+
+def _account_digest(model: BaseChatModel) -> str:
+    """Return a digest of a chat model's API key and address; empty if it shows neither."""
+    shown: list[tuple[str, str]] = []
+    for name in sorted(type(model).model_fields):
+        # Integrations: `openai_api_key`, `openai_api_base`, `anthropic_api_url`, `azure_endpoint`.
+        if name.endswith(("api_key", "_base", "_url", "endpoint")):
+            value = getattr(model, name, None)
+            text = value.get_secret_value() if hasattr(value, "get_secret_value") else value
+            shown += [(name, text)] if isinstance(text, str) else []
+    return sha256(repr(shown).encode()).hexdigest()[:12] if shown else ""
 
 
 def _on_response(response: Any) -> None:

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from copy import copy
 from functools import partial
-from hashlib import sha256
 from threading import Event
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -167,20 +166,6 @@ def model_parameters(model: "BaseChatModel", settings: Mapping[str, Any]) -> Map
     LangChain: `_get_ls_params`, by which callbacks and LangChain's own middlewares learn these.
     """
     return cast("Mapping[str, object]", model._get_ls_params(**settings))
-
-
-def account_digest(model: "BaseChatModel") -> str:
-    """Return a digest of a chat model's API key and address; empty if it shows neither.
-
-    Integrations: fields such as `openai_api_key`, `anthropic_api_url` and `azure_endpoint`.
-    """
-    shown: list[tuple[str, str]] = []
-    for name in sorted(type(model).model_fields):
-        if name.endswith(("api_key", "_base", "_url", "endpoint")):
-            value = getattr(model, name, None)
-            text = value.get_secret_value() if hasattr(value, "get_secret_value") else value
-            shown += [(name, text)] if isinstance(text, str) else []
-    return sha256(repr(shown).encode()).hexdigest()[:12] if shown else ""
 
 
 def response_hooks(model: "BaseChatModel", mode: str) -> list[Callable[..., Any]]:
