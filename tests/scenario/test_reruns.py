@@ -272,6 +272,7 @@ async def test_two_stores_in_one_agent(signals: Signals) -> None:
         assert counts(other) == {SEARCHES: 3}
 
 
+@pytest.mark.filterwarnings("ignore:HumanInTheLoopMiddleware is listed")
 async def test_a_resume_in_another_process(signals: Signals) -> None:
     """A drop-in that goes on where the other's store is not found leaves a blocked call charged."""
     store = MemoryStore()

@@ -111,6 +111,7 @@ async def test_whose_children_spans_are(held: str, form: Form, signals: Signals)
     assert context.get_current() is before
 
 
+@pytest.mark.filterwarnings("ignore:HumanInTheLoopMiddleware is listed")
 @each_held
 async def test_a_resumed_run(held: str, signals: Signals) -> None:
     """A resume below a span is its child; one without has no parent."""

@@ -61,7 +61,7 @@ class CountWarnings(Feature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._warned = all(limit.thread_limit is None for limit in kernel.limits)
-        self._is_review_known = False
+        self._has_reviewed_limits = any("tool" in limit.kinds for limit in kernel.limits)
         # The name of LangChain's limiter that counts the same calls, by the limit's.
         self._limiters = {
             limit.name: _LIMITERS.get(limit.counter, f"ToolCallLimitMiddleware[{limit.counter}]")
@@ -83,8 +83,8 @@ class CountWarnings(Feature):
                 )
         # Hooks after the model are called in reverse order.
         order = [_REVIEW, f"{(name := self._kernel.name)}.after_model"]
-        if [node for node in nodes if node in order] == order and not self._is_review_known:
-            self._is_review_known = True
+        if self._has_reviewed_limits and [node for node in nodes if node in order] == order:
+            self._has_reviewed_limits = False
             self._kernel.created_at.warn(
                 f"HumanInTheLoopMiddleware is listed before {name}, so calls that a person rejects "
                 f"stay charged, and edited ones are checked as they were: list {name} first"
