@@ -145,7 +145,7 @@ async def test_the_final_message_only(signals: Signals) -> None:
     outer = Scene(signals, [["delegate"], "done"], [ModelCallLimit(run_limit=9)], tools=[tool])
     assert stop_reason(await outer.play()) is None
     assert stop_reason({}) is stop_reason([]) is None
-    update = {"model": {"messages": []}}
+    update: Any = {"model": {"messages": []}}
     for other in (None, "x", ["x"], update, ((), update), 3):
         with pytest.raises(TypeError, match="must be what invoke returns"):
             stop_reason(other)
