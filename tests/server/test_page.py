@@ -1,6 +1,7 @@
 """The page in a real browser, beside running agents."""
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,7 +13,15 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from benchmarks.scrape import tracked
-from langchain_quota import MemoryStore, Quota, ToolCallLimit, quota_app, start_metrics_server
+from langchain_quota import (
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    ToolCallLimit,
+    quota_app,
+    start_metrics_server,
+)
+from langchain_quota.limits import Limit
 from tests.scene import Scene
 from tests.server.browser import Tab, opened, serving
 from tests.server.prometheus import eventually
@@ -32,12 +41,12 @@ def script(messages: Sequence[BaseMessage]) -> Any:
 class Service:
     """An agent with limits of threads and tenants, and the server of its page."""
 
-    def __init__(self) -> None:
-        self.signals: Signals = telling(subject_label={"tenant": str})
+    def __init__(self, *limits: Limit, **options: Any) -> None:
+        self.signals: Signals = telling(**{"subject_label": {"tenant": str}, **options})
         quotas = [Quota(12, per="tenant"), Quota(100, per="global")]
-        limits = [ToolCallLimit("search", thread_limit=10, quotas=quotas)]
-        options: Any = {"store": MemoryStore(), "name": "support"}
-        self._scene = Scene(self.signals, script, limits, **options)
+        limits = limits or (ToolCallLimit("search", thread_limit=10, quotas=quotas),)
+        given: Any = {"store": MemoryStore(), "name": "support"}
+        self._scene = Scene(self.signals, script, limits, **given)
 
     def search(self, **counts: int) -> None:
         """Let threads search so often; the part of a name before `_` is the tenant."""
@@ -76,25 +85,24 @@ def test_its_numbers_are_true(service: Service) -> None:
     A click or Enter shows all limits of a row.
     """
     with page(service) as tab:
-        shown = [(row[0], row[1], row[2].removeprefix("tool:search"), row[3]) for row in tab.rows()]
-        by = "■ blocked now by tool:search"
+        shown = [(*row[:2], row[2].removeprefix("tool:search"), row[3]) for row in tab.rows()]
         assert shown == [
-            ("acme_1 support", f"{by} (thread)", "10 of 10 calls · 100 %", "0"),
-            ("acme_2 support", f"{by} (tenant acme)", "2 of 10 calls · 20 %", "8"),
+            ("acme_1 support", "■ blocked", " · thread10 of 10 calls · 100 %", "0"),
+            ("acme_2 support", "■ blocked", " · tenant acme12 of 12 calls · 100 %", "0"),
             ("umbrella_1 support", "▲ near", "8 of 10 calls · 80 %", "2"),
             ("hooli_1 support", "fine", "1 of 10 calls · 10 %", "9"),
         ]
         assert [row[5] for row in tab.rows()] == ["1", "1", "0", "0"]
         used = [(row[0].split()[0], row[2]) for row in tab.rows("subjects")]
         assert used == [
-            ("acme", "tool:search12 of 12 calls · 100 %"),
+            ("acme", "tool:search · tenant12 of 12 calls · 100 %"),
             ("umbrella", "tool:search8 of 12 calls · 66 %"),
             ("everybody", "tool:search21 of 100 calls · 21 %"),
             ("hooli", "tool:search1 of 12 calls · 8 %"),
         ]
         tiles = [" ".join(each.split()) for each in tab.page.locator(".tile").all_inner_texts()]
         assert tiles[:2] == [
-            "Blocked now 2 conversations, 1 shared",
+            "Blocked, last 5 min 2 conversations, 1 shared",
             "At their limits 1 conversation, 1 shared; 1 near",
         ]
         for key in ("Enter", None):
@@ -103,6 +111,63 @@ def test_its_numbers_are_true(service: Service) -> None:
             tab.wait_for(f"document.querySelectorAll('tr.more').length === {1 if key else 0}")
         service.search(hooli_1=2)
         tab.wait_for("document.querySelector('#threads').innerText.includes('3 of 10 calls')")
+
+
+CLIPBOARD = {"permissions": ["clipboard-read", "clipboard-write"]}
+READ = "navigator.clipboard.readText()"
+
+
+def test_what_was_refused(service: Service) -> None:
+    """An opened row has its last refusals, with traces to copy; a chart has the calls by minute."""
+    with page(service, **CLIPBOARD) as tab:
+        chart = tab.page.locator("#calls .chart")
+        label = "Calls by minute: 21 allowed and 2 blocked in the last hour, most of them at "
+        assert (chart.get_attribute("aria-label") or "").startswith(label)
+        titles = [each.get_attribute("title") or "" for each in chart.locator("span").all()]
+        counts = [int(each) for title in titles for each in re.findall(r" (\d+) [ab]", title)]
+        assert (len(titles), sum(counts[::2]), sum(counts[1::2])) == (60, 21, 2)
+        heights = "[...document.querySelectorAll('.chart i')].map(bar => bar.offsetHeight)"
+        assert max(tab.page.evaluate(heights)) > 20
+        tab.page.locator("#threads .who").nth(1).click()
+        [row] = tab.page.locator("table.last tbody tr").all()
+        when, *refusal, trace = row.locator("td").all_inner_texts()
+        assert re.search(r"\d:\d\d:\d\d.* · \d+ s ago$", when)
+        assert refusal == ["search", "tool:search · tenant acme", "12 of 12 calls"]
+        blocked = [
+            each for each in service.signals.decision_spans() if "acme" in str(each.to_json())
+        ]
+        assert trace in {f"{each.context.trace_id:032x}" for each in blocked if each.context}
+        row.get_by_role("button").click()
+        tab.wait_for(f"{READ}.then(text => text === '{trace}')")
+        assert tab.page.locator("tr.more").count() == 1
+
+
+@pytest.mark.parametrize("way", ["copied", "selected"])
+def test_how_customers_get_names(way: str) -> None:
+    """Where customers have none, the page has the argument that names them, to be copied."""
+    service = Service(subject_label={})
+    service.search(acme_1=1)
+    with page(service, **(CLIPBOARD if way == "copied" else {})) as tab:
+        code = tab.page.locator("#unnamed code").inner_text()
+        if way == "selected":  # as in a page that is not served from this machine by https
+            tab.page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+        tab.page.get_by_role("button", name="Copy").click()
+        tab.wait_for(
+            f"{READ if way == 'copied' else 'Promise.resolve(`${getSelection()}`)'}"
+            f".then(text => text === {code!r})"
+        )
+    assert code == 'telemetry=Telemetry(subject_label={"tenant": str})'
+
+
+def test_a_run_that_is_over() -> None:
+    """A run that its limit has ended blocks nothing more: its row has its state, and names it."""
+    service = Service(ModelCallLimit(run_limit=1), ToolCallLimit("search", thread_limit=10))
+    service.search(hooli_1=9)
+    with page(service) as tab:
+        [row] = tab.rows()
+        assert row[1:3] == ["▲ near was blocked by model · run", "tool:search9 of 10 calls · 90 %"]
+        assert tab.page.locator("#tile-blocked b").inner_text() == "1"
+        assert tab.page.locator("#threads .exhausted").count() == 0
 
 
 def test_sort_and_filter(service: Service) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from blockbuster import blockbuster_ctx
+from langchain.agents.middleware import wrap_model_call
 from langchain_core.messages import BaseMessage
 from langchain_core.tools import StructuredTool
 from prometheus_client import CollectorRegistry
@@ -27,6 +28,7 @@ from langchain_quota import (
     ConcurrencyLimit,
     CostLimit,
     MemoryStore,
+    ModelCallLimit,
     Quota,
     TokenLimit,
     ToolCallLimit,
@@ -114,25 +116,148 @@ async def test_what_it_says(clock: Clock) -> None:
     }
     end, now = clock.now + 3600, clock.now
     both = {"blocked": 1, "blocked_at": now, "waiting": 0}
-    by = {"scope": "tenant", "subject": "acme"}
+    by: dict[str, Any] = {"scope": "tenant", "subject": "acme", "unit": "calls"}
+    by |= {"used": 3, "allowed": 3, "needs": 0, "resets_at": end}
+    span = signals.decision_spans()[3].context
+    assert span is not None
+    about = {"limit": "tool:search", "tool": "search", "trace_id": f"{span.trace_id:032x}"}
     numbers = [
         {"scope": "hourly", "used": 3, "allowed": 5, "resets_at": end},
         {"scope": "thread", "used": 3, "allowed": 20, "resets_at": None},
     ]
-    of = {"limit": "tool:search", "agent": "boss", "unit": "calls", "state": "ok", "blocked_by": by}
+    of: dict[str, Any] = {"limit": "tool:search", "agent": "boss", "unit": "calls", "state": "ok"}
+    of["blocked_by"] = {**by, "holds": True}
     whose = {"id": "acme_1", "scope": "thread", "agents": ["boss"], "state": "blocked"}
     assert found["threads"]["rows"][0] == {
         **whose,
         **both,
         "cost": None,
         "last_call_at": now,
-        "blocked_by": {"limit": "tool:search", **by},
+        "blocked_by": {"limit": "tool:search", "holds": True, **by},
+        "refusals": [{**by, **about, "at": now}],
         "limits": [{**of, **both, "numbers": numbers, "checked_at": now}],
     }
+    assert found["subjects"]["rows"][0]["refusals"] == [{**by, **about, "at": now}]
     [number] = found["subjects"]["rows"][0]["limits"][0]["numbers"]
     assert number == {"scope": "tenant", "used": 3, "allowed": 3, "resets_at": end}
     clock.now += 300
-    assert read(signals)["threads"]["rows"][0]["state"] == "ok"
+    thread = read(signals)["threads"]["rows"][0]
+    assert (thread["state"], thread["blocked_by"]["holds"]) == ("ok", False)
+
+
+async def test_until_when_a_refusal_holds(clock: Clock) -> None:
+    """Until its window or run has ended, or the limit allows a call; a rate's for five minutes.
+
+    A row names a refusal that holds before a newer one that does not.
+    """
+    signals, start = telling(subject_label={"tenant": str}), clock.now
+    limits: list[Any] = [
+        *(ToolCallLimit(tool, run_limit=1) for tool in ("search", "note")),
+        ToolCallLimit("calc", quotas=[Quota(1, per="tenant", window="2m")]),
+        ToolCallLimit("page", quotas=[Quota(120, per="global", window="2m", smooth=True)]),
+        ModelCallLimit(run_limit=1),
+    ]
+    tools = ("search", "note", "calc", "page")
+    store, context = MemoryStore(clock=time.time), {"tenant": "acme"}
+
+    def words(messages: Sequence[BaseMessage]) -> Any:
+        return messages[-1].text.split() if messages[-1].type == "human" else "done"
+
+    scene = Scene(signals, words, limits, store=store, context=context, tools=tools)
+    every = {"tool:search", "tool:note", "tool:calc", "tool:page"}
+    for seconds, asked, expected in (
+        # The second call of the model ends the run.
+        (0, "search search note note calc calc page page", every),
+        (1, "search page", every - {"tool:search"}),
+        (59, "", every - {"tool:search"}),
+        (60, "", {"tool:calc", "tool:page"}),
+        (120, "", {"tool:page"}),
+        (300, "", set()),
+    ):
+        clock.now = start + seconds
+        if asked:
+            await scene.play(asked)
+        [row] = read(signals)["threads"]["rows"]
+        blocked = {each["limit"]: each["blocked_by"] for each in row["limits"]}
+        assert blocked.keys() == every | {"model"}
+        assert {limit for limit, by in blocked.items() if by["holds"]} == expected, seconds
+        assert row["blocked_by"]["holds"] == bool(expected)
+    scene.quota.freeze(tenant="acme")
+    await scene.play("calc")
+    by = read(signals)["threads"]["rows"][0]["blocked_by"]
+    assert by == {"limit": "tool:calc", "scope": "frozen", "subject": "acme"} | {
+        "unit": "calls",
+        "holds": True,
+    }
+    scene.quota.thaw(tenant="acme")
+    clock.now += 1
+    await scene.play("calc")
+    assert not read(signals)["threads"]["rows"][0]["blocked_by"]["holds"]
+
+
+async def test_what_is_charged_later_ends_no_refusal(signals: Signals) -> None:
+    """A model call that was running when its budget was used up is charged: it still refuses."""
+    busy, gone = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: Any, handler: Any) -> Any:
+        if request.runtime.context["slow"]:
+            busy.set()
+            await gone.wait()
+        return await handler(request)
+
+    limit, slow = TokenLimit(quotas=[Quota(10, per="global")]), {"slow": True}
+    waiting: Any = wrap_model_call(wait)
+    scene = Scene(signals, lambda _: paid(10), [limit, waiting], store=MemoryStore())
+    running = asyncio.create_task(scene.play(thread_id="slow", context=slow))
+    await busy.wait()
+    for _ in range(2):
+        await scene.play(thread_id="fast", context={"slow": False})
+    gone.set()
+    await running
+    found = read(signals)
+    assert found["subjects"]["rows"][0]["limits"][0]["numbers"][0]["used"] == 20
+    for kind in ("threads", "subjects"):
+        by = found[kind]["rows"][0]["blocked_by"]
+        assert (by["used"], by["allowed"], by["holds"]) == (10, 10, True)
+
+
+async def test_calls_of_an_hour(clock: Clock) -> None:
+    """Each call is in its minute once, as in the metrics: those that wait for slots, too.
+
+    A call that another one's refusal stops is neither allowed nor blocked.
+    """
+    signals = telling()
+    slots = ConcurrencyLimit("search", max_concurrency=1, wait=0)
+    await searched(signals, ToolCallLimit("search", thread_limit=4), slots, one=3)
+    clock.now += 59 * 60
+    await searched(signals, ToolCallLimit("search", run_limit=1, exit_behavior="end"), two=2)
+    calls = read(signals)["totals"]["calls"]
+    made = signals.samples("langchain_quota_calls_total", agent="boss", kind="tool", tool="search")
+    assert {each: made[each,] for each in ("allowed", "blocked", "skipped")} == {
+        "allowed": 1,
+        "blocked": 3,
+        "skipped": 1,
+    }
+    assert (calls["allowed"], calls["blocked"]) == ([1] + [0] * 59, [2] + [0] * 58 + [1])
+    clock.now += 60
+    assert read(signals)["totals"]["calls"]["allowed"] == [0] * 60
+
+
+async def test_last_refusals(clock: Clock) -> None:
+    """A row has its last ten, the newest first; a process keeps the last 500 of all rows."""
+    signals = telling(spans="off")
+    limits: list[Any] = [ToolCallLimit("search", thread_limit=1), ModelCallLimit(run_limit=1)]
+    for uses in ({"idle": 3}, {"busy": 2}, {"loop": 495}, {"busy": 12}):
+        await searched(signals, *limits, **uses)
+        clock.now += 1
+    rows = {row["id"]: row for row in read(signals)["threads"]["rows"]}
+    assert [rows[each]["blocked"] for each in ("idle", "busy", "loop")] == [3, 14, 495]
+    assert rows["idle"]["refusals"] == []
+    assert len(rows["loop"]["refusals"]) == 10
+    first = rows["busy"]["refusals"][0]
+    assert [each["at"] for each in rows["busy"]["refusals"]] == [clock.now - 1] * 10
+    assert (first["tool"], first["limit"], first["scope"]) == (None, "model", "run")
+    assert (first["used"], first["allowed"], first["trace_id"]) == (1, 1, None)
 
 
 async def test_customers_with_one_label(clock: Clock) -> None:

@@ -291,7 +291,7 @@ with start_metrics_server(0) as server, urlopen(server.page_url + "quota.json") 
 
 
 def test_the_page_of_several_workers(tmp_path: Path) -> None:
-    """Any process shows what all know: blocked calls and costs are summed, who has died waits not.
+    """Any process shows what all know: counts and costs are summed, who has died waits not.
 
     So do metrics. The process of the page checks no calls.
     """
@@ -306,6 +306,8 @@ def test_the_page_of_several_workers(tmp_path: Path) -> None:
     (row,) = [row for row in found["threads"]["rows"] if row["id"] == "t1"]
     assert (found["processes"], row["blocked"], row["blocked_by"]["scope"]) == (3, 8, "thread")
     assert (found["totals"]["waiting"], found["totals"]["cost"]["dollars"]) == (0, 6)
+    assert [sum(calls) for calls in found["totals"]["calls"].values()] == [24, 4]
+    assert [each["limit"] for each in row["refusals"]] == ["users", "searches"] * 4
 
 
 EMPTY_FILE = """

@@ -28,10 +28,12 @@ from langchain_quota.telemetry.reading import (
     BLOCKED_NOW,
     EVERYBODY,
     HOURS,
+    MINUTES,
     Reading,
     current_numbers,
     in_slices,
     rate,
+    still_refuses,
 )
 from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import Subject, Use, shared_directory
@@ -86,15 +88,17 @@ class _Row(NamedTuple):
 def _rows_of(reading: Reading) -> Iterator[tuple[str, _Row]]:
     """Return the exported rows with their kinds; a conversation of several agents is one row."""
     merged: dict[tuple[str, str], list[Subject]] = {}
+    refusals = reading.last_refusals()
     for part in reading.rows:
         agent, scope, subject = part.key
         name = part.label or ("" if subject == EVERYBODY else agent)
         merged.setdefault((scope, name), []).append(part)
     for (scope, name), parts in merged.items():
-        yield "threads" if scope == THREAD else "subjects", _row_of(scope, name, parts, reading.now)
+        row = _row_of(scope, name, parts, reading.now, refusals[scope, name][:10])
+        yield "threads" if scope == THREAD else "subjects", row
 
 
-def _row_of(scope: str, name: str, parts: list[Subject], now: float) -> _Row:
+def _row_of(scope: str, name: str, parts: list[Subject], now: float, last: list[Json]) -> _Row:
     limits = [
         _limit_of(part.key[0], limit, use, now, is_thread=scope == THREAD)
         for part in parts
@@ -104,8 +108,11 @@ def _row_of(scope: str, name: str, parts: list[Subject], now: float) -> _Row:
     limits.sort(
         key=lambda limit: (limit["state"] is not None, _share(limit), limit["limit"]), reverse=True
     )
-    last = max(limits, key=lambda limit: limit["blocked_at"] or 0, default=None)
-    blocked_at = last and last["blocked_at"]
+    refused = [limit for limit in limits if limit["blocked_by"]]
+    blocked_at = max((limit["blocked_at"] for limit in refused), default=None)
+    # A refusal that still holds says more than a newer one that does not.
+    refused.sort(key=lambda limit: (not limit["blocked_by"]["holds"], -limit["blocked_at"]))
+    by = {"limit": refused[0]["limit"], **refused[0]["blocked_by"]} if refused else None
     reached = {limit["state"] for limit in limits}
     if blocked_at and now - blocked_at < BLOCKED_NOW:
         reached.add("blocked")
@@ -117,19 +124,19 @@ def _row_of(scope: str, name: str, parts: list[Subject], now: float) -> _Row:
         "state": states[0] if states else None,
         "blocked": sum(limit["blocked"] for limit in limits),
         "blocked_at": blocked_at,
-        "blocked_by": last
-        and last["blocked_by"]
-        and {"limit": last["limit"], **last["blocked_by"]},
+        "blocked_by": by,
         "waiting": sum(limit["waiting"] for limit in limits),
         "last_call_at": max(part.last for part in parts),
         "cost": sum(part.cost for part in parts) / NANODOLLARS or None,
         "limits": limits,
+        "refusals": last,
     }
     if row["waiting"]:
         states.append("waiting")
     share, numbers = (_share(limits[0]), limits[0]["numbers"]) if limits else (-1.0, ())
+    urgency = _STATES.index(row["state"]) - bool(by and by["holds"]) if row["state"] else 9
     keys = (
-        (_STATES.index(row["state"]) if row["state"] else 9, -share, -row["last_call_at"], name),
+        (urgency, -share, -row["last_call_at"], name),
         (name.casefold(), scope),
         -share,
         (numbers and numbers[0]["resets_at"]) or float("inf"),
@@ -163,7 +170,13 @@ def _limit_of(agent: str, limit: str, use: Use, now: float, *, is_thread: bool) 
         ],
         "blocked": use.blocked,
         "blocked_at": use.refused,
-        "blocked_by": use.refused and {"scope": limit_label(use.scope), "subject": use.subject},
+        "blocked_by": use.refused
+        and {
+            "scope": limit_label(use.scope),
+            "subject": use.subject,
+            **(use.count or {}),
+            "holds": still_refuses(use, now),
+        },
         "waiting": use.waiting,
         "checked_at": use.decided or None,
     }
@@ -282,6 +295,10 @@ class Page:
         first = int(reading.now // 3600) - HOURS + 1
         hours = [max(0, reading.costs[first + hour]) / NANODOLLARS for hour in range(HOURS)]
         totals["waiting"], totals["frozen"] = reading.waiting, reading.frozen
+        minutes = range(int(reading.now // 60) - MINUTES + 1, int(reading.now // 60) + 1)
+        totals["calls"] = {
+            name: [counts[minute] for minute in minutes] for name, counts in reading.calls.items()
+        }
         totals["cost"] = {"dollars": sum(hours), "hours": hours} if reading.costs else None
         self._all = {
             "schema": SCHEMA,
@@ -292,6 +309,7 @@ class Page:
             "blocked_now_seconds": BLOCKED_NOW,
             "dashboards_url": self._dashboards_url,
             "totals": totals,
+            "unnamed": sorted(reading.unnamed),
         }
 
     def before(self, metrics: WsgiApp) -> WsgiApp:

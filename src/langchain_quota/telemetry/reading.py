@@ -11,7 +11,7 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 
-from langchain_quota.limits.call import THREAD
+from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, THREAD
 from langchain_quota.runtime.units import Level, in_base_unit, level
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
@@ -28,8 +28,11 @@ from langchain_quota.telemetry.workers import (
 BLOCKED_NOW = 300
 """For how many seconds after its last blocked call a subject counts as blocked now."""
 
-HOURS = 24
-"""The number of hours for which costs are kept."""
+_BLOCKED_RUN = 60
+"""The same for the limit of a run, which is over soon after."""
+
+HOURS, MINUTES = 24, 60
+"""For how many hours costs are kept, and for how many minutes calls."""
 
 SLICE = 256
 """The number of subjects that are read or written without a pause."""
@@ -68,6 +71,14 @@ class Reading:
         for hour, amount in (cost for snapshot in snapshots for cost in snapshot.costs):
             if hour > now // 3600 - HOURS:
                 self.costs[hour] += amount
+        self.calls = {"allowed": Counter[int](), "blocked": Counter[int]()}
+        """Calls by the minute since the Unix epoch."""
+        for minute, allowed, blocked in (one for snapshot in snapshots for one in snapshot.calls):
+            self.calls["allowed"][minute] += allowed
+            self.calls["blocked"][minute] += blocked
+        self._refusals = [refusal for snapshot in snapshots for refusal in snapshot.refusals]
+        self.unnamed: set[str] = set()
+        """The names of quotas whose subjects have no label."""
         self.states = defaultdict[tuple[bool, str], set[str]](set)
         """All subjects that are `blocked` now, `exhausted` or `near`: threads (`True`) or not."""
         self.tracked = Counter[Series]()
@@ -84,10 +95,12 @@ class Reading:
 
     def _read(self, snapshots: Sequence[Snapshot], on_error: OnError) -> Sequence[Subject]:
         bounds = snapshots[0]
-        threads, of_quotas = list[Subject](), list[Subject]()
+        threads, of_quotas, named = list[Subject](), list[Subject](), set[str]()
         for subject in in_slices(merge(snapshots)):
             if self.now - subject.last <= bounds.ttl:
                 (threads if subject.key[1] == THREAD else of_quotas).append(subject)
+                (self.unnamed if subject.label is None else named).add(subject.key[1])
+        self.unnamed -= named
         rows: dict[tuple[str, str, str | None], Subject] = {}
         for subjects, max_exported in (
             (threads, bounds.max_threads),
@@ -106,6 +119,14 @@ class Reading:
                 first = rows.get(key)
                 rows[key] = subject if first is None else merge_two(first, subject, by_time=False)
         return [*rows.values()]
+
+    def last_refusals(self) -> defaultdict[tuple[str, str | None], list[dict[str, object]]]:
+        """Return the last refusals by the scope and the label of their rows, the newest first."""
+        rows = defaultdict[tuple[str, str | None], list[dict[str, object]]](list)
+        for _, thread, quota, shown in sorted(self._refusals, key=itemgetter(0))[::-1]:
+            rows[THREAD, thread].append(shown)
+            rows[quota[0], quota[1]].append(shown)
+        return rows
 
     def _rate_all(self, subjects: Iterable[Subject], on_error: OnError) -> Iterator[_Rated]:
         # Yield them singly: for a list of many, the garbage collector would stop all threads.
@@ -228,6 +249,18 @@ def rate(use: Use, now: float, *, is_thread: bool) -> tuple[Number | None, Level
     if number is None or use.near is None:
         return number, None
     return number, level(number[0], number[1], use.near)
+
+
+def still_refuses(use: Use, now: float) -> bool:
+    """Return whether the last refusal of a limit still holds, as far as is known."""
+    count, refused = use.count or {}, use.refused or 0.0
+    ends = count.get("resets_at")
+    has_ended = isinstance(ends, int | float) and ends <= now
+    # A rate admits some calls and refuses others all the time.
+    is_lasting = "used" in count or use.scope == FROZEN
+    is_admitted = is_lasting and use.admitted > refused
+    lasts = _BLOCKED_RUN if use.scope in (RUN, ROOT_RUN) else BLOCKED_NOW
+    return now - refused < lasts and not (has_ended or is_admitted)
 
 
 def current_numbers(numbers: Sequence[Number], now: float, *, is_thread: bool) -> Iterator[Number]:

@@ -372,6 +372,7 @@ class Recorder:
             except Exception as error:
                 self.record_error(component, error)
         if event.notices:
+            self._guard("threads", self._usage.keep_refusals, event)
             self._guard("observer", logs.log_notices, event)
         if self.streams:
             self._guard("observer", stream.write_decisions, event)

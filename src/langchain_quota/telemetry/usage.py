@@ -8,7 +8,7 @@ import atexit
 import os
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Timer
@@ -17,18 +17,22 @@ from weakref import WeakSet
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from langchain_quota.core.decision import CountStatus, LimitStatus, Refund
+from langchain_quota.core.decision import CountStatus, LimitStatus, Outcome, Refund
 from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.runtime.sync_async import fork_safe_lock
-from langchain_quota.runtime.units import Unit
+from langchain_quota.runtime.units import UNIT_LABELS, Unit, in_base_unit
 from langchain_quota.telemetry import workers
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
+from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.logs import logger
-from langchain_quota.telemetry.reading import HOURS, Families, Reading, digest, in_slices
-from langchain_quota.telemetry.workers import Key, Number, OnError, Snapshot, Subject, Use
+from langchain_quota.telemetry.reading import HOURS, MINUTES, Families, Reading, digest, in_slices
+from langchain_quota.telemetry.workers import Key, Number, OnError, Refusal, Snapshot, Subject, Use
 
 MAX_TRACKED = 100_000
 """Maximum of threads and other subjects in the table; the longest idle ones go first."""
+
+MAX_REFUSALS = 500
+"""Maximum of refusals that are kept, the newest."""
 
 INTERVAL = 1.0
 """Minimum time from one write of a worker's file to the next, in seconds."""
@@ -75,6 +79,9 @@ class UsageTable(Collector):
         # Nanodollars by the hour since the Unix epoch, and the number of calls that wait.
         self._costs = Counter[int]()
         self._waiting = 0
+        # Allowed and blocked calls by the minute since the Unix epoch, and the last refusals.
+        self._calls: dict[int, list[int]] = {}
+        self._refusals = deque[Refusal](maxlen=MAX_REFUSALS)
         # How many subjects are frozen, by store and prefix, and when a store said so last.
         self._frozen = Counter[str]()
         self._answered = 0.0
@@ -88,18 +95,18 @@ class UsageTable(Collector):
         """Add the decisions about calls of one agent and thread, in order."""
         now, caller = time.time(), event.caller
         statuses = [status for decision in event.decisions for status in decision.limits]
-        thread: Subject | None = None
+        # A charge has no tools.
+        thread, is_charge = None, not event.tools
         with self._lock:
             # Forget idle subjects first, so that one which comes back gets a new label.
             self._forget(now)
             if caller.thread is not None:
                 thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
                 for status in statuses:
-                    self._record(_use_of(thread, status.limit, status.unit), status, now)
-            # A charge has no tools: what its call costs is known to `spend`.
-            for decision in event.decisions if event.tools else ():
-                costs = [status.cost for status in decision.limits if status.unit == "nanodollars"]
-                self._add_cost(max(costs, default=0), thread, now)
+                    self._record(thread, status, now, is_charge=is_charge)
+            # The call of a charge was counted before, and `spend` knows what it costs.
+            if not is_charge:
+                self._add_calls(event, thread, now)
         quotas = [
             (*self._key_of(caller.agent, quota), status, quota)
             for status in statuses
@@ -115,8 +122,8 @@ class UsageTable(Collector):
                 # Limits in dry run, and smooth quotas, export no amounts.
                 has_number = status.enforced and not quota.smooth
                 use.numbers = (_number(status, quota),) if has_number else ()
-                if status.scope == quota.scope:
-                    _count_refusal(use, status, now)
+                if status.scope in (None, quota.scope):
+                    _note_outcome(use, status, now, is_charge=is_charge)
                     if subject.label and status.reason == FROZEN:
                         event.subjects[status.limit, FROZEN] = subject.label
                     if thread is not None and use.refused == now:
@@ -126,6 +133,19 @@ class UsageTable(Collector):
                     event.subjects[status.limit, quota.scope] = subject.label
         if self._path is not None:
             self._write_soon()
+
+    def keep_refusals(self, event: DecisionEvent) -> None:
+        """Keep what limits have refused, with the traces of the calls."""
+        now = time.time()
+        refused = [
+            _refusal(event, index, status, now)
+            for index, decision in enumerate(event.decisions)
+            for status in decision.refused_by
+            if status.enforced
+        ]
+        with self._lock:
+            self._refusals += refused
+        self._write_soon()
 
     def refund(self, caller: CallerLabels, refunds: Sequence[Refund]) -> None:
         """Subtract calls that did not run, and what they cost; other units are settled."""
@@ -183,9 +203,9 @@ class UsageTable(Collector):
             thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
             for status in limits:
                 if status.limit not in thread.uses:
-                    self._record(_use_of(thread, status.limit, status.unit), status, now)
+                    self._record(thread, status, now, is_charge=True)
             for use in thread.uses.values():
-                use.decided = now
+                use.decided = use.admitted = now
                 use.numbers = tuple((0, limit, None, scope) for _, limit, _, scope in use.numbers)
         self._write_soon()
 
@@ -254,6 +274,8 @@ class UsageTable(Collector):
                 waiting=self._waiting,
                 costs=[*self._costs.items()],
                 frozen=(self._answered, self._frozen.total()),
+                calls=[(minute, counts[0], counts[1]) for minute, counts in self._calls.items()],
+                refusals=[*self._refusals],
                 # In any order: an OrderedDict in its order takes 30 times as long, under the lock.
                 subjects=list(dict.values(self._subjects))[::-1],
             )
@@ -266,6 +288,21 @@ class UsageTable(Collector):
             with self._lock:
                 line = subject.line = workers.line_of(subject)
         return line
+
+    def _add_calls(self, event: DecisionEvent, thread: Subject | None, now: float) -> None:
+        """Add calls to those of this minute, and what they cost."""
+        minute = int(now // 60)
+        counts = self._calls.get(minute)
+        if counts is None:
+            counts = self._calls[minute] = [0, 0]
+            for past in [past for past in self._calls if past <= minute - MINUTES]:
+                del self._calls[past]
+        for index, decision in enumerate(event.decisions):
+            # Whether a call that waits for a slot runs is decided later.
+            if decision.outcome is not Outcome.SKIPPED and index not in event.waiting:
+                counts[decision.outcome is Outcome.BLOCKED] += 1
+            costs = [status.cost for status in decision.limits if status.unit == "nanodollars"]
+            self._add_cost(max(costs, default=0), thread, now)
 
     def _add_cost(self, amount: int, thread: Subject | None, now: float) -> None:
         """Add nanodollars to the cost of this hour, and to that of a thread."""
@@ -303,8 +340,9 @@ class UsageTable(Collector):
             thread.line = ""
         return thread
 
-    def _record(self, use: Use, status: LimitStatus, now: float) -> None:
+    def _record(self, thread: Subject, status: LimitStatus, now: float, *, is_charge: bool) -> None:
         """Set what a thread has used of a limit, after a decision."""
+        use = _use_of(thread, status.limit, status.unit)
         # When the call ran in an outage, no quota has an answer, and the state has no count. With a
         # run limit alone, a store has no count of the thread.
         has_no_thread = status.shared and {*status.scopes} <= {RUN}
@@ -318,8 +356,7 @@ class UsageTable(Collector):
                     if THREAD in (count.scope, count.per) and not count.smooth
                 ]
             )
-        if status.reason is not None:
-            _count_refusal(use, status, now)
+        _note_outcome(use, status, now, is_charge=is_charge)
         use.near = self._near_share(status)
 
     def _near_share(self, status: LimitStatus) -> float | None:
@@ -365,11 +402,41 @@ def _use_of(subject: Subject, limit: str, unit: Unit) -> Use:
     return use
 
 
-def _count_refusal(use: Use, status: LimitStatus, now: float) -> None:
+def _note_outcome(use: Use, status: LimitStatus, now: float, *, is_charge: bool) -> None:
     """Note a refusal, except in an outage; count it if the limit is exhausted, and not frozen."""
-    if status.reason is not None and status.enforced and status.reason != STORE:
+    if status.reason is None and not is_charge:
+        use.admitted = now
+    if status.reason not in (None, STORE) and status.enforced:
         use.blocked += status.reason != FROZEN
         use.refused, use.scope, use.subject = now, status.refusal_scope or "", ""
+        use.count = _refusing_count(status, now)
+
+
+def _refusing_count(status: LimitStatus, now: float) -> dict[str, object]:
+    """Return the count that refuses a call as the page shows it: a rate and a freeze have none."""
+    count, unit = status.count_of(status.scope), status.unit
+    if count is None or count.smooth or status.reason == FROZEN:
+        return {"unit": UNIT_LABELS[unit]}
+    amounts = (count.before, count.limit or 0, status.needs)
+    used, allowed, needs = (in_base_unit(amount, unit) for amount in amounts)
+    # A run that a limit ends is over now; a person who is asked may let it go on.
+    is_over = count.scope == RUN and status.exit_behavior not in ("continue", "ask")
+    ends = now if is_over else count.resets_at and count.resets_at.timestamp()
+    shown = {"used": used, "allowed": allowed, "needs": needs, "resets_at": ends}
+    return {"unit": UNIT_LABELS[unit], **shown}
+
+
+def _refusal(event: DecisionEvent, index: int, status: LimitStatus, now: float) -> Refusal:
+    """Return a refusal, and the rows that show it."""
+    count, scope = status.count_of(status.scope), status.refusal_scope or ""
+    label = event.subjects.get((status.limit, scope), "")
+    # The row of a quota per agent has the agent's name.
+    row = label or (event.caller.agent if count is not None and count.per == "agent" else "")
+    tool = event.tools[index] if event.decisions[index].call.kind == "tool" else None
+    trace = (event.exemplars.get(index) or {}).get("trace_id")
+    names = {"limit": limit_label(status.limit), "scope": limit_label(scope), "subject": label}
+    shown = {"at": now, "tool": tool, "trace_id": trace, **names, **_refusing_count(status, now)}
+    return now, event.caller.thread, (status.scope or "", row), shown
 
 
 def _number(status: LimitStatus, count: CountStatus) -> Number:

@@ -21,9 +21,12 @@ Number = tuple[int, int, float | None, str]
 
 The time is in seconds since the Unix epoch."""
 
+Refusal = tuple[float, str | None, tuple[str, str], dict[str, object]]
+"""When it was, the label of the thread, the scope and label of the quota, and what is shown."""
+
 OnError = Callable[[Exception], None]
 
-FILES = "langchain_quota.usage-5.*.json"
+FILES = "langchain_quota.usage-6.*.json"
 """Pattern of the files' names, with the version of their format. prometheus_client's are `*.db`."""
 
 
@@ -46,6 +49,10 @@ class Use:
     """The label of the user or tenant whose quota refused last, if it is shown."""
     waiting: int = 0
     """The number of calls that wait now."""
+    admitted: float = 0.0
+    """When the limit admitted a call last."""
+    count: dict[str, object] | None = None
+    """The count that refused last, as it was then and is shown."""
 
 
 @dataclass(slots=True)
@@ -77,6 +84,10 @@ class Snapshot(NamedTuple):
     """The cost of each of the last 24 hours: the hour since the Unix epoch, and nanodollars."""
     frozen: tuple[float, int] = 0.0, 0
     """When the store answered last, and how many subjects were frozen then."""
+    calls: Sequence[tuple[int, int, int]] = ()
+    """The last hour: the minute since the Unix epoch, its allowed calls, and its blocked ones."""
+    refusals: Sequence[Refusal] = ()
+    """The last refusals."""
     subjects: Sequence[Subject] = ()
 
 
@@ -185,6 +196,8 @@ def merge_two(first: Subject, second: Subject, *, by_time: bool = True) -> Subje
             spent=main.spent + (other.spent if other.unit == main.unit else 0),
             scope=refused.scope,
             subject=refused.subject,
+            admitted=max(main.admitted, other.admitted),
+            count=refused.count,
             waiting=main.waiting + other.waiting,
         )
     label, last = first.label or second.label, max(first.last, second.last)
