@@ -11,6 +11,7 @@ import pytest
 from langchain.agents.middleware import ModelFallbackMiddleware
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.outputs import ChatResult
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit
 from langchain_quota.stores import QuotaUsage
@@ -166,10 +167,18 @@ class TestRateLimiter:
         assert clock.now - start == pytest.approx(6 * 20 - 60 + 10, abs=0.1)
 
     async def test_many_calls_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each of many tasks is settled by its own use; answers of the cache use nothing."""
+        """Each of many tasks is settled by its own use, which several answers report together."""
+
+        class Twice(ScriptedChatModel):
+            """A model with two answers to each prompt, as `ChatOpenAI(n=2)`."""
+
+            def _generate(self, *args: Any, **options: Any) -> ChatResult:
+                result = super()._generate(*args, **options)
+                return ChatResult(generations=result.generations * 2)
+
         store = MemoryStore(clock=Clock())
-        limiter = store.rate_limiter("openai", tokens=9_000, window="1m", reserve=50)
-        model = ScriptedChatModel(
+        limiter = store.rate_limiter("openai", tokens=90_000, window="1m", reserve=50)
+        model = Twice(
             script=lambda messages: answer(int(messages[0].content)),
             rate_limiter=limiter,
             callbacks=[limiter],
@@ -177,7 +186,7 @@ class TestRateLimiter:
         await model.ainvoke("7")
         await asyncio.gather(*(model.ainvoke(str(each)) for each in range(1, 100)))
         await model.agenerate([[HumanMessage("3")], [HumanMessage("4")]])
-        key = "model.total_tokens:rate_limiter:openai:60~9000"
+        key = "model.total_tokens:rate_limiter:openai:60~90000"
         assert counts(store) == {key: 7 + sum(range(100)) + 7}
         cached = model.model_copy(update={"cache": InMemoryCache()})
         for _ in range(3):
@@ -209,18 +218,21 @@ class TestRateLimiter:
         await ScriptedChatModel(script=using(7), **given).ainvoke("Hi!")
         assert counts(store) == {key: 2 * reserved + 500 + 7}
 
-    @pytest.mark.parametrize("way", ["invoke", "ainvoke"])
-    async def test_a_provider_that_refuses(self, way: str, clock: Passing) -> None:
+    @pytest.mark.parametrize(("way", "reserve", "each"), [("invoke", 1, 1), ("ainvoke", 20, 2)])
+    async def test_a_provider_that_refuses(
+        self, way: str, reserve: int, each: int, clock: Passing
+    ) -> None:
         """After an error 429 no call begins before the time it names; then they come evenly."""
         made: Any = MemoryStore(clock=clock).rate_limiter
-        limiter = made("openai", requests=60, burst=9, tokens=600, reserve=1, window="1m")
-        script, times = [Refused(retry_after="30"), "a", "b"], []
+        limiter = made("openai", requests=60, burst=9, tokens=600, reserve=reserve, window="1m")
+        script, times = [Refused(retry_after_ms="30000"), "a", "b"], []
         model = ScriptedChatModel(script=script, rate_limiter=limiter, callbacks=[limiter])
         for _ in script:
             with suppress(Refused):
                 _ = model.invoke("Hi!") if way == "invoke" else await model.ainvoke("Hi!")
             times.append(clock.now)
-        assert times[1:] == pytest.approx([times[0] + 31, times[0] + 32], abs=0.01)
+        due = [times[0] + 30 + number * each for number in (1, 2)]
+        assert times[1:] == pytest.approx(due, abs=0.01)
 
     def test_mistakes(self) -> None:
         """Each is one line: no limit, too large a reserve, and tokens that nobody told."""

@@ -269,11 +269,11 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
             return
         # An answer of LangChain's cache has not asked for room.
         call.is_new = False
-        messages = [getattr(each[0], "message", None) for each in response.generations if each]
-        usages = [usage for each in messages if (usage := getattr(each, "usage_metadata", None))]
-        if call.reserve and call.request and usages:
-            used = sum(usage["total_tokens"] for usage in usages)
-            amounts = {self._rates[TOTAL_TOKENS].key: used}
+        # Each of several answers to one prompt reports the use of all.
+        answer = next((answers[0] for answers in response.generations if answers), None)
+        usage = getattr(getattr(answer, "message", None), "usage_metadata", None)
+        if call.reserve and call.request and usage:
+            amounts = {self._rates[TOTAL_TOKENS].key: usage["total_tokens"]}
             settled = Correction(run_id.hex, amounts, settles=call.request)
             await self._client.settle(call.mode, AcquireRequest("", "", corrections=(settled,)))
 
