@@ -14,12 +14,22 @@ from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
+from uuid import uuid4
 from zoneinfo import ZoneInfo
 
 import pytest
 
-from langchain_quota import CostLimit, ModelCallLimitExceededError, Quota, TokenLimit
+from langchain_quota import (
+    CostLimit,
+    ModelCallLimit,
+    ModelCallLimitExceededError,
+    Quota,
+    QuotaMiddleware,
+    TimeLimit,
+    TokenLimit,
+    ToolCallLimit,
+)
 from langchain_quota.cli import main
 from langchain_quota.core.admission import (
     AcquireRequest,
@@ -42,6 +52,14 @@ ADA, BOB, ALL = "search:user_id:ada", "search:user_id:bob", "__all__:global:"
 DAY, END = "email:tenant:acme:86400:47482", 47_483 * 86_400
 """The first of January 2100, and its end."""
 SMOOTH = "mail:tenant:{}:86400~24"
+
+
+def count(limit: str, per: str, subject: str = "") -> tuple[str, ...]:
+    """The options that choose a count."""
+    return "--limit", limit, "--per", per, *(["--subject", subject] if subject else [])
+
+
+OF_ADA = count("tool:search", "user_id", "ada")
 
 COMMANDS = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
 Run = Callable[..., int]
@@ -78,24 +96,79 @@ def used(store: RedisStore) -> list[int]:
     return [use.used for use in store.peek([ADA, BOB, ALL, DAY]) if use is not None]
 
 
-def test_show(run: Run, capsys: Capture) -> None:
-    """All counts, sorted, as a table; patterns choose some, each once; none is said."""
-    assert run("show") == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "counted  per      subject  used    of  until",
-        "__all__  global   ''          1     -  reset",
-        "email    tenant   'acme'      2     -  2100-01-02 00:00:00 UTC",
-        "search   user_id  'ada'       3     5  reset",
-        "search   user_id  'bob'      12  1000  reset",
+def test_show(run: Run, store: RedisStore, capsys: Capture) -> None:
+    """All counts, sorted, as a table, with the names that choose some; none is said."""
+    table = [
+        "limit        per      subject  used    of  until",
+        "tool:*       global   ''          1     -  reset",
+        "tool:email   tenant   'acme'      2     -  2100-01-02 00:00:00 UTC",
+        "tool:search  user_id  'ada'       3     5  reset",
+        "tool:search  user_id  'bob'      12  1000  reset",
     ]
-    for patterns, expected in (
-        (["--key", "*:ada", "email:*"], ["'acme'", "'ada'"]),
-        (["--key", "*:bob", "--key", "search:*"], ["'ada'", "'bob'"]),
-    ):
-        assert run("show", *patterns) == 0
-        assert subjects(capsys) == expected
-    assert run("show", "--key", "nothing") == 0
+    assert run("show") == 0
+    assert capsys.readouterr().out.splitlines() == table
+    assert run("show", *OF_ADA) == run("show", *count("tool:*", "global")) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1::2]]
+    assert rows == [table[3].split(), table[1].split()]
+    assert main(["quotas", "show", "--prefix", f"{store.prefix}.new"]) == 0
     assert capsys.readouterr().out == "no counts\n"
+
+
+@pytest.mark.parametrize("server", ["redis", "postgres"])
+def test_names_and_units(
+    server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Each kind of limit is named as in Python, and granted more in its own unit."""
+    get = request.getfixturevalue
+    url = get("postgres_url") if server == "postgres" else get("redis_server").url
+    monkeypatch.setenv("LANGCHAIN_QUOTA_STORE", url)
+    monthly: Any = {"quotas": [Quota(5, per="tenant", window="month")]}
+    tools = (None, "search", ["mail", "calc"], "model", "cost", "model.nanodollars")
+    limits: list[Limit] = [
+        *(ToolCallLimit(tool, **monthly) for tool in tools),
+        *(TokenLimit(tokens=kind, **monthly) for kind in ("total", "input", "output")),
+        *(kind(**monthly) for kind in (ModelCallLimit, CostLimit, TimeLimit)),
+        ToolCallLimit(exclude="mail", **monthly),
+    ]
+    prefix, kind = f"names.{uuid4().hex}", RedisStore if server == "redis" else PostgresStore
+    with closing(kind(url, prefix=prefix, timeout=30)) as store:
+        quota: Any = QuotaMiddleware(limits, store=store, prices=lambda _: 1)
+        for limit in limits:
+            quota.reset(limit.name, tenant="acme")
+            granting = "quotas", "grant", "2", *count(limit.name, "tenant", "acme")
+            assert main([*granting, "--prefix", prefix]) == 0
+            left = quota.left(limit.name, tenant="acme")
+            assert (left.used, left.limit) == (0, 7)
+            amount = {"dollars": "$2.00", "seconds": "2s"}.get(left.unit, f"2 {left.unit}")
+            said = f"granted {amount} of {limit.name} to tenant 'acme' until "
+            assert capsys.readouterr().out.startswith(said)
+    assert main(["quotas", "show", "--json", "--prefix", prefix]) == 0
+    shown = [(each["counted"], each["granted"]) for each in lines(capsys)]
+    assert shown == sorted((limit.name, 2) for limit in limits)
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        ("show --limit tool:serach", "no count has --limit 'tool:serach': write 'tool:search'"),
+        ("reset --yes --per userid", "no count has --per 'userid': write 'user_id'"),
+        ("show --limit cost", "no count has --limit 'cost': write 'tool:*' or "),
+        ("show --per tenant --subject bob", "no count has --subject 'bob': write 'acme'"),
+        ("grant 5 --limit tool:search --per user_id", "has --subject '': write 'ada' or 'bob'"),
+        ("revoke --id 1 --per user_id", "no such grant has the id '1': see quotas grants"),
+        ("thaw --per tenant --subject acne", "tenant 'acne'; frozen: the calls of tenant 'acme'"),
+        ("freeze --per tenant", "a freeze needs per and subject, or neither: 'tenant', ''"),
+    ],
+)
+def test_what_is_not_there(
+    run: Run, store: RedisStore, typed: str, nearest: str, capsys: Capture
+) -> None:
+    """Names that hold nothing are an error, which says what is nearest; nothing is changed."""
+    assert run("freeze", "--per", "tenant", "--subject", "acme") == 0
+    capsys.readouterr()
+    assert run(*typed.split()) == 2
+    assert nearest in capsys.readouterr().err
+    assert used(store) == [3, 12, 1, 2]
 
 
 def lines(capsys: Capture) -> list[dict[str, Any]]:
@@ -109,24 +182,27 @@ def test_json(run: Run, store: RedisStore, capsys: Capture) -> None:
     money = "model.nanodollars:tenant:a%0A%ED%A0%80:86400:47482"
     store.acquire(batch({money: 4_250_000_001}, limits={money: 5 * 10**9}, ends={money: END}))
     grant = store.grant(money, "0.5", window=None, id="4711", by="bo", reason="x\ny")
-    same = {"key": money, "counted": "model.nanodollars", "per": per[0], "subject": per[1]}
+    run("freeze", "--per", "tenant", "--subject", "x", "--reason", "abuse")
+    capsys.readouterr()
+    same = {"key": money, "counted": "cost", "per": per[0], "subject": per[1]}
     end = {"unit": "dollars", "granted": 0.5}
     assert run("show", "--json") == 0
-    shown = lines(capsys)
-    assert [each["subject"] for each in shown] == ["", "acme", per[1], "ada", "bob"]
+    frozen, *shown = lines(capsys)
+    assert [each["subject"] for each in shown] == [per[1], "", "acme", "ada", "bob"]
     counts = {"used": 4.250000001, "limit": 5.5, "left": 1.249999999, "rolled_over": None}
-    assert shown[2] == {**same, **end, **counts, "resets_at": "2100-01-02T00:00:00+00:00"}
-    assert shown[0]["limit"] is shown[0]["left"] is shown[0]["resets_at"] is None
+    assert shown[0] == {**same, **end, **counts, "resets_at": "2100-01-02T00:00:00+00:00"}
+    assert shown[1]["limit"] is shown[1]["left"] is shown[1]["resets_at"] is None
     assert run("grants", "--json") == 0
-    [given] = lines(capsys)
-    times = {"given_at": grant.given_at.isoformat(), "until": shown[2]["resets_at"]}
-    assert given == {**same, **end, **times, "id": "4711", "by": "bo", "reason": "x\ny"}
-    for names in (shown[2], given):
+    stopped, given = lines(capsys)
+    times = {"given_at": grant.given_at.isoformat(), "until": shown[0]["resets_at"]}
+    more = {"frozen": False, **times, "id": "4711", "by": "bo", "reason": "x\ny"}
+    assert given == {**same, **end, **more}
+    assert frozen == stopped
+    assert frozen.items() >= {"frozen": True, "granted": 0, "reason": "abuse"}.items()
+    for names in (shown[0], given):
         assert f"`{'`, `'.join(names)}`" in " ".join(COMMANDS.split())
-    assert run("show", "--json", "--subject", "x") == run("grants", "--json", "--per", "x") == 0
+    assert run("grants", "--json", "--per", "x") == 0
     assert capsys.readouterr().out == ""
-    assert run("reset", "--yes", "--per", "user_id", "--subject", "x") == 2
-    assert "no count matches --per and --subject" in capsys.readouterr().err
     assert run("reset", "--yes", "--per", "user_id", "--subject", "ada") == 0
     assert used(store) == [0, 12, 1, 2]
 
@@ -167,11 +243,13 @@ SHORTENED = f"search:user_id:{'o%27neil-' * 4}o%27~{DIGEST}"
         ("--per user_id", ["ada", "bob", "none", "long"]),
         ("--per user_id --subject bob", ["bob"]),
         (f"--subject {LONG}", ["long"]),
-        ("--subject o", []),
+        (f"--per user_id --subject {unquote(SHORTENED[15:])}", ["long"]),
+        (f"--key {ADA}", ["ada"]),
+        ("--limit concurrency:browser", [""]),
         ("--per run", ["one"]),
         ("--sort share --per user_id", ["none", "long", "ada", "bob"]),
-        ("--sort used", ["bob", "long", "ada", "acme", "none", "", "even"]),
-        ("--sort reset --key e* search:*:b*", ["acme", "bob"]),
+        ("--sort used", ["bob", "long", "ada", "acme", "none", "", "", "even"]),
+        ("--sort reset --per tenant", ["acme", "even"]),
     ],
 )
 def test_some_counts(
@@ -180,7 +258,7 @@ def test_some_counts(
     """Counts are chosen by share, `per` and subject, and sorted; grants raise the limit."""
     for key, count, limit in (
         *((SHORTENED, 5, 5), ("search:user_id:none", 2, 2)),
-        *(("search:run:one", 1, 9), (SMOOTH.format("even"), 1, 1)),
+        *(("search:run:one", 1, 9), (SMOOTH.format("even"), 1, 1), ("browser:concurrency:", 1, 4)),
     ):
         store.acquire(calls(key, count, limit=limit))
     store.grant(SHORTENED, 1, window=None)
@@ -203,12 +281,12 @@ def test_a_smooth_quota(run: Run, store: RedisStore, capsys: Capture) -> None:
     """It is shown with its burst, is reset as any other, and takes no grant."""
     key = SMOOTH.format("")
     store.acquire(calls(key, 3, limit=4))
-    assert run("show", "--key", "mail:*") == 0
+    assert run("show", "--limit", "tool:mail") == 0
     [_, row] = capsys.readouterr().out.splitlines()
-    assert row == "mail     tenant  ''          3   4  it drains"
-    assert run("grant", "--key", key.rpartition(":")[0], "5", "--reason", "more") == 2
+    assert row == "tool:mail  tenant  ''          3   4  it drains"
+    assert run("grant", "5", *count("tool:mail", "tenant")) == 2
     assert "a smooth quota takes no grants" in capsys.readouterr().err
-    assert run("reset", "--key", "mail:*", "--yes") == 0
+    assert run("reset", "--limit", "tool:mail", "--yes") == 0
     assert [use.used for use in store.usages("mail:*")] == [0]
 
 
@@ -226,35 +304,28 @@ async def test_budgets_have_units(
     await scene.play()
     with pytest.raises(ModelCallLimitExceededError):
         await scene.play()
-    assert run("reset", "--key", "model.*", "--yes") == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "counted             per      subject          used             of  until",
-        "model.nanodollars   tenant   'acme'   $4.250000001          $4.00  reset",
-        "model.total_tokens  user_id  'ada'    1,200 tokens  50,000 tokens  reset",
-        "2 reset to 0",
+    store.reset([ADA, BOB, ALL, DAY])
+    assert run("show", "--sort", "used") == run("reset", "--yes") == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "limit        per      subject          used             of  until",
+        "cost         tenant   'acme'   $4.250000001          $4.00  reset",
+        "tokens       user_id  'ada'    1,200 tokens  50,000 tokens  reset",
     ]
     await scene.play()
 
 
-def subjects(capsys: Capture) -> list[str]:
-    """Whose counts the table has."""
-    return [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:]]
-
-
 def test_runs_are_shown_to_whom_asks(run: Run, store: RedisStore, capsys: Capture) -> None:
-    """The many counts of runs are neither shown nor reset unless a pattern names them."""
+    """The many counts of runs are neither shown nor reset unless somebody asks for them."""
     for key in ("search:run:one", "search:run:two", "search:root_run:7@1", ":root_run:7"):
         store.acquire(calls(key, 1))
-    for patterns, expected in (
-        (["search:*"], ["'ada'", "'bob'"]),
-        (["*:run:*"], ["'one'", "'two'"]),
-        (["*:root_run:*"], ["'7@1'"]),
-        (["search:run:t*", "*:ada"], ["'two'", "'ada'"]),
+    for options, expected in (
+        ((), ["", "acme", "ada", "bob"]),
+        (("--per", "run"), ["one", "two"]),
+        (("--per", "root_run"), ["7@1"]),
     ):
-        assert run("show", "--key", *patterns) == 0
-        assert subjects(capsys) == expected
+        assert run("show", "--json", *options) == 0
+        assert [each["subject"] for each in lines(capsys)] == expected
     assert run("reset", "--yes") == 0
-    assert "run" not in capsys.readouterr().out
     assert [use.used for use in store.usages("*:run:*")] == [1, 1]
 
 
@@ -262,12 +333,12 @@ def test_subject_is_escaped(run: Run, store: RedisStore, capsys: Capture) -> Non
     """A user's text forges no line and moves no cursor; a key of another form is named."""
     store.reset(["a%0Ab:user_id:x%0A%27%1B%5B2J%E2%80%AE%ED%A0%80%C3%A9"])
     store.acquire(calls("odd\nkey", 1))
-    assert run("show", "--key", "a*", "odd*") == 1
+    assert run("show") == 1
     shown = capsys.readouterr()
-    _, first = shown.out.splitlines()
+    _, _, first, *_ = shown.out.splitlines()
     assert shown.err.startswith("langchain-quota quotas: 'odd\\nkey' holds no count")
     escaped = '"x\\n\'\\x1b[2J\\u202e\\ud800é"'
-    assert first.split() == ["a\\nb", "user_id", escaped, "0", "-", "reset"]
+    assert first.split() == ["tool:a\\nb", "user_id", escaped, "0", "-", "reset"]
 
 
 ODD: list[dict[str, Any]] = [
@@ -302,19 +373,12 @@ def test_beside_what_is_no_count(
     assert used(store) == [0, 0, 0, 0]
 
 
-def test_reset(run: Run, store: RedisStore, capsys: Capture) -> None:
-    """If a pattern matches no count, or nobody can be asked, nothing is reset."""
-    for arguments, said in (
-        ("--key search:* serach:* --yes", "no count matches --key 'serach:*': see quotas show"),
-        ("", "reset asks first, and there is no terminal: pass --yes"),
-    ):
-        assert run("reset", *arguments.split()) == 2
-        assert capsys.readouterr().err == f"langchain-quota quotas: {said}\n"
-        assert used(store) == [3, 12, 1, 2]
-    assert run("reset", "--key", "search:*", "--yes") == 0
-    listed, last = capsys.readouterr().out.split("2 reset")
-    assert [line.split()[2] for line in listed.splitlines()[1:]] == ["'ada'", "'bob'"]
-    assert (last, used(store)) == (" to 0\n", [0, 0, 1, 2])
+def test_reset_without_a_terminal(run: Run, store: RedisStore, capsys: Capture) -> None:
+    """Where nobody can be asked nothing is reset, and one line says what to pass."""
+    assert run("reset") == 2
+    said = "langchain-quota quotas: reset asks first, and there is no terminal: pass --yes\n"
+    assert capsys.readouterr().err == said
+    assert used(store) == [3, 12, 1, 2]
 
 
 @pytest.mark.parametrize("typed", ["y\n", "\n", ""])
@@ -325,7 +389,7 @@ def test_reset_asks(
     terminal = io.StringIO(typed)
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)
-    assert run("reset", "--key", "search:*") == (0 if typed == "y\n" else 1)
+    assert run("reset", "--limit", "tool:search") == (0 if typed == "y\n" else 1)
     answer = capsys.readouterr().out.partition("Reset 2 to 0? [y/N] ")[2].strip()
     assert answer == ("2 reset to 0" if typed == "y\n" else "nothing was reset")
     assert used(store) == ([0, 0, 1, 2] if typed == "y\n" else [3, 12, 1, 2])
@@ -354,7 +418,7 @@ def test_in_postgres(postgres_url: str, monkeypatch: pytest.MonkeyPatch, capsys:
     with closing(PostgresStore(postgres_url, prefix="cli", timeout=30)) as store:
         store.acquire(calls(ADA, 3, limit=5))
     monkeypatch.setenv("LANGCHAIN_QUOTA_STORE", postgres_url)
-    for action in (["show"], ["grant", "2", "--key", ADA, "--reason", "x"]):
+    for action in (["show"], ["grant", "2", *OF_ADA]):
         assert main(["quotas", *action, "--prefix", "cli"]) == 0
     monkeypatch.setenv("LANGCHAIN_QUOTA_STORE", "redis://127.0.0.1:1")
     monkeypatch.setenv("PGPASSWORD", str(urlsplit(postgres_url).password))
@@ -396,46 +460,47 @@ def told_of(text: str) -> list[str]:
 
 def test_grant(run: Run, store: RedisStore, capsys: Capture) -> None:
     """More of a count: on the list, in the table, and as a line for the audit log; once."""
-    asked = ("--key", ADA, "50", "--for", "1d", "--reason", "ticket 4711", "--by", "bo")
+    asked = (*OF_ADA, "50", "--for", "1d", "--reason", "ticket 4711", "--by", "bo")
     for _ in range(2):
         assert run("grant", *asked, "--id", "4711") == 0
-        said = f"granted 50 calls under {ADA} until THEN, by 'bo', reason 'ticket 4711', id 4711"
+        said = "granted 50 calls of tool:search to user_id 'ada' until THEN, by 'bo', reason "
+        said += "'ticket 4711', id 4711"
         assert told_of(capsys.readouterr().out) == [said]
     [grant] = store.grants()
     assert grant.until is not None
     assert timedelta(days=1, seconds=-1) < grant.until - grant.given_at <= timedelta(days=1)
     assert run("grants") == 0
     assert told_of(capsys.readouterr().out) == [
-        "key                 granted  until                    by    reason         id",
-        f"{ADA}       50  THEN  'bo'  'ticket 4711'  4711",
+        "limit        per      subject  granted  until                    by    reason         id",
+        "tool:search  user_id  'ada'         50  THEN  'bo'  'ticket 4711'  4711",
     ]
-    assert run("show", "--key", ADA) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "search   user_id  'ada'       3  55  reset"
+    assert run("show", *OF_ADA) == 0
+    shown = capsys.readouterr().out.splitlines()[1]
+    assert shown == "tool:search  user_id  'ada'       3  55  reset"
 
 
 def test_freeze(run: Run, store: RedisStore, capsys: Capture) -> None:
     """A subject or all: who froze it is listed beside grants and counts, until it is thawed."""
     with pytest.raises(SystemExit):
         run("freeze", "--reason", "nobody says whose")
-    assert run("thaw", "--per", "user_id", "ada") == 2
-    ada, bo = ("--per", "user_id", "ada"), ("--reason", "abuse", "--by", "bo")
+    ada, bo = ("--per", "user_id", "--subject", "ada"), ("--reason", "abuse", "--by", "bo")
     capsys.readouterr()
     assert run("freeze", *ada, *bo) == 0
-    line = "frozen: user_id ada since THEN until thawed, by 'bo', reason 'abuse'"
+    line = "frozen: the calls of user_id 'ada' since THEN until thawed, by 'bo', reason 'abuse'"
     first, second = told_of(capsys.readouterr().out)
     assert (first, second[:38]) == (line, "not frozen: calls that ask no store, l")
     assert 'on_store_error="allow", calls while the store is unavailable' in second
     assert store.acquire(calls(ADA, 1)).frozen == (ADA,)
     assert run("freeze", "--all", *bo, "--for", "1d") == 0
-    everything = "frozen: all since THEN until THEN, by 'bo', reason 'abuse'"
+    everything = "frozen: all calls since THEN until THEN, by 'bo', reason 'abuse'"
     assert told_of(capsys.readouterr().out)[0] == everything
     assert run("show") == 0
     assert told_of(capsys.readouterr().out)[:2] == [everything, line]
     assert run("grants") == 0
-    words = told_of(capsys.readouterr().out)[2].split()[:4]
-    assert words == [":user_id:ada", "frozen", "thawed", "'bo'"]
+    words = told_of(capsys.readouterr().out)[2].split()[:5]
+    assert words == ["user_id", "'ada'", "frozen", "thawed", "'bo'"]
     assert run("grants", "--json", "--subject", "ada") == 0
-    listed = json.loads(capsys.readouterr().out)
+    _, listed = lines(capsys)
     assert [listed[name] for name in ("key", "per", "subject", "granted", "until", "by")] == [
         *(":user_id:ada", "user_id", "ada", 0, None, "bo")
     ]
@@ -445,6 +510,19 @@ def test_freeze(run: Run, store: RedisStore, capsys: Capture) -> None:
         assert run("thaw", *whose) == 2
         assert capsys.readouterr().err.startswith("langchain-quota quotas: not frozen: ")
     assert store.acquire(calls(ADA, 1)).admitted == (True,)
+    capsys.readouterr()
+    for per, subject, warning in (
+        *(
+            ("user_id", "ada", ""),
+            ("userid", "ada", "no count has --per 'userid': write 'user_id'"),
+        ),
+        ("user_id", "ade", "no count has --subject 'ade': write 'ada'"),
+    ):
+        assert run("freeze", "--per", per, "--subject", subject) == 0
+        shown = capsys.readouterr()
+        assert shown.out.startswith(f"frozen: the calls of {per} '{subject}' since ")
+        said = f"langchain-quota quotas: warning: this may stop nobody, because {warning}\n"
+        assert shown.err == (said if warning else "")
 
 
 def test_who_grants(
@@ -454,9 +532,9 @@ def test_who_grants(
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     user = pwd.getpwuid(os.getuid()).pw_name
-    assert run("grant", "--key", ADA, "1", "--reason", "more", "--id", "a") == 0
+    assert run("grant", *OF_ADA, "1", "--id", "a") == 0
     monkeypatch.setattr("os.getuid", lambda: 2**31 - 2)
-    assert run("grant", "--key", ADA, "1", "--reason", "more", "--id", "b") == 0
+    assert run("grant", *OF_ADA, "1", "--id", "b") == 0
     assert {each.id: each.by for each in store.grants()} == {"a": user, "b": ""}
 
 
@@ -464,39 +542,43 @@ def test_revoke(run: Run, store: RedisStore, capsys: Capture) -> None:
     """A grant ends now, and its id is used up; another key's with this id goes on."""
     adam = f"{ADA}m"
     store.grant(adam, 9, window=None, id="4711")
-    assert run("revoke", "--key", ADA, "--id", "4711") == 2
-    capsys.readouterr()
-    assert store.revoke(adam, "4711") is not None
+    assert run("revoke", *OF_ADA, "--id", "4711") == 2
     store.grant(ADA, 50, window=None, id="4711")
-    assert run("revoke", "--key", ADA, "--id", "4711") == 0
-    assert capsys.readouterr().out.startswith(f"revoked 50 calls under {ADA}")
-    assert run("grants", "--key", "search:*") == 0
+    capsys.readouterr()
+    assert run("revoke", "--id", "4711") == 2
+    several = f"several match: add --key {ADA} (until reset) or --key {adam} (until reset)"
+    assert several in capsys.readouterr().err
+    assert run("revoke", *OF_ADA, "--id", "4711") == 0
+    assert capsys.readouterr().out.startswith("revoked 50 calls of tool:search to user_id 'ada'")
+    assert run("grants", *OF_ADA) == 0
     assert capsys.readouterr().out == "no grants\n"
-    assert run("revoke", "--key", ADA, "--id", "4711") == 2
-    assert "nothing is granted under" in capsys.readouterr().err
-    assert run("grant", "--key", ADA, "50", "--reason", "more", "--id", "4711") == 2
+    assert [grant.key for grant in store.grants()] == [adam]
+    assert run("revoke", *OF_ADA, "--id", "4711") == 2
+    assert "the id '4711': one of tool:search to user_id 'adam'" in capsys.readouterr().err
+    assert run("grant", *OF_ADA, "50", "--id", "4711") == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"langchain-quota quotas: over already: 50 calls under {ADA}")
+    assert said.startswith("langchain-quota quotas: over already: 50 calls of tool:search to user_")
 
 
 def test_grant_in_a_window(run: Run, store: RedisStore, capsys: Capture) -> None:
-    """A key without a window is that of the window that runs, if one count alone is meant."""
+    """The window that runs is granted more; of several counts, the one that is named."""
     base = "mail:user_id:ada"
     days, hours = (timedelta(days=1), "a"), (timedelta(hours=1), "b")
-    granting = ("grant", "--key", base, "7", "--reason", "more")
+    granting = ("grant", *count("tool:mail", "user_id", "ada"), "7")
     store.grant(base, 5, window=days[0], id=days[1])
     assert run(*granting) == 0
     today = f"{base}:86400:{int(time.time()) // 86_400}"
     granted = {(each.key, each.amount) for each in store.grants()}
     assert granted <= {(today, 5), (today, 7)}
-    store.grant(base, 5, window=hours[0], id=hours[1])
+    hourly = store.grant(base, 5, window=hours[0], id=hours[1])
     capsys.readouterr()
     assert run(*granting) == 2
-    assert "several counts are meant" in capsys.readouterr().err
-    store.grant(base, 1, window=None)
-    assert run(*granting) == 0
-    assert sorted(each.amount for each in store.grants(base)) == [1, 7]
-    assert run("revoke", "--key", base, "--id", "b") == 0
+    error = capsys.readouterr().err
+    assert f"several match: add --key {hourly.key} (until " in error
+    assert f" or --key {today} (until " in error
+    assert run(*granting, "--key", hourly.key) == 0
+    assert sorted(each.amount for each in store.grants(f"{base}:3600:*")) == [5, 7]
+    assert run("revoke", "--subject", "ada", "--id", "b") == 0
 
 
 def test_a_window_of_the_calendar(run: Run, store: RedisStore, capsys: Capture) -> None:
@@ -506,31 +588,35 @@ def test_a_window_of_the_calendar(run: Run, store: RedisStore, capsys: Capture) 
     first = store.grant(base, 1, window=month, id="first")
     end = first.until or first.given_at
     store.acquire(batch({first.key: 2}, ends={first.key: int(end.timestamp())}))
-    assert run("grant", "--key", base, "5", "--reason", "more", "--id", "a") == 0
+    assert run("grant", *count("tool:mail", "tenant", "acme"), "5", "--id", "a") == 0
     until = f"{end.astimezone(ZoneInfo('Asia/Kolkata'))} ({end:%Y-%m-%d %H:%M:%S} UTC)"
-    assert f" under {first.key} until {until}, by " in capsys.readouterr().out
+    assert (
+        f"granted 5 calls of tool:mail to tenant 'acme' until {until}, by "
+        in capsys.readouterr().out
+    )
     assert " 00:00:00+05:30 (" in until
     assert store.grant(base, 5, window=month, id="a").key == first.key
     for action in ("show", "grants"):
-        assert run(action, "--key", "mail:*") == 0
+        assert run(action, "--limit", "tool:mail") == 0
         assert until in capsys.readouterr().out.splitlines()[1]
 
 
-def test_bad_grants(run: Run, capsys: Capture) -> None:
+def test_bad_grants(run: Run, store: RedisStore, capsys: Capture) -> None:
     """What cannot be granted is refused in one line."""
     with pytest.raises(SystemExit) as ended:
-        run("grant", "--key", ADA, "5", "--for", "9999999d", "--reason", "more")
+        run("grant", *OF_ADA, "5", "--for", "9999999d")
     assert ended.value.code == 2
     assert "'9999999d'" in capsys.readouterr().err.splitlines()[-1]
-    for arguments, message in (
-        (("nonsense", "5"), "nothing is counted under 'nonsense' now"),
-        (("a:b:c:d", "5"), "key must be the key of a count"),
-        ((ADA, "0"), "amount must be above 0"),
-        *(((ADA, each), "amount must be a whole number") for each in ("five", "\u0663")),
-        (("model.nanodollars:user_id:a:60:1", "\u0663"), "amount must be a number of dollars"),
-        ((ADA, "5", "--id", ""), "id must not be empty"),
+    store.reset([f"model.{each}:user_id:ada" for each in ("nanodollars", "milliseconds")])
+    for limit, arguments, message in (
+        ("tool:search", "0", "amount must be above 0"),
+        *(("tool:search", each, "amount must be a whole number") for each in ("five", "\u0663")),
+        ("cost", "\u0663", "amount must be a number of dollars"),
+        ("cost", "much", "amount must be dollars in digits"),
+        ("time", "5x", "amount must be a time such as"),
+        ("tool:search", "5 --id=", "id must not be empty"),
     ):
-        assert run("grant", "--key", *arguments, "--reason", "more") == 2
+        assert run("grant", *count(limit, "user_id", "ada"), *arguments.split()) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert message in line
 
@@ -539,7 +625,7 @@ def test_a_lost_answer(
     run: Run, store: RedisStore, redis_server: RedisServer, capsys: Capture
 ) -> None:
     """Who does not hear whether it is granted reads how to ask again, and it is granted once."""
-    asked = ("--key", ADA, "50", "--reason", "more")
+    asked = (*OF_ADA, "50")
     with proxy(redis_server.port) as way:
         way.fail(only_small)
         assert run("grant", *asked, "--store", way.url) == 2

@@ -16,8 +16,8 @@ GRAFANA_URL = "http://localhost:3000"
 """The address of links to dashboards in the data, as only the user knows where Grafana is."""
 
 STORE_VARIABLE = "LANGCHAIN_QUOTA_STORE"
-SORTS = ("key", "share", "used", "reset")
-"""How `quotas show` sorts: by key, by the largest share or use, or by the next end of a window."""
+SORTS = ("name", "share", "used", "reset")
+"""How `quotas show` sorts: by name, by the largest share or use, or by the next end of a window."""
 
 _OWN_LABELS = frozenset(
     {
@@ -95,21 +95,19 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     )
     server.add_argument("--store", metavar="URL", help=text)
     server.add_argument("--prefix", help="the store's prefix, if it is not the default")
-    several = ArgumentParser(add_help=False, parents=[server])
-    text = (
-        "only counts whose key matches, such as 'search:user_id:ada*' (default: all); counts of "
-        "runs match only a pattern with ':run:' in it"
-    )
-    add = several.add_argument
-    add("--key", action="extend", nargs="+", default=[], metavar="PATTERN", help=text)
-    text = "only counts of this kind of subject, such as tenant, root_run or run (default: all)"
-    add("--per", metavar="NAME", help=text)
-    add("--subject", metavar="ID", help="only counts of this subject, such as acme (default: all)")
+    one, several = _counts(server, is_one=True), _counts(server, is_one=False)
     lines = ArgumentParser(add_help=False)
     lines.add_argument("--json", action="store_true", help="print one JSON object a line")
-    one = ArgumentParser(add_help=False, parents=[server])
-    text = "the count's key, such as email:user_id:ada: quotas show lists its parts"
-    one.add_argument("--key", required=True, help=text)
+    who = ArgumentParser(add_help=False)
+    text = "who does it (default: the system's user)"
+    who.add_argument("--by", default=_user(), metavar="NAME", help=text)
+    why = ArgumentParser(add_help=False, parents=[who])
+    why.add_argument("--reason", default="", help="why, for the list and the log")
+    text = (
+        "for how long, such as 30m, 12h, 1d or 2w (default: a grant lasts to the end of its window "
+        "or, without one, a year; a freeze until it is thawed)"
+    )
+    why.add_argument("--for", dest="for_time", type=_duration, metavar="TIME", help=text)
 
     actions = quotas.add_subparsers(dest="action", required=True)
     text = "print what is used, of which limit, and until when"
@@ -118,44 +116,46 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     share = _number(float, 0.01, 1)
     add("--near", nargs="?", type=share, const=0.8, metavar="SHARE", help=text)
     text = "largest share, largest use, or next end of a window first (default: %(default)s)"
-    add("--sort", choices=SORTS, default="key", help=text)
+    add("--sort", choices=SORTS, default="name", help=text)
     reset = actions.add_parser("reset", parents=[several], help="set counts to 0")
     reset.add_argument("--yes", action="store_true", help="do not ask")
-    add = actions.add_parser(
-        "grant", parents=[one], help="raise the limits over a count"
-    ).add_argument
-    add("amount", help="how much more: calls, tokens or dollars, as the key counts")
-    text = (
-        "for how long at most, such as 30m, 12h, 1d or 2w (default: to the end of the window; "
-        "without one, a year)"
-    )
-    add("--for", dest="for_time", type=_duration, metavar="TIME", help=text)
-    add("--reason", required=True, help="why, for the list and the log")
-    text = "who grants it (default: the system's user)"
-    add("--by", default=_user(), metavar="NAME", help=text)
-    add("--id", help="the grant's id: a second grant with the same key and id adds nothing")
-    revoke = actions.add_parser("revoke", parents=[one], help="end a grant now")
+    text = "raise the limits over a count"
+    add = actions.add_parser("grant", parents=[one, why], help=text).add_argument
+    add("amount", help="how much more, in the limit's unit: calls, tokens, dollars or seconds")
+    add("--id", help="the grant's id: a second grant of the same count and id adds nothing")
+    revoke = actions.add_parser("revoke", parents=[several], help="end a grant now")
     revoke.add_argument("--id", required=True, help="the grant's id, as quotas grants prints it")
-    _add_freezes(actions.add_parser, server)
+    text = "block a subject's calls in all processes"
+    stopped = _stopped(server)
+    actions.add_parser("freeze", parents=[stopped, why], help=text)
+    actions.add_parser("thaw", parents=[stopped, who], help="end a freeze")
     text = "print what is granted, and why"
     actions.add_parser("grants", parents=[several, lines], help=text)
 
 
-def _add_freezes(add_parser: Callable[..., ArgumentParser], server: ArgumentParser) -> None:
+def _counts(server: ArgumentParser, *, is_one: bool) -> ArgumentParser:
+    """Return the options that choose counts by their names; one count needs two of them."""
+    counts = ArgumentParser(add_help=False, parents=[server])
+    add, default = counts.add_argument, "" if is_one else " (default: all)"
+    text = f"the limit: tool:search, model, tokens, cost or time, as quotas show prints it{default}"
+    add("--limit", required=is_one, metavar="NAME", help=text)
+    text = f"what its quota counts by, such as tenant, root_run or global{default}"
+    add("--per", required=is_one, metavar="NAME", help=text)
+    text = f"who is counted, such as acme{default}"
+    add("--subject", default="" if is_one else None, metavar="ID", help=text)
+    add("--key", help="one of several counts that match, as the error names it")
+    return counts
+
+
+def _stopped(server: ArgumentParser) -> ArgumentParser:
+    """Return the options that say whose calls are stopped."""
     stopped = ArgumentParser(add_help=False, parents=[server])
-    subject = stopped.add_mutually_exclusive_group(required=True)
-    text = "whose calls: what quotas count by, and who, such as --per tenant acme"
-    subject.add_argument("--per", nargs=2, metavar=("NAME", "ID"), help=text)
+    whose = stopped.add_mutually_exclusive_group(required=True)
+    whose.add_argument("--per", metavar="NAME", help="what quotas count by, such as tenant")
     text = "all calls that ask the store"
-    subject.add_argument("--all", dest="per", action="store_const", const=("", ""), help=text)
-    text = "who does it (default: the system's user)"
-    stopped.add_argument("--by", default=_user(), metavar="NAME", help=text)
-    text = "block a subject's calls in all processes"
-    add = add_parser("freeze", parents=[stopped], help=text).add_argument
-    add("--reason", required=True, help="why, for the list and the log")
-    text = "for how long, such as 30m, 12h, 1d or 2w (default: until it is thawed)"
-    add("--for", dest="for_time", type=_duration, metavar="TIME", help=text)
-    add_parser("thaw", parents=[stopped], help="end a freeze")
+    whose.add_argument("--all", dest="per", action="store_const", const="", help=text)
+    stopped.add_argument("--subject", default="", metavar="ID", help="whose calls, such as acme")
+    return stopped
 
 
 def _user() -> str:

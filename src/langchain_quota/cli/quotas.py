@@ -7,10 +7,10 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing, suppress
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
+from difflib import get_close_matches
 from typing import Any
 from uuid import uuid4
 
@@ -18,12 +18,12 @@ from langchain_quota.cli import CommandError, complain, one_line, printable, say
 from langchain_quota.cli.arguments import STORE_VARIABLE
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.call import ROOT_RUN, RUN
-from langchain_quota.limits.options import UNITS
 from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount, in_base_unit
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.grants import Grant, in_utc
+from langchain_quota.stores.grants import Grant, calls_of, in_utc
 from langchain_quota.stores.keys import (
+    MAX_LENGTH,
     CountKey,
     dimension_of,
     parsed,
@@ -37,6 +37,9 @@ from langchain_quota.stores.server import PREFIX
 
 Store = RedisStore | PostgresStore
 _OF_REDIS = ("redis://", "rediss://", "unix://")
+Asked = Mapping[str, Sequence[str]]
+"""The names that were given of counts, by the options: each as it may stand in a key."""
+
 _PASSWORD = re.compile(r"^[^:]*://[^:]*:.*@|[?&]password=", re.DOTALL)
 _TIMEOUT = 10.0
 _BATCH_SIZE = 500
@@ -62,20 +65,21 @@ def run(arguments: Namespace) -> int:
         prefix = PREFIX if prefix is None else prefix
         kind = PostgresStore if in_postgres else RedisStore
         with closing(kind(url, prefix=prefix, timeout=_TIMEOUT)) as store:
-            return _ACTIONS[arguments.action](store, arguments)
+            return _ACTIONS[arguments.action](store, arguments, _asked(arguments))
     except (QuotaStoreError, ValueError, ModuleNotFoundError) as error:
         raise CommandError(one_line(error)) from error
 
 
-def _show(store: Store, arguments: Namespace) -> int:
-    usages, code = _find_usages(store, arguments)
-    if arguments.near is not None:
-        usages = [usage for usage in usages if _share(usage) >= arguments.near]
+def _show(store: Store, arguments: Namespace, asked: Asked) -> int:
+    freezes = [each for each in store.grants() if not each.amount and _is_of(each.key, asked)]
+    for freeze in freezes:
+        line = json.dumps(_grant_object(freeze)) if arguments.json else f"frozen: {_line(freeze)}"
+        say(line)
+    counts, code = _find(store, asked)
+    near = arguments.near or 0
+    usages = [usage for usage in counts.values() if _share(usage) >= near]
     usages.sort(key=_SORTS[arguments.sort])
     if not arguments.json:
-        for grant in store.grants():
-            if not grant.amount:
-                say(f"frozen: {_line(grant)}")
         _print(usages)
     for usage in usages if arguments.json else ():
         say(json.dumps(_usage_object(usage)))
@@ -90,8 +94,8 @@ def _share(usage: QuotaUsage) -> float:
     return usage.used / limit if limit else math.inf
 
 
-_SORTS: dict[str, Callable[[QuotaUsage], str | float]] = {
-    "key": lambda usage: usage.key,
+_SORTS: dict[str, Callable[[QuotaUsage], float]] = {
+    "name": lambda _: 0,  # they are sorted so
     "share": lambda usage: -_share(usage),
     "used": lambda usage: -usage.used,
     "reset": lambda usage: math.inf if usage.expires_at is None else usage.expires_at,
@@ -100,13 +104,10 @@ _SORTS: dict[str, Callable[[QuotaUsage], str | float]] = {
 
 def _object(text: str, **amounts: int | None) -> dict[str, object]:
     """Return what a key says and amounts in its unit, as `--json` prints them."""
-    key, unit = CountKey.parse(text), unit_of(text)
-    names = {"key": text, "counted": key.counter, "per": key.dimension, "subject": key.subject}
-    return {
-        **names,
-        "unit": UNIT_LABELS[unit],
-        **{name: amount and in_base_unit(amount, unit) for name, amount in amounts.items()},
-    }
+    limit, per, subject, _ = _names(text).values()
+    names, unit = {"key": text, "counted": limit, "per": per, "subject": subject}, unit_of(text)
+    shown = {name: amount and in_base_unit(amount, unit) for name, amount in amounts.items()}
+    return {**names, "unit": UNIT_LABELS[unit], **shown}
 
 
 def _usage_object(usage: QuotaUsage) -> dict[str, object]:
@@ -120,31 +121,22 @@ def _usage_object(usage: QuotaUsage) -> dict[str, object]:
 
 
 def _grant_object(grant: Grant) -> dict[str, object]:
-    return {
-        **_object(grant.key, granted=grant.amount),
-        "given_at": grant.given_at.isoformat(),
-        "until": grant.until and grant.until.isoformat(),
-        "by": grant.by,
-        "reason": grant.reason,
-        "id": grant.id,
-    }
+    amounts = {**_object(grant.key, granted=grant.amount), "frozen": not grant.amount}
+    until = grant.until and grant.until.isoformat()
+    times = {"given_at": grant.given_at.isoformat(), "until": until}
+    return {**amounts, **times, "by": grant.by, "reason": grant.reason, "id": grant.id}
 
 
-def _print(usages: Sequence[QuotaUsage]) -> None:
-    headings = ("counted", "per", "subject", "used", "of", "until")
+def _print(usages: Collection[QuotaUsage]) -> None:
+    headings = ("limit", "per", "subject", "used", "of", "until")
     rows = [*map(_row, usages)]
     for line in table(headings, rows, right={"used", "of"}) if rows else ["no counts"]:
         say(line)
 
 
-def _reset(store: Store, arguments: Namespace) -> int:
-    usages, code = _find_usages(store, arguments)
-    for pattern in arguments.key:
-        if not any(fnmatchcase(usage.key, pattern) for usage in usages):
-            raise CommandError(f"no count matches --key {pattern!r}: see quotas show")
-    if not usages and (arguments.per, arguments.subject) != (None, None):
-        raise CommandError("no count matches --per and --subject: see quotas show")
-    _print(usages)
+def _reset(store: Store, arguments: Namespace, asked: Asked) -> int:
+    usages, code = _find(store, asked)
+    _print(usages.values())
     if usages and not arguments.yes:
         if not sys.stdin.isatty():
             raise CommandError("reset asks first, and there is no terminal: pass --yes")
@@ -157,63 +149,105 @@ def _reset(store: Store, arguments: Namespace) -> int:
             say("nothing was reset")
             return _DECLINED
     for first in range(0, len(usages), _BATCH_SIZE):
-        store.reset([usage.key for usage in usages[first : first + _BATCH_SIZE]])
+        store.reset([*usages][first : first + _BATCH_SIZE])
     say(f"{len(usages)} reset to 0")
     return code
 
 
-def _find_usages(store: Store, arguments: Namespace) -> tuple[list[QuotaUsage], int]:
-    """Return the counts that are meant, and the exit code; name what is no count."""
-    usages, broken = dict[str, QuotaUsage](), set[str]()
-    for pattern in arguments.key or ("*",):
-        # Every run of the last day has counts, under ids that say nothing to a reader.
-        names_runs = ":run:" in pattern or ":root_run:" in pattern
-        with_runs = names_runs or arguments.per in (RUN, ROOT_RUN)
-        for key, usage in store.entries(pattern).items():
-            if usage is None or not parsed(key):
-                broken.add(key)
-            elif (
-                # A key without a counter holds the number of a thread's newest root run.
-                not key.startswith(":")
-                and (with_runs or dimension_of(key) not in (RUN, ROOT_RUN))
-                # One that is over is kept for clocks that differ, and for what rolls over.
-                and (usage.expires_at or math.inf) > time.time()
-            ):
-                usages[key] = usage
-    for key in sorted(broken):
+def _find(store: Store, asked: Asked, *granted: str) -> tuple[Mapping[str, QuotaUsage], int]:
+    """Return the counts that have the names given, and the exit code; `granted` are keys, too."""
+    kept = {key: QuotaUsage(key, 0, None, None) for key in granted} | store.entries(_pattern(asked))
+    # Every run of the last day has counts, under ids that say nothing to a reader.
+    hidden = () if "per" in asked else (RUN, ROOT_RUN)
+    usages = {
+        key: usage
+        for key, usage in kept.items()
+        if usage is not None
+        and parsed(key)
+        # A key without a counter holds the number of a thread's newest root run.
+        and not key.startswith(":")
+        and dimension_of(key) not in hidden
+        # One that is over is kept for clocks that differ, and for what rolls over.
+        and (usage.expires_at or math.inf) > time.time()
+        and _is_of(key, asked)
+    }
+    if asked and not usages:
+        *fewer, (name, texts) = asked.items()
+        others, _ = _find(store, dict(fewer))
+        values = sorted({_names(key)[name] for key in others})
+        nearest = get_close_matches(texts[0], values, cutoff=0.5) or values[:3]
+        remedy = f"write {' or '.join(map(repr, nearest))}" if nearest else "there is none"
+        raise CommandError(f"no count has --{name} {texts[0]!r}: {remedy}")
+    broken = sorted(key for key, usage in kept.items() if usage is None or not parsed(key))
+    for key in broken:
         complain("quotas", f"{key!r} holds no count: delete it, or reset it with store.reset")
-    found = [usages[key] for key in sorted(usages) if _is_of(key, arguments)]
-    return found, _BROKEN if broken else 0
+    in_order = sorted(usages, key=lambda key: [*_names(key).values()])
+    return {key: usages[key] for key in in_order}, _BROKEN if broken else 0
 
 
-def _is_of(text: str, arguments: Namespace) -> bool:
-    """Return whether a key has the `per` and the subject that were asked for, if any."""
-    key, per, subject = CountKey.parse(text), arguments.per, arguments.subject
-    # A key has a long subject shortened.
-    encoded = str(CountKey("", "", subject or "")).split(":")[2]
-    is_subject = subject in (None, key.subject) or encoded == text.split(":")[2]
-    return is_subject and per in (None, key.dimension)
+def _names(text: str) -> dict[str, str]:
+    """Return the names of a count by the options that choose it; a freeze is of no limit."""
+    key = CountKey.parse(text)
+    limit = key.counter and key.limit_name
+    return {"limit": limit, "per": key.dimension, "subject": key.subject, "key": text}
+
+
+def _asked(arguments: Namespace) -> Asked:
+    asked = {
+        name: [text]
+        for name in ("limit", "per", "subject", "key")
+        if (text := getattr(arguments, name, None)) is not None
+    }
+    for text in asked.get("subject", ())[:1]:
+        # A key has a long subject shortened.
+        asked["subject"].append(CountKey.parse(str(CountKey("", "", text))).subject)
+    return asked
+
+
+def _is_of(text: str, asked: Asked) -> bool:
+    """Return whether a key has the names that were given; a freeze of all has all names."""
+    names, is_freeze = _names(text), text.startswith(":")
+    return all(
+        names[name] in texts or (is_freeze and not names[name]) for name, texts in asked.items()
+    )
+
+
+def _pattern(asked: Asked) -> str:
+    """Return a pattern of the keys that have the names given, and maybe of others."""
+    per, subject = (asked.get(name, [""])[0] for name in ("per", "subject"))
+    _, per, subject = str(CountKey("", per, subject)).split(":")
+    # A long one may have been given as it is shown, which is shortened.
+    pattern = f"*:{per or '*'}:{subject if len(subject) <= MAX_LENGTH else ''}*"
+    return pattern if per or subject else "*"
+
+
+def _only(keys: Collection[str]) -> str:
+    """Return the only key; if there are several, the error says which."""
+    if len(keys) > 1:
+        each = (f"--key {key} (until {_format_time(window_end(key), key)})" for key in keys)
+        raise CommandError(f"several match: add {' or '.join(each)}")
+    [key] = keys
+    return key
 
 
 def _row(usage: QuotaUsage) -> tuple[str, ...]:
-    key = CountKey.parse(usage.key)
-    names = (printable(key.counter), printable(key.dimension), repr(key.subject))
-    unit = UNITS.get(names[0], "calls")
+    names, unit = _cells(usage.key), unit_of(usage.key)
     limit = "-" if usage.limit is None else format_amount(usage.limit + usage.granted, unit)
     drains = read_emission_interval(usage.key)
     until = "it drains" if drains else _format_time(usage.expires_at, usage.key)
     return (*names, format_amount(usage.used, unit), limit, until)
 
 
-def _grant(store: Store, arguments: Namespace) -> int:
-    key = arguments.key
-    if _without_window(key) == key:
-        key = _find_current_key(store, key)
+def _grant(store: Store, arguments: Namespace, asked: Asked) -> int:
+    granted = (grant.key for grant in store.grants(_pattern(asked)) if grant.amount)
+    key = _only(_find(store, asked, *granted)[0])
     text, unit = arguments.amount, unit_of(key)
     if not text.isascii() or (unit not in PER_BASE_UNIT and not text.isdecimal()):
         number = "a number" if unit in PER_BASE_UNIT else "a whole number"
         raise CommandError(f"amount must be {number} of {UNIT_LABELS[unit]}, not {text!r}")
-    amount = text if unit in PER_BASE_UNIT else int(text)
+    amount: str | float = text if unit in PER_BASE_UNIT else int(text)
+    with suppress(ValueError):  # else it is a time such as 30s
+        amount = float(text) if unit == "milliseconds" else amount
     until = arguments.for_time and datetime.now(UTC) + arguments.for_time
     grant_id = uuid4().hex if arguments.id is None else arguments.id
     reason, by = arguments.reason, arguments.by
@@ -230,61 +264,66 @@ def _grant(store: Store, arguments: Namespace) -> int:
     return 0
 
 
-def _revoke(store: Store, arguments: Namespace) -> int:
-    key = arguments.key
-    for grant in store.grants(_escape_glob(key) + "*"):
-        if grant.id == arguments.id and key in {grant.key, _without_window(grant.key)}:
-            ended = store.revoke(grant.key, grant.id)
-            if ended is not None:
-                say(f"revoked {_line(ended)}")
-                return 0
-    raise CommandError(f"nothing is granted under {key!r} with the id {arguments.id!r}")
+def _revoke(store: Store, arguments: Namespace, asked: Asked) -> int:
+    keys = [each.key for each in store.grants() if each.amount and each.id == arguments.id]
+    named = [key for key in keys if _is_of(key, asked)]
+    ended = store.revoke(_only(named), arguments.id) if named else None
+    if ended is None:
+        where = f"one of {' and '.join(map(_whose, keys))}" if keys else "see quotas grants"
+        raise CommandError(f"no such grant has the id {arguments.id!r}: {where}")
+    say(f"revoked {_line(ended)}")
+    return 0
 
 
-def _grants(store: Store, arguments: Namespace) -> int:
-    patterns = arguments.key or ("*",)
-    grants = {
-        (grant.key, grant.id): grant
-        for pattern in patterns
-        for grant in store.grants(pattern)
-        if _is_of(grant.key, arguments)
-    }
-    in_order = sorted(grants.values(), key=lambda grant: (grant.key, grant.given_at))
+def _grants(store: Store, arguments: Namespace, asked: Asked) -> int:
+    grants = [grant for grant in store.grants() if _is_of(grant.key, asked)]
+    in_order = sorted(grants, key=lambda grant: (grant.key, grant.given_at))
     if arguments.json:
         for grant in in_order:
             say(json.dumps(_grant_object(grant)))
         return 0
     rows = [
         (
-            printable(grant.key),
+            *_cells(grant.key),
             format_amount(grant.amount, grant.unit) if grant.amount else "frozen",
             _until(grant),
             *(repr(grant.by), repr(grant.reason), printable(grant.id)),
         )
         for grant in in_order
     ]
-    headings = ("key", "granted", "until", "by", "reason", "id")
+    headings = ("limit", "per", "subject", "granted", "until", "by", "reason", "id")
     for line in table(headings, rows, right={"granted"}) if rows else ["no grants"]:
         say(line)
     return 0
 
 
-def _freeze(store: Store, arguments: Namespace) -> int:
+def _freeze(store: Store, arguments: Namespace, asked: Asked) -> int:
     until = arguments.for_time and datetime.now(UTC) + arguments.for_time
     options = {"until": until, "reason": arguments.reason, "by": arguments.by}
-    freeze = run_sync(store.freeze("", *arguments.per, **options))
+    freeze = run_sync(store.freeze("", arguments.per, arguments.subject, **options))
     say(f"frozen: {_line(freeze)}")
     say(
         "not frozen: calls that ask no store, limits with enforce=False, and, with "
         'on_store_error="allow", calls while the store is unavailable'
     )
+    # A customer may have called in a window that is over.
+    kept = store.entries(_pattern(asked)) if arguments.per else ()
+    counts = (key for key in kept if parsed(key) and not key.startswith(":"))
+    if arguments.per and not any(_is_of(key, asked) for key in counts):
+        try:
+            _find(store, asked)
+        except CommandError as error:
+            complain("quotas", f"warning: this may stop nobody, because {error}")
     return 0
 
 
-def _thaw(store: Store, arguments: Namespace) -> int:
-    freeze = run_sync(store.thaw("", *arguments.per, by=arguments.by))
+def _thaw(store: Store, arguments: Namespace, _: Asked) -> int:
+    freeze = run_sync(store.thaw("", arguments.per, arguments.subject, by=arguments.by))
     if freeze is None:
-        raise CommandError(f"not frozen: {_whose(printable(':'.join(arguments.per)))}")
+        whose = calls_of(str(CountKey("", arguments.per, arguments.subject)))
+        frozen = [calls_of(grant.key) for grant in store.grants() if not grant.amount]
+        nearest = " and ".join(get_close_matches(whose, frozen, cutoff=0)) or "nothing"
+        raise CommandError(f"not frozen: {whose}; frozen: {nearest}")
     say(f"thawed: {_line(freeze)}")
     return 0
 
@@ -300,47 +339,27 @@ _ACTIONS = {
 }
 
 
-def _find_current_key(store: Store, text: str) -> str:
-    """Return the key of the current count under a key without its window."""
-    pattern = _escape_glob(text) + "*"
-    keys = {usage.key for usage in store.usages(pattern)}
-    keys.update(grant.key for grant in store.grants(pattern))
-    current = [
-        key
-        for key in sorted(keys)
-        if _without_window(key) == text and (window_end(key) or time.time() + 1) > time.time()
-    ]
-    if not current:
-        raise CommandError(f"nothing is counted under {text!r} now: use store.grant in a program")
-    if len(current) > 1 and text not in current:
-        fault = "several counts are meant: give one of them, --key"
-        raise CommandError(f"{fault} {' or '.join(current)}")
-    return text if text in current else current[0]
-
-
-def _without_window(text: str) -> str:
-    """Return a key's text without its window."""
-    return ":".join(text.split(":")[:3])
-
-
-def _escape_glob(text: str) -> str:
-    """Return a pattern that only the text itself matches."""
-    return re.sub(r"([*?[])", r"[\1]", text)
+def _cells(key: str) -> tuple[str, str, str]:
+    """Return a count's names in a table."""
+    limit, per, subject, _ = _names(key).values()
+    return printable(limit), printable(per), repr(subject)
 
 
 def _line(grant: Grant) -> str:
     """Return a grant in one line, for an audit log."""
-    amount = format_amount(grant.amount, grant.unit) + (" calls" if grant.unit == "calls" else "")
-    key, name = printable(grant.key), printable(grant.id)
-    cause = f"by {grant.by!r}, reason {grant.reason!r}"
+    until, reason = _until(grant), f", reason {grant.reason!r}" if grant.reason else ""
+    cause = f"by {grant.by!r}{reason}"
     if not grant.amount:
         since = _format_time(grant.given_at.timestamp(), grant.key)
-        return f"{_whose(key)} since {since} until {_until(grant)}, {cause}"
-    return f"{amount} under {key} until {_until(grant)}, {cause}, id {name}"
+        return f"{calls_of(grant.key)} since {since} until {until}, {cause}"
+    amount = format_amount(grant.amount, grant.unit) + (" calls" if grant.unit == "calls" else "")
+    return f"{amount} of {_whose(grant.key)} until {until}, {cause}, id {printable(grant.id)}"
 
 
 def _whose(key: str) -> str:
-    return key.strip(":").replace(":", " ") or "all"
+    """Return whose count of which limit a key names."""
+    limit, per, subject = _cells(key)
+    return f"{limit} to {per}" + f" {subject}" * bool(CountKey.parse(key).subject)
 
 
 def _until(grant: Grant) -> str:

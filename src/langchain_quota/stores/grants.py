@@ -25,6 +25,7 @@ from langchain_quota.runtime.units import (
 )
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import (
+    DEFAULT_NAMES,
     FREEZES,
     CountKey,
     check_keys,
@@ -40,8 +41,7 @@ MAX_TEXT = 1000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST = datetime.max.replace(tzinfo=UTC)
 
-_NAMES = {"cost": "nanodollars", "time": "milliseconds", "tokens": "total_tokens"}
-"""What limits of the model count, by their names in metrics."""
+_COUNTERS = {name: counter for counter, name in DEFAULT_NAMES.items()}
 
 MAX_AMOUNT = MAX_DOLLARS * NANODOLLARS
 """The most that one grant gives: Redis adds in Lua, exactly up to 2**53."""
@@ -243,7 +243,7 @@ class SupportsGrants(ABC):
         _check_texts(per=per, subject=subject, reason=reason, by=by)
         _check_until(until)
         if bool(per) != bool(subject):
-            raise ValueError(f"a freeze needs two names or none, not {per!r} and {subject!r}")
+            raise ValueError(f"a freeze needs per and subject, or neither: {per!r}, {subject!r}")
         times = in_utc(self.clock()), until or _LAST
         freeze = Grant(_freezes_key(prefix), 0, str(CountKey("", per, subject)), *times, reason, by)
         stored, _ = await self._grant(mode, freeze)
@@ -325,7 +325,7 @@ class SupportsGrants(ABC):
         ends = [end for end in (grant.ends, key.ends) if end is not None]
         last = math.ceil(now) + idle_time(counted, self._idle)
         grant = replace(grant, until=in_utc(min(ends, default=last)))
-        counter = f"{MODEL}.{_NAMES.get(key.counter, key.counter)}"
+        counter = _COUNTERS.get(key.counter, f"{MODEL}.{key.counter}")
         # A tool may have such a name, too.
         if counter in UNITS or (window == "" and key.window is None):
             [use] = await self._peek(mode, [counted])

@@ -13,10 +13,10 @@ from urllib.parse import quote, unquote
 from langchain_core.runnables import RunnableConfig
 
 from langchain_quota.core.admission import AcquireRequest, CountRef
-from langchain_quota.limits.call import ROOT_RUN, RUN
-from langchain_quota.limits.options import UNITS
+from langchain_quota.limits.call import CONCURRENCY, ROOT_RUN, RUN
+from langchain_quota.limits.options import MILLISECONDS, NANODOLLARS, TOTAL_TOKENS, UNITS
 from langchain_quota.limits.quotas import CalendarWindow, around
-from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.runtime.arguments import ALL_TOOLS, validate_type
 from langchain_quota.runtime.units import Unit
 from langchain_quota.stores import ROOT_RUN_IDLE, RUN_IDLE
 
@@ -25,6 +25,9 @@ Prefix: TypeAlias = str | Callable[[Any, Any], str]
 
 MAX_LENGTH = 64
 """The longest value that a key has unchanged, in characters after encoding."""
+
+DEFAULT_NAMES = {TOTAL_TOKENS: "tokens", NANODOLLARS: "cost", MILLISECONDS: "time"}
+"""The names of limits of the model that are not the end of their counters."""
 
 _IDLE_AT_MOST = {RUN: RUN_IDLE, ROOT_RUN: ROOT_RUN_IDLE}
 _SHORTENED = 40
@@ -125,6 +128,14 @@ class CountKey:
     def unit(self) -> Unit:
         """What is counted."""
         return UNITS.get(self.counter, "calls")
+
+    @property
+    def limit_name(self) -> str:
+        """The name that a limit on the count has, unless it is given another."""
+        if self.counter in UNITS:
+            return DEFAULT_NAMES.get(self.counter, self.counter.removeprefix("model."))
+        tools = re.sub(f"^{ALL_TOOLS}", "*", self.counter.removeprefix(","))
+        return f"{CONCURRENCY if self.dimension == CONCURRENCY else 'tool'}:{tools}"
 
     @property
     def ends(self) -> int | None:
