@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import timedelta
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -23,7 +22,6 @@ import pytest
 from langchain_quota import (
     CostLimit,
     ModelCallLimit,
-    ModelCallLimitExceededError,
     Quota,
     QuotaMiddleware,
     TimeLimit,
@@ -42,11 +40,9 @@ from langchain_quota.core.admission import (
 from langchain_quota.limits import Limit
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
-from tests.scene import Scene
 from tests.server.proxy import proxy
 from tests.server.redis import RedisServer, free_port
 from tests.server.stores import batch, calls, correcting
-from tests.telemetry import Signals, paid
 
 ADA, BOB, ALL = "search:user_id:ada", "search:user_id:bob", "__all__:global:"
 DAY, END = "email:tenant:acme:86400:47482", 47_483 * 86_400
@@ -97,19 +93,22 @@ def used(store: RedisStore) -> list[int]:
 
 
 def test_show(run: Run, store: RedisStore, capsys: Capture) -> None:
-    """All counts, sorted, as a table, with the names that choose some; none is said."""
-    table = [
-        "limit        per      subject  used    of  until",
-        "tool:*       global   ''          1     -  reset",
-        "tool:email   tenant   'acme'      2     -  2100-01-02 00:00:00 UTC",
-        "tool:search  user_id  'ada'       3     5  reset",
-        "tool:search  user_id  'bob'      12  1000  reset",
-    ]
+    """All counts, sorted, as a table, with the names that choose them; none is said."""
+    money, tokens = "model.nanodollars:tenant:acme", "model.total_tokens:user_id:ada"
+    limits = {money: 4 * 10**9, tokens: 50_000}
+    store.acquire(
+        correcting(Correction("paid", {money: 4_250_000_001, tokens: 1_200}, limits=limits))
+    )
     assert run("show") == 0
-    assert capsys.readouterr().out.splitlines() == table
-    assert run("show", *OF_ADA) == run("show", *count("tool:*", "global")) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1::2]]
-    assert rows == [table[3].split(), table[1].split()]
+    assert capsys.readouterr().out.splitlines() == [
+        "limit        per      subject          used             of  until",
+        "cost         tenant   'acme'   $4.250000001          $4.00  reset",
+        "tokens       user_id  'ada'    1,200 tokens  50,000 tokens  reset",
+        "tool:*       global   ''                  1              -  reset",
+        "tool:email   tenant   'acme'              2              -  2100-01-02 00:00:00 UTC",
+        "tool:search  user_id  'ada'               3              5  reset",
+        "tool:search  user_id  'bob'              12           1000  reset",
+    ]
     assert main(["quotas", "show", "--prefix", f"{store.prefix}.new"]) == 0
     assert capsys.readouterr().out == "no counts\n"
 
@@ -198,7 +197,9 @@ def test_json(run: Run, store: RedisStore, capsys: Capture) -> None:
     more = {"frozen": False, **times, "id": "4711", "by": "bo", "reason": "x\ny"}
     assert given == {**same, **end, **more}
     assert frozen == stopped
-    assert frozen.items() >= {"frozen": True, "granted": 0, "reason": "abuse"}.items()
+    fields = ("key", "per", "subject", "granted", "frozen", "until", "reason")
+    expected = [":tenant:x", "tenant", "x", 0, True, None, "abuse"]
+    assert [frozen[field] for field in fields] == expected
     for names in (shown[0], given):
         assert f"`{'`, `'.join(names)}`" in " ".join(COMMANDS.split())
     assert run("grants", "--json", "--per", "x") == 0
@@ -217,15 +218,19 @@ def test_rolled_over(run: Run, store: RedisStore, capsys: Capture) -> None:
         store.acquire(AcquireRequest("", "", {"eve": count}, (demand,)))
     # It is kept for an hour at least.
     over = int(time.time()) // 60 * 60
-    just_over = f"search:tenant:eve:60:{over // 60 - 1}"
+    just_over = f"search:tenant:eva:60:{over // 60 - 1}"
     store.acquire(batch({just_over: 9}, limits={just_over: 9}, ends={just_over: over}))
-    assert [use.used for use in store.usages("*:eve:*")] == [9, 7, 7]
-    assert run("show", "--json", "--subject", "eve", "--near", "0.1") == 0
+    assert [use.used for use in store.usages("*:ev?:*")] == [9, 7, 7]
+    assert run("freeze", "--per", "tenant", "--subject", "eva") == 0
+    assert capsys.readouterr().err == ""
+    assert run("show", "--json", "--subject", "eva") == 2
+    assert capsys.readouterr().err.endswith("no count has --subject 'eva': write 'eve'\n")
+    assert run("show", "--json", "--near", "0.1", "--limit", "tool:search", "--subject", "eve") == 0
     [shown] = lines(capsys)
     numbers = {name: shown[name] for name in ("used", "limit", "left", "granted", "rolled_over")}
     assert numbers == {"used": 7, "limit": 11, "left": 4, "granted": 2, "rolled_over": 2}
     assert run("reset", "--yes", "--subject", "eve") == 0
-    assert sorted(use.used for use in store.usages("*:eve:*")) == [0, 7, 9]
+    assert sorted(use.used for use in store.usages("*:ev?:*")) == [0, 7, 9]
 
 
 LONG = "o'neil-" * 30
@@ -241,7 +246,7 @@ SHORTENED = f"search:user_id:{'o%27neil-' * 4}o%27~{DIGEST}"
         ("--near 0.6", ["ada", "none", "long"]),
         ("--near 0.9", ["none"]),
         ("--per user_id", ["ada", "bob", "none", "long"]),
-        ("--per user_id --subject bob", ["bob"]),
+        ("--limit tool:search --per user_id --subject bob", ["bob"]),
         (f"--subject {LONG}", ["long"]),
         (f"--per user_id --subject {unquote(SHORTENED[15:])}", ["long"]),
         (f"--key {ADA}", ["ada"]),
@@ -288,30 +293,6 @@ def test_a_smooth_quota(run: Run, store: RedisStore, capsys: Capture) -> None:
     assert "a smooth quota takes no grants" in capsys.readouterr().err
     assert run("reset", "--limit", "tool:mail", "--yes") == 0
     assert [use.used for use in store.usages("mail:*")] == [0]
-
-
-async def test_budgets_have_units(
-    run: Run, store: RedisStore, signals: Signals, capsys: Capture
-) -> None:
-    """What an agent's calls used is shown in tokens and dollars; after a reset it may go on."""
-    budgets: list[Limit] = [
-        TokenLimit(quotas=[Quota(50_000, per="user_id")]),
-        CostLimit(quotas=[Quota(4, per="tenant")], exit_behavior="error"),
-    ]
-    given: Any = {"store": store, "prices": lambda _: Decimal("4.250000001")}
-    who = {"tenant": "acme", "user_id": "ada"}
-    scene = Scene(signals, [paid(1_200), paid(1_200)], budgets, context=who, **given)
-    await scene.play()
-    with pytest.raises(ModelCallLimitExceededError):
-        await scene.play()
-    store.reset([ADA, BOB, ALL, DAY])
-    assert run("show", "--sort", "used") == run("reset", "--yes") == 0
-    assert capsys.readouterr().out.splitlines()[:3] == [
-        "limit        per      subject          used             of  until",
-        "cost         tenant   'acme'   $4.250000001          $4.00  reset",
-        "tokens       user_id  'ada'    1,200 tokens  50,000 tokens  reset",
-    ]
-    await scene.play()
 
 
 def test_runs_are_shown_to_whom_asks(run: Run, store: RedisStore, capsys: Capture) -> None:
@@ -417,17 +398,11 @@ def test_in_postgres(postgres_url: str, monkeypatch: pytest.MonkeyPatch, capsys:
     assert "set LANGCHAIN_QUOTA_STORE instead" in capsys.readouterr().err
     with closing(PostgresStore(postgres_url, prefix="cli", timeout=30)) as store:
         store.acquire(calls(ADA, 3, limit=5))
-    monkeypatch.setenv("LANGCHAIN_QUOTA_STORE", postgres_url)
-    for action in (["show"], ["grant", "2", *OF_ADA]):
-        assert main(["quotas", *action, "--prefix", "cli"]) == 0
     monkeypatch.setenv("LANGCHAIN_QUOTA_STORE", "redis://127.0.0.1:1")
     monkeypatch.setenv("PGPASSWORD", str(urlsplit(postgres_url).password))
     url = re.sub(":[^:]*@", "@", postgres_url)
     assert main(["quotas", "reset", "--yes", "--store", url, "--prefix", "cli"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"'ada' +3 +5 ", out)
-    assert re.search(r"'ada' +3 +7 ", out)
-    assert "1 reset to 0" in out
+    assert re.search(r"'ada' +3 +5 +reset\n1 reset to 0", capsys.readouterr().out)
     with psycopg.connect(postgres_url) as connection:
         broken = "UPDATE langchain_quota SET value = '[]' WHERE prefix = 'cli' AND kind = 'count'"
         connection.execute(broken)
@@ -499,11 +474,6 @@ def test_freeze(run: Run, store: RedisStore, capsys: Capture) -> None:
     assert run("grants") == 0
     words = told_of(capsys.readouterr().out)[2].split()[:5]
     assert words == ["user_id", "'ada'", "frozen", "thawed", "'bo'"]
-    assert run("grants", "--json", "--subject", "ada") == 0
-    _, listed = lines(capsys)
-    assert [listed[name] for name in ("key", "per", "subject", "granted", "until", "by")] == [
-        *(":user_id:ada", "user_id", "ada", 0, None, "bo")
-    ]
     for whose in (ada, ("--all",)):
         assert run("thaw", *whose) == 0
         assert capsys.readouterr().out.startswith("thawed: ")
@@ -511,18 +481,15 @@ def test_freeze(run: Run, store: RedisStore, capsys: Capture) -> None:
         assert capsys.readouterr().err.startswith("langchain-quota quotas: not frozen: ")
     assert store.acquire(calls(ADA, 1)).admitted == (True,)
     capsys.readouterr()
-    for per, subject, warning in (
-        *(
-            ("user_id", "ada", ""),
-            ("userid", "ada", "no count has --per 'userid': write 'user_id'"),
-        ),
-        ("user_id", "ade", "no count has --subject 'ade': write 'ada'"),
+    said = "langchain-quota quotas: warning: this may stop nobody, because no count has --{}\n"
+    for per, subject, nearest in (
+        *(("user_id", "ada", ""), ("user_id", "ade", "subject 'ade': write 'ada'")),
+        ("userid", "ada", "per 'userid': write 'user_id'"),
     ):
         assert run("freeze", "--per", per, "--subject", subject) == 0
         shown = capsys.readouterr()
         assert shown.out.startswith(f"frozen: the calls of {per} '{subject}' since ")
-        said = f"langchain-quota quotas: warning: this may stop nobody, because {warning}\n"
-        assert shown.err == (said if warning else "")
+        assert shown.err == (said.format(nearest) if nearest else "")
 
 
 def test_who_grants(
@@ -552,7 +519,6 @@ def test_revoke(run: Run, store: RedisStore, capsys: Capture) -> None:
     assert capsys.readouterr().out.startswith("revoked 50 calls of tool:search to user_id 'ada'")
     assert run("grants", *OF_ADA) == 0
     assert capsys.readouterr().out == "no grants\n"
-    assert [grant.key for grant in store.grants()] == [adam]
     assert run("revoke", *OF_ADA, "--id", "4711") == 2
     assert "the id '4711': one of tool:search to user_id 'adam'" in capsys.readouterr().err
     assert run("grant", *OF_ADA, "50", "--id", "4711") == 2
@@ -573,9 +539,8 @@ def test_grant_in_a_window(run: Run, store: RedisStore, capsys: Capture) -> None
     hourly = store.grant(base, 5, window=hours[0], id=hours[1])
     capsys.readouterr()
     assert run(*granting) == 2
-    error = capsys.readouterr().err
-    assert f"several match: add --key {hourly.key} (until " in error
-    assert f" or --key {today} (until " in error
+    [several] = re.findall(r"several match: add (.*)", capsys.readouterr().err)
+    assert re.findall(r"--key (\S*) \(until ", several) == [hourly.key, today]
     assert run(*granting, "--key", hourly.key) == 0
     assert sorted(each.amount for each in store.grants(f"{base}:3600:*")) == [5, 7]
     assert run("revoke", "--subject", "ada", "--id", "b") == 0
@@ -590,10 +555,7 @@ def test_a_window_of_the_calendar(run: Run, store: RedisStore, capsys: Capture) 
     store.acquire(batch({first.key: 2}, ends={first.key: int(end.timestamp())}))
     assert run("grant", *count("tool:mail", "tenant", "acme"), "5", "--id", "a") == 0
     until = f"{end.astimezone(ZoneInfo('Asia/Kolkata'))} ({end:%Y-%m-%d %H:%M:%S} UTC)"
-    assert (
-        f"granted 5 calls of tool:mail to tenant 'acme' until {until}, by "
-        in capsys.readouterr().out
-    )
+    assert f" to tenant 'acme' until {until}, by " in capsys.readouterr().out
     assert " 00:00:00+05:30 (" in until
     assert store.grant(base, 5, window=month, id="a").key == first.key
     for action in ("show", "grants"):

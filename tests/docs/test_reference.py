@@ -41,7 +41,8 @@ from langchain_quota import (
     hmac_label,
     testing,
 )
-from langchain_quota.cli import arguments
+from langchain_quota.cli import main
+from langchain_quota.cli.arguments import parser
 from langchain_quota.errors import QuotaStoreError, UnknownPriceError
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Scene, asking, delegate, tool_limiter
@@ -431,14 +432,14 @@ def test_every_public_name_is_in_the_reference_once() -> None:
         assert hasattr(import_module(home), name), name
 
 
-def commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[str]:
+def commands(of: argparse.ArgumentParser, path: str = "") -> Iterator[str]:
     """The commands that do something, each alone and with each of its options."""
-    deeper = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    deeper = [each for each in of._actions if isinstance(each, argparse._SubParsersAction)]
     for action in deeper:
         for name, command in action.choices.items():
             yield from commands(command, f"{path} {name}".strip())
     if not deeper:
-        options = {text for each in parser._actions for text in each.option_strings}
+        options = {text for each in of._actions for text in each.option_strings}
         yield from (f"{path} {each}" for each in ("", *(options - {"-h", "--help"})))
 
 
@@ -452,7 +453,20 @@ def test_every_command_is_in_the_reference() -> None:
         for cell in ("", *re.findall(r"^\| (`--.+?) \|", text, re.MULTILINE))
         for option in (re.findall(r"`(--[a-z-]+)", cell) or [""])
     ]
-    same(described, commands(arguments.parser()))
+    same(described, commands(parser()))
+
+
+def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command explains itself with an example that it understands, and a group alone does."""
+    groups = ("", "export", "quotas")
+    for command in (*groups, *{each.split(" -")[0].strip() for each in commands(parser())}):
+        words = command.split()
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main([*words, *([] if command in groups else ["--help"])])
+        *_, heading, example = capsys.readouterr().out.splitlines()
+        program, *options = example.split()
+        assert (heading, program, options[: len(words)]) == ("example:", "langchain-quota", words)
+        assert parser().parse_args(options).command == options[0]
 
 
 def test_docstrings_have_examples_that_run(monkeypatch: pytest.MonkeyPatch) -> None:

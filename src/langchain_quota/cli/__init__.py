@@ -20,7 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         # The shell asks for completions, and only where the package argcomplete is installed.
         import_module("argcomplete").autocomplete(command_line)
-    arguments = command_line.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    is_alone = [*words] in ([], ["export"], ["quotas"])
+    arguments = command_line.parse_args([*words, "--help"] if is_alone else words)
     command: str = arguments.command
     try:
         # Import the command only now: the help and the version need no other package.

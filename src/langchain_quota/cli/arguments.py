@@ -1,12 +1,13 @@
 """The arguments of all commands, read without the packages that the commands need."""
 
 import re
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from getpass import getuser
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from langchain_quota import __version__
@@ -34,20 +35,32 @@ _URL = re.compile(r"https?://[!$%&()*+,./0-9:;=A-Z\[\]_a-z~-]+")
 
 def parser() -> ArgumentParser:
     """Return the parser of the command line."""
-    command_line = ArgumentParser(
-        prog="langchain-quota",
-        description="Limits for LangChain agents: try, monitor and manage them.",
-    )
+    text = "Limits for LangChain agents: try, monitor and manage them."
+    command_line = ArgumentParser(prog="langchain-quota", **_texts(text, "demo"))
     command_line.add_argument(
         "--version", action="version", version=f"langchain-quota {__version__}"
     )
     commands = command_line.add_subparsers(dest="command", required=True)
-    add = commands.add_parser
-    _add_demo(add("demo", help="watch agents reach their limits"))
+    add = _adder(commands.add_parser)
+    _add_demo(add("demo", "watch agents reach their limits", "demo --serve"))
     text = "write dashboards, alert rules and an example for Alertmanager"
-    _add_export(add("export", help=text))
-    _add_quotas(add("quotas", help="see what is used of shared quotas, reset it, grant more"))
+    _add_export(add("export", text, "export grafana --to dashboards"))
+    text = "see what is used of shared quotas, reset it, grant more"
+    _add_quotas(add("quotas", text, "quotas show --per tenant"))
     return command_line
+
+
+def _texts(text: str, example: str) -> dict[str, Any]:
+    """Return what the help of a command says; its lines are not wrapped, to be copied."""
+    epilog = f"example:\n  langchain-quota {example}"
+    return {"description": text, "epilog": epilog, "formatter_class": RawDescriptionHelpFormatter}
+
+
+def _adder(add_parser: Callable[..., ArgumentParser]) -> Callable[..., ArgumentParser]:
+    """Return what adds a command by its name, what it does, and an example."""
+    return lambda name, text, example, *parents: add_parser(
+        name, help=text, parents=parents, **_texts(text, example)
+    )
 
 
 def _add_demo(demo: ArgumentParser) -> None:
@@ -79,12 +92,13 @@ def _add_export(export: ArgumentParser) -> None:
     text = "add alerts about single threads that are near their limits"
     alerts.add_argument("--per-thread-alerts", dest="per_thread", action="store_true", help=text)
 
-    add = export.add_subparsers(dest="what", required=True).add_parser
-    add("grafana", parents=[boards], help="dashboards")
-    add("prometheus", parents=[alerts], help="recording and alert rules")
+    add = _adder(export.add_subparsers(dest="what", required=True).add_parser)
+    to = "--to monitoring"
+    add("grafana", "dashboards", f"export grafana {to}", boards)
+    add("prometheus", "recording and alert rules", f"export prometheus {to}", alerts)
     text = "scraping, rules and dashboards for kustomize"
-    add("kubernetes", parents=[alerts], help=text)
-    add("alertmanager", parents=[files], help="an example of a route")
+    add("kubernetes", text, f"export kubernetes {to}", alerts)
+    add("alertmanager", "an example of a route", f"export alertmanager {to}", files)
 
 
 def _add_quotas(quotas: ArgumentParser) -> None:
@@ -109,28 +123,27 @@ def _add_quotas(quotas: ArgumentParser) -> None:
     )
     why.add_argument("--for", dest="for_time", type=_duration, metavar="TIME", help=text)
 
-    actions = quotas.add_subparsers(dest="action", required=True)
-    text = "print what is used, of which limit, and until when"
-    add = actions.add_parser("show", parents=[several, lines], help=text).add_argument
+    action = _adder(quotas.add_subparsers(dest="action", required=True).add_parser)
+    acme = "--per tenant --subject acme"
+    text, example = "print what is used, of which limit, and until when", "quotas show --near 0.9"
+    add = action("show", text, f"{example} --sort share", several, lines).add_argument
     text = "only counts that have used at least this share of their limit (default: %(const)s)"
     share = _number(float, 0.01, 1)
     add("--near", nargs="?", type=share, const=0.8, metavar="SHARE", help=text)
     text = "largest share, largest use, or next end of a window first (default: %(default)s)"
     add("--sort", choices=SORTS, default="name", help=text)
-    reset = actions.add_parser("reset", parents=[several], help="set counts to 0")
+    reset = action("reset", "set counts to 0", f"quotas reset --limit cost {acme}", several)
     reset.add_argument("--yes", action="store_true", help="do not ask")
-    text = "raise the limits over a count"
-    add = actions.add_parser("grant", parents=[one, why], help=text).add_argument
+    text, example = "raise the limits over a count", f"quotas grant 50 --limit cost {acme}"
+    add = action("grant", text, example, one, why).add_argument
     add("amount", help="how much more, in the limit's unit: calls, tokens, dollars or seconds")
     add("--id", help="the grant's id: a second grant of the same count and id adds nothing")
-    revoke = actions.add_parser("revoke", parents=[several], help="end a grant now")
-    revoke.add_argument("--id", required=True, help="the grant's id, as quotas grants prints it")
-    text = "block a subject's calls in all processes"
-    stopped = _stopped(server)
-    actions.add_parser("freeze", parents=[stopped, why], help=text)
-    actions.add_parser("thaw", parents=[stopped, who], help="end a freeze")
-    text = "print what is granted, and why"
-    actions.add_parser("grants", parents=[several, lines], help=text)
+    add = action("revoke", "end a grant now", "quotas revoke --id 4711", several).add_argument
+    add("--id", required=True, help="the grant's id, as quotas grants prints it")
+    text, stopped = "block a subject's calls in all processes", _stopped(server)
+    action("freeze", text, f"quotas freeze {acme} --reason abuse", stopped, why)
+    action("thaw", "end a freeze", f"quotas thaw {acme}", stopped, who)
+    action("grants", "print what is granted, and why", "quotas grants", several, lines)
 
 
 def _counts(server: ArgumentParser, *, is_one: bool) -> ArgumentParser:

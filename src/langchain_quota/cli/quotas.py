@@ -76,8 +76,7 @@ def _show(store: Store, arguments: Namespace, asked: Asked) -> int:
         line = json.dumps(_grant_object(freeze)) if arguments.json else f"frozen: {_line(freeze)}"
         say(line)
     counts, code = _find(store, asked)
-    near = arguments.near or 0
-    usages = [usage for usage in counts.values() if _share(usage) >= near]
+    usages = [usage for usage in counts.values() if _share(usage) >= (arguments.near or 0)]
     usages.sort(key=_SORTS[arguments.sort])
     if not arguments.json:
         _print(usages)
@@ -226,8 +225,7 @@ def _only(keys: Collection[str]) -> str:
     if len(keys) > 1:
         each = (f"--key {key} (until {_format_time(window_end(key), key)})" for key in keys)
         raise CommandError(f"several match: add {' or '.join(each)}")
-    [key] = keys
-    return key
+    return next(iter(keys))
 
 
 def _row(usage: QuotaUsage) -> tuple[str, ...]:
@@ -250,11 +248,9 @@ def _grant(store: Store, arguments: Namespace, asked: Asked) -> int:
         amount = float(text) if unit == "milliseconds" else amount
     until = arguments.for_time and datetime.now(UTC) + arguments.for_time
     grant_id = uuid4().hex if arguments.id is None else arguments.id
-    reason, by = arguments.reason, arguments.by
+    options = {"until": until, "reason": arguments.reason, "by": arguments.by}
     try:
-        grant = store.grant(
-            key, amount, until=until, reason=reason, by=by, id=grant_id, window=None
-        )
+        grant = store.grant(key, amount, window=None, id=grant_id, **options)
     except QuotaStoreError as error:
         remedy = f"to try again without granting twice add --id {grant_id}"
         raise QuotaStoreError(f"{error}; {remedy}") from error
