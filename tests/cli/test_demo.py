@@ -179,11 +179,11 @@ def test_what_the_demo_cannot_do(tmp_path: Path) -> None:
 
 
 def test_wrong_values(capsys: pytest.CaptureFixture[str]) -> None:
-    """A value out of bounds is refused with code 2, naming option and value; so is no command."""
+    """A value out of bounds is refused with code 2, naming option and value."""
     wrong = {"--threads": ("0", "101", "many"), "--seconds": ("0", "1.5"), "--port": ("70000",)}
-    for words in ([], *(["demo", option, each] for option in wrong for each in wrong[option])):
+    for words in (["demo", option, each] for option in wrong for each in wrong[option]):
         with pytest.raises(SystemExit) as ended:
-            main([*words])
+            main(words)
         assert ended.value.code == 2
         reason = capsys.readouterr().err.splitlines()[-1]
         assert all(each in reason for each in words[1:])
