@@ -28,13 +28,13 @@ from langchain_quota.telemetry.reading import (
     BLOCKED_NOW,
     EVERYBODY,
     HOURS,
-    MINUTES,
     Reading,
     current_numbers,
     in_slices,
     rate,
     still_refuses,
 )
+from langchain_quota.telemetry.recent_calls import MINUTES
 from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import Subject, Use, shared_directory
 

@@ -31,8 +31,8 @@ BLOCKED_NOW = 300
 _BLOCKED_RUN = 60
 """The same for the limit of a run, which is over soon after."""
 
-HOURS, MINUTES = 24, 60
-"""For how many hours costs are kept, and for how many minutes calls."""
+HOURS = 24
+"""The number of hours for which costs are kept."""
 
 SLICE = 256
 """The number of subjects that are read or written without a pause."""

@@ -8,7 +8,7 @@ import atexit
 import os
 import secrets
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Timer
@@ -17,22 +17,19 @@ from weakref import WeakSet
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from langchain_quota.core.decision import CountStatus, LimitStatus, Outcome, Refund
+from langchain_quota.core.decision import CountStatus, LimitStatus, Refund
 from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD
 from langchain_quota.runtime.sync_async import fork_safe_lock
-from langchain_quota.runtime.units import UNIT_LABELS, Unit, in_base_unit
+from langchain_quota.runtime.units import Unit
 from langchain_quota.telemetry import workers
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
-from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.logs import logger
-from langchain_quota.telemetry.reading import HOURS, MINUTES, Families, Reading, digest, in_slices
-from langchain_quota.telemetry.workers import Key, Number, OnError, Refusal, Snapshot, Subject, Use
+from langchain_quota.telemetry.reading import HOURS, Families, Reading, digest, in_slices
+from langchain_quota.telemetry.recent_calls import RecentCalls, refusing_count
+from langchain_quota.telemetry.workers import Key, Number, OnError, Snapshot, Subject, Use
 
 MAX_TRACKED = 100_000
 """Maximum of threads and other subjects in the table; the longest idle ones go first."""
-
-MAX_REFUSALS = 500
-"""Maximum of refusals that are kept, the newest."""
 
 INTERVAL = 1.0
 """Minimum time from one write of a worker's file to the next, in seconds."""
@@ -79,9 +76,7 @@ class UsageTable(Collector):
         # Nanodollars by the hour since the Unix epoch, and the number of calls that wait.
         self._costs = Counter[int]()
         self._waiting = 0
-        # Allowed and blocked calls by the minute since the Unix epoch, and the last refusals.
-        self._calls: dict[int, list[int]] = {}
-        self._refusals = deque[Refusal](maxlen=MAX_REFUSALS)
+        self._recent = RecentCalls()
         # How many subjects are frozen, by store and prefix, and when a store said so last.
         self._frozen = Counter[str]()
         self._answered = 0.0
@@ -104,9 +99,11 @@ class UsageTable(Collector):
                 thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
                 for status in statuses:
                     self._record(thread, status, now, is_charge=is_charge)
-            # The call of a charge was counted before, and `spend` knows what it costs.
-            if not is_charge:
-                self._add_calls(event, thread, now)
+            self._recent.count(event, now)
+            # What the call of a charge costs is known to `spend`.
+            for decision in () if is_charge else event.decisions:
+                costs = [status.cost for status in decision.limits if status.unit == "nanodollars"]
+                self._add_cost(max(costs, default=0), thread, now)
         quotas = [
             (*self._key_of(caller.agent, quota), status, quota)
             for status in statuses
@@ -136,15 +133,8 @@ class UsageTable(Collector):
 
     def keep_refusals(self, event: DecisionEvent) -> None:
         """Keep what limits have refused, with the traces of the calls."""
-        now = time.time()
-        refused = [
-            _refusal(event, index, status, now)
-            for index, decision in enumerate(event.decisions)
-            for status in decision.refused_by
-            if status.enforced
-        ]
         with self._lock:
-            self._refusals += refused
+            self._recent.keep_refusals(event)
         self._write_soon()
 
     def refund(self, caller: CallerLabels, refunds: Sequence[Refund]) -> None:
@@ -274,8 +264,8 @@ class UsageTable(Collector):
                 waiting=self._waiting,
                 costs=[*self._costs.items()],
                 frozen=(self._answered, self._frozen.total()),
-                calls=[(minute, counts[0], counts[1]) for minute, counts in self._calls.items()],
-                refusals=[*self._refusals],
+                calls=self._recent.minutes,
+                refusals=[*self._recent.refusals],
                 # In any order: an OrderedDict in its order takes 30 times as long, under the lock.
                 subjects=list(dict.values(self._subjects))[::-1],
             )
@@ -288,21 +278,6 @@ class UsageTable(Collector):
             with self._lock:
                 line = subject.line = workers.line_of(subject)
         return line
-
-    def _add_calls(self, event: DecisionEvent, thread: Subject | None, now: float) -> None:
-        """Add calls to those of this minute, and what they cost."""
-        minute = int(now // 60)
-        counts = self._calls.get(minute)
-        if counts is None:
-            counts = self._calls[minute] = [0, 0]
-            for past in [past for past in self._calls if past <= minute - MINUTES]:
-                del self._calls[past]
-        for index, decision in enumerate(event.decisions):
-            # Whether a call that waits for a slot runs is decided later.
-            if decision.outcome is not Outcome.SKIPPED and index not in event.waiting:
-                counts[decision.outcome is Outcome.BLOCKED] += 1
-            costs = [status.cost for status in decision.limits if status.unit == "nanodollars"]
-            self._add_cost(max(costs, default=0), thread, now)
 
     def _add_cost(self, amount: int, thread: Subject | None, now: float) -> None:
         """Add nanodollars to the cost of this hour, and to that of a thread."""
@@ -409,34 +384,7 @@ def _note_outcome(use: Use, status: LimitStatus, now: float, *, is_charge: bool)
     if status.reason not in (None, STORE) and status.enforced:
         use.blocked += status.reason != FROZEN
         use.refused, use.scope, use.subject = now, status.refusal_scope or "", ""
-        use.count = _refusing_count(status, now)
-
-
-def _refusing_count(status: LimitStatus, now: float) -> dict[str, object]:
-    """Return the count that refuses a call as the page shows it: a rate and a freeze have none."""
-    count, unit = status.count_of(status.scope), status.unit
-    if count is None or count.smooth or status.reason == FROZEN:
-        return {"unit": UNIT_LABELS[unit]}
-    amounts = (count.before, count.limit or 0, status.needs)
-    used, allowed, needs = (in_base_unit(amount, unit) for amount in amounts)
-    # A run that a limit ends is over now; a person who is asked may let it go on.
-    is_over = count.scope == RUN and status.exit_behavior not in ("continue", "ask")
-    ends = now if is_over else count.resets_at and count.resets_at.timestamp()
-    shown = {"used": used, "allowed": allowed, "needs": needs, "resets_at": ends}
-    return {"unit": UNIT_LABELS[unit], **shown}
-
-
-def _refusal(event: DecisionEvent, index: int, status: LimitStatus, now: float) -> Refusal:
-    """Return a refusal, and the rows that show it."""
-    count, scope = status.count_of(status.scope), status.refusal_scope or ""
-    label = event.subjects.get((status.limit, scope), "")
-    # The row of a quota per agent has the agent's name.
-    row = label or (event.caller.agent if count is not None and count.per == "agent" else "")
-    tool = event.tools[index] if event.decisions[index].call.kind == "tool" else None
-    trace = (event.exemplars.get(index) or {}).get("trace_id")
-    names = {"limit": limit_label(status.limit), "scope": limit_label(scope), "subject": label}
-    shown = {"at": now, "tool": tool, "trace_id": trace, **names, **_refusing_count(status, now)}
-    return now, event.caller.thread, (status.scope or "", row), shown
+        use.count = refusing_count(status, now)
 
 
 def _number(status: LimitStatus, count: CountStatus) -> Number:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from langchain_quota.runtime.compat import is_multiprocess
 from langchain_quota.runtime.units import Unit
+from langchain_quota.telemetry.recent_calls import Refusal
 
 Key = tuple[str, str, str]
 """The agent's label, the scope, and the label of a thread or the hash of another subject."""
@@ -20,9 +21,6 @@ Number = tuple[int, int, float | None, str]
 """What is used, the limit (0 for none), when the window ends, and the scope.
 
 The time is in seconds since the Unix epoch."""
-
-Refusal = tuple[float, str | None, tuple[str, str], dict[str, object]]
-"""When it was, the label of the thread, the scope and label of the quota, and what is shown."""
 
 OnError = Callable[[Exception], None]
 

@@ -1,0 +1,81 @@
+"""Calls of the last hour, and the last refusals, as the page shows them."""
+
+import time
+from collections import deque
+
+from langchain_quota.core.decision import LimitStatus, Outcome
+from langchain_quota.limits.call import FROZEN, RUN
+from langchain_quota.runtime.units import UNIT_LABELS, in_base_unit
+from langchain_quota.telemetry.events import DecisionEvent
+from langchain_quota.telemetry.labels import limit_label
+
+MINUTES = 60
+"""The number of minutes for which calls are counted."""
+
+MAX_REFUSALS = 500
+"""Maximum of refusals that are kept, the newest."""
+
+Refusal = tuple[float, str | None, tuple[str, str], dict[str, object]]
+"""When it was, the label of the thread, the scope and label of the quota, and what is shown."""
+
+
+class RecentCalls:
+    """The calls of a process by the minute since the Unix epoch, and its last refusals."""
+
+    def __init__(self) -> None:
+        self.refusals = deque[Refusal](maxlen=MAX_REFUSALS)
+        # Allowed calls, and blocked ones.
+        self._minutes: dict[int, list[int]] = {}
+
+    @property
+    def minutes(self) -> list[tuple[int, int, int]]:
+        """The minutes, each with its allowed calls and its blocked ones."""
+        return [(minute, counts[0], counts[1]) for minute, counts in self._minutes.items()]
+
+    def count(self, event: DecisionEvent, now: float) -> None:
+        """Count the calls of decisions; a charge has no tools, and counts none."""
+        minute = int(now // 60)
+        counts = self._minutes.get(minute)
+        if counts is None:
+            counts = self._minutes[minute] = [0, 0]
+            for past in [past for past in self._minutes if past <= minute - MINUTES]:
+                del self._minutes[past]
+        for index in range(len(event.tools)):
+            outcome = event.decisions[index].outcome
+            # Whether a call that waits for a slot runs is decided later.
+            if outcome is not Outcome.SKIPPED and index not in event.waiting:
+                counts[outcome is Outcome.BLOCKED] += 1
+
+    def keep_refusals(self, event: DecisionEvent) -> None:
+        """Keep what limits have refused, with the traces of the calls."""
+        now = time.time()
+        for index, decision in enumerate(event.decisions):
+            refused = (status for status in decision.refused_by if status.enforced)
+            self.refusals += [_refusal(event, index, status, now) for status in refused]
+
+
+def refusing_count(status: LimitStatus, now: float) -> dict[str, object]:
+    """Return the count that refuses a call as the page shows it: a rate and a freeze have none."""
+    count, unit = status.count_of(status.scope), status.unit
+    if count is None or count.smooth or status.reason == FROZEN:
+        return {"unit": UNIT_LABELS[unit]}
+    amounts = (count.before, count.limit or 0, status.needs)
+    used, allowed, needs = (in_base_unit(amount, unit) for amount in amounts)
+    # A run that a limit ends is over now; a person who is asked may let it go on.
+    is_over = count.scope == RUN and status.exit_behavior not in ("continue", "ask")
+    ends = now if is_over else count.resets_at and count.resets_at.timestamp()
+    shown = {"used": used, "allowed": allowed, "needs": needs, "resets_at": ends}
+    return {"unit": UNIT_LABELS[unit], **shown}
+
+
+def _refusal(event: DecisionEvent, index: int, status: LimitStatus, now: float) -> Refusal:
+    """Return a refusal, and the rows that show it."""
+    count, scope = status.count_of(status.scope), status.refusal_scope or ""
+    label = event.subjects.get((status.limit, scope), "")
+    # The row of a quota per agent has the agent's name.
+    row = label or (event.caller.agent if count is not None and count.per == "agent" else "")
+    tool = event.tools[index] if event.decisions[index].call.kind == "tool" else None
+    trace = (event.exemplars.get(index) or {}).get("trace_id")
+    names = {"limit": limit_label(status.limit), "scope": limit_label(scope), "subject": label}
+    shown = {"at": now, "tool": tool, "trace_id": trace, **names, **refusing_count(status, now)}
+    return now, event.caller.thread, (status.scope or "", row), shown
