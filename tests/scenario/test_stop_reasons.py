@@ -71,6 +71,8 @@ async def test_every_form_says_why(kind: Kind, signals: Signals) -> None:
 HOURS: Any = {"quotas": [Quota(1, per="user_id", window=DAY)]}
 PRICES = {"scriptedchatmodel": Price(input=1, output=1), "m": Price(input="1000", output=1)}
 MODEL, DAILY = {"limit": "model"}, ModelCallLimit(**HOURS)
+WEEK = Quota(1, per="global", window="1w")
+TWICE, NEXT_WEEK = ModelCallLimit(quotas=[*HOURS["quotas"], WEEK]), "2026-01-08T00:00:00+00:00"
 LAST = ModelCallLimit(run_limit=1, exit_behavior="finalize")
 OF_ANN = {"limit": "model", "scope": "user_id", "subject": "an", "resets_at": MIDNIGHT}
 OF_STORE = {"limit": "model", "scope": "store", "used": None, "threshold": None}
@@ -79,6 +81,7 @@ COST = {"limit": "cost", "used": 0.012, "threshold": 0.01, "unit": "dollars"}
 ROWS: dict[str, tuple[Limit, Any, dict[str, Any] | None]] = {
     "a model call": (ModelCallLimit(run_limit=1), [TWO], MODEL),
     "a quota": (DAILY, [TWO], OF_ANN),
+    "two quotas": (TWICE, [TWO], {**OF_ANN, "resets_at": NEXT_WEEK}),
     "tokens": (TokenLimit(run_limit=10), [paid(12, "search")], {**TOKENS, "used": 12}),
     "dollars": (CostLimit(run_limit="0.01"), [paid(12, "search")], COST),
     "a reserve": (TokenLimit(run_limit=10, reserve=8), [paid(5, "search")], {**TOKENS, "used": 5}),
@@ -227,9 +230,9 @@ async def test_events_of_waits(signals: Signals, clock: Passing) -> None:
     options = {**options, "store": MemoryStore(clock=clock)}
     scene = Scene(signals, [paid(1), paid(1)], [tokens], **options)
     events = await scene.updates(GO, "custom") + await scene.updates(GO, "custom")
-    assert [(each["unit"], each["used"]) for each in events if each[EVENT] == "waiting"] == [
-        ("tokens", 1)
-    ]
+    ends = "2026-01-01T13:00:00+00:00"
+    said = [(each[EVENT], each["unit"], each["used"], each["resets_at"]) for each in events]
+    assert said[:2] == [("exhausted", "tokens", 1, ends), ("waiting", "tokens", 1, ends)]
     is_told = asyncio.Event()
     tool = recording("browser", [], is_told.wait)
     slots = ConcurrencyLimit("browser", max_concurrency=1, wait=60)

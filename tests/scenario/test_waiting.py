@@ -1,6 +1,7 @@
 """Calls that wait for room in a quota: in order, evenly, and not for too long."""
 
 import asyncio
+import gc
 import re
 import threading
 import time
@@ -168,6 +169,33 @@ async def test_whose_turn_does_not_come(form: Form, signals: Signals) -> None:
     store.reset([each.key for each in store.usages()])
     await asyncio.to_thread(waits.join, PATIENCE)
     assert first.last_text() == "done"
+
+
+# LangGraph cannot end its own tasks in a loop that is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_whose_event_loop_is_closed(signals: Signals, clock: Passing) -> None:
+    """A call that can never go on leaves the line when its turn comes."""
+    clock.may.clear()
+    slow, store = Quota(1, per="global", window="5s", smooth=True), Noting(clock=clock)
+    limit = ToolCallLimit("search", quotas=[slow], wait=DAY)
+    first, second, abandoned, last = (
+        Scene(signals, asking("search"), [limit], store=store, thread_id=str(each)).play()
+        for each in range(4)
+    )
+    await first
+    loop, runs = asyncio.new_event_loop(), [asyncio.create_task(second)]
+    loop.set_exception_handler(lambda *_: None)  # it tells of the task that is destroyed
+    await until(partial(waits, 1, signals))
+    kept = loop.create_task(abandoned)
+    await asyncio.to_thread(loop.run_until_complete, until(partial(waits, 2, signals)))
+    loop.close()
+    runs.append(asyncio.create_task(last))
+    await until(partial(waits, 3, signals))
+    clock.may.set()
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(*runs)
+    del kept, abandoned, loop
+    gc.collect()
 
 
 async def test_who_waits_keeps_no_other_user_waiting(signals: Signals, clock: Passing) -> None:
