@@ -173,21 +173,23 @@ async def test_exits_of_tools_alone(exit_behavior: Any, signals: Signals) -> Non
 
 @both_forms
 @pytest.mark.parametrize("shape", ["graph", "react"])
-@pytest.mark.parametrize("tampered", [False, True])
+@pytest.mark.parametrize(("asked", "tampered"), [(3, False), (3, True), (2, False)])
 async def test_a_resume_in_another_process(
-    *, tampered: bool, shape: Any, form: Any, signals: Signals
+    *, asked: int, tampered: bool, shape: Any, form: Any, signals: Signals
 ) -> None:
     """Between model and tools another process goes on: what was refused there does not run here.
 
-    If the message has another mark by then, its calls are checked anew, and count in addition.
+    If the message has another mark by then, its calls are checked anew, and count in addition. If
+    nothing was refused, it has none.
     """
     store, saver = MemoryStore(), InMemorySaver()
     given: Any = {"kind": shape, "form": form, "store": store, "checkpointer": saver}
     limits: list[Limit] = [ToolCallLimit("search", run_limit=2), ModelCallLimit(run_limit=2)]
-    first = Scene(signals, [["search"] * 3], limits, interrupt_before=["tools"], **given)
+    first = Scene(signals, [["search"] * asked], limits, interrupt_before=["tools"], **given)
     await first.play()
+    message = first.state()["messages"][-1]
+    assert (MARK in message.response_metadata) == (asked == 3)
     if tampered:
-        message = first.state()["messages"][-1]
         message.response_metadata[MARK] = {"blocked": {}}
         node = "model" if shape == "graph" else "agent"
         first.agent.update_state(CONFIG, {"messages": [message]}, as_node=node)

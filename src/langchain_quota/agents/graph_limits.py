@@ -175,6 +175,8 @@ class GraphLimits(QuotaMiddleware):
             run.decided |= decided
             if self._is_shared:
                 await self.sequence.add(mode, "checked", digest(run.root, as_json(decided)))
+            if not blocked:
+                return answer
             marked = {**answer.response_metadata, _MARK: {"blocked": blocked}}
             return answer.model_copy(update={"response_metadata": marked})
 
@@ -214,7 +216,7 @@ class GraphLimits(QuotaMiddleware):
 
     async def _read_mark(self, mode: Mode, run: _Run, message: AIMessage) -> None:
         """Read another process's decisions from a message, if the store confirms them."""
-        mark = message.response_metadata.get(_MARK)
+        mark = message.response_metadata.get(_MARK, {"blocked": {}})
         if self._is_shared and isinstance(mark, dict) and isinstance(mark.get("blocked"), dict):
             decided = _decided(message, mark["blocked"])
             name = digest(run.root, as_json(decided))
