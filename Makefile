@@ -105,7 +105,7 @@ lint: $(VENV)/.develop ## Check style, types and spelling.
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/zizmor --offline --quiet --persona pedantic .github
 
-format: $(VENV)/.develop ## Mend what can be mended of the style.
+format: $(VENV)/.develop ## Fix the style where that can be done automatically.
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 

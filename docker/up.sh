@@ -62,7 +62,7 @@ remedy() {
     elif grep -q 'password authentication failed' <<<"$1"; then
         echo "POSTGRES_PASSWORD in $settings is not the one that the database was made with: put that one back, or forget the database with: make down ARGS=--volumes"
     elif grep -qiE "^[A-Z_]+ (must be|is not|is no|names) |exit code 2$|missing a value|invalid (hostPort|interpolation|proto)|unexpected character|failed to read .*env" <<<"$1"; then
-        echo "A setting in $settings is wrong, and the lines above say which: mend it, and run make up again."
+        echo "A setting in $settings is wrong, and the lines above say which: correct it, and run make up again."
     else
         echo "All that a service has said: ${compose[*]} logs <service>"
     fi

@@ -93,7 +93,8 @@ def test_the_end(ran: Ran) -> None:
         assert charged == sum(use[index] for use in uses.values())
     refused = sum(use[-1] for use in uses.values())
     assert ran.sum_of("calls_total", decision="blocked") == refused
-    assert len(re.findall(r"(?m)^customer-\d may not call .+: .+ \(\w+\)$", ran.output)) >= refused
+    said_so = r"(?m)^customer-\d's call of .+ is blocked: .+ \(\w+\)$"
+    assert len(re.findall(said_so, ran.output)) >= refused
     thread, worst = max(uses.items(), key=lambda item: item[1][-1])
     assert said == f"Calls over its limits that {thread} asked for: {worst[-1]}; none ran."
     assert [step[:3] for step in steps.split("\n")[:3]] == ["1. ", "2. ", "3. "]
@@ -111,7 +112,7 @@ def test_ended_early(number: int, tmp_path: Path) -> None:
     with log.open("wb") as file:
         demo = ("demo", "--port", "0", "--seconds", "600")
         with start_python(program, *demo, stdout=file.fileno(), stderr=file.fileno()) as running:
-            eventually(lambda: "may not call" in log.read_text())
+            eventually(lambda: "is blocked: " in log.read_text())
             running.send_signal(number)
             assert running.wait(60) == 130
     assert len(lines(log.read_text())) == 6

@@ -145,7 +145,7 @@ class QuotaHeadersMiddleware:
             self._is_second = True
             logger.warning(
                 "QuotaHeadersMiddleware is added twice for one quota, and sends its headers twice: "
-                "add it once, with a subject that returns all names"
+                "add it once"
             )
 
     def _is_own(self, scope: Message, refusal: Decision) -> bool:

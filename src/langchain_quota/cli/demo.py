@@ -218,7 +218,7 @@ class Traffic:
             if status.refused:
                 callee = decision.call.tool or "the model"
                 reason = f"{_title(status.limit)} ({status.refusal_scope})"
-                self._on_refusal(f"{thread} may not call {callee}: {reason}")
+                self._on_refusal(f"{thread}'s call of {callee} is blocked: {reason}")
 
 
 def _next_turn(messages: Sequence[BaseMessage]) -> AIMessage:

@@ -223,8 +223,8 @@ class UsageTable(Collector):
         if any(other.pid != os.getpid() and workers.is_alive(other.pid) for other in others):
             self.counts_in_memory = False
             logger.warning(
-                "several workers count quotas in a MemoryStore, each for itself, so that each "
-                "allows the whole quota: write store=RedisStore() or store=PostgresStore(…)"
+                "several workers count quotas in a MemoryStore, and each allows the whole: write "
+                "store=RedisStore() or PostgresStore(…)"
             )
 
     def end(self) -> None:
