@@ -45,7 +45,7 @@ from langchain_quota.cli import main
 from langchain_quota.cli.arguments import parser
 from langchain_quota.errors import QuotaStoreError, UnknownPriceError
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import Scene, asking, delegate, tool_limiter
+from tests.scene import Scene, asking, delegate, tool_limiter, until
 from tests.telemetry import Signals, telling
 from tools import metrics_page
 
@@ -181,6 +181,14 @@ class Seen:
         # Some calls wait, some in vain.
         for wait in (0, 30):
             await self.play(searches, ConcurrencyLimit(TOOL, max_concurrency=1, wait=wait))
+        hourly = Quota(1, per=PER, window="1h", smooth=True)
+        slow = ToolCallLimit(TOOL, quotas=[hourly], wait=9999)
+        run = asyncio.create_task(self.play(asking(TOOL, TOOL), slow, store=MemoryStore()))
+        await until(
+            lambda: set(self.signals.samples("langchain_quota_waiting_calls").values()) > {0}
+        )
+        run.cancel()
+        await asyncio.wait([run])
         await self.play([[TOOL], [TOOL], "done"], RepeatLimit(1))
 
     async def play_budgets(self) -> None:

@@ -348,6 +348,10 @@ async def test_a_start_that_is_cancelled(again: str, signals: Signals, clock: Pa
     await scene.go_on()
     assert len(first.ran + other.ran) >= 3
     assert used() == [3]
+    spans = [each for each in signals.decision_spans() if each.events]
+    decided = [attributes(each)["decision"] for each in spans]
+    assert sorted(decided) == ["allowed"] * 2 + ["cancelled"] * 2
+    assert {attributes(each)["gen_ai.conversation.id"] for each in spans} == {"thread-1"}
 
 
 async def test_the_calls_of_a_message_wait_together(signals: Signals, clock: Passing) -> None:

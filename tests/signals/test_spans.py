@@ -59,6 +59,12 @@ def of_search(limit: str, decision: str, scope: str, call: str, **amounts: int) 
     return OF_TOOL | known | told | {name.replace("_", "."): each for name, each in amounts.items()}
 
 
+def blocked(limit: str, scope: str) -> dict[str, str]:
+    """By what Langfuse and OpenInference show that a call is blocked."""
+    output = f"blocked by {limit} ({scope})"
+    return {"langfuse.observation.level": "WARNING", "output.value": output}
+
+
 ONE = {"thread_used": 1, "thread_limit": 5, "run_used": 1, "run_limit": 1}
 MODEL: dict[str, Any] = {**OF_RUN, "kind": "model", "limit": "model", "limits": ("model",)}
 MODEL |= {"exit_behavior": "end", "thread.used": 1, "thread.limit": 1, "run.used": 1}
@@ -70,7 +76,8 @@ TOLD: list[tuple[Limit, list[str], list[Mapping[str, Any]]]] = [
         ["search", "search"],
         [
             of_search("tool:search", "allowed", "none", "call_1", **ONE),
-            of_search("tool:search", "blocked", "run", "call_2", **ONE),
+            of_search("tool:search", "blocked", "run", "call_2", **ONE)
+            | blocked("tool:search", "run"),
         ],
     ),
     (
@@ -78,7 +85,7 @@ TOLD: list[tuple[Limit, list[str], list[Mapping[str, Any]]]] = [
         ["calc"],
         [
             {**MODEL, "decision": "allowed", "scope": "none"},
-            {**MODEL, "decision": "blocked", "scope": "thread"},
+            {**MODEL, "decision": "blocked", "scope": "thread"} | blocked("model", "thread"),
         ],
     ),
     (ToolCallLimit("calc", run_limit=0, exit_behavior="end"), ["calc", "search"], [SKIPPED]),
@@ -125,6 +132,7 @@ async def test_an_exception_that_propagates_is_an_error(
     failed = [each for each in spans if each.status.status_code is StatusCode.ERROR]
     [told] = map(attributes, failed)
     assert (told["decision"], told["exit_behavior"]) == ("blocked", "error")
+    assert "langfuse.observation.level" not in told  # there, a span with this status is an error
     assert told["error.type"] == f"{limit.kind.title()}CallLimitExceededError"
     assert failed[0].status.description == str(caught.value)
     rest = [attributes(each) for each in spans if each not in failed]

@@ -30,7 +30,7 @@ from langchain_quota.limits.call import Call, Kind, Scope
 from langchain_quota.limits.options import counts_calls
 from langchain_quota.middleware.calls import Batch
 from langchain_quota.middleware.conclude import refunds_of
-from langchain_quota.middleware.context import running_agent
+from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import BatchCheck, Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import feature_ledger, ledger, refunded_limits
@@ -326,26 +326,26 @@ class Waiting(Feature):
         name, (delay, limit, scope) = f"{entries['name']}/{call_id}", start
         refund = Correction(name, {key: -amount for key, amount in charge["keys"].items()})
         is_resumed = entries["by"] != self._id or self._cancelled.get(name, 0) is not None
-        started_at, agent, outcome = time.monotonic(), running_agent(), "cancelled"
-        has_waited = False
+        caller, outcome = call_context(running_runtime()), "cancelled"
+        called = Call("tool", request.tool_call["name"], call_id, 1, caller.agent, caller.thread_id)
+        started_at, has_waited = time.monotonic(), False
         try:
             while seconds := self._seconds_to_start(entries["name"], delay):
                 if not has_waited:
                     self.recorder.stream("waiting", make_reason("waiting", limit, scope))
                 has_waited = True
-                with self.recorder.waiting(agent, limit):
+                with self.recorder.waiting(caller.agent, limit):
                     await wait_for(mode, seconds)
             outcome = "allowed"
         except BaseException:
             if not is_resumed:
                 self._cancelled.put(name, True, started_at)
                 self.store.settle_soon(AcquireRequest("", "", corrections=(refund,)))
-                refunded = Call("tool", request.tool_call["name"], call_id, 1, agent)
-                self.recorder.record_refunds(refunds_of(refunded, refunded_limits(charge)))
+                self.recorder.record_refunds(refunds_of(called, refunded_limits(charge)))
             raise
         finally:
-            waited = time.monotonic() - started_at + entries.get("waited", 0.0)
-            self.recorder.record_wait(agent, limit, outcome, waited)
+            waits = has_waited and time.monotonic() - started_at, entries.get("waited", 0.0)
+            self.recorder.record_start(called, limit, outcome, *waits)
         if is_resumed:
             # The call may have been refunded. The store makes each correction once, so this pair
             # leaves it charged once.

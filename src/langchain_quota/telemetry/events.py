@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from opentelemetry.util.types import AttributeValue
+
 from langchain_quota.core.decision import Decision, LimitStatus
 from langchain_quota.limits.call import Scope
 from langchain_quota.runtime.units import Level, Unit
@@ -55,5 +57,7 @@ class DecisionEvent:
     """The exemplars of the calls, by their indexes; none if tracing fails."""
     subjects: dict[tuple[str, Scope], str] = field(default_factory=dict)
     """The labels of subjects, by the name of the limit and the quota's name."""
+    attributes: dict[str, AttributeValue] = field(default_factory=dict)
+    """What its spans say in place of what the decisions say."""
     notices: list[Notice] = field(default_factory=list)
     """The refusals and crossed thresholds, which are logged."""

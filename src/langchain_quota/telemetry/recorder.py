@@ -27,13 +27,16 @@ from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label, limit_label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.receipts import open_receipts
-from langchain_quota.telemetry.tracing import Tracing
+from langchain_quota.telemetry.tracing import DECISION, LIMIT, Tracing
 
 if TYPE_CHECKING:
     from langchain_core.language_models import BaseChatModel
 
 _MAX_FIRST_LINES = 1000
 """Maximum of lines that are logged once for each agent; metrics count all events."""
+
+Sink = Callable[[DecisionEvent], None]
+Sinks = Sequence[tuple[str, Sink]]
 
 _Event = ParamSpec("_Event")
 
@@ -104,6 +107,7 @@ class Recorder:
         if make is not None:
             self._thread_label = partial(custom_label, make, argument="thread_label")
         self.near = instruments.settings.near
+        self._make_spans = tracing.make_spans
         self.record_error = instruments.failed
         self.outages = instruments.outages
         self.counts_unchecked_calls = count_unchecked_calls
@@ -117,25 +121,15 @@ class Recorder:
         self._estimated_models: set[str] = set()
         self._recent_tasks = RecentTasks()
         self.streams = False
-        # The table comes before spans and logs, because it adds the labels of subjects.
-        self._decision_sinks = (
-            ("threads", usage.record_decisions),
-            ("tracing", tracing.make_spans),
-            ("metrics", metrics.count_decisions),
-            ("metrics", metrics.count_crossings),
-        )
-        self._charge_sinks = (
-            ("threads", usage.record_decisions),
-            ("tracing", tracing.set_active_exemplar),
-            ("metrics", metrics.count_charge),
-            ("metrics", metrics.count_crossings),
-        )
-        self._slot_sinks = (
-            ("threads", usage.record_decisions),
-            ("tracing", tracing.make_spans),
-            ("metrics", metrics.count_slot_decision),
-            ("metrics", metrics.count_crossings),
-        )
+
+        def sinks(spans: Sink, count: Sink) -> Sinks:
+            # The table comes before spans and logs, because it adds the labels of subjects.
+            first = ("threads", usage.record_decisions), ("tracing", spans)
+            return *first, ("metrics", count), ("metrics", metrics.count_crossings)
+
+        self._decision_sinks = sinks(tracing.make_spans, metrics.count_decisions)
+        self._charge_sinks = sinks(tracing.set_active_exemplar, metrics.count_charge)
+        self._slot_sinks = sinks(tracing.make_spans, metrics.count_slot_decision)
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Return itself, so that copies of a middleware share its metrics."""
@@ -297,6 +291,17 @@ class Recorder:
         labels = self._labels_of(agent).agent, limit_label(limit), decision
         self.observe(names.WAIT_SECONDS, seconds, *labels)
 
+    def record_start(self, call: Call, limit: str, outcome: str, *waits: float) -> None:
+        """Record how long an allowed call has waited for its start time, and in its batch."""
+        self.record_wait(call.agent, limit, outcome, sum(waits))
+        if waits[0]:
+            caller = self._labels_of(call.agent, call.thread_id)
+            waited = Decision(call, Outcome.ALLOWED, waited=waits[0])
+            event = DecisionEvent([waited], caller, [self._shared.tools[caller.agent, call.tool]])
+            event.started = time.time_ns() - int(waits[0] * 10**9)
+            event.attributes = {DECISION: outcome, LIMIT: limit_label(limit)}
+            self._guard("tracing", self._make_spans, event)
+
     @contextmanager
     def waiting(self, agent: str | None, limit: str, thread_id: object = None) -> Iterator[None]:
         """Count a waiting call while the context is open."""
@@ -361,9 +366,7 @@ class Recorder:
             logged.add(event)
             self.log(line, *event, **options)
 
-    def _dispatch(
-        self, event: DecisionEvent, sinks: Sequence[tuple[str, Callable[[DecisionEvent], None]]]
-    ) -> None:
+    def _dispatch(self, event: DecisionEvent, sinks: Sinks) -> None:
         """Pass an event to sinks, in their order, and its notices to the log."""
         for component, sink in sinks:
             # As `_guard` does, without its arguments: this runs several times for each call.

@@ -32,6 +32,9 @@ GUARDRAIL: Attributes = {
     "openinference.span.kind": "GUARDRAIL",
     "langfuse.observation.type": "guardrail",
 }
+# Without these, a blocked call, whose span is no error, looks there like an allowed one.
+LEVEL = "langfuse.observation.level"
+OUTPUT = "output.value"
 
 DECISION = "langchain_quota.decision"
 KIND = "langchain_quota.kind"
@@ -93,7 +96,7 @@ class Tracing:
             span = tracer.start_span(
                 f"check_quota tool {event.tools[index]}" if is_tool else "check_quota model",
                 attributes=self._attributes(event, decision, error)
-                | ({DECISION: WAITING} if index in event.waiting else {}),
+                | ({DECISION: WAITING} if index in event.waiting else event.attributes),
                 start_time=event.started,
             )
             if decision.waited:
@@ -150,6 +153,10 @@ class Tracing:
             attributes[RESETS_AT] = decision.resets_at.astimezone(UTC).isoformat()
         if error is not None:
             attributes[ERROR_TYPE] = label(type(error).__qualname__)
+        elif decision.outcome is Outcome.BLOCKED:
+            attributes[LEVEL] = "WARNING"
+        if decision.outcome is Outcome.BLOCKED:
+            attributes[OUTPUT] = f"blocked by {attributes.get(LIMIT)} ({attributes.get(SCOPE)})"
         return attributes
 
 
