@@ -149,11 +149,11 @@ def test_names_and_units(
 @pytest.mark.parametrize(
     ("typed", "nearest"),
     [
-        ("show --limit tool:serach", "no count has --limit 'tool:serach': write 'tool:search'"),
-        ("reset --yes --per userid", "no count has --per 'userid': write 'user_id'"),
-        ("show --limit cost", "no count has --limit 'cost': write 'tool:*' or "),
-        ("show --per tenant --subject bob", "no count has --subject 'bob': write 'acme'"),
-        ("grant 5 --limit tool:search --per user_id", "has --subject '': write 'ada' or 'bob'"),
+        ("show --limit tool:serach", "has --limit 'tool:serach' now; nearest: 'tool:search'"),
+        ("reset --yes --per userid", "no count has --per 'userid' now; nearest: 'user_id'"),
+        ("show --limit cost", "no count has --limit 'cost' now; nearest: 'tool:*' or "),
+        ("show --per tenant --subject bob", "no count has --subject 'bob' now; nearest: 'acme'"),
+        ("grant 5 --limit tool:search --per user_id", "--subject '' now; nearest: 'ada' or 'bob'"),
         ("revoke --id 1 --per user_id", "no such grant has the id '1': see quotas grants"),
         ("thaw --per tenant --subject acne", "tenant 'acne'; frozen: the calls of tenant 'acme'"),
         ("freeze --per tenant", "a freeze needs per and subject, or neither: 'tenant', ''"),
@@ -224,7 +224,7 @@ def test_rolled_over(run: Run, store: RedisStore, capsys: Capture) -> None:
     assert run("freeze", "--per", "tenant", "--subject", "eva") == 0
     assert capsys.readouterr().err == ""
     assert run("show", "--json", "--subject", "eva") == 2
-    assert capsys.readouterr().err.endswith("no count has --subject 'eva': write 'eve'\n")
+    assert capsys.readouterr().err.endswith("no count has --subject 'eva' now; nearest: 'eve'\n")
     assert run("show", "--json", "--near", "0.1", "--limit", "tool:search", "--subject", "eve") == 0
     [shown] = lines(capsys)
     numbers = {name: shown[name] for name in ("used", "limit", "left", "granted", "rolled_over")}
@@ -249,7 +249,7 @@ SHORTENED = f"search:user_id:{'o%27neil-' * 4}o%27~{DIGEST}"
         ("--limit tool:search --per user_id --subject bob", ["bob"]),
         (f"--subject {LONG}", ["long"]),
         (f"--per user_id --subject {unquote(SHORTENED[15:])}", ["long"]),
-        (f"--key {ADA}", ["ada"]),
+        ("--key search:run:one", ["one"]),
         ("--limit concurrency:browser", [""]),
         ("--per run", ["one"]),
         ("--sort share --per user_id", ["none", "long", "ada", "bob"]),
@@ -483,8 +483,8 @@ def test_freeze(run: Run, store: RedisStore, capsys: Capture) -> None:
     capsys.readouterr()
     said = "langchain-quota quotas: warning: this may stop nobody, because no count has --{}\n"
     for per, subject, nearest in (
-        *(("user_id", "ada", ""), ("user_id", "ade", "subject 'ade': write 'ada'")),
-        ("userid", "ada", "per 'userid': write 'user_id'"),
+        *(("user_id", "ada", ""), ("user_id", "ade", "subject 'ade' now; nearest: 'ada'")),
+        ("userid", "ada", "per 'userid' now; nearest: 'user_id'"),
     ):
         assert run("freeze", "--per", per, "--subject", subject) == 0
         shown = capsys.readouterr()

@@ -157,7 +157,7 @@ def _find(store: Store, asked: Asked, *granted: str) -> tuple[Mapping[str, Quota
     """Return the counts that have the names given, and the exit code; `granted` are keys, too."""
     kept = {key: QuotaUsage(key, 0, None, None) for key in granted} | store.entries(_pattern(asked))
     # Every run of the last day has counts, under ids that say nothing to a reader.
-    hidden = () if "per" in asked else (RUN, ROOT_RUN)
+    hidden = () if asked.keys() & {"per", "key"} else (RUN, ROOT_RUN)
     usages = {
         key: usage
         for key, usage in kept.items()
@@ -175,8 +175,8 @@ def _find(store: Store, asked: Asked, *granted: str) -> tuple[Mapping[str, Quota
         others, _ = _find(store, dict(fewer))
         values = sorted({_names(key)[name] for key in others})
         nearest = get_close_matches(texts[0], values, cutoff=0.5) or values[:3]
-        remedy = f"write {' or '.join(map(repr, nearest))}" if nearest else "there is none"
-        raise CommandError(f"no count has --{name} {texts[0]!r}: {remedy}")
+        named = f"nearest: {' or '.join(map(repr, nearest))}" if nearest else "there is none"
+        raise CommandError(f"no count has --{name} {texts[0]!r} now; {named}")
     broken = sorted(key for key, usage in kept.items() if usage is None or not parsed(key))
     for key in broken:
         complain("quotas", f"{key!r} holds no count: delete it, or reset it with store.reset")
