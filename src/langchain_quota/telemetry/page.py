@@ -170,13 +170,7 @@ def _limit_of(agent: str, limit: str, use: Use, now: float, *, is_thread: bool) 
         ],
         "blocked": use.blocked,
         "blocked_at": use.refused,
-        "blocked_by": use.refused
-        and {
-            "scope": limit_label(use.scope),
-            "subject": use.subject,
-            **(use.count or {}),
-            "holds": still_refuses(use, now),
-        },
+        "blocked_by": use.refusal and {**use.refusal, "holds": still_refuses(use, now)},
         "waiting": use.waiting,
         "checked_at": use.decided or None,
     }

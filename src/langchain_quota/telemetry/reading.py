@@ -5,13 +5,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
+from math import inf
 from operator import itemgetter
 from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 
-from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, THREAD
+from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD
 from langchain_quota.runtime.units import Level, in_base_unit, level
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
@@ -27,9 +28,6 @@ from langchain_quota.telemetry.workers import (
 
 BLOCKED_NOW = 300
 """For how many seconds after its last blocked call a subject counts as blocked now."""
-
-_BLOCKED_RUN = 60
-"""The same for the limit of a run, which is over soon after."""
 
 HOURS = 24
 """The number of hours for which costs are kept."""
@@ -253,14 +251,10 @@ def rate(use: Use, now: float, *, is_thread: bool) -> tuple[Number | None, Level
 
 def still_refuses(use: Use, now: float) -> bool:
     """Return whether the last refusal of a limit still holds, as far as is known."""
-    count, refused = use.count or {}, use.refused or 0.0
-    ends = count.get("resets_at")
-    has_ended = isinstance(ends, int | float) and ends <= now
-    # A rate admits some calls and refuses others all the time.
-    is_lasting = "used" in count or use.scope == FROZEN
-    is_admitted = is_lasting and use.admitted > refused
-    lasts = _BLOCKED_RUN if use.scope in (RUN, ROOT_RUN) else BLOCKED_NOW
-    return now - refused < lasts and not (has_ended or is_admitted)
+    refusal, refused = use.refusal or {}, use.refused or 0.0
+    # A run is over soon after its limit has refused a call.
+    lasts = 60 if refusal.get("scope") in (RUN, ROOT_RUN) else BLOCKED_NOW
+    return now - refused < lasts and now < (refusal.get("resets_at") or inf)
 
 
 def current_numbers(numbers: Sequence[Number], now: float, *, is_thread: bool) -> Iterator[Number]:

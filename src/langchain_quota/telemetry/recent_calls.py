@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from typing import Any
 
 from langchain_quota.core.decision import LimitStatus, Outcome
 from langchain_quota.limits.call import FROZEN, RUN
@@ -15,7 +16,7 @@ MINUTES = 60
 MAX_REFUSALS = 500
 """Maximum of refusals that are kept, the newest."""
 
-Refusal = tuple[float, str | None, tuple[str, str], dict[str, object]]
+Refusal = tuple[float, str | None, tuple[str, str], dict[str, Any]]
 """When it was, the label of the thread, the scope and label of the quota, and what is shown."""
 
 
@@ -24,22 +25,17 @@ class RecentCalls:
 
     def __init__(self) -> None:
         self.refusals = deque[Refusal](maxlen=MAX_REFUSALS)
-        # Allowed calls, and blocked ones.
-        self._minutes: dict[int, list[int]] = {}
-
-    @property
-    def minutes(self) -> list[tuple[int, int, int]]:
+        self.minutes: dict[int, list[int]] = {}
         """The minutes, each with its allowed calls and its blocked ones."""
-        return [(minute, counts[0], counts[1]) for minute, counts in self._minutes.items()]
 
     def count(self, event: DecisionEvent, now: float) -> None:
         """Count the calls of decisions; a charge has no tools, and counts none."""
         minute = int(now // 60)
-        counts = self._minutes.get(minute)
+        counts = self.minutes.get(minute)
         if counts is None:
-            counts = self._minutes[minute] = [0, 0]
-            for past in [past for past in self._minutes if past <= minute - MINUTES]:
-                del self._minutes[past]
+            counts = self.minutes[minute] = [0, 0]
+            for past in [past for past in self.minutes if past <= minute - MINUTES]:
+                del self.minutes[past]
         for index in range(len(event.tools)):
             outcome = event.decisions[index].outcome
             # Whether a call that waits for a slot runs is decided later.
@@ -51,24 +47,32 @@ class RecentCalls:
         now = time.time()
         for index, decision in enumerate(event.decisions):
             refused = (status for status in decision.refused_by if status.enforced)
-            self.refusals += [_refusal(event, index, status, now) for status in refused]
+            self.refusals += [_kept(event, index, status, now) for status in refused]
 
 
-def refusing_count(status: LimitStatus, now: float) -> dict[str, object]:
-    """Return the count that refuses a call as the page shows it: a rate and a freeze have none."""
+def refusal_of(status: LimitStatus, now: float) -> dict[str, Any]:
+    """Return what a limit refuses as the page shows it; a rate and a freeze have no count."""
     count, unit = status.count_of(status.scope), status.unit
-    if count is None or count.smooth or status.reason == FROZEN:
-        return {"unit": UNIT_LABELS[unit]}
+    scope = limit_label(status.refusal_scope or "")
+    refusal = {"scope": scope, "subject": "", "unit": UNIT_LABELS[unit]}
+    if count is None or count.smooth or scope == FROZEN:
+        return refusal
     amounts = (count.before, count.limit or 0, status.needs)
     used, allowed, needs = (in_base_unit(amount, unit) for amount in amounts)
     # A run that a limit ends is over now; a person who is asked may let it go on.
-    is_over = count.scope == RUN and status.exit_behavior not in ("continue", "ask")
+    is_over = scope == RUN and status.exit_behavior not in ("continue", "ask")
     ends = now if is_over else count.resets_at and count.resets_at.timestamp()
-    shown = {"used": used, "allowed": allowed, "needs": needs, "resets_at": ends}
-    return {"unit": UNIT_LABELS[unit], **shown}
+    return {**refusal, "used": used, "allowed": allowed, "needs": needs, "resets_at": ends}
 
 
-def _refusal(event: DecisionEvent, index: int, status: LimitStatus, now: float) -> Refusal:
+def ended(refusal: dict[str, Any] | None, now: float) -> dict[str, Any] | None:
+    """Return the refusal of a limit that admits a call now; that of a rate does not end."""
+    if refusal is None or not ("used" in refusal or refusal["scope"] == FROZEN):
+        return refusal
+    return {**refusal, "resets_at": now}
+
+
+def _kept(event: DecisionEvent, index: int, status: LimitStatus, now: float) -> Refusal:
     """Return a refusal, and the rows that show it."""
     count, scope = status.count_of(status.scope), status.refusal_scope or ""
     label = event.subjects.get((status.limit, scope), "")
@@ -76,6 +80,6 @@ def _refusal(event: DecisionEvent, index: int, status: LimitStatus, now: float) 
     row = label or (event.caller.agent if count is not None and count.per == "agent" else "")
     tool = event.tools[index] if event.decisions[index].call.kind == "tool" else None
     trace = (event.exemplars.get(index) or {}).get("trace_id")
-    names = {"limit": limit_label(status.limit), "scope": limit_label(scope), "subject": label}
-    shown = {"at": now, "tool": tool, "trace_id": trace, **names, **refusing_count(status, now)}
+    about = {"at": now, "tool": tool, "trace_id": trace, "limit": limit_label(status.limit)}
+    shown = {**about, **refusal_of(status, now), "subject": label}
     return now, event.caller.thread, (status.scope or "", row), shown

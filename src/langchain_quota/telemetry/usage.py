@@ -25,7 +25,7 @@ from langchain_quota.telemetry import workers
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
 from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.reading import HOURS, Families, Reading, digest, in_slices
-from langchain_quota.telemetry.recent_calls import RecentCalls, refusing_count
+from langchain_quota.telemetry.recent_calls import RecentCalls, ended, refusal_of
 from langchain_quota.telemetry.workers import Key, Number, OnError, Snapshot, Subject, Use
 
 MAX_TRACKED = 100_000
@@ -123,9 +123,9 @@ class UsageTable(Collector):
                     _note_outcome(use, status, now, is_charge=is_charge)
                     if subject.label and status.reason == FROZEN:
                         event.subjects[status.limit, FROZEN] = subject.label
-                    if thread is not None and use.refused == now:
-                        thread.line = ""
-                        thread.uses[status.limit].subject = subject.label or ""
+                    refusal = thread.uses[status.limit].refusal if thread else None
+                    if thread is not None and refusal is not None and use.refused == now:
+                        thread.line, refusal["subject"] = "", subject.label or ""
                 if subject.label:
                     event.subjects[status.limit, quota.scope] = subject.label
         if self._path is not None:
@@ -195,7 +195,7 @@ class UsageTable(Collector):
                 if status.limit not in thread.uses:
                     self._record(thread, status, now, is_charge=True)
             for use in thread.uses.values():
-                use.decided = use.admitted = now
+                use.decided, use.refusal = now, ended(use.refusal, now)
                 use.numbers = tuple((0, limit, None, scope) for _, limit, _, scope in use.numbers)
         self._write_soon()
 
@@ -264,7 +264,7 @@ class UsageTable(Collector):
                 waiting=self._waiting,
                 costs=[*self._costs.items()],
                 frozen=(self._answered, self._frozen.total()),
-                calls=self._recent.minutes,
+                calls=[[minute, *counts] for minute, counts in self._recent.minutes.items()],
                 refusals=[*self._recent.refusals],
                 # In any order: an OrderedDict in its order takes 30 times as long, under the lock.
                 subjects=list(dict.values(self._subjects))[::-1],
@@ -380,11 +380,10 @@ def _use_of(subject: Subject, limit: str, unit: Unit) -> Use:
 def _note_outcome(use: Use, status: LimitStatus, now: float, *, is_charge: bool) -> None:
     """Note a refusal, except in an outage; count it if the limit is exhausted, and not frozen."""
     if status.reason is None and not is_charge:
-        use.admitted = now
+        use.refusal = ended(use.refusal, now)
     if status.reason not in (None, STORE) and status.enforced:
         use.blocked += status.reason != FROZEN
-        use.refused, use.scope, use.subject = now, status.refusal_scope or "", ""
-        use.count = refusing_count(status, now)
+        use.refused, use.refusal = now, refusal_of(status, now)
 
 
 def _number(status: LimitStatus, count: CountStatus) -> Number:

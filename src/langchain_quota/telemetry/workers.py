@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from langchain_quota.runtime.compat import is_multiprocess
 from langchain_quota.runtime.units import Unit
@@ -41,16 +41,10 @@ class Use:
     blocked: int = 0
     refused: float | None = None
     spent: int = 0
-    scope: str = ""
-    """The scope of the last refusal: `"thread"`, `"run"`, or the quota's name."""
-    subject: str = ""
-    """The label of the user or tenant whose quota refused last, if it is shown."""
+    refusal: dict[str, Any] | None = None
+    """What the limit refused last, and until when, as the page shows it."""
     waiting: int = 0
     """The number of calls that wait now."""
-    admitted: float = 0.0
-    """When the limit admitted a call last."""
-    count: dict[str, object] | None = None
-    """The count that refused last, as it was then and is shown."""
 
 
 @dataclass(slots=True)
@@ -82,8 +76,8 @@ class Snapshot(NamedTuple):
     """The cost of each of the last 24 hours: the hour since the Unix epoch, and nanodollars."""
     frozen: tuple[float, int] = 0.0, 0
     """When the store answered last, and how many subjects were frozen then."""
-    calls: Sequence[tuple[int, int, int]] = ()
-    """The last hour: the minute since the Unix epoch, its allowed calls, and its blocked ones."""
+    calls: Sequence[Sequence[int]] = ()
+    """Minutes since the Unix epoch, each with its allowed calls and its blocked ones."""
     refusals: Sequence[Refusal] = ()
     """The last refusals."""
     subjects: Sequence[Subject] = ()
@@ -192,10 +186,7 @@ def merge_two(first: Subject, second: Subject, *, by_time: bool = True) -> Subje
             blocked=main.blocked + other.blocked,
             refused=refused.refused,
             spent=main.spent + (other.spent if other.unit == main.unit else 0),
-            scope=refused.scope,
-            subject=refused.subject,
-            admitted=max(main.admitted, other.admitted),
-            count=refused.count,
+            refusal=refused.refusal,
             waiting=main.waiting + other.waiting,
         )
     label, last = first.label or second.label, max(first.last, second.last)
