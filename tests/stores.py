@@ -117,6 +117,16 @@ class FickleStore:
             raise QuotaStoreError("the store is down")
 
 
+class DistantStore(FickleStore):
+    """A store whose requests and answers are on their way for a while."""
+
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        await asyncio.sleep(0.002)
+        result = self.acquire(request)
+        await asyncio.sleep(0.002)
+        return result
+
+
 class SlowStore(FickleStore):
     """A store whose first async request does not come back."""
 

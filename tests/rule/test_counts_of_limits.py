@@ -5,13 +5,9 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
-from langchain_quota.core.decision import Decision
+from langchain_quota import ModelCallLimit, ToolCallLimit
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
-from tests.scene import ANN, Scene
-from tests.stores import counts
-from tests.telemetry import Signals
 
 TOOLS = ("search", "calc", "fetch", "model")
 
@@ -50,24 +46,3 @@ def test_limits_share_a_count_exactly_if_they_match_the_same_calls() -> None:
     groups = len(set(matched.values()))
     assert len({(found, limit.kind, limit.counter) for limit, found in matched.items()}) == groups
     assert len({(limit.kind, limit.counter) for limit in limits}) == groups
-
-
-async def test_what_a_store_counts(signals: Signals) -> None:
-    """It counts quotas, and a thread's quota as the thread; two limits over one count add once."""
-    seen: list[Decision] = []
-    store = MemoryStore()
-    limits: list[Limit] = [
-        ToolCallLimit("search", thread_limit=9, quotas=[Quota(8, per="user_id")]),
-        ToolCallLimit(
-            "search", quotas=[Quota(7, per="user_id"), Quota(6, per="thread")], name="again"
-        ),
-        ToolCallLimit("calc", quotas=[Quota(9, per="global")]),
-    ]
-    options: Any = {"store": store, "context": ANN, "on_decision": seen.append}
-    await Scene(signals, [["search", "search"], "done"], limits, **options).play()
-    assert counts(store) == {"search:thread:thread-1": 2, "search:user_id:ann": 2}
-    one, again = [each for each in seen if each.call.tool == "search"][-1].limits
-    counts_of = [one.count_of("thread"), one.count_of("user_id"), again.count_of("thread")]
-    assert [count and count.used for count in counts_of] == [2, 2, 2]
-    assert {each.scope: each.limit for each in again.quotas} == {"user_id": 7, "thread": 6}
-    assert (one.shared, again.shared) == (True, True)

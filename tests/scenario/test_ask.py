@@ -118,22 +118,6 @@ async def test_approved(signals: Signals, form: Form, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(
-    ("given", "says"), [(REJECT, "run limit exceeded"), (answer("reject", message="No."), "No.")]
-)
-async def test_rejected(signals: Signals, given: Any, says: str) -> None:
-    """A rejected run ends with the person's words, or the limit's; no call of the batch runs."""
-    scene = await Asking(signals, [["search", "search"]], [SEARCH]).played()
-    result = await scene.resume(given)
-    assert says in result["messages"][-1].content
-    assert scene.ran == []
-    assert scene.outcomes() == ["skipped", "blocked"]
-    assert scene.usage().run_tools.get("search", 0) == 0
-    assert scene.count("runs_ended_total", limit="tool:search") == 1
-    assert scene.count("questions_total", limit="tool:search", event="reject") == 1
-    check_history(result["messages"])
-
-
-@pytest.mark.parametrize(
     ("limit", "offered"),
     [
         (ToolCallLimit("search", run_limit=1, exit_behavior="ask", grant=2), [2, 4]),

@@ -11,9 +11,8 @@ import pytest
 from langchain_core.tools import StructuredTool
 
 from langchain_quota import ConcurrencyLimit, MemoryStore
-from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from tests.scene import Scene, asking, texts
-from tests.stores import Clock, FickleStore
+from tests.stores import Clock, DistantStore, FickleStore
 from tests.telemetry import Signals
 
 SLOT_LEASE = 60
@@ -32,16 +31,6 @@ def agent_of(
     limit = ConcurrencyLimit("browser", max_concurrency=CAP, wait=PATIENCE)
     given: Any = {"tools": [tool], "store": store, "checkpointer": None, **options}
     return Scene(signals, asking(*["browser"] * calls), [limit], **given).agent
-
-
-class DistantStore(FickleStore):
-    """A store whose requests and answers are on their way for a while."""
-
-    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
-        await asyncio.sleep(0.002)
-        result = self.acquire(request)
-        await asyncio.sleep(0.002)
-        return result
 
 
 class Visitors:

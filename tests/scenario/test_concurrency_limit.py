@@ -161,25 +161,6 @@ def test_threads_and_loops_share_a_cap(signals: Signals) -> None:
     assert browser.ran == 64
 
 
-async def test_who_comes_first_is_served_first(signals: Signals) -> None:
-    """Calls that wait run in the order in which they came."""
-    # LangChain's tracing may swap neighbours in threads, on their way to the line.
-    order: list[int] = []
-
-    def browser(number: int) -> None:
-        order.append(number)
-
-    calls: Any = [("browser", {"number": number}) for number in range(10)]
-    door = Door()
-    items: list[Any] = [door, ConcurrencyLimit("browser", max_concurrency=1)]
-    scene = Scene(signals, [calls, "done"], items, tools=[tool(browser)])
-    with busy(signals):
-        run = asyncio.create_task(scene.play())
-        await until(lambda: len(door.came) == 10)
-    await run
-    assert sum(order[:5]) < sum(order[5:])
-
-
 @either
 async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> None:
     """A call that may not run in time is answered, seen by all who look on, and given back."""

@@ -41,6 +41,9 @@ async def test_what_it_refuses(limit: Limit, signals: Signals) -> None:
     tool = "search" if limit.kind == "tool" else None
     assert [scene.calls(each, tool) for each in OUTCOMES] == [1, 2, 0]
     assert metrics(scene, limit.name) == [1, 2, 0]
+    # It is never near or exhausted, and alarms nobody.
+    assert set(signals.samples("langchain_quota_crossings_total").values()) == {0}
+    assert signals.samples("langchain_quota_limit_near_ratio") == {}
 
 
 @orders(2)

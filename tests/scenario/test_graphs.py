@@ -352,23 +352,6 @@ async def test_a_supervisor(
         check_history(each.messages)
 
 
-async def test_a_swarm(signals: Signals) -> None:
-    """Agents that hand over to each other share the counts of the thread, and stop."""
-    swarms = pytest.importorskip("langgraph_swarm")
-    limits = [ModelCallLimit(run_limit=3, thread_limit=5)]
-    quota = GraphQuota(limits, store=MemoryStore(), telemetry=signals.telemetry)
-    names, models, agents = ("alice", "bob"), list[ScriptedChatModel](), list[Any]()
-    for name, other in zip(names, reversed(names), strict=True):
-        models.append(ScriptedChatModel(script=[[f"transfer_to_{other}"]] * 9))
-        tools = quota.tools([swarms.create_handoff_tool(agent_name=other)])
-        agents.append(create_react_agent(quota.model(models[-1]), tools, name=name))
-    swarm = swarms.create_swarm(agents, default_active_agent="alice")
-    graph = swarm.compile(checkpointer=InMemorySaver())
-    result = await graph.ainvoke(HELLO, {**CONFIG, "recursion_limit": 60})
-    assert sum(len(each.calls) for each in models) == 5
-    check_history(result["messages"])
-
-
 def said(kind: str, **more: Any) -> dict[str, Any]:
     """What a person answers."""
     return {"decisions": [{"type": kind, **more}]}

@@ -1,14 +1,12 @@
 """What a window leaves is added to the next one, and shown wherever the limit is."""
 
-import asyncio
 import time
-from threading import Thread
 from typing import Any
 
-from langchain_quota import MemoryStore, Quota, TokenLimit, ToolCallLimit, stop_reason
+from langchain_quota import MemoryStore, Quota, ToolCallLimit, stop_reason
 from tests.scene import ANN, Scene, asking
-from tests.stores import NOON, Clock, counts
-from tests.telemetry import Signals, paid, telling
+from tests.stores import Clock
+from tests.telemetry import Signals, telling
 
 DAY = 86_400
 
@@ -89,26 +87,3 @@ async def test_limits_over_one_count(signals: Signals) -> None:
     assert await days.search(4) == 2
     days.scene.quota.reset("trial", user_id="ann")
     assert days.left("trial") == days.left() == (0, 2, 2)
-
-
-async def test_a_call_that_ends_in_the_next_window(signals: Signals) -> None:
-    """Its first call fixes what a window has: what a call of the one before settles is late."""
-    clock = Clock(NOON + DAY / 2 - 1)
-    store = MemoryStore(clock=clock)
-    limit = TokenLimit(quotas=[daily(100)], name="tokens", reserve=99)
-
-    def answer(_: Any) -> Any:
-        clock.now += 1
-        call = Thread(target=asyncio.run, args=(second.play(),))
-        call.start()
-        call.join()
-        return paid(50)
-
-    options: Any = {"store": store, "context": ANN, "tools": ()}
-    first = Scene(signals, answer, [limit], **options)
-    second = Scene(signals, lambda _: paid(10), [limit], **options, thread_id="thread-2")
-    await first.play()
-    assert sorted(counts(store).values()) == [10, 50]
-    await second.play()
-    balance = first.quota.left("tokens", user_id="ann")
-    assert (balance.used, balance.limit) == (10, 101)

@@ -21,12 +21,11 @@ from langgraph.prebuilt import create_react_agent
 from langgraph.types import Command, Send
 
 from langchain_quota import GraphQuota, MemoryStore, Quota, ToolCallLimit
-from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests import trees
 from tests.forked import run_python
 from tests.scene import Kind, Scene
-from tests.stores import FickleStore
+from tests.stores import DistantStore
 from tests.telemetry import Signals, needs_inline
 from tests.trees import ASKED, Tree, ask, config, human, in_one_tool, inside, one_by_one
 
@@ -48,14 +47,6 @@ async def test_many_runs_at_once(signals: Signals) -> None:
     allowed = [each.limits for each in decisions if each.outcome == "allowed"]
     subjects = Counter(status.quotas[0].subject for limits in allowed for status in limits)
     assert [*subjects.values()] == [5] * 30
-
-
-class DistantStore(FickleStore):
-    """A store that lets others run while it is asked, as one on the network does."""
-
-    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
-        await asyncio.sleep(0)
-        return self.acquire(request)
 
 
 def by_send(agent: Any) -> Any:

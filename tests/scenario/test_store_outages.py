@@ -184,25 +184,6 @@ async def test_one_line_for_each_outage(
     assert failures(signals) == failed >= 3
 
 
-async def test_many_runs_in_one_outage(signals: Signals, caplog: pytest.LogCaptureFixture) -> None:
-    """Many threads run in one outage: one log line, and the store gets every call later."""
-    store = FickleStore(MemoryStore())
-    scene = scene_of(signals, asking("search"), per_user(limit=999), store=store, outage="allow")
-    store.down = True
-    for number in range(40):
-        await scene.play(thread_id=f"thread-{number}")
-    lost = [each.attempt_id for each in store.asked]
-    store.down = False
-    store.asked.clear()
-    for number in range(9):
-        await scene.play(thread_id=f"thread-{1000 + number}")
-    assert logged(caplog, "store of") == 2  # failed, and works again
-    assert scene.ran == ["search"] * 49
-    assert counts(store) == {SEARCHES: 49}
-    ids = [[each.id for each in one.corrections] for one in store.asked]
-    assert ids == [*(lost[n : n + 5] for n in range(0, 40, 5)), []]
-
-
 async def test_a_thread_that_ran_in_an_outage(signals: Signals) -> None:
     """All that ran of a thread goes ahead of its next call, the oldest first, and once."""
     store = FickleStore(MemoryStore())

@@ -1,4 +1,4 @@
-"""Processes that share budgets and rates, and are killed: nothing is overspent, nor lost."""
+"""Processes that share budgets, and are killed or wait in crowds: nothing is overspent or lost."""
 
 import asyncio
 import json
@@ -6,8 +6,6 @@ import os
 import random
 import time
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,7 +14,7 @@ import pytest
 from langchain.agents import create_agent
 from redis.asyncio import Redis
 
-from langchain_quota import ModelCallLimit, ModelPaceMiddleware, Quota, QuotaMiddleware, TokenLimit
+from langchain_quota import ModelPaceMiddleware, Quota, QuotaMiddleware, TokenLimit
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore
@@ -27,7 +25,7 @@ from tests.forked import processes
 from tests.scenario.test_model_pace import Refused
 from tests.server.postgres import PostgresServer, time_of
 from tests.server.prometheus import eventually
-from tests.server.redis import RedisServer, scripts_with, time_from
+from tests.server.redis import RedisServer, time_from
 from tests.server.stores import batch, correcting, used
 from tests.telemetry import paid
 
@@ -147,71 +145,8 @@ def later(server: RedisServer | PostgresServer, seconds: int) -> AbstractContext
     return stack
 
 
-RATE, BURST = 40, 3
-"""Calls in a second, and at once."""
-SIZE = 1000
-"""The tokens of a call, where tokens are limited."""
 ASKING = ("eval", "evalsha")
 """How stores ask a server."""
-ADMITTED = 120
-"""Calls until the test ends: several seconds of them."""
-
-
-async def call(url: str, prefix: str, kind: str) -> None:
-    """Make model calls, as fast as is allowed, until a kill."""
-    # The server itself notes between which times it admits a call: it may be paused in between.
-    first, last = "local declared, again", "return 'acquired 0 ' .. result .. new"
-    times = "digits(begun) .. ' ' .. digits(micros())"
-    note = f"if #record > 0 then redis.call('RPUSH', '{prefix}:admitted', {times}) end\n"
-    size = SIZE if kind == "tokens" else 1
-    smooth: Any = {"smooth": True, "burst": BURST * size} if kind != "fixed" else {}
-    quotas = [Quota(RATE * size, per="global", window="1s", **smooth)]
-    limit: Any = ModelCallLimit(quotas=quotas, wait=60)
-    if kind == "tokens":
-        limit = TokenLimit(quotas=quotas, wait=60, reserve=SIZE)
-    store = RedisStore(url, prefix=prefix, timeout=60)
-    held = QuotaMiddleware([limit], store=store)
-    model = ScriptedChatModel(script=lambda _: paid(SIZE), keep_calls=0)
-    agent: Any = create_agent(model, middleware=[held])
-
-    async def run() -> None:
-        while True:
-            await agent.ainvoke({"messages": [("user", "hi")]})
-
-    with scripts_with({first: f"local begun = micros()\n{first}", last: note + last}):
-        await asyncio.gather(*(run() for _ in range(4)))
-
-
-def has_admitted(client: Any, prefix: str, least: int) -> bool:
-    """Whether the server has admitted so many."""
-    return int(client.llen(f"{prefix}:admitted")) >= least
-
-
-@pytest.mark.parametrize("kind", ["calls", "tokens", "fixed"])
-def test_killed_processes_are_never_over(
-    redis_server: RedisServer, kind: str, tmp_path: Path
-) -> None:
-    """By the server's clock no time has more than the rate and the burst, whoever is killed."""
-    prefix = redis_server.prefix()
-    chance = random.Random(7)  # noqa: S311 - no secret
-    given = processes(call, redis_server.url, prefix, kind, log=tmp_path / "log")
-    with redis_server.client() as client, given as workers:
-        for least in range(10, ADMITTED, 10):
-            assert eventually(partial(has_admitted, client, prefix, least))
-            workers.restart(chance.randrange(4))
-        assert eventually(partial(has_admitted, client, prefix, ADMITTED))
-        noted = [each.split() for each in client.lrange(f"{prefix}:admitted", 0, -1)]
-        # A clock that goes back counts as one that stands still.
-        begun, done = (accumulate(map(int, each), max) for each in zip(*noted, strict=True))
-        times = [*zip(begun, done, strict=True)]
-    apart = 10**6 // RATE
-    if kind != "fixed":
-        for first, (begin, _) in enumerate(times):
-            for more, (_, end) in enumerate(times[first:], 1):
-                assert more <= BURST + (end - begin) / apart
-    store = RedisStore(redis_server.url, prefix=prefix)
-    windows = [each.used for each in store.usages("model:global:*")]
-    assert kind != "fixed" or (sum(windows) >= ADMITTED and max(windows) <= RATE)
 
 
 async def crowd(url: str, prefix: str, kind: str) -> None:

@@ -143,19 +143,6 @@ async def test_a_restart_may_begin_with_a_refund(signals: Signals) -> None:
     assert found == {("refunded",): 1, ("allowed",): 0}
 
 
-async def test_a_dry_run(signals: Signals) -> None:
-    """Its refusals are counted apart; it is never near, never used up, and alarms nobody."""
-    limits = [ToolCallLimit("search", run_limit=2, enforce=False, name="trial")]
-    scene = Scene(signals, [["search"] * 3, "done"], limits)
-    await scene.play()
-    assert scene.ran == ["search"] * 3
-    assert scene.metric("trial", "would_block", scope="run") == 1
-    assert scene.metric("trial", "blocked", scope="run") == 0
-    assert scene.calls("would_block", "search") == 1
-    assert set(signals.samples(CROSSINGS).values()) == {0}
-    assert signals.samples("langchain_quota_limit_near_ratio", limit="trial") == {}
-
-
 RUNS = {"reported": 2, "estimated": 0}
 
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from langchain_quota import ModelCallLimit, ToolCallLimit, hmac_label
 from langchain_quota.limits import Limit
 from tests.scene import Scene, asking
-from tests.telemetry import Signals, telling
+from tests.telemetry import Signals, attributes, telling
 
 KEY = "0123456789abcdef"
 USED = "langchain_quota_thread_used"
@@ -115,14 +115,18 @@ async def test_agents_are_bounded() -> None:
 
 
 async def test_a_thread_label_hides_ids(caplog: pytest.LogCaptureFixture) -> None:
-    """Who has the key finds the series and the log lines of an id, which is seen nowhere."""
+    """Who has the key finds series, spans and log lines of an id, which is seen nowhere."""
     caplog.set_level(logging.DEBUG, logger="langchain_quota")
     signals, label = telling(thread_label=hmac_label(KEY)), hmac_label(KEY)("ada@example.org")
     limits = [ModelCallLimit(thread_limit=1)]
     await Scene(signals, ["done"], limits, thread_id="ada@example.org").play()
     assert labels(signals, "thread_id") == {label}
     assert {vars(each)["quota_thread"] for each in caplog.records} == {label}
+    (span,) = signals.decision_spans()
+    assert attributes(span)["thread.id"] == label
+    assert "gen_ai.conversation.id" not in attributes(span)
     told = [generate_latest(signals.registry).decode(), *map(repr, map(vars, caplog.records))]
+    told.append(span.to_json())
     assert not any("ada@" in each for each in told)
 
 
