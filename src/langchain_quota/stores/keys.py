@@ -134,7 +134,8 @@ class CountKey:
         """The name that a limit on the count has, unless it is given another."""
         if self.counter in UNITS:
             return DEFAULT_NAMES.get(self.counter, self.counter.removeprefix("model."))
-        tools = re.sub(f"^{ALL_TOOLS}", "*", self.counter.removeprefix(","))
+        tools = self.counter.removeprefix(",")
+        tools = f"*{tools.removeprefix(ALL_TOOLS)}" if tools.startswith(ALL_TOOLS) else tools
         return f"{CONCURRENCY if self.dimension == CONCURRENCY else 'tool'}:{tools}"
 
     @property
