@@ -33,10 +33,13 @@ if TYPE_CHECKING:  # it needs psycopg
 REST = [Path(__file__).parent / name for name in ("server", "artefact")]
 QUICK = {"test_charges.py", "test_providers.py"}
 """Tests there that need none."""
+WAITING = {"test_alerts.py"}
+"""Tests that wait for most of a minute, and leave the processor to others meanwhile."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave what needs a server to `make test-all`."""
+    """Leave what needs a server to `make test-all`, and begin with what waits longest."""
+    items.sort(key=lambda item: item.path.name not in WAITING)
     for item in items:
         if item.path.name not in QUICK and any(each in item.path.parents for each in REST):
             item.add_marker("rest")

@@ -38,11 +38,10 @@ from langchain_quota import (
     start_metrics_server,
 )
 from langchain_quota.cli import export
-from tests.scene import Scene
+from tests.server.agents import build_agent
 from tests.server.alertmanager import hurried
 from tests.server.demo import running_demo
 from tests.server.prometheus import Prometheus, StartPrometheus, eventually
-from tests.telemetry import telling
 
 pytestmark = pytest.mark.filterwarnings("ignore:model .* reports no usage")
 
@@ -291,7 +290,7 @@ class Searchers:
 
     def run(self, script: Any, quota: Any, name: str, thread: str = "") -> None:
         """Run an agent on its thread, and approve what a person is asked."""
-        agent = Scene(telling(), script, [quota], name=name, checkpointer=self._saver).agent
+        agent = build_agent(script, [quota], name=name, saver=self._saver)
         config: Any = {"configurable": {"thread_id": thread or name}}
         given: Any = {"messages": [("user", "go on")]}
         while given:

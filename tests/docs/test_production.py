@@ -3,7 +3,9 @@
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,7 +17,6 @@ from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.core.decision import Outcome
 from tests.metrics import documented
 from tests.scene import Scene
-from tests.server.listener import listening
 from tests.server.programs import required_program
 from tests.telemetry import attributes, telling
 
@@ -167,15 +168,24 @@ def test_a_job_pushes_all_metrics() -> None:
     """What the example sends to a Pushgateway is what a scrape would show."""
     received: list[tuple[str, bytes]] = []
 
-    def hear(*sent: Any) -> int:
-        received.append(sent)
-        return 202
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(202)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
 
     registry = telling().registry
     [code] = [text for text in blocks("python") if "push_to_gateway" in text]
-    with listening(hear) as url:
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
         namespace: dict[str, Any] = {}
-        exec(code.replace("localhost:9091", url), namespace)  # noqa: S102 - our own page
+        code = code.replace("localhost:9091", f"127.0.0.1:{server.server_port}")
+        exec(code, namespace)  # noqa: S102 - our own page
         namespace["REGISTRY"] = registry
+        thread = Thread(target=server.handle_request)
+        thread.start()
         namespace["push"]()
+        thread.join()
     assert received == [("/metrics/job/nightly", generate_latest(registry))]

@@ -1,20 +1,97 @@
-"""A real Alertmanager, and the exported rules and route for it."""
+"""A real Alertmanager, a Prometheus that sends it alerts, and a webhook that it calls."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import yaml
 
 from langchain_quota.cli import export
 from tests.server.programs import required_program
-from tests.server.prometheus import running_server
+from tests.server.prometheus import (
+    SCRAPE_INTERVAL,
+    Prometheus,
+    eventually,
+    running_prometheus,
+    running_server,
+)
 
 _DURATION = re.compile(r"(?<![\w.])(\d+)(ms|s|m|h)\b")
 _MILLISECONDS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
+
+
+@dataclass(frozen=True)
+class Notification:
+    """An alert as a webhook was told of it, at the path of a receiver and at a time."""
+
+    at: float
+    path: str
+    status: str
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    group: Mapping[str, str]
+
+
+class Webhook(ThreadingHTTPServer):
+    """A server that keeps what Alertmanager tells it, also by the message that told of it."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.notifications: list[Notification] = []
+        self.messages: list[list[Notification]] = []
+        self.bodies: list[Any] = []
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def wait_for(self, alertname: str, status: str, **labels: str) -> Notification:
+        """The first notification of an alert with this status and these labels."""
+        wanted = {"alertname": alertname, **labels}.items()
+
+        def told() -> Notification | None:
+            for notification in list(self.notifications):
+                if notification.status == status and wanted <= notification.labels.items():
+                    return notification
+            return None
+
+        return eventually(told)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Webhook
+
+    def do_POST(self) -> None:
+        """Keep what is told."""
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append(body)
+        message = [
+            Notification(
+                at=time.time(),
+                path=self.path,
+                status=alert["status"],
+                labels=alert["labels"],
+                annotations=alert["annotations"],
+                group=body["groupLabels"],
+            )
+            for alert in body.get("alerts", [])
+        ]
+        self.server.messages.append(message)
+        self.server.notifications += message
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
 
 
 def hurried(text: str, speed: float) -> str:
@@ -27,16 +104,38 @@ def hurried(text: str, speed: float) -> str:
     def shorter(found: re.Match[str]) -> str:
         return f"{round(int(found[1]) * _MILLISECONDS[found[2]] / speed)}ms"
 
-    return _DURATION.sub(shorter, text.replace(" * 60", f" * {60 / speed}"))
+    return text if speed == 1 else _DURATION.sub(shorter, text.replace(" * 60", f" * {60 / speed}"))
 
 
-def with_route(config: Mapping[str, Any]) -> Any:
-    """A configuration of Alertmanager with the exported route before its own routes."""
+def with_route(config: Mapping[str, Any], speed: float = 1) -> Any:
+    """A configuration of Alertmanager with the exported route, hurried, before its own routes."""
     [text] = export.alertmanager().values()
-    ours = yaml.safe_load(text)
+    ours = yaml.safe_load(hurried(text, speed))
     theirs = {"routes": [], **config["route"]}
     routes = ours["route"]["routes"] + theirs["routes"]
     return {**config, "route": {**theirs, "routes": routes}}
+
+
+def example(webhook: Webhook, speed: float) -> Any:
+    """A configuration with the exported route; the webhook has all receivers."""
+    receivers = [
+        {"name": name, "webhook_configs": [{"url": f"{webhook.url}/{name}"}]}
+        for name in ("pager", "chat")
+    ]
+    return with_route({"route": {"receiver": "chat"}, "receivers": receivers}, speed)
+
+
+@contextmanager
+def running_webhook() -> Iterator[Webhook]:
+    """Run a webhook on a free port."""
+    with Webhook() as webhook:
+        thread = Thread(target=webhook.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield webhook
+        finally:
+            webhook.shutdown()
+            thread.join()
 
 
 @contextmanager
@@ -55,3 +154,27 @@ def running_alertmanager(directory: Path, config: Mapping[str, Any]) -> Iterator
     ]
     with running_server(command, directory / "alertmanager.log") as address:
         yield address
+
+
+@contextmanager
+def alerting_prometheus(
+    directory: Path,
+    targets: Mapping[str, str | Sequence[str]],
+    *,
+    rules: str,
+    alertmanager: str,
+    interval: str = SCRAPE_INTERVAL,
+) -> Iterator[Prometheus]:
+    """Run a Prometheus with rules that scrapes targets (`host:port` by job) and sends alerts."""
+    (directory / "rules.yaml").write_text(rules, encoding="utf-8")
+    alerting = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
+    with running_prometheus(
+        directory,
+        targets,
+        interval=interval,
+        # What is sent before the Alertmanager is discovered is lost: send it again soon.
+        options=("--rules.alert.resend-delay=2s",),
+        rule_files=["rules.yaml"],
+        alerting=alerting,
+    ) as client:
+        yield client

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any, Literal
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-from tests.server.listener import listening
 
 
 @dataclass(frozen=True)
@@ -25,33 +25,45 @@ class Receiver:
     """Where a receiver is, and what it has received."""
 
     url: str
-    spans: list[ReceivedSpan]
+    spans: list[ReceivedSpan] = field(default_factory=list)
 
 
 @contextmanager
 def running_receiver(protocol: Literal["http/protobuf"]) -> Iterator[Receiver]:
     """Run a receiver on a free port."""
     assert protocol == "http/protobuf"
-    spans: list[ReceivedSpan] = []
 
-    def hear(path: str, body: bytes) -> int:
-        if path != "/v1/traces":
-            return 404
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            spans.extend(
-                ReceivedSpan(
-                    span.name,
-                    span.span_id.hex(),
-                    span.parent_span_id.hex(),
-                    {pair.key: _value(pair.value) for pair in span.attributes},
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            found = self.path == "/v1/traces"
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                receiver.spans.extend(
+                    ReceivedSpan(
+                        span.name,
+                        span.span_id.hex(),
+                        span.parent_span_id.hex(),
+                        {pair.key: _value(pair.value) for pair in span.attributes},
+                    )
+                    for scope in resource.scope_spans
+                    for span in scope.spans
+                    if found
                 )
-                for scope in resource.scope_spans
-                for span in scope.spans
-            )
-        return 200
+            self.send_response(200 if found else 404)
+            self.end_headers()
 
-    with listening(hear) as url:
-        yield Receiver(url, spans)
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        receiver = Receiver(f"http://127.0.0.1:{server.server_port}")
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield receiver
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _value(value: Any) -> Any:

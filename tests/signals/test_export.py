@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -19,7 +20,6 @@ from langchain_quota import TokenLimit, ToolCallLimit, export_metrics, start_met
 from langchain_quota.limits import Limit
 from tests.forked import run_python, without
 from tests.scene import Scene, asking
-from tests.server.listener import listening
 from tests.telemetry import telling
 
 proto = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
@@ -32,11 +32,12 @@ PATIENCE = 60
 
 
 class Collector:
-    """An OTLP receiver: what each request had."""
+    """An OTLP receiver: what each request had, and whether it fails."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.arrived = threading.Event()
+        self.status = 200
         self.url = ""
 
     @property
@@ -68,14 +69,24 @@ class Collector:
 def collector() -> Iterator[Collector]:
     found = Collector()
 
-    def hear(_: str, body: bytes) -> int:
-        found.requests.append(proto.ExportMetricsServiceRequest.FromString(body))
-        found.arrived.set()
-        return 200
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            found.requests.append(proto.ExportMetricsServiceRequest.FromString(body))
+            self.send_response(found.status)
+            self.end_headers()
+            found.arrived.set()
 
-    with listening(hear) as url:
-        found.url = f"{url}/v1/metrics"
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        found.url = f"http://127.0.0.1:{server.server_port}/v1/metrics"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
         yield found
+        server.shutdown()
+        thread.join()
 
 
 def scraped(text: str) -> dict[Series, float]:
@@ -139,7 +150,6 @@ from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExp
 from prometheus_client import REGISTRY, generate_latest
 from langchain_quota import ToolCallLimit, export_metrics
 from tests.scene import Scene, asking
-from tests.server.listener import listening
 from tests.telemetry import telling
 export_metrics(OTLPMetricExporter(sys.argv[1]))
 scene = Scene(telling(registry=REGISTRY), asking("search"), [ToolCallLimit("search", run_limit=3)])
