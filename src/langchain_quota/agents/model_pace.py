@@ -309,7 +309,7 @@ def _account_digest(model: BaseChatModel) -> str:
     for name in sorted(type(model).model_fields):
         # Integrations: `openai_api_key`, `openai_api_base`, `anthropic_api_url`, `azure_endpoint`.
         if name.endswith(("api_key", "_base", "_url", "endpoint")):
-            value = getattr(model, name, None)
+            value: Any = getattr(model, name, None)
             text = value.get_secret_value() if hasattr(value, "get_secret_value") else value
             shown += [(name, text)] if isinstance(text, str) else []
     return sha256(repr(shown).encode()).hexdigest()[:12] if shown else ""

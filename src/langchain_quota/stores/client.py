@@ -265,7 +265,7 @@ class StoreClient:
         if self._down:
             with self._lock:
                 back, self._down = self._down, False
-            if back and self._outages.pop(self.label, None):
+            if back and self._outages.pop(self.label, ""):
                 self._recorder.log(logs.recovery, "store")
         if self._fills:
             self._fills = not self._recorder.store_nearly_full(self.store)
