@@ -222,6 +222,32 @@ def test_the_url_of_one_node(nodes: list[RedisServer]) -> None:
     assert all("give RedisStore a client of the cluster" in each for each in said - {""})
 
 
+def test_a_slot_that_moves(nodes: list[RedisServer], client: Any) -> None:
+    """While its keys are on two nodes the error says what helps, and then all is counted."""
+    name, keys = "test_a_slot_that_moves", {"a": 1, "b": 1}
+    store = of_tenant(client, name, "a")
+    store.acquire(batch(keys))
+    old, new = sorted(nodes, key=lambda node: not slots_of(node, name))[:2]
+    (slot,) = slots_of(old, name)
+    with old.client() as source, new.client() as target:
+        ids: Any = [each.execute_command("CLUSTER MYID") for each in (source, target)]
+        target.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[0])
+        source.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[1])
+
+        def move(most: int) -> None:
+            some: Any = source.execute_command("CLUSTER GETKEYSINSLOT", slot, most)
+            source.execute_command("MIGRATE", "127.0.0.1", new.port, "", 0, 5000, "KEYS", *some)
+
+        move(1)
+        with pytest.raises(QuotaStoreError, match=r"exhausted: the slot .* may be moving.*atomic"):
+            store.acquire(batch(keys))
+        move(100)
+        for each in (target, source):
+            each.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[1])
+    store.acquire(batch(keys))
+    assert used(store, "a", "b") == [2, 2]
+
+
 async def test_a_node_that_is_down(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Calls of its tenants are checked as in an outage; its corrections stop no other tenant.
 

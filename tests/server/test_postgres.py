@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import signal
 import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correc
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.postgres import PostgresStore
 from tests.forked import run_python
-from tests.server.postgres import PostgresServer, running_pgbouncer, time_of
+from tests.server.postgres import PostgresServer, running_pgbouncer, running_postgres, time_of
 from tests.server.prometheus import eventually
 from tests.server.stores import batch, calls, correcting, settlement, used
 from tests.stores import Clock
@@ -94,6 +95,18 @@ class TestTable:
             least.grant("search:user_id:ada", 1)
             least.acquire(correcting(Correction("lost", attempt_id=lost.attempt_id)))
             assert [use.used for use in least.usages()] == [0]
+
+    def test_a_standby(self) -> None:
+        """Its errors say how to reach the primary; it can be read."""
+        with running_postgres() as server, opened(server, server.database()) as store:
+            store.setup()
+            server.query("COPY (SELECT) TO PROGRAM 'touch standby.signal'")
+            server.stop(signal.SIGINT)
+            server.start()
+            for operation in (store.setup, lambda: store.acquire(calls("search", 1))):
+                with pytest.raises(QuotaStoreError, match="target_session_attrs=read-write"):
+                    operation()
+            assert used(store, "search") == [None]
 
     def test_a_prefix_for_each_tenant(
         self, postgres_server: PostgresServer, postgres_url: str

@@ -164,6 +164,8 @@ class Connections(Server, ABC):
         if isinstance(error, errors.InsufficientPrivilege):
             rights = "SELECT, INSERT, UPDATE and DELETE on the table langchain_quota"
             return (f"its user needs {rights}, and for setup() CREATE on the schema",)
+        if isinstance(error, errors.ReadOnlySqlTransaction | errors.FeatureNotSupported):
+            return ("name all hosts and target_session_attrs=read-write, if this is a standby",)
         lost = isinstance(error, psycopg.OperationalError | OSError)
         if lost and not isinstance(error, PoolTimeout):
             return ("check that PostgreSQL runs there and that the connection string is right",)

@@ -126,6 +126,11 @@ class Clients(Server, ABC):
                 "give RedisStore a client of the cluster, such as redis.asyncio.RedisCluster",
                 "give `langchain-quota quotas` the URL of that node",
             )
+        if isinstance(error, exceptions.ClusterError) and "TTL exhausted" in str(error):
+            return (
+                "the slot of the prefix may be moving to another node, and works when it has moved",
+                "move slots atomically, as Redis 8.4 and Valkey 9 can",
+            )
         if isinstance(error, exceptions.MaxConnectionsError):
             return (
                 "all connections of the client are in use",
@@ -136,9 +141,8 @@ class Clients(Server, ABC):
         if isinstance(error, exceptions.NoPermissionError) or "user executing" in str(error):
             rights = "eval +evalsha +time +get +set +del +exists +hget +hgetall +hset +hmget +hdel"
             return (f"its user needs ~{{prefix}}:* +{rights} +expireat, and to list counts +scan",)
-        if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
-            return ("check that Redis runs there and that the URL is right",)
-        return ()
+        lost = isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError)
+        return ("check that Redis runs there and that the URL is right",) if lost else ()
 
 
 class _UserClients(Clients):
