@@ -210,7 +210,7 @@ def test_llms_txt_lists_every_page() -> None:
     assert sorted(links) == sorted(page for page in pages if not left_out.match(page))
 
 
-@pytest.mark.parametrize("name", ["customers", "people", "agents", "langgraph"])
+@pytest.mark.parametrize("name", ["customers", "people", "agents", "langgraph", "../docker/README"])
 def test_pages_name_counts(name: str) -> None:
     """Users read and change counts by names: no page shows a key, or turns parts into dollars."""
     page = (DOCS / f"{name}.md").read_text()
