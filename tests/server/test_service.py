@@ -193,8 +193,8 @@ def test_usage(service: Service, thread: str) -> None:
 
 
 def test_metrics_are_guarded(service: Service, thread: str) -> None:
-    """Whoever shows the token gets what the runs did, and where Grafana is; nobody else does."""
-    service.ask(thread, "oak ash elm")
+    """Whoever shows the token gets what runs and users did, and where Grafana is; nobody else."""
+    service.ask(thread, "oak ash elm", f"user-of-{thread}")
     blocked = ("agent", "librarian"), ("limit", "tool:search"), ("thread_id", thread)
     assert service.series()["langchain_quota_thread_blocked_total", frozenset(blocked)] == 1
     wrong = ("", "Bearer", f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer ä")
@@ -205,7 +205,8 @@ def test_metrics_are_guarded(service: Service, thread: str) -> None:
         assert "langchain_quota" not in response.text
     for password, status in ((TOKEN, 200), (f"{TOKEN}x", 401)):
         response = service.client.get("/quota/quota.json", auth=("me", password))
-        assert (response.status_code, thread in response.text) == (status, status == 200)
+        is_told = [f'"id":"{of}{thread}"' in response.text for of in ("", "user-of-")]
+        assert (response.status_code, is_told) == (status, [status == 200] * 2)
         assert (f'"dashboards_url":"{GRAFANA}"' in response.text) == (status == 200)
     assert response.headers["www-authenticate"] == 'Basic realm="metrics"'
     assert service.client.get("/quota/", auth=("me", TOKEN)).text.startswith("<!doctype html>")

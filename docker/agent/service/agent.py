@@ -25,6 +25,7 @@ from langchain_quota import (
     Quota,
     QuotaMiddleware,
     RepeatLimit,
+    Telemetry,
     TokenLimit,
     ToolCallLimit,
 )
@@ -112,6 +113,8 @@ def build_agent(
                 unknown_price="allow",
                 store=store,
                 on_decision=on_decision,
+                # Without it, the page and the dashboards only say how many users there are.
+                telemetry=Telemetry(subject_label={"user_id": str}),
             )
         ],
     )
