@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "tests/assets/grafana/dashboard.schema.json").read_text())
 OVERVIEW, THREAD = "langchain-quota-overview", "langchain-quota-thread"
 HOSTILE = 'a"b\\c\'d $job {x=~"\\.+"} ü'
-CUSTOMERS = [f"customer-{number}" for number in range(1, 5)]
+CUSTOMERS = [f"chat-{number}" for number in range(1, 5)]
 ALLOWED, TRIED = 4, 7
 """How often an agent of the second job may search on a thread, and tries to on the hostile one."""
 

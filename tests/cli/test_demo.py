@@ -31,7 +31,7 @@ trace.set_tracer_provider(provider)
 """
 """The command as `opentelemetry-instrument` runs it, whose exporter reads the environment."""
 _LINE = re.compile(
-    r"^(customer-\d+) +(\d+)/\d+ +(\d+)/\d+ +(\d+)/\d+ +[\d,]+/6,000 +(\d+)$", re.MULTILINE
+    r"^(chat-\d+) +(\d+)/\d+ +(\d+)/\d+ +(\d+)/\d+ +[\d,]+/6,000 +(\d+)$", re.MULTILINE
 )
 Use = tuple[int, ...]
 """A thread's searches, calls of tools and of the model, and refusals."""
@@ -53,7 +53,7 @@ class Ran:
     @property
     def end(self) -> list[str]:
         """The end of the output: a table, metrics, what was prevented, steps."""
-        return self.output[self.output.rindex("\nthread ") + 1 :].split("\n\n")
+        return self.output[self.output.rindex("\nchat ") + 1 :].split("\n\n")
 
     def sum_of(self, metric: str, **labels: str) -> float:
         """What series add up to."""
@@ -81,7 +81,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def test_the_end(ran: Ran) -> None:
     """At the end: the table, which agrees with /metrics, what was prevented, and steps.
 
-    80 columns do.
+    No count passes its limit. 80 columns do.
     """
     shown, said, steps = ran.end
     uses = lines(shown)
@@ -93,10 +93,18 @@ def test_the_end(ran: Ran) -> None:
         assert charged == sum(use[index] for use in uses.values())
     refused = sum(use[-1] for use in uses.values())
     assert ran.sum_of("calls_total", decision="blocked") == refused
-    said_so = r"(?m)^customer-\d's call of .+ is blocked: .+ \(\w+\)$"
+    said_so = r"(?m)^chat-\d's call of .+ is blocked: .+ \(\w+\)$"
     assert len(re.findall(said_so, ran.output)) >= refused
-    thread, worst = max(uses.items(), key=lambda item: item[1][-1])
-    assert said == f"Calls over its limits that {thread} asked for: {worst[-1]}; none ran."
+    chat, worst = max(uses.items(), key=lambda item: item[1][-1])
+    prevented, spent = said.split("\n")
+    assert prevented == (
+        f"{refused} calls were blocked by limits, {worst[-1]} of them in {chat}. None of them ran."
+    )
+    budgets = re.findall(r"\w+ \$(\d+\.\d+) of \$(\d+\.\d+)", spent)
+    counts = re.findall(r"([\d,]+)/([\d,]+)", shown.replace(",", ""))
+    assert len(budgets) == 2
+    assert len(counts) == 4 * 6
+    assert all(0 <= float(used) <= float(limit) for used, limit in [*budgets, *counts])
     assert [step[:3] for step in steps.split("\n")[:3]] == ["1. ", "2. ", "3. "]
     assert max(map(len, ran.output.splitlines())) <= 80
     assert "\x1b" not in ran.output
@@ -116,8 +124,8 @@ def test_ended_early(number: int, tmp_path: Path) -> None:
             running.send_signal(number)
             assert running.wait(60) == 130
     assert len(lines(log.read_text())) == 6
-    assert log.read_text().splitlines()[-2] == (
-        "2. Look at the page for longer: langchain-quota demo --serve"
+    assert log.read_text().splitlines()[-3] == (
+        "1. Open the page, and click a red row: langchain-quota demo --serve"
     )
 
 
@@ -137,7 +145,7 @@ def test_the_event_loop_is_never_blocked(capsys: pytest.CaptureFixture[str]) -> 
     """Under the whole demo nothing blocks the event loop."""
     with blockbuster_ctx():
         assert main(["demo", "--seconds", "1", "--port", "0"]) == 0
-    assert lines(capsys.readouterr().out)["customer-1"][-1] > 0
+    assert lines(capsys.readouterr().out)["chat-1"][-1] > 0
 
 
 @pytest.mark.rest

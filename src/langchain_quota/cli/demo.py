@@ -37,6 +37,7 @@ from langchain_quota import (
     Telemetry,
     TokenLimit,
     ToolCallLimit,
+    max_usage,
     start_metrics_server,
 )
 from langchain_quota.cli import INTERRUPTED, CommandError, one_line, say, table
@@ -45,30 +46,31 @@ from langchain_quota.telemetry.exposition import MetricsServer
 from langchain_quota.testing import ScriptedChatModel
 
 AGENT = "support"
-NEAR = 0.8
 _SEARCH_SECONDS = 0.2
 
 SEARCH = ToolCallLimit("search", thread_limit=8, run_limit=3)
 MODEL = ModelCallLimit(thread_limit=20, run_limit=6)
-TOKENS = TokenLimit(thread_limit=6_000)
+TOKENS = TokenLimit(thread_limit=6_000, reserve=max_usage)
 LIMITS = (SEARCH, ToolCallLimit(thread_limit=16, run_limit=6), MODEL, TOKENS)
-"""The limits per thread, which the table at the end shows."""
+"""The limits per conversation, which the table at the end shows."""
 
 _GREEDY = "Search for oak, ash, elm and pine boards, one search each, then for their prices."
 _MODEST = "What is the weather in Oslo? Can you deliver today?"
 _STEADY = "Search for walnut boards, and convert 40 EUR to NOK for me."
 _RESTLESS = "Convert 1, 2, 3, 4, 5, 6 and 7 EUR to NOK, one after the other."
 _LOOPING = "Convert 40 EUR to NOK again and again, until the rate is better."
-_CUSTOMERS = (
+_CHATS = (
     (_GREEDY, _GREEDY, _MODEST, _GREEDY, _GREEDY),
     (_MODEST, _STEADY, _MODEST, _MODEST, _STEADY),
     (_STEADY, _GREEDY, _STEADY, _STEADY, _STEADY),
     (_RESTLESS, _MODEST, _LOOPING, _MODEST, _LOOPING),
 )
-_TURNS = len(_CUSTOMERS[0])
-_SHOPS = ("Oslo", "Bergen")
-_SHOP_DOLLARS = 0.045
-"""The budget of a shop, in dollars for each conversation."""
+_TURNS = len(_CHATS[0])
+_CUSTOMERS = ("acme", "globex")
+_DOLLARS = 0.045
+"""The budget of a customer for a month, in dollars for each conversation."""
+
+_PROFILE: Any = {"max_output_tokens": 120}
 
 _Request = tuple[str, dict[str, object]]
 _WOODS: list[_Request] = [("search", {"query": wood}) for wood in ("oak", "ash", "elm", "pine")]
@@ -119,7 +121,7 @@ def run(options: Namespace) -> int:
 
 def _summarize(traffic: "Traffic", server: MetricsServer, *, serves: bool) -> None:
     """Print what happened, and what to do next, in the lines of a small terminal."""
-    headings = ["thread", *(_title(limit.name) for limit in LIMITS), "blocked"]
+    headings = ["chat", *(_title(limit.name) for limit in LIMITS), "blocked"]
     lines = [
         [thread, *traffic.uses(thread), str(blocked)] for thread, blocked in traffic.blocked.items()
     ]
@@ -127,14 +129,16 @@ def _summarize(traffic: "Traffic", server: MetricsServer, *, serves: bool) -> No
     for line in table(headings, lines, right=headings[1:]):
         say(line)
     say()
-    thread, blocked = max(traffic.blocked.items(), key=itemgetter(1))
-    say(f"Calls over its limits that {thread} asked for: {blocked}; none ran.")
+    chat, most = max(traffic.blocked.items(), key=itemgetter(1))
+    blocked = sum(traffic.blocked.values())
+    say(f"{blocked} calls were blocked by limits, {most} of them in {chat}. None of them ran.")
+    say(f"Spent of the month's budgets: {traffic.spent()}.")
     command = "langchain-quota"
     if shutil.which(command) is None and Path(sys.argv[0]).name == command:
         command = min(sys.argv[0], os.path.relpath(sys.argv[0]), key=len)  # by `make demo`
-    say("\n1. Limit your own agent: https://github.com/langchain-quota/langchain-quota")
     page = server.page_url if serves else f"{command} demo --serve"
-    say(f"2. Look at the page for longer: {page}")
+    say(f"\n1. Open the page, and click a red row: {page}")
+    say("2. Limit your own agent: https://github.com/langchain-quota/langchain-quota")
     say(f"3. Get dashboards: {command} export grafana --to grafana")
 
 
@@ -161,7 +165,7 @@ class Traffic:
         self._seconds = seconds
         self._on_refusal = on_refusal
         self._tracer = trace.get_tracer("langchain_quota.demo")
-        self.blocked = {f"customer-{number}": 0 for number in range(1, threads + 1)}
+        self.blocked = {f"chat-{number}": 0 for number in range(1, threads + 1)}
         """The number of blocked calls of each thread."""
         # A registry of its own, because others may have settings of theirs on the global one.
         self.registry = CollectorRegistry()
@@ -169,18 +173,19 @@ class Traffic:
         concurrency = ConcurrencyLimit(
             "search", name="search at once", max_concurrency=threads // 3 or 1
         )
-        budget = CostLimit(quotas=[Quota(f"{_SHOP_DOLLARS * threads:.2f}", per="shop")])
+        month = Quota(f"{_DOLLARS * threads:.2f}", per="customer", window="month")
+        budget = CostLimit(quotas=[month], reserve=max_usage)
         self._quota = QuotaMiddleware(
             [*LIMITS, budget, concurrency, RepeatLimit(3)],
             store=MemoryStore(),
             prices={"scripted": Price(input=10, output=30)},
             on_decision=self._count_decision,
             telemetry=Telemetry(
-                registry=self.registry, near=NEAR, run_histograms=True, subject_label={"shop": str}
+                registry=self.registry, run_histograms=True, subject_label={"customer": str}
             ),
         )
         self._agent: Any = create_agent(
-            ScriptedChatModel(model="scripted", script=_next_turn, keep_calls=0),
+            ScriptedChatModel(model="scripted", script=_next_turn, keep_calls=0, profile=_PROFILE),
             tools=[search, weather, convert],
             name=AGENT,
             checkpointer=InMemorySaver(),
@@ -193,6 +198,11 @@ class Traffic:
         balances = (self._quota.left(limit.name, thread=thread) for limit in LIMITS)
         return [f"{balance.used:,}/{balance.limit:,}" for balance in balances]
 
+    def spent(self) -> str:
+        """Return how much customers have spent of their budgets."""
+        budgets = [(name, self._quota.left("cost", customer=name)) for name in _CUSTOMERS]
+        return ", ".join(f"{name} ${one.used:.2f} of ${one.limit:.2f}" for name, one in budgets)
+
     async def run(self) -> None:
         """Hold the conversations."""
         conversations = map(self._converse, self.blocked, count())
@@ -201,13 +211,13 @@ class Traffic:
     async def _converse(self, thread: str, number: int) -> None:
         config: RunnableConfig = {"configurable": {"thread_id": thread}}
         turn_seconds = self._seconds / _TURNS
-        # Customers begin at different times.
+        # Conversations begin at different times.
         begin = time.monotonic() + turn_seconds / 2 * number / len(self.blocked)
-        for turn, question in enumerate(_CUSTOMERS[number % len(_CUSTOMERS)]):
+        for turn, question in enumerate(_CHATS[number % len(_CHATS)]):
             await asyncio.sleep(begin + turn * turn_seconds - time.monotonic())
             attributes = {"gen_ai.conversation.id": thread}
             with self._tracer.start_as_current_span("conversation turn", attributes=attributes):
-                context = {"shop": _SHOPS[number % len(_SHOPS)]}
+                context = {"customer": _CUSTOMERS[number % len(_CUSTOMERS)]}
                 messages = {"messages": [HumanMessage(question)]}
                 await self._agent.ainvoke(messages, config, context=context)
 
