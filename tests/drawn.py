@@ -24,16 +24,13 @@ from langchain_quota import (
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.testing import ToolRequest
 from tests.telemetry import Signals
+from tests.tokens import ProviderError
 
 TOOLS = ("search", "calc", "ask")
 INVENTED = "invented"
 """A tool that no agent has."""
 REVIEWED = "calc"
 WINDOW = timedelta(minutes=1)
-
-
-class ProviderError(Exception):
-    """The model's provider fails."""
 
 
 RAISED = (ToolCallLimitExceededError, ModelCallLimitExceededError, ProviderError)

@@ -164,18 +164,19 @@ def asking(*tools: Any) -> Callable[[Sequence[BaseMessage]], Turn]:
 
 
 def delegate(
-    agent: Any, name: str = "delegate", *, times: int = 1, context: Any = None
+    agent: Any, name: str = "delegate", *, started: list[str] | None = None, **given: Any
 ) -> BaseTool:
-    """A tool that asks another agent, so many times, and gives its last answer."""
+    """A tool that notes that it has started, asks another agent, and gives its last answer."""
     asked: Any = {"messages": [("user", "do it")]}
+    notes = [] if started is None else started
 
     def ask() -> str:
-        results = [agent.invoke(asked, context=context) for _ in range(times)]
-        return str(results[-1]["messages"][-1].content)
+        notes.append(name)
+        return str(agent.invoke(asked, **given)["messages"][-1].content)
 
     async def aask() -> str:
-        results = [await agent.ainvoke(asked, context=context) for _ in range(times)]
-        return str(results[-1]["messages"][-1].content)
+        notes.append(name)
+        return str((await agent.ainvoke(asked, **given))["messages"][-1].content)
 
     return StructuredTool.from_function(ask, aask, name=name, description=name)
 

@@ -25,7 +25,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, Turn
-from tests.scene import recording
+from tests.scene import delegate, recording
 from tests.tokens import answer
 
 LOST = "langchain_quota_errors_total"
@@ -134,23 +134,6 @@ class Billed(Tree):
         )
 
 
-def ask(
-    agent: Any, name: str = "delegate", started: list[str] | None = None, **given: Any
-) -> BaseTool:
-    """A tool that asks an agent, and notes that it has started."""
-    started = [] if started is None else started
-
-    def delegate() -> str:
-        started.append(name)
-        return str(agent.invoke(ASKED, **given)["messages"][-1].content)
-
-    async def adelegate() -> str:
-        started.append(name)
-        return str((await agent.ainvoke(ASKED, **given))["messages"][-1].content)
-
-    return StructuredTool.from_function(delegate, adelegate, name=name, description="Ask.")
-
-
 def in_a_thread(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """What a function returns in a thread that has no context."""
     with ThreadPoolExecutor() as executor:
@@ -183,7 +166,7 @@ def inside(tree: Tree, saver: BaseCheckpointSaver[Any]) -> Any:
     )
     return create_agent(
         ScriptedChatModel(script=one_by_one("first", "second")),
-        [ask(first, "first"), ask(tree.agent(9), "second")],
+        [delegate(first, "first"), delegate(tree.agent(9), "second")],
         middleware=[tree.quota()],
         checkpointer=saver,
     )

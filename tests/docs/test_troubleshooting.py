@@ -4,10 +4,9 @@ import ast
 import logging
 import re
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
 from langchain.agents import create_agent
@@ -17,7 +16,7 @@ from langgraph.prebuilt import create_react_agent
 from langgraph.warnings import LangGraphDeprecatedSinceV10
 
 import langchain_quota
-from langchain_quota import MemoryStore, ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import recording
 from tests.telemetry import Signals
@@ -115,30 +114,6 @@ def test_every_message_is_said() -> None:
             for at in range(len(words))
         )
         assert known >= len(words) * 0.5, message
-
-
-class CallerDict(TypedDict):
-    """A context without the name that the quota wants."""
-
-    user: str
-
-
-def test_a_context_without_a_user(signals: Signals) -> None:
-    """Without the name the sentence has it; what cannot tell users apart is refused."""
-    no_text = "the subject of quota … must be a string, a whole number or a UUID"
-    lacks = "quota … needs … in runtime.context: call the agent with context=…"
-    for schema, context, error, message in (
-        *((each, None, ValueError, lacks) for each in (CallerDict, None)),
-        *((each, {"user": "ada"}, ValueError, lacks) for each in (CallerDict, None)),
-        (None, {"user_id": ["ada"]}, TypeError, no_text),
-        (None, {"user_id": ""}, ValueError, "the subject of quota … must not be empty"),
-    ):
-        limit = ToolCallLimit("search", quotas=[Quota(9, per="user_id")])
-        asked = agent(quota(signals, limit, store=MemoryStore()), context_schema=schema)
-        seen = raised(error, partial(asked.invoke, ASKED, context=context))
-        assert begins(seen, message)
-        end = 'call the agent with context={"user_id": …}, or an object that has it'
-        assert seen.endswith(end) == (message == lacks)
 
 
 PROVIDERS = [

@@ -25,9 +25,9 @@ from langgraph.types import Command, interrupt
 
 from langchain_quota import CostLimit, QuotaMiddleware
 from tests.examples import DEPTH, examples
-from tests.scene import Form, both_forms, recording
+from tests.scene import Form, both_forms, delegate, recording
 from tests.telemetry import telling
-from tests.trees import ASKED, LOST, PER_TOKEN, Billed, Tree, ask, config, in_a_thread, price
+from tests.trees import ASKED, LOST, PER_TOKEN, Billed, Tree, config, in_a_thread, price
 
 
 def traced() -> Any:
@@ -136,7 +136,7 @@ def handing_over(agent: Any, other: Any) -> Any:
 
 def starting(child: Any, way: str, name: str, started: list[str]) -> BaseTool:
     """A tool that starts an agent."""
-    tool = ask(child, started=started)
+    tool = delegate(child, started=started)
     invoked = chain(child) if way == "chain" else child
 
     def start(runtime: ToolRuntime) -> str:

@@ -16,8 +16,8 @@ from langchain_core.messages import AIMessage, ToolCall, ToolMessage
 from opentelemetry.trace import StatusCode
 
 import langchain_quota
-from langchain_quota import Decision, ModelCallLimitExceededError
-from tests.scene import CONFIG, SKIPPED, Form, Scene, model_limiter, tool_limiter
+from langchain_quota import Decision
+from tests.scene import CONFIG, SKIPPED, Form, Scene, tool_limiter
 from tests.telemetry import Signals, attributes
 
 State = dict[str, Any]
@@ -279,38 +279,6 @@ async def test_end(message: Any, refusal: str, last: str, signals: Signals) -> N
     assert scene.metric("tool:search", "blocked", "run") == 1
     assert thread_series(signals, "tool:search") == (0, 10, 1)
     scene.check()
-
-
-async def test_error_of_a_model_limiter(signals: Signals) -> None:
-    """`error`: our exception reaches the caller, who may catch LangChain's; its span says so."""
-    limiter = model_limiter(signals, thread_limit=9, run_limit=1, exit_behavior="error")
-    scene = Scene(signals, [["search"], "never"], [limiter])
-    with pytest.raises(langchain_model.ModelCallLimitExceededError) as caught:
-        await scene.play()
-    error = caught.value
-    assert type(error) is ModelCallLimitExceededError
-    assert (error.thread_count, error.thread_limit) == (1, 9)
-    assert (error.run_count, error.run_limit) == (1, 1)
-    assert scene.state()["thread_model_call_count"] == len(scene.model.calls) == 1
-    assert (scene.calls("allowed"), scene.calls("blocked")) == (1, 1)
-    assert thread_series(signals, "model") == (1, 9, 1)
-    assert spanned(signals) == {("allowed", StatusCode.UNSET): 1, ("blocked", StatusCode.ERROR): 1}
-
-
-async def test_two_named_limits_on_one_tool(signals: Signals) -> None:
-    """With `limit_name` two limits on one tool stand side by side, as thresholds of one count."""
-    burst = tool_limiter(signals, "search", run_limit=2, limit_name="burst")
-    budget = tool_limiter(signals, "search", thread_limit=3, limit_name="budget")
-    for limiter, name in ((burst, "burst"), (budget, "budget")):
-        assert limiter.name == f"ToolCallLimitMiddleware[search/{name}]"
-    scene = Scene(signals, [["search"] * 3, "one", ["search"] * 2, "two"], [burst, budget])
-    for ran in (2, 3):
-        await scene.play()
-        assert scene.ran == ["search"] * ran
-        scene.check()
-    assert scene.metric("burst", "blocked", "run") == 1
-    assert scene.metric("budget", "blocked", "thread") == 1
-    assert thread_series(signals, "budget") == (3, 3, 1)
 
 
 async def test_on_pending_raise(signals: Signals) -> None:

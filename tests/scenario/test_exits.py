@@ -47,18 +47,6 @@ async def test_a_refusal_by_two_scopes_is_shown_as_the_threads(signals: Signals)
     assert [scene.metric("tool:search", "blocked", each) for each in ("thread", "run")] == [1, 0]
 
 
-async def test_all_tools_and_all_but_one_stand_apart(signals: Signals) -> None:
-    """A tool left out is neither counted nor refused by its limit; one on all tools counts it."""
-    limits = [ToolCallLimit(run_limit=3), ToolCallLimit(run_limit=1, exclude=["ask"])]
-    scene = Scene(signals, [["ask", "search"], ["ask", "search"], "done"], limits, tools=TOOLS)
-    await scene.play()
-    assert sorted(scene.ran) == ["ask", "ask", "search"]
-    assert scene.state()["thread_tool_call_count"] == {"__all__": 3, "__all__-ask": 1}
-    allowed, blocked = ("allowed", "none"), ("blocked", "run")
-    assert [scene.metric("tool:*-ask", *each) for each in (allowed, blocked)] == [1, 1]
-    scene.check()
-
-
 @pytest.mark.parametrize("make", [lambda: None, MemoryStore], ids=["in the state", "in a store"])
 async def test_a_tool_named_model_has_a_count_of_its_own(make: Any, signals: Signals) -> None:
     """Calls of a tool named `model` are no model calls, with a store and without."""

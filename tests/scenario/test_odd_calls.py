@@ -8,8 +8,7 @@ from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph.message import add_messages
 
-from langchain_quota import ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
-from tests.scene import ABANDONED, FINALIZED, Scene, check_history, either, texts, tool_limiter
+from tests.scene import ABANDONED, Scene, check_history, texts, tool_limiter
 from tests.telemetry import Signals
 
 
@@ -26,34 +25,6 @@ def check_ids(scene: Scene) -> None:
                 ids = [each["id"] for each in message.tool_calls]
                 assert all(ids), message
                 assert len(set(ids)) == len(ids), message
-
-
-EXITS: list[Any] = [
-    (ToolCallLimit("search", run_limit=1), "", ["search", "calc"]),
-    (ToolCallLimit("search", run_limit=1, exit_behavior="end"), "", []),
-    (ToolCallLimit("search", run_limit=1, exit_behavior="error"), "", []),
-    (ModelCallLimit(run_limit=1, exit_behavior="finalize"), FINALIZED, []),
-]
-
-
-@either
-@pytest.mark.parametrize(("limit", "text", "ran"), EXITS, ids=lambda each: str(each)[:40])
-async def test_calls_without_ids(
-    limit: Any, text: str, ran: list[str], kind: Any, signals: Signals
-) -> None:
-    """All are answered, at once or by the next run, with those of tools that have no limit."""
-    batch = [call("search"), call("search", ""), call("calc")]
-    scene = Scene(signals, [batch, "done", "done"], [limit], kind=kind)
-    if limit.exit_behavior == "error":
-        with pytest.raises(ToolCallLimitExceededError):
-            await scene.play()
-    else:
-        found = texts(await scene.play())
-        assert [text in each for each in found] == [True] * 3
-        check_ids(scene)
-    await scene.play()
-    assert scene.ran == ran
-    check_ids(scene)
 
 
 async def test_what_an_earlier_run_left(signals: Signals) -> None:

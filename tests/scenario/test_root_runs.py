@@ -24,10 +24,10 @@ from langchain_quota import GraphQuota, MemoryStore, Quota, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests import trees
 from tests.forked import run_python
-from tests.scene import Kind, Scene
+from tests.scene import Kind, Scene, delegate
 from tests.stores import DistantStore
 from tests.telemetry import Signals, needs_inline
-from tests.trees import ASKED, Tree, ask, config, human, in_one_tool, inside, one_by_one
+from tests.trees import ASKED, Tree, config, human, in_one_tool, inside, one_by_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 
@@ -37,8 +37,8 @@ SEARCHES = ToolCallLimit("search", quotas=[Quota(5, per="root_run")])
 async def test_many_runs_at_once(signals: Signals) -> None:
     """Thirty runs at once, on threads or on none, have exactly their own budgets."""
     tree = Tree(signals.telemetry)
-    leaves = [ask(tree.agent(2), f"leaf_{n}") for n in range(2)]
-    top = tree.agent(3, ask(tree.agent(1, *leaves)))
+    leaves = [delegate(tree.agent(2), f"leaf_{n}") for n in range(2)]
+    top = tree.agent(3, delegate(tree.agent(1, *leaves)))
     with captured_decisions() as decisions:
         await asyncio.gather(
             *(top.ainvoke(ASKED, config(n % 3)) for n in range(15)),
@@ -80,7 +80,7 @@ async def test_below_what_has_no_limits(outer: Any, signals: Signals) -> None:
 
 def calling(tree: Tree, *agents: Any) -> list[BaseTool]:
     """A tool that asks another agent with its config alone, and then others without; and one."""
-    other = ask(tree.agent(9))
+    other = delegate(tree.agent(9))
 
     def call(runtime: ToolRuntime) -> str:
         answer = str(trees.in_a_thread(other.run, {}, config=runtime.config))

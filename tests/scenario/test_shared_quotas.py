@@ -65,7 +65,10 @@ async def test_functions(form: Form, per: Any, number: Any, signals: Signals) ->
 ACME = {"tenant": "acme"}
 ASYNC = "{} of limit 'tool:search' is async: call the agent with ainvoke"
 NUMBER = "limit of quota 'global' of limit 'tool:search' must be "
-NEEDS = "quota 'user_id' of limit 'tool:search' needs 'user_id' in runtime.context: call the agent"
+NEEDS = (
+    "quota 'user_id' of limit 'tool:search' needs 'user_id' in runtime.context: call the agent "
+    'with context={"user_id": …}, or an object that has it'
+)
 WRONG = (
     "the subject of quota 'user_id' of limit 'tool:search' must be a string, a whole number or a "
     "UUID, "

@@ -56,14 +56,6 @@ async def test_quiet_until_near(kind: Kind, signals: Signals) -> None:
     scene.check()
 
 
-@pytest.mark.parametrize("store", [None, MemoryStore])
-async def test_what_the_call_holds_is_not_used(store: Any, signals: Signals) -> None:
-    """The model is told what is left for its call, with what the call itself holds."""
-    limit = TokenLimit(run_limit=100, reserve=90)
-    scene = await Scene(signals, [paid(5)], [limit], store=store and store(), **TELL).played()
-    assert notes(scene) == [""]
-
-
 @pytest.mark.parametrize(
     ("limits", "batch", "note"),
     [

@@ -224,15 +224,6 @@ async def test_a_price_that_fails(signals: Signals) -> None:
     assert due == {}
 
 
-async def test_a_dry_run(signals: Signals) -> None:
-    """A dry-run limit refuses nothing, and is charged all that ran."""
-    limit = CostLimit(run_limit="0.40", tool_prices=PRICES, enforce=False)
-    scene = scene_of(signals, {}, [answer(11, *made("search", 1, 2)), answer(12)], limit)
-    await scene.play()
-    assert spent(scene, MONEY)[1] - 2 * CENT == charged(signals) == 60 * CENT
-    assert scene.calls("would_block", "search") == 1
-
-
 async def test_a_tool_named_like_money(signals: Signals) -> None:
     """The calls of a tool are not added to what paid tools cost, whatever it is named."""
     named = ToolCallLimit(MONEY, thread_limit=2)

@@ -3,8 +3,6 @@
 import json
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -90,15 +88,6 @@ def until_refused(service: Service, user_id: str) -> httpx.Response:
         return None if response.status_code == 200 else response
 
     return eventually(refused)
-
-
-def test_answers(service: Service, thread: str) -> None:
-    """A question is answered after tool calls; one over its limit is listed in the answer."""
-    for text, count, refusals in (("oak 7", 2, []), ("ash elm", 2, [SEARCH_USED_UP])):
-        response = service.ask(thread, text)
-        assert response.status_code == 200
-        said = f"I looked up {count} words."
-        assert response.json() == {"thread_id": thread, "text": said, "refusals": refusals}
 
 
 def test_what_is_used_up(service: Service, thread: str) -> None:
@@ -299,42 +288,6 @@ def test_requests_are_finished_before_the_end(tmp_path: Path, thread: str) -> No
         assert service.usage(thread)["thread"]["tools"] == {"search": 2}
         assert service.ask(thread, "elm").json()["refusals"] == [SEARCH_USED_UP]
         assert service.ask(f"{thread}-2", "!").status_code == 200
-
-
-def test_workers_on_one_port(redis_server: RedisServer, tmp_path: Path) -> None:
-    """Two workers share a port, a thread's counts, and what /metrics says."""
-    metrics, log = tmp_path / "metrics", tmp_path / "log"
-    metrics.mkdir()
-    settings = {
-        "WORKERS": 2,
-        "PROMETHEUS_MULTIPROC_DIR": metrics,
-        "LANGCHAIN_QUOTA_REDIS_URL": redis_server.url,
-    }
-    command = [sys.executable, "-m", "service"]
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            command, cwd=tmp_path, env=environment(settings), stdout=output, stderr=output
-        ) as process,
-    ):
-        try:
-            eventually(lambda: log.read_text().count("Application startup complete.") == 2)
-            found = re.search(r"running on (http://127\.0\.0\.1:\d+)", log.read_text())
-            assert found
-
-            def get(path: str) -> httpx.Response:
-                headers = {"authorization": f"Bearer {TOKEN}"}
-                return httpx.get(f"{found[1]}/{path}", headers=headers, trust_env=False)
-
-            for count in range(1, 7):
-                # On a connection of its own: one that is kept open leads to one worker.
-                path = f"{found[1]}/threads/shared/messages"
-                assert httpx.post(path, json=question("!"), trust_env=False).status_code == 200
-                calls = r'(?m)^langchain_quota_calls_total{.*"model".*} (.+)$'
-                assert sum(map(float, re.findall(calls, get("metrics").text))) == count
-            assert get("threads/shared/usage").json()["thread"]["model"] == 6
-        finally:
-            process.terminate()
 
 
 def refused_start(directory: Path, settings: dict[str, str]) -> list[str]:
