@@ -12,7 +12,6 @@ from langchain_quota import (
     ModelCallLimit,
     Quota,
     QuotaMiddleware,
-    QuotaWarning,
     ToolCallLimit,
     with_limits,
 )
@@ -143,19 +142,6 @@ async def test_an_agent_does_not_run(kind: Kind, order: Order, signals: Signals)
         with pytest.raises(RuntimeError, match="does not see what code calls"):
             await scene.play()
     assert (scene.model.calls, scene.ran) == ((), [])
-
-
-async def test_a_deep_agent_without_with_limits_does_not_run(signals: Signals) -> None:
-    """The limits of a deep agent's own middleware are not gone past by `task()` either."""
-    middleware = [held(signals, ToolCallLimit("task", run_limit=1)), interpreter()]
-    model = ScriptedChatModel(script=script(TASKS))
-    agent = deepagents.create_deep_agent(model, [], middleware=middleware)
-    # Its sub-agents have no limits, which is said, too.
-    with (
-        pytest.warns(QuotaWarning, match="the sub-agents"),
-        pytest.raises(RuntimeError, match="give it subagents=False"),
-    ):
-        await agent.ainvoke(GO, CONFIG)
 
 
 async def test_a_dry_run(signals: Signals) -> None:

@@ -9,7 +9,7 @@ from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, RemoveM
 from langgraph.func import entrypoint
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
-from langgraph.types import Command, Send, interrupt
+from langgraph.types import Command, interrupt
 
 from langchain_quota import (
     GraphQuota,
@@ -203,20 +203,6 @@ async def test_a_graph_that_leads_back(limit: Limit, signals: Signals) -> None:
         with pytest.raises(ModelCallLimitExceededError, match=LED_BACK):
             await scene.play()
         assert len(scene.model.calls) == 2
-
-
-async def test_a_graph_of_many_branches(signals: Signals) -> None:
-    """Branches side by side do not lead back: each call over the limit is refused, none raises."""
-
-    def loop(graph: Any) -> None:
-        graph.add_node("many", lambda _: {})
-        graph.add_edge(START, "many")
-        graph.add_conditional_edges("many", lambda state: [Send("model", state)] * 29, ["model"])
-        graph.add_edge("model", END)
-
-    scene = Scene(signals, lambda _: "Hm.", [MODEL], kind="graph", loop=loop)
-    await scene.play()
-    assert (len(scene.model.calls), scene.calls("blocked")) == (2, 28)
 
 
 async def test_a_loop_of_tasks(signals: Signals) -> None:

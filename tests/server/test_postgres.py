@@ -21,7 +21,6 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.postgres import PostgresStore
 from tests.forked import run_python
 from tests.server.postgres import PostgresServer, running_pgbouncer, running_postgres, time_of
-from tests.server.prometheus import eventually
 from tests.server.stores import batch, calls, correcting, settlement, used
 from tests.stores import Clock
 
@@ -173,24 +172,6 @@ class TestTable:
 
 class TestConnections:
     """Where connections come from, and where they go."""
-
-    def test_event_loops_come_and_go(self, store: PostgresStore, beside: Any) -> None:
-        """A loop that ended leaves no connection; closed, a store can be used all the same."""
-
-        def connected() -> int:
-            query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s"
-            (found,) = beside.execute(query, ["langchain-quota"]).fetchone()
-            return int(found)
-
-        async def acquire() -> None:
-            await asyncio.gather(*(store.aacquire(calls("search", 1)) for _ in range(20)))
-
-        for _ in range(2):
-            asyncio.run(acquire())
-        store.acquire(calls("search", 1))
-        store.close()
-        eventually(lambda: connected() == 0)
-        assert used(store, "search") == [41]
 
     def test_a_connection_that_the_server_closed_is_not_used(
         self, store: PostgresStore, beside: Any

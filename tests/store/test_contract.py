@@ -18,12 +18,15 @@ from langchain_quota.core.admission import AcquireRequest, Correction, CountRef,
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.testing import ScriptedChatModel
+from tests.server.postgres import PostgresServer
+from tests.server.prometheus import eventually
 from tests.server.stores import batch, calls, correcting, settlement, used
-from tests.store.conftest import Store, Stores
+from tests.store.conftest import Place, Store, Stores
 from tests.telemetry import telling
 
 KEY, OTHER, BOB = "search:user_id:ada", "email:user_id:ada", "search:user_id:bob"
 DAY, DAY_ENDS = "search:user_id:ada:86400:46296", 46_297 * 86_400
+OURS = "FROM pg_stat_activity WHERE application_name = 'langchain-quota'"
 LONG = 3600
 """A lease that no test outlasts, in seconds."""
 
@@ -164,6 +167,32 @@ async def test_async_forms(store: Store) -> None:
     assert store.revoke(KEY, "4711") is None
     if isinstance(store, RedisStore):
         await store.aclose()
+
+
+def test_event_loops_come_and_go(place: Place, store: Store) -> None:
+    """A loop that ended leaves no connection; closed, a store can be used all the same."""
+    server = place.server
+
+    def connected() -> int:
+        if isinstance(server, PostgresServer):
+            (found,) = server.query(f"SELECT count(*) {OURS}")[0]
+            return int(found)
+        if server is None:
+            return 0
+        with server.client() as client:
+            return len(client.client_list()) - 1
+
+    async def acquire() -> None:
+        await asyncio.gather(*(store.aacquire(calls("search", 1)) for _ in range(5)))
+
+    for _ in range(3):
+        asyncio.run(acquire())
+    eventually(lambda: connected() == 0)
+    store.acquire(calls("search", 1))
+    if not isinstance(store, MemoryStore):
+        store.close()
+    eventually(lambda: connected() == 0)
+    assert used(store, "search") == [16]
 
 
 # A transport of a closed loop says so when it is collected.

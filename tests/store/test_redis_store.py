@@ -1,11 +1,9 @@
 """What is RedisStore's own: connections, keys, their ends, odd replies, and what stays secret."""
 
 import asyncio
-import gc
 import logging
 import time
 import traceback
-import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -23,7 +21,6 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.redis import RedisStore
 from tests.certificates import Certificate
 from tests.scene import Scene, asking
-from tests.server.prometheus import eventually
 from tests.server.proxy import proxy, replaced
 from tests.server.redis import RedisServer, free_port, running_redis, time_from
 from tests.server.stores import batch, calls, correcting, settlement, used
@@ -139,30 +136,6 @@ class TestConnections:
         for before, acquire in enumerate((in_thread, in_loop, in_thread)):
             client.script_flush()
             assert acquire(store, calls("search", 1)).used == {"search": before}
-
-    def test_event_loops_come_and_go(self, store: RedisStore, client: Any) -> None:
-        """A loop that ended leaves no connection, no client and no warning behind."""
-        loops = []
-
-        async def acquire() -> None:
-            loops.append(weakref.ref(asyncio.get_running_loop()))
-            await asyncio.gather(*(store.aacquire(calls("search", 1)) for _ in range(5)))
-
-        before = len(client.client_list())
-        for _ in range(3):
-            asyncio.run(acquire())
-        gc.collect()
-        assert [loop() for loop in loops] == [None] * 3
-        eventually(lambda: len(client.client_list()) == before)
-        # One that is closed without its last rites does not disturb the next one.
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(store.aacquire(calls("search", 1)))
-        loop.run_until_complete(store.aclose())
-        loop.close()
-        # Closed, a store can be used all the same.
-        assert in_loop(store, calls("search", 1)).used == {"search": 16}
-        store.close()
-        assert used(store, "search") == [17]
 
     def test_sources(self, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
         """A URL may name a socket, and stand in the environment; its timeouts do not count."""
