@@ -110,7 +110,7 @@ class ToolCallLimitMiddleware(
             name="" if limit_name is None else limit_name,
         )
         super().__init__(
-            (limit,), limit_name=limit_name, telemetry=telemetry, checks_every_call=False
+            (limit,), parts=(tool_name, limit_name), telemetry=telemetry, checks_every_call=False
         )
         self.kernel.conclude_tools = self._conclude_tools
         self.tool_name = tool_name
@@ -214,9 +214,7 @@ class ModelCallLimitMiddleware(
             alert=alert,
             name="" if limit_name is None else limit_name,
         )
-        super().__init__(
-            (limit,), limit_name=limit_name, telemetry=telemetry, model_mode="returned"
-        )
+        super().__init__((limit,), parts=(limit_name,), telemetry=telemetry, model_mode="returned")
         self.kernel.conclude_model = partial(conclude_model, charging=False)
         self.thread_limit = thread_limit
         self.run_limit = run_limit

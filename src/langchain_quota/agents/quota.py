@@ -28,13 +28,7 @@ from langchain_quota.features.setup_checks import CountWarnings, DeepAgents, Mis
 from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
-from langchain_quota.middleware.base import (
-    ContextT,
-    LimitMiddleware,
-    MiddlewareName,
-    WrittenResponse,
-    is_own,
-)
+from langchain_quota.middleware.base import ContextT, LimitMiddleware, WrittenResponse, is_own
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.conclude import end_again
 from langchain_quota.middleware.feature import (
@@ -285,11 +279,6 @@ class QuotaMiddleware(
     async def awrap_tool_call(self, request: ToolCallRequest, handler: ToolHandler) -> ToolAnswer:
         """Call `wrap_tool_call` without blocking the event loop."""
         return await self.kernel.call_tool("a", request, handler)
-
-    @property
-    def name(self) -> str:
-        """Name in the graph: the name of the class."""
-        return MiddlewareName(type(self).__name__)
 
 
 _OPTIONAL = ("before_model", "after_model", "wrap_model_call", "wrap_tool_call", "after_agent")

@@ -1,7 +1,6 @@
 """The base of all middlewares: LangChain's hooks, which call the kernel, and how runs begin."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cached_property
 from inspect import currentframe
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -87,7 +86,7 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     Args:
         limits: The limits, checked together.
-        limit_name: The name that the user gave, if any.
+        parts: What its name has beside that of the class: limited tools, the limit's name.
         settings: The other arguments of `Kernel`.
     """
 
@@ -95,6 +94,7 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
     """Kinds of features, in the order in which they are called."""
     kernel_kind: ClassVar[type[Kernel]] = Kernel
     """Class of the kernel."""
+    _parts: Sequence[str] = ()
     trace_policy = compat.small_traces()
     """What traces show of the hooks."""
 
@@ -115,11 +115,11 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
                 )
 
     def __init__(
-        self, limits: tuple[Limit, ...], *, limit_name: str | None = None, **settings: Any
+        self, limits: tuple[Limit, ...], *, parts: Sequence[str | None] = (), **settings: Any
     ) -> None:
         super().__init__()
         self.limits = limits
-        self._limit_name = limit_name
+        self._parts = [part for part in parts if part]
         self.kernel = self.kernel_kind(self, limits, feature_kinds=self.feature_kinds, **settings)
         if tracing_is_enabled():
             compat.TRACED.set()
@@ -131,15 +131,13 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         stand_ins = {hook: compat.untraced(self, hook) for hook in _STAND_INS if hook in state}
         vars(self).update(state, **stand_ins)
 
-    @cached_property
+    # A new object each time: a set compares only different ones, even if a name is listed twice.
+    @property
     def name(self) -> str:
-        """Name in the graph: its class, the limited tools and the limit's name."""
-        parts = [*self.limits[0].tools, *([self._limit_name] if self._limit_name else [])]
-        if not parts:
-            return MiddlewareName(type(self).__name__)
+        """Name in the graph: its class and, of a drop-in, the limited tool and the limit's name."""
         # LangGraph reserves these two in the names of nodes.
-        inner = "/".join(parts).replace(":", "_").replace("|", "_")
-        return MiddlewareName(f"{type(self).__name__}[{inner}]")
+        inner = "/".join(self._parts).replace(":", "_").replace("|", "_")
+        return MiddlewareName(type(self).__name__ + (f"[{inner}]" if inner else ""))
 
     def before_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
         """Begin a new run: set the run's counts to 0, and answer every call left without an answer.

@@ -329,11 +329,8 @@ def _is_valid(parameter: str, value: str) -> bool:
 
 def accepts_gzip(header: str) -> bool:
     """Return whether an `Accept-Encoding` names gzip, and not with the weight 0."""
-    for coding in header.lower().replace(" ", "").split(","):
-        name, _, weight = coding.partition(";q=")
-        if name == "gzip":
-            return not weight or bool(weight.strip("0."))
-    return False
+    codings = (coding.partition(";q=") for coding in header.lower().replace(" ", "").split(","))
+    return any(name == "gzip" and (not q or q.strip("0.")) for name, _, q in codings)
 
 
 def guard(app: WsgiApp, hosts: Sequence[str] | None) -> WsgiApp:
