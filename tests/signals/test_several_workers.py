@@ -106,6 +106,8 @@ def work(now: float, sessions: Sequence[Session]) -> None:
         if (PARENT, "", 0) in steps:
             at(seconds)
             asyncio.run(take(steps[1:]))
+            if steps[1:]:
+                eventually(lambda: [*Path(os.environ[VARIABLE]).glob("langchain_quota.*.json")])
         elif os.fork() == 0:
             at(seconds)
             asyncio.run(take(steps))
@@ -116,11 +118,13 @@ def work(now: float, sessions: Sequence[Session]) -> None:
     print(json.dumps(asyncio.run(scrape())))  # noqa: T201 - the result
 
 
-def worked(directory: Path, *sessions: Session) -> str:
+def worked(directory: Path, *sessions: Session, logged: list[str] | None = None) -> str:
     """What a scrape answers behind these sessions."""
     program = f"from {__name__} import work\nwork({time.time()!r}, {sessions!r})"
     done = run_python(program, env=os.environ | {VARIABLE: str(directory)}, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    if logged is not None:
+        logged += done.stderr.splitlines()
     return str(json.loads(done.stdout))
 
 
@@ -209,6 +213,14 @@ def test_the_files_of_workers(tmp_path: Path) -> None:
     assert corrupt.read_text() == "nonsense"
 
 
+@pytest.mark.parametrize("lives", [0, 1])
+def test_quotas_in_the_memory_of_several_workers(lives: int, tmp_path: Path) -> None:
+    """A second worker says once, if the first lives, that each of them allows the whole quota."""
+    logged, steps = list[str](), [(SEARCH, "t1", 1)]
+    worked(tmp_path, (0, [*[FORKS] * lives, *steps]), (5, steps * 2), logged=logged)
+    assert sum("write store=RedisStore()" in line for line in logged) == lives
+
+
 LINKED = """
 import asyncio, os, sys, time
 from pathlib import Path
@@ -241,44 +253,6 @@ def test_a_link_in_place_of_a_file(tmp_path: Path) -> None:
     assert (file.suffix, file.is_symlink(), stat.S_IMODE(file.stat().st_mode)) == (
         *(".json", False, 0o600),
     )
-
-
-SECOND = """
-import asyncio, os, sys, time
-from pathlib import Path
-from prometheus_client import REGISTRY
-from langchain_quota import MemoryStore, Quota, ToolCallLimit
-from tests.scene import Scene, asking
-from tests.telemetry import telling
-quotas = [Quota(9, per="global")] * int(sys.argv[1])
-limit = ToolCallLimit("search", thread_limit=9, quotas=quotas)
-scene = Scene(telling(registry=REGISTRY), asking("search"), [limit], store=MemoryStore())
-def written():
-    files = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).glob("langchain_quota.*.json")
-    return {file: file.stat().st_mtime_ns for file in files}
-def play():
-    before, ends = written(), time.monotonic() + 60
-    asyncio.run(scene.play())
-    while written() == before and time.monotonic() < ends:
-        time.sleep(0.01)
-play()
-print("alone", file=sys.stderr, flush=True)
-if os.fork():
-    os.wait()
-else:
-    play()
-    play()
-"""
-
-
-@pytest.mark.parametrize("quotas", [0, 1])
-def test_quotas_in_the_memory_of_several_workers(quotas: int, tmp_path: Path) -> None:
-    """A second worker that lives says once that each of them allows the whole quota."""
-    env = os.environ | {VARIABLE: str(tmp_path)}
-    done = run_python(SECOND, str(quotas), env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    said = [text.count("write store=RedisStore()") for text in done.stderr.split("alone")]
-    assert said == [0, quotas], done.stderr
 
 
 PAGE_OF_ALL = """

@@ -40,9 +40,6 @@ _REVIEW = "HumanInTheLoopMiddleware.after_model"
 _ALIKE = 0.8
 """How alike two names must be, by `difflib`."""
 
-_MANY = 20
-"""The most tools that a line of the log names."""
-
 _PACKAGES: tuple[str, ...] = ("deepagents", "langchain_quickjs")
 """The packages whose tools are checked."""
 
@@ -157,7 +154,7 @@ def _log_misspelt(agent: str, meant: Mapping[str, str]) -> None:
 
 
 def _log_missing(agent: str, missing: list[str], offered: list[str]) -> None:
-    names, tools = (", ".join(map(repr, each)) for each in (missing, offered[:_MANY]))
+    names, tools = (", ".join(map(repr, each)) for each in (missing, offered))
     logger.info("a limit holds no tool of agent %r: %s; its tools are %s", agent, names, tools)
 
 
