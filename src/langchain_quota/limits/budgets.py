@@ -77,7 +77,7 @@ class Budget(ModelLimit[Amount]):
             needs = f"keep={self.keep!r} needs exit_behavior='finalize'"
             if self.keep is None:
                 needs = "exit_behavior='finalize' needs keep="
-            raise ValueError(f"{needs}: keep is left for the last answer, such as a tenth")
+            raise ValueError(f"{needs}: keep is what is left for the last answer")
         keep, reserve = self._counted(self.keep), self._counted(self.reserve)
         maxima: list[tuple[Any, str]] = [
             (self.thread_limit, f"thread_limit={self.thread_limit!r}"),

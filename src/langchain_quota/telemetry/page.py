@@ -234,7 +234,8 @@ class Page:
         status, body, kind = "200 OK", _PAGE, "text/html; charset=utf-8"
         if name:
             values = dict(parse_qsl(query[:2_000]))
-            wrong = [key for key in values if not _is_valid(key, values[key])]
+            valid = {key for key in _PARAMETERS if _PARAMETERS[key].fullmatch(values.get(key, ""))}
+            wrong = [key for key in values if key not in valid]
             if wrong:
                 status, kind = "400 Bad Request", "text/plain"
                 patterns = ((key, _PARAMETERS[key].pattern) for key in _PARAMETERS)
@@ -321,10 +322,6 @@ class Page:
             return [body]
 
         return app
-
-
-def _is_valid(parameter: str, value: str) -> bool:
-    return parameter in _PARAMETERS and bool(_PARAMETERS[parameter].fullmatch(value))
 
 
 def accepts_gzip(header: str) -> bool:
