@@ -143,10 +143,10 @@ async def test_what_metrics_say_of_waits_and_rates(signals: Signals) -> None:
     assert lost == {("redis 127.0.0.1:1",): 3}
     rates = signals.samples("langchain_quota_limit", limit="tool:search", scope="global")
     assert rates[("now", "calls per hour")] == 2
-    fast = Quota(25_000_000, per="global", window="1m", smooth=True)
+    fast = Quota(24_000_000, per="global", window="1m", smooth=True)
     await Scene(signals, "x", [TokenLimit(quotas=[fast])], store=MemoryStore(), name="x").play()
     rates = signals.samples("langchain_quota_limit", limit="tokens", scope="global")
-    assert rates == {("x", "tokens per minute"): 25_000_000}
+    assert rates == {("x", "tokens per minute"): 24_000_000}
 
 
 @both_forms

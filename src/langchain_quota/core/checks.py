@@ -32,13 +32,14 @@ class Check(NamedTuple):
     computed: bool = False
     # What grants and rollover have added to the maximum.
     granted: int = 0
-    # The next four belong to quotas only.
+    # What follows belongs to quotas only.
     per: str = ""
     subject: str = ""
     resets_at: datetime | None = None
     rollover: Rollover | None = None
-    # The emission interval of a smooth quota, in microseconds.
+    # The emission interval of a smooth quota, in microseconds, and its window, in seconds.
     spacing: float = 0
+    window: int = 0
 
     @property
     def previous_keys(self) -> tuple[str, ...]:

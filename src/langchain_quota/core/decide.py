@@ -52,6 +52,7 @@ def status(  # noqa: PLR0913 - keyword-only, with defaults
                     check.spacing > 0,
                     check.spacing,
                     check.granted,
+                    check.window,
                 )
                 for check in resolved.checks
             ]

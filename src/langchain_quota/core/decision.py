@@ -51,6 +51,7 @@ class CountStatus(NamedTuple):
         smooth: Whether the count drains at an even rate.
         spacing: For a smooth quota, how many microseconds its rate has from one call, or token, to
             the next.
+        window: For a smooth quota, its window in seconds: the time in which its limit drains.
 
     Examples:
         >>> from langchain_quota.core.decision import CountStatus
@@ -68,6 +69,7 @@ class CountStatus(NamedTuple):
     smooth: bool = False
     spacing: float = 0
     granted: int = 0
+    window: int = 0
 
     @property
     def share(self) -> float:

@@ -320,6 +320,7 @@ def quota_check(  # noqa: PLR0913 - what a key needs
         resets_at=key.resets_at,
         rollover=rollover,
         spacing=spacing,
+        window=key.window or 0 if quota.smooth else 0,
     )
 
 

@@ -132,21 +132,22 @@ def exact_amount(amount: int, unit: Unit) -> int | Decimal:
     return Decimal(f"{whole}.{rest:0{places}d}".rstrip("0").removesuffix("."))
 
 
-def rate_of(spacing: float, unit: Unit) -> tuple[float, str]:
-    """Return an even rate in the shortest unit in which it is whole: `(9, "calls per hour")`.
+def rate_of(spacing: float, unit: Unit, window: int) -> tuple[float, str]:
+    """Return an even rate as users write it, or else in the shortest unit in which it is whole.
 
     Args:
         spacing: How many microseconds it has from one call, or token, to the next.
         unit: What is counted.
+        window: The seconds for which users write it: 60 calls a minute are not 1 call a second.
     """
-    rate = 0.0
-    for seconds, name in ((1, "second"), (60, "minute"), (3600, "hour"), (86_400, "day")):
+    rate, periods = 0.0, ((1, "second"), (60, "minute"), (3600, "hour"), (86_400, "day"))
+    for seconds, name in sorted(periods, key=lambda period: period[0] != window):
         rate = seconds * 10**6 / spacing
         # The spacing of calls is rounded, and so is the rate that is computed from it.
         slack = rate * rate / (seconds * 10**6) if unit == "calls" else rate / 10**9
         if round(rate) and abs(rate - round(rate)) <= slack:
             return round(rate), f"{unit} per {name}"
-    return rate, f"{unit} per day"
+    return rate, f"{unit} per {name}"
 
 
 def format_amount(amount: int | None, unit: Unit) -> str:

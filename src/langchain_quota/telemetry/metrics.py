@@ -250,7 +250,7 @@ class Metrics:
                 amount = in_base_unit((count.limit or 0) - count.granted, status.unit)
                 unit = UNIT_LABELS[status.unit]
                 if count.spacing:
-                    amount, unit = rate_of(count.spacing, status.unit)
+                    amount, unit = rate_of(count.spacing, status.unit, count.window)
                     if computed:
                         amount, unit = 0, f"{status.unit} per second"
                 labels = agent, limit, count.scope, unit
