@@ -120,7 +120,7 @@ def incidents(truth: Truth, begun: float, gone: float, speed: float) -> list[Inc
         ),
         Incident(
             "an agent loops",
-            *(refused("researcher", "tool:lookup", "run"), "LangChainQuotaThreadKeepsHitting"),
+            *(refused("researcher", "tool:lookup", "run"), hit),
             *(limit("researcher", "tool:lookup"), _SOON),
         ),
         Incident(

@@ -119,15 +119,19 @@ def test_texts_are_those_of_the_selected_jobs(tmp_path: Path) -> None:
     labels, other = (f'job="a",instance="{each}",agent="r",limit="l"' for each in "ij")
     refusal = "langchain_quota_thread_timestamp_seconds"
     refused = "langchain_quota_limit_decisions_total"
+    blocked = "langchain_quota_thread_blocked_total"
     series = {
         f'{refused}{{{labels},scope="run",decision="blocked",cluster="eu"}}': "0x5 3x9",
         f'{refusal}{{{labels},thread_id="ann",event="refusal",cluster="eu"}}': "300x15",
+        f'{blocked}{{{labels},thread_id="ann",cluster="eu"}}': "0x5 3x9",
+        f'{blocked}{{{other},thread_id="bob",cluster="us"}}': "0x5 3x9",
         f'{refusal}{{{other},thread_id="bob",event="refusal",cluster="us"}}': "300x15",
     }
     texts = {
         "summary": 'Limit "l" of agent "r" refuses calls on 1 thread',
         "description": 'Limit "l" refused 3 of 3 calls of agent "r" (job "a") within 5 minutes. '
-        'Latest refusals on threads: "ann". Refusals began at 1970-01-01 00:05:00 +0000 UTC.',
+        'Calls refused within 15 minutes, by thread: "ann" 3. '
+        "Refusals began at 1970-01-01 00:05:00 +0000 UTC.",
         "runbook_url": f"{export.RUNBOOKS}/LangChainQuotaLimitBreached.md",
         "dashboard_url": "http://localhost:3000/d/langchain-quota-overview"
         "?from=now-1h&to=now&var-job=a&var-agent=r&var-limit=l",
@@ -179,7 +183,7 @@ def test_the_route_can_be_included_as_it_is(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
     assert routed("EnforcementDegraded", "critical") == "pager"
     assert routed("SharedQuotaExhausted", "warning") == "tickets"
-    assert routed("ThreadKeepsHitting", "info") == "tickets"
+    assert routed("ThreadNearLimit", "info") == "tickets"
 
 
 def test_what_needs_somebody_is_told_in_time() -> None:
