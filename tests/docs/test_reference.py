@@ -165,7 +165,7 @@ class Seen:
             tool_limiter(self.signals, run_limit=0, exit_behavior="error"),
         )
         # Each kind of quota is used up; what is left is looked up; windows end.
-        for per in ("thread", "agent", "global", PER, "root_run"):
+        for per in ("thread", "agent", "global", "root_run", PER):
             window = None if per == "root_run" else timedelta(days=1)
             shared = ToolCallLimit(TOOL, quotas=[Quota(5, per=per, window=window)])
             options = {"store": MemoryStore(), "tell_model": True}

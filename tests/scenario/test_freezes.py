@@ -70,6 +70,9 @@ async def test_a_tenant_is_frozen_and_thawed(form: Form, caplog: pytest.LogCaptu
     assert (span["decision"], span["scope"], span["subject"]) == ("blocked", "frozen", "acme")
     blocked = [scene.metric("tool:search", "blocked", each) for each in ("frozen", "tenant")]
     assert blocked == [1, 0]
+    known = {"agent": "unnamed", "limit": "tool:search", "scope": "frozen"}
+    assert signals.samples("langchain_quota_thread_blocked_total", **known) == {("thread-1",): 1}
+    assert signals.samples("langchain_quota_subject_blocked_total", **known) == {("acme",): 1}
     assert frozen(signals) == 1
     assert await scene.reasons(context=BETA, thread_id="2") == [None]
     assert await scene.call("thaw", tenant="acme", by="bo")

@@ -184,6 +184,7 @@ def test_metrics_of_a_thread(server: User, user: User) -> None:
     labels = frozenset({"agent": "by_thread", "limit": "tool:search", "thread_id": thread}.items())
     assert series["langchain_quota_thread_used", labels] == 3
     assert series["langchain_quota_thread_limit", labels] == 3
+    labels |= {("scope", "thread")}
     assert series["langchain_quota_thread_blocked_total", labels] == 1
 
     assert server.get("/quota/metrics").status_code == 401

@@ -184,8 +184,8 @@ def test_usage(service: Service, thread: str) -> None:
 def test_metrics_are_guarded(service: Service, thread: str) -> None:
     """Whoever shows the token gets what runs and users did, and where Grafana is; nobody else."""
     service.ask(thread, "oak ash elm", f"user-of-{thread}")
-    blocked = ("agent", "librarian"), ("limit", "tool:search"), ("thread_id", thread)
-    assert service.series()["langchain_quota_thread_blocked_total", frozenset(blocked)] == 1
+    blocked = {"agent": "librarian", "limit": "tool:search", "thread_id": thread, "scope": "thread"}
+    assert service.series()["langchain_quota_thread_blocked_total", frozenset(blocked.items())] == 1
     wrong = ("", "Bearer", f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer ä")
     for shown in (*wrong, f"Bearer {TOKEN} {TOKEN}"):
         response = service.client.get("/metrics", headers={b"authorization": shown.encode()})

@@ -173,7 +173,8 @@ def test_what_workers_know_together(
 ) -> None:
     """The newest decision holds, refusals and amounts are summed, and a user counts once."""
     found = shown(worked(tmp_path, *sessions))
-    assert (one(found, "thread_used"), one(found, "thread_blocked_total")) == expected
+    blocked = one(found, "thread_blocked_total", (*OF_T1[:2], "thread", "t1"))
+    assert (one(found, "thread_used"), blocked) == expected
     calls = [1 + bool(count) for _, steps in sessions for what, _, count in steps if what == SEARCH]
     spent = one(found, "thread_spent_tokens_total", ("unnamed", "tokens", "t1"))
     assert spent == 10 * sum(calls)

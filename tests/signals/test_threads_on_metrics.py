@@ -66,7 +66,7 @@ class Searcher:
 def of_limit(signals: Signals, name: str, **labels: str) -> dict[str, float]:
     """The values of a metric of one agent's limit, by thread, in their order."""
     found = signals.samples(name, agent="boss", limit="tool:search", **labels)
-    return {thread: value for (thread,), value in found.items()}
+    return {thread: value for (thread, *_), value in found.items()}
 
 
 def states(signals: Signals, limit: str = "tool:search", scope: str = "thread") -> dict[str, float]:
@@ -94,13 +94,14 @@ async def test_a_thread(signals: Signals, clock: Clock) -> None:
         ("boss", "tool:*", "t1"): 10,
     }
     assert signals.samples(LIMIT, limit="tool:search") == {("boss", "t1"): 10}
-    assert signals.samples(BLOCKED) == {("boss", "tool:search", "t1"): 2}
+    assert signals.samples(BLOCKED) == {("boss", "tool:search", "t1", "thread"): 2}
     assert set(signals.samples(TIMES, event="decision").values()) == {first + 10}
     assert (states(signals), states(signals, "tool:*")) == ({"exhausted": 1}, {"ok": 1})
     assert signals.samples("langchain_quota_start_time_seconds") == {(): first - 10}
     clock.now += 10
     await agent.search("t1", 0)
-    assert of_limit(signals, TIMES, event="refusal") == {"t1": first + 10}
+    refused = signals.samples(TIMES, event="refusal", agent="boss", scope="thread", subject="")
+    assert refused == {("tool:search", "t1"): first + 10}
 
 
 @pytest.mark.parametrize("shown", [0, 3, 6])
@@ -199,6 +200,8 @@ async def test_users_with_labels(clock: Clock) -> None:
         of: Any = {"agent": "boss", "limit": "tool:search", "scope": "user_id"}
         if used is not None:
             assert signals.samples(SUBJECT_USED, **of) == {(user,): n for user, n in used.items()}
+        by = {key[-2:] for key in signals.samples(TIMES, event="refusal")}
+        assert by == {("user_id", user[:3]) for user, count in uses.items() if count > 10}
         found = signals.samples(SUBJECT_BLOCKED, **of)
         assert found == {(user,): n for user, n in refused.items()}
         decisions = signals.samples("langchain_quota_limit_decisions_total", decision="blocked")

@@ -210,15 +210,15 @@ THREAD_SPENT = _spent(
 )
 THREAD_BLOCKED = _of_table(
     "thread_blocked_total",
-    "agent limit thread_id",
-    "Calls that a limit refused on a thread, at any scope. Absent before the first refusal.",
+    "agent limit thread_id scope",
+    "Calls that a limit refused on a thread, by scope. Absent before the first refusal.",
     kind="counter",
 )
 THREAD_TIMES = _of_table(
     "thread_timestamp_seconds",
-    "agent limit thread_id event",
-    "When a thread's count was last set, when a call of it was last refused, and when its window "
-    "ends, in seconds since the Unix epoch.",
+    "agent limit thread_id event scope subject",
+    "When a thread's count was last set, when a call of it was last refused, with the scope and "
+    "the subject, and when its window ends, in seconds since the Unix epoch.",
 )
 SUBJECT_USED = _amounts(
     "subject_used",
@@ -235,7 +235,7 @@ SUBJECT_LIMIT = _amounts(
 SUBJECT_BLOCKED = _of_table(
     "subject_blocked_total",
     "agent limit scope subject",
-    "Calls that a quota refused for a subject. Absent before the first refusal.",
+    "Calls that a quota refused for a subject, or a freeze. Absent before the first refusal.",
     kind="counter",
 )
 SUBJECT_TIMES = _of_table(

@@ -168,7 +168,7 @@ def _limit_of(agent: str, limit: str, use: Use, now: float, *, is_thread: bool) 
             }
             for used, allowed, ends, scope in numbers
         ],
-        "blocked": use.blocked,
+        "blocked": sum(use.blocked.values()),
         "blocked_at": use.refused,
         "blocked_by": use.refusal and {**use.refusal, "holds": still_refuses(use, now)},
         "waiting": use.waiting,

@@ -197,7 +197,9 @@ class Families(dict[str, Metric]):
         labels = {"agent": agent, "limit": limit_label(limit)}
         if is_thread:
             labels["thread_id"] = label
-            self._add_time(times, labels, "refusal", use.refused)
+            refusal = use.refusal or {}
+            why = {name: refusal.get(name, "") for name in ("scope", "subject")}
+            self._add_time(times, {**labels, **why}, "refusal", use.refused)
             # Export from 0 on, because `increase()` does not see the first value of a series.
             if unit != "calls":
                 self._add(names.THREAD_SPENT[unit], labels, in_base_unit(use.spent, unit))
@@ -211,8 +213,8 @@ class Families(dict[str, Metric]):
             self._add_time(times, labels, "reset", ends)
         if number is not None or is_thread:
             self._add_time(times, labels, "decision", use.decided)
-        if use.blocked:
-            self._add(blocked, labels, use.blocked)
+        for scope, count in use.blocked.items():
+            self._add(blocked, {**labels, "scope": scope}, count)
 
     def _add(self, spec: names.MetricSpec, labels: dict[str, str], value: float) -> None:
         # The metrics of a thread share a dict of labels. `add_metric` would copy it for each.

@@ -378,11 +378,13 @@ def _use_of(subject: Subject, limit: str, unit: Unit) -> Use:
 
 
 def _note_outcome(use: Use, status: LimitStatus, now: float, *, is_charge: bool) -> None:
-    """Note a refusal, except in an outage; count it if the limit is exhausted, and not frozen."""
+    """Note and count a refusal, except in an outage."""
     if status.reason is None and not is_charge:
         use.refusal = ended(use.refusal, now)
     if status.reason not in (None, STORE) and status.enforced:
-        use.blocked += status.reason != FROZEN
+        scope = status.refusal_scope or ""
+        # A new dict, because a concurrent scrape may read the old one.
+        use.blocked = {**use.blocked, scope: use.blocked.get(scope, 0) + 1}
         use.refused, use.refusal = now, refusal_of(status, now)
 
 

@@ -3,9 +3,10 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,8 @@ class Use:
     unit: Unit = "calls"
     near: float | None = None
     numbers: Sequence[Number] = ()
-    blocked: int = 0
+    blocked: Mapping[str, int] = field(default_factory=dict)
+    """The number of refusals, by scope."""
     refused: float | None = None
     spent: int = 0
     refusal: dict[str, Any] | None = None
@@ -181,9 +183,10 @@ def merge_two(first: Subject, second: Subject, *, by_time: bool = True) -> Subje
         if by_time and main.decided < use.decided:
             main, other = use, main
         refused = max(main, other, key=lambda use: use.refused or 0)
+        blocked = Counter(main.blocked) + Counter(other.blocked) if other.blocked else main.blocked
         uses[limit] = replace(
             main,
-            blocked=main.blocked + other.blocked,
+            blocked=blocked,
             refused=refused.refused,
             spent=main.spent + (other.spent if other.unit == main.unit else 0),
             refusal=refused.refusal,
