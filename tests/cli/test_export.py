@@ -22,7 +22,7 @@ def contents(directory: Path) -> dict[str, str]:
 def test_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every file is written, with all options, into a new directory; each is a line of output."""
     boards = export.dashboards(selector='job="x"', runbooks=RUNBOOKS)
-    placed = export.kubernetes(**OF_ALERTS, per_thread=True)
+    placed = export.kubernetes(**OF_ALERTS, per_thread=True, spend=True)
     asked: list[tuple[list[str], dict[str, str]]] = [
         (["grafana"], export.dashboards()),
         (["grafana", *ALERTS[:2], *ALERTS[4:]], boards),
@@ -31,7 +31,8 @@ def test_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture
             ["prometheus", *ALERTS, "--per-thread-alerts"],
             export.rules(**OF_ALERTS, per_thread=True),
         ),
-        (["kubernetes", *ALERTS, "--per-thread-alerts"], placed),
+        (["prometheus", "--grafana-url", GRAFANA_URL, "--spend-alert"], export.rules(spend=True)),
+        (["kubernetes", *ALERTS, "--per-thread-alerts", "--spend-alert"], placed),
         (["alertmanager"], export.alertmanager()),
     ]
     for number, (arguments, expected) in enumerate(asked):

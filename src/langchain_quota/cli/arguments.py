@@ -91,6 +91,8 @@ def _add_export(export: ArgumentParser) -> None:
     alerts.add_argument("--grafana-url", type=_url, metavar="URL", help=text)
     text = "add alerts about single threads that are near their limits"
     alerts.add_argument("--per-thread-alerts", dest="per_thread", action="store_true", help=text)
+    text = "add an alert about agents that spend three times more than in the last seven days"
+    alerts.add_argument("--spend-alert", dest="spend", action="store_true", help=text)
 
     add = _adder(export.add_subparsers(dest="what", required=True).add_parser)
     to = "--to monitoring"

@@ -25,8 +25,8 @@ RULES = "langchain-quota-rules.yaml"
 """The name of the exported rules."""
 
 _DATA = resources.files("langchain_quota") / "monitoring"
-_PER_THREAD = "# Only with --per-thread-alerts"
-"""The comment after which the rules are about single threads."""
+_OPTIONAL = "\n  # Only with --"
+"""The beginning of the comment above a group of rules that an option adds."""
 
 _ALERT_OF_ROW = re.escape("${__data.fields.alertname:percentencode}")
 # The pattern finds what is replaced: a metric, with the brace of its matchers if it has any; the
@@ -85,11 +85,12 @@ def rules(
     grafana_url: str = GRAFANA_URL,
     runbooks: str | None = None,
     per_thread: bool = False,
+    spend: bool = False,
 ) -> dict[str, str]:
     """Return the recording and alert rules, by the name of their file."""
-    text = _read(_DATA / "rules.yaml")
-    if not per_thread:
-        text = text[: text.index(_PER_THREAD)].rstrip() + "\n"
+    text, *groups = _read(_DATA / "rules.yaml").split(_OPTIONAL)
+    wanted = zip((per_thread, spend), groups, strict=True)
+    text = _OPTIONAL.join([text, *(group for is_wanted, group in wanted if is_wanted)])
     return {RULES: _fill(text, selector=selector, grafana_url=grafana_url, runbooks=runbooks)}
 
 
