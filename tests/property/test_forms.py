@@ -18,12 +18,13 @@ from langchain_quota import MemoryStore, TokenLimit, ToolCallLimit
 from langchain_quota.limits import Limit
 from langchain_quota.testing import Turn, captured_decisions
 from tests import drawn
-from tests.drawn import Batch, ProviderError, TurnPlan
+from tests.drawn import Batch, TurnPlan
 from tests.examples import examples
 from tests.loops import SHAPES, looped
 from tests.scene import ANN, Form, Scene, check_history, recording
 from tests.stores import Clock, FickleStore, counts
 from tests.telemetry import needs_inline, telling
+from tests.tokens import ProviderError
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from tests.examples import examples
 from tests.scene import Form, Kind, Scene, recording, tool_limiter
 from tests.stores import Clock, FickleStore
 from tests.telemetry import HAS_INLINE, Signals, telling
+from tests.tokens import ProviderError
 
 AGENTS = ("first", "second")
 THREADS = ("one", "two", "three")
@@ -74,7 +75,7 @@ class World:
     def answer(self, _: object) -> Any:
         self.record(Call("model"))
         batch = self.queue.pop(0) if self.queue else []
-        return drawn.ProviderError("overloaded") if batch is None else list(batch) or "done"
+        return ProviderError("overloaded") if batch is None else list(batch) or "done"
 
     async def play(self, scene: Scene, run: Run, store: FickleStore) -> None:
         self.runs.append(run)
