@@ -104,11 +104,9 @@ class Kernel:
         self.recorder = recorder_of(telemetry)
         if stream_events:
             self.recorder = self.recorder.streaming()
-        self.recorder.watch_limits(limits)
+        self.recorder.watch_limits(limits, in_memory=isinstance(store, MemoryStore))
         self.observers = Observers(on_decision, self.recorder)
         self.store = None if store is None else StoreClient(store, self.recorder)
-        if isinstance(store, MemoryStore) and any(limit.quotas for limit in limits):
-            self.recorder.warn_of_workers()
         self.on_store_error: OnStoreError = on_store_error
         self.options = options or FeatureOptions()
         # What follows from a result; the drop-ins have their own.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ParamSpec, Self
 
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.stops import StopReason
-from langchain_quota.errors import QuotaWarning, UnknownPriceError
+from langchain_quota.errors import QuotaWarning
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, Call
 from langchain_quota.runtime import compat
@@ -150,11 +150,12 @@ class Recorder:
         """Return the label of a quota's subject, or `None` if it must not be shown."""
         return self._shared.subject_label(quota, subject) if subject else None
 
-    def watch_limits(self, limits: Iterable[Limit]) -> None:
+    def watch_limits(self, limits: Iterable[Limit], *, in_memory: bool) -> None:
         """Learn the limits of a middleware: tools that they name always have their own labels."""
         for limit in limits:
             self._shared.tools.exempt(limit.named_tools)
             self._shared.quotas.update(quota.name for quota in limit.quotas)
+            self._usage.counts_in_memory |= in_memory and bool(limit.quotas)
 
     def store_nearly_full(self, store: object) -> bool:
         """Log that a store is nearly full; return False as long as it may still become so."""
@@ -256,22 +257,9 @@ class Recorder:
         if grants:
             self._guard("metrics", self._metrics.count_grants, self._labels_of(agent), grants)
 
-    def warn_of_workers(self) -> None:
-        """Warn if other workers live, because a `MemoryStore` of this one counts quotas."""
-        self._usage.counts_in_memory = True
-
     def record_freezes(self, source: str, count: int) -> None:
         """Record how many subjects are frozen in a store, under one prefix."""
         self._guard("threads", self._usage.record_freezes, source, count)
-
-    def record_unknown_price(
-        self, agent: str | None, error: UnknownPriceError, *, is_made: bool = True
-    ) -> None:
-        """Log the first call of a model without a price; only count one that raises instead."""
-        if is_made:
-            self.log_first(logs.no_price, agent, str(error))
-        else:
-            self.count(names.MODEL_RUNS, agent, self.model_label(error.model), "unknown", NONE)
 
     def warn_of_estimate(self, model: str, created_at: UserLine) -> None:
         """Warn, once for each model, that its tokens are estimated: its provider reports none."""

@@ -20,8 +20,8 @@ from langchain_quota.limits.options import NANODOLLARS, whole_amount
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.runtime.arguments import validate_sync_function
 from langchain_quota.runtime.units import Dollars, computed, nanodollars, parse_dollars
-from langchain_quota.telemetry import logs
-from langchain_quota.telemetry.labels import label
+from langchain_quota.telemetry import logs, names
+from langchain_quota.telemetry.labels import NONE, label
 
 _PER = Decimal(10**6)
 """A price is for so many tokens."""
@@ -145,7 +145,8 @@ class Pricing:
             else:
                 _priced_again(failed, self._prices)
         except UnknownPriceError as error:
-            self._recorder.record_unknown_price(agent, error, is_made=False)
+            model = self._recorder.model_label(error.model)
+            self._recorder.count(names.MODEL_RUNS, agent, model, "unknown", NONE)
             raise
         self._failed.pop(usage.request_model, None)
 
@@ -155,7 +156,7 @@ class Pricing:
         try:
             return cost(usage, self._prices), self._name_unpaid(usage, agent)
         except UnknownPriceError as error:
-            self._recorder.record_unknown_price(agent, error)
+            self._recorder.log_first(logs.no_price, agent, str(error))
         except Exception as error:  # noqa: BLE001 - the user's function
             self._recorder.record_error("prices", error)
         if self._allow_unknown:
@@ -178,7 +179,7 @@ class Pricing:
             if _parts(usage)[part] and getattr(price, part) is None:
                 reason = f"its Price has no {part}, so too little is charged: give it"
                 error = UnknownPriceError(usage.models[0], usage.provider, reason=reason)
-                self._recorder.record_unknown_price(agent, error)
+                self._recorder.log_first(logs.no_price, agent, str(error))
                 return "unknown"
         return "known"
 
