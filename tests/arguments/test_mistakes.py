@@ -33,7 +33,6 @@ MONTHLY = 'write Quota(500, per="user_id", window="month")'
 AGENT: Any = QuotaMiddleware([SEARCH])
 PRICES = {"another-model": Price(input=1, output=1)}
 NO_MIDDLEWARE = "is no middleware: write middleware=[QuotaMiddleware("
-NAMESAKE = ToolCallLimit("other", run_limit=9, name="tool:search")
 QUOTED = ModelCallLimit(run_limit=9)
 DROP_IN = ModelCallLimitMiddleware[Any, Any](run_limit=2)
 FREE = QuotaMiddleware([CostLimit(run_limit=1)], prices=PRICES)
@@ -73,13 +72,7 @@ ROWS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (QuotaMiddleware, ([QUOTA],), {}, 'write ToolCallLimit("search", quotas=[Quota(…)])'),
     (QuotaMiddleware, ([LangChainsLimiter(run_limit=1)],), {}, "list it in middleware= of create"),
     (QuotaMiddleware, (SEARCH, SEARCH), {}, f"{TOOL[:6]}QuotaMiddleware([{TOOL[6:]}])"),
-    (QuotaMiddleware, ([SEARCH, SEARCH],), {}, "same calls, of which only the lowest number is"),
-    (
-        QuotaMiddleware,
-        ([SEARCH, NAMESAKE],),
-        {},
-        "named 'tool:search': give each a name of its own",
-    ),
+    (QuotaMiddleware, ([SEARCH, SEARCH],), {}, "'tool:search': of two numbers for the same calls"),
     (QuotaMiddleware, ([SEARCH],), {"store": MemoryStore}, "the class: write store=MemoryStore()"),
     (QuotaMiddleware, ([SEARCH],), {"on_store_error": "allow"}, "'allow' needs a store: add store"),
     (agent, (GraphQuota([SEARCH]),), {}, "GraphQuota is no middleware: write middleware=[Quota"),

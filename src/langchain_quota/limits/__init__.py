@@ -49,11 +49,9 @@ def check_together(limits: Sequence[Limit]) -> None:
         raise ValueError("limits must have at least one limit, such as ToolCallLimit(…)")
     for name, count in Counter(limit.name for limit in limits).items():
         if count > 1:
-            is_one = len({limit.counter for limit in limits if limit.name == name}) == 1
-            reason = " and count the same calls, of which only the lowest number is reached: write "
             raise ValueError(
-                f"{count} limits are named {name!r}"
-                f"{f'{reason}one limit, or' if is_one else ':'} give each a name of its own"
+                f"{count} limits are named {name!r}: of two numbers for the same calls only the "
+                "lower one is reached, so write one limit, or give each a name of its own"
             )
     # What a window leaves depends on the limit, and raises all limits on the count.
     shared: dict[object, Quota] = {}

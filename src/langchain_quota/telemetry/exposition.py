@@ -18,19 +18,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from langchain_quota.runtime.arguments import validate_switch, validate_type
 from langchain_quota.runtime.sync_async import as_async, run_sync
+from langchain_quota.telemetry import page as web
 from langchain_quota.telemetry.instruments import usage_of
 from langchain_quota.telemetry.logs import logger
-from langchain_quota.telemetry.page import (
-    HOSTS_VARIABLE,
-    Message,
-    Page,
-    Receive,
-    Send,
-    accepts_gzip,
-    guard,
-    log_unreadable,
-    parse_host,
-)
 from langchain_quota.telemetry.usage import UsageTable
 from langchain_quota.telemetry.workers import is_alive, shared_directory
 
@@ -48,7 +38,7 @@ class _WorkersCollector(MultiProcessCollector):
     def __init__(self, registry: CollectorRegistry, directory: Path) -> None:
         super().__init__(None, str(directory))  # type: ignore[no-untyped-call]  # no types there
         self._registry = registry
-        self._table_of_others = UsageTable(None, directory, log_unreadable)
+        self._table_of_others = UsageTable(None, directory, web.log_unreadable)
 
     def collect(self) -> Iterator[Metric]:
         """Render the metrics of all workers, by this worker's settings, else by another's."""
@@ -186,7 +176,7 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
     bound_addr = addr or os.environ.get(ADDR_VARIABLE) or LOOPBACK
     is_local = _is_loopback(bound_addr)
     hosts = _parse_hosts(allowed_hosts, is_local=is_local)
-    site = Page(registry, dashboards_url=dashboards_url)
+    site = web.Page(registry, dashboards_url=dashboards_url)
     try:
         httpd, thread = start_http_server(
             port,
@@ -207,7 +197,7 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         ) from error
 
     if metrics := httpd.get_app():
-        httpd.set_app(guard(site.before(metrics) if page else metrics, hosts))
+        httpd.set_app(web.guard(site.before(metrics) if page else metrics, hosts))
     if isinstance(httpd.socket, ssl.SSLSocket):
         # Shake hands in each connection's own thread, because a silent client must not stop others.
         httpd.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
@@ -224,10 +214,10 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
 
 def _parse_hosts(hosts: Sequence[str] | None, *, is_local: bool) -> Sequence[str] | None:
     """Return the host names that are given or in the environment; `None` for all."""
-    variable = os.environ.get(HOSTS_VARIABLE, "").replace(" ", "")
+    variable = os.environ.get(web.HOSTS_VARIABLE, "").replace(" ", "")
     if hosts is None:
         hosts = variable.split(",") if variable else () if is_local else None
-    if isinstance(hosts, str) or any(parse_host(name) != name for name in hosts or ()):
+    if isinstance(hosts, str) or any(web.parse_host(name) != name for name in hosts or ()):
         must = 'be names in small letters, without a port, such as ["host.docker.internal"]'
         raise ValueError(f"allowed_hosts must {must}, not {hosts!r}")
     return hosts
@@ -265,20 +255,20 @@ class _MetricsApp:
         served = resolve_registry(registry)
         self._apps = [make_asgi_app(served, disable_compression=plain) for plain in (True, False)]
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: web.Message, receive: web.Receive, send: web.Send) -> None:
         """Answer one request, and render in a worker thread."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
             return
         encoding = dict(scope["headers"]).get(b"accept-encoding", b"").decode("latin-1")
         request = await receive()
-        sent: list[Message] = []
+        sent: list[web.Message] = []
 
-        def get_request() -> Message:
+        def get_request() -> web.Message:
             return request
 
         # The app awaits only these two functions, so its thread needs no event loop.
-        app = self._apps[accepts_gzip(encoding)]
+        app = self._apps[web.accepts_gzip(encoding)]
         rendering = app(scope, as_async(get_request), as_async(sent.append))
         await asyncio.to_thread(run_sync, rendering)
         for message in sent:
