@@ -130,8 +130,7 @@ def _summarize(traffic: "Traffic", server: MetricsServer, *, serves: bool) -> No
         say(line)
     say()
     chat, most = max(traffic.blocked.items(), key=itemgetter(1))
-    blocked = sum(traffic.blocked.values())
-    say(f"{blocked} calls were blocked by limits, {most} of them in {chat}. None of them ran.")
+    say(f"{sum(traffic.blocked.values())} calls were blocked, {most} of them in {chat}. None ran.")
     say(f"Spent of the month's budgets: {traffic.spent()}.")
     command = "langchain-quota"
     if shutil.which(command) is None and Path(sys.argv[0]).name == command:

@@ -291,9 +291,7 @@ class Page:
         hours = [max(0, reading.costs[first + hour]) / NANODOLLARS for hour in range(HOURS)]
         totals["waiting"], totals["frozen"] = reading.waiting, reading.frozen
         minutes = range(int(reading.now // 60) - MINUTES + 1, int(reading.now // 60) + 1)
-        totals["calls"] = {
-            name: [counts[minute] for minute in minutes] for name, counts in reading.calls.items()
-        }
+        totals["calls"] = {kind: [n[at] for at in minutes] for kind, n in reading.calls.items()}
         totals["cost"] = {"dollars": sum(hours), "hours": hours} if reading.costs else None
         self._all = {
             "schema": SCHEMA,

@@ -13,34 +13,29 @@ from langchain_quota.telemetry.labels import limit_label
 MINUTES = 60
 """The number of minutes for which calls are counted."""
 
-MAX_REFUSALS = 500
-"""Maximum of refusals that are kept, the newest."""
-
 Refusal = tuple[float, str | None, tuple[str, str], dict[str, Any]]
 """When it was, the label of the thread, the scope and label of the quota, and what is shown."""
 
 
 class RecentCalls:
-    """The calls of a process by the minute since the Unix epoch, and its last refusals."""
+    """The calls of a process by the minute since the Unix epoch, and its last 500 refusals."""
 
     def __init__(self) -> None:
-        self.refusals = deque[Refusal](maxlen=MAX_REFUSALS)
+        self.refusals = deque[Refusal](maxlen=500)
         self.minutes: dict[int, list[int]] = {}
         """The minutes, each with its allowed calls and its blocked ones."""
 
     def count(self, event: DecisionEvent, now: float) -> None:
         """Count the calls of decisions; a charge has no tools, and counts none."""
         minute = int(now // 60)
-        counts = self.minutes.get(minute)
-        if counts is None:
-            counts = self.minutes[minute] = [0, 0]
-            for past in [past for past in self.minutes if past <= minute - MINUTES]:
-                del self.minutes[past]
+        if minute not in self.minutes:
+            kept = {at: n for at, n in self.minutes.items() if at > minute - MINUTES}
+            self.minutes = {**kept, minute: [0, 0]}
         for index in range(len(event.tools)):
             outcome = event.decisions[index].outcome
             # Whether a call that waits for a slot runs is decided later.
             if outcome is not Outcome.SKIPPED and index not in event.waiting:
-                counts[outcome is Outcome.BLOCKED] += 1
+                self.minutes[minute][outcome is Outcome.BLOCKED] += 1
 
     def keep_refusals(self, event: DecisionEvent) -> None:
         """Keep what limits have refused, with the traces of the calls."""
@@ -67,15 +62,14 @@ def refusal_of(status: LimitStatus, now: float) -> dict[str, Any]:
 
 def ended(refusal: dict[str, Any] | None, now: float) -> dict[str, Any] | None:
     """Return the refusal of a limit that admits a call now; that of a rate does not end."""
-    if refusal is None or not ("used" in refusal or refusal["scope"] == FROZEN):
-        return refusal
-    return {**refusal, "resets_at": now}
+    ends = refusal is not None and ("used" in refusal or refusal["scope"] == FROZEN)
+    return {**refusal, "resets_at": now} if refusal and ends else refusal
 
 
 def _kept(event: DecisionEvent, index: int, status: LimitStatus, now: float) -> Refusal:
     """Return a refusal, and the rows that show it."""
-    count, scope = status.count_of(status.scope), status.refusal_scope or ""
-    label = event.subjects.get((status.limit, scope), "")
+    count = status.count_of(status.scope)
+    label = event.subjects.get((status.limit, status.refusal_scope or ""), "")
     # The row of a quota per agent has the agent's name.
     row = label or (event.caller.agent if count is not None and count.per == "agent" else "")
     tool = event.tools[index] if event.decisions[index].call.kind == "tool" else None
