@@ -7,24 +7,6 @@ from langchain_quota.core.admission import AcquireRequest, CountRef, Demand, Thr
 from tests.examples import examples
 
 
-def most(number: int, counter: str = "n", **options: object) -> Threshold:
-    given: dict[str, object] = {"limit": "limit", "scope": "run", "enforced": True, **options}
-    return Threshold(counter=counter, maximum=number, **given)  # type: ignore[arg-type]
-
-
-def call(*over: Threshold, **amounts: int) -> Demand:
-    """A call that adds 1 to each count under a threshold, or what is said."""
-    return Demand(dict.fromkeys((each.counter for each in over), 1) | amounts, over)
-
-
-def test_grants_raise_what_is_over_their_count() -> None:
-    """What is granted for a count is added to each number over it, also to a negative one."""
-    over = [call(most(1), most(0, limit="low")), call(most(-2)), call(most(1, "other"))]
-    result = admit(over, {"n": 0, "other": 1}, {}, {"n": 2})
-    assert [*result.refused] == [{}, {"limit": "run"}, {"limit": "run"}]
-    assert result.granted == {"n": 2}
-
-
 def test_the_amounts_that_a_store_keeps() -> None:
     """Amounts are given by key: two counts under one key add up; the caller's own are left out."""
     counters = {"a": CountRef("key"), "b": CountRef("key"), "c": CountRef("other"), "d": CountRef()}
@@ -45,7 +27,10 @@ THRESHOLDS = st.builds(
 )
 AMOUNTS = st.dictionaries(st.sampled_from(COUNTERS), st.integers(0, 3), max_size=3)
 CALLS = st.builds(
-    lambda over, amounts: call(*over, **amounts), st.lists(THRESHOLDS, max_size=3), AMOUNTS
+    # A call adds 1 to each count under a threshold, or what is said.
+    lambda over, amounts: Demand({each.counter: 1 for each in over} | amounts, tuple(over)),
+    st.lists(THRESHOLDS, max_size=3),
+    AMOUNTS,
 )
 
 

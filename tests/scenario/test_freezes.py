@@ -17,7 +17,6 @@ from langchain_quota import (
 )
 from langchain_quota.errors import ModelCallLimitExceededError
 from tests.scene import PATIENCE, Form, Scene, asking, both_forms, texts, until
-from tests.stores import Clock
 from tests.telemetry import Signals, attributes, telling
 from tests.tokens import answer
 
@@ -112,19 +111,6 @@ async def test_a_model_call_of_a_frozen_subject(
         assert (reason["scope"], reason["limit"]) == ("frozen", "t")
     assert len(scene.model.calls) == 0
     assert scene.quota.left("t", tenant="acme").used == 0
-
-
-async def test_a_freeze_ends_by_itself(signals: Signals) -> None:
-    """It ends by the store's clock, and a later freeze takes its place."""
-    clock = Clock()
-    scene = FreezeScene(signals, SEARCH, store=MemoryStore(clock=clock))
-    for minutes in (1, 2):
-        scene.quota.freeze(until=at(clock.now + 60 * minutes))
-    clock.now += 119
-    assert await scene.reasons() == ["frozen"]
-    clock.now += 1
-    assert await scene.reasons() == [None]
-    assert frozen(signals) == 0
 
 
 async def test_a_dry_run_and_other_subjects(signals: Signals) -> None:

@@ -12,7 +12,7 @@ from langchain_quota import MemoryStore, Quota, TokenLimit
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import Form, Scene, both_forms, until
+from tests.scene import Form, Scene, both_forms
 from tests.stores import Clock, counts
 from tests.telemetry import Signals
 from tests.tokens import answer
@@ -21,13 +21,11 @@ HOUR: dict[str, Any] = {"per": "global", "window": "1h", "smooth": True}
 ASKED: Any = {"messages": [("user", "Hi!")]}
 
 
-class Gated(ScriptedChatModel):
-    """Answers only when its turn to end has come, or after a while."""
-
-    gate: Any = None
+class Slow(ScriptedChatModel):
+    """Answers after a while."""
 
     async def _agenerate(self, *args: Any, **options: Any) -> ChatResult:
-        await (self.gate.wait() if self.gate else asyncio.sleep(0.05))
+        await asyncio.sleep(0.05)
         return super()._generate(*args, **options)
 
     def _generate(self, *args: Any, **options: Any) -> ChatResult:
@@ -43,22 +41,6 @@ class Asked(MemoryStore):
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         self.asked += 1
         return super().acquire(request)
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
-async def test_no_reserve_is_lost(signals: Signals, order: list[int]) -> None:
-    """In whichever order calls end, their reserves are replaced by what they have used."""
-    store, gates, runs = MemoryStore(clock=Clock()), [asyncio.Event() for _ in order], []
-    limit = TokenLimit(quotas=[Quota(10_000, **HOUR)], reserve=2_000)
-    for number, gate in enumerate(gates):
-        model = Gated(script=[answer(10)], gate=gate)
-        scene = Scene(signals, model, [limit], store=store, thread_id=number, tools=())
-        runs.append(asyncio.create_task(scene.play()))
-        await until(lambda runs=runs: sum(counts(store).values()) == 2_000 * len(runs))  # type: ignore[misc]
-    for number in order:
-        gates[number].set()
-        await runs[number]
-    assert sum(counts(store).values()) == 40
 
 
 async def test_no_reserve_of_a_rate_limiter_is_lost() -> None:
@@ -86,7 +68,7 @@ async def test_waiting_calls_see_what_others_give_back(
         limiter = store.rate_limiter("openai", tokens=1_000, window="1h", reserve=900)
         options |= {"rate_limiter": limiter, "callbacks": [limiter]}
         limits = []
-    agent = Scene(signals, Gated(**options), limits, store=store, checkpointer=None).agent
+    agent = Scene(signals, Slow(**options), limits, store=store, checkpointer=None).agent
 
     def run(_: int) -> Any:
         return agent.ainvoke(ASKED) if form == "async" else asyncio.to_thread(agent.invoke, ASKED)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -10,7 +9,7 @@ import pytest
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit, usage
 from langchain_quota.limits import Limit
-from tests.scene import ANN, CONFIG, Form, Scene, asking, both_forms, texts
+from tests.scene import ANN, CONFIG, Form, Scene, asking, both_forms
 from tests.stores import DAY, RESETS, TODAY, Clock, counts
 from tests.telemetry import Signals
 
@@ -124,43 +123,10 @@ async def test_users_that_look_alike(signals: Signals) -> None:
     assert list(counts(store).values()) == [2] * (len(HOSTILE) + 2)
 
 
-MIDNIGHT = datetime(2026, 1, 2, tzinfo=UTC)
-EXCEEDED = f"user_id limit exceeded ({{}}/2 calls; resets at {RESETS})"
-
-
 def scene_of(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
     """An agent of Ann, at a noon that does not pass by itself."""
     options.setdefault("store", MemoryStore(clock=Clock()))
     return Scene(signals, script, limits, context=ANN, **options)
-
-
-WINDOWS = {
-    "minute": Quota(2, per="user_id", window=timedelta(minutes=1), name="minute"),
-    "day": Quota(2, per="user_id", window=DAY, name="day"),
-    "ever": Quota(2, per="user_id", name="ever"),
-}
-
-
-@pytest.mark.parametrize("apart", [True, False], ids=["two limits", "one limit"])
-@pytest.mark.parametrize(
-    ("windows", "resets"), [(("day", "minute"), MIDNIGHT), (("ever", "day"), None)], ids=str
-)
-async def test_the_reset_of_two_quotas(
-    windows: tuple[str, str], resets: datetime | None, *, apart: bool, signals: Signals
-) -> None:
-    """Of two exhausted quotas the message has the later reset; none if one has no reset."""
-    quotas = [WINDOWS[each] for each in windows]
-    limits = (
-        [ToolCallLimit("search", quotas=[each], name=each.name) for each in quotas]
-        if apart
-        else [ToolCallLimit("search", quotas=quotas)]
-    )
-    scene = await scene_of(signals, THREE, *limits).played()
-    (refused,) = [each for each in scene.decisions if each.outcome == "blocked"]
-    assert refused.resets_at == resets
-    assert texts(scene.result)[0] == "Tool call limit exceeded. Do not call 'search' again." + (
-        "" if resets is None else f" It resets at {RESETS}."
-    )
 
 
 async def test_model_end(signals: Signals) -> None:
