@@ -207,9 +207,10 @@ def said(scene: Scene) -> Counter[tuple[str | None, str, str]]:
 
 def thread_series(signals: Signals, limit: str) -> tuple[float | None, ...]:
     """Used, limit and refused, as exported for the thread."""
-    names = [f"langchain_quota_thread_{each}" for each in ("used", "limit", "blocked_total")]
     labels = {"agent": "unnamed", "limit": limit, "thread_id": "thread-1"}
-    return tuple(signals.value(name, **labels) for name in names)
+    used, most = (signals.value(f"langchain_quota_thread_{n}", **labels) for n in ("used", "limit"))
+    blocked = signals.samples("langchain_quota_thread_blocked_total", **labels)
+    return used, most, sum(blocked.values()) if blocked else None
 
 
 def spanned(signals: Signals) -> Counter[tuple[Any, StatusCode]]:
