@@ -164,17 +164,6 @@ def user(server: User) -> User:
     return User(server.url, f"user-{uuid4().hex}")
 
 
-def test_counts_go_on_with_the_thread(user: User) -> None:
-    """The checkpointer that the server brings keeps a thread's counts from run to run."""
-    thread = user.thread()
-    assert user.answers("by_thread", "search search", thread) == ["found"] * 2
-    assert user.answers("by_thread", "search search", thread) == [REFUSED, "found"]
-
-    assert user.searches(thread) == 3
-    assert user.state(thread)["thread_model_call_count"] == 4
-    assert user.answers("by_thread", "search", user.thread()) == ["found"]
-
-
 def test_metrics_of_a_thread(server: User, user: User) -> None:
     """A route beside the server's own has a thread's series, for whom the server knows only."""
     thread = user.thread()
@@ -231,6 +220,7 @@ def test_other_ways_to_a_thread(user: User) -> None:
     body["input"]["thread_tool_call_count"] = {"search": 0}
     user.post(f"/threads/{thread}/runs/wait", body)
     assert user.searches(thread) == 3
+    assert user.state(thread)["thread_model_call_count"] == 4
 
     copied = user.post(f"/threads/{thread}/copy", {})["thread_id"]
     assert user.answers("by_thread", "search", copied) == [REFUSED]
