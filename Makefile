@@ -82,7 +82,7 @@ bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/b
 soak: $(VENV)/.develop ## Run agents for half an hour, and fail if anything grows; ARGS="--minutes 5" for less.
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
-picture: $(VENV)/.develop ## Draw the page for the docs anew, in Chromium.
+picture: $(VENV)/.develop ## Draw the page for the docs anew, in Chromium; ARGS="--grafana URL" draws the dashboards.
 	@$(BIN)/python -m tools.picture $(ARGS)
 
 # Tests are read, too: a new one that needs more lines replaces one that finds less.
