@@ -269,7 +269,7 @@ async def test_customers_with_one_label(clock: Clock) -> None:
     await searched(signals, limit, acme=6)
     [row] = read(signals)["subjects"]["rows"]
     assert (row["state"], row["blocked"], row["blocked_at"]) == ("blocked", 1, clock.now)
-    assert row["limits"][0]["numbers"][0]["used"] == 4
+    assert row["limits"][0]["numbers"][0]["used"] == 5
 
 
 @pytest.mark.parametrize("shown", [0, 2, 9])

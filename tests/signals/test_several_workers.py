@@ -71,6 +71,8 @@ async def take(steps: Sequence[Step]) -> None:
                     eventually(lambda: waiting_workers(Path(os.environ[VARIABLE])))
                 if count:
                     os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "scrape":
+            await scrape()
         elif what == "pay":
             call = Call("model", agent=None, thread_id=thread)
             signals.recorder.record_spend(
@@ -196,6 +198,13 @@ def test_any_worker_answers_for_all(tmp_path: Path) -> None:
     assert found["langchain_quota_run_used_count"]["unnamed", "searches"] == 2
     assert found["langchain_quota_run_used_sum"]["unnamed", "searches"] == 12
     assert one(found, "build_info", next(iter(found["langchain_quota_build_info"]))) == 1
+
+
+def test_series_stay_whoever_answers(tmp_path: Path) -> None:
+    """What one worker has exported, another one goes on to export, and not two newer threads."""
+    first = (0, [*((SEARCH, thread, 1) for thread in ("t1", "t2")), ("scrape", "", 0)])
+    found = shown(worked(tmp_path, first, searched(5, 1, "t3"), searched(6, 1, "t4")))
+    assert {labels[2] for labels in found["langchain_quota_thread_used"]} == {"t1", "t2"}
 
 
 @pytest.mark.rest

@@ -106,7 +106,7 @@ async def test_a_thread(signals: Signals, clock: Clock) -> None:
 
 @pytest.mark.parametrize("shown", [0, 3, 6])
 async def test_the_order(shown: int, clock: Clock) -> None:
-    """The near by share, the exhausted by last refusal, then the others; the rest is hidden."""
+    """Those blocked now by last refusal, the near by share, then the others; the rest is hidden."""
     signals = telling(max_exported_threads=shown)
     limits = [ToolCallLimit(tool, thread_limit=10) for tool in ("search", "calc")]
     agent = Searcher(signals, *limits)
@@ -116,14 +116,44 @@ async def test_the_order(shown: int, clock: Clock) -> None:
     ):
         clock.now += 1
         await agent.search(thread, count)
-    order = ["near, most", "near, least", "refused last", "refused first", "newer", "older"]
+    order = ["refused last", "refused first", "near, most", "near, least", "newer", "older"]
     assert [*of_limit(signals, TIMES, event="decision")] == order[:shown]
-    seen = {"near": min(2, shown), "exhausted": min(2, max(0, shown - 2)), "ok": max(0, shown - 4)}
+    seen = {"exhausted": min(2, shown), "near": min(2, max(0, shown - 2)), "ok": max(0, shown - 4)}
     assert signals.samples("langchain_quota_subjects", limit="tool:search", scope="thread") == {
         ("boss", state, is_shown): count if is_shown == "true" else 2 - count
         for state, count in seen.items()
         for is_shown in ("true", "false")
     }
+
+
+async def test_series_stay_for_a_while(clock: Clock) -> None:
+    """For 15 minutes; an hour of new threads makes few of them, and who is blocked finds room."""
+    signals, seen = telling(max_exported_threads=10), list[set[str]]()
+    agent = Searcher(signals, ToolCallLimit("search", thread_limit=10))
+    for minutes in range(0, 60, 2):
+        clock.now += 120
+        for number in range(4):
+            await agent.search(f"{minutes}/{number}", 1)
+        seen.append({*of_limit(signals, USED)})
+    for n in range(1, 30):
+        assert all(seen[n] - seen[n - 1] <= each for each in seen[n : n + 8])
+    blocked = {"x", "y"}
+    for thread in blocked:
+        await agent.search(thread, 11)
+    seen.append({*of_limit(signals, USED)})
+    assert blocked <= seen[-1]
+    assert max(map(len, seen)) <= 10
+    assert 20 <= len(set.union(*seen)) <= 30
+
+
+async def test_few_series_begin_at_once(clock: Clock) -> None:
+    """At most 50 with one scrape, so that no scrape is much larger than the last one."""
+    assert clock.now
+    signals = telling(max_exported_threads=60)
+    agent = Searcher(signals, ToolCallLimit("search", thread_limit=10))
+    for number in range(60):
+        await agent.search(str(number), 1)
+    assert [len(of_limit(signals, USED)) for _ in range(3)] == [50, 60, 60]
 
 
 @pytest.mark.parametrize("window", [HOUR, "hour"], ids=str)

@@ -47,9 +47,9 @@ class Telemetry:
             the thread that writes or by a scrape, and for each refusal, and must be quick. By
             default none, so nobody's id is in metrics. Quotas with `per="agent"` or `per="global"`
             always have series.
-        max_exported_threads: The most threads that have series of their own, from 0 (none); the
-            nearest to their limits come first, then the most recently refused, then the most
-            recent.
+        max_exported_threads: The most threads that have series of their own, from 0 (none); those
+            blocked within 5 minutes come first, then the nearest to their limits, then the most
+            recent. Series stay for 15 minutes, and at most 50 begin with a scrape.
         max_exported_subjects: The most subjects with labels that have series of their own, from 0
             (none), in the same order.
         thread_ttl: How long a thread without calls keeps its series, and how long a user or

@@ -17,6 +17,7 @@ from langchain_quota.runtime.units import Level, in_base_unit, level
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.workers import (
+    Key,
     Number,
     OnError,
     Snapshot,
@@ -29,6 +30,12 @@ from langchain_quota.telemetry.workers import (
 BLOCKED_NOW = 300
 """For how many seconds after its last blocked call a subject counts as blocked now."""
 
+STAYS = 15 * 60
+"""For how many seconds a series is exported at least, while its subject is in the table."""
+
+MAX_NEW = 50
+"""Maximum of threads, and of other subjects, whose series begin with one scrape."""
+
 HOURS = 24
 """The number of hours for which costs are kept."""
 
@@ -36,6 +43,7 @@ SLICE = 256
 """The number of subjects that are read or written without a pause."""
 
 _PAUSE = 0.0001
+_HOUR = 3600
 
 T = TypeVar("T")
 
@@ -44,6 +52,9 @@ Series = tuple[str, str, str, Level]
 
 _Rated = tuple[tuple[int, float, float], Subject, list[Series]]
 """The sort key of a subject for the export, the subject, and the levels that it has reached."""
+
+_BLOCKED = 2
+"""The urgency of a subject that is blocked now; the near ones have 1, and the others 0."""
 
 _METRICS = {
     True: (names.THREAD_USED, names.THREAD_LIMIT, names.THREAD_TIMES, names.THREAD_BLOCKED),
@@ -55,7 +66,9 @@ _METRICS = {
 class Reading:
     """The subjects of all processes at one moment, bounded for the export."""
 
-    def __init__(self, snapshots: Sequence[Snapshot], on_error: OnError) -> None:
+    def __init__(
+        self, snapshots: Sequence[Snapshot], on_error: OnError, *, is_scrape: bool = False
+    ) -> None:
         self.now = now = time.time()
         self.processes = len(snapshots)
         self.started = min((snapshot.started for snapshot in snapshots), default=now)
@@ -85,8 +98,14 @@ class Reading:
         """The number of those that are in `rows`."""
         self.hidden = Counter[bool]()
         """The number of subjects that are not in `rows`: threads (`True`), and others."""
+        rows = [row for snapshot in snapshots for row in snapshot.exports if now - row[4] < _HOUR]
+        rows.sort(key=itemgetter(4))
+        self._latest = rows[-1][4] if rows else 0.0
+        self.exports = {(*row[:3],): (row[3], row[4]) for row in rows}
+        """When series of an hour began, and were exported last, by their subjects."""
+        self._is_scrape = is_scrape
         self.rows: Sequence[Subject] = self._read(snapshots, on_error) if snapshots else ()
-        """What is exported: the nearest to their limits first, threads before quotas.
+        """What is exported: those blocked now first, then the near, threads before quotas.
 
         Subjects of an agent with one label are one row, with the numbers of the first one.
         """
@@ -100,16 +119,15 @@ class Reading:
                 (self.unnamed if subject.label is None else named).add(subject.key[1])
         self.unnamed -= named
         rows: dict[tuple[str, str, str | None], Subject] = {}
-        for subjects, max_exported in (
-            (threads, bounds.max_threads),
+        choose = self._choose_series if self._is_scrape else _choose_top
+        for subjects, max_exported, top_of in (
+            (threads, bounds.max_threads, choose),
             # The subjects of quotas per agent or global have no label, and always have series.
-            ([subject for subject in of_quotas if subject.label == ""], len(of_quotas)),
-            ([subject for subject in of_quotas if subject.label], bounds.max_subjects),
-            ([subject for subject in of_quotas if subject.label is None], 0),
+            ([one for one in of_quotas if one.label == ""], len(of_quotas), _choose_top),
+            ([one for one in of_quotas if one.label], bounds.max_subjects, choose),
+            ([one for one in of_quotas if one.label is None], 0, _choose_top),
         ):
-            # Consume the iterator even if none is exported, because it counts all subjects.
-            rated = self._rate_all(subjects, on_error)
-            top = nlargest(max(1, max_exported), rated, key=itemgetter(0))[:max_exported]
+            top = top_of(self._rate_all(subjects, on_error), len(subjects), max_exported)
             self.hidden[subjects is threads] += len(subjects) - len(top)
             for _, subject, reached in top:
                 self.exported.update(reached)
@@ -135,7 +153,7 @@ class Reading:
                 on_error(error)
 
     def _rate(self, subject: Subject) -> _Rated:
-        """Count and rate a subject: near ones by share come first, then exhausted ones."""
+        """Count and rate a subject: those blocked now come first, then near ones by share."""
         agent, scope, name = subject.key
         is_thread, last = scope == THREAD, subject.last
         reached: list[Series] = []
@@ -153,15 +171,50 @@ class Reading:
         # Strings, for many new tuples would have the garbage collector stop all threads.
         if not is_thread:
             name = f"{scope} {name}"
-        if self.now - refused < BLOCKED_NOW:
-            self.states[is_thread, "blocked"].add(name)
+        urgency = 0, last, last
         if Level.EXHAUSTED in levels:
             self.states[is_thread, Level.EXHAUSTED].add(name)
-            return (1, refused, last), subject, reached
-        if Level.NEAR in levels:
+        elif Level.NEAR in levels:
             self.states[is_thread, Level.NEAR].add(name)
-            return (2, highest, last), subject, reached
-        return (0, last, last), subject, reached
+            urgency = 1, highest, last
+        if self.now - refused < BLOCKED_NOW:
+            self.states[is_thread, "blocked"].add(name)
+            urgency = _BLOCKED, refused, last
+        return urgency, subject, reached
+
+    def _choose_series(self, rated: Iterable[_Rated], count: int, bound: int) -> Sequence[_Rated]:
+        """Return which of `count` subjects to export, at most `bound`; series stay for a while."""
+        # A counter that vanishes and returns has a false increase. Prometheus keeps each series for
+        # hours: three times the bound at most.
+        shown, exports = dict[Key, _Rated](), self.exports
+
+        def noted() -> Iterator[_Rated]:
+            for one in rated:
+                if exports.get(one[1].key, (0.0, -1.0))[1] == self._latest:
+                    shown[one[1].key] = one
+                yield one
+
+        ranked = nlargest(max(1, bound), noted(), key=itemgetter(0))
+        chosen = {key: one for key, one in shown.items() if self.now - exports[key][0] < STAYS}
+        is_thread = bool(ranked) and ranked[0][1].key[1] == THREAD
+        series, new = sum((key[1] == THREAD) == is_thread for key in exports), 0
+        for one in (*ranked, *shown.values()):
+            key, is_blocked = one[1].key, one[0][0] == _BLOCKED
+            is_new = key not in shown
+            # If some are hidden, a part of the room and of the series is for those blocked now.
+            room = bound if is_blocked or not is_new or count <= bound else bound - bound // 5
+            most = (3 if is_blocked else 2) * bound + (key in exports)
+            if len(chosen) < room and not (is_new and (new == MAX_NEW or series >= most)):
+                new, series = new + is_new, series + (key not in exports)
+                chosen[key] = one
+                exports[key] = (self.now if is_new else exports[key][0]), self.now
+        exports |= {key: (exports[key][0], self.now) for key in chosen}
+        return sorted(chosen.values(), key=itemgetter(0), reverse=True)[:bound]
+
+
+def _choose_top(rated: Iterable[_Rated], _: int, bound: int) -> Sequence[_Rated]:
+    """Return the most urgent subjects; look at all, because the iterator counts them."""
+    return nlargest(max(1, bound), rated, key=itemgetter(0))[:bound]
 
 
 class Families(dict[str, Metric]):

@@ -26,7 +26,7 @@ from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitS
 from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.reading import HOURS, Families, Reading, digest, in_slices
 from langchain_quota.telemetry.recent_calls import RecentCalls, ended, refusal_of
-from langchain_quota.telemetry.workers import Key, Number, OnError, Snapshot, Subject, Use
+from langchain_quota.telemetry.workers import Export, Key, Number, OnError, Snapshot, Subject, Use
 
 MAX_TRACKED = 100_000
 """Maximum of threads and other subjects in the table; the longest idle ones go first."""
@@ -75,7 +75,7 @@ class UsageTable(Collector):
         self._subjects: OrderedDict[Key, Subject] = OrderedDict()
         # Nanodollars by the hour since the Unix epoch, and the number of calls that wait.
         self._costs = Counter[int]()
-        self._waiting = 0
+        self._waiting, self._exports = 0, list[Export]()
         self._recent = RecentCalls()
         # How many subjects are frozen, by store and prefix, and when a store said so last.
         self._frozen = Counter[str]()
@@ -238,23 +238,26 @@ class UsageTable(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Render the subjects of all processes, by the settings of this one, else of another."""
-        reading = self.read()
+        reading = self.read(is_scrape=True)
         if not reading.processes:
             return
+        self._exports = [(*key, *times) for key, times in reading.exports.items()]
+        # Others go on with it, whoever answers the next scrape.
+        self._write_soon()
         self._series |= dict.fromkeys(series[:3] for series in reading.tracked)
         families = Families()
         # Copy, because a concurrent scrape may add series.
         families.add_all(reading, list(self._series))
         yield from families.values()
 
-    def read(self) -> Reading:
+    def read(self, *, is_scrape: bool = False) -> Reading:
         """Return what all processes know now, bounded for the export."""
         snapshots: list[Snapshot] = []
         if self._settings is not None:
             snapshots.append(self._snapshot(self._settings))
         if self._directory is not None:
             snapshots += workers.read_others(self._directory, self._path, self._on_error)
-        return Reading(snapshots, self._on_error)
+        return Reading(snapshots, self._on_error, is_scrape=is_scrape)
 
     def _snapshot(self, settings: Snapshot) -> Snapshot:
         """Return what this process knows now."""
@@ -266,6 +269,7 @@ class UsageTable(Collector):
                 frozen=(self._answered, self._frozen.total()),
                 calls=[[minute, *counts] for minute, counts in self._recent.minutes.items()],
                 refusals=[*self._recent.refusals],
+                exports=self._exports,
                 # In any order: an OrderedDict in its order takes 30 times as long, under the lock.
                 subjects=list(dict.values(self._subjects))[::-1],
             )

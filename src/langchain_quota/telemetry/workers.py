@@ -23,6 +23,9 @@ Number = tuple[int, int, float | None, str]
 
 The time is in seconds since the Unix epoch."""
 
+Export = Sequence[Any]
+"""The key of a subject in three parts, and when its series began and were exported last."""
+
 OnError = Callable[[Exception], None]
 
 FILES = "langchain_quota.usage-6.*.json"
@@ -82,6 +85,8 @@ class Snapshot(NamedTuple):
     """Minutes since the Unix epoch, each with its allowed calls and its blocked ones."""
     refusals: Sequence[Refusal] = ()
     """The last refusals."""
+    exports: Sequence[Export] = ()
+    """The subjects that a scrape of this process has exported within an hour."""
     subjects: Sequence[Subject] = ()
 
 
