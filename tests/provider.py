@@ -3,12 +3,13 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
-from threading import Event, Thread
+from threading import Event
 from typing import Any, Literal
+
+from tests.web import Request, serving
 
 Body = Mapping[str, Any]
 Call = tuple[str, Body]
@@ -85,50 +86,26 @@ class Provider:
 def running_provider(kind: Callable[[str], Any] = Provider) -> Iterator[Any]:
     """A server on a free port of this machine."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            raw = self.rfile.read(length)
-            if len(raw) < length:
-                return  # who asks was killed
-            body = json.loads(raw)
-            status, parts, then = provider.answer(self.path, body)
-            streamed = status == 200 and body.get("stream")
-            if parts:
-                self.send_response(status)
-                media = "text/event-stream" if streamed else "application/json"
-                self.send_header("Content-Type", media)
-                for name, value in getattr(provider, "headers", dict)().items():
-                    self.send_header(name, value)
-                self.end_headers()
-            for part in parts:
-                # Who asks may have gone.
-                try:
-                    self.wfile.write(part.encode())
-                    self.wfile.flush()
-                except ConnectionError:
-                    self.close_connection = True
-            then()
+    def answer(request: Request) -> None:
+        body = json.loads(request.body)
+        status, parts, then = provider.answer(request.path, body)
+        streamed = status == 200 and body.get("stream")
+        if parts:
+            media = "text/event-stream" if streamed else "application/json"
+            date = request.date_time_string(time.time() + provider.ahead)
+            more = getattr(provider, "headers", dict)()
+            request.reply(status, {"Content-Type": media, "Date": date, **more})
+        for part in parts:
+            with suppress(ConnectionError):  # who asks may have gone
+                request.wfile.write(part.encode())
+        then()
 
-        def date_time_string(self, timestamp: float | None = None) -> str:
-            return super().date_time_string((timestamp or time.time()) + provider.ahead)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 128
-
-    with Server(("127.0.0.1", 0), Handler) as server:
-        provider = kind(f"http://127.0.0.1:{server.server_port}")
-        thread = Thread(target=server.serve_forever)
-        thread.start()
+    with serving(answer) as url:
+        provider = kind(url)
         try:
             yield provider
         finally:
             provider.let_go()
-            server.shutdown()
-            thread.join()
 
 
 def _event(data: Body | str) -> str:

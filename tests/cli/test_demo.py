@@ -149,7 +149,7 @@ def test_the_event_loop_is_never_blocked(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.rest
 def test_spans_reach_a_collector() -> None:
     """Where spans are sent, every check_quota span arrives, inside a turn of its own thread."""
-    with running_receiver("http/protobuf") as receiver:
+    with running_receiver() as receiver:
         to = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "COLUMNS": "80", "FORCE_COLOR": "1"}
         demo = ("demo", "--port", "0", "--seconds", "1", "--threads", "3")
         ended = run_python(INSTRUMENTED, *demo, env={**os.environ, **to})

@@ -3,9 +3,7 @@
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from tests.metrics import documented
 from tests.scene import Scene
 from tests.server.programs import required_program
 from tests.telemetry import attributes, telling
+from tests.web import Request, serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "production.md").read_text()
 
@@ -168,24 +167,16 @@ def test_a_job_pushes_all_metrics() -> None:
     """What the example sends to a Pushgateway is what a scrape would show."""
     received: list[tuple[str, bytes]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_PUT(self) -> None:
-            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(202)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+    def receive(request: Request) -> None:
+        received.append((request.path, request.body))
+        request.reply(202)
 
     registry = telling().registry
     [code] = [text for text in blocks("python") if "push_to_gateway" in text]
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+    with serving(receive) as url:
         namespace: dict[str, Any] = {}
-        code = code.replace("localhost:9091", f"127.0.0.1:{server.server_port}")
+        code = code.replace("localhost:9091", url.removeprefix("http://"))
         exec(code, namespace)  # noqa: S102 - our own page
         namespace["REGISTRY"] = registry
-        thread = Thread(target=server.handle_request)
-        thread.start()
         namespace["push"]()
-        thread.join()
     assert received == [("/metrics/job/nightly", generate_latest(registry))]

@@ -5,10 +5,8 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import yaml
@@ -22,6 +20,7 @@ from tests.server.prometheus import (
     running_prometheus,
     running_server,
 )
+from tests.web import Request, serving
 
 _DURATION = re.compile(r"(?<![\w.])(\d+)(ms|s|m|h)\b")
 _MILLISECONDS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
@@ -39,19 +38,14 @@ class Notification:
     group: Mapping[str, str]
 
 
-class Webhook(ThreadingHTTPServer):
+@dataclass
+class Webhook:
     """A server that keeps what Alertmanager tells it, also by the message that told of it."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.notifications: list[Notification] = []
-        self.messages: list[list[Notification]] = []
-        self.bodies: list[Any] = []
-
-    @property
-    def url(self) -> str:
-        """The server's address."""
-        return f"http://127.0.0.1:{self.server_port}"
+    url: str = ""
+    notifications: list[Notification] = field(default_factory=list)
+    messages: list[list[Notification]] = field(default_factory=list)
+    bodies: list[Any] = field(default_factory=list)
 
     def wait_for(self, alertname: str, status: str, **labels: str) -> Notification:
         """The first notification of an alert with this status and these labels."""
@@ -65,18 +59,14 @@ class Webhook(ThreadingHTTPServer):
 
         return eventually(told)
 
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Webhook
-
-    def do_POST(self) -> None:
+    def keep(self, request: Request) -> None:
         """Keep what is told."""
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.bodies.append(body)
+        body = json.loads(request.body)
+        self.bodies.append(body)
         message = [
             Notification(
                 at=time.time(),
-                path=self.path,
+                path=request.path,
                 status=alert["status"],
                 labels=alert["labels"],
                 annotations=alert["annotations"],
@@ -84,14 +74,9 @@ class _Handler(BaseHTTPRequestHandler):
             )
             for alert in body.get("alerts", [])
         ]
-        self.server.messages.append(message)
-        self.server.notifications += message
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        self.messages.append(message)
+        self.notifications.extend(message)
+        request.reply()
 
 
 def hurried(text: str, speed: float) -> str:
@@ -128,14 +113,9 @@ def example(webhook: Webhook, speed: float) -> Any:
 @contextmanager
 def running_webhook() -> Iterator[Webhook]:
     """Run a webhook on a free port."""
-    with Webhook() as webhook:
-        thread = Thread(target=webhook.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield webhook
-        finally:
-            webhook.shutdown()
-            thread.join()
+    webhook = Webhook()
+    with serving(webhook.keep) as webhook.url:
+        yield webhook
 
 
 @contextmanager

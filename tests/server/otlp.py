@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from typing import Any, Literal
+from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.web import Request, serving
 
 
 @dataclass(frozen=True)
@@ -29,41 +29,28 @@ class Receiver:
 
 
 @contextmanager
-def running_receiver(protocol: Literal["http/protobuf"]) -> Iterator[Receiver]:
-    """Run a receiver on a free port."""
-    assert protocol == "http/protobuf"
+def running_receiver() -> Iterator[Receiver]:
+    """Run a receiver of `http/protobuf`."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            found = self.path == "/v1/traces"
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                receiver.spans.extend(
-                    ReceivedSpan(
-                        span.name,
-                        span.span_id.hex(),
-                        span.parent_span_id.hex(),
-                        {pair.key: _value(pair.value) for pair in span.attributes},
-                    )
-                    for scope in resource.scope_spans
-                    for span in scope.spans
-                    if found
+    def receive(request: Request) -> None:
+        found = request.path == "/v1/traces"
+        for resource in ExportTraceServiceRequest.FromString(request.body).resource_spans:
+            receiver.spans.extend(
+                ReceivedSpan(
+                    span.name,
+                    span.span_id.hex(),
+                    span.parent_span_id.hex(),
+                    {pair.key: _value(pair.value) for pair in span.attributes},
                 )
-            self.send_response(200 if found else 404)
-            self.end_headers()
+                for scope in resource.scope_spans
+                for span in scope.spans
+                if found
+            )
+        request.reply(200 if found else 404)
 
-        def log_message(self, *_: Any) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        receiver = Receiver(f"http://127.0.0.1:{server.server_port}")
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield receiver
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(receive) as url:
+        receiver = Receiver(url)
+        yield receiver
 
 
 def _value(value: Any) -> Any:

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -21,6 +20,7 @@ from langchain_quota.limits import Limit
 from tests.forked import run_python, without
 from tests.scene import Scene, asking
 from tests.telemetry import telling
+from tests.web import Request, serving
 
 proto = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
 otlp = pytest.importorskip("opentelemetry.exporter.otlp.proto.http.metric_exporter")
@@ -69,24 +69,14 @@ class Collector:
 def collector() -> Iterator[Collector]:
     found = Collector()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            found.requests.append(proto.ExportMetricsServiceRequest.FromString(body))
-            self.send_response(found.status)
-            self.end_headers()
-            found.arrived.set()
+    def collect(request: Request) -> None:
+        found.requests.append(proto.ExportMetricsServiceRequest.FromString(request.body))
+        request.reply(found.status)
+        found.arrived.set()
 
-        def log_message(self, *_: Any) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        found.url = f"http://127.0.0.1:{server.server_port}/v1/metrics"
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(collect) as url:
+        found.url = f"{url}/v1/metrics"
         yield found
-        server.shutdown()
-        thread.join()
 
 
 def scraped(text: str) -> dict[Series, float]:
@@ -151,6 +141,7 @@ from prometheus_client import REGISTRY, generate_latest
 from langchain_quota import ToolCallLimit, export_metrics
 from tests.scene import Scene, asking
 from tests.telemetry import telling
+from tests.web import Request, serving
 export_metrics(OTLPMetricExporter(sys.argv[1]))
 scene = Scene(telling(registry=REGISTRY), asking("search"), [ToolCallLimit("search", run_limit=3)])
 asyncio.run(scene.play())
