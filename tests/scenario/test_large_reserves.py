@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import MemoryStore, ModelCallLimitExceededError, Quota, TokenLimit
+from langchain_quota import (
+    MemoryStore,
+    ModelCallLimitExceededError,
+    ModelUsage,
+    Quota,
+    TokenLimit,
+)
 from tests.scene import Scene
 from tests.stores import counts
 from tests.telemetry import Signals
@@ -40,3 +46,12 @@ async def test_exit_behavior_decides(signals: Signals, options: Any, said: str, 
         assert said in scene.last_text()
     assert len(scene.model.calls) == 1 + (said != NEEDS)
     assert sum(counts(store).values()) <= 60
+
+
+async def test_a_reserve_of_parts(signals: Signals) -> None:
+    """A reserve whose total is not given is its input and its output."""
+    parts = ModelUsage(input_tokens=60, output_tokens=50)
+    scene = Scene(signals, [answer(10)], [TokenLimit(run_limit=100, reserve=lambda _: parts)])
+    await scene.play()
+    assert "the call may need 110" in scene.last_text()
+    assert ModelUsage(input_tokens=1, total_tokens=9).total_tokens == 9

@@ -120,6 +120,12 @@ class ModelUsage:
     cached: bool = False
     estimated: bool = False
 
+    def __post_init__(self) -> None:
+        # A reserve of input and output alone would reserve no tokens.
+        known = self.input_tokens + self.output_tokens
+        if self.total_tokens < known:
+            object.__setattr__(self, "total_tokens", known)
+
     @property
     def models(self) -> tuple[str, ...]:
         """Names of the model, the most exact one first."""
