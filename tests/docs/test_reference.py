@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -172,9 +172,6 @@ class Seen:
             thread = LIMITED if per == "thread" else THREAD
             scene = await self.play(searches, shared, thread_id=thread, **options)
         await scene.quota.areset(scene.agent, scene.config)
-        scene.quota.freeze()
-        await scene.play()
-        scene.quota.thaw()
         for action in ("block", "allow"):
             daily = ToolCallLimit(TOOL, quotas=[Quota(5, per="global")])
             await self.play(searches, daily, store=Broken(), on_store_error=action)
@@ -256,6 +253,15 @@ class Seen:
             with suppress(QuotaStoreError):
                 Broken().revoke(grant.key, grant.id)
 
+    async def play_freeze(self) -> None:
+        """A customer is frozen, thawed and frozen."""
+        limit = ToolCallLimit(TOOL, quotas=[Quota(5, per=PER), Quota(9, per="global")])
+        scene = await self.play(asking(TOOL), limit, store=MemoryStore())
+        scene.quota.freeze(**{PER: USER})
+        scene.quota.thaw(**{PER: USER})
+        scene.quota.freeze(by=USER, until=datetime.now(UTC) + timedelta(days=1))
+        await scene.play()
+
     async def lose_root_runs(self) -> None:
         """Runs that may belong to another root run: in a bare thread, and inside an unknown run."""
         limit = ToolCallLimit(TOOL, quotas=[Quota(5, per="root_run")])
@@ -306,6 +312,7 @@ def seen() -> Seen:
         unlimited = Scene(watched.signals, ["done"], tools=(), name=AGENT, checkpointer=None).agent
         ask = delegate(unlimited, TOOL)
         await watched.play(asking(TOOL), ModelCallLimit(run_limit=9), tools=[ask])
+        await found.play_freeze()
 
     logger, handler = logging.getLogger("langchain_quota"), logging.Handler()
     handler.emit = found.records.append  # type: ignore[assignment,method-assign]  # takes the record

@@ -34,6 +34,10 @@ def frozen(signals: Signals) -> float | None:
     return signals.value("langchain_quota_frozen_subjects")
 
 
+def who(signals: Signals) -> dict[tuple[str, ...], float]:
+    return signals.samples("langchain_quota_frozen_timestamp_seconds")
+
+
 class FreezeScene(Scene):
     """An agent that searches once in each run of Acme."""
 
@@ -73,11 +77,14 @@ async def test_a_tenant_is_frozen_and_thawed(form: Form, caplog: pytest.LogCaptu
     assert signals.samples("langchain_quota_thread_blocked_total", **known) == {("thread-1",): 1}
     assert signals.samples("langchain_quota_subject_blocked_total", **known) == {("acme",): 1}
     assert frozen(signals) == 1
+    [grant] = scene.quota.kernel.store.store.grants()
+    since = grant.given_at.timestamp()
+    assert who(signals) == {("tenant", "acme", "ada", "since"): pytest.approx(since, abs=0.01)}
     assert await scene.reasons(context=BETA, thread_id="2") == [None]
     assert await scene.call("thaw", tenant="acme", by="bo")
     assert not await scene.call("thaw", tenant="acme")
     assert await scene.reasons(context=ACME) == [None]
-    assert frozen(signals) == 0
+    assert (frozen(signals), who(signals)) == (0, {})
     audit = [vars(record) for record in caplog.records if hasattr(record, "quota_grant")]
     for event, by, entry in zip(("frozen", "thawed"), ("ada", "bo"), audit, strict=True):
         told = [entry[f"quota_{name}"] for name in ("event", "key", "by", "reason")]
@@ -111,6 +118,21 @@ async def test_a_model_call_of_a_frozen_subject(
         assert (reason["scope"], reason["limit"]) == ("frozen", "t")
     assert len(scene.model.calls) == 0
     assert scene.quota.left("t", tenant="acme").used == 0
+
+
+async def test_a_freeze_ends_by_itself(signals: Signals) -> None:
+    """It ends by the store's clock, and a later freeze takes its place."""
+    clock = Clock()
+    scene = FreezeScene(signals, SEARCH, store=MemoryStore(clock=clock))
+    for minutes in (1, 2):
+        scene.quota.freeze(until=at(clock.now + 60 * minutes))
+    clock.now += 119
+    assert await scene.reasons() == ["frozen"]
+    times = {("all", "", "", "since"): clock.now - 119, ("all", "", "", "until"): clock.now + 1}
+    assert who(signals) == times
+    clock.now += 1
+    assert await scene.reasons() == [None]
+    assert frozen(signals) == 0
 
 
 async def test_a_dry_run_and_other_subjects(signals: Signals) -> None:

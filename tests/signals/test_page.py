@@ -261,7 +261,7 @@ async def test_last_refusals(clock: Clock) -> None:
 
 
 async def test_customers_with_one_label(clock: Clock) -> None:
-    """They are one row, with the numbers of the nearest one, and the refusals of all."""
+    """They are one row, with the numbers of the most urgent one, and the refusals of all."""
     signals = telling(subject_label={"tenant": lambda tenant: tenant[:2]})
     limit = ToolCallLimit("search", quotas=[Quota(5, per="tenant")])
     await searched(signals, limit, acorn=4)

@@ -349,6 +349,7 @@ class TestFreezes:
             ("::", 0, "", datetime(9000, 1, 1, tzinfo=UTC)),
             (":user_id:ada", 0, "bo", None),
         ]
+        assert sorted(asyncio.run(store.freezes("")), key=str) == store.grants()
         assert quota.thaw()
         assert store.acquire(calls(OTHER, 1)).frozen == (OTHER,)
         assert quota.thaw(user_id="ada")

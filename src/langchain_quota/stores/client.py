@@ -28,12 +28,14 @@ from langchain_quota.runtime.sync_async import (
     run_sync,
 )
 from langchain_quota.stores import QuotaStore, QuotaUsage
-from langchain_quota.stores.keys import keys_of, prefix_of
+from langchain_quota.stores.grants import Grant, SupportsGrants
+from langchain_quota.stores.keys import CountKey, keys_of, prefix_of
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.rate_limiter import RateLimiting
 from langchain_quota.stores.server import ServerStore
 from langchain_quota.telemetry import logs, names
 from langchain_quota.telemetry.recorder import Recorder
+from langchain_quota.telemetry.workers import Freeze
 
 MAX_PENDING = 10_000
 """The most corrections that wait for the store to come back."""
@@ -71,6 +73,8 @@ class StoreClient:
         self.label = recorder.store_label(server)
         self._lock = fork_safe_lock()
         self._down = False
+        # How many subjects were frozen, and in which minute that was read, by prefix.
+        self._freezes: dict[str, tuple[int, float]] = {}
         self._corrections = CorrectionQueue()
         self._tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = (
             WeakKeyDictionary()
@@ -94,8 +98,23 @@ class StoreClient:
             result = await self._send(mode, sent)
             if not result.replayed:
                 prefix = _prefix(keys_of(sent)) if callable(self.prefix) else self.prefix
-                self._recorder.record_freezes(f"{self.label} {prefix}", result.freezes)
+                source, frozen = f"{self.label} {prefix}", None
+                # Read who is frozen once a minute, and when their number has changed.
+                state = result.freezes, result.freezes and time.monotonic() // 60
+                if state != self._freezes.get(source, (0, 0)):
+                    self._freezes[source] = state
+                    frozen = await self._read_freezes(mode, str(prefix))
+                self._recorder.record_freezes(source, result.freezes, frozen)
         return result
+
+    async def _read_freezes(self, mode: Mode, prefix: str) -> Sequence[Freeze] | None:
+        """Return who is frozen under a prefix; `None` if that is unknown."""
+        frozen: list[Freeze] | None = None
+        if isinstance(self.store, SupportsGrants):
+            with self._asking("peek"):
+                grants = await self.store.freezes(mode, prefix if callable(self.prefix) else "")
+                frozen = [*map(_freeze_of, grants)]
+        return frozen
 
     async def settle(self, mode: Mode, sent: AcquireRequest) -> AcquireResult | None:
         """Charge what was used in place of what was held: now, or later if it cannot be sent."""
@@ -269,6 +288,12 @@ class StoreClient:
                 self._recorder.log(logs.recovery, "store")
         if self._fills:
             self._fills = not self._recorder.store_nearly_full(self.store)
+
+
+def _freeze_of(grant: Grant) -> Freeze:
+    key, until = CountKey.parse(grant.key), grant.until
+    ends = None if until is None else until.timestamp()
+    return key.dimension, key.subject, grant.by, grant.given_at.timestamp(), ends
 
 
 def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:

@@ -26,10 +26,10 @@ from langchain_quota.runtime.units import (
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import (
     DEFAULT_NAMES,
-    FREEZES,
     CountKey,
     check_keys,
     dimension_of,
+    freezes_key,
     idle_time,
     read_emission_interval,
     unit_of,
@@ -133,8 +133,7 @@ class SupportsGrants(ABC):
             QuotaStoreError: The store failed, or did not answer in time.
             TypeError: The store serves no sync calls.
         """
-        usages = (usage for usage in self.entries(pattern).values() if usage is not None)
-        return sorted(usages, key=lambda usage: usage.key)
+        return sorted(filter(None, self.entries(pattern).values()), key=lambda usage: usage.key)
 
     def grant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -225,7 +224,7 @@ class SupportsGrants(ABC):
             QuotaStoreError: The store failed.
             TypeError: The store serves no sync calls.
         """
-        grants = map(_as_listed, self._active_grants(pattern))
+        grants = map(as_listed, self._active_grants(pattern))
         return sorted(grants, key=lambda grant: (grant.key, grant.given_at))
 
     async def freeze(  # noqa: PLR0913 - keyword-only, with defaults
@@ -245,11 +244,11 @@ class SupportsGrants(ABC):
         if bool(per) != bool(subject):
             raise ValueError(f"a freeze needs per and subject, or neither: {per!r}, {subject!r}")
         times = in_utc(self.clock()), until or _LAST
-        freeze = Grant(_freezes_key(prefix), 0, str(CountKey("", per, subject)), *times, reason, by)
+        freeze = Grant(freezes_key(prefix), 0, str(CountKey("", per, subject)), *times, reason, by)
         stored, _ = await self._grant(mode, freeze)
         if stored is None:
             raise ValueError(f"until must be later than now, not {until}")
-        freeze = _as_listed(stored)
+        freeze = as_listed(stored)
         _log("frozen", freeze)
         return freeze
 
@@ -257,11 +256,15 @@ class SupportsGrants(ABC):
         self, mode: Mode, per: str, subject: str, *, by: str = "", prefix: str = ""
     ) -> Grant | None:
         """End a freeze, and return it; `None` if there is none."""
-        ended = await self._revoke(mode, _freezes_key(prefix), str(CountKey("", per, subject)))
+        ended = await self._revoke(mode, freezes_key(prefix), str(CountKey("", per, subject)))
         if ended is not None:
-            ended = _as_listed(ended)
+            ended = as_listed(ended)
             _log("thawed", replace(ended, by=by))
         return ended
+
+    async def freezes(self, mode: Mode, prefix: str = "") -> list[Grant]:  # noqa: ARG002 - in memory
+        """Return the freezes under a prefix, as `grants` does."""
+        return self.grants(freezes_key(prefix))
 
     def _counted(self, text: str, window: timedelta | str | CalendarWindow | None) -> str:
         """Return the key of a count; if a window is given, of the present one."""
@@ -365,17 +368,12 @@ def _check_until(until: datetime | None) -> None:
         raise ValueError(f"until must have a time zone, such as UTC, not {until!r}")
 
 
-def _freezes_key(prefix: str) -> str:
-    return f"{prefix}/{FREEZES}" if prefix else FREEZES
-
-
-def _as_listed(grant: Grant) -> Grant:
+def as_listed(grant: Grant) -> Grant:
     """Return a grant; a freeze, which is one of 0, under its subject, and without an end if so."""
     if grant.amount or grant.until is None:
         return grant
-    return replace(
-        grant, key=grant.id, until=None if grant.until.year == _LAST.year else grant.until
-    )
+    until = None if grant.until.year == _LAST.year else grant.until
+    return replace(grant, key=grant.id, until=until)
 
 
 def calls_of(key: str) -> str:

@@ -272,6 +272,11 @@ FREEZES = "::"
 """The key of a prefix's freezes, and the name of the freeze of all subjects."""
 
 
+def freezes_key(prefix: str) -> str:
+    """Return the key of a prefix's freezes."""
+    return f"{prefix}/{FREEZES}" if prefix else FREEZES
+
+
 def frozen_counters(counters: Mapping[str, CountRef], freezes: Collection[str]) -> list[str]:
     """Return the names of the counters that freezes stop: those of their subjects, and of all."""
     frozen = []

@@ -18,8 +18,8 @@ from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.counts import check_request, idle_seconds
-from langchain_quota.stores.grants import Grant, SupportsGrants
-from langchain_quota.stores.keys import Prefix, check_prefix, keys_of, prefix_of
+from langchain_quota.stores.grants import Grant, SupportsGrants, as_listed
+from langchain_quota.stores.keys import Prefix, check_prefix, freezes_key, keys_of, prefix_of
 from langchain_quota.stores.rate_limiter import RateLimiting
 
 PREFIX = "langchain_quota"
@@ -178,6 +178,11 @@ class ServerStore(SupportsGrants, RateLimiting):
     def _active_grants(self, pattern: str) -> list[Grant]:
         grants = self._listed("grants", pattern, "grants")
         return [*{(grant.key, grant.id): grant for grant, _ in grants}.values()]
+
+    async def freezes(self, mode: Mode, prefix: str = "") -> list[Grant]:
+        """Return the freezes under a prefix, as `grants` does."""
+        frozen = await self._each(mode, "grants", [freezes_key(prefix)])
+        return [as_listed(grant) for grant, _ in frozen]
 
     async def _each(
         self, mode: Mode, op: str, keys: Sequence[str], argument: Argument = None

@@ -5,7 +5,7 @@ No failure of telemetry reaches the agent, because `Instruments.guard` calls the
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from prometheus_client import CollectorRegistry
 
 from langchain_quota.errors import UNREADABLE, QuotaStoreError
+from langchain_quota.limits.call import THREAD
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import (
@@ -30,7 +31,7 @@ from langchain_quota.telemetry.labels import (
 from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.metrics import Metrics
 from langchain_quota.telemetry.usage import UsageTable
-from langchain_quota.telemetry.workers import Snapshot, shared_directory
+from langchain_quota.telemetry.workers import Freeze, Snapshot, shared_directory
 
 _MAX_MODELS = 100
 """Maximum of distinct names of models, which callers invent behind a gateway, and of stores."""
@@ -65,8 +66,8 @@ class Instruments:
         self.tools = BoundedLabels(settings.max_tools, nameless=NONE, allowed=TOOL)
         self.models = BoundedLabels(_MAX_MODELS)
         self.stores = BoundedLabels(_MAX_MODELS)
-        self.quotas: set[str] = set()
-        """The names of the quotas of all middlewares."""
+        self.quotas: dict[str, str] = {}
+        """By what the quotas of all middlewares count, by their names."""
         self.outages: dict[str, str] = {}
         """The stores that are unavailable, by label, with the names of the clients that log it."""
         self.usage = UsageTable(
@@ -130,6 +131,22 @@ class Instruments:
                     else "until it recovers, further failures",
                     exc_info=logged_error,
                 )
+
+    def record_freezes(self, source: str, count: int, frozen: Sequence[Freeze] | None) -> None:
+        """Note how many subjects are frozen in a store, and who if that was read now."""
+        shown = frozen and [
+            (per or "all", self._frozen_label(per, subject), by and label(by), since, until)
+            for per, subject, by, since, until in frozen
+        ]
+        self.usage.record_freezes(source, count, shown)
+
+    def _frozen_label(self, per: str, subject: str) -> str:
+        """Return the label of a frozen subject; empty for all, or if it must not be shown."""
+        if per == THREAD:
+            make = self.settings.thread_label or label
+            return self.guard("thread_label", custom_label, make, subject, "thread_label") or ""
+        quotas = [quota for quota, dimension in self.quotas.copy().items() if dimension == per]
+        return next(filter(None, (self.subject_label(quota, subject) for quota in quotas)), "")
 
     def subject_label(self, quota: str, subject: str) -> str | None:
         """Return the label of a quota's subject, or `None` if it must not be shown."""

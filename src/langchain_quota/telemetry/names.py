@@ -267,6 +267,11 @@ FROZEN = _of_table(
     "",
     "Subjects that are frozen, by the store's last answer to a process that checks calls.",
 )
+FROZEN_TIMES = _of_table(
+    "frozen_timestamp_seconds",
+    "scope subject by event",
+    "Since when, and until when, subjects are frozen, in seconds since the Unix epoch.",
+)
 START_TIME = _of_table(
     "start_time_seconds",
     "",

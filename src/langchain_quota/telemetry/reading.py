@@ -75,8 +75,12 @@ class Reading:
         """When the first process began."""
         self.waiting = sum(snapshot.waiting for snapshot in snapshots)
         """The number of calls that wait now."""
-        self.frozen = max((*snapshot.frozen,) for snapshot in snapshots)[1] if snapshots else 0
+        answers = (snapshot.frozen for snapshot in snapshots)
+        _, frozen = max(answers, key=itemgetter(0), default=(0.0, ()))
+        self.frozen = sum(count for count, _ in frozen)
         """The number of frozen subjects, by the store's newest answer."""
+        self.freezes = [freeze for _, freezes in frozen for freeze in freezes]
+        """Who they are, as far as is known."""
         self.costs = Counter[int]()
         """Nanodollars by the hour since the Unix epoch, for the last 24 hours."""
         for hour, amount in (cost for snapshot in snapshots for cost in snapshot.costs):
@@ -241,6 +245,11 @@ class Families(dict[str, Metric]):
                 self._add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, visible)
                 self._add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
         self._add(names.FROZEN, {}, reading.frozen)
+        # Subjects without a label may look the same, and no series may come twice.
+        for who, times in {(*row[:3],): row[3:] for row in reading.freezes[:100]}.items():
+            labels = dict(zip(names.FROZEN_TIMES.labels, who, strict=False))
+            for event, when in zip(("since", "until"), times, strict=True):
+                self._add_time(names.FROZEN_TIMES, labels, event, when)
         self._add(names.START_TIME, {}, reading.started)
 
     def _add_use(self, row: Subject, limit: str, use: Use, now: float) -> None:

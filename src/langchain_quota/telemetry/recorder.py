@@ -28,6 +28,7 @@ from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label,
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.receipts import open_receipts
 from langchain_quota.telemetry.tracing import DECISION, LIMIT, Tracing
+from langchain_quota.telemetry.workers import Freeze
 
 if TYPE_CHECKING:
     from langchain_core.language_models import BaseChatModel
@@ -154,7 +155,7 @@ class Recorder:
         """Learn the limits of a middleware: tools that they name always have their own labels."""
         for limit in limits:
             self._shared.tools.exempt(limit.named_tools)
-            self._shared.quotas.update(quota.name for quota in limit.quotas)
+            self._shared.quotas |= {quota.name: quota.dimension for quota in limit.quotas}
             self._usage.counts_in_memory |= in_memory and bool(limit.quotas)
 
     def store_nearly_full(self, store: object) -> bool:
@@ -257,9 +258,9 @@ class Recorder:
         if grants:
             self._guard("metrics", self._metrics.count_grants, self._labels_of(agent), grants)
 
-    def record_freezes(self, source: str, count: int) -> None:
-        """Record how many subjects are frozen in a store, under one prefix."""
-        self._guard("threads", self._usage.record_freezes, source, count)
+    def record_freezes(self, source: str, count: int, frozen: Sequence[Freeze] | None) -> None:
+        """Record how many subjects are frozen in a store, under one prefix, and who if known."""
+        self._guard("threads", self._shared.record_freezes, source, count, frozen)
 
     def warn_of_estimate(self, model: str, created_at: UserLine) -> None:
         """Warn, once for each model, that its tokens are estimated: its provider reports none."""
@@ -371,7 +372,7 @@ class Recorder:
     def _check_settings(self) -> None:
         """Warn of settings that cannot work, at the first decision, when all limits exist."""
         shared = self._shared
-        for quota in sorted(shared.settings.subject_label.keys() - shared.quotas):
+        for quota in sorted(shared.settings.subject_label.keys() - shared.quotas.keys()):
             quotas = ", ".join(map(repr, sorted(shared.quotas))) or "none"
             self.created_at.warn(
                 f"subject_label has {quota!r}, and no quota has this name: they are {quotas}"

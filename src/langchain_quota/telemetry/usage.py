@@ -77,8 +77,8 @@ class UsageTable(Collector):
         self._costs = Counter[int]()
         self._waiting, self._exports = 0, list[Export]()
         self._recent = RecentCalls()
-        # How many subjects are frozen, by store and prefix, and when a store said so last.
-        self._frozen = Counter[str]()
+        # How many subjects are frozen, and who, by store and prefix, and when a store said so last.
+        self._frozen = dict[str, tuple[int, workers.Freezes]]()
         self._answered = 0.0
         self._is_due = False
         self._written = 0.0
@@ -164,12 +164,12 @@ class UsageTable(Collector):
                 use.waiting = max(0, use.waiting + change)
         self._write_soon()
 
-    def record_freezes(self, source: str, count: int) -> None:
-        """Note how many subjects are frozen in a store, under one prefix."""
+    def record_freezes(self, source: str, count: int, frozen: workers.Freezes | None) -> None:
+        """Note how many subjects are frozen in a store, under one prefix, and who if known."""
         self._answered = time.time()
-        if count != self._frozen[source]:
+        if frozen is not None or count != self._frozen.get(source, (0,))[0]:
             with self._lock:
-                self._frozen[source] = count
+                self._frozen[source] = count, frozen or ()
             self._write_soon()
 
     def spend(self, caller: CallerLabels, spent: Sequence[LimitSpend]) -> None:
@@ -266,7 +266,7 @@ class UsageTable(Collector):
                 pid=os.getpid(),
                 waiting=self._waiting,
                 costs=[*self._costs.items()],
-                frozen=(self._answered, self._frozen.total()),
+                frozen=(self._answered, [*self._frozen.values()]),
                 calls=[[minute, *counts] for minute, counts in self._recent.minutes.items()],
                 refusals=[*self._recent.refusals],
                 exports=self._exports,

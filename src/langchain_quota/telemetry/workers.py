@@ -26,6 +26,11 @@ The time is in seconds since the Unix epoch."""
 Export = Sequence[Any]
 """The key of a subject in three parts, and when its series began and were exported last."""
 
+Freeze = tuple[str, str, str, float, float | None]
+"""What a frozen subject is, its name or label, by whom, since when, and until when."""
+
+Freezes = Sequence[Freeze]
+
 OnError = Callable[[Exception], None]
 
 FILES = "langchain_quota.usage-6.*.json"
@@ -79,8 +84,8 @@ class Snapshot(NamedTuple):
     """The number of calls that wait now, with or without a thread."""
     costs: Sequence[tuple[int, int]] = ()
     """The cost of each of the last 24 hours: the hour since the Unix epoch, and nanodollars."""
-    frozen: tuple[float, int] = 0.0, 0
-    """When the store answered last, and how many subjects were frozen then."""
+    frozen: tuple[float, Sequence[tuple[int, Freezes]]] = 0.0, ()
+    """When a store answered last, and how many subjects were frozen then in each, and who."""
     calls: Sequence[Sequence[int]] = ()
     """Minutes since the Unix epoch, each with its allowed calls and its blocked ones."""
     refusals: Sequence[Refusal] = ()
