@@ -93,7 +93,7 @@ def running_provider(kind: Callable[[str], Any] = Provider) -> Iterator[Any]:
         if parts:
             media = "text/event-stream" if streamed else "application/json"
             date = request.date_time_string(time.time() + provider.ahead)
-            more = getattr(provider, "headers", dict)()
+            more: dict[str, str] = getattr(provider, "headers", dict)()
             request.reply(status, {"Content-Type": media, "Date": date, **more})
         for part in parts:
             with suppress(ConnectionError):  # who asks may have gone

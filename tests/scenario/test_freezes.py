@@ -17,6 +17,7 @@ from langchain_quota import (
 )
 from langchain_quota.errors import ModelCallLimitExceededError
 from tests.scene import PATIENCE, Form, Scene, asking, both_forms, texts, until
+from tests.stores import Clock
 from tests.telemetry import Signals, attributes, telling
 from tests.tokens import answer
 

@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from langchain_quota import (
-    MemoryStore,
-    ModelCallLimitExceededError,
-    ModelUsage,
-    Quota,
-    TokenLimit,
-)
+from langchain_quota import MemoryStore, ModelCallLimitExceededError, ModelUsage, Quota, TokenLimit
 from tests.scene import Scene
 from tests.stores import counts
 from tests.telemetry import Signals
