@@ -85,11 +85,11 @@ class _Row(NamedTuple):
     """The sort keys, in the order of `_SORTS`."""
 
 
-def _rows_of(reading: Reading) -> Iterator[tuple[str, _Row]]:
-    """Return the exported rows with their kinds; a conversation of several agents is one row."""
+def _rows_of(reading: Reading, shown: Sequence[Subject]) -> Iterator[tuple[str, _Row]]:
+    """Return the rows of subjects with their kinds; a conversation of several agents is one row."""
     merged: dict[tuple[str, str], list[Subject]] = {}
     refusals = reading.last_refusals()
-    for part in reading.rows:
+    for part in shown:
         agent, scope, subject = part.key
         name = part.label or ("" if subject == EVERYBODY else agent)
         merged.setdefault((scope, name), []).append(part)
@@ -258,15 +258,20 @@ class Page:
                 self._compute((usage_of(self._registry) or self._others).read())
                 took = time.monotonic() - began
                 self._until = began + took + min(max(1.0, 9 * took), _MAX_AGE)
-            rows, hidden = self._rows, self._hidden
+            rows, hidden, reading, searched = self._rows, self._hidden, self._reading, self._found
             figures = {**self._all, "now": time.time()}
         find, state = values.get("find", "").casefold(), values.get("state")
         sort, count = values.get("sort", "state"), int(values.get("rows", 50))
         index = _SORTS.index(sort.removeprefix("-"))
         parts = [_as_json(figures)[:-1]]
+        if find and find not in searched:
+            searched[find] = [*_rows_of(reading, reading.search(find))]
         for kind, exported in rows.items():
+            others = [row for other, row in searched.get(find, ()) if other == kind]
             matching = [
-                row for row in exported if find in row.text and (not state or state in row.states)
+                row
+                for row in (*exported, *others)
+                if find in row.text and (not state or state in row.states)
             ]
             matching.sort(key=lambda row: row.keys[index], reverse=sort.startswith("-"))
             part = {
@@ -280,8 +285,9 @@ class Page:
 
     def _compute(self, reading: Reading) -> None:
         self._rows: dict[str, list[_Row]] = {"threads": [], "subjects": []}
-        for kind, row in in_slices(_rows_of(reading)):
+        for kind, row in in_slices(_rows_of(reading, reading.rows)):
             self._rows[kind].append(row)
+        self._reading, self._found = reading, dict[str, list[tuple[str, _Row]]]()
         self._hidden = {kind: reading.hidden[kind == "threads"] for kind in self._rows}
         totals: Json = {
             state: {kind: len(reading.states[kind == "threads", state]) for kind in self._rows}

@@ -5,6 +5,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
+from itertools import islice
 from math import inf
 from operator import itemgetter
 from typing import TypeVar
@@ -107,7 +108,7 @@ class Reading:
         self._latest = rows[-1][4] if rows else 0.0
         self.exports = {(*row[:3],): (row[3], row[4]) for row in rows}
         """When series of an hour began, and were exported last, by their subjects."""
-        self._is_scrape = is_scrape
+        self._is_scrape, self._others = is_scrape, list[Subject]()
         self.rows: Sequence[Subject] = self._read(snapshots, on_error) if snapshots else ()
         """What is exported: those blocked now first, then the near, threads before quotas.
 
@@ -133,12 +134,26 @@ class Reading:
         ):
             top = top_of(self._rate_all(subjects, on_error), len(subjects), max_exported)
             self.hidden[subjects is threads] += len(subjects) - len(top)
+            if max_exported and not self._is_scrape:
+                chosen = {one.key for _, one, _ in top}
+                self._others += [one for one in in_slices(subjects) if one.key not in chosen]
             for _, subject, reached in top:
                 self.exported.update(reached)
                 key = (*subject.key[:2], subject.label)
                 first = rows.get(key)
                 rows[key] = subject if first is None else merge_two(first, subject, by_time=False)
         return [*rows.values()]
+
+    def search(self, text: str) -> Sequence[Subject]:
+        """Return at most 500 subjects that are not in `rows`, and have a text in their names."""
+        shown = {(row.key[1], row.label) for row in self.rows}
+        matching = (
+            one
+            for one in in_slices(self._others)
+            if (one.key[1], one.label) not in shown
+            and text in "\n".join((one.label or "", *one.key[:2], *list(one.uses))).casefold()
+        )
+        return [*islice(matching, 500)]
 
     def last_refusals(self) -> defaultdict[tuple[str, str | None], list[dict[str, object]]]:
         """Return the last refusals by the scope and the label of their rows, the newest first."""
