@@ -390,7 +390,7 @@ def test_a_bad_request(waiting: Service, path: str) -> None:
     assert after == before
     labels = [value for _, labels in after for _, value in labels]
     assert all(len(value) <= 64 and value.isprintable() for value in labels)
-    assert not any("u" * 10 in value or value in {"anna", "bad-body"} for value in labels)
+    assert not {"anna", "bad-body"}.intersection(labels)
     check_problem(waiting, waiting.client.get("/nothing"), 404, "not_found")
     check_problem(waiting, waiting.client.get("/threads/a/messages"), 405, "method_not_allowed")
 

@@ -100,7 +100,7 @@ async def test_a_thread(signals: Signals, clock: Clock) -> None:
     assert signals.samples("langchain_quota_start_time_seconds") == {(): first - 10}
     clock.now += 10
     await agent.search("t1", 0)
-    refused = signals.samples(TIMES, event="refusal", agent="boss", scope="thread", subject="")
+    refused = signals.samples(TIMES, event="refusal", agent="boss", scope="thread")
     assert refused == {("tool:search", "t1"): first + 10}
 
 

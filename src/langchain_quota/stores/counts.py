@@ -262,7 +262,7 @@ class Counts(ExpiringDict[Count]):
             count.used, expires = used + count.changed_at, now + used / 10**6 + GRACE
         count.ends = ends
         # Never earlier than before, unless it drains.
-        _, least = self.all.get(key, (0, 0)) if count.changed_at is None else (0, 0)
+        least = self.all[key][1] if key in self.all and count.changed_at is None else -math.inf
         self.put(key, count, max(expires, least), now)
         return count
 

@@ -274,8 +274,8 @@ class Families(dict[str, Metric]):
         labels = {"agent": agent, "limit": limit_label(limit)}
         if is_thread:
             labels["thread_id"] = label
-            refusal = use.refusal or {}
-            why = {name: refusal.get(name, "") for name in ("scope", "subject")}
+            known = (use.refusal or {}).items()
+            why = {name: text for name, text in known if text and name in {"scope", "subject"}}
             self._add_time(times, {**labels, **why}, "refusal", use.refused)
             # Export from 0 on, because `increase()` does not see the first value of a series.
             if unit != "calls":
