@@ -103,14 +103,10 @@ class FickleStore:
         self._fail()
         self.kept.reset(keys)
 
-    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
-        return self.acquire(request)
-
-    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        return self.peek(keys)
-
-    async def areset(self, keys: Sequence[str]) -> None:
-        self.reset(keys)
+    # Those of a MemoryStore call the methods above.
+    aacquire: Any = MemoryStore.aacquire
+    apeek: Any = MemoryStore.apeek
+    areset: Any = MemoryStore.areset
 
     def _fail(self) -> None:
         if self.down:

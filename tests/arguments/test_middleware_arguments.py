@@ -12,6 +12,7 @@ from langchain_quota import (
     GraphQuota,
     InlineQuotaMiddleware,
     MemoryStore,
+    ModelCallLimit,
     ModelCallLimitMiddleware,
     Price,
     Quota,
@@ -185,3 +186,34 @@ def test_headers(options: dict[str, Any], kind: type[Exception], text: str) -> N
     given: Any = {"quota": quota, "subject": lambda scope: None, **options}
     with pytest.raises(kind, match=f"^{re.escape(text)}"):
         QuotaHeadersMiddleware(lambda *_: None, **given)  # type: ignore[arg-type]
+
+
+def by_plan(state: object, runtime: object) -> int:
+    return 5
+
+
+def monthly(limit: Any = 5, **options: Any) -> Quota:
+    return Quota(limit, **{"per": "tenant", "window": "month", **options})
+
+
+PLAIN, ROLLS, NINE = monthly(), monthly(rollover=5), monthly(9, rollover=5)
+BY_PLAN = monthly(by_plan, rollover=5)
+SMOOTH = monthly(window="1d", smooth=True)
+DIFFER = ([ROLLS, PLAIN], [PLAIN, ROLLS], [ROLLS, monthly(rollover=4)], [NINE, ROLLS])
+AGREE = (
+    *([BY_PLAN, BY_PLAN], [ROLLS, monthly(rollover=5, name="also")], [PLAIN, monthly(9)]),
+    *([ROLLS, monthly(per="agent")], [ROLLS, SMOOTH], [monthly(window="1d", rollover=5), SMOOTH]),
+)
+
+
+@pytest.mark.parametrize("make", [QuotaMiddleware, GraphQuota])
+@pytest.mark.parametrize("quotas", [*DIFFER, [BY_PLAN, ROLLS], *AGREE])
+def test_limits_on_one_count(make: Any, quotas: Any) -> None:
+    """A hard limit beside one that rolls over would let through what the other one left."""
+    for kind in (ToolCallLimit, TokenLimit, ModelCallLimit):
+        others = [ModelCallLimit(quotas=quotas[:1]), kind(quotas=quotas[1:], name="hard")]
+        if kind is not ModelCallLimit or quotas in AGREE:
+            make(others, store=MemoryStore())
+            continue
+        with pytest.raises(ValueError, match="give both the same limit and rollover"):
+            make(others, store=MemoryStore())

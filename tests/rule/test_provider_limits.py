@@ -60,16 +60,12 @@ def test_pauses(status: int | None, headers: dict[str, str], pause: float | None
     assert provider_limits.read_pause(status, headers) == pause
 
 
-def test_errors_of_bedrock() -> None:
-    """The errors of botocore have a dictionary in place of a response."""
+def test_errors() -> None:
+    """Botocore's have a dictionary in place of a response, Gemini's a cause with the pause."""
     error: Any = Exception("An error occurred (ThrottlingException)")
     error.response = {"ResponseMetadata": {"HTTPStatusCode": 429, "HTTPHeaders": {"Date": "now"}}}
     assert provider_limits.read_error(error) == (429, {"date": "now"})
-
-
-def test_errors_of_gemini() -> None:
-    """The integration's error has the provider's as its cause, which says the pause in its text."""
-    error: Any = Exception("Error calling model")
+    error = Exception("Error calling model")
     cause: Any = Exception("429 RESOURCE_EXHAUSTED {'retryDelay': '1.5s'}")
     cause.code, error.__cause__ = 429, cause
     assert provider_limits.read_error(error) == (429, {"retry-after": "1.5"})
