@@ -4,6 +4,7 @@ import asyncio
 import re
 from codeop import CommandCompiler
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -41,9 +42,15 @@ def blocks(page: Path, language: str = "python") -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-def on_any_port(code: str) -> str:
-    """The code, so that other tests may have the usual port."""
-    return code.replace("start_metrics_server()", "start_metrics_server(port=0)")
+def ran(code: str) -> CompletedProcess[str]:
+    """What the code has printed, which leaves the usual port to other tests."""
+    for package in OTHERS:
+        if f"from {package}" in code:
+            pytest.importorskip(package)
+    port = "start_metrics_server(port=0)"
+    done = run_python(code.replace("start_metrics_server()", port), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 @pytest.mark.parametrize(
@@ -53,12 +60,7 @@ def on_any_port(code: str) -> str:
 )
 def test_python_blocks_run(page: Path) -> None:
     """Every Python block of a page runs, and prints what the page says; the README shows all."""
-    code = on_any_port("\n".join(blocks(page)))
-    for package in OTHERS:
-        if f"from {package}" in code:
-            pytest.importorskip(package)
-    done = run_python(code, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    done = ran("\n".join(blocks(page)))
     printed = [line for block in PRINTED.findall(page.read_text()) for line in block.splitlines()]
     seen = [*done.stderr.splitlines(), *done.stdout.splitlines()]
     assert {line for line in printed if "…" not in line} <= {*seen}
@@ -78,8 +80,7 @@ def test_each_block_runs_alone(page: Path) -> None:
     for before, code in re.findall(r"(.*?)```python\n(.*?)```", page.read_text(), re.DOTALL):
         said = "This continues the first example" in before.rpartition("```")[2]
         continues = said or (all_continue and code != first)
-        done = run_python(on_any_port(f"{first}\n{code}" if continues else code), cwd=ROOT)
-        assert done.returncode == 0, done.stderr
+        ran(f"{first}\n{code}" if continues else code)
         compiled = CommandCompiler()
         entered: list[str] = []
         for line in [*code.splitlines(), ""]:
@@ -109,14 +110,10 @@ def test_each_wish_is_one_click_from_home(wish: str, page: str, anchor: str) -> 
     before, language, code = re.findall(r"\A(.*?)```(python|shell)\n(.*?)```", text, re.DOTALL)[0]
     if "This continues the first example" in before:
         code = f"{blocks(DOCS / page)[0]}\n{code}"
-    for package in OTHERS:
-        if f"from {package}" in code:
-            pytest.importorskip(package)
     if language == "shell":
         assert code.startswith("langchain-quota export ")
     else:
-        done = run_python(on_any_port(code), cwd=ROOT)
-        assert done.returncode == 0, done.stderr
+        ran(code)
 
 
 def test_contributing() -> None:

@@ -58,30 +58,34 @@ async def samples_of(
     return len(samples)
 
 
+OF_RUNS = {"model": ["run"], "tool:search": ["thread", "run"], "tool:*": ["run"]}
+"""Limits that need no store, which then has no series."""
+
+
 @pytest.mark.parametrize(
-    ("threads", "exported", "tell_model"), [(1, 500, False), (3, 500, True), (6, 2, False)]
+    ("limits", "threads", "exported", "operations"),
+    [(None, 1, 500, 1), (None, 3, 500, 2), (None, 6, 2, 1), (OF_RUNS, 2, 500, 0)],
 )
-async def test_the_formula_counts_series(threads: int, exported: int, *, tell_model: bool) -> None:
+async def test_the_formula_counts_series(
+    limits: Any, threads: int, exported: int, operations: int
+) -> None:
     """The example's limits make as many series as the function says; threads are bounded."""
     page = run_code("def series")
     tools = ["search", "email", *(f"tool_{number}" for number in range(6))]
-    made = [limit_of(*each) for each in page["limits"].items()]
-    options: Any = {"store": MemoryStore(), "tell_model": tell_model}
+    made = [limit_of(*each) for each in (limits or page["limits"]).items()]
+    store = MemoryStore() if operations else None
+    options: Any = {"store": store, "tell_model": operations > 1}
     assert await samples_of(made, tools, threads, exported, **options) == page["series"](
-        page["limits"],
+        limits or page["limits"],
         tools=len(tools),
         threads=min(threads, exported),
-        store_operations=2 if tell_model else 1,
+        store_operations=operations,
     )
 
 
-async def test_the_formula_without_a_store() -> None:
-    """Without a store there are no series of it; a computed threshold has one series less."""
-    limits = {"model": ["run"], "tool:search": ["thread", "run"], "tool:*": ["run"]}
-    found = await samples_of([limit_of(*each) for each in limits.items()], ["search"], 2)
-    assert found == run_code("def series")["series"](limits, tools=1, threads=2)
-    fixed = ToolCallLimit("search", run_limit=9)
-    computed = ToolCallLimit("search", run_limit=lambda *_: 9)
+async def test_a_computed_threshold() -> None:
+    """It has one series less."""
+    fixed, computed = (ToolCallLimit("search", run_limit=most) for most in (9, lambda *_: 9))
     found = await samples_of([computed], ["search"], 1)
     assert found == await samples_of([fixed], ["search"], 1) - 1
 

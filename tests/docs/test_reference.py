@@ -8,12 +8,12 @@ import inspect
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 from langchain_core.messages import AIMessage
-from langchain_core.tools import StructuredTool
 from prometheus_client import CollectorRegistry, Metric
 
 import langchain_quota
@@ -45,8 +44,9 @@ from langchain_quota.cli import main
 from langchain_quota.cli.arguments import parser
 from langchain_quota.errors import QuotaStoreError, UnknownPriceError
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import Scene, asking, delegate, tool_limiter, until
+from tests.scene import Scene, asking, delegate, recording, tool_limiter, until, waiting_tool
 from tests.telemetry import Signals, telling
+from tests.trees import in_a_thread
 from tools import metrics_page
 
 ROOT = Path(__file__).parents[2]
@@ -203,9 +203,7 @@ class Seen:
             await self.play(told, limit, store=MemoryStore(), **options)
             await self.play(untold, limit, store=MemoryStore(), **options)
         hour: Any = {"thread_limit": "1h", "quotas": [Quota("1h", per="global")]}
-        hangs = StructuredTool.from_function(
-            coroutine=asyncio.Event().wait, name=TOOL, description="Wait."
-        )
+        hangs, *_ = waiting_tool()
         time = TimeLimit(call_limit=0.01, **hour)
         await self.play([[TOOL], "done"], time, store=MemoryStore(), tools=[hangs])
         cheap = ScriptedChatModel(model=MODEL, script=["done"])
@@ -267,13 +265,8 @@ class Seen:
         limit = ToolCallLimit(TOOL, quotas=[Quota(5, per="root_run")])
         child = Scene(self.signals, ["done", "done"], [limit], store=MemoryStore(), name=AGENT)
         asked: Any = {"messages": []}
-
-        def elsewhere() -> str:
-            with ThreadPoolExecutor() as executor:
-                return str(executor.submit(child.agent.invoke, asked, child.config).result())
-
-        ask = StructuredTool.from_function(elsewhere, name=TOOL, description="Ask.")
-        await self.play(asking(TOOL), child.quota, tools=[ask])
+        elsewhere = partial(in_a_thread, child.agent.invoke, asked, child.config)
+        await self.play(asking(TOOL), child.quota, tools=[recording(TOOL, [], elsewhere)])
         inside: Any = {**child.config, "metadata": {"langgraph_node": "tools"}}
         await child.agent.ainvoke(asked, inside)
 
