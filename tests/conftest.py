@@ -13,7 +13,6 @@ import gc
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from shutil import which
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,13 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name not in QUICK and any(each in item.path.parents for each in REST):
             item.add_marker("rest")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was not tested."""
-    if which("redis-server") is None:
-        terminalreporter.section("redis-server not found", red=True, bold=True)
-        terminalreporter.line("No test of the store in Redis ran: apt-get install redis-server")
 
 
 def pytest_collection_finish() -> None:
