@@ -205,7 +205,6 @@ create_agent(model, middleware=[shop, SearchLimit(), TurnLimit(run_limit=3)], co
 create_agent(model, middleware=[shop, Cart()], context_schema=Caller)
 create_agent(model, middleware=[Cart(), shop])  # the context is inferred
 create_agent(model, middleware=[shop], state_schema=ShopState, context_schema=Caller)
-assert_type(shop.name, str)
 
 
 # Not these.

@@ -9,7 +9,6 @@ from typing import Any, assert_type
 from langchain.agents import AgentState, create_agent
 from langchain.agents.middleware import ModelRequest, PIIMiddleware, TodoListMiddleware
 from langchain_core.messages import ToolCall
-from langchain_core.runnables import RunnableConfig
 from langgraph.runtime import Runtime
 from pydantic import BaseModel
 
@@ -55,7 +54,6 @@ limits: list[Limit] = [
 ]
 quota = QuotaMiddleware(limits)
 assert_type(quota, QuotaMiddleware[Any, Any])
-assert_type(quota.name, str)
 
 
 # Limits that a user's own function makes.
@@ -153,8 +151,6 @@ in_context = create_agent(
     model, middleware=[quota, PIIMiddleware[Any, Caller]("email")], context_schema=Caller
 )
 in_context.invoke({"messages": []}, context=Caller("ada", "pro"))
-config: RunnableConfig = {"configurable": {"thread_id": "7"}}
-inline.reset(agent, config)
 
 # With its types given: the context, then the response.
 typed = InlineQuotaMiddleware[Caller](limits)
