@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
+from string import Template
 from threading import Event
 from typing import Any, Literal
+
+import yaml
 
 from tests.web import Request, serving
 
@@ -15,6 +19,14 @@ Body = Mapping[str, Any]
 Call = tuple[str, Body]
 AZURE = "/openai/deployments/"
 """How paths on Azure begin, which has Chat Completions by deployment."""
+_FORMATS: Mapping[str, Any] = yaml.safe_load(
+    (Path(__file__).parent / "assets" / "provider.yaml").read_text()
+)
+_CUMULATIVE = {
+    *("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"),
+    *("output_tokens", "output_tokens_details"),
+}
+"""What Anthropic tells at the end of a stream, too."""
 _ids = count(1)
 
 
@@ -63,20 +75,22 @@ class Provider:
     def answer(self, path: str, body: Body) -> tuple[int, Sequence[str], Callable[[], object]]:
         """The status and the parts of an answer, as far as they are sent, and what comes then."""
         path = "/v1/chat/completions" if path.startswith(AZURE) else path
-        faults, whole, events = _APIS[path]
-        if found := [*faults(body)]:
+        api = _FORMATS[path]
+        if found := [*_FAULTS[path](body)]:
             self.refused += found
             error = {"type": "invalid_request_error", "message": found[0]}
             return 400, [json.dumps({"type": "error", "error": error})], bool
         self.requests.append(body)
         answer = self._answers.pop(0)
         if answer.status != 200:
-            return answer.status, [json.dumps({"type": "error", "error": _ERROR})], bool
+            return answer.status, [json.dumps(_FORMATS["/v1/messages"]["fails"])], bool
+        told = _Told(api, answer)
         if body.get("stream"):
-            parts = [*map(_event, events(answer, whole(answer), body))][: answer.stops_after]
-            parts += [_event(_FAILED[path])] * (answer.then == "fail")
+            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            parts = [*map(_event, told.events(with_usage=with_usage))][: answer.stops_after]
+            parts += [_event(api["fails"])] * (answer.then == "fail")
         else:
-            parts = [json.dumps(whole(answer))][: answer.stops_after]
+            parts = [json.dumps(told.at_once())][: answer.stops_after]
         over = self._over
         waits = answer.stops_after is not None and answer.then == "wait"
         return 200, parts, (lambda: over.wait(60)) if waits else bool
@@ -115,8 +129,72 @@ def _event(data: Body | str) -> str:
     return f"{named}data: {json.dumps(data)}\n\n"
 
 
-def _words(text: str) -> list[str]:
-    return [f"{word} " for word in text.split()]
+class _Told:
+    """An answer in the format of an API."""
+
+    def __init__(self, api: Body, answer: Answer) -> None:
+        self._api, self._words = api, [f"{word} " for word in answer.text.split()]
+        usage = answer.usage or {}
+        cumulative = {key: value for key, value in usage.items() if key in _CUMULATIVE}
+        self._values: dict[str, Any] = {
+            "number": next(_ids),
+            "text": answer.text or None,
+            "model": answer.model,
+            "stop": api["stops"][bool(answer.calls)],
+            "tier": answer.service_tier,
+            "served": answer.service_tier or "default",
+            "usage": answer.usage,
+            "some_usage": answer.usage or {"input_tokens": 1, "output_tokens": 1},
+            "usage_at_start": {**usage, "output_tokens": 1},
+            "usage_at_end": {"output_tokens": 1, **cumulative},
+        }
+        parts = [("text", {"text": answer.text})] if answer.text else []
+        for number, (name, args) in enumerate(answer.calls):
+            called = {"name": name, "args": args, "arguments": json.dumps(args), "call": number}
+            parts.append(("call", called))
+        self._parts: list[tuple[str, dict[str, Any]]] = []
+        for index, (kind, own) in enumerate(parts):
+            values = {**self._values, **own, "index": index, "part": next(_ids)}
+            self._parts.append((kind, {**values, "item": _filled(api[kind], values)}))
+        for of, kinds in (("parts", ("text", "call")), ("calls", ("call",))):
+            self._values[of] = [own["item"] for kind, own in self._parts if kind in kinds]
+
+    def at_once(self) -> Body:
+        """All of it."""
+        return dict(_filled(self._api["at_once"], self._values))
+
+    def events(self, *, with_usage: bool) -> Iterator[Body | str]:
+        """The events of a stream."""
+        templates = [(each, self._values) for each in self._api["start"]]
+        for kind, values in self._parts:
+            for each in self._api[f"of_{kind}"]:
+                words = self._words if "$word" in str(each) else [""]
+                templates += [(each, {**values, "word": word}) for word in words]
+        values = {**self._values, "asked_usage": self._values["usage"]}
+        for each in self._api["end"]:
+            if "$asked_usage" not in str(each) or (with_usage and values["usage"]):
+                templates.append((each, values))
+        for number, (each, values) in enumerate(templates):
+            yield _filled(each, {**values, "count": number})
+
+
+def _filled(template: Any, values: Body) -> Any:
+    """A template with values in place of their names."""
+    if isinstance(template, Mapping):
+        return {
+            key: _filled(each, values)
+            for key, each in template.items()
+            if not str(each).endswith("_if_any") or values[_named(each)]
+        }
+    if isinstance(template, list):
+        return [_filled(each, values) for each in template]
+    if isinstance(template, str) and template.startswith("$"):
+        return values[_named(template)]
+    return Template(template).substitute(values) if isinstance(template, str) else template
+
+
+def _named(template: str) -> str:
+    return template.removeprefix("$").removesuffix("_if_any")
 
 
 def _tool_faults(body: Body, *, has_calls: bool = False) -> Iterator[str]:
@@ -152,44 +230,6 @@ def _chat_faults(body: Body) -> Iterator[str]:
         yield f"a message with tool calls must be followed by tool messages: {unanswered}"
 
 
-def _chat(answer: Answer) -> Body:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
-    calls = [{"name": name, "arguments": json.dumps(args)} for name, args in answer.calls]
-    if calls:
-        message["tool_calls"] = [
-            {"id": f"call_{next(_ids)}", "type": "function", "function": each} for each in calls
-        ]
-    reason = "tool_calls" if calls else "stop"
-    return {
-        # LangChain takes some ids for those of its own messages.
-        "id": f"id_{next(_ids)}",
-        "object": "chat.completion",
-        "created": 1,
-        "model": answer.model,
-        "choices": [{"index": 0, "message": message, "finish_reason": reason}],
-        **({"service_tier": answer.service_tier} if answer.service_tier else {}),
-        **({"usage": answer.usage} if answer.usage else {}),
-    }
-
-
-def _chat_events(answer: Answer, whole: Body, body: Body) -> Iterator[Body | str]:
-    """Words, calls, the end, and only for who asks for it the usage, without a choice."""
-    head = {**whole, "object": "chat.completion.chunk"}
-    head.pop("usage", None)
-    (choice,) = whole["choices"]
-    wanted = (body.get("stream_options") or {}).get("include_usage")
-    none_yet = {"usage": None} if wanted else {}
-    deltas: list[Body] = [{"role": "assistant", "content": each} for each in _words(answer.text)]
-    for index, call in enumerate(choice["message"].get("tool_calls", ())):
-        deltas.append({"role": "assistant", "tool_calls": [{**call, "index": index}]})
-    for delta, reason in [*((each, None) for each in deltas), ({}, choice["finish_reason"])]:
-        streamed = {"index": 0, "delta": delta, "finish_reason": reason}
-        yield {**head, "choices": [streamed], **none_yet}
-    if wanted and answer.usage:
-        yield {**head, "choices": [], "usage": answer.usage}
-    yield "[DONE]"
-
-
 def _responses_faults(body: Body) -> Iterator[str]:
     yield from _tool_faults(body)
     unanswered: set[str] = set()
@@ -204,61 +244,6 @@ def _responses_faults(body: Body) -> Iterator[str]:
             yield f"the content of {item} is empty"
     if unanswered:
         yield f"no tool output found for the calls {unanswered}"
-
-
-def _response(answer: Answer) -> dict[str, Any]:
-    part = {"type": "output_text", "text": answer.text, "annotations": []}
-    said = {"type": "message", "role": "assistant", "content": [part]}
-    output: list[dict[str, Any]] = [said] if answer.text else []
-    output += [
-        {"type": "function_call", "name": name, "arguments": json.dumps(args)}
-        for name, args in answer.calls
-    ]
-    for item in output:
-        number = next(_ids)
-        item |= {"id": f"item_{number}", "status": "completed"}
-        if item["type"] == "function_call":
-            item["call_id"] = f"call_{number}"
-    constant = {"object": "response", "created_at": 1, "status": "completed", "tools": []}
-    return {
-        **constant,
-        "id": f"resp_{next(_ids)}",
-        "model": answer.model,
-        "output": output,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "usage": answer.usage,
-        "service_tier": answer.service_tier or "default",
-    }
-
-
-def _response_events(answer: Answer, whole: Body, body: Body) -> Iterator[Body]:
-    begun: Body = {"output": [], "status": "in_progress", "usage": None, "service_tier": "auto"}
-    events: list[tuple[str, Body]] = [("created", {"response": {**whole, **begun}})]
-    for index, item in enumerate(whole["output"]):
-        place = {"output_index": index, "item_id": item["id"]}
-        if item["type"] == "message":
-            (part,) = item["content"]
-            at = {**place, "content_index": 0}
-            words = [{**at, "delta": each, "logprobs": []} for each in _words(answer.text)]
-            events += [
-                ("output_item.added", {"output_index": index, "item": {**item, "content": []}}),
-                ("content_part.added", {**at, "part": {**part, "text": ""}}),
-                *(("output_text.delta", each) for each in words),
-                ("output_text.done", {**at, "text": part["text"], "logprobs": []}),
-                ("content_part.done", {**at, "part": part}),
-            ]
-        else:
-            given = {"name": item["name"], "arguments": item["arguments"]}
-            events += [
-                ("output_item.added", {"output_index": index, "item": {**item, "arguments": ""}}),
-                ("function_call_arguments.delta", {**place, "delta": item["arguments"]}),
-                ("function_call_arguments.done", {**place, **given}),
-            ]
-        events.append(("output_item.done", {"output_index": index, "item": item}))
-    events.append(("completed", {"response": whole}))
-    for number, (kind, data) in enumerate(events):
-        yield {"type": f"response.{kind}", "sequence_number": number, **data}
 
 
 def _blocks(message: Body) -> list[Body]:
@@ -293,58 +278,6 @@ def _messages_faults(body: Body) -> Iterator[str]:
         yield f"tool_use ids {open_uses} must have one tool_result each, and have none"
 
 
-def _message(answer: Answer) -> dict[str, Any]:
-    content: list[Body] = [{"type": "text", "text": answer.text}] if answer.text else []
-    content += [
-        {"type": "tool_use", "id": f"call_{next(_ids)}", "name": name, "input": args}
-        for name, args in answer.calls
-    ]
-    return {
-        "id": f"msg_{next(_ids)}",
-        "type": "message",
-        "role": "assistant",
-        "model": answer.model,
-        "content": content,
-        "stop_reason": "tool_use" if answer.calls else "end_turn",
-        "stop_sequence": None,
-        "usage": answer.usage or {"input_tokens": 1, "output_tokens": 1},
-    }
-
-
-def _message_events(answer: Answer, whole: Body, body: Body) -> Iterator[Body]:
-    """The usage of the prompt first, and at the end all of it, but for how long it is cached."""
-    usage = dict(answer.usage or {})
-    begun = {**whole, "content": [], "stop_reason": None, "usage": usage | {"output_tokens": 1}}
-    yield {"type": "message_start", "message": begun}
-    for index, block in enumerate(whole["content"]):
-        deltas: list[Body] = [{"type": "text_delta", "text": each} for each in _words(answer.text)]
-        start = {**block, "text": ""}
-        if block["type"] == "tool_use":
-            start = {**block, "input": {}}
-            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
-        yield {"type": "content_block_start", "index": index, "content_block": start}
-        for delta in deltas:
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
-    stopped = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-    cumulative = {key: value for key, value in usage.items() if key in _CUMULATIVE}
-    yield {"type": "message_delta", "delta": stopped, "usage": {"output_tokens": 1} | cumulative}
-    yield {"type": "message_stop"}
-
-
-_CUMULATIVE = {
-    *("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"),
-    *("output_tokens", "output_tokens_details"),
-}
-_ERROR = {"type": "overloaded_error", "message": "not now"}
-_FAILED: Mapping[str, Body] = {
-    "/v1/chat/completions": {"error": _ERROR},
-    "/v1/responses": {"type": "error", "code": "server_error", "message": "not now", "param": None},
-    "/v1/messages": {"type": "error", "error": _ERROR},
-}
-"""What goes wrong in the middle of a stream."""
-
-
 def _gemini_faults(body: Body) -> Iterator[str]:
     yield from _tool_faults(body)
     asked: list[str] = []
@@ -362,15 +295,9 @@ def _gemini_faults(body: Body) -> Iterator[str]:
         asked = [part["functionCall"]["name"] for part in parts if "functionCall" in part]
 
 
-def _gemini(answer: Answer) -> Body:
-    parts: list[Body] = [{"text": answer.text}] if answer.text else []
-    parts += [{"functionCall": {"name": name, "args": args}} for name, args in answer.calls]
-    return {"candidates": [{"content": {"role": "model", "parts": parts}, "finishReason": "STOP"}]}
-
-
-_APIS: Mapping[str, Any] = {
-    "/v1/models/gemini:generateContent": (_gemini_faults, _gemini, None),
-    "/v1/chat/completions": (_chat_faults, _chat, _chat_events),
-    "/v1/responses": (_responses_faults, _response, _response_events),
-    "/v1/messages": (_messages_faults, _message, _message_events),
+_FAULTS: Mapping[str, Callable[[Body], Iterator[str]]] = {
+    "/v1/models/gemini:generateContent": _gemini_faults,
+    "/v1/chat/completions": _chat_faults,
+    "/v1/responses": _responses_faults,
+    "/v1/messages": _messages_faults,
 }
