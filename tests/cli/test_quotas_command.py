@@ -58,7 +58,7 @@ def count(limit: str, per: str, subject: str = "") -> tuple[str, ...]:
 OF_ADA = count("tool:search", "user_id", "ada")
 
 COMMANDS = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
-Run = Callable[..., int]
+Run = Callable[..., Any]
 Capture = pytest.CaptureFixture[str]
 
 
@@ -81,10 +81,17 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(redis_server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command on the store; the environment names the server."""
+def run(
+    redis_server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> Run:
+    """Runs the command on the store, and gives what it writes; the environment names the server."""
     monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_URL", redis_server.url)
-    return lambda *arguments: main(["quotas", *arguments, "--prefix", str(store.prefix)])
+
+    def run(*arguments: str, code: int = 0) -> Any:
+        assert main(["quotas", *arguments, "--prefix", str(store.prefix)]) == code
+        return capsys.readouterr()
+
+    return run
 
 
 def used(store: RedisStore) -> list[int]:
@@ -99,8 +106,7 @@ def test_show(run: Run, store: RedisStore, capsys: Capture) -> None:
     store.acquire(
         correcting(Correction("paid", {money: 4_250_000_001, tokens: 1_200}, limits=limits))
     )
-    assert run("show") == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert run("show").out.splitlines() == [
         "limit        per      subject          used             of  until",
         "cost         tenant   'acme'   $4.250000001          $4.00  reset",
         "tokens       user_id  'ada'    1,200 tokens  50,000 tokens  reset",
@@ -142,7 +148,7 @@ def test_names_and_units(
             said = f"granted {amount} of {limit.name} to tenant 'acme' until "
             assert capsys.readouterr().out.startswith(said)
     assert main(["quotas", "show", "--json", "--prefix", prefix]) == 0
-    shown = [(each["counted"], each["granted"]) for each in lines(capsys)]
+    shown = [(each["counted"], each["granted"]) for each in objects(capsys.readouterr().out)]
     assert shown == sorted((limit.name, 2) for limit in limits)
 
 
@@ -159,40 +165,33 @@ def test_names_and_units(
         ("freeze --per tenant", "a freeze needs per and subject, or neither: 'tenant', ''"),
     ],
 )
-def test_what_is_not_there(
-    run: Run, store: RedisStore, typed: str, nearest: str, capsys: Capture
-) -> None:
+def test_what_is_not_there(run: Run, store: RedisStore, typed: str, nearest: str) -> None:
     """Names that hold nothing are an error, which says what is nearest; nothing is changed."""
-    assert run("freeze", "--per", "tenant", "--subject", "acme") == 0
-    capsys.readouterr()
-    assert run(*typed.split()) == 2
-    assert nearest in capsys.readouterr().err
+    run("freeze", "--per", "tenant", "--subject", "acme")
+    assert nearest in run(*typed.split(), code=2).err
     assert used(store) == [3, 12, 1, 2]
 
 
-def lines(capsys: Capture) -> list[dict[str, Any]]:
+def objects(text: str) -> list[dict[str, Any]]:
     """The objects that a command printed, one a line."""
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [json.loads(line) for line in text.splitlines()]
 
 
-def test_json(run: Run, store: RedisStore, capsys: Capture) -> None:
+def test_json(run: Run, store: RedisStore) -> None:
     """A script reads one object a line, with the names of the reference, and exact dollars."""
     per = ("tenant", "a\n\ud800")
     money = "model.nanodollars:tenant:a%0A%ED%A0%80:86400:47482"
     store.acquire(batch({money: 4_250_000_001}, limits={money: 5 * 10**9}, ends={money: END}))
     grant = store.grant(money, "0.5", window=None, id="4711", by="bo", reason="x\ny")
     run("freeze", "--per", "tenant", "--subject", "x", "--reason", "abuse")
-    capsys.readouterr()
     same = {"key": money, "counted": "cost", "per": per[0], "subject": per[1]}
     end = {"unit": "dollars", "granted": 0.5}
-    assert run("show", "--json") == 0
-    frozen, *shown = lines(capsys)
+    frozen, *shown = objects(run("show", "--json").out)
     assert [each["subject"] for each in shown] == [per[1], "", "acme", "ada", "bob"]
     counts = {"used": 4.250000001, "limit": 5.5, "left": 1.249999999, "rolled_over": None}
     assert shown[0] == {**same, **end, **counts, "resets_at": "2100-01-02T00:00:00+00:00"}
     assert shown[1]["limit"] is shown[1]["left"] is shown[1]["resets_at"] is None
-    assert run("grants", "--json") == 0
-    stopped, given = lines(capsys)
+    stopped, given = objects(run("grants", "--json").out)
     times = {"given_at": grant.given_at.isoformat(), "until": shown[0]["resets_at"]}
     more = {"frozen": False, **times, "id": "4711", "by": "bo", "reason": "x\ny"}
     assert given == {**same, **end, **more}
@@ -202,13 +201,12 @@ def test_json(run: Run, store: RedisStore, capsys: Capture) -> None:
     assert [frozen[field] for field in fields] == expected
     for names in (shown[0], given):
         assert f"`{'`, `'.join(names)}`" in " ".join(COMMANDS.split())
-    assert run("grants", "--json", "--per", "x") == 0
-    assert capsys.readouterr().out == ""
-    assert run("reset", "--yes", "--per", "user_id", "--subject", "ada") == 0
+    assert run("grants", "--json", "--per", "x").out == ""
+    run("reset", "--yes", "--per", "user_id", "--subject", "ada")
     assert used(store) == [0, 12, 1, 2]
 
 
-def test_rolled_over(run: Run, store: RedisStore, capsys: Capture) -> None:
+def test_rolled_over(run: Run, store: RedisStore) -> None:
     """What rolled over is a part of the limit; a window that is over is not listed, nor reset."""
     today, key = int(time.time()) // 86_400, "search:tenant:eve:86400:{}"
     for day, previous in ((today - 2, ALL), (today, key.format(today - 2))):
@@ -221,15 +219,14 @@ def test_rolled_over(run: Run, store: RedisStore, capsys: Capture) -> None:
     just_over = f"search:tenant:eva:60:{over // 60 - 1}"
     store.acquire(batch({just_over: 9}, limits={just_over: 9}, ends={just_over: over}))
     assert [use.used for use in store.usages("*:ev?:*")] == [9, 7, 7]
-    assert run("freeze", "--per", "tenant", "--subject", "eva") == 0
-    assert capsys.readouterr().err == ""
-    assert run("show", "--json", "--subject", "eva") == 2
-    assert capsys.readouterr().err.endswith("no count has --subject 'eva' now; nearest: 'eve'\n")
-    assert run("show", "--json", "--near", "0.1", "--limit", "tool:search", "--subject", "eve") == 0
-    [shown] = lines(capsys)
+    assert run("freeze", "--per", "tenant", "--subject", "eva").err == ""
+    said = run("show", "--json", "--subject", "eva", code=2).err
+    assert said.endswith("no count has --subject 'eva' now; nearest: 'eve'\n")
+    options = ("--near", "0.1", "--limit", "tool:search", "--subject", "eve")
+    [shown] = objects(run("show", "--json", *options).out)
     numbers = {name: shown[name] for name in ("used", "limit", "left", "granted", "rolled_over")}
     assert numbers == {"used": 7, "limit": 11, "left": 4, "granted": 2, "rolled_over": 2}
-    assert run("reset", "--yes", "--subject", "eve") == 0
+    run("reset", "--yes", "--subject", "eve")
     assert sorted(use.used for use in store.usages("*:ev?:*")) == [0, 7, 9]
 
 
@@ -258,9 +255,7 @@ SHORTENED = f"search:user_id:{'o%27neil-' * 4}o%27~{DIGEST}"
         ("--sort reset --per tenant", ["acme", "even"]),
     ],
 )
-def test_some_counts(
-    run: Run, store: RedisStore, arguments: str, subjects: list[str], capsys: Capture
-) -> None:
+def test_some_counts(run: Run, store: RedisStore, arguments: str, subjects: list[str]) -> None:
     """Counts are chosen by share, `per` and subject, and sorted; grants raise the limit.
 
     The many counts of runs are shown to whom asks.
@@ -272,8 +267,7 @@ def test_some_counts(
     ):
         store.acquire(calls(key, count, limit=limit))
     store.grant(SHORTENED, 1, window=None)
-    assert run("show", "--json", *arguments.split()) == 0
-    named = [each["subject"] for each in lines(capsys)]
+    named = [each["subject"] for each in objects(run("show", "--json", *arguments.split()).out)]
     assert ["long" if each.startswith("o'neil") else each for each in named] == subjects
 
 
@@ -287,25 +281,23 @@ def test_completion(tmp_path: Path) -> None:
     assert out.read_text() == "--near "
 
 
-def test_a_smooth_quota(run: Run, store: RedisStore, capsys: Capture) -> None:
+def test_a_smooth_quota(run: Run, store: RedisStore) -> None:
     """It is shown with its burst, is reset as any other, and takes no grant."""
     key = SMOOTH.format("")
     store.acquire(calls(key, 3, limit=4))
-    assert run("show", "--limit", "tool:mail") == 0
-    [_, row] = capsys.readouterr().out.splitlines()
+    [_, row] = run("show", "--limit", "tool:mail").out.splitlines()
     assert row == "tool:mail  tenant  ''          3   4  it drains"
-    assert run("grant", "5", *count("tool:mail", "tenant")) == 2
-    assert "a smooth quota takes no grants" in capsys.readouterr().err
-    assert run("reset", "--limit", "tool:mail", "--yes") == 0
+    said = run("grant", "5", *count("tool:mail", "tenant"), code=2).err
+    assert "a smooth quota takes no grants" in said
+    run("reset", "--limit", "tool:mail", "--yes")
     assert [use.used for use in store.usages("mail:*")] == [0]
 
 
-def test_subject_is_escaped(run: Run, store: RedisStore, capsys: Capture) -> None:
+def test_subject_is_escaped(run: Run, store: RedisStore) -> None:
     """A user's text forges no line and moves no cursor; a key of another form is named."""
     store.reset(["a%0Ab:user_id:x%0A%27%1B%5B2J%E2%80%AE%ED%A0%80%C3%A9"])
     store.acquire(calls("odd\nkey", 1))
-    assert run("show") == 1
-    shown = capsys.readouterr()
+    shown = run("show", code=1)
     _, _, first, *_ = shown.out.splitlines()
     assert shown.err.startswith("langchain-quota quotas: 'odd\\nkey' holds no count")
     escaped = '"x\\n\'\\x1b[2J\\u202e\\ud800é"'
@@ -319,9 +311,7 @@ ODD: list[dict[str, Any]] = [
 """Hashes that others may leave beside counts."""
 
 
-def test_beside_what_is_no_count(
-    run: Run, store: RedisStore, redis_server: RedisServer, capsys: Capture
-) -> None:
+def test_beside_what_is_no_count(run: Run, store: RedisStore, redis_server: RedisServer) -> None:
     """What is no count is named and left as it is; counts are shown and reset."""
     with redis_server.client() as client:
         begin = f"{{{store.prefix!s}}}:count:odd:user_id:".encode()
@@ -334,11 +324,10 @@ def test_beside_what_is_no_count(
         assert len(found) == len(ODD) + 3
         left = [client.dump(name) for name in found]
         for action, lines in (["show"], 5), (["reset", "--yes"], 6):
-            assert run(*action) == 1
-            shown = capsys.readouterr()
-            assert len(shown.out.splitlines()) == lines
+            shown = run(*action, code=1)
             # A name that is no text is nobody's key.
             named = re.findall("quotas: 'odd:user_id:(.*)' holds no count", shown.err)
+            assert len(shown.out.splitlines()) == lines
             assert named == [*(f"{n}\\x1b[2J\\n" for n in range(len(ODD))), "list", "text"]
         assert [client.dump(name) for name in found] == left
     assert used(store) == [0, 0, 0, 0]
@@ -346,21 +335,20 @@ def test_beside_what_is_no_count(
 
 @pytest.mark.parametrize("typed", ["y\n", "\n", ""])
 def test_reset_asks(
-    run: Run, store: RedisStore, typed: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    run: Run, store: RedisStore, typed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a terminal the command asks, and only a clear yes resets; elsewhere it says what to pass.
 
     Counts of runs are not reset unless somebody asks for them.
     """
     store.acquire(calls("search:run:one", 1))
-    assert run("reset") == 2
     said = "langchain-quota quotas: reset asks first, and there is no terminal: pass --yes\n"
-    assert capsys.readouterr().err == said
+    assert run("reset", code=2).err == said
     terminal = io.StringIO(typed)
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)
-    assert run("reset", "--limit", "tool:search") == (0 if typed == "y\n" else 1)
-    answer = capsys.readouterr().out.partition("Reset 2 to 0? [y/N] ")[2].strip()
+    said = run("reset", "--limit", "tool:search", code=0 if typed == "y\n" else 1).out
+    answer = said.partition("Reset 2 to 0? [y/N] ")[2].strip()
     assert answer == ("2 reset to 0" if typed == "y\n" else "nothing was reset")
     assert used(store) == ([0, 0, 1, 2] if typed == "y\n" else [3, 12, 1, 2])
 
@@ -420,134 +408,113 @@ def told_of(text: str) -> list[str]:
     return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", "THEN", text).splitlines()
 
 
-def test_grant(run: Run, store: RedisStore, capsys: Capture) -> None:
+def test_grant(run: Run, store: RedisStore) -> None:
     """More of a count: on the list, in the table, and as a line for the audit log; once."""
     asked = (*OF_ADA, "50", "--for", "1d", "--reason", "ticket 4711", "--by", "bo")
     for _ in range(2):
-        assert run("grant", *asked, "--id", "4711") == 0
         said = "granted 50 calls of tool:search to user_id 'ada' until THEN, by 'bo', reason "
         said += "'ticket 4711', id 4711"
-        assert told_of(capsys.readouterr().out) == [said]
+        assert told_of(run("grant", *asked, "--id", "4711").out) == [said]
     [grant] = store.grants()
     assert grant.until is not None
     assert timedelta(days=1, seconds=-1) < grant.until - grant.given_at <= timedelta(days=1)
-    assert run("grants") == 0
-    assert told_of(capsys.readouterr().out) == [
+    assert told_of(run("grants").out) == [
         "limit        per      subject  granted  until                    by    reason         id",
         "tool:search  user_id  'ada'         50  THEN  'bo'  'ticket 4711'  4711",
     ]
-    assert run("show", *OF_ADA) == 0
-    shown = capsys.readouterr().out.splitlines()[1]
-    assert shown == "tool:search  user_id  'ada'       3  55  reset"
+    assert (
+        run("show", *OF_ADA).out.splitlines()[1] == "tool:search  user_id  'ada'       3  55  reset"
+    )
 
 
-def test_freeze(run: Run, store: RedisStore, capsys: Capture) -> None:
+def test_freeze(run: Run, store: RedisStore) -> None:
     """A subject or all: who froze it is listed beside grants and counts, until it is thawed."""
     with pytest.raises(SystemExit):
         run("freeze", "--reason", "nobody says whose")
     ada, bo = ("--per", "user_id", "--subject", "ada"), ("--reason", "abuse", "--by", "bo")
-    capsys.readouterr()
-    assert run("freeze", *ada, *bo) == 0
     line = "frozen: the calls of user_id 'ada' since THEN until thawed, by 'bo', reason 'abuse'"
-    first, second = told_of(capsys.readouterr().out)
+    first, second = told_of(run("freeze", *ada, *bo).out)
     assert (first, second[:38]) == (line, "not frozen: calls that ask no store, l")
     assert 'on_store_error="allow", calls while the store is unavailable' in second
     assert store.acquire(calls(ADA, 1)).frozen == (ADA,)
-    assert run("freeze", "--all", *bo, "--for", "1d") == 0
     everything = "frozen: all calls since THEN until THEN, by 'bo', reason 'abuse'"
-    assert told_of(capsys.readouterr().out)[0] == everything
-    assert run("show") == 0
-    assert told_of(capsys.readouterr().out)[:2] == [everything, line]
-    assert run("grants") == 0
-    words = told_of(capsys.readouterr().out)[2].split()[:5]
+    assert told_of(run("freeze", "--all", *bo, "--for", "1d").out)[0] == everything
+    assert told_of(run("show").out)[:2] == [everything, line]
+    words = told_of(run("grants").out)[2].split()[:5]
     assert words == ["user_id", "'ada'", "frozen", "thawed", "'bo'"]
     for whose in (ada, ("--all",)):
-        assert run("thaw", *whose) == 0
-        assert capsys.readouterr().out.startswith("thawed: ")
-        assert run("thaw", *whose) == 2
-        assert capsys.readouterr().err.startswith("langchain-quota quotas: not frozen: ")
+        assert run("thaw", *whose).out.startswith("thawed: ")
+        assert run("thaw", *whose, code=2).err.startswith("langchain-quota quotas: not frozen: ")
     assert store.acquire(calls(ADA, 1)).admitted == (True,)
-    capsys.readouterr()
     said = "langchain-quota quotas: warning: this may stop nobody, because no count has --{}\n"
     for per, subject, nearest in (
         *(("user_id", "ada", ""), ("user_id", "ade", "subject 'ade' now; nearest: 'ada'")),
         ("userid", "ada", "per 'userid' now; nearest: 'user_id'"),
     ):
-        assert run("freeze", "--per", per, "--subject", subject) == 0
-        shown = capsys.readouterr()
+        shown = run("freeze", "--per", per, "--subject", subject)
         assert shown.out.startswith(f"frozen: the calls of {per} '{subject}' since ")
         assert shown.err == (said.format(nearest) if nearest else "")
 
 
-def test_who_grants(
-    run: Run, store: RedisStore, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_who_grants(run: Run, store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default it is the system's user, also where no variable names her; or nobody known."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     user = pwd.getpwuid(os.getuid()).pw_name
-    assert run("grant", *OF_ADA, "1", "--id", "a") == 0
+    run("grant", *OF_ADA, "1", "--id", "a")
     monkeypatch.setattr("os.getuid", lambda: 2**31 - 2)
-    assert run("grant", *OF_ADA, "1", "--id", "b") == 0
+    run("grant", *OF_ADA, "1", "--id", "b")
     assert {each.id: each.by for each in store.grants()} == {"a": user, "b": ""}
 
 
-def test_revoke(run: Run, store: RedisStore, capsys: Capture) -> None:
+def test_revoke(run: Run, store: RedisStore) -> None:
     """A grant ends now, and its id is used up; another key's with this id goes on."""
     adam = f"{ADA}m"
     store.grant(adam, 9, window=None, id="4711")
-    assert run("revoke", *OF_ADA, "--id", "4711") == 2
+    run("revoke", *OF_ADA, "--id", "4711", code=2)
     store.grant(ADA, 50, window=None, id="4711")
-    capsys.readouterr()
-    assert run("revoke", "--id", "4711") == 2
     several = f"several match: add --key {ADA} (until reset) or --key {adam} (until reset)"
-    assert several in capsys.readouterr().err
-    assert run("revoke", *OF_ADA, "--id", "4711") == 0
-    assert capsys.readouterr().out.startswith("revoked 50 calls of tool:search to user_id 'ada'")
-    assert run("grants", *OF_ADA) == 0
-    assert capsys.readouterr().out == "no grants\n"
-    assert run("revoke", *OF_ADA, "--id", "4711") == 2
-    assert "the id '4711': one of tool:search to user_id 'adam'" in capsys.readouterr().err
-    assert run("grant", *OF_ADA, "50", "--id", "4711") == 2
-    said = capsys.readouterr().err
+    assert several in run("revoke", "--id", "4711", code=2).err
+    revoking = ("revoke", *OF_ADA, "--id", "4711")
+    assert run(*revoking).out.startswith("revoked 50 calls of tool:search to user_id 'ada'")
+    assert run("grants", *OF_ADA).out == "no grants\n"
+    assert "the id '4711': one of tool:search to user_id 'adam'" in run(*revoking, code=2).err
+    said = run("grant", *OF_ADA, "50", "--id", "4711", code=2).err
     assert said.startswith("langchain-quota quotas: over already: 50 calls of tool:search to user_")
 
 
-def test_grant_in_a_window(run: Run, store: RedisStore, capsys: Capture) -> None:
+def test_grant_in_a_window(run: Run, store: RedisStore) -> None:
     """The window that runs is granted more; of several counts, the one that is named."""
     base = "mail:user_id:ada"
     days, hours = (timedelta(days=1), "a"), (timedelta(hours=1), "b")
     granting = ("grant", *count("tool:mail", "user_id", "ada"), "7")
     store.grant(base, 5, window=days[0], id=days[1])
-    assert run(*granting) == 0
+    run(*granting)
     today = f"{base}:86400:{int(time.time()) // 86_400}"
     granted = {(each.key, each.amount) for each in store.grants()}
     assert granted <= {(today, 5), (today, 7)}
     hourly = store.grant(base, 5, window=hours[0], id=hours[1])
-    capsys.readouterr()
-    assert run(*granting) == 2
-    [several] = re.findall(r"several match: add (.*)", capsys.readouterr().err)
+    [several] = re.findall(r"several match: add (.*)", run(*granting, code=2).err)
     assert re.findall(r"--key (\S*) \(until ", several) == [hourly.key, today]
-    assert run(*granting, "--key", hourly.key) == 0
+    run(*granting, "--key", hourly.key)
     assert sorted(each.amount for each in store.grants(f"{base}:3600:*")) == [5, 7]
-    assert run("revoke", "--subject", "ada", "--id", "b") == 0
+    run("revoke", "--subject", "ada", "--id", "b")
 
 
-def test_a_window_of_the_calendar(run: Run, store: RedisStore, capsys: Capture) -> None:
+def test_a_window_of_the_calendar(run: Run, store: RedisStore) -> None:
     """The present one is granted more; its end is shown in its zone and in UTC."""
     base = "mail:tenant:acme"
     month: Any = Quota(5, per="tenant", window="month", tz="Asia/Kolkata", starts=15).period
     first = store.grant(base, 1, window=month, id="first")
     end = first.until or first.given_at
     store.acquire(batch({first.key: 2}, ends={first.key: int(end.timestamp())}))
-    assert run("grant", *count("tool:mail", "tenant", "acme"), "5", "--id", "a") == 0
+    said = run("grant", *count("tool:mail", "tenant", "acme"), "5", "--id", "a").out
     until = f"{end.astimezone(ZoneInfo('Asia/Kolkata'))} ({end:%Y-%m-%d %H:%M:%S} UTC)"
-    assert f" to tenant 'acme' until {until}, by " in capsys.readouterr().out
+    assert f" to tenant 'acme' until {until}, by " in said
     assert " 00:00:00+05:30 (" in until
     assert store.grant(base, 5, window=month, id="a").key == first.key
     for action in ("show", "grants"):
-        assert run(action, "--limit", "tool:mail") == 0
-        assert until in capsys.readouterr().out.splitlines()[1]
+        assert until in run(action, "--limit", "tool:mail").out.splitlines()[1]
 
 
 def test_bad_grants(run: Run, store: RedisStore, capsys: Capture) -> None:
@@ -565,24 +532,20 @@ def test_bad_grants(run: Run, store: RedisStore, capsys: Capture) -> None:
         ("time", "5x", "amount must be a time such as"),
         ("tool:search", "5 --id=", "id must not be empty"),
     ):
-        assert run("grant", *count(limit, "user_id", "ada"), *arguments.split()) == 2
-        [line] = capsys.readouterr().err.splitlines()
+        asked = (*count(limit, "user_id", "ada"), *arguments.split())
+        [line] = run("grant", *asked, code=2).err.splitlines()
         assert message in line
 
 
-def test_a_lost_answer(
-    run: Run, store: RedisStore, redis_server: RedisServer, capsys: Capture
-) -> None:
+def test_a_lost_answer(run: Run, store: RedisStore, redis_server: RedisServer) -> None:
     """Who does not hear whether it is granted reads how to ask again, and it is granted once."""
     asked = (*OF_ADA, "50")
     with proxy(redis_server.port) as way:
         way.fail(only_small)
-        assert run("grant", *asked, "--store", way.url) == 2
-    reason = capsys.readouterr().err
+        reason = run("grant", *asked, "--store", way.url, code=2).err
     *_, name = reason.split()
     assert reason.endswith(f"; to try again without granting twice add --id {name}\n")
-    assert run("grant", *asked, "--id", name) == 0
-    assert capsys.readouterr().out.startswith("granted 50 calls")
+    assert run("grant", *asked, "--id", name).out.startswith("granted 50 calls")
     assert [each.amount for each in store.grants()] == [50]
 
 
