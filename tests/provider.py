@@ -148,7 +148,7 @@ class _Told:
             "usage_at_start": {**usage, "output_tokens": 1},
             "usage_at_end": {"output_tokens": 1, **cumulative},
         }
-        parts = [("text", {"text": answer.text})] if answer.text else []
+        parts: list[tuple[str, Body]] = [("text", {"text": answer.text})] if answer.text else []
         for number, (name, args) in enumerate(answer.calls):
             called = {"name": name, "args": args, "arguments": json.dumps(args), "call": number}
             parts.append(("call", called))

@@ -402,9 +402,9 @@ def test_a_function_takes_what_it_is_given(make: Any, argument: str, parameters:
         text, given = str(caught.value), parameters.replace(", ", " and ")
         assert f"{argument} must be a function of {given}, as in lambda {parameters}: …" in text
         assert re.search(r"not (<lambda>\(\)|_OfThree\(state: .*)$", text)
-    for function in (_async, _Async()) if argument in AT_ONCE else ():
+    for late in (_async, _Async()) if argument in AT_ONCE else ():
         with pytest.raises(TypeError, match=f"^{argument} must be a function that is not async"):
-            make(**{argument: function})
+            make(**{argument: late})
 
 
 @pytest.mark.parametrize(
