@@ -101,20 +101,14 @@ class StoreClient:
                 source, frozen = f"{self.label} {prefix}", None
                 # Read who is frozen once a minute, and when their number has changed.
                 state = result.freezes, result.freezes and time.monotonic() // 60
-                if state != self._freezes.get(source, (0, 0)):
+                is_news = state != self._freezes.get(source, (0, 0))
+                if is_news and isinstance(self.store, SupportsGrants):
                     self._freezes[source] = state
-                    frozen = await self._read_freezes(mode, str(prefix))
+                    one_prefix = str(prefix) if callable(self.prefix) else ""
+                    with self._asking("peek"):
+                        frozen = [*map(_freeze_of, await self.store.freezes(mode, one_prefix))]
                 self._recorder.record_freezes(source, result.freezes, frozen)
         return result
-
-    async def _read_freezes(self, mode: Mode, prefix: str) -> Sequence[Freeze] | None:
-        """Return who is frozen under a prefix; `None` if that is unknown."""
-        frozen: list[Freeze] | None = None
-        if isinstance(self.store, SupportsGrants):
-            with self._asking("peek"):
-                grants = await self.store.freezes(mode, prefix if callable(self.prefix) else "")
-                frozen = [*map(_freeze_of, grants)]
-        return frozen
 
     async def settle(self, mode: Mode, sent: AcquireRequest) -> AcquireResult | None:
         """Charge what was used in place of what was held: now, or later if it cannot be sent."""

@@ -134,27 +134,29 @@ class Instruments:
 
     def record_freezes(self, source: str, count: int, frozen: Sequence[Freeze] | None) -> None:
         """Note how many subjects are frozen in a store, and who if that was read now."""
-        shown = frozen and [
-            (per or "all", self._frozen_label(per, subject), by and label(by), since, until)
-            for per, subject, by, since, until in frozen
-        ]
-        self.usage.record_freezes(source, count, shown)
-
-    def _frozen_label(self, per: str, subject: str) -> str:
-        """Return the label of a frozen subject; empty for all, or if it must not be shown."""
-        if per == THREAD:
-            make = self.settings.thread_label or label
-            return self.guard("thread_label", custom_label, make, subject, "thread_label") or ""
-        quotas = [quota for quota, dimension in self.quotas.copy().items() if dimension == per]
-        return next(filter(None, (self.subject_label(quota, subject) for quota in quotas)), "")
+        if frozen:
+            labels, quotas = self.settings.subject_label, self.quotas.copy()
+            makes = {quotas[quota]: labels[quota] for quota in labels.keys() & quotas}
+            makes[THREAD] = self.settings.thread_label or str
+            frozen = [
+                (
+                    per or "all",
+                    self._label(makes.get(per), who) or "",
+                    by and label(by),
+                    since,
+                    until,
+                )
+                for per, who, by, since, until in frozen
+            ]
+        self.usage.record_freezes(source, count, frozen)
 
     def subject_label(self, quota: str, subject: str) -> str | None:
         """Return the label of a quota's subject, or `None` if it must not be shown."""
-        make = self.settings.subject_label.get(quota)
-        if make is None:
-            return None
+        return self._label(self.settings.subject_label.get(quota), subject)
+
+    def _label(self, make: Label | None, subject: str) -> str | None:
         argument = "subject_label"
-        return self.guard(argument, custom_label, make, subject, argument)
+        return make and self.guard(argument, custom_label, make, subject, argument)
 
 
 _instruments: WeakKeyDictionary[CollectorRegistry, Instruments] = WeakKeyDictionary()

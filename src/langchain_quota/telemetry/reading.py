@@ -124,17 +124,17 @@ class Reading:
                 (self.unnamed if subject.label is None else named).add(subject.key[1])
         self.unnamed -= named
         rows: dict[tuple[str, str, str | None], Subject] = {}
-        choose = self._choose_series if self._is_scrape else _choose_top
-        for subjects, max_exported, top_of in (
-            (threads, bounds.max_threads, choose),
+        for subjects, bound, stays in (
+            (threads, bounds.max_threads, self._is_scrape),
             # The subjects of quotas per agent or global have no label, and always have series.
-            ([one for one in of_quotas if one.label == ""], len(of_quotas), _choose_top),
-            ([one for one in of_quotas if one.label], bounds.max_subjects, choose),
-            ([one for one in of_quotas if one.label is None], 0, _choose_top),
+            ([one for one in of_quotas if one.label == ""], len(of_quotas), False),
+            ([one for one in of_quotas if one.label], bounds.max_subjects, self._is_scrape),
+            ([one for one in of_quotas if one.label is None], 0, False),
         ):
-            top = top_of(self._rate_all(subjects, on_error), len(subjects), max_exported)
+            rated = self._rate_all(subjects, on_error)
+            top = self._choose(rated, len(subjects), bound, stays=stays)
             self.hidden[subjects is threads] += len(subjects) - len(top)
-            if max_exported and not self._is_scrape:
+            if bound and not self._is_scrape:
                 chosen = {one.key for _, one, _ in top}
                 self._others += [one for one in in_slices(subjects) if one.key not in chosen]
             for _, subject, reached in top:
@@ -201,8 +201,10 @@ class Reading:
             urgency = _BLOCKED, refused, last
         return urgency, subject, reached
 
-    def _choose_series(self, rated: Iterable[_Rated], count: int, bound: int) -> Sequence[_Rated]:
-        """Return which of `count` subjects to export, at most `bound`; series stay for a while."""
+    def _choose(
+        self, rated: Iterable[_Rated], count: int, bound: int, *, stays: bool
+    ) -> Sequence[_Rated]:
+        """Return the most urgent of `count` subjects, at most `bound`; series may stay."""
         # A counter that vanishes and returns has a false increase. Prometheus keeps each series for
         # hours: three times the bound at most.
         shown, exports = dict[Key, _Rated](), self.exports
@@ -213,7 +215,10 @@ class Reading:
                     shown[one[1].key] = one
                 yield one
 
+        # Consume the iterator even if none is exported, because it counts all subjects.
         ranked = nlargest(max(1, bound), noted(), key=itemgetter(0))
+        if not stays:
+            return ranked[:bound]
         chosen = {key: one for key, one in shown.items() if self.now - exports[key][0] < STAYS}
         is_thread = bool(ranked) and ranked[0][1].key[1] == THREAD
         series, new = sum((key[1] == THREAD) == is_thread for key in exports), 0
@@ -229,11 +234,6 @@ class Reading:
                 exports[key] = (self.now if is_new else exports[key][0]), self.now
         exports |= {key: (exports[key][0], self.now) for key in chosen}
         return sorted(chosen.values(), key=itemgetter(0), reverse=True)[:bound]
-
-
-def _choose_top(rated: Iterable[_Rated], _: int, bound: int) -> Sequence[_Rated]:
-    """Return the most urgent subjects; look at all, because the iterator counts them."""
-    return nlargest(max(1, bound), rated, key=itemgetter(0))[:bound]
 
 
 class Families(dict[str, Metric]):
