@@ -158,6 +158,9 @@ def check_scores(scores: Mapping[str, float], options: argparse.Namespace) -> in
     sample = {"mutants": options.sample, "seed": options.seed}
     if options.update:
         SCORES.write_text(json.dumps({"sample": sample, "scores": scores}, indent=2) + "\n")
+    if not SCORES.exists():
+        print("no scores are accepted yet: accept those of a sample with --update")
+        return 0
     accepted = json.loads(SCORES.read_text())
     least = accepted["scores"]
     if options.diff:

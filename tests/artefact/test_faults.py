@@ -106,6 +106,7 @@ def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         options = {"sample": None, "diff": None, "again": None, "seed": "1", "update": False}
         return scores.check_scores({**accepted, name: score}, argparse.Namespace(**options | given))
 
+    assert check("core", 10.0, diff="main") == 0
     assert check("core", 90.0, sample=70, update=True) == 0
     assert [check("core", score, sample=70) for score in (88.0, 87.9)] == [0, 1]
     assert [check("all", score, diff="main") for score in (68.0, 67.9)] == [0, 1]
