@@ -10,9 +10,19 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolCall, ToolMessa
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import interrupt
 
-from langchain_quota import ToolCallLimitExceededError
+from langchain_quota import ModelCallLimit, TokenLimit, ToolCallLimit, ToolCallLimitExceededError
 from tests import scene as scenes
-from tests.scene import ABANDONED, CONFIG, Order, Scene, cancel_at, check_history, tool_limiter
+from tests.scene import (
+    ABANDONED,
+    CONFIG,
+    Kind,
+    Order,
+    Scene,
+    cancel_at,
+    check_history,
+    either,
+    tool_limiter,
+)
 from tests.telemetry import Signals
 
 
@@ -203,3 +213,23 @@ def test_reasoning_goes_with_its_call(signals: Signals) -> None:
         answer = ToolMessage("found", tool_call_id="a")
         history = repaired(signals, asked, answer, HumanMessage("again"))
         assert history[0].content == [content[index] for index in left]
+
+
+@either
+@pytest.mark.parametrize(
+    ("key", "damage"),
+    [
+        ("thread_model_call_count", [1]),
+        ("thread_tool_call_count.search", {"search": "3"}),
+        ("langchain_quota.batch", {"batch": 5}),
+        ("langchain_quota.own.budgets.thread_spent", {"own": {"budgets": {"thread_spent": 5}}}),
+    ],
+)
+async def test_a_damaged_checkpoint(key: str, damage: Any, kind: Kind, signals: Signals) -> None:
+    """A run that fails at it says which key is damaged."""
+    most: dict[str, Any] = {"thread_limit": 999}
+    limits = [ToolCallLimit("search", **most), ModelCallLimit(**most), TokenLimit(**most)]
+    scene = await Scene(signals, [["search"], "done"] * 2, limits, kind=kind).played()
+    scene.agent.update_state(CONFIG, {key.partition(".")[0]: damage})
+    with pytest.raises(ValueError, match=f"^{key} is damaged in the checkpoint"):
+        await scene.play()

@@ -143,7 +143,7 @@ async def test_each_account_has_its_pace(client: Make, key: str, signals: Signal
     """A pause holds for one key at one address, and names show neither of them."""
     store, waits = MemoryStore(), list[float]()
     with running_provider(RefusingGemini) as provider:
-        pace = ModelPaceMiddleware(store=store, wait=0.1, telemetry=signals.telemetry)
+        pace: Any = ModelPaceMiddleware(store=store, wait=0.1, telemetry=signals.telemetry)
         first, other = client(provider.url), {key: SecretStr("secret")}
         models = first, first.model_copy(update=other), client(f"{provider.url}/secret")
         for model in models * 2:

@@ -24,6 +24,7 @@ from langchain_quota.limits.call import Call
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.conclude import end_again, ending_message, refunds_of
 from langchain_quota.middleware.context import CallContext, call_context, running_config
+from langchain_quota.middleware.damage import DamageNamed
 from langchain_quota.middleware.feature import Feature, Handler, Request, Response
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import repaired, since, unfinished_calls
@@ -147,11 +148,13 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         Raises:
             RuntimeError: Another middleware of this agent counts its model calls, too.
         """
-        return begin_run(self.kernel, "", state, runtime)
+        with DamageNamed(state):
+            return begin_run(self.kernel, "", state, runtime)
 
     async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
         """Call `before_agent` without blocking the event loop."""
-        return begin_run(self.kernel, "a", state, runtime)
+        with DamageNamed(state):
+            return begin_run(self.kernel, "a", state, runtime)
 
     def wrap_model_call(
         self,

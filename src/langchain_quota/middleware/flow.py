@@ -29,6 +29,7 @@ from langchain_quota.middleware.context import (
     call_context,
     running_agent,
 )
+from langchain_quota.middleware.damage import DamageNamed
 from langchain_quota.middleware.feature import (
     BatchCheck,
     Feature,
@@ -202,41 +203,43 @@ class Kernel:
         self, mode: Mode, state: State, runtime: object, request: Request | None = None
     ) -> Update | None:
         """Check the next model call, with its request if it is there; return the update."""
-        if "model" not in self.kinds:
-            return None
-        context = call_context(runtime)
-        limits = await self.resolve_limits(mode, "model", state, runtime, context)
-        for prepare in self.before_model_check_hooks:
-            await prepare(mode, state, runtime, limits)
-        for name_attempt in self.name_attempt_hooks:
-            context = await name_attempt(mode, runtime, context)
-        batch = model_batch(state, runtime, limits, task=self.name, context=context)
-        if request is not None:
-            batch.model = request.model, request.model_settings
-        return await self._check_and_record(mode, batch, self.conclude_model)
+        with DamageNamed(state):
+            if "model" not in self.kinds:
+                return None
+            context = call_context(runtime)
+            limits = await self.resolve_limits(mode, "model", state, runtime, context)
+            for prepare in self.before_model_check_hooks:
+                await prepare(mode, state, runtime, limits)
+            for name_attempt in self.name_attempt_hooks:
+                context = await name_attempt(mode, runtime, context)
+            batch = model_batch(state, runtime, limits, task=self.name, context=context)
+            if request is not None:
+                batch.model = request.model, request.model_settings
+            return await self._check_and_record(mode, batch, self.conclude_model)
 
     async def check_tool_calls(
         self, mode: Mode, state: State, runtime: object, *, task: str = ""
     ) -> Update | None:
         """Check the newest tool calls, and return the update."""
-        if "tool" not in self.kinds and not ledger(state).get("final"):
-            return None
-        context = call_context(runtime)
-        limits = await self.resolve_limits(mode, "tool", state, runtime, context)
-        for name_attempt in self.name_attempt_hooks:
-            context = await name_attempt(mode, runtime, context)
-        batch = tool_batch(
-            state,
-            runtime,
-            context,
-            limits,
-            middleware=self.name,
-            every_call=self._checks_every_call,
-            task=task,
-        )
-        if batch is None:
-            return None
-        return await self._check_and_record(mode, batch, self.conclude_tools)
+        with DamageNamed(state):
+            if "tool" not in self.kinds and not ledger(state).get("final"):
+                return None
+            context = call_context(runtime)
+            limits = await self.resolve_limits(mode, "tool", state, runtime, context)
+            for name_attempt in self.name_attempt_hooks:
+                context = await name_attempt(mode, runtime, context)
+            batch = tool_batch(
+                state,
+                runtime,
+                context,
+                limits,
+                middleware=self.name,
+                every_call=self._checks_every_call,
+                task=task,
+            )
+            if batch is None:
+                return None
+            return await self._check_and_record(mode, batch, self.conclude_tools)
 
     async def after_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
         """Pass the newest state to features, then check the newest tool calls."""

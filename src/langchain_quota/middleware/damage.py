@@ -1,0 +1,46 @@
+"""Name the key where a hook fails at a thread's checkpoint that is damaged."""
+
+from typing import NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+
+# Pydantic does not read that of `typing` before Python 3.12.
+from typing_extensions import TypedDict
+
+from langchain_quota.errors import UNREADABLE
+from langchain_quota.middleware.state import Ledger, State
+
+
+class _Entries(TypedDict, total=False):
+    thread_spent: dict[str, int]
+    run_spent: dict[str, int]
+
+
+class _Ledger(Ledger, total=False):
+    own: dict[str, _Entries]  # type: ignore[misc]  # those that other modules add up
+
+
+class _Kept(TypedDict, total=False):
+    thread_tool_call_count: dict[str, int] | None
+    thread_model_call_count: int | None
+    langchain_quota: _Ledger | None
+
+
+class DamageNamed(NamedTuple):
+    """A block that reads a state. If it fails and the state is damaged, a `ValueError` says so."""
+
+    state: State
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, (*UNREADABLE, ArithmeticError)):
+            try:
+                TypeAdapter(_Kept).validate_python({**self.state}, strict=True)
+            except ValidationError as damage:
+                first = damage.errors()[0]
+                raise ValueError(
+                    f"{'.'.join(map(str, first['loc']))} is damaged in the checkpoint of this "
+                    f"thread: {first['msg']}. Begin another thread, or correct it there"
+                ) from error
