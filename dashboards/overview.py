@@ -1,4 +1,4 @@
-"""The first dashboard: alerts, each thread's and customer's quota, what is blocked, and health."""
+"""The first dashboard: what is wrong, who is blocked, what is left of quotas, and health."""
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.builders.stat import Panel as StatPanel
@@ -13,140 +13,123 @@ from dashboards.variables import common_variables
 from langchain_quota.cli.export import RUNBOOKS
 
 _BLOCKED = 'decision="blocked"'
-_LABELLED = 'subject!=""'
+_ALERTS = f'alertname=~"LangChainQuota.+",{ask.JOB}'
 _ABOUT = (
-    '"subject", "thread_id", "instance", "model", "cause", '
+    '"limit", "subject", "thread_id", "instance", "model", "cause", '
     '"kind", "component", "error_type", "action"'
 )
 
 
 def build() -> Dashboard:
     """Return the dashboard."""
+    blocked = ask.grown(ask.CALLS, "5m", ask.AGENT, _BLOCKED)
     return show.new_dashboard(
         settings.OVERVIEW_UID,
         settings.OVERVIEW_TITLE,
-        "What each thread and customer has used of its quota, what is wrong, and what it costs.",
+        "What is wrong, who is blocked, what each thread and customer has used, and what it costs.",
         common_variables(),
+        _firing(),
         _refused_now(),
-        _at_limits(),
         _calls_blocked(),
-        cost(show.Place(45, 4, 5)),
-        show.stat(
-            show.Place(61, 4, 5),
-            "Processes",
-            "How many processes export metrics. Dashed lines in the charts mark restarts.",
-            [show.Query(f"count({ask.select('langchain_quota_build_info')})", "running")],
-            unit=COUNT,
-            no_value="no process",
-        ),
-        _store(),
+        cost(show.Place(45, 6, show.LOW), _times_yesterday(ask.cost("1h"))),
+        _health_now(),
+        _alerts(),
+        _blocked_now(),
+        _refusals(),
+        _compared(show.Place(72, 6, 6), "Calls blocked, 5 min", blocked, COUNT),
+        _compared(show.Place(73, 6, 6), "Cost, 5 min", ask.cost("5m"), DOLLARS),
         _threads(),
         _subjects(),
-        _alerts(),
-        _blocked_threads(),
-        _refusals(),
         show.row(54, "Limits, and dry runs", _limits(), _runs()),
         show.row(60, "Runs and waits", _ended(), _waits()),
         show.row(55, "Health, whatever Agent and Limit are chosen", _health(), _store_seconds()),
     )
 
 
+def _firing() -> StatPanel:
+    steps = {"critical": CRITICAL, "warning": settings.WARNING}
+    firing = {
+        each: _or_zero(f'count(ALERTS{{{_ALERTS},alertstate="firing",severity="{each}"}})')
+        for each in steps
+    }
+    panel = show.stat(
+        show.Place(70, 3, show.LOW),
+        "Alerts firing",
+        "How many alerts of langchain-quota fire for the chosen jobs. Critical ones page.",
+        [show.Query(ask.together(firing), "{{what}}")],
+        unit=COUNT,
+    )
+    return show.style(
+        panel,
+        {each: {"thresholds": show.thresholds(((None, OK), (1, steps[each])))} for each in steps},
+    )
+
+
 def _alerts() -> TablePanel:
     runbook = {
         "title": "Runbook",
-        "url": f"{RUNBOOKS}/${{__data.fields.alertname:percentencode}}.md",
+        "url": f"{RUNBOOKS}/LangChainQuota${{__data.fields.alert:percentencode}}.md",
         "targetBlank": True,
     }
-    alerts = f'alertname=~"LangChainQuota.+",{ask.JOB}'
-    firing = f'ALERTS{{{alerts},alertstate="firing"'
-    since = f"ALERTS_FOR_STATE{{{alerts}}} * 1000 and ignoring (alertstate) {firing}}}"
-    severity = (
-        f'max without (alertstate) (3 * {firing},severity="critical"}} '
-        f'or 2 * {firing},severity="warning"}} or {firing}}})'
+    firing = f'ALERTS{{{_ALERTS},alertstate="firing"'
+    began = f"ALERTS_FOR_STATE{{{_ALERTS}}}"
+    # A severity outweighs any time in seconds since 1970.
+    worst_first = (
+        f'max without (alertstate) (2e10 * {firing},severity="critical"}} '
+        f'or 1e10 * {firing},severity="warning"}} or 0 * {firing}}}) + {began}'
     )
 
     def about(expr: str) -> str:
-        return f'label_join({expr}, "about", " ", {_ABOUT})'
+        short = f'label_replace({expr}, "alert", "$1", "alertname", "LangChainQuota(.+)")'
+        return f'label_join({short}, "about", " ", {_ABOUT})'
 
     return show.table(
-        show.Place(41, 24, 6),
+        show.Place(41, 12, 8),
         "Alerts that fire",
-        "The firing alerts of langchain-quota for the chosen jobs, with those that page on top. "
-        "Click an alert to open its runbook. 'About' shows the customer, thread, process, model or "
-        "kind of calls, what failed, or what happens to calls while the store fails.",
+        "The firing alerts of langchain-quota for the chosen jobs: those that page on top, and of "
+        "these the newest. Click an alert to read what to do. 'About' shows the limit, and the "
+        "customer, thread, process, model or kind of calls, what failed, or what happens to calls "
+        "while the store fails.",
         [
-            show.text("Severity", "severity", 80, **show.severities()),
-            show.text("Alert", "alertname", links=[runbook]),
-            show.text("Agent", "agent", 130),
-            show.text("Limit", "limit", 130),
-            show.text("About", "about", 250),
-            show.when("Since", about(since), 145),
+            show.text("Severity", "severity", 75, **show.severities()),
+            show.text("Alert", "alert", 195, links=[runbook]),
+            show.text("About", "about"),
+            show.text("Agent", "agent", 90),
+            show.lasts(about(f"time() - {began} and ignoring (alertstate) {firing}}}")),
         ],
-        sort_by=about(severity),
+        sort_by=about(worst_first),
         no_value="No alert fires.",
     )
 
 
 def _refused_now() -> StatPanel:
+    refused = "job_agent:langchain_quota_{}_refused:count5m"
+    counts = {
+        name: _or_zero(f"sum({ask.select(refused.format(each), ask.AGENT)})")
+        for name, each in (("threads", "threads"), ("customers", "subjects"))
+    }
+    frozen = ask.select("langchain_quota_frozen_subjects")
     return show.stat(
-        show.Place(42, 4, 5),
+        show.Place(42, 5, show.LOW),
         "Blocked now",
         "How many conversations (threads) and customers (subjects of quotas) with series had calls "
         "blocked in the last 5 minutes, regardless of the chosen time and limit, and how many "
         "subjects operators have frozen.",
-        [
-            *(
-                show.Query(_or_zero(f"sum({ask.select(metric, ask.AGENT)})"), name)
-                for metric, name in (
-                    ("job_agent:langchain_quota_threads_refused:count5m", "threads"),
-                    ("job_agent:langchain_quota_subjects_refused:count5m", "customers"),
-                )
-            ),
-            show.Query(f"max({ask.select('langchain_quota_frozen_subjects')})", "frozen"),
-        ],
+        [show.Query(ask.together({**counts, "frozen": f"max({frozen})"}), "{{what}}")],
         unit=COUNT,
         steps=((None, OK), (1, CRITICAL)),
     )
 
 
-def _at_limits() -> StatPanel:
-    exhausted = ask.select(
-        "job_agent_limit:langchain_quota_threads_exhausted:count", ask.AGENT, ask.LIMIT
-    )
-    customers = f"group by (job, agent, scope, subject) ({ask.ratio(_LABELLED)} >= 1)"
-    waiting = ask.select("langchain_quota_waiting_calls", ask.AGENT, ask.LIMIT)
-    refusals = ask.select("langchain_quota_provider_refusals_total", ask.AGENT, ask.LIMIT)
-    waits = "job_agent_limit:langchain_quota_provider_waits:bool"
-    paced = f"max(avg_over_time({ask.select(waits, ask.AGENT, ask.LIMIT)}[{ask.RANGE}]))"
-    return show.stat(
-        show.Place(43, 4, 5),
-        "At their limits",
-        "How many threads and customers have exhausted a limit, so that their next call is "
-        "blocked. If an agent has several limits, the one that most threads exhausted counts. "
-        "'Waiting' calls wait for room in a quota, at a provider or for other calls to end. '429s' "
-        "are the calls that providers refused in the chosen time, and 'paced' is the share of it "
-        "in which calls waited for a provider.",
-        [
-            show.Query(_or_zero(f"sum(max by (job, agent) ({exhausted}))"), "threads"),
-            show.Query(_or_zero(f"count({customers})"), "customers"),
-            show.Query(_or_zero(f"sum({waiting})"), "waiting"),
-            show.Query(f"sum(increase({refusals}[{ask.RANGE}]))", "429s"),
-            show.Query(paced, "paced", properties={"unit": SHARE, "decimals": 0}),
-        ],
-        unit=COUNT,
-        steps=((None, OK), (1, settings.WARNING)),
-    )
-
-
 def _calls_blocked() -> StatPanel:
-    blocked = ask.grown(ask.CALLS, ask.RANGE, ask.AGENT, _BLOCKED)
-    checked = ask.grown(ask.CALLS, ask.RANGE, ask.AGENT)
+    blocked = ask.grown(ask.CALLS, "1h", ask.AGENT, _BLOCKED)
+    checked = ask.grown(ask.CALLS, "1h", ask.AGENT)
     return show.stat(
-        show.Place(44, 4, 5),
-        "Calls blocked",
-        "How many calls were blocked in the chosen time, and their share of all checked calls. A "
-        "call that two limits refuse counts once. Calls that were blocked because the store failed "
-        "are included. The variable Limit has no effect here.",
+        show.Place(44, 6, show.LOW),
+        "Calls blocked, last hour",
+        "How many calls were blocked, their share of all checked calls, and how many times as many "
+        "as in the same hour of yesterday. A call that two limits refuse counts once. Calls that "
+        "were blocked because the store failed are included. The variable Limit has no effect.",
         [
             show.Query(_or_zero(blocked), "calls", properties=show.fixed(settings.NEUTRAL)),
             show.Query(
@@ -154,147 +137,174 @@ def _calls_blocked() -> StatPanel:
                 "share",
                 properties={"unit": SHARE, "decimals": 1},
             ),
+            _times_yesterday(blocked),
         ],
         unit=COUNT,
-        steps=(
-            (None, OK),
-            (settings.REFUSED_SHARE_WARNING, settings.WARNING),
-            (settings.REFUSED_SHARE_CRITICAL, CRITICAL),
-        ),
+        steps=settings.REFUSED_SHARE,
     )
 
 
-def cost(place: show.Place) -> StatPanel:
+def _times_yesterday(expr: str) -> show.Query:
+    steps = show.thresholds(settings.TIMES_YESTERDAY)
+    return show.Query(
+        f"{expr} / ({ask.earlier(expr, '1d')} > 0)",
+        "vs yesterday",
+        properties={"unit": "suffix:\N{MULTIPLICATION SIGN}", "decimals": 1, "thresholds": steps},
+    )
+
+
+def _compared(place: show.Place, title: str, expr: str, unit: str) -> TimeseriesPanel:
+    day, week = (ask.earlier(expr, offset) for offset in ("1d", "7d"))
+    panel = show.timeseries(
+        place,
+        title,
+        "What was counted within 5 minutes, beside the same time of yesterday and a week ago. The "
+        "variable Limit has no effect.",
+        [show.Query(ask.together({"now": expr, "yesterday": day, "last week": week}), "{{what}}")],
+        unit=unit,
+    )
+    own = {"now": show.fixed(OK), "yesterday": show.THIN, "last week": show.DASHED}
+    return show.style(panel, own)
+
+
+def cost(place: show.Place, *more: show.Query) -> StatPanel:
     """Return what model runs and paid tools cost."""
     return show.stat(
         place,
         "Cost, last 24 hours",
         "What model runs and paid tools cost in the last 24 hours, and in the last hour, which "
-        "shows the pace. A run under several limits counts once. Only agents with a limit of money "
-        "are included.",
-        [
-            show.Query(ask.cost("24h"), "24 hours"),
-            show.Query(ask.cost("1h"), "last hour"),
-        ],
+        "shows the pace, on the overview also as times that of the same hour of yesterday. A run "
+        "under several limits counts once. Only agents with a limit of money are included.",
+        [show.Query(ask.cost("24h"), "24 hours"), show.Query(ask.cost("1h"), "last hour"), *more],
         unit=DOLLARS,
         no_value="No limit of money.",
     )
 
 
-def _store() -> StatPanel:
+def _health_now() -> StatPanel:
     seconds = ask.select("langchain_quota_store_seconds_count")
     failed = ask.select("langchain_quota_store_seconds_count", 'outcome!="ok"')
     return show.stat(
-        show.Place(62, 4, 5),
-        "Store failures",
-        "The share of requests to the shared store that failed in the last 5 minutes, and how many "
-        "calls were checked without the store in the chosen time.",
+        show.Place(71, 4, show.LOW),
+        "Health",
+        "How many processes export metrics, and the share of requests to the shared store that "
+        "failed in the last 5 minutes. Dashed lines in the charts mark restarts.",
         [
+            show.Query(
+                f"count({ask.select('langchain_quota_build_info')})",
+                "processes",
+                properties=show.fixed(settings.NEUTRAL),
+            ),
             show.Query(
                 f"(sum(rate({failed}[5m])) or 0 * sum(rate({seconds}[5m]))) "
                 f"/ (sum(rate({seconds}[5m])) > 0)",
-                "requests",
+                "store fails",
                 properties={"unit": SHARE, "decimals": 1},
-            ),
-            show.Query(
-                _or_zero(
-                    ask.grown(
-                        "job_agent_store_action:langchain_quota_store_fallbacks:increase15s",
-                        ask.RANGE,
-                    )
-                ),
-                "calls without it",
             ),
         ],
         unit=COUNT,
         steps=((None, OK), (0.01, settings.WARNING), (1, CRITICAL)),
-        no_value="no store",
+        no_value="no process",
     )
 
 
 def _threads() -> TablePanel:
     rank = ask.top(ask.THREADS)
     first = f"and on ({ask.OF_THREAD}) {rank}"
-    used, limit = ask.thread_amounts(ask.AGENT)
+    _, limit = ask.thread_amounts(ask.AGENT)
+    used = ask.recent(ask.ratio(ask.THREADS))
     blocked = ask.increases(f"{ask.THREADS}_blocked", "5m", ask.AGENT, ask.LIMIT)
-    decided = ask.last_time("decision", ask.AGENT, ask.LIMIT)
+    last = f"topk by ({ask.OF_THREAD}) (1, {ask.refusals()})"
+    by = f'group by ({ask.OF_THREAD}, by) (label_join({last}, "by", " ", "scope", "subject"))'
     return show.table(
         show.Place(57, 24, 10),
         "Quota used by thread",
-        "What each conversation has used of its limits. Those with blocked calls in the last 5 "
-        "minutes come first, then those with least left. 'Runs out in' uses the pace of the last "
-        "15 minutes. Click a thread to see more.",
+        "What each conversation has used of its limits. Those with most calls blocked in the last "
+        "5 minutes come first, then those with least left. 'Blocked by' names whose count refused "
+        "last: that of the thread, of a run, or of a quota and its customer. An idle thread whose "
+        "process is gone, as after a deployment, is shown for an hour as of its last call. 'Runs "
+        "out in' uses the pace of the last 15 minutes. Click a thread to see more.",
         [
             show.text("Thread", "thread_id", links=ask.LINKS),
-            show.text("Agent", "agent", 110),
-            show.text("Limit", "limit", 120),
-            show.gauge("Used", f"({ask.thread_ratio(ask.AGENT, ask.LIMIT)} + 0) {first}", 150),
-            show.text("Of", "amount", 180),
-            show.left(f"sum by ({ask.OF_THREAD}) ({limit} - {used}) {first}"),
+            show.text("Agent", "agent", 105),
+            show.text("Limit", "limit", 115),
+            show.gauge("Used", f"{used} {first}"),
+            show.left(f"{ask.recent(limit)} {first}", "Of", 70),
+            show.text("Unit", "unit", 75),
             show.duration("Runs out in", f"{ask.thread_seconds_left()} {first}", 95),
             show.count("Blocked, 5 min", f"{blocked} > 0 {first}", 118),
-            show.when("Last call", f"{decided} * 1000 {first}", 130),
+            show.text("Blocked by", "by", 130),
+            show.when("Last call", f"{ask.last_time('decision', ask.AGENT)} {first}", 145),
         ],
         sort_by=rank,
-        labels_from=ask.amount(f"({used} {first})", limit, f"{ask.OF_THREAD}, unit"),
+        labels_from=by,
         no_value="No limit per thread has checked a call.",
     )
 
 
 def _subjects() -> TablePanel:
-    used, limit = ask.subject_amounts()
     rank = ask.top(ask.SUBJECT)
+    first = f"and on ({ask.OF_SUBJECT}) {rank}"
+    limit = ask.recent(ask.select(ask.SUBJECT_LIMIT, ask.AGENT))
+    used = ask.recent(ask.ratio(ask.SUBJECT))
     resets = ask.select(f"{ask.SUBJECT}_reset:max", ask.AGENT, ask.LIMIT)
     blocked = ask.increases(f"{ask.SUBJECT}_blocked", "5m", ask.AGENT, ask.LIMIT)
+    decided = ask.last_time("decision", ask.AGENT, of="subject", by=ask.OF_SUBJECT)
     return show.table(
-        show.Place(58, 24, 7),
+        show.Place(58, 24, 8),
         "Quota used by customer",
         "What each customer, or everybody together, has used of shared quotas, in the same order "
-        "as threads. 'Runs out in' uses the pace of the last hour. Customers are only listed if "
-        "Telemetry(subject_label=…) names the quota. A row without a customer is for everybody.",
+        "as threads, and as long. 'Runs out in' uses the pace of the last hour. Customers are only "
+        "listed if Telemetry(subject_label=…) names the quota. A smooth quota has no used share.",
         [
-            show.text("Customer", "subject"),
-            show.text("Quota", "scope", 75),
-            show.text("Agent", "agent", 90),
-            show.text("Limit", "limit", 110),
-            show.gauge("Used", ask.ratio(), 140),
-            show.text("Of", "amount", 150),
-            show.left(f"sum by ({ask.OF_SUBJECT}) ({limit} - {used})"),
+            show.text("Customer", "subject", noValue="everybody"),
+            show.text("Quota", "scope", 90),
+            show.text("Agent", "agent", 105),
+            show.text("Limit", "limit", 115),
+            show.gauge("Used", f"{used} {first}"),
+            show.left(f"{limit} {first}", "Of", 70),
+            show.text("Unit", "unit", 75),
             show.duration("Runs out in", ask.seconds_left(), 95),
             show.count("Blocked, 5 min", f"{blocked} > 0", 118),
             show.when("Resets", f"{resets} * 1000", 120),
+            show.when("Last call", f"{decided} {first}", 145),
         ],
         sort_by=rank,
-        labels_from=ask.amount(used, limit, f"{ask.OF_SUBJECT}, unit"),
         no_value="No quota is shared.",
     )
 
 
-def _blocked_threads() -> TablePanel:
-    blocked = ask.increases(f"{ask.THREADS}_blocked", "5m", ask.AGENT, ask.LIMIT)
-    most = f"topk({settings.TOP}, sum by ({ask.OF_THREAD}) ({blocked}) > 0)"
-    last = ask.last_time("refusal", ask.AGENT, ask.LIMIT)
+def _blocked_now() -> TablePanel:
+    calls, since = (
+        ask.select(f"{ask.REFUSED}:{each}", ask.AGENT, ask.LIMIT) for each in ("sum5m", "since")
+    )
+    each = f"group by ({ask.OF_SUBJECT}, thread_id) ({ask.refusals()})"
+    threads = f"count by ({ask.OF_SUBJECT}) ({each})"
+    whose = f'label_join({calls}, "whose", " ", "scope", "subject")'
     return show.table(
-        show.Place(68, 12, 8),
-        "Threads blocked now",
-        "Which conversations had calls blocked in the last 5 minutes, by limits of any kind. Click "
-        "a thread to see more.",
+        show.Place(74, 12, 8),
+        "Who is blocked now",
+        "Whose count refused calls in the last 5 minutes: that of a quota, with the customer if "
+        "Telemetry(subject_label=…) names the quota, of each thread, or of each run. Most calls "
+        "come first. 'Threads' are those with series. Refusals have gone on 'For' so long, without "
+        "a pause of 5 minutes.",
         [
-            show.text("Thread", "thread_id", links=ask.LINKS),
-            show.text("Agent", "agent", 110),
+            show.text("Blocked by", "whose"),
             show.text("Limit", "limit", 120),
-            show.count("Blocked", most, 80),
-            show.when("Last", f"{last} * 1000 and on ({ask.OF_THREAD}) {most}", 130),
+            show.text("Agent", "agent", 95),
+            show.count("Calls", whose, 60),
+            show.count("Threads", f"{threads} and on ({ask.OF_SUBJECT}) {calls}", 75),
+            show.lasts(f"time() - {since}"),
         ],
-        sort_by=most,
-        no_value="No thread is blocked.",
+        sort_by=whose,
+        no_value="Nothing is blocked.",
     )
 
 
 def _refusals() -> TimeseriesPanel:
     refused = ask.grown(ask.DECISIONS, ask.BAR, ask.AGENT, ask.LIMIT, _BLOCKED, by="limit, scope")
     return show.bars(
-        show.Place(48, 12, 8),
+        show.Place(48, 12, 6),
         "Calls blocked by limit",
         "How many calls each limit refused since the previous bar, and at which threshold. Click a "
         "dot to open the trace of a call.",
@@ -366,30 +376,45 @@ def _ended() -> TimeseriesPanel:
         series = ask.select(f"langchain_quota_{name}_total", ask.AGENT, ask.LIMIT)
         return f"sum by (limit) (increase({series}[$__rate_interval])) > 0"
 
+    waiting = ask.select("langchain_quota_waiting_calls", ask.AGENT, ask.LIMIT)
     actions = ask.together({what: grown(name) for what, name in counted.items()})
     return show.bars(
         show.Place(63, 12, 8),
         "What else limits do",
         "How many runs were ended by limits since the previous bar, how many model calls a budget "
-        "sent to its downgrade_to, and how many tool calls took longer than call_limit. Runs that "
-        "end with a last answer of the model do not count.",
-        [show.Query(actions, "{{what}} {{limit}}")],
+        "sent to its downgrade_to, how many tool calls took longer than call_limit, and how many "
+        "calls providers refused (429). Runs that end with a last answer of the model do not "
+        "count. The line shows calls that wait now.",
+        [
+            show.Query(actions, "{{what}} {{limit}}"),
+            show.Query(grown("provider_refusals"), "429s of {{limit}}"),
+            show.Query(
+                f"sum by (limit) ({waiting})", "waiting for {{limit}}", properties=show.LINE
+            ),
+        ],
         unit=settings.ROUNDED,
     ).no_value("Nothing.")
 
 
 def _waits() -> TimeseriesPanel:
     waited = ask.select("langchain_quota_wait_seconds_bucket", ask.AGENT, ask.LIMIT)
+    waits = "job_agent_limit:langchain_quota_provider_waits:bool"
+    paced = ask.select(waits, ask.AGENT, ask.LIMIT)
     return show.timeseries(
         show.Place(64, 12, 8),
         "Time that calls wait",
         "How long calls waited for room in a quota, or for other calls to end. Nine of ten calls "
-        "waited no longer than this.",
+        "waited no longer than this. For providers, the share of the time in which calls waited.",
         [
             show.Query(
                 f"histogram_quantile(0.9, sum by (le, limit) (rate({waited}[$__rate_interval])))",
                 "{{limit}}",
-            )
+            ),
+            show.Query(
+                f"max by (limit) (avg_over_time({paced}[{ask.BAR}]))",
+                "{{limit}}, share of time",
+                properties={"unit": SHARE, "decimals": 0},
+            ),
         ],
         unit="s",
     ).no_value("No limit lets calls wait.")
@@ -430,33 +455,28 @@ def _runs() -> TablePanel:
 
 
 def _health() -> TimeseriesPanel:
-    errors = "job_component_error_type:langchain_quota_errors:increase15s"
-    fallbacks = "job_agent_store_action:langchain_quota_store_fallbacks:increase15s"
-    unchecked = "job_agent_kind:langchain_quota_unchecked_calls:increase15s"
-    near = 'scope="thread",state="near",shown="false"'
+    counted = {
+        "failures of": ("job_component_error_type:langchain_quota_errors", "component"),
+        "calls without the store:": (
+            "job_agent_store_action:langchain_quota_store_fallbacks",
+            "store, action",
+        ),
+        "calls that no limit checked:": ("job_agent_kind:langchain_quota_unchecked_calls", "kind"),
+    }
+    failed = {
+        what: f"{ask.grown(f'{series}:increase15s', ask.BAR, by=labels)} > 0"
+        for what, (series, labels) in counted.items()
+    }
+    near = ask.select("langchain_quota_subjects", 'scope="thread",state="near",shown="false"')
     return show.bars(
         show.Place(52, 12, 8),
         "What failed",
-        "Failures since the previous bar, calls that were checked without the shared store, and "
-        "calls that no limit checked. Hidden threads near a limit have no series, and are in no "
-        "table.",
+        "Failures since the previous bar, calls that were checked without the shared store, and so "
+        "blocked or allowed, and calls that no limit checked. Hidden threads near a limit have no "
+        "series, and are in no table.",
         [
-            show.Query(
-                f"{ask.grown(errors, ask.BAR, by='component')} > 0", "failures of {{component}}"
-            ),
-            show.Query(
-                f"{ask.grown(fallbacks, ask.BAR, by='action')} > 0",
-                "calls without the store: on_store_error={{action}}",
-            ),
-            show.Query(
-                f"{ask.grown(unchecked, ask.BAR, by='kind')} > 0",
-                "calls that no limit checked: {{kind}}",
-            ),
-            show.Query(
-                f"sum({ask.select('langchain_quota_subjects', near)}) > 0",
-                "near threads hidden",
-                properties=show.LINE,
-            ),
+            show.Query(ask.together(failed), "{{what}} {{component}}{{kind}}{{action}} {{store}}"),
+            show.Query(f"sum({near}) > 0", "near threads hidden", properties=show.LINE),
         ],
         unit=COUNT,
     ).no_value("Nothing failed.")

@@ -52,6 +52,9 @@ TIME_LEFT: Steps = (
 )
 
 
+LOW = 3
+"""The height of a panel that has room for numbers and their names only."""
+
 USED: Steps = ((None, settings.OK), (0.8, settings.WARNING), (1, settings.CRITICAL))
 
 
@@ -136,9 +139,8 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
     steps: Steps = ((None, settings.NEUTRAL),),
     no_value: str = "no data",
 ) -> StatPanel:
-    """Numbers of now, each with the line that led to it."""
-    stacked = common.VizOrientation.HORIZONTAL  # each number is as wide as the panel
-    narrow = place.height > place.width
+    """Numbers of now, beside each other; a high panel draws the line that led to each."""
+    graph = common.BigValueGraphMode.AREA if place.height > LOW else common.BigValueGraphMode.NONE
     panel = (
         _framed(StatPanel(), place, title, description)
         .unit(unit)
@@ -146,16 +148,16 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
         .max_data_points(settings.MOST_BARS)
         .thresholds(_thresholds(steps))
         .color_mode(common.BigValueColorMode.VALUE)
-        .graph_mode(common.BigValueGraphMode.AREA)
-        .justify_mode(common.BigValueJustifyMode.AUTO)
+        .graph_mode(graph)
+        .justify_mode(common.BigValueJustifyMode.CENTER)
+        # Grafana would make the names of three numbers too small to read.
+        .text(VizTextDisplayOptions().title_size(12).value_size(28))
         .text_mode(common.BigValueTextMode.VALUE_AND_NAME)
         .wide_layout(wide_layout=False)
         .show_percent_change(show_percent_change=False)
-        .orientation(stacked if narrow else common.VizOrientation.AUTO)
+        .orientation(common.VizOrientation.VERTICAL)
         .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
     )
-    if narrow:  # Grafana would make the names of three numbers too small to read
-        panel.text(VizTextDisplayOptions().title_size(13))
     _ask(panel, queries)
     return panel
 
@@ -207,6 +209,13 @@ def fixed(colour: str) -> Properties:
     return {"color": {"mode": dashboard.FieldColorModeId.FIXED, "fixedColor": colour}}
 
 
+def style(panel: P, styles: Mapping[str, Properties]) -> P:
+    """Give series what they have of their own, by their names."""
+    for name, properties in styles.items():
+        panel.override_by_name(name, _properties(properties))
+    return panel
+
+
 LINE: Properties = {
     **fixed(settings.NEUTRAL),
     "custom.drawStyle": "line",
@@ -214,6 +223,10 @@ LINE: Properties = {
     "custom.stacking": {"mode": "none"},
 }
 """A line among bars."""
+
+THIN: Properties = {**fixed(settings.NEUTRAL), "custom.fillOpacity": 0}
+"""A line to compare with."""
+DASHED: Properties = {**THIN, "custom.lineStyle": {"fill": "dash", "dash": [6, 6]}}
 
 
 def table(  # noqa: PLR0913 - the same
@@ -279,15 +292,15 @@ def text(title: str, label: str, width: int | None = None, **properties: object)
     return Column(title, label, {**own, **properties})
 
 
-def gauge(title: str, expr: str, width: int) -> Column:
-    """A column of shares, as bars: blue, orange when little is left, red when nothing is left."""
+def gauge(title: str, expr: str) -> Column:
+    """A column of shares, as bars in what width is left: blue, orange near 1, red from 1 on."""
     cell = common.TableBarGaugeCellOptions(
         mode=common.BarGaugeDisplayMode.BASIC,
         value_display_mode=common.BarGaugeValueMode.TEXT,
     )
     own = {"unit": "percentunit", "decimals": 0, "min": 0, "max": 1, "custom.cellOptions": cell}
     colours = {"color": {"mode": "thresholds"}, "thresholds": thresholds(USED)}
-    return Column(title, expr, {**own, **colours, "custom.width": width})
+    return Column(title, expr, {**own, **colours})
 
 
 def severities() -> Properties:
@@ -318,6 +331,11 @@ def when(title: str, expr: str, width: int) -> Column:
 def count(title: str, expr: str, width: int) -> Column:
     """A column of whole numbers."""
     return Column(title, expr, {"decimals": 0, "custom.width": width})
+
+
+def lasts(expr: str) -> Column:
+    """A column of how many seconds something has lasted, such as `5 mins`."""
+    return Column("For", expr, {"unit": "s", "decimals": 0, "custom.width": 75})
 
 
 def left(expr: str, title: str = "Left", width: int = 80) -> Column:

@@ -18,10 +18,9 @@ THREAD = "thread_id=`${thread:raw}`"
 NO_BACKTICK = "/^[^`]+$/"
 """Keeps a thread id out of the variable that would end the raw string that it stands in."""
 
-UNITS = ("", "_tokens", "_dollars", "_seconds")
-"""How the names of the metrics of an amount end: those of calls have no unit."""
-
 SUBJECT = "job_agent_limit_scope_subject:langchain_quota_subject"
+SUBJECT_LIMIT = "job_agent_limit_scope_subject_unit:langchain_quota_subject_limit:newest"
+REFUSED = "job_agent_limit_scope_subject:langchain_quota_refused"
 THREADS = "job_agent_limit_thread_id:langchain_quota_thread"
 DECISIONS = "job_agent_limit_scope_decision:langchain_quota_limit_decisions:increase15s"
 CALLS = "job_instance_agent_decision:langchain_quota_calls:increase15s"
@@ -32,7 +31,6 @@ OF_THREAD = "job, agent, limit, thread_id"
 
 BAR = "$__interval"
 RANGE = "$__range"
-PER_MINUTE = "/ (${__interval_ms} / 60000)"
 
 
 def select(metric: str, *matchers: str) -> str:
@@ -59,14 +57,9 @@ def top(series: str) -> str:
     return f"topk({settings.TOP}, {select(f'{series}:rank', AGENT, LIMIT)} + 0)"
 
 
-def ratio(*only: str) -> str:
-    """Return the used share of shared quotas."""
-    return f"({select(f'{SUBJECT}_used:ratio', AGENT, LIMIT, *only)} + 0)"
-
-
-def thread_ratio(*only: str) -> str:
-    """Return the used share of threads' limits, in any unit."""
-    return select(f"{THREADS}_used:ratio", *only)
+def ratio(series: str, *only: str) -> str:
+    """Return the used share of threads' limits or of shared quotas, in any unit."""
+    return select(f"{series}_used:ratio", *(only or (AGENT, LIMIT)))
 
 
 def increases(series: str, window: str, *only: str) -> str:
@@ -80,39 +73,39 @@ def thread_amounts(*only: str) -> tuple[str, str]:
     return select(f"{series}used:newest", *only), select(f"{series}limit:newest", *only)
 
 
-def subject_amounts() -> tuple[str, str]:
-    """Return what subjects have used of quotas, and their limits, like `thread_amounts`."""
-    series = "job_agent_limit_scope_subject_unit:langchain_quota_subject_"
-    return select(f"{series}used:newest", AGENT), select(f"{series}limit:newest", AGENT)
-
-
 def seconds_left() -> str:
     """Return how long what is left of a shared quota lasts, at the pace of the last hour."""
     growth = select(f"{SUBJECT}_used:growth1h", AGENT, LIMIT)
-    return f"(1 - {ratio()} > 0) / ({growth} > 0) * 3600"
+    return f"(1 - {ratio(SUBJECT)} > 0) / ({growth} > 0) * 3600"
 
 
 def thread_seconds_left(*only: str) -> str:
     """Return how long what is left of threads' limits lasts, at the pace of 15 minutes."""
-    used = thread_ratio(*(only or (AGENT, LIMIT)))
+    used = ratio(THREADS, *only)
     return f"(1 - {used} > 0) / (deriv({used}[15m]) > 0)"
 
 
-def amount(used: str, limit: str, labels: str) -> str:
-    """Return series whose label `amount` says what is used of what, such as `18 of 20 calls`."""
-
-    def as_label(name: str, series: str) -> str:
-        return f'count_values by ({labels}) ("{name}", round({series}, 0.0001))'
-
-    both = f"{as_label('used', used)} * on ({labels}) group_left (of) {as_label('of', limit)}"
-    text = f'label_join({both}, "amount", " of ", "used", "of")'
-    return f'label_join({text}, "amount", " ", "amount", "unit")'
+def recent(series: str) -> str:
+    """Return the newest values of the last hour: a deployment takes away the series of the idle."""
+    # Without the name of the series, by which a table would keep rows apart.
+    return f"(last_over_time({series}[1h]) + 0)"
 
 
-def last_time(event: str, *only: str) -> str:
-    """When something last happened to threads, in seconds, by limit."""
-    times = select("langchain_quota_thread_timestamp_seconds", f'event="{event}"', *only)
-    return f"max by ({OF_THREAD}) ({times})"
+def refusals() -> str:
+    """Return when threads were refused within 5 minutes, with the scope and the subject."""
+    times = select("langchain_quota_thread_timestamp_seconds", 'event="refusal"', AGENT, LIMIT)
+    return f"last_over_time({times}[5m]) > time() - 300"
+
+
+def last_time(event: str, *only: str, of: str = "thread", by: str = OF_THREAD) -> str:
+    """When something last happened to threads or subjects, in milliseconds, by limit."""
+    times = select(f"langchain_quota_{of}_timestamp_seconds", f'event="{event}"', *only)
+    return f"max by ({by}) ({recent(times)}) * 1000"
+
+
+def earlier(expr: str, offset: str) -> str:
+    """Return what a query of counted values gave some time ago."""
+    return expr.replace("]", f"] offset {offset}")
 
 
 def spent(unit: str, window: str, by: str = "") -> str:
@@ -120,28 +113,19 @@ def spent(unit: str, window: str, by: str = "") -> str:
     return grown(f"job_agent_model:langchain_quota_spent_{unit}:increase15s", window, AGENT, by=by)
 
 
-_OF_TOOLS = "job_agent_tool_decision:langchain_quota_tool_spent_dollars:increase15s"
-_MADE, _BACK = 'decision="allowed"', 'decision="refunded"'
-
-
 def spent_by_tools(window: str) -> str:
     """What paid tool calls spent in a window, by agent and tool."""
-    made, back = (grown(_OF_TOOLS, window, AGENT, of, by="agent, tool") for of in (_MADE, _BACK))
+    of_tools = "job_agent_tool_decision:langchain_quota_tool_spent_dollars:increase15s"
+    made, back = (
+        grown(of_tools, window, AGENT, f'decision="{each}"', by="agent, tool")
+        for each in ("allowed", "refunded")
+    )
     return f"({made} - {back})"
 
 
 def cost(window: str) -> str:
     """What model runs and paid tool calls spent in a window, together."""
-    models, made, back = (
-        f"sum_over_time({select(name, AGENT, *of)}[{window}])"
-        for name, *of in (
-            ["job_agent_model:langchain_quota_spent_dollars:increase15s"],
-            [_OF_TOOLS, _MADE],
-            [_OF_TOOLS, _BACK],
-        )
-    )
-    # Not a sum of sums, which is empty where one of them is.
-    return f"sum({models} or {made} or -{back})"
+    return grown("job_agent:langchain_quota_cost_dollars:increase15s", window, AGENT)
 
 
 def refused_spans() -> str:

@@ -20,14 +20,15 @@ SPANS_PER_TRACE = 20
 
 LITTLE_TIME_SECONDS = 600
 SOME_TIME_SECONDS = 3600
-REFUSED_SHARE_WARNING = 0.05
-REFUSED_SHARE_CRITICAL = 0.2
 
 # One meaning each, on light and on dark ground, told apart by the colour-blind.
 OK = "#2a7fd4"
 WARNING = "#cc8400"
 CRITICAL = "#d0103a"
 NEUTRAL = "#8e8e9a"
+
+REFUSED_SHARE = ((None, OK), (0.05, WARNING), (0.2, CRITICAL))
+TIMES_YESTERDAY = ((None, OK), (1.5, WARNING), (3, CRITICAL))
 
 # Grafana's units. A number of calls is whole: 12,345 and not 12.3 K.
 COUNT = "locale"

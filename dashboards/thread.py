@@ -8,8 +8,7 @@ from dashboards import settings
 from dashboards.settings import COUNT, CRITICAL, DOLLARS, OK, ROUNDED, SHARE
 from dashboards.variables import common_variables, one
 
-_RATIO = ask.thread_ratio(ask.AGENT, ask.THREAD)
-_NO_LIMIT = "No limit counts per thread."
+_RATIO = ask.ratio(ask.THREADS, ask.AGENT, ask.THREAD)
 
 
 def build() -> Dashboard:
@@ -73,21 +72,21 @@ def build() -> Dashboard:
         show.table(
             show.Place(47, 24, 7),
             "Limits of this thread",
-            "The limits that checked calls of the thread. 'Used' is empty for limits that do not "
-            "count per thread, such as run limits.",
+            "The limits that checked calls of the thread within an hour, as they were at its last "
+            "call. 'Used' is empty for limits that do not count per thread, such as run limits.",
             [
                 show.text("Limit", "limit"),
-                show.text("Agent", "agent", 150),
-                show.gauge("Used", f"{_RATIO} + 0", 190),
-                show.text("Of", "amount", 190),
-                show.left(f"sum by ({ask.OF_THREAD}) ({limit} - {used})"),
+                show.text("Agent", "agent", 130),
+                show.gauge("Used", ask.recent(_RATIO)),
+                show.left(f"sum by ({ask.OF_THREAD}) ({ask.recent(limit)} - {ask.recent(used)})"),
+                show.left(ask.recent(limit), "Of", 70),
+                show.text("Unit", "unit", 75),
                 show.count("Blocked", f"{blocked(ask.RANGE)} > 0", 90),
-                show.when("Last block", _last("refusal"), 130),
-                show.when("Last call", f"{checked} * 1000", 130),
-                show.when("Resets", _last("reset"), 130),
+                show.when("Last block", ask.last_time("refusal", ask.AGENT, ask.THREAD), 145),
+                show.when("Last call", checked, 145),
+                show.when("Resets", ask.last_time("reset", ask.AGENT, ask.THREAD), 130),
             ],
-            sort_by=f"{_RATIO} + 0 or 0 * {checked}",
-            labels_from=ask.amount(used, limit, f"{ask.OF_THREAD}, unit"),
+            sort_by=f"{ask.recent(_RATIO)} or 0 * {checked}",
             no_value="The thread has no series any more.",
         ),
         show.table(
@@ -124,7 +123,7 @@ def build() -> Dashboard:
                 [show.Query(_RATIO, "{{limit}}")],
                 unit=SHARE,
             )
-            .no_value(_NO_LIMIT)
+            .no_value("No limit counts per thread.")
             .max(1),
             show.traces(
                 show.Place(48, 24, 9),
@@ -136,7 +135,3 @@ def build() -> Dashboard:
             ).no_value("No trace of a blocked call in this time."),
         ),
     )
-
-
-def _last(event: str) -> str:
-    return f"{ask.last_time(event, ask.AGENT, ask.THREAD)} * 1000"
