@@ -25,9 +25,9 @@ def build() -> Dashboard:
         settings.BUDGETS_TITLE,
         "What is spent, by whom and on which model. The overview shows what is left of budgets.",
         common_variables(),
-        cost(show.Place(41, 6, 6)),
+        cost(show.Place(41, 12, show.LOW)),
         show.stat(
-            show.Place(42, 6, 6),
+            show.Place(42, 12, show.LOW),
             "Tokens, last 24 hours",
             f"What model runs used in the last 24 hours, and the last hour as the pace. {_ONCE}",
             [
@@ -37,10 +37,10 @@ def build() -> Dashboard:
             unit=ROUNDED,
             no_value="No limit of tokens.",
         ),
-        _uncertain_runs(),
         _spent(44, "Money spent", "dollars", DOLLARS),
         _spent(45, "Tokens used", "tokens", ROUNDED),
         _threads(),
+        _uncertain_runs(),
     )
 
 
@@ -65,7 +65,7 @@ def _uncertain_runs() -> TimeseriesPanel:
         return f"{ask.grown(_RUNS, ask.BAR, ask.AGENT, only, by='agent, model')} > 0"
 
     return show.bars(
-        show.Place(48, 12, 6),
+        show.Place(48, 24, 6),
         "Uncertain runs",
         "Model runs whose tokens are estimated, because the provider reported none or the "
         "run was cut off, and runs without a price, whose cost no limit counts. The variable Limit "

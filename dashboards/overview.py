@@ -40,9 +40,10 @@ def build() -> Dashboard:
         _compared(show.Place(73, 6, 6), "Cost, 5 min", ask.cost("5m"), DOLLARS),
         _threads(),
         _subjects(),
+        _frozen(),
         show.row(54, "Limits, and dry runs", _limits(), _runs()),
         show.row(60, "Runs and waits", _ended(), _waits()),
-        show.row(55, "Health, whatever Agent and Limit are chosen", _health(), _store_seconds()),
+        show.row(55, "Health, whatever Agent and Limit are chosen", _health()),
     )
 
 
@@ -301,6 +302,29 @@ def _blocked_now() -> TablePanel:
     )
 
 
+def _frozen() -> TablePanel:
+    def when(event: str) -> str:
+        times = ask.select("langchain_quota_frozen_timestamp_seconds", f'event="{event}"')
+        return f"max by (job, scope, subject, by) ({times}) * 1000"
+
+    return show.table(
+        show.Place(75, 24, 4),
+        "Who is frozen",
+        "Whose calls operators have frozen, as processes last read it; without 'Until', until they "
+        "are thawed. Customers are only listed if Telemetry(subject_label=…) names them.",
+        [
+            show.text("Customer", "subject", noValue="everybody"),
+            show.text("Scope", "scope", 200),
+            show.text("By", "by", 200),
+            show.when("Since", when("since"), 200),
+            show.when("Until", when("until"), 200),
+            show.text("Job", "job", 150),
+        ],
+        sort_by=when("since"),
+        no_value="Nobody is frozen.",
+    )
+
+
 def _refusals() -> TimeseriesPanel:
     refused = ask.grown(ask.DECISIONS, ask.BAR, ask.AGENT, ask.LIMIT, _BLOCKED, by="limit, scope")
     return show.bars(
@@ -398,23 +422,28 @@ def _ended() -> TimeseriesPanel:
 
 def _waits() -> TimeseriesPanel:
     waited = ask.select("langchain_quota_wait_seconds_bucket", ask.AGENT, ask.LIMIT)
+    seconds = ask.select("langchain_quota_store_seconds_bucket")
+
+    def within(share: float, series: str, by: str = "le") -> str:
+        return f"histogram_quantile({share}, sum by ({by}) (rate({series}[$__rate_interval])))"
+
+    store = {"median": within(0.5, seconds), "99 of 100": within(0.99, seconds)}
     waits = "job_agent_limit:langchain_quota_provider_waits:bool"
     paced = ask.select(waits, ask.AGENT, ask.LIMIT)
     return show.timeseries(
         show.Place(64, 12, 8),
         "Time that calls wait",
         "How long calls waited for room in a quota, or for other calls to end. Nine of ten calls "
-        "waited no longer than this. For providers, the share of the time in which calls waited.",
+        "waited no longer than this. For providers, the share of the time in which calls waited; "
+        "for the shared store, how long requests took: the median, and 99 of 100.",
         [
-            show.Query(
-                f"histogram_quantile(0.9, sum by (le, limit) (rate({waited}[$__rate_interval])))",
-                "{{limit}}",
-            ),
+            show.Query(within(0.9, waited, "le, limit"), "{{limit}}"),
             show.Query(
                 f"max by (limit) (avg_over_time({paced}[{ask.BAR}]))",
                 "{{limit}}, share of time",
                 properties={"unit": SHARE, "decimals": 0},
             ),
+            show.Query(ask.together(store), "store, {{what}}"),
         ],
         unit="s",
     ).no_value("No limit lets calls wait.")
@@ -480,22 +509,6 @@ def _health() -> TimeseriesPanel:
         ],
         unit=COUNT,
     ).no_value("Nothing failed.")
-
-
-def _store_seconds() -> TimeseriesPanel:
-    seconds = ask.select("langchain_quota_store_seconds_bucket")
-
-    def within(share: float) -> str:
-        return f"histogram_quantile({share}, sum by (le) (rate({seconds}[$__rate_interval])))"
-
-    return show.timeseries(
-        show.Place(67, 12, 8),
-        "Time that the store takes",
-        "How long requests to the shared store took: the median, and the time within which 99 of "
-        "100 ended.",
-        [show.Query(ask.together({"median": within(0.5), "99 of 100": within(0.99)}), "{{what}}")],
-        unit="s",
-    ).no_value("No store.")
 
 
 def _or_zero(expr: str) -> str:

@@ -53,7 +53,7 @@ TIME_LEFT: Steps = (
 
 
 LOW = 3
-"""The height of a panel that has room for numbers and their names only."""
+"""The height of a panel that shows numbers."""
 
 USED: Steps = ((None, settings.OK), (0.8, settings.WARNING), (1, settings.CRITICAL))
 
@@ -139,8 +139,7 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
     steps: Steps = ((None, settings.NEUTRAL),),
     no_value: str = "no data",
 ) -> StatPanel:
-    """Numbers of now, beside each other; a high panel draws the line that led to each."""
-    graph = common.BigValueGraphMode.AREA if place.height > LOW else common.BigValueGraphMode.NONE
+    """Numbers of now, beside each other."""
     panel = (
         _framed(StatPanel(), place, title, description)
         .unit(unit)
@@ -148,7 +147,7 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
         .max_data_points(settings.MOST_BARS)
         .thresholds(_thresholds(steps))
         .color_mode(common.BigValueColorMode.VALUE)
-        .graph_mode(graph)
+        .graph_mode(common.BigValueGraphMode.NONE)
         .justify_mode(common.BigValueJustifyMode.CENTER)
         # Grafana would make the names of three numbers too small to read.
         .text(VizTextDisplayOptions().title_size(12).value_size(28))
@@ -305,14 +304,9 @@ def gauge(title: str, expr: str) -> Column:
 
 def severities() -> Properties:
     """What a column of severities has of its own."""
-    colours = {
-        "critical": settings.CRITICAL,
-        "warning": settings.WARNING,
-        "info": settings.NEUTRAL,
-    }
     results = {
         name: dashboard.ValueMappingResult(text=name, color=colour, index=index)
-        for index, (name, colour) in enumerate(colours.items())
+        for index, (name, colour) in enumerate(settings.SEVERITIES.items())
     }
     cell = {"type": "color-text"}
     return {"mappings": [dashboard.ValueMap(options=results)], "custom.cellOptions": cell}

@@ -7,6 +7,7 @@ characters: it stands in raw strings, in which only the backtick means something
 """
 
 from collections.abc import Mapping
+from itertools import product
 
 from dashboards import settings
 from langchain_quota.telemetry import tracing
@@ -134,19 +135,11 @@ def refused_spans() -> str:
         f"span.{attribute} = `${{thread:raw}}`"
         for attribute in (tracing.CONVERSATION_ID, tracing.THREAD_LABEL)
     )
-    shown = ", ".join(
-        f"span.{attribute}"
-        for attribute in (
-            *(tracing.DECISION, tracing.LIMIT, tracing.SCOPE, tracing.AGENT_NAME),
-            *(tracing.TOOL_NAME, tracing.UNIT),
-            *(
-                attribute.format(scope=scope)
-                for scope in ("thread", "run")
-                for attribute in (tracing.USED, tracing.LIMIT_OF)
-            ),
-            tracing.EXIT_BEHAVIOR,
-        )
-    )
+    pairs = product(("thread", "run"), (tracing.USED, tracing.LIMIT_OF))
+    counts = (name.format(scope=scope) for scope, name in pairs)
+    named = (tracing.DECISION, tracing.LIMIT, tracing.SCOPE, tracing.AGENT_NAME, tracing.TOOL_NAME)
+    every = (*named, tracing.UNIT, *counts, tracing.EXIT_BEHAVIOR)
+    shown = ", ".join(f"span.{each}" for each in every)
     decided = f'span.{tracing.DECISION} =~ "blocked|skipped|would_block"'
     return f"{{ {decided} && ({thread}) }} | select({shown})"
 

@@ -26,6 +26,7 @@ OK = "#2a7fd4"
 WARNING = "#cc8400"
 CRITICAL = "#d0103a"
 NEUTRAL = "#8e8e9a"
+SEVERITIES = {"critical": CRITICAL, "warning": WARNING, "info": NEUTRAL}
 
 REFUSED_SHARE = ((None, OK), (0.05, WARNING), (0.2, CRITICAL))
 TIMES_YESTERDAY = ((None, OK), (1.5, WARNING), (3, CRITICAL))

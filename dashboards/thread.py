@@ -33,7 +33,7 @@ def build() -> Dashboard:
         "What one conversation has used of its limits, what was blocked on it, and why.",
         [*common_variables(limit=False), threads],
         show.stat(
-            show.Place(41, 8, 5),
+            show.Place(41, 8, show.LOW),
             "Calls blocked",
             "How many calls of the thread limits blocked in the chosen time. A call that two "
             "limits refuse counts for both.",
@@ -42,7 +42,7 @@ def build() -> Dashboard:
             steps=((None, OK), (1, CRITICAL)),
         ),
         show.stat(
-            show.Place(43, 8, 5),
+            show.Place(43, 8, show.LOW),
             "Runs out in",
             "When the first limit is exhausted, at the pace of the last 15 minutes. 0 if one "
             "already is.",
@@ -58,7 +58,7 @@ def build() -> Dashboard:
             no_value="Not at this pace.",
         ).decimals(0),
         show.stat(
-            show.Place(44, 8, 5),
+            show.Place(44, 8, show.LOW),
             "Spent",
             "What the thread's model runs spent in the chosen time. Dollars need a limit of money, "
             "and tokens need a limit of tokens or money.",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -333,6 +333,8 @@ class Searchers:
             unknown_price="allow",
             store=self._stores[0],
         )
+        until = datetime.now(UTC) + hour
+        self._budgets.freeze(tenant="hooli", until=until, reason="key leaked", by="ada")
         self._paced = ModelPaceMiddleware(telemetry=self._telemetry)
         self._asking = self._quota(
             ToolCallLimit("search", run_limit=1, exit_behavior="ask"),
