@@ -103,9 +103,11 @@ class FickleStore:
         self._fail()
         self.kept.reset(keys)
 
+    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
+        return self.peek(keys)
+
     # Those of a MemoryStore call the methods above.
     aacquire: Any = MemoryStore.aacquire
-    apeek: Any = MemoryStore.apeek
     areset: Any = MemoryStore.areset
 
     def _fail(self) -> None:
