@@ -257,8 +257,10 @@ class Seen:
         scene = await self.play(asking(TOOL), limit, store=MemoryStore())
         scene.quota.freeze(**{PER: USER})
         scene.quota.thaw(**{PER: USER})
-        scene.quota.freeze(by=USER, until=datetime.now(UTC) + timedelta(days=1))
-        await scene.play()
+        until_tomorrow: Any = {"by": USER, "until": datetime.now(UTC) + timedelta(days=1)}
+        for whom, thread in (({PER: USER}, THREAD), ({}, USER)):
+            scene.quota.freeze(**until_tomorrow, **whom)
+            await scene.play(thread_id=thread)
 
     async def lose_root_runs(self) -> None:
         """Runs that may belong to another root run: in a bare thread, and inside an unknown run."""

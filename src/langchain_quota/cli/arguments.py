@@ -22,7 +22,17 @@ SORTS = ("name", "share", "used", "reset")
 
 _OWN_LABELS = frozenset(
     {
-        *("action", "agent", "alert", "component", "counts", "decision", "error_type", "event"),
+        *(
+            "action",
+            "agent",
+            "alert",
+            "by",
+            "component",
+            "counts",
+            "decision",
+            "error_type",
+            "event",
+        ),
         *("kind", "le", "level", "limit", "model", "operation", "outcome", "price", "scope"),
         *("shown", "state", "store", "subject", "thread_id", "tool", "unit", "usage", "version"),
     }

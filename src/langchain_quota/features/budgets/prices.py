@@ -204,10 +204,12 @@ class Pricing:
             return charged_tokens(bound, limit.counter)
         try:
             return highest_cost(bound, self._prices)
-        except UnknownPriceError:
-            if self._allow_unknown:
-                return 0
-            raise
+        except Exception as error:
+            if not self._allow_unknown:
+                raise
+            if not isinstance(error, UnknownPriceError):
+                self._recorder.record_error("prices", error)
+            return 0
 
 
 def _priced_again(failed: ModelUsage, prices: Prices) -> None:
