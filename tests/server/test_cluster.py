@@ -102,13 +102,13 @@ def of_tenant(client: Any, name: str, tenant: str) -> RedisStore:
 
 
 def scene_of(store: RedisStore, *limits: Any, **options: Any) -> Scene:
-    """An agent that asks for two mails in each run."""
+    """An agent that asks for two emails in each run."""
     given = {"tools": ["email"], "checkpointer": None, **options}
     return Scene(telling(), asking("email", "email"), limits or LIMITS, store=store, **given)
 
 
 async def test_workers_share_the_counts_of_tenants(nodes: list[RedisServer], client: Any) -> None:
-    """4 workers ask for 24 mails of each of 12 tenants: 10 are sent, and all nodes have keys."""
+    """4 workers ask for 24 emails of each of 12 tenants: 10 are sent, and all nodes have keys."""
     # These names put tenants on all nodes.
     name, sent = "test_workers_share_the_counts_of_tenants", list[str]()
 

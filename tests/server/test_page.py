@@ -274,7 +274,7 @@ def test_five_thousand_threads() -> None:
         notes = tab.page.locator("#threads .note").all_inner_texts()
         assert [note.split(":")[0] for note in notes] == [
             "450 more",
-            "4,500 more are counted, and not shown",
+            "4,500 more are counted but not listed",
         ]
         tab.page.locator("#more-threads").click()
         tab.wait_for("document.querySelectorAll('#threads .who').length === 100")
