@@ -19,7 +19,7 @@ OF_THE_KERNEL = [
     *("test_resume.py", "test_shared_quotas.py"),
 ]
 """Tool and model limits, drop-ins, quotas, exits, refunds, resumed runs."""
-OTHERS = "not inline and not ask and not finalize"
+OTHERS = "not inline and not ask and not finalize and not budgets"
 """Those of their cases that need no feature."""
 IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"
 """The process has imported LangChain before pytest, which would say so."""

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import pytest
@@ -229,8 +228,8 @@ def test_reasoning_goes_with_its_call(signals: Signals) -> None:
 async def test_a_damaged_checkpoint(key: str, damage: Any, kind: Kind, signals: Signals) -> None:
     """A run that fails at it says which key is damaged."""
     most: dict[str, Any] = {"thread_limit": 999}
-    kinds = partial(ToolCallLimit, "search"), ModelCallLimit, TokenLimit
-    limits: list[Any] = [make(**most) for make in kinds]
+    limits: list[Any] = [ToolCallLimit("search", **most), ModelCallLimit(**most)]
+    limits += [TokenLimit(**most)] if "budgets" in key else []
     scene = await Scene(signals, [["search"], "done"] * 2, limits, kind=kind).played()
     scene.agent.update_state(CONFIG, {key.partition(".")[0]: damage})
     with pytest.raises(ValueError, match=f"^{key} is damaged in the checkpoint"):

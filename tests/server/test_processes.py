@@ -78,7 +78,8 @@ async def spend(url: str, prefix: str, diary: str, hold: str, budget: str) -> No
             held = batch({"tokens": int(hold)}, key=name, attempt=uuid4().hex, **limited)
             if not (await answered(store, held)).admitted[0]:
                 return
-            await asyncio.sleep(chance.uniform(0, 0.01))
+            # Long beside what a busy server takes, so that a kill finds calls that hold.
+            await asyncio.sleep(chance.uniform(0, 0.1))
             used = chance.randint(1, BOUND)
             os.write(written, f"{json.dumps([name, used])}\n".encode())
             await answered(store, settled((name, used)))
@@ -170,7 +171,10 @@ async def crowd(url: str, prefix: str, kind: str) -> None:
 
     first = asyncio.create_task(run())
     await asyncio.wait([first], timeout=1)
-    await asyncio.gather(first, *(run() for _ in range(249)))
+    others = [asyncio.create_task(run()) for _ in range(249)]
+    await asyncio.sleep(1)
+    await server.incr(f"{prefix}:begun")
+    await asyncio.gather(first, *others)
 
 
 @pytest.mark.parametrize("kind", ["limit", "limiter", "pace"])
@@ -187,6 +191,7 @@ def test_a_thousand_waiters_ask_little(
     given = processes(crowd, redis_server.url, prefix, kind, log=tmp_path / "log")
     with redis_server.client() as client, given:
         assert eventually(lambda: client.exists(f"{prefix}:ended"))
+        assert eventually(lambda: client.get(f"{prefix}:begun") == b"4")
 
         def is_calm() -> bool:
             """Whether all have asked for the first time, for which a busy machine needs long."""
