@@ -187,8 +187,6 @@ class Batch:
                 )
             elif counter_ref.key is None and check.key is not None:
                 counters[check.counter] = replace(counter_ref, key=check.key)
-            elif check.rollover is not None and counter_ref.rollover is None:
-                counters[check.counter] = replace(counter_ref, rollover=check.rollover)
         name = self.name or self.context.step(self.task)
         self.sent = AcquireRequest(
             # An answer that is remembered is matched by position.
