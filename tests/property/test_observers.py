@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from tests.examples import DEPTH
+from tests.telemetry import needs_inline
 from tools.compare import ROOT, played
 
+pytest.importorskip("genai_prices")
 AGENTS = {"quick": 40, "deep": 480, "explore": 2_000}[DEPTH]
 FIRST = random.randrange(10**6) if DEPTH == "explore" else 0  # noqa: S311 - no secret
 ERRORS = "langchain_quota_errors_total"
@@ -82,6 +84,7 @@ def check(seen: dict[str, Any]) -> None:
     assert errors <= {"QuotaStoreError", "RuntimeError"}
 
 
+@needs_inline
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("first", range(0, AGENTS, 40))
 def test_all_observers_agree(first: int) -> None:
