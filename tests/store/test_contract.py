@@ -36,6 +36,13 @@ TELEMETRY = telling().telemetry
 class TestAcquire:
     """A batch of calls."""
 
+    def test_stopped_batch_charges_nothing(self, store: Store) -> None:
+        """When refusals stop the batch, the calls that were admitted are not counted either."""
+        request = batch({"a": 1, "b": 1}, {"a": 1}, limits={"a": 1}, stops={"limit": 1})
+        result = store.acquire(request)
+        assert (result.admitted, result.stopped) == ((True, False), True)
+        assert used(store, "a", "b") == [None, None]
+
     def test_money_near_its_bound(self, store: Store) -> None:
         """Counts, holds, limits and grants of nine million dollars are exact to the billionth."""
         key, most = "model.nanodollars:tenant:acme", 9 * 10**15
