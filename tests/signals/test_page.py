@@ -270,6 +270,10 @@ async def test_customers_with_one_label(clock: Clock) -> None:
     [row] = read(signals)["subjects"]["rows"]
     assert (row["state"], row["blocked"], row["blocked_at"]) == ("blocked", 1, clock.now)
     assert row["limits"][0]["numbers"][0]["used"] == 5
+    clock.now += 301
+    await searched(signals, limit, acid=5)
+    [row] = read(signals)["subjects"]["rows"]
+    assert (row["blocked"], row["blocked_at"]) == (1, clock.now - 301)
 
 
 @pytest.mark.parametrize("shown", [0, 2, 9])
