@@ -97,8 +97,7 @@ class QuotaHeadersMiddleware:
         self._replaces_answers = replace_answers
         self._clock = quota.kernel.store.clock
         self._is_second = False
-        self._cache = ExpiringDict[_Limits]()
-        self._readings: dict[str, asyncio.Task[_Limits]] = {}
+        self._cache = ExpiringDict[asyncio.Task[_Limits]]()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -183,16 +182,12 @@ class QuotaHeadersMiddleware:
         subject = self._subject(scope) or {}
         validate_type("what subject returns", subject, Mapping, "a mapping or None")
         name, now = repr(sorted(subject.items())), time.monotonic()
-        limits = None if is_fresh else self._cache.get(name, now)
-        if limits is None:
-            # Who asks meanwhile waits for the same reading, but for a run that was charged since.
-            reading = None if is_fresh else self._readings.get(name)
-            if reading is None or reading.get_loop() is not asyncio.get_running_loop():
-                reading = self._readings[name] = asyncio.ensure_future(self._read(subject))
-                reading.add_done_callback(lambda _: self._readings.pop(name, None))
-            limits = await asyncio.shield(reading)
-            self._cache.put(name, limits, now + 1, now)
-        return limits
+        # Who asks within a second has the same reading, but for a run that was charged since.
+        reading = None if is_fresh else self._cache.get(name, now)
+        if reading is None or reading.get_loop() is not asyncio.get_running_loop():
+            reading = asyncio.ensure_future(self._read(subject))
+            self._cache.put(name, reading, now + 1, now)
+        return await asyncio.shield(reading)
 
     async def _read(self, subject: Mapping[str, Id]) -> _Limits:
         balances = await self._quota.balances(subject) if subject else None
