@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 
 from langchain.agents.middleware import model_call_limit, tool_call_limit
 
+from langchain_quota.runtime.arguments import QuotaWarning as QuotaWarning
+from langchain_quota.runtime.store_errors import EventLoopBlockedError as EventLoopBlockedError
+from langchain_quota.runtime.store_errors import QuotaStoreError as QuotaStoreError
+
 if TYPE_CHECKING:
     from langchain_quota.core.decision import Decision
-
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What is raised where a server's reply has an unexpected form; elsewhere it is a bug."""
 
 
 class _CopiedError(Exception):
@@ -74,71 +75,6 @@ class ModelCallLimitExceededError(_LimitError, model_call_limit.ModelCallLimitEx
         >>> from langchain_quota import ModelCallLimitExceededError
         >>> str(ModelCallLimitExceededError(9, 3, None, 3))
         'Model call limits exceeded: run limit (3/3)'
-    """
-
-
-class QuotaWarning(UserWarning):
-    """A limit is set up so that it does not hold as its user expects; the text says why.
-
-    It is given once, and points at the line that creates the middleware or the `GraphQuota`,
-    because in a run the stack may have no line of yours. Where warnings are errors, a warning about
-    an answer that is already paid is logged instead.
-
-    Examples:
-        Fail on it, in tests:
-
-        >>> import warnings
-        >>> from langchain.agents import create_agent
-        >>> from langchain_quota import QuotaMiddleware, QuotaWarning, ToolCallLimit
-        >>> from langchain_quota.testing import ScriptedChatModel
-        >>> quota = QuotaMiddleware([ToolCallLimit(thread_limit=20)])
-        >>> agent = create_agent(ScriptedChatModel(script=["Hello."]), middleware=[quota])
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("error", QuotaWarning)
-        ...     try:
-        ...         agent.invoke({"messages": [("user", "Hi!")]})
-        ...     except QuotaWarning as warning:
-        ...         print(warning)
-        QuotaMiddleware has a thread limit, but ...
-    """
-
-
-class QuotaStoreError(Exception):
-    """A store was unavailable, or could not do what was requested.
-
-    Args:
-        message: What happened; never with credentials.
-        timed_out: Whether the store did not answer in time.
-
-    Examples:
-        >>> from langchain_quota import MemoryStore
-        >>> from langchain_quota.errors import QuotaStoreError
-        >>> try:
-        ...     MemoryStore(max_keys=1).reset(["search:user_id:ada", "search:user_id:bob"])
-        ... except QuotaStoreError as error:
-        ...     print(f"{error}, timed out: {error.timed_out}")
-        the store is full: it keeps 1 counts at most, timed out: False
-    """
-
-    def __init__(self, message: str, *, timed_out: bool = False) -> None:
-        super().__init__(message)
-        self.timed_out = timed_out
-
-
-class EventLoopBlockedError(QuotaStoreError):
-    """A store did not answer in time, and for most of that time the event loop was blocked.
-
-    The store may work well, so first look for what blocks the event loop. The async methods of
-    `RedisStore` and `PostgresStore` raise it. `langchain_quota_errors_total` counts it by its name.
-
-    Args:
-        message: What happened; never with credentials.
-        timed_out: Whether the store did not answer in time; true if this library raises the error.
-
-    Examples:
-        >>> from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
-        >>> issubclass(EventLoopBlockedError, QuotaStoreError)
-        True
     """
 
 

@@ -16,8 +16,8 @@ from uuid import uuid4
 
 from langchain_quota.cli import CommandError, complain, one_line, printable, say, table
 from langchain_quota.cli.arguments import STORE_VARIABLE
-from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits.call import ROOT_RUN, RUN
+from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount, in_base_unit
 from langchain_quota.stores import QuotaUsage

@@ -15,7 +15,6 @@ from langchain_quota.core import messages
 from langchain_quota.core.admission import AcquireResult, Demand, admit
 from langchain_quota.core.checks import ResolvedLimits
 from langchain_quota.core.decision import Answer
-from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, THREAD, Scope
 from langchain_quota.limits.options import whole_amount
@@ -25,6 +24,7 @@ from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import FeatureData, State, feature_ledger
 from langchain_quota.runtime import compat
+from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, call_variant
 from langchain_quota.runtime.units import (
     PER_BASE_UNIT,

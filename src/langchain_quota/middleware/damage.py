@@ -7,8 +7,8 @@ from pydantic import TypeAdapter, ValidationError
 # Pydantic does not read that of `typing` before Python 3.12.
 from typing_extensions import TypedDict
 
-from langchain_quota.errors import UNREADABLE
 from langchain_quota.middleware.state import Ledger, State
+from langchain_quota.runtime.store_errors import UNREADABLE
 
 
 class _Entries(TypedDict, total=False):

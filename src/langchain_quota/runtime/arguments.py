@@ -12,8 +12,6 @@ from inspect import currentframe, iscoroutinefunction, signature
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
-from langchain_quota.errors import QuotaWarning
-
 ALL_TOOLS = "__all__"
 """The counter of all tools together, as LangChain's limiter writes it to the state."""
 
@@ -40,6 +38,32 @@ _GUESSES = {
     "output": "completion",
 }
 """Arguments, and what people write in their place."""
+
+
+class QuotaWarning(UserWarning):
+    """A limit is set up so that it does not hold as its user expects; the text says why.
+
+    It is given once, and points at the line that creates the middleware or the `GraphQuota`,
+    because in a run the stack may have no line of yours. Where warnings are errors, a warning about
+    an answer that is already paid is logged instead.
+
+    Examples:
+        Fail on it, in tests:
+
+        >>> import warnings
+        >>> from langchain.agents import create_agent
+        >>> from langchain_quota import QuotaMiddleware, QuotaWarning, ToolCallLimit
+        >>> from langchain_quota.testing import ScriptedChatModel
+        >>> quota = QuotaMiddleware([ToolCallLimit(thread_limit=20)])
+        >>> agent = create_agent(ScriptedChatModel(script=["Hello."]), middleware=[quota])
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", QuotaWarning)
+        ...     try:
+        ...         agent.invoke({"messages": [("user", "Hi!")]})
+        ...     except QuotaWarning as warning:
+        ...         print(warning)
+        QuotaMiddleware has a thread limit, but ...
+    """
 
 
 def explain_arguments(example: str) -> Callable[[type[_Kind]], type[_Kind]]:

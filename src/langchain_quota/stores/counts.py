@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Demand
 from langchain_quota.core.checks import Check
-from langchain_quota.errors import QuotaStoreError
 from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.stores import GRACE, QuotaUsage
 from langchain_quota.stores.keys import drain_time, idle_time, read_emission_interval
 

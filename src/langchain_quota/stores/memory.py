@@ -15,8 +15,8 @@ from langchain_quota.core.admission import (
     Rollover,
     admit,
 )
-from langchain_quota.errors import QuotaStoreError
 from langchain_quota.runtime.arguments import validate_count
+from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 from langchain_quota.stores import CORRECTED, GRACE, IDLE_TTL, REMEMBERED, Occupancy, QuotaUsage
 from langchain_quota.stores.counts import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
-from langchain_quota.errors import QuotaStoreError
+from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.keys import Prefix

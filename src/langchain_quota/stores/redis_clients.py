@@ -22,7 +22,7 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.errors import UNREADABLE
+from langchain_quota.runtime.store_errors import UNREADABLE
 from langchain_quota.runtime.sync_async import Mode, PerLoop
 from langchain_quota.stores.grants import logger
 from langchain_quota.stores.redis_script import Script

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, Threshold
-from langchain_quota.errors import QuotaStoreError
+from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.stores import CORRECTED, GRACE, REMEMBERED, QuotaUsage
 from langchain_quota.stores.counts import check_fits, demands_in_drain_time, smallest_limits
 from langchain_quota.stores.grants import Grant, in_utc

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
-from langchain_quota.errors import QuotaStoreError
+from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.stores.counts import Count, ExpiringDict
 from langchain_quota.stores.grants import Grant

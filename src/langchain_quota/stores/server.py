@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 from weakref import ref
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
-from langchain_quota.errors import UNREADABLE, EventLoopBlockedError, QuotaStoreError
 from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.runtime.store_errors import UNREADABLE, EventLoopBlockedError, QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.counts import check_request, idle_seconds

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
 
-from langchain_quota.errors import UNREADABLE, QuotaStoreError
 from langchain_quota.limits.call import THREAD
+from langchain_quota.runtime.store_errors import UNREADABLE, QuotaStoreError
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import (

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, ParamSpec, Self
 
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.stops import StopReason
-from langchain_quota.errors import QuotaWarning
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, Call
 from langchain_quota.runtime import compat
-from langchain_quota.runtime.arguments import UserLine
+from langchain_quota.runtime.arguments import QuotaWarning, UserLine
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.telemetry import logs, names, stream
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitGrant, LimitSpend
