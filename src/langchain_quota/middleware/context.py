@@ -31,7 +31,7 @@ from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.runtime.units import computed
 from langchain_quota.stores.client import StoreClient
-from langchain_quota.stores.keys import CountKey, prefix_now, read_emission_interval
+from langchain_quota.stores.keys import CountKey, check_prefix, read_emission_interval
 from langchain_quota.telemetry.recorder import Recorder
 
 CompiledGraph = Pregel[Any, Any, Any, Any]
@@ -359,3 +359,25 @@ def subject_text(what: str, value: object) -> str:
     if not str(value):
         raise ValueError(f"the subject of {what} must not be empty")
     return str(value)
+
+
+def prefix_now(prefix: object, state: object, runtime: object) -> str:
+    """Return the prefix of the store's keys now; empty where its prefix is no function."""
+    if not callable(prefix):
+        return ""
+    try:
+        value = prefix(state, runtime)
+    except Exception as error:
+        error.add_note("raised by the function for prefix of the store")
+        raise
+    if inspect.iscoroutine(value):
+        value.close()
+    return check_prefix("what the function for prefix of the store gives", value)
+
+
+def prefix_in(config: RunnableConfig, prefix: object) -> str:
+    """Return the prefix of a thread's keys, where no run's context can say it."""
+    if not callable(prefix):
+        return ""
+    named = config.get("configurable", {}).get("quota_prefix")
+    return check_prefix('config["configurable"]["quota_prefix"]', named)

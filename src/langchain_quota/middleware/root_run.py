@@ -25,11 +25,16 @@ from langgraph.types import Command
 
 from langchain_quota.core.admission import AcquireRequest, CountRef, Demand
 from langchain_quota.limits.call import ROOT_RUN
-from langchain_quota.middleware.context import CallContext, running_config, running_runtime
+from langchain_quota.middleware.context import (
+    CallContext,
+    prefix_now,
+    running_config,
+    running_runtime,
+)
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.client import StoreClient
-from langchain_quota.stores.keys import CountKey, prefix_now
+from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry.logs import logger
 
 _METADATA = "__langchain_quota_root_run"

@@ -1,6 +1,5 @@
 """The keys of counts in a store: counter, subject and window."""
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +8,6 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
-
-from langchain_core.runnables import RunnableConfig
 
 from langchain_quota.core.admission import AcquireRequest, CountRef
 from langchain_quota.limits.call import CONCURRENCY, ROOT_RUN, RUN
@@ -327,25 +324,3 @@ def _cut(value: str) -> str:
 
 def _quoted(value: str) -> str:
     return quote(value, safe=_SAFE, errors="surrogatepass")
-
-
-def prefix_now(prefix: object, state: object, runtime: object) -> str:
-    """Return the prefix of the store's keys now; empty where its prefix is no function."""
-    if not callable(prefix):
-        return ""
-    try:
-        value = prefix(state, runtime)
-    except Exception as error:
-        error.add_note("raised by the function for prefix of the store")
-        raise
-    if inspect.iscoroutine(value):
-        value.close()
-    return check_prefix("what the function for prefix of the store gives", value)
-
-
-def prefix_in(config: RunnableConfig, prefix: object) -> str:
-    """Return the prefix of a thread's keys, where no run's context can say it."""
-    if not callable(prefix):
-        return ""
-    named = config.get("configurable", {}).get("quota_prefix")
-    return check_prefix('config["configurable"]["quota_prefix"]', named)
