@@ -44,7 +44,7 @@ class Passing(Clock):
         super().__init__()
         self.may = threading.Event()
         self.may.set()
-        for module in ("features.waiting", "stores.rate_limiter"):
+        for module in ("features.waiting", "agents.rate_limiter"):
             patch.setattr(f"langchain_quota.{module}.wait_for", self.wait)
 
     async def wait(self, form: str, seconds: float, *_: object) -> None:

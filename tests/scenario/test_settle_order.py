@@ -60,7 +60,7 @@ async def test_waiting_calls_see_what_others_give_back(
     signals: Signals, form: Form, limited_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that ends wakes the next one: nobody waits for the rate, or asks again and again."""
-    for module in ("features.waiting", "stores.rate_limiter"):
+    for module in ("features.waiting", "agents.rate_limiter"):
         monkeypatch.setattr(f"langchain_quota.{module}.LOOKS_AGAIN", 60.0)
     store, options = Asked(), dict[str, Any](script=lambda _: answer(10))
     limits: list[Limit] = [TokenLimit(quotas=[Quota(1_000, **HOUR)], reserve=900, wait="1h")]

@@ -25,6 +25,7 @@ from langchain.agents.middleware.types import (
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import BaseMessage
 
+from langchain_quota.agents.rate_limiter import check_fixed_prefix, wait_for_room
 from langchain_quota.core.admission import AcquireRequest, CountRef, Demand, Threshold
 from langchain_quota.core.provider_limits import (
     TOO_MANY_REQUESTS,
@@ -43,7 +44,7 @@ from langchain_quota.runtime.units import Time, parse_milliseconds
 from langchain_quota.stores import QuotaStore, check_store
 from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
-from langchain_quota.stores.rate_limiter import RateLimiting, check_fixed_prefix, wait_for_room
+from langchain_quota.stores.rate_limiting import RateLimiting
 from langchain_quota.telemetry import Telemetry, names, recorder_of
 from langchain_quota.telemetry.labels import limit_label
 

@@ -31,7 +31,7 @@ from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import CountKey, keys_of, prefix_of
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.stores.rate_limiter import RateLimiting
+from langchain_quota.stores.rate_limiting import RateLimiting
 from langchain_quota.stores.server import ServerStore
 from langchain_quota.telemetry import logs, names
 from langchain_quota.telemetry.recorder import Recorder

@@ -39,7 +39,7 @@ from langchain_quota.stores.keys import (
     read_emission_interval,
     window_end,
 )
-from langchain_quota.stores.rate_limiter import RateLimiting
+from langchain_quota.stores.rate_limiting import RateLimiting
 
 _REMEMBERED_AT_MOST = 100_000
 """A result takes about three times the memory of a count."""

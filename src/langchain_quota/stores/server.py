@@ -20,7 +20,7 @@ from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.counts import check_request, idle_seconds
 from langchain_quota.stores.grants import Grant, SupportsGrants, as_listed
 from langchain_quota.stores.keys import Prefix, check_prefix, freezes_key, keys_of, prefix_of
-from langchain_quota.stores.rate_limiter import RateLimiting
+from langchain_quota.stores.rate_limiting import RateLimiting
 
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""

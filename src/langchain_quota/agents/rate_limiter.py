@@ -3,12 +3,12 @@
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 from uuid import UUID, uuid4
 
 from langchain_core.callbacks import BaseCallbackHandler
@@ -17,130 +17,24 @@ from langchain_core.messages.utils import count_tokens_approximately
 from langchain_core.outputs import LLMResult
 from langchain_core.rate_limiters import BaseRateLimiter
 
-from langchain_quota.core.admission import (
-    AcquireRequest,
-    AcquireResult,
-    Correction,
-    CountRef,
-    Demand,
-    Threshold,
-)
+from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Demand, Threshold
 from langchain_quota.core.provider_limits import read_error, read_pause
 from langchain_quota.limits.options import MODEL, TOTAL_TOKENS
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.runtime.arguments import validate_count, validate_name
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Waiter, queues_of, semaphore_of
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync, wait_for
-from langchain_quota.stores.keys import (
-    CountKey,
-    drain_time,
-    read_emission_interval,
-    seconds_until_room,
-)
-
-if TYPE_CHECKING:
-    from langchain_quota.stores import QuotaStore
-    from langchain_quota.stores.client import StoreClient
+from langchain_quota.stores import QuotaStore
+from langchain_quota.stores.client import StoreClient
+from langchain_quota.stores.keys import CountKey, seconds_until_room
+from langchain_quota.stores.rate_limiting import RateLimiting
+from langchain_quota.telemetry import recorder_of
 
 _SCOPE = "rate_limiter"
 _FOREVER = 1e9
 """Longer than any process lives, in seconds."""
 _MAX_CALLS = 10_000
 """For how many running calls a limiter remembers what they have reserved."""
-
-
-class RateLimiting:
-    """A store that makes rate limiters."""
-
-    prefix: object
-    acquire: Callable[[AcquireRequest], AcquireResult]
-    aacquire: Callable[[AcquireRequest], Awaitable[AcquireResult]]
-
-    def delay(self, key: str, seconds: float, *, burst: int = 0) -> None:
-        """Have a smooth count admit nothing for some seconds; after them it drains evenly.
-
-        A count that admits nothing for longer is not changed, so that repeating it does no harm.
-
-        Args:
-            key: The key of a smooth count, as `QuotaUsage` has it.
-            seconds: How long, from 0, from now by the store's clock.
-            burst: The highest burst of the limits on the count.
-
-        Raises:
-            QuotaStoreError: The store failed, or did not answer in time.
-            ValueError: The key is not that of a smooth count.
-        """
-        run_sync(self._delay("", key, _delay_time(key, seconds, burst)))
-
-    async def adelay(self, key: str, seconds: float, *, burst: int = 0) -> None:
-        """`delay`, without blocking the event loop."""
-        await self._delay("a", key, _delay_time(key, seconds, burst))
-
-    async def _delay(self, mode: Mode, key: str, microseconds: int) -> None:
-        """Have a count drain no sooner than in so many microseconds."""
-        raise NotImplementedError
-
-    def rate_limiter(  # noqa: PLR0913 - keyword-only, with defaults
-        self,
-        name: str,
-        *,
-        window: timedelta | str,
-        requests: int | None = None,
-        tokens: int | None = None,
-        burst: int = 1,
-        reserve: int | None = None,
-    ) -> "RateLimiter":
-        """Return a rate limiter for chat models, shared by all that use the store.
-
-        Give it to a model as `rate_limiter=limiter` and as `callbacks=[limiter]`: then it counts
-        tokens, and waits as long as a provider's error 429 asks for. Calls are spread evenly over
-        the window. Those of one process are admitted in the order in which they come. A call waits
-        until there is room for all, and is charged nothing before. Only limiters with the same
-        name, numbers and window share a count. A call that cannot ask the store raises
-        `QuotaStoreError`, and does not reach the model. A call that is cancelled while the store
-        answers may be counted.
-
-        Args:
-            name: What is limited, 1 to 64 printable characters.
-            window: The length of the window, as in `Quota`.
-            requests: How many calls a window has, from 1; `None` for no limit.
-            tokens: How many tokens, of prompts and answers, a window has, from 1; `None` for no
-                limit. All of them may be used at once after a pause.
-            burst: How many calls may come at once after a pause, from 1 and at most `requests`.
-            reserve: How many tokens a call reserves until it ends; by default LangChain's estimate
-                of its prompt. Then the tokens that the model reports replace them; those above
-                delay later calls. A call that fails, or whose model reports nothing, is charged its
-                reserve.
-
-        Raises:
-            TypeError: An argument has the wrong type.
-            ValueError: An argument is out of bounds, there is no limit, or the store's prefix is a
-                function.
-
-        Examples:
-            >>> from langchain_quota import MemoryStore
-            >>> limiter = MemoryStore().rate_limiter("openai", requests=60, window="1m")
-            >>> limiter.acquire(blocking=False), limiter.acquire(blocking=False)
-            (True, False)
-        """
-        validate_name("name", name)
-        if not name:
-            raise ValueError("name must not be empty")
-        if requests is None and tokens is None:
-            raise ValueError("give the limiter requests=, tokens=, or both")
-        if reserve is not None:
-            validate_count("reserve", reserve, least=1)
-        check_fixed_prefix(self)
-        rates: dict[str, _Rate] = {}
-        for counter, limit, most in ((MODEL, requests, burst), (TOTAL_TOKENS, tokens, tokens)):
-            if limit is not None:
-                argument = "requests" if counter == MODEL else "tokens"
-                validate_count(argument, limit, least=1)
-                quota = Quota(limit, per="global", window=window, smooth=True, burst=most)
-                key = CountKey.at(counter, _SCOPE, name, quota.period, 0, limit=limit)
-                lease = key.window if counter == TOTAL_TOKENS else None
-                rates[counter] = _Rate(str(key), most or limit, lease)
-        return RateLimiter(self, name, rates, reserve)
 
 
 def check_fixed_prefix(store: object) -> None:
@@ -150,13 +44,6 @@ def check_fixed_prefix(store: object) -> None:
             "the prefix of this store is a function: give a store whose prefix is a string, such "
             "as the name of the account at the provider"
         )
-
-
-def _delay_time(key: str, seconds: float, burst: int) -> int:
-    """Return in how many microseconds a count drains that admits nothing for some seconds."""
-    if not read_emission_interval(key):
-        raise ValueError(f"key must be that of a smooth count, not {key!r}")
-    return math.ceil(max(0.0, seconds) * 10**6) + drain_time(key, burst)
 
 
 async def wait_for_room(
@@ -222,10 +109,34 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
     run_inline = raise_error = True
     ignore_chain = ignore_agent = ignore_retriever = ignore_retry = ignore_custom_event = True
 
-    def __init__(
-        self, store: RateLimiting, name: str, rates: Mapping[str, _Rate], reserve: int | None
+    def __init__(  # noqa: PLR0913, PLR0917 - those of `store.rate_limiter`
+        self,
+        store: RateLimiting,
+        name: str,
+        window: timedelta | str,
+        requests: int | None,
+        tokens: int | None,
+        burst: int,
+        reserve: int | None,
     ) -> None:
-        self._store, self._name, self._rates, self._reserve = store, name, rates, reserve
+        validate_name("name", name)
+        if not name:
+            raise ValueError("name must not be empty")
+        if requests is None and tokens is None:
+            raise ValueError("give the limiter requests=, tokens=, or both")
+        if reserve is not None:
+            validate_count("reserve", reserve, least=1)
+        check_fixed_prefix(store)
+        self._rates: dict[str, _Rate] = {}
+        for counter, limit, most in ((MODEL, requests, burst), (TOTAL_TOKENS, tokens, tokens)):
+            if limit is not None:
+                argument = "requests" if counter == MODEL else "tokens"
+                validate_count(argument, limit, least=1)
+                quota = Quota(limit, per="global", window=window, smooth=True, burst=most)
+                key = CountKey.at(counter, _SCOPE, name, quota.period, 0, limit=limit)
+                lease = key.window if counter == TOTAL_TOKENS else None
+                self._rates[counter] = _Rate(str(key), most or limit, lease)
+        self._store, self._name, self._reserve = store, name, reserve
         if reserve is not None:
             self._check_reserve(reserve)
         self._calls: OrderedDict[UUID, _Call] = OrderedDict()
@@ -287,10 +198,7 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
                 await self._client.delay(call.mode, rate.key, pause, burst=rate.burst)
 
     @cached_property
-    def _client(self) -> "StoreClient":
-        from langchain_quota.stores.client import StoreClient  # noqa: PLC0415 - it imports stores
-        from langchain_quota.telemetry import recorder_of  # noqa: PLC0415 - it, too
-
+    def _client(self) -> StoreClient:
         return StoreClient(cast("QuotaStore", self._store), recorder_of(None))
 
     def _check_reserve(self, reserve: int) -> None:
