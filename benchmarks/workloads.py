@@ -25,8 +25,8 @@ from langchain_quota.core.decision import Decision
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.context import fixed
+from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.sync_async import run_sync
-from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.telemetry.names import DECISION_BUCKETS
 

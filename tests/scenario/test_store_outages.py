@@ -35,7 +35,7 @@ outages = pytest.mark.parametrize("outage", ["block", "allow"])
 @pytest.fixture(autouse=True)
 def _only_calls_carry_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine, too, no correction is sent behind the calls of a test."""
-    monkeypatch.setattr("langchain_quota.stores.client._FIRST", 3600.0)
+    monkeypatch.setattr("langchain_quota.middleware.store_client._FIRST", 3600.0)
 
 
 @pytest.fixture
@@ -257,7 +257,7 @@ async def test_what_waits_costs_other_requests_nothing(signals: Signals) -> None
 
         def count(frame: Any, event: str, _: object) -> None:
             nonlocal found
-            found += event == "call" and frame.f_code.co_filename.endswith("stores/client.py")
+            found += event == "call" and frame.f_code.co_filename.endswith("store_client.py")
 
         before = sys.getprofile()
         sys.setprofile(count)

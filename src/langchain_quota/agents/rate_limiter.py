@@ -21,11 +21,11 @@ from langchain_quota.core.admission import AcquireRequest, Correction, CountRef,
 from langchain_quota.core.provider_limits import read_error, read_pause
 from langchain_quota.limits.options import MODEL, TOTAL_TOKENS
 from langchain_quota.limits.quotas import Quota
+from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.arguments import validate_count, validate_name
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Waiter, queues_of, semaphore_of
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync, wait_for
 from langchain_quota.stores import QuotaStore
-from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey, seconds_until_room
 from langchain_quota.stores.rate_limiting import RateLimiting
 from langchain_quota.telemetry import recorder_of

@@ -16,11 +16,11 @@ from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.context import quota_check, subject_text
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.root_run import StoreSequence
+from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
 from langchain_quota.runtime.units import UNIT_LABELS, Dollars, Time, exact_amount
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.counts import added_to
 from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import CountKey, check_prefix

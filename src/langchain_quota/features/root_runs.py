@@ -24,8 +24,8 @@ from langchain_quota.middleware.root_run import (
     watch_root_runs,
 )
 from langchain_quota.middleware.state import FeatureData, State, feature_ledger
+from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.sync_async import Mode
-from langchain_quota.stores.client import StoreClient
 
 
 class RootRuns(Feature):

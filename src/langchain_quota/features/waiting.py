@@ -34,9 +34,9 @@ from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import BatchCheck, Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import feature_ledger, ledger, refunded_limits
+from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Queues, Waiter, queues_of
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock, wait_for
-from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.counts import ExpiringDict
 from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.keys import seconds_until_room

@@ -38,9 +38,9 @@ from langchain_quota.middleware.state import (
     ledger,
     thread_tools,
 )
+from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
-from langchain_quota.stores.client import StoreClient
 from langchain_quota.telemetry import names
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Kind
 from langchain_quota.limits.options import counts_calls, whole_amount
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.state import State, ledger
+from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.runtime.units import computed
-from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey, check_prefix, read_emission_interval
 from langchain_quota.telemetry.recorder import Recorder
 

@@ -45,10 +45,10 @@ from langchain_quota.middleware.feature import (
     overriding,
 )
 from langchain_quota.middleware.state import LEDGER, Amounts, Ledger, State, ledger, merge_ledgers
+from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores import QuotaStore
-from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import Telemetry, names, recorder_of
 from langchain_quota.telemetry.observers import Observer, Observers

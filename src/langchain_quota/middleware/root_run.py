@@ -31,9 +31,9 @@ from langchain_quota.middleware.context import (
     running_config,
     running_runtime,
 )
+from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
-from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry.logs import logger
 

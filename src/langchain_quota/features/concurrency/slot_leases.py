@@ -25,8 +25,8 @@ from langchain_quota.core.admission import (
 from langchain_quota.core.checks import store_counter
 from langchain_quota.limits.call import CONCURRENCY
 from langchain_quota.limits.calls import ConcurrencyLimit
+from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.sync_async import Mode, run_sync, wait_for
-from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.keys import CountKey
 
 SLOT_LEASE = 60

@@ -27,10 +27,10 @@ from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import answer, answer_of_blocked, newest_name
 from langchain_quota.middleware.state import Ledger, ledger, refunded_limits
+from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.semaphores import Slot, semaphore_of
 from langchain_quota.runtime.sync_async import Mode, newest_dicts, run_sync
-from langchain_quota.stores.client import StoreClient
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import names
 
