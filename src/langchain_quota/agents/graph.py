@@ -19,12 +19,13 @@ from langchain_quota.agents.graph_limits import GraphLimits, running_as
 from langchain_quota.agents.quota import SharedOptions
 from langchain_quota.agents.subject_methods import SubjectMethods
 from langchain_quota.limits import Limit, check_together
+from langchain_quota.middleware.base import check_store
 from langchain_quota.middleware.feature import Request, Response, Tool, ToolAnswer, ToolHandler
 from langchain_quota.middleware.history import answer_of_blocked
 from langchain_quota.middleware.root_run import watch_root_runs
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import Mode, as_async, call_variant, run_sync
-from langchain_quota.stores import QuotaStore, check_store
+from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.memory import MemoryStore
 
 Tools = Sequence[Tool | Callable[..., object]]

@@ -34,7 +34,7 @@ from langchain_quota.core.provider_limits import (
     read_limits,
     read_pause,
 )
-from langchain_quota.middleware.base import ContextT
+from langchain_quota.middleware.base import ContextT, check_store
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.middleware.store_client import StoreClient
@@ -42,7 +42,7 @@ from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import UserLine, explain_arguments
 from langchain_quota.runtime.sync_async import Mode, as_async, fork_safe_lock, run_sync
 from langchain_quota.runtime.units import Time, parse_milliseconds
-from langchain_quota.stores import QuotaStore, check_store
+from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.rate_limiting import RateLimiting
 from langchain_quota.telemetry import Telemetry, names, recorder_of

@@ -28,7 +28,13 @@ from langchain_quota.features.setup_checks import CountWarnings, DeepAgents, Mis
 from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit, check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
-from langchain_quota.middleware.base import ContextT, LimitMiddleware, WrittenResponse, is_own
+from langchain_quota.middleware.base import (
+    ContextT,
+    LimitMiddleware,
+    WrittenResponse,
+    check_store,
+    is_own,
+)
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.conclude import end_again
 from langchain_quota.middleware.feature import (
@@ -43,7 +49,7 @@ from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import QuotaState, State
 from langchain_quota.runtime.arguments import explain_arguments, validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
-from langchain_quota.stores import QuotaStore, check_store
+from langchain_quota.stores import QuotaStore
 from langchain_quota.telemetry import Telemetry
 from langchain_quota.telemetry.observers import Observer
 

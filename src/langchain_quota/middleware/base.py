@@ -21,6 +21,7 @@ from langsmith.utils import tracing_is_enabled
 from langchain_quota.core.decision import Refund
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
+from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.conclude import end_again, ending_message, refunds_of
 from langchain_quota.middleware.context import CallContext, call_context, running_config
@@ -41,6 +42,7 @@ from langchain_quota.middleware.state import (
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
+from langchain_quota.stores import QuotaStore
 from langchain_quota.telemetry import names
 
 if TYPE_CHECKING:
@@ -310,3 +312,28 @@ def _turn(history: Sequence[AnyMessage]) -> str | int | None:
         return None
     # Not every reducer gives messages an id.
     return len(history) if history[-1].id is None else history[-1].id
+
+
+def check_store(store: object, limits: Sequence[Limit]) -> None:
+    """Check that a store is a `QuotaStore`, and that there is one if limits need it."""
+    if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
+        # A URL is not shown: it may have a password.
+        shown = "a string: RedisStore(url) is one" if isinstance(store, str) else repr(store)
+        if isinstance(store, type):
+            shown = f"the class: write store={store.__name__}()"
+        raise TypeError(f"store must be a QuotaStore or None, not {shown}")
+    for limit in limits:
+        if store is None and limit.quotas:
+            raise ValueError(
+                f"limit {limit.name!r} has quotas: give a store that counts them, "
+                "store=MemoryStore() in one process, store=RedisStore() in several, or "
+                "PostgresStore(…)"
+            )
+        wide = [f"per={quota.per!r}" for quota in limit.quotas if quota.per in ("global", "agent")]
+        wide += ["concurrency"] if isinstance(limit, ConcurrencyLimit) else []
+        if wide and callable(getattr(store, "prefix", None)):
+            raise ValueError(
+                f"limit {limit.name!r} has {wide[0]}, which counts calls of all prefixes, but the "
+                "store's prefix is a function, such as of the tenant: hold another agent to the "
+                "limit, such as a sub-agent, whose store has a string as prefix"
+            )

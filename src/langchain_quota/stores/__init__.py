@@ -6,8 +6,6 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
-from langchain_quota.limits import Limit
-from langchain_quota.limits.calls import ConcurrencyLimit
 
 REMEMBERED = 3600
 """How long results and refused attempts are remembered, in seconds."""
@@ -179,28 +177,3 @@ class QuotaStore(Protocol):
 
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`, without blocking the event loop."""
-
-
-def check_store(store: object, limits: Sequence[Limit]) -> None:
-    """Check that a store is a `QuotaStore`, and that there is one if limits need it."""
-    if store is not None and (isinstance(store, type) or not isinstance(store, QuotaStore)):
-        # A URL is not shown: it may have a password.
-        shown = "a string: RedisStore(url) is one" if isinstance(store, str) else repr(store)
-        if isinstance(store, type):
-            shown = f"the class: write store={store.__name__}()"
-        raise TypeError(f"store must be a QuotaStore or None, not {shown}")
-    for limit in limits:
-        if store is None and limit.quotas:
-            raise ValueError(
-                f"limit {limit.name!r} has quotas: give a store that counts them, "
-                "store=MemoryStore() in one process, store=RedisStore() in several, or "
-                "PostgresStore(…)"
-            )
-        wide = [f"per={quota.per!r}" for quota in limit.quotas if quota.per in ("global", "agent")]
-        wide += ["concurrency"] if isinstance(limit, ConcurrencyLimit) else []
-        if wide and callable(getattr(store, "prefix", None)):
-            raise ValueError(
-                f"limit {limit.name!r} has {wide[0]}, which counts calls of all prefixes, but the "
-                "store's prefix is a function, such as of the tenant: hold another agent to the "
-                "limit, such as a sub-agent, whose store has a string as prefix"
-            )
