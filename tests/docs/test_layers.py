@@ -43,6 +43,23 @@ def test_imports_run_down() -> None:
     assert upward == {("stores/rate_limiting.py", "agents")}
 
 
+def test_stores_need_no_langchain() -> None:
+    """Neither they nor what lies below them import LangChain or packages of telemetry."""
+    lower = [layer for (layer,) in LAYERS[[*LAYERS].index(["stores"]) :]]
+    paths = [
+        path.relative_to(PACKAGE.parent)
+        for each in lower
+        for path in PACKAGE.glob(f"{each}/[!_]*.py")
+    ]
+    program = without(
+        "langchain", "langchain_core", "langgraph", "opentelemetry", "prometheus_client"
+    )
+    program += "".join(f"import {'.'.join(path.with_suffix('').parts)}\n" for path in paths)
+    done = run_python(program + "assert 'langchain_quota.telemetry' not in sys.modules")
+    assert len(paths) > len(lower)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_no_feature_imports_another() -> None:
     """A feature is known to itself, and to what users attach."""
     others = {
