@@ -85,13 +85,13 @@ def test_each_file_passes_its_checker(tmp_path: Path) -> None:
         assert old in text
         text = text.replace(old, new)
     config.write_text(text)
-    beside_python, schemas = Path(sys.executable).parent, ROOT / "tests" / "assets" / "grafana"
+    beside_python = Path(sys.executable).parent
+    schema = ROOT / "tests" / "assets" / "grafana" / "provisioning.schema.yaml"
     check = beside_python / "check-jsonschema"
     amtool = required_program("amtool", "prometheus-alertmanager")
     commands: list[tuple[str | Path, ...]] = [
         (check, "--builtin-schema", "vendor.compose-spec", COMPOSE),
-        (check, "--schemafile", schemas / "datasources.schema.json", SOURCES),
-        (check, "--schemafile", schemas / "dashboards.schema.json", PROVIDERS),
+        (check, "--schemafile", schema, SOURCES, PROVIDERS),
         (beside_python / "hadolint", "--no-color", *DOCKER.rglob("Dockerfile")),
         (required_program("promtool", "prometheus"), "check", "config", config),
         (amtool, "check-config", mounted("alertmanager", ALERTMANAGER)),
