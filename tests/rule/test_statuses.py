@@ -38,33 +38,6 @@ def use(
     return CountStatus(scope, before, used, limit, "ann", resets_at, per=scope)
 
 
-BOTH = CountStatus("thread", 1, 2, 3), CountStatus("run", 4, 5, 6)
-ROWS = {"thread": (1, 2, 3), "run": (4, 5, 6)}
-QUOTAS = (use("user_id", 1, 2, 5), use("global", 3, 4, 9))
-OF_THREAD = OPEN._replace(counts=(THREAD._replace(used=31), RUN, use("thread", 1, 2, 5)))
-
-
-@pytest.mark.parametrize(
-    ("status", "rows"),
-    [
-        (OPEN, {}),
-        (of_run(0, 0, 0), {"run": (0, 0, 0)}),
-        (OPEN._replace(counts=BOTH + QUOTAS), {**ROWS, "user_id": (1, 2, 5), "global": (3, 4, 9)}),
-        # Where no thread limit stands beside it, the thread's threshold is the quota's.
-        (OF_THREAD, {"thread": (1, 2, 5)}),
-    ],
-)
-def test_counts_by_scope(status: LimitStatus, rows: dict[str, Any]) -> None:
-    """Thread, run and quotas, in this order, have their own numbers; no other scope has any."""
-    assert status.scopes == tuple(rows)
-    for scope in status.scopes:
-        count = status.count_of(scope)
-        assert count is not None
-        assert (count.before, count.used, count.limit) == rows[scope]
-    for other in ("tenant", "store", "none", None):
-        assert status.count_of(other) is None
-
-
 @given(st.integers(1, 9 * 10**15), st.integers(1, 1000))
 @example(9 * 10**15 - 1, 999)  # their product has no exact float
 def test_near_is_the_smallest_count_of_that_share(limit: int, thousandths: int) -> None:

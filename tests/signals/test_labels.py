@@ -17,7 +17,6 @@ from tests.scene import Scene, asking
 from tests.telemetry import Signals, attributes, telling
 
 KEY = "0123456789abcdef"
-USED = "langchain_quota_thread_used"
 CALLS = "langchain_quota_calls_total"
 LONG = "x" * 10_000
 FORGED = 'a"} 1\nlangchain_quota_calls_total{tool="forged"} 1\n\\'
@@ -63,17 +62,6 @@ async def test_the_label_of_a_thread(thread: object, label: str, signals: Signal
     await Scene(signals, ["done"], limits, thread_id=thread).play()
     assert labels(signals, "thread_id") == {label}
     assert len({row[1] for row in SHOWN}) == len(SHOWN)
-
-
-@pytest.mark.parametrize("hostile", [LONG, FORGED], ids=range(2))
-async def test_hostile_names(hostile: str, signals: Signals) -> None:
-    """An agent's, a limit's and a tool's name are as safe; a limited tool keeps its own."""
-    limits: list[Limit] = [ToolCallLimit(hostile, thread_limit=9), ModelCallLimit(run_limit=9)]
-    call = {"name": hostile, "args": {}, "id": hostile, "type": "tool_call"}
-    await Scene(signals, [[call], "done"], limits, name=hostile).play()
-    assert labels(signals, "agent") == {shortened(hostile)}
-    assert labels(signals, "tool") == {shortened(hostile), "none"}
-    assert labels(signals, "limit") == {shortened(f"tool:{hostile}"), "model"}
 
 
 ODD = ["s" * 65, "two words", "a\n", "süß", "\ud800", "a/b"]
