@@ -4,11 +4,13 @@ So all other tests may prove what they prove in one form: see `both_forms` in `t
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 from typing import Any
 
 import pytest
+from blockbuster import blockbuster_ctx
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, BaseMessage, ToolCall
@@ -110,7 +112,7 @@ def plans(
 
 
 async def play(plan: Plan, kind: Any, form: Form) -> dict[str, Any]:
-    """Play a plan, and give all that one can see of it."""
+    """Play a plan, and give all that one can see of it. What blocks the event loop fails."""
     signals, batches, numbers = telling(), list[Batch | None](), count()
     raised, ran, last, tokens = list[str](), list[str](), list[str](), cycle(plan.tokens)
     # Calls without an id, where a middleware does not limit their tool, are LangChain's.
@@ -139,7 +141,8 @@ async def play(plan: Plan, kind: Any, form: Form) -> dict[str, Any]:
             given: Any = {"messages": [("user", "hi")]}
             try:
                 while given:
-                    result = await scene.invoke(given)
+                    with blockbuster_ctx() if form == "async" else nullcontext():
+                        result = await scene.invoke(given)
                     waiting = result.get("__interrupt__")
                     last += [] if waiting else [result["messages"][-1].text]
                     given = waiting and Command(resume={each.id: "yes" for each in waiting})
