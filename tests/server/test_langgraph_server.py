@@ -191,15 +191,6 @@ def test_nothing_blocks_the_loop(user: User) -> None:
     assert not [name for name, _ in user.series() if name == "langchain_quota_errors_total"]
 
 
-def test_runs_at_once_on_a_thread(user: User) -> None:
-    """The server runs a thread's runs one after the other, so that the state's count holds."""
-    thread = user.thread()
-    with ThreadPoolExecutor(4) as pool:
-        answers = pool.map(lambda _: user.answers("by_thread", "search search", thread), range(4))
-        assert sum(each.count("found") for each in answers) == 3
-    assert user.searches(thread) == 3
-
-
 @pytest.mark.parametrize(("strategy", "searches"), [("interrupt", 3), ("rollback", 2)])
 def test_a_run_that_stops_another(user: User, strategy: str, searches: int) -> None:
     """What a stopped run had begun stays charged; a rollback takes it back with the run."""
@@ -210,24 +201,6 @@ def test_a_run_that_stops_another(user: User, strategy: str, searches: int) -> N
     answers = user.answers("by_thread", "search", thread, multitask_strategy=strategy)
     assert answers == ["found"]
     assert user.searches(thread) == searches
-
-
-def test_other_ways_to_a_thread(user: User) -> None:
-    """A copy has the thread's counts, an old checkpoint its own; input cannot set them."""
-    thread = user.thread()
-    user.run("by_thread", "search search", thread)
-    body = question("by_thread", "search")
-    body["input"]["thread_tool_call_count"] = {"search": 0}
-    user.post(f"/threads/{thread}/runs/wait", body)
-    assert user.searches(thread) == 3
-    assert user.state(thread)["thread_model_call_count"] == 4
-
-    copied = user.post(f"/threads/{thread}/copy", {})["thread_id"]
-    assert user.answers("by_thread", "search", copied) == [REFUSED]
-
-    oldest = user.post(f"/threads/{thread}/history", {"limit": 100})[-1]["checkpoint"]
-    user.run("by_thread", "search", thread, checkpoint_id=oldest["checkpoint_id"])
-    assert user.searches(thread) == 1
 
 
 TRUSTED_ONLY: dict[str, Any] = {
