@@ -52,7 +52,6 @@ Item = TypeVar("Item")
 
 CONFIG = {"configurable": {"thread_id": "thread-1"}}
 ANN = {"user_id": "ann"}
-BOB = {"user_id": "bob"}
 
 VALID = ("Weather", {"degrees": 20})
 """A tool call that delivers the structured answer."""

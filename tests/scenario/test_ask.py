@@ -1,6 +1,5 @@
 """At a limit that asks a person: they grant more, or end the run; what is granted is kept once."""
 
-import asyncio
 import sys
 from dataclasses import replace
 from decimal import Decimal
@@ -8,18 +7,16 @@ from typing import Any
 
 import pytest
 from langchain.agents.middleware.human_in_the_loop import HITLRequest
-from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 from pydantic import TypeAdapter
 
-from langchain_quota import CostLimit, MemoryStore, Quota, ToolCallLimit
+from langchain_quota import CostLimit, MemoryStore, ToolCallLimit
 from langchain_quota.core.decision import Answer
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import captured_decisions
-from tests.scene import ANN, CONFIG, Form, Scene, asking, both_forms, check_history, delegate, texts
-from tests.stores import DAY
+from tests.scene import CONFIG, Form, Scene, asking, both_forms, check_history, delegate, texts
 from tests.telemetry import Signals
 from tests.tokens import answer as spending
 
@@ -278,41 +275,6 @@ async def test_an_exhausted_tool_is_offered(signals: Signals) -> None:
     told = str(scene.model.calls[1].messages[-1].content)
     assert "search: 0 of 1 left (then a person is asked for more); calc: 0 of 1 left." in told
     assert scene.offers(tool_search=1)
-
-
-KEY = "search:user_id:ann"
-SHARED = ToolCallLimit(
-    "search", quotas=[Quota(1, per="user_id", window=DAY)], exit_behavior="ask", grant=5
-)
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-async def test_granted_to_a_user(elsewhere: Any, signals: Signals) -> None:
-    """The grant is the store's, with who gave it and why; however often it is given, it is one.
-
-    So it is where other processes go on: each run is charged, and the limit holds.
-    """
-    store, ran = MemoryStore(), list[str]()
-    options: dict[str, Any] = {"store": store, "checkpointer": InMemorySaver(), "ran": ran}
-    options |= {"context": ANN, "context_schema": dict}
-    scene = await Asking(signals, [["search"] * 2, *["done"] * 9], [SHARED], **options).played()
-    asked = scene.agent.get_state(CONFIG).config
-
-    async def go_on(kind: str) -> None:
-        there = Asking(signals, ["done"] * 3, [SHARED], **options) if elsewhere else scene
-        given: Any = Command(resume=answer(kind, by="bo", message="ticket 4711"))
-        await there.agent.ainvoke(given, asked, context=ANN)
-
-    if not elsewhere:
-        await asyncio.gather(go_on("approve"), go_on("approve"))
-    for kind in ("approve", "reject", "approve", "approve"):
-        await go_on(kind)
-    [grant] = store.grants()
-    assert (grant.amount, grant.by, grant.reason) == (5, "bo", "ticket 4711")
-    assert grant.key.startswith(KEY)
-    assert grant.until is not None
-    assert len(ran) == sum(each.used for each in store.usages(f"{KEY}*")) == 6
-    assert scene.count("granted_total", limit="tool:search", scope="user_id", unit="calls") == 5
 
 
 class FailingStore(MemoryStore):

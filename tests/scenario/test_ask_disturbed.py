@@ -20,7 +20,7 @@ from tests.telemetry import Signals
 GRANT = 3
 QUOTAS = [Quota(2, per="user_id", window=DAY)]
 LIMIT = ToolCallLimit("search", quotas=QUOTAS, exit_behavior="ask", grant=GRANT)
-APPROVE: dict[str, Any] = {"decisions": [{"type": "approve"}]}
+APPROVE: dict[str, Any] = {"decisions": [{"type": "approve", "by": "bo", "message": "4711"}]}
 
 Moment = Literal["grants", "granted", "checked"]
 """Before a process grants, after that, or when the calls have been checked after that."""
@@ -83,6 +83,7 @@ class Shared:
     def counted(self) -> tuple[list[int], int]:
         """What is granted, and what is used."""
         granted = [each.amount for each in self.store.grants()]
+        assert {(each.by, each.reason) for each in self.store.grants()} <= {("bo", "4711")}
         return granted, sum(each.used for each in self.store.usages())
 
 

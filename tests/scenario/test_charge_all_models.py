@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from langchain.agents import middleware as theirs
 from langchain_core.messages import AIMessage, BaseMessage
-from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import interrupt
 
-from langchain_quota import GraphQuota, MemoryStore, Quota, QuotaMiddleware, TokenLimit, with_limits
+from langchain_quota import MemoryStore, Quota, QuotaMiddleware, TokenLimit, with_limits
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import CONFIG, Form, Scene, both_forms, check_history, delegate, either, recording
+from tests.scene import Form, Scene, both_forms, check_history, delegate, either, recording
 from tests.telemetry import Signals
 from tests.tokens import (
     RETRY,
@@ -244,26 +243,6 @@ async def test_deep_agents(signals: Signals, *, charge_all_models: bool) -> None
     answers = [each.text for each in result["messages"] if each.type == "tool"]
     assert any(each.startswith("Token limits exceeded: root_run limit") for each in answers)
     check_history(result["messages"])
-
-
-@pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
-async def test_a_supervisor(signals: Signals) -> None:
-    """The supervisor, whose model is limited, and its agents are charged, each call once."""
-    supervisors = pytest.importorskip("langgraph_supervisor")
-    store, limits = MemoryStore(), [TokenLimit(quotas=[Quota(MANY, per="root_run")])]
-    given: Any = {"store": store, "checkpointer": None}
-    agents = [
-        Scene(signals, says(used, used), limits, name=name, **given).agent
-        for name, used in (("one", 7), ("two", 11))
-    ]
-    hand_offs: Any = ["transfer_to_one"], ["transfer_to_two"], []
-    script = [answer(100 * run, *each) for run in (1, 2) for each in hand_offs]
-    quota = GraphQuota(limits, name="boss", telemetry=signals.telemetry, store=store)
-    boss = quota.model(ScriptedChatModel(script=script))
-    graph = supervisors.create_supervisor(agents, model=boss).compile(checkpointer=InMemorySaver())
-    for _ in range(2):
-        await graph.ainvoke({"messages": [("user", "Go!")]}, CONFIG)
-    assert [each.used for each in store.usages(f"{TOTAL}:root_run:*")] == [318, 618]
 
 
 @both_forms

@@ -9,7 +9,6 @@ from langchain.agents.middleware import TodoListMiddleware
 from langchain_core.messages import AIMessage, BaseMessage, ToolCall
 
 from langchain_quota import (
-    GraphQuota,
     MemoryStore,
     ModelCallLimit,
     QuotaMiddleware,
@@ -145,16 +144,6 @@ async def test_repetitions(signals: Signals) -> None:
         result = await Scene(signals, [*script, "done"], items, create=CREATE).play()
         refused = [each for each in result["messages"] if "This call was not run" in each.text]
         assert [each.name for each in refused] == ([tool] if tool else [])
-
-
-@bare
-async def test_the_model_of_a_graph(signals: Signals) -> None:
-    """A deep agent takes the limited model of a `GraphQuota`, which ends its run."""
-    limits = GraphQuota([ModelCallLimit(run_limit=3)], telemetry=signals.telemetry)
-    model = ScriptedChatModel(script=lambda _: ["ls"])
-    result = await CREATE(model=limits.model(model)).ainvoke({"messages": [("user", "Look!")]})
-    assert len(model.calls) == 3
-    check_history(result["messages"])
 
 
 async def test_the_warning(signals: Signals) -> None:

@@ -31,8 +31,13 @@ TRIED: Any = {"run_limit": 1, "enforce": False}
     ids=lambda limit: f"{limit.kind} {limit.exit_behavior}",
 )
 async def test_what_it_refuses(limit: Limit, signals: Signals) -> None:
-    """It runs and is counted, whatever the exit behaviour, and the run goes on to its own end."""
-    scene = await Scene(signals, [["search", "search"], ["search"], "done"], [limit]).played()
+    """It runs and is counted, whatever the exit behaviour, and the run goes on to its own end.
+
+    The model is told nothing of it, and no tool is hidden.
+    """
+    options: Any = {"tell_model": True, "hide_exhausted": True}
+    script = [["search", "search"], ["search"], "done"]
+    scene = await Scene(signals, script, [limit], **options).played()
     assert (scene.ran, scene.last_text()) == (["search"] * 3, "done")
     assert scene.answers() == [("search", "success")] * 3
     outcomes = [str(each.outcome) for each in scene.decisions if each.call.kind == limit.kind]
@@ -41,6 +46,9 @@ async def test_what_it_refuses(limit: Limit, signals: Signals) -> None:
     tool = "search" if limit.kind == "tool" else None
     assert [scene.calls(each, tool) for each in OUTCOMES] == [1, 2, 0]
     assert metrics(scene, limit.name) == [1, 2, 0]
+    assert {each.tools for each in scene.model.calls} == {("search", "calc")}
+    assert [each.messages[0].text for each in scene.model.calls] == ["hi"] * 3
+    assert "Budget" not in str(scene.model.calls)
     # It is never near or exhausted, and alarms nobody.
     assert set(signals.samples("langchain_quota_crossings_total").values()) == {0}
     assert signals.samples("langchain_quota_limit_near_ratio") == {}
@@ -70,14 +78,3 @@ async def test_what_the_one_that_bites_says(signals: Signals) -> None:
     scene = await Scene(signals, [["search"], "done"], limits).played()
     assert scene.last_text() == "'search' tool call limit reached: run limit exceeded (1/0 calls)."
     assert scene.ran == []
-
-
-async def test_the_model_is_not_told(signals: Signals) -> None:
-    """A dry-run limit is not in the note to the model, and hides no tool."""
-    limits: list[Limit] = [ToolCallLimit("search", **TRIED), ModelCallLimit(**TRIED)]
-    options: dict[str, Any] = {"tell_model": True, "hide_exhausted": True}
-    scene = await Scene(signals, [["search"], ["search"], "done"], limits, **options).played()
-    assert scene.ran == ["search", "search"]
-    for request in scene.model.calls:
-        assert request.tools == ("search", "calc")
-        assert [each.text for each in request.messages if each.type == "human"] == ["hi"]

@@ -45,7 +45,7 @@ class Judge(AgentMiddleware[Any, Any]):
     def after_agent(self, state: Any, runtime: Any) -> Any:
         # A window that ends, for example.
         self.store.reset([usage.key for usage in self.store.usages("model:global:*")])
-        if self.judged == self.rounds or (self.way == "reads" and stop_reason(state)):
+        if self.judged == self.rounds:
             return None
         if self.way == "asks":
             interrupt("Go on?")
@@ -144,15 +144,6 @@ async def test_a_refusal_that_is_swallowed(signals: Signals) -> None:
     await scene.play()
     kept = [error for error in errors() if all(error is not other for other in of_others)]
     assert (len(scene.model.calls), kept) == (1, [])
-
-
-async def test_a_judge_that_reads_the_reason(signals: Signals) -> None:
-    """`stop_reason(state)` tells a judge that it would lead an ended run back."""
-    judge = Judge("reads")
-    scene = Scene(signals, lambda _: "Hm.", [MODEL, judge])
-    result = await scene.play()
-    assert (len(scene.model.calls), judge.judged) == (2, 2)
-    assert stop_reason(result)
 
 
 @pytest.mark.parametrize("kind", ["quota", *INLINE])

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware, wrap_model_call
+from langchain.agents.middleware import AgentMiddleware
 
 from langchain_quota import (
     InlineQuotaMiddleware,
@@ -97,27 +97,6 @@ async def test_streamed_updates(signals: Signals) -> None:
         assert [each.type for each in update["messages"]] == ["ai", "tool"]
     assert refused["thread_tool_call_count"] == {"search": 1}
     scene.check()
-
-
-async def test_the_history_is_not_copied(signals: Signals) -> None:
-    """Before the model answers, limits and the model's request have the agent's own lists."""
-    seen: dict[str, Any] = {}
-
-    def around(place: str) -> Any:
-        async def wrap(request: Any, handler: Any) -> Any:
-            seen[place] = request.state["messages"], request.messages
-            return await handler(request)
-
-        return wrap_model_call(name=place)(wrap)
-
-    def most(state: Any, _: Any) -> int:
-        seen["limit"] = state["messages"]
-        return 1
-
-    items = [around("out"), ModelCallLimit(run_limit=most), around("in")]
-    await Scene(signals, ["done"], items, kind="inline").play()
-    assert seen["limit"] is seen["in"][0] is seen["out"][0]
-    assert seen["in"][1] is seen["out"][1]
 
 
 async def test_two_of_them(signals: Signals) -> None:

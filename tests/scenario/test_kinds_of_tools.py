@@ -2,87 +2,15 @@
 
 import asyncio
 import sys
-from functools import partial
-from operator import add
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
-from langchain.agents import AgentState, create_agent  # noqa: TID251 - it takes a store of its own
-from langchain.tools import InjectedState, InjectedStore, InjectedToolCallId, ToolRuntime
-from langchain_core.messages import AIMessage, ToolMessage
-from langchain_core.tools import BaseTool, StructuredTool
-from langgraph.store.base import BaseStore
-from langgraph.store.memory import InMemoryStore
-from langgraph.types import Command
+from langchain_core.messages import AIMessage
 
 from langchain_quota import ToolCallLimit
-from tests.scene import Kind, Scene, asking, check_history, recording, tool_limiter
+from tests.scene import Kind, Scene, check_history, tool_limiter
 from tests.telemetry import Signals
-
-
-class NotesState(AgentState[Any]):
-    notes: Annotated[list[str], add]
-
-
-def kinds(ran: list[str]) -> list[BaseTool]:
-    """A tool of each kind, by its kind as its name."""
-
-    def found(name: str) -> str:
-        ran.append(name)
-        return "found"
-
-    def sync_only() -> str:
-        return found("sync_only")
-
-    async def async_only() -> str:
-        return found("async_only")
-
-    def command(call_id: Annotated[str, InjectedToolCallId]) -> Command[Any]:
-        answer = ToolMessage(found("command"), tool_call_id=call_id, name="command")
-        return Command(update={"messages": [answer], "notes": ["a note"]})
-
-    def injected(
-        state: Annotated[dict[str, Any], InjectedState],
-        store: Annotated[BaseStore, InjectedStore()],
-        runtime: ToolRuntime[Any, Any],
-    ) -> str:
-        assert state["messages"]
-        assert runtime.tool_call_id
-        store.put(("found",), "key", {"by": "injected"})
-        return found("injected")
-
-    def artifact() -> tuple[str, dict[str, int]]:
-        return found("artifact"), {"rows": 3}
-
-    direct = recording("return_direct", ran)
-    direct.return_direct = True
-    made = StructuredTool.from_function
-    return [
-        *(made(each, description=each.__name__) for each in (sync_only, command, injected)),
-        made(coroutine=async_only, description="async_only"),
-        made(artifact, description="artifact", response_format="content_and_artifact"),
-        direct,
-    ]
-
-
-@pytest.mark.parametrize("kind", [each.name for each in kinds([])])
-async def test_each_kind(kind: str, signals: Signals) -> None:
-    """A tool of this kind, three times at once in each run: as many run as are allowed."""
-    ran: list[str] = []
-    limiters = [tool_limiter(signals, kind, thread_limit=3, run_limit=2)]
-    limiters += [tool_limiter(signals, thread_limit=9, run_limit=5)]
-    create = partial(create_agent, store=InMemoryStore())
-    options: dict[str, Any] = {"state_schema": NotesState, "create": create}
-    scene = Scene(signals, asking(*[kind] * 3), limiters, tools=kinds(ran), ran=ran, **options)
-    for count in (2, 3, 3):
-        result = await scene.play()
-        assert scene.ran == [kind] * count
-        scene.check()
-    # Only admitted calls update the state, and have artifacts.
-    assert result.get("notes", []) == (["a note"] * 3 if kind == "command" else [])
-    artifacts = [each.artifact for each in result["messages"] if each.type == "tool"]
-    assert artifacts.count({"rows": 3}) == (3 if kind == "artifact" else 0)
 
 
 async def test_a_tool_that_the_provider_runs(signals: Signals) -> None:

@@ -16,7 +16,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from langchain_quota import CostLimit, Decision, ToolCallLimit
+from langchain_quota import Decision, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel, assert_valid_history, captured_decisions
 from tests.scene import Scene, recording
 from tests.telemetry import Signals
@@ -229,13 +229,3 @@ def test_no_history_at_all() -> None:
             TypeError, match=r'messages must be .*, not .*: give result\["messages"\]'
         ):
             assert_valid_history(given)
-
-
-async def test_a_scripted_model_has_a_price(signals: Signals) -> None:
-    """A scripted model costs what the model costs that it plays, by the list of known models."""
-    pytest.importorskip("genai_prices")
-    used = {"input_tokens": 1_000_000, "output_tokens": 0, "total_tokens": 1_000_000}
-    answer = AIMessage("Hello.", usage_metadata=used)
-    model = ScriptedChatModel(model="gpt-4o", script=[answer])
-    scene = await Scene(signals, model, [CostLimit(run_limit=9)]).played()
-    assert scene.usage().run_spent == {"model.nanodollars": 2_500_000_000}

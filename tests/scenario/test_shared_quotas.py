@@ -10,7 +10,7 @@ import pytest
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit, usage
 from langchain_quota.limits import Limit
 from tests.scene import ANN, CONFIG, Form, Scene, asking, both_forms
-from tests.stores import DAY, RESETS, TODAY, Clock, counts
+from tests.stores import DAY, TODAY, Clock, counts
 from tests.telemetry import Signals
 
 
@@ -121,26 +121,6 @@ async def test_users_that_look_alike(signals: Signals) -> None:
         await scene.play(context=Context(user) if user == "*" else {"user_id": user})
     assert len(scene.ran) == 2 * (len(HOSTILE) + 2)
     assert list(counts(store).values()) == [2] * (len(HOSTILE) + 2)
-
-
-def scene_of(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
-    """An agent of Ann, at a noon that does not pass by itself."""
-    options.setdefault("store", MemoryStore(clock=Clock()))
-    return Scene(signals, script, limits, context=ANN, **options)
-
-
-async def test_model_end(signals: Signals) -> None:
-    """A model limit with nothing but quotas ends the run, and tells which ones are used up."""
-    store = MemoryStore(clock=Clock())
-    limit = ModelCallLimit(quotas=[USER, Quota(2, per="global")])
-    scene = await scene_of(signals, lambda messages: ["search"], limit, store=store).played()
-    assert len(scene.model.calls) == 2
-    assert scene.last_text() == (
-        f"Model call limits exceeded: user_id limit (2/2; resets at {RESETS}), global limit (2/2)"
-    )
-    assert counts(store) == {f"model:user_id:ann:{TODAY}": 2, "model:global:": 2}
-    assert scene.metric("model", "blocked", "user_id") == 1
-    scene.check()
 
 
 THREAD = "search:thread:thread-1"

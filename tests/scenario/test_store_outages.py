@@ -25,7 +25,6 @@ from tests.scene import ANN, SKIPPED, Form, Scene, asking, both_forms, texts
 from tests.stores import FickleStore, counts
 from tests.telemetry import Signals
 
-SEARCHES = "search:user_id:ann"
 THREAD = "search:thread:thread-1"
 UNCHECKED = "Tool call limit could not be checked, so the call was not run. Try again later."
 

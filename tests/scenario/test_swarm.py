@@ -154,15 +154,3 @@ async def test_histories(limits: Sequence[Limit], signals: Signals) -> None:
             else:
                 there.check()
         assert sum(there.calls()) >= 2
-
-
-async def test_a_hand_off_to_an_agent_that_fails(signals: Signals) -> None:
-    """A call beside the hand-off, left without an answer by the failure, is taken out for good."""
-    scripts: tuple[Script, Script] = ([[TO_BOB, "search"]], [ZeroDivisionError(), "hello", "bye"])
-    there = Swarm(signals, scripts, [ToolCallLimit(run_limit=9)])
-    with pytest.raises(ZeroDivisionError):
-        await there.play()
-    await there.play()
-    there.check()
-    await there.play()
-    assert [each.text for each in there.check()[-4:]] == ["Go!", "hello", "Go!", "bye"]

@@ -56,6 +56,10 @@ async def test_quiet_until_near(kind: Kind, signals: Signals) -> None:
     scene.check()
 
 
+EVEN = Quota(1, per="user_id", window="1h", smooth=True)
+"""What is left of it is no number to plan with."""
+
+
 @pytest.mark.parametrize(
     ("limits", "batch", "note"),
     [
@@ -72,6 +76,7 @@ async def test_quiet_until_near(kind: Kind, signals: Signals) -> None:
         ),
         ([ToolCallLimit("calc", quotas=[Quota(1, per="user_id")])], ["calc"], "calc: 0 of 1 left"),
         ([ModelCallLimit(quotas=[Quota(2, per="user_id")])], ["calc"], "this is model call 2 of 2"),
+        ([ToolCallLimit("calc", quotas=[EVEN])], ["calc"], None),
         ([TokenLimit(run_limit=100)], paid(90, "calc"), "tokens: 10 of 100 left"),
     ],
 )

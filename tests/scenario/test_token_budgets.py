@@ -6,7 +6,6 @@ from http.client import IncompleteRead
 from typing import Any
 
 import pytest
-from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage
 
 from langchain_quota import CostLimit, QuotaMiddleware, QuotaWarning, TokenLimit
@@ -16,16 +15,6 @@ from tests.telemetry import Signals, needs_inline
 from tests.tokens import answer, asking, spent, spent_by_agent
 
 ROOMY = TokenLimit(run_limit=10**6, thread_limit=10**6)
-
-
-async def test_an_answer_from_the_response_cache_costs_nothing(signals: Signals) -> None:
-    """LangChain's response cache repeats the usage of an answer, which is not paid again."""
-    model = ScriptedChatModel(script=[answer(60)], cache=InMemoryCache())
-    scene = Scene(signals, model, [TokenLimit(run_limit=100)])
-    for thread, tokens in (("1", 60), ("2", 0)):
-        await scene.play(thread_id=thread)
-        assert spent(scene) == (tokens, tokens)
-    assert len(model.calls) == 1
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * 10_000}"}}

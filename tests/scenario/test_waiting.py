@@ -31,7 +31,6 @@ from tests.stores import DAY, NOON, Clock, FickleStore, Passing
 from tests.telemetry import Signals, attributes, paid
 
 WHO: ContextVar[int] = ContextVar("who")
-QUICK = Quota(50, per="global", window="1s", smooth=True)
 HOURLY = Quota(1, per="global", window="1h", smooth=True)
 GAUGE, WAITS = "langchain_quota_waiting_calls", "langchain_quota_wait_seconds_count"
 SEARCH = {"agent": "unnamed", "limit": "tool:search"}
@@ -416,19 +415,3 @@ async def test_a_person_is_asked_after_the_wait(signals: Signals) -> None:
     assert "__interrupt__" in asked
     await scene.resume({"decisions": [{"type": "approve"}]})
     assert len(scene.ran) == 2
-
-
-async def test_a_smooth_quota_without_a_wait(signals: Signals) -> None:
-    """It refuses at once; the model is told nothing of what is left, and nobody is near it."""
-    limit = ToolCallLimit("search", quotas=[HOURLY])
-    options: Any = {"store": MemoryStore(clock=Clock()), "tell_model": True}
-    scene = await Scene(signals, asking("search", "search"), [limit], **options).played()
-    assert scene.ran == ["search"]
-    (moment,) = [
-        each for span in signals.decision_spans() if (each := attributes(span).get("resets_at"))
-    ]
-    assert moment == "2026-01-01T13:00:00+00:00"
-    told = [message.text for call in scene.model.calls for message in call.messages]
-    assert not [text for text in told if "Budget" in text]
-    crossed = signals.samples("langchain_quota_crossings_total", **SEARCH)
-    assert set(crossed.values()) == {0}
