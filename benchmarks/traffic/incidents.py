@@ -1,10 +1,12 @@
 """Nineteen minutes in which things go wrong: what happens when, and how soon somebody is told."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from benchmarks.traffic.agents import WINDOW, Question
 from benchmarks.traffic.truth import Truth
+from langchain_quota import cli
 from tests.server.alertmanager import Notification
 
 SECONDS = 19 * 60
@@ -16,6 +18,12 @@ OUTAGES = {
     "postgresql": (14 * _MINUTE, 17 * _MINUTE),
 }
 """When each store is lost, and when it is back, in simulated seconds."""
+
+RESTART, DEPLOY = 4.5 * _MINUTE, 12.25 * _MINUTE
+"""When a replica restarts, and when all are replaced; a smooth quota refuses calls at both."""
+
+_GRANT, _FREEZE, _THAW = 11.5 * _MINUTE, 11.75 * _MINUTE, 16 * _MINUTE
+"""When a tenant gets more of its plan; when another one is frozen, and may call again."""
 
 _SOON, _SOON_WITHOUT_STORE = 90, 150
 _TWICE = 600
@@ -70,7 +78,7 @@ def questions() -> Iterator[Question]:
         at, thread = 4 * _MINUTE + turn, f"rush-{turn}"
         yield Question(at, "writer", thread, "user-02", "tenant-2", "|".join(["draft draft"] * 3))
     # Twice the rate of a smooth quota. Who waits holds up no question: each has its own thread.
-    for turn in range(80):
+    for turn in range(220):
         at, thread = 3 * _MINUTE + 3 * turn, f"embed-{turn}"
         yield Question(at, "desk", thread, "user-04", "tenant-0", "embed embed embed")
     # A quota is used up, and nobody asks until its window ends.
@@ -88,6 +96,20 @@ def questions() -> Iterator[Question]:
         yield Question(7 * _MINUTE + turn, "desk", "near-0", "user-01", "tenant-1", "translate")
     for at in range(30, SECONDS, 15):
         yield Question(at, "planner", f"plans-{at}", "user-05", "tenant-0", "plan")
+
+
+def operations(store: str) -> dict[float, Callable[[], object]]:
+    """What operators do with the command, by the simulated second; a freeze is told to nobody."""
+
+    def quotas(action: str, tenant: str, *more: str) -> Callable[[], object]:
+        subject = ("--per", "tenant", "--subject", tenant, "--store", store)
+        return partial(cli.main, ["quotas", action, *more, *subject])
+
+    return {
+        _GRANT: quotas("grant", "tenant-3", "400", "--limit", "tool:lookup"),
+        _FREEZE: quotas("freeze", "tenant-2", "--reason", "key leaked"),
+        _THAW: quotas("thaw", "tenant-2"),
+    }
 
 
 def incidents(truth: Truth, begun: float, gone: float, speed: float) -> list[Incident]:
@@ -131,6 +153,7 @@ def incidents(truth: Truth, begun: float, gone: float, speed: float) -> list[Inc
             "the plan of a tenant is used up",
             *(refused("support", "tool:lookup", "tenant"), used_up),
             *(limit("support", "tool:lookup") | {"subject": "tenant-3"}, _SOON),
+            over=begun + _GRANT / speed,
         ),
         Incident(
             "a smooth quota is over its rate",

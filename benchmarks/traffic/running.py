@@ -98,6 +98,7 @@ class Traffic:
 
     Attributes:
         targets: Where the replicas serve their metrics, as `host:port`.
+        discovery: The file that tells Prometheus these targets.
         redis: The replicas' way to the store.
         events: What happens when users ask, by the simulated second.
         begun: When users began to ask, by the clock.
@@ -114,9 +115,10 @@ class Traffic:
         lifetime: int,
     ) -> None:
         self.redis = redis
-        self.events: dict[float, Callable[[], None]] = {}
+        self.events: dict[float, Callable[[], object]] = {}
         self.scrape: Callable[[], None] | None = None
         self.targets: tuple[str, ...] = ()
+        self.discovery = directory / "targets.json"
         self._asked = asked
         self._order = order
         self._directory = directory
@@ -149,13 +151,14 @@ class Traffic:
         """What has happened so far."""
         return Truth.read(self._directory)
 
-    def restart(self, replica: int = 0, *, graceful: bool = True) -> None:
-        """Kill a replica, and start it again on the same port.
+    def restart(self, replica: int = 0, *, graceful: bool = True, elsewhere: bool = False) -> None:
+        """Kill a replica, and start it again.
 
         Args:
             replica: Its number, from 0.
             graceful: Whether it is killed only when it has answered what it was asked, and was
                 scraped after that, if there is a `scrape`.
+            elsewhere: Whether it gets another port, as a deployment gives it another address.
         """
         process = self._processes[replica]
         with self._changed:
@@ -170,7 +173,12 @@ class Traffic:
         self._journal.write("killed", replica=replica, life=self._lives[replica], scraped=scraped)
         with self._changed:
             process.asked.clear()
-        self.start(replica)
+        self.start(replica, elsewhere=elsewhere)
+
+    def deploy(self) -> None:
+        """Replace one replica after the other by a process at another address."""
+        for replica in range(len(self._processes)):
+            self.restart(replica, elsewhere=True)
 
     def reset(self, agent: str, thread: str) -> None:
         """Reset what a thread has used, when it is at rest; it must have had a run."""
@@ -189,8 +197,8 @@ class Traffic:
             for question in loops(now, now + seconds):
                 heapq.heappush(self._asked, question)
 
-    def start(self, replica: int) -> None:
-        """Start a replica, again or for the first time."""
+    def start(self, replica: int, *, elsewhere: bool = True) -> None:
+        """Start a replica, again or for the first time, on its port or elsewhere."""
         if replica == len(self._lives):
             self._lives.append(0)
         self._lives[replica] += 1
@@ -199,13 +207,18 @@ class Traffic:
             "replica": replica,
             "life": life,
             "journal": str(self._directory / f"replica-{replica}-{life}.jsonl"),
-            "port": int(self.targets[replica].split(":")[1]) if life > 1 else 0,
+            "port": 0 if elsewhere else int(self.targets[replica].split(":")[1]),
         }
         log = self._directory / f"replica-{replica}.log"
         process = _Process({**self._order, **own}, log, self._lifetime)
         port = process.started()
-        if life == 1:
-            self.targets += (f"127.0.0.1:{port}",)
+        targets = [*self.targets]
+        targets[replica : replica + 1] = [f"127.0.0.1:{port}"]
+        self.targets = tuple(targets)
+        # Prometheus reads the file when it is replaced, and must not read half of it.
+        draft = self.discovery.with_suffix(".draft")
+        draft.write_text(json.dumps([{"targets": targets}]))
+        draft.replace(self.discovery)
         process.listening = self._threads.submit(self._listen, process)
         self._processes[replica : replica + 1] = [process]
         with self._changed:
@@ -350,8 +363,10 @@ def running_traffic(
             (lost, back), (stopped, resumed) = incidents.OUTAGES.values()
             traffic.events |= {lost: redis.blackhole, back: redis.heal}
             traffic.events |= {stopped: second.pause, resumed: second.resume}
-        if events:
-            traffic.events[seconds * (0.68 if profile == "incidents" else 0.5)] = traffic.restart
+            traffic.events |= {incidents.RESTART: traffic.restart, incidents.DEPLOY: traffic.deploy}
+            traffic.events |= incidents.operations(redis.url)
+        elif events:
+            traffic.events[seconds * 0.5] = traffic.restart
         try:
             for replica in range(replicas):
                 traffic.start(replica)

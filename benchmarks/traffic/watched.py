@@ -170,7 +170,7 @@ def watching(
         prometheus = running.enter_context(
             alerting_prometheus(
                 directory,
-                {JOB: traffic.targets},
+                {JOB: traffic.discovery},
                 rules=hurried(rules, speed),
                 alertmanager=alertmanager,
                 interval=hurried(scrape_interval, speed),

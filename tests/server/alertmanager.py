@@ -139,7 +139,7 @@ def running_alertmanager(directory: Path, config: Mapping[str, Any]) -> Iterator
 @contextmanager
 def alerting_prometheus(
     directory: Path,
-    targets: Mapping[str, str | Sequence[str]],
+    targets: Mapping[str, str | Sequence[str] | Path],
     *,
     rules: str,
     alertmanager: str,

@@ -124,20 +124,25 @@ StartPrometheus = Callable[..., Prometheus]
 @contextmanager
 def running_prometheus(
     directory: Path,
-    targets: Mapping[str, str | Sequence[str]],
+    targets: Mapping[str, str | Sequence[str] | Path],
     *,
     interval: str = SCRAPE_INTERVAL,
     options: Sequence[str] = ("--enable-feature=exemplar-storage",),
     **config: Any,
 ) -> Iterator[Prometheus]:
-    """Run a server on a free port that scrapes targets: `host:port`, or several, by job."""
+    """Run a server on a free port that scrapes targets by job.
+
+    A target is `host:port`; a job has one, several, or those that a file lists, now and later.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "prometheus.yml"
     every = ("scrape_interval", "scrape_timeout", "evaluation_interval")
     config |= {
         "global": dict.fromkeys(every, interval),
         "scrape_configs": [
-            {
+            {"job_name": job, "file_sd_configs": [{"files": [str(each)]}]}
+            if isinstance(each, Path)
+            else {
                 "job_name": job,
                 "static_configs": [{"targets": [each] if isinstance(each, str) else [*each]}],
             }
