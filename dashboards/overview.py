@@ -185,11 +185,12 @@ def cost(place: show.Place, *more: show.Query) -> StatPanel:
 def _health_now() -> StatPanel:
     seconds = ask.select("langchain_quota_store_seconds_count")
     failed = ask.select("langchain_quota_store_seconds_count", 'outcome!="ok"')
+    by_store = "sum by (store) "
     return show.stat(
         show.Place(71, 4, show.LOW),
         "Health",
-        "How many processes export metrics, and the share of requests to the shared store that "
-        "failed in the last 5 minutes. Dashed lines in the charts mark restarts.",
+        "How many processes export metrics, and which share of its requests failed in the last 5 "
+        "minutes, for the shared store that fails most. Dashed lines in the charts mark restarts.",
         [
             show.Query(
                 f"count({ask.select('langchain_quota_build_info')})",
@@ -197,8 +198,8 @@ def _health_now() -> StatPanel:
                 properties=show.fixed(settings.NEUTRAL),
             ),
             show.Query(
-                f"(sum(rate({failed}[5m])) or 0 * sum(rate({seconds}[5m]))) "
-                f"/ (sum(rate({seconds}[5m])) > 0)",
+                f"max(({by_store}(rate({failed}[5m])) or 0 * {by_store}(rate({seconds}[5m]))) "
+                f"/ ({by_store}(rate({seconds}[5m])) > 0))",
                 "store fails",
                 properties={"unit": SHARE, "decimals": 1},
             ),
@@ -484,31 +485,37 @@ def _runs() -> TablePanel:
 
 
 def _health() -> TimeseriesPanel:
-    counted = {
-        "failures of": ("job_component_error_type:langchain_quota_errors", "component"),
-        "calls without the store:": (
-            "job_agent_store_action:langchain_quota_store_fallbacks",
-            "store, action",
-        ),
-        "calls that no limit checked:": ("job_agent_kind:langchain_quota_unchecked_calls", "kind"),
-    }
-    failed = {
-        what: f"{ask.grown(f'{series}:increase15s', ask.BAR, by=labels)} > 0"
-        for what, (series, labels) in counted.items()
-    }
+    def counted(series: str, label: str, *only: str) -> str:
+        return f"{ask.grown(f'{series}:increase15s', ask.BAR, *only, by=label)} > 0"
+
+    fallbacks = "job_agent_store_action:langchain_quota_store_fallbacks"
+    requests = "job_instance_store_outcome:langchain_quota_store_requests"
+    errors, hidden = "job_component_error_type:langchain_quota_errors", "near threads hidden"
+    unchecked = "job_agent_kind:langchain_quota_unchecked_calls"
     near = ask.select("langchain_quota_subjects", 'scope="thread",state="near",shown="false"')
-    return show.bars(
+    failed = {
+        "failures of ": counted(errors, "component"),
+        "calls that no limit checked: ": counted(unchecked, "kind"),
+        hidden: f"sum({near}) > 0",
+    }
+    of_stores = {
+        "failed requests to": counted(requests, "store", 'outcome!="ok"'),
+        "calls blocked without": counted(fallbacks, "store", 'action="block"'),
+        "calls allowed without": counted(fallbacks, "store", 'action="allow"'),
+    }
+    panel = show.bars(
         show.Place(52, 12, 8),
         "What failed",
-        "Failures since the previous bar, calls that were checked without the shared store, and so "
-        "blocked or allowed, and calls that no limit checked. Hidden threads near a limit have no "
-        "series, and are in no table.",
+        "Failures since the previous bar, those of stores also by store. Then calls that were "
+        "blocked or allowed because a store did not answer, and calls that no limit checked. "
+        "Hidden threads near a limit have no series, and are in no table.",
         [
-            show.Query(ask.together(failed), "{{what}} {{component}}{{kind}}{{action}} {{store}}"),
-            show.Query(f"sum({near}) > 0", "near threads hidden", properties=show.LINE),
+            show.Query(ask.together(failed), "{{what}}{{component}}{{kind}}"),
+            show.Query(ask.together(of_stores), "{{what}} {{store}}"),
         ],
         unit=COUNT,
-    ).no_value("Nothing failed.")
+    )
+    return show.style(panel, {hidden: show.LINE}).no_value("Nothing failed.")
 
 
 def _or_zero(expr: str) -> str:
