@@ -12,8 +12,7 @@ from langchain_quota.core.checks import (
     run_counter,
     thread_counter,
 )
-from langchain_quota.core.decide import Breach
-from langchain_quota.core.decision import Decision
+from langchain_quota.core.decide import Breach, Verdict
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ToolCallLimit
@@ -36,9 +35,9 @@ class Used:
 
 @dataclass(frozen=True)
 class Checked:
-    """The decision about each call, the limits whose refusals hold, and the answer behind them."""
+    """The verdict about each call, the limits whose refusals hold, and the answer behind them."""
 
-    decisions: tuple[Decision, ...]
+    verdicts: tuple[Verdict, ...]
     breaches: list[Breach]
     request: Batch
     result: AcquireResult
@@ -100,8 +99,8 @@ def check(
         make=_never,
     )
     result = request.by_state()
-    decisions, breaches = request.decide(result, charging=charging)
-    return Checked(tuple(decisions), breaches, request, result)
+    verdicts, breaches = request.decide(result, charging=charging)
+    return Checked(tuple(verdicts), breaches, request, result)
 
 
 def request_of(

@@ -51,7 +51,7 @@ def tracked_bytes(threads: int, limits: int) -> int:
     def record(thread: int) -> None:
         call = Call("tool", "search", "call_1", agent="benchmark", thread_id=f"thread-{thread}")
         usage = {each.limit.counter: Used(1, 1) for each in terms}
-        recorder.record(check(terms, usage, [call]).decisions, started=time.time_ns())
+        recorder.record(check(terms, usage, [call]).verdicts, started=time.time_ns())
 
     # The series of the counters are there before.
     record(-1)

@@ -57,7 +57,7 @@ def tracked(threads: int, *, first: int = 0, all_near: bool = False) -> Collecto
         count = NEAR if all_near else used(thread)
         call = Call("tool", "search", "call_1", agent="benchmark", thread_id=f"thread-{thread}")
         usage = {each.limit.counter: Used(count, 1) for each in terms}
-        recorder.record(check(terms, usage, [call]).decisions, started=time.time_ns())
+        recorder.record(check(terms, usage, [call]).verdicts, started=time.time_ns())
     return registry
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
@@ -29,6 +29,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from benchmarks.optional import required
 from benchmarks.report import Table, number
+from benchmarks.workloads import verdict
 from langchain_quota import (
     ConcurrencyLimit,
     MemoryStore,
@@ -40,7 +41,7 @@ from langchain_quota import (
     ToolCallLimit,
 )
 from langchain_quota.telemetry import recorder_of
-from langchain_quota.testing import ScriptedChatModel, captured_decisions
+from langchain_quota.testing import ScriptedChatModel
 
 if TYPE_CHECKING:
     from langchain_quota import RedisStore
@@ -164,14 +165,12 @@ class Traffic:
         self._agents = [self._agent(f"shared-{index}", store) for index, store in enumerate(stores)]
 
     async def remember(self, threads: int) -> None:
-        """Let metrics know so many threads, as after a long time: what a run tells, for each."""
-        with captured_decisions() as decisions:
-            await self.run(1)
-        recorder = recorder_of(self._telemetry)
+        """Let metrics know so many threads, as after a long time."""
+        await self.run(1)
+        recorder, told = recorder_of(self._telemetry), verdict(2)
         for index in range(threads):
-            for decision in decisions:
-                call = decision.call._replace(thread_id=f"old-{index}")
-                recorder.record([decision._replace(call=call)], started=time.time_ns())
+            call = told.call._replace(thread_id=f"old-{index}")
+            recorder.record([replace(told, call=call)], started=time.time_ns())
             if index % 5_000 == 0:
                 generate_latest(self.registry)
 

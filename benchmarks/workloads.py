@@ -20,8 +20,7 @@ from benchmarks.checked import Used, check, request_of
 from langchain_quota import MemoryStore, Telemetry
 from langchain_quota.core.admission import admit
 from langchain_quota.core.checks import ResolvedLimit, ResolvedLimits, demands_of
-from langchain_quota.core.decide import decide
-from langchain_quota.core.decision import Decision
+from langchain_quota.core.decide import Verdict, decide
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.context import fixed
@@ -107,10 +106,10 @@ def prepare(work: Work) -> Repeat:
     return repeated
 
 
-def decision(limits: int) -> Decision:
+def verdict(limits: int) -> Verdict:
     """A call that runs, by so many limits on one tool, of a thread."""
     call = Call("tool", "search", "call_1", agent="benchmark", thread_id="thread-1")
-    return check(_limits(limits), {"search": Used(7, 3)}, [call]).decisions[0]
+    return check(_limits(limits), {"search": Used(7, 3)}, [call]).verdicts[0]
 
 
 def _prepared(work: Work) -> Repeat:
@@ -148,20 +147,20 @@ def _steps(work: Step) -> Repeat:
 
 def _emitting(limits: int, mode: scenes.Mode) -> Repeat:
     recorder = recorder_of(scenes.telemetry(mode))
-    decisions = [decision(limits)]
+    verdicts = [verdict(limits)]
     tasks = count()
     # The series are made with the first decision; that is no part of a step.
-    recorder.record(decisions, started=time.time_ns())
+    recorder.record(verdicts, started=time.time_ns())
 
     def emit(number: int) -> None:
         for _ in repeat(None, number):
-            recorder.record(decisions, started=time.time_ns(), task_id=f"task-{next(tasks)}")
+            recorder.record(verdicts, started=time.time_ns(), task_id=f"task-{next(tasks)}")
 
     return emit
 
 
 def _checking(limits: int) -> Repeat:
-    calls = [decision(1).call]
+    calls = [verdict(1).call]
     used = {"search/thread": 7, "search/run": 3}
 
     def checked() -> None:
@@ -194,7 +193,7 @@ def attributes() -> dict[str, AttributeValue]:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     telemetry = Telemetry(registry=CollectorRegistry(), tracer_provider=provider)
-    recorder_of(telemetry).record([decision(1)], started=time.time_ns())
+    recorder_of(telemetry).record([verdict(1)], started=time.time_ns())
     (span,) = exporter.get_finished_spans()
     return dict(span.attributes or {})
 

@@ -123,7 +123,7 @@ async def test_a_receipt_of_calls_with_one_id(
 @pytest.mark.parametrize(
     "part",
     [
-        "telemetry.receipts.OpenReceipt.add_decisions",
+        "telemetry.receipts.OpenReceipt.add_verdicts",
         "telemetry.receipts.OpenReceipt.refund",
         "telemetry.recorder.open_receipts",
         "telemetry.stream.get_stream_writer",

@@ -8,14 +8,21 @@ from langchain.agents.middleware.types import ResponseT, hook_config
 from langgraph.runtime import Runtime
 
 from langchain_quota.core.admission import AcquireResult
-from langchain_quota.core.decide import status
+from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import Decision
 from langchain_quota.features.run_telemetry import Unchecked
 from langchain_quota.features.setup_checks import CountWarnings, DeepAgents
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.base import ContextT, LimitMiddleware, WrittenResponse
-from langchain_quota.middleware.calls import Batch, HookResult, Update, model_counts
+from langchain_quota.middleware.calls import (
+    OF_RUN,
+    OF_THREAD,
+    Batch,
+    HookResult,
+    Update,
+    model_counts,
+)
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools, end_again
 from langchain_quota.middleware.context import call_context
 from langchain_quota.middleware.feature import Handler, Request
@@ -140,16 +147,16 @@ class ToolCallLimitMiddleware(
 
     def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
         hook_result = conclude_tools(batch, result)
-        decisions, update = hook_result.decisions, hook_result.update
+        verdicts, update = hook_result.verdicts, hook_result.update
         if self._on_pending == "raise" and result.stopped and update is not None:
-            pending = {str(decision.call.tool) for decision in decisions if not decision.limits}
+            pending = {str(verdict.call.tool) for verdict in verdicts if not verdict.limits}
             if pending:
                 error = NotImplementedError(
                     "Cannot end the run with other tool calls pending: "
                     f"{', '.join(sorted(pending))}. "
                     "Use on_pending='skip', or exit_behavior 'continue' or 'error'"
                 )
-                return HookResult(decisions, error=error)
+                return HookResult(verdicts, error=error)
         if update is not None and THREAD_TOOLS in update:
             # LangChain's count of the run has the refused calls, too.
             update[RUN_TOOLS] = attempted = {**(batch.state.get(RUN_TOOLS) or {})}
@@ -280,12 +287,13 @@ class ModelCallLimitMiddleware(
         context = call_context(runtime).answered_by(name)
         call = Call("model", agent=context.agent, thread_id=context.thread_id)
         (limit,) = self.kernel.resolver.fixed["model"].limits
-        charged = status(limit, model_counts(state), call.amount)
+        counts = model_counts(state)
+        charge = Verdict.of_charge(call, limit, counts, call.amount)
         # Two limiters count one call in one task.
-        self.kernel.recorder.record_charge(call, charged, task_id=context.task(self.name))
-        thread, run, *_ = charged.counts
-        written = Ledger(counts={"run_model": run.used, "model_counted": True})
-        return {THREAD_MODEL: thread.used, LEDGER: written}
+        self.kernel.recorder.record_charge(charge, task_id=context.task(self.name))
+        of_thread, of_run = counts[OF_THREAD] + call.amount, counts[OF_RUN] + call.amount
+        written = Ledger(counts={"run_model": of_run, "model_counted": True})
+        return {THREAD_MODEL: of_thread, LEDGER: written}
 
 
 def _is_counted(state: State) -> bool:

@@ -1,6 +1,5 @@
 """Methods of middlewares: reset the counts of a thread, or of another subject."""
 
-from collections import Counter
 from datetime import timedelta
 from typing import Any, overload
 
@@ -12,8 +11,6 @@ from langgraph.types import PregelTask
 
 from langchain_quota.agents.subject_methods import CountName, Id, SubjectMethods
 from langchain_quota.core.checks import Check, ResolvedLimit, store_counter
-from langchain_quota.core.decide import status
-from langchain_quota.core.decision import LimitStatus
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import THREAD
@@ -150,8 +147,8 @@ def _windows(limit: Limit) -> list[timedelta | CalendarWindow | None]:
     return [*in_all, *(quota.period for quota in limit.quotas if quota.per == THREAD)]
 
 
-def _unused(limit: Limit) -> LimitStatus:
-    """Return the status of a thread's limit when it has used nothing."""
+def _unused(limit: Limit) -> ResolvedLimit:
+    """Return a limit with the counts of a thread that an application can show."""
     thread = None if callable(limit.thread_limit) else limit.thread_limit
     unused = ResolvedLimit.of(limit, thread=thread, run=None)
     quotas = (
@@ -159,4 +156,4 @@ def _unused(limit: Limit) -> LimitStatus:
         for quota in limit.quotas
         if quota.per == THREAD and not quota.smooth and not callable(quota.limit)
     )
-    return status(unused._replace(checks=(*unused.checks, *quotas)), Counter(), 0)
+    return unused._replace(checks=(*unused.checks, *quotas))

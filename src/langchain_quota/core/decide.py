@@ -1,74 +1,186 @@
-"""The decision about each call of a batch, and the limits whose refusals hold."""
+"""The verdict about each call of a batch, and the limits whose refusals hold."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Self
 
 from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.checks import CallChecks, Check, ResolvedLimit, ResolvedLimits
-from langchain_quota.core.decision import CountStatus, Decision, LimitStatus, Outcome, Reason
+from langchain_quota.core.decision import (
+    Answer,
+    CountStatus,
+    Decision,
+    LimitStatus,
+    Outcome,
+    Reason,
+)
+from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, Call, Exit, Scope
+from langchain_quota.runtime.units import near_threshold
 
 
-def status(  # noqa: PLR0913 - keyword-only, with defaults
-    resolved: ResolvedLimit,
-    counts: Mapping[str, int],
-    amount: int,
-    *,
-    refused_at: Scope | None = None,
-    charging: bool = True,
-    refusal_does: Exit | None = None,
-    spent: int | None = None,
-    frozen: Collection[str] = (),
-) -> LimitStatus:
-    """Return the status of a limit at one call."""
-    limit, run_check = resolved.limit, resolved.checks[1]
-    is_budget, runs = limit.unit != "calls", amount > 0
-    if is_budget:
-        # What a call uses is only known after it finishes.
-        amount, charging = spent or 0, spent is not None
-    reason: Reason | None = None
-    exit_behavior: Exit = limit.exit_behavior
-    if refusal_does and (refused_at is not None or exit_behavior != "ask"):
-        exit_behavior = refusal_does
-    if refused_at is not None:
-        reason = "store" if refused_at == STORE else run_check.reason
-        if frozen and (refused_at in {c.scope for c in resolved.checks if c.counter in frozen}):
-            reason = "frozen"
-    return LimitStatus(
-        limit=limit.name,
-        exit_behavior=exit_behavior,
-        counts=tuple(
+@dataclass(slots=True, eq=False)
+class Verdict:
+    """What came out for one call: whether it runs, the counts before it, and who refuses it.
+
+    Metrics, spans, logs and all other readers get it, and nobody changes it. It refers to no state,
+    message or request. The public `decision` is made when somebody reads it.
+
+    Attributes:
+        limits: The limits that match the call.
+        before: The counts before the call, by name.
+        amounts: What the call adds to the counts of each limit.
+        charged: Whether the call is charged to each limit by this verdict.
+        deferred: The names of the limits that count the call when it has returned.
+        refused: The limits that refuse the call, or another one with its id, and their scopes.
+        exits: What the refusals of limits do, where it is not their `exit_behavior`.
+        frozen: The names of the counts whose subject is frozen.
+        needs_slot: Whether the call runs only if it gets a slot, about which another verdict says.
+    """
+
+    call: Call
+    outcome: Outcome
+    limits: Sequence[ResolvedLimit] = ()
+    before: Mapping[str, int] = field(default_factory=dict)
+    amounts: Sequence[int] = ()
+    charged: Sequence[bool] = ()
+    deferred: Collection[str] = ()
+    refused: Mapping[str, Scope] = field(default_factory=dict)
+    exits: Mapping[str, Exit] = field(default_factory=dict)
+    frozen: Collection[str] = ()
+    answer: Answer | None = None
+    waited: float = 0.0
+    downgraded_by: str = ""
+    needs_slot: bool = False
+    _decision: Decision | None = field(default=None, init=False)
+
+    @classmethod
+    def of_charge(
+        cls, call: Call, limit: ResolvedLimit, before: Mapping[str, int], amount: int
+    ) -> Self:
+        """Return the verdict about an allowed call that is charged to a limit now."""
+        return cls(call, Outcome.ALLOWED, (limit,), before, (amount,), (True,))
+
+    def joined(self, slot: "Verdict") -> "Verdict":
+        """Return the verdict about the call by all limits, after that about its slots."""
+        return replace(
+            self,
+            outcome=slot.outcome,
+            limits=(*self.limits, *slot.limits),
+            before={**self.before, **slot.before},
+            amounts=(*self.amounts, *slot.amounts),
+            charged=(*self.charged, *slot.charged),
+            refused={**self.refused, **slot.refused},
+            waited=self.waited + slot.waited,
+        )
+
+    @property
+    def decision(self) -> Decision:
+        """Public record of the verdict."""
+        if self._decision is None:
+            statuses = tuple(map(self._status, self.limits, self.amounts, self.charged))
+            self._decision = Decision(
+                self.call, self.outcome, statuses, self.answer, self.waited, self.downgraded_by
+            )
+        return self._decision
+
+    @property
+    def leading(self) -> int | None:
+        """Index of the limit to show: the first that refuses, else that of the highest share."""
+        indexes = range(len(self.limits))
+        if self.refused:
+            refusing = [index for index in indexes if self.limits[index].limit.name in self.refused]
+            if refusing:
+                return min(refusing, key=lambda index: not self.limits[index].limit.enforce)
+        return max(indexes, key=self.share, default=None)
+
+    def share(self, index: int) -> float:
+        """Return the largest used share of a limit, from 0; a limit of 0 counts as fully used."""
+        added = self.amounts[index]
+        return max(
             [
-                CountStatus(
-                    check.scope,
-                    counts[check.counter],
-                    counts[check.counter] + amount,
-                    check.maximum,
-                    check.subject,
-                    check.resets_at,
-                    check.per,
-                    check.spacing > 0,
-                    check.spacing,
-                    check.granted,
-                    check.window,
-                )
-                for check in resolved.checks
-            ]
-        ),
-        reason=reason,
-        scope=None if reason == "store" else refused_at,
-        charged=charging and runs and reason is None,
-        deferred=runs and not charging,
-        enforced=limit.enforce,
-        near=limit.near,
-        alert=limit.alert,
-        computed=tuple([check.scope for check in resolved.checks if check.computed]),
-        shared=resolved.shared,
-        unit=limit.unit,
-        needs=run_check.needs if is_budget and reason == "exhausted" else 0,
-    )
+                (self.before[check.counter] + added) / check.maximum if check.maximum else 1.0
+                for check in self.limits[index].checks
+                if check.maximum is not None
+            ],
+            default=0.0,
+        )
+
+    def exit_behavior(self, limit: Limit) -> Exit:
+        """Return what a refusal by a limit does, or would do."""
+        is_asking = limit.exit_behavior == "ask" and limit.name not in self.refused
+        return limit.exit_behavior if is_asking else self.exits.get(limit.name, limit.exit_behavior)
+
+    def is_near(self, index: int, near: float) -> bool:
+        """Return whether a count of a limit has reached its near share, or a default one."""
+        (limit, checks, *_), added = self.limits[index], self.amounts[index]
+        share = near if limit.near is None else limit.near
+        return any(
+            self.before[check.counter] + added >= near_threshold(check.maximum, share)
+            for check in checks
+            if check.maximum is not None
+        )
+
+    @property
+    def refused_by(self) -> Sequence[LimitStatus]:
+        """Limits that refuse the call, enforced ones first."""
+        return self.decision.refused_by if self.refused else ()
+
+    @property
+    def cost(self) -> int:
+        """Cost of a tool call in nanodollars, as the limits in dollars know it; else 0."""
+        costs = [
+            amount
+            for limit, amount in zip(self.limits, self.amounts, strict=True)
+            if limit.limit.unit == "nanodollars"
+        ]
+        return max(costs, default=0)
+
+    def _status(self, resolved: ResolvedLimit, amount: int, charged: bool) -> LimitStatus:  # noqa: FBT001 - one of three columns
+        """Return the status of a limit."""
+        limit, refused_at = resolved.limit, self.refused.get(resolved.limit.name)
+        reason: Reason | None = None
+        if refused_at is not None:
+            reason = "store" if refused_at == STORE else resolved.checks[-1].reason
+            for check in resolved.checks:
+                if check.scope == refused_at and check.counter in self.frozen:
+                    reason = "frozen"
+        needs = limit.unit != "calls" and reason == "exhausted"
+        return LimitStatus(
+            limit=limit.name,
+            exit_behavior=self.exit_behavior(limit),
+            counts=tuple(
+                [
+                    CountStatus(
+                        check.scope,
+                        self.before[check.counter],
+                        self.before[check.counter] + amount,
+                        check.maximum,
+                        check.subject,
+                        check.resets_at,
+                        check.per,
+                        check.spacing > 0,
+                        check.spacing,
+                        check.granted,
+                        check.window,
+                    )
+                    for check in resolved.checks
+                ]
+            ),
+            reason=reason,
+            scope=None if reason == "store" else refused_at,
+            charged=charged,
+            deferred=limit.name in self.deferred,
+            enforced=limit.enforce,
+            near=limit.near,
+            alert=limit.alert,
+            computed=tuple([check.scope for check in resolved.checks if check.computed]),
+            shared=resolved.shared,
+            unit=limit.unit,
+            needs=resolved.checks[0].needs if needs else 0,
+        )
 
 
 def decide(  # noqa: PLR0913 - keyword-only, with defaults
@@ -79,43 +191,46 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
     *,
     charging: bool = True,
     exits: Mapping[str, Exit] = MappingProxyType({}),
-) -> list[Decision]:
-    """Return the decision about each call."""
+    answer: Answer | None = None,
+    waited: float = 0.0,
+) -> list[Verdict]:
+    """Return the verdict about each call."""
     # A call runs only if every limit that matches it admits it; a blocked call is charged to none.
     # If refusals stop the batch, the calls that no limit refuses are skipped. A limit in a dry run
     # blocks nothing: the call runs, and is counted.
-    counts = dict(result.used)
-    decisions = []
+    counts = result.used
+    verdicts = []
     for call, (limits, demand), index in zip(calls, call_checks, index_of, strict=True):
         refused, admitted = result.refused[index], result.admitted[index]
         runs = admitted and not result.stopped
-        statuses = [
-            status(
-                limit,
-                counts,
-                int(runs),
-                refused_at=refused.get(limit.limit.name),
-                charging=charging,
-                refusal_does=exits.get(limit.limit.name),
-                spent=limit.checks[1].amount * runs if call.kind == "tool" else None,
-                frozen=result.frozen,
-            )
-            for limit in limits
-        ]
-        if runs:
-            for count, amount in demand.amounts.items():
-                counts[count] += amount
+        amounts, charged, deferred = [], [], []
+        for resolved in limits:
+            limit, amount, is_known = resolved.limit, int(runs), charging
+            if limit.unit != "calls":
+                # What a model call uses is only known after it finishes.
+                is_known = call.kind == "tool"
+                amount = resolved.checks[0].amount * runs if is_known else 0
+            amounts.append(amount)
+            charged.append(runs and is_known and limit.name not in refused)
+            if runs and not is_known:
+                deferred.append(limit.name)
         if not admitted:
             outcome = Outcome.BLOCKED
         elif result.stopped:
             outcome = Outcome.SKIPPED
         # Calls can share an id, and the refusal may belong to the other call.
-        elif refused and any(limit_status.reason for limit_status in statuses):
+        elif refused and any(resolved.limit.name in refused for resolved in limits):
             outcome = Outcome.WOULD_BLOCK
         else:
             outcome = Outcome.ALLOWED
-        decisions.append(Decision(call, outcome, tuple(statuses)))
-    return decisions
+        of_limits = limits, counts, amounts, charged, deferred
+        about = refused, exits, result.frozen, answer, waited
+        verdicts.append(Verdict(call, outcome, *of_limits, *about))
+        if runs and len(calls) > 1:
+            counts = {**counts}
+            for count, added in demand.amounts.items():
+                counts[count] += added
+    return verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +252,7 @@ def find_breaches(
     limits: ResolvedLimits,
     call_checks: Sequence[CallChecks],
     index_of: Sequence[int],
-    decisions: Sequence[Decision],
+    verdicts: Sequence[Verdict],
     result: AcquireResult,
 ) -> list[Breach]:
     """Return the enforced limits that refuse calls, in their order."""
@@ -146,15 +261,16 @@ def find_breaches(
         refusals: dict[int, tuple[Decision, LimitStatus]] = {}
         checks: Sequence[Check] = ()
         demand = Counter[str]()
-        for decision, of_call, index in zip(decisions, call_checks, index_of, strict=True):
-            for limit_status, matched in zip(decision.limits, of_call.limits, strict=True):
+        for verdict, of_call, index in zip(verdicts, call_checks, index_of, strict=True):
+            for number, matched in enumerate(of_call.limits):
                 if matched.limit is resolved.limit:
                     if not resolved.is_budget:
                         demand.update({check.counter for check in matched.checks})
-                    if limit_status.refused and limit_status.enforced:
+                    if matched.limit.name in verdict.refused and matched.limit.enforce:
                         # Which counts a limit has may depend on the call.
                         checks = checks or matched.checks
-                        refusals.setdefault(index, (decision, limit_status))
+                        refusal = verdict.decision.limits[number]
+                        refusals.setdefault(index, (verdict.decision, refusal))
         if not refusals:
             continue
         decision, refusal = next(iter(refusals.values()))

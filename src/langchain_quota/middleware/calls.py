@@ -6,7 +6,7 @@ conclusion = conclude(batch, result)
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from secrets import token_hex
@@ -23,8 +23,8 @@ from langchain_quota.core.admission import (
     admit,
 )
 from langchain_quota.core.checks import CallChecks, OnStoreError, ResolvedLimits, demands_of
-from langchain_quota.core.decide import Breach, decide, find_breaches
-from langchain_quota.core.decision import Answer, Decision, Refund
+from langchain_quota.core.decide import Breach, Verdict, decide, find_breaches
+from langchain_quota.core.decision import Answer, Refund
 from langchain_quota.limits.call import RUN, THREAD, Call, Exit
 from langchain_quota.limits.options import MODEL
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
@@ -57,14 +57,12 @@ def refund_corrections(step: str, refunds: Mapping[str, Amounts]) -> tuple[Corre
 
 
 class HookResult(NamedTuple):
-    """Decisions of a hook, and its update, refunds and exception."""
+    """Verdicts of a hook, and its update, refunds and exception."""
 
-    decisions: Sequence[Decision]
+    verdicts: Sequence[Verdict]
     update: Update | None = None
     refunds: Sequence[Refund] = ()
     error: Exception | None = None
-    # The indexes of the allowed calls about which the hook around their tool decides.
-    waiting: Collection[int] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -223,8 +221,8 @@ class Batch:
 
     def decide(
         self, result: AcquireResult, *, charging: bool = True
-    ) -> tuple[list[Decision], list[Breach]]:
-        """Return the decision about each call, and the enforced limits that refuse calls."""
+    ) -> tuple[list[Verdict], list[Breach]]:
+        """Return the verdict about each call, and the enforced limits that refuse calls."""
         exits: dict[str, Exit] = {}
         if any(result.refused):
             exits = {
@@ -241,17 +239,20 @@ class Batch:
         if self.pending is not None and self.limits.budgets:
             # What is left may be enough for the model.
             exits |= {budget.limit.name: "continue" for budget in self.limits.budgets}
-        decisions = decide(
-            self.calls, self.call_checks, self.index_of, result, charging=charging, exits=exits
+        verdicts = decide(
+            self.calls,
+            self.call_checks,
+            self.index_of,
+            result,
+            charging=charging,
+            exits=exits,
+            answer=self.answer,
+            waited=self.waited,
         )
-        if self.waited:
-            decisions = [decision._replace(waited=self.waited) for decision in decisions]
-        if self.answer is not None:
-            decisions = [decision._replace(answer=self.answer) for decision in decisions]
         if not any(result.refused):
-            return decisions, []
-        return decisions, find_breaches(
-            self.limits, self.call_checks, self.index_of, decisions, result
+            return verdicts, []
+        return verdicts, find_breaches(
+            self.limits, self.call_checks, self.index_of, verdicts, result
         )
 
 

@@ -10,7 +10,7 @@ from langchain_core.messages import AIMessage, AnyMessage, ToolMessage
 from langchain_quota.core import messages
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, admit
 from langchain_quota.core.checks import CallChecks
-from langchain_quota.core.decide import Breach
+from langchain_quota.core.decide import Breach, Verdict
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.stops import STOP, StopReason, reason_of
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
@@ -43,18 +43,18 @@ _ENDED = "a limit has ended this run"
 
 def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True) -> HookResult:
     """Return the hook result of a model call."""
-    decisions, breaches = batch.decide(result, charging=charging)
+    verdicts, breaches = batch.decide(result, charging=charging)
     error = _model_error(breaches) if breaches else None
     if error is not None:
-        return HookResult(decisions, error=error)
+        return HookResult(verdicts, error=error)
     written = Ledger()
-    if decisions[0].outcome is Outcome.BLOCKED:
+    if verdicts[0].outcome is Outcome.BLOCKED:
         message = _final_message(batch, breaches, batch.context.own_name)
         written["ended"] = message.id
-        return HookResult(decisions, {"jump_to": "end", "messages": [message], LEDGER: written})
+        return HookResult(verdicts, {"jump_to": "end", "messages": [message], LEDGER: written})
     (checks,) = batch.call_checks
     if not charging or not checks.limits:
-        return HookResult(decisions)
+        return HookResult(verdicts)
     charged = result.charged(batch.demands)
     after = {name: used + charged[name] for name, used in result.used.items()}
     update: Update = {LEDGER: written}
@@ -65,7 +65,7 @@ def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True
         of_thread, of_run = thread_model(batch.state) + 1, batch.used[OF_RUN] + 1
         written["counts"] = {"thread_model": of_thread, "run_model": of_run}
     update[LEDGER] = merge_ledgers(written, _final(batch, after))
-    return HookResult(decisions, update)
+    return HookResult(verdicts, update)
 
 
 def _final(batch: Batch, after: Mapping[str, int]) -> Ledger:
@@ -99,7 +99,7 @@ def add_reasons(
     batch: Batch, hook_result: HookResult, label: Callable[[str, str], str | None]
 ) -> StopReason | None:
     """Write into messages why their calls do not run; return why the run ends, if it does."""
-    update, decisions = hook_result.update, hook_result.decisions
+    update, verdicts = hook_result.update, hook_result.verdicts
     if not update or "messages" not in update:
         return None
 
@@ -109,10 +109,10 @@ def add_reasons(
         return reason_of(decision.outcome.value, status, subject=subject)
 
     refusals = [
-        (decision, status)
-        for decision in decisions
-        if decision.outcome is Outcome.BLOCKED
-        for status in decision.refused_by
+        (verdict.decision, status)
+        for verdict in verdicts
+        if verdict.outcome is Outcome.BLOCKED
+        for status in verdict.refused_by
         if status.enforced
     ]
     ending = batch.ledger.get("final_reason") if batch.ledger.get("final") else None
@@ -191,26 +191,26 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
         return _finalized(batch)
     if not (batch.limits.limits or batch.ledger.get("batch")):
         # Without limits nothing is counted. Calls without an id still get one.
-        allowed = [Decision(call, Outcome.ALLOWED) for call in batch.calls]
+        allowed = [Verdict(call, Outcome.ALLOWED) for call in batch.calls]
         answers = _answers((), batch, "")
         return HookResult(allowed, {"messages": answers} if answers else None)
-    decisions, breaches = batch.decide(result)
+    verdicts, breaches = batch.decide(result)
     ends: Exit = "continue"
     if result.stopped:
         ends = max((breach.exit_behavior for breach in breaches), key=_EXITS.index)
-        checked = iter(decisions)
-        decisions = [
-            next(checked) if call in batch.calls else Decision(call, Outcome.SKIPPED)
+        checked = iter(verdicts)
+        verdicts = [
+            next(checked) if call in batch.calls else Verdict(call, Outcome.SKIPPED)
             for call in batch.every_call
         ]
         if ends == "error":
-            return HookResult(decisions, error=_tool_error(breaches))
+            return HookResult(verdicts, error=_tool_error(breaches))
     counts = batch.tool_counts
-    refunds = _charge(batch, counts, decisions)
+    refunds = _charge(batch, counts, verdicts)
     if batch.sent is not None:
         _mirror(batch, counts, batch.sent, result)
     update = _update(batch, counts, breaches)
-    answers = _answers(decisions, batch, messages.SKIPPED)
+    answers = _answers(verdicts, batch, messages.SKIPPED)
     if ends == "end":
         message = _final_message(batch, breaches, batch.pending_calls.message.name)
         answers.append(message)
@@ -218,14 +218,14 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
         update[LEDGER]["ended"] = message.id
     if answers:
         update["messages"] = answers
-    return HookResult(decisions, update, refunds)
+    return HookResult(verdicts, update, refunds)
 
 
 def _finalized(batch: Batch) -> HookResult:
     """Skip all tools after the last model call of the budget, and end the run with its text."""
     pending = batch.pending_calls
-    decisions = [Decision(call, Outcome.SKIPPED) for call in batch.every_call]
-    answers = _answers(decisions, batch, messages.FINALIZED)
+    verdicts = [Verdict(call, Outcome.SKIPPED) for call in batch.every_call]
+    answers = _answers(verdicts, batch, messages.FINALIZED)
     update: Update = {"messages": answers, "jump_to": "end"}
     # With the structured response the run has its answer.
     if not pending.structured:
@@ -234,7 +234,7 @@ def _finalized(batch: Batch) -> HookResult:
         content = text if text.strip() else batch.ledger.get("final") or ""
         answers.append(AIMessage(content=content, name=message.name, id=str(uuid4())))
         update[LEDGER] = Ledger(ended=answers[-1].id)
-    return HookResult(decisions, update)
+    return HookResult(verdicts, update)
 
 
 def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
@@ -251,30 +251,30 @@ def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
     )
 
 
-def _charge(batch: Batch, counts: ToolCounts, decisions: Sequence[Decision]) -> list[Refund]:
+def _charge(batch: Batch, counts: ToolCounts, verdicts: Sequence[Verdict]) -> list[Refund]:
     """Charge allowed calls, and refund what other middlewares charged for blocked ones."""
     refunds: list[Refund] = []
     amounts: dict[tuple[str, str], int] = {}
     charged: dict[str, dict[str, int]] = {}
     paid: dict[str, Counter[str]] = {}
-    for decision in decisions:
-        call, call_id = decision.call, str(decision.call.id)
-        if decision.outcome in _NOT_RUN:
+    for verdict in verdicts:
+        call, call_id = verdict.call, str(verdict.call.id)
+        if verdict.outcome in _NOT_RUN:
             refunds += refunds_of(call, counts.refund(call_id))
             continue
         # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
         # charged to that limit, and so never refunded by its name.
-        statuses = [(batch.limits.by_name[limit.limit], limit) for limit in decision.limits]
         added: dict[str, int] = {}
-        for limit, status in [pair for pair in statuses if pair[0].counted]:
+        columns = zip(verdict.limits, verdict.amounts, verdict.charged, strict=True)
+        for (limit, *_), amount, is_charged in [row for row in columns if row[0].limit.counted]:
             # Limits that share a counter add the most to it.
-            cost = status.cost if limit.unit == "nanodollars" else 0
+            cost = amount if limit.unit == "nanodollars" else 0
             added[limit.counter] = max(cost or call.amount, added.get(limit.counter, 0))
-            if status.charged:
+            if is_charged:
                 names = charged.setdefault(call_id, {})
-                names[status.limit] = names.get(status.limit, 0) + call.amount
+                names[limit.name] = names.get(limit.name, 0) + call.amount
             if cost:
-                paid.setdefault(call_id, Counter())[status.limit] += cost
+                paid.setdefault(call_id, Counter())[limit.name] += cost
         for counter, amount in added.items():
             amounts[call_id, counter] = amounts.get((call_id, counter), 0) + amount
     for (call_id, counter), amount in amounts.items():
@@ -338,17 +338,17 @@ def _update(batch: Batch, counts: ToolCounts, breaches: Sequence[Breach]) -> Upd
     return {THREAD_TOOLS: counts.thread, LEDGER: written}
 
 
-def _answers(decisions: Sequence[Decision], batch: Batch, skipped: str) -> list[AnyMessage]:
+def _answers(verdicts: Sequence[Verdict], batch: Batch, skipped: str) -> list[AnyMessage]:
     """Return one answer for each call that does not run, blocked ones first."""
     # If the calls had no ids, the message comes first, with ids for them.
     pending = batch.pending_calls
     answers: dict[str, AnyMessage] = {}
     for outcome in _NOT_RUN:
-        for decision in decisions:
-            call_id = str(decision.call.id)
-            if decision.outcome is outcome and call_id not in answers:
+        for verdict in verdicts:
+            call_id = str(verdict.call.id)
+            if verdict.outcome is outcome and call_id not in answers:
                 text = skipped
                 if outcome is Outcome.BLOCKED:
-                    text = messages.refusal(decision, batch.limits.by_name)
-                answers[call_id] = answer_of_blocked(call_id, decision.call.tool, text)
+                    text = messages.refusal(verdict.decision, batch.limits.by_name)
+                answers[call_id] = answer_of_blocked(call_id, verdict.call.tool, text)
     return [*([pending.message] if pending.replaces else []), *answers.values()]

@@ -345,27 +345,26 @@ class Kernel:
         """Record the decisions unless the task is a re-run, and return the update."""
         if self.observers.present:
             self.observers.check(mode)
-        update, waiting = hook_result.update, hook_result.waiting
+        update, verdicts = hook_result.update, hook_result.verdicts
         reason = add_reasons(batch, hook_result, self.recorder.subject_label)
         noted = request_runs.get()
         if noted is not None:
             noted.checked = True
         if not (noted is None or reason is None or hook_result.error or batch.context.is_nested):
             # A run that a person has ended was not refused.
-            blocked = (one for one in hook_result.decisions if one.outcome is Outcome.BLOCKED)
-            noted.refusals += [decision for decision in blocked if decision.answer is None]
+            blocked = (one for one in verdicts if one.outcome is Outcome.BLOCKED)
+            noted.refusals += [one.decision for one in blocked if one.answer is None]
         ending = reason["limit"] if reason else ""
         if hook_result.error is not None:
-            refusals = (status for one in hook_result.decisions for status in one.refused_by)
+            refusals = (status for one in verdicts for status in one.refused_by)
             ending = next((status.limit for status in refusals if status.enforced), "")
         record = self.recorder.record(
-            hook_result.decisions,
+            verdicts,
             started=batch.started,
             error=hook_result.error,
             ended_by=ending,
             task_id=batch.context.task(batch.task),
             model=batch.model,
-            waiting=waiting,
         )
         if record.is_new and hook_result.refunds:
             self.recorder.record_refunds(hook_result.refunds)
@@ -375,7 +374,7 @@ class Kernel:
             written = merge_ledgers((update or {}).get(LEDGER, {}), batch.ledger_update)
             update = {**(update or {}), LEDGER: written}
         if self.observers.present:
-            made = [one for n, one in enumerate(hook_result.decisions) if n not in waiting]
+            made = [one.decision for one in verdicts if not one.needs_slot]
             await self.observers.notify(mode, made, record)
         return update
 

@@ -1,12 +1,13 @@
-"""The events that sinks receive: decisions about calls, with what their signals share."""
+"""The events that sinks receive: verdicts about calls, with what their signals share."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from opentelemetry.util.types import AttributeValue
 
-from langchain_quota.core.decision import Decision, LimitStatus
+from langchain_quota.core.decide import Verdict
+from langchain_quota.core.decision import LimitStatus
 from langchain_quota.limits.call import Scope
 from langchain_quota.runtime.units import Level, Unit
 
@@ -18,8 +19,8 @@ LimitSpend = tuple[str, Unit, int]
 LimitGrant = tuple[str, Scope, Unit, int]
 """The name of a limit, the scope of its threshold, its unit, and how much was added to it."""
 
-Notice = tuple[Decision, LimitStatus, Scope, Level | None]
-"""A decision, a limit, a scope, and the level that a call has reached there; `None` if it was
+Notice = tuple[Verdict, LimitStatus, Scope, Level | None]
+"""A verdict, a limit, a scope, and the level that a call has reached there; `None` if it was
 refused."""
 
 
@@ -35,9 +36,9 @@ class CallerLabels(NamedTuple):
 
 @dataclass(slots=True)
 class DecisionEvent:
-    """Decisions about calls of one agent and thread."""
+    """Verdicts about calls of one agent and thread."""
 
-    decisions: Sequence[Decision]
+    verdicts: Sequence[Verdict]
     caller: CallerLabels
     tools: Sequence[str] = ()
     """The labels of the calls' tools."""
@@ -45,19 +46,17 @@ class DecisionEvent:
     """When the check began, in nanoseconds since the Unix epoch."""
     duration: int = 0
     """How long the check took, in nanoseconds."""
-    waiting: Collection[int] = ()
-    """The indexes of the calls that run only if they get a slot: a decision about each follows."""
     error: BaseException | None = None
-    """The exception that the decisions raise into the agent."""
+    """The exception that the verdicts raise into the agent."""
     model: Callable[[], str | None] | None = None
     """Returns the name of the model that a model call is to reach, if that is known."""
     charged_calls: int = 0
-    """The number of calls that a charge counts, if this event is a charge and no decision."""
+    """The number of calls that a charge counts, if this event is a charge and no check."""
     exemplars: dict[int, Exemplar] = field(default_factory=dict)
     """The exemplars of the calls, by their indexes; none if tracing fails."""
     subjects: dict[tuple[str, Scope], str] = field(default_factory=dict)
     """The labels of subjects, by the name of the limit and the quota's name."""
     attributes: dict[str, AttributeValue] = field(default_factory=dict)
-    """What its spans say in place of what the decisions say."""
+    """What its spans say in place of what the verdicts say."""
     notices: list[Notice] = field(default_factory=list)
     """The refusals and crossed thresholds, which are logged."""

@@ -6,7 +6,9 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from langchain_quota import __version__
-from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
+from langchain_quota.core.checks import ResolvedLimit
+from langchain_quota.core.decide import Verdict
+from langchain_quota.core.decision import LimitStatus, Outcome, Refund
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, RUN, THREAD
 from langchain_quota.limits.calls import ConcurrencyLimit
@@ -74,7 +76,7 @@ class Metrics:
         self._charges = self._counters[names.LIMIT_DECISIONS.name]
         self._decision_seconds = self._histograms[names.DECISION_SECONDS.name]
         self._near_share = near_share
-        self._limits: dict[tuple[str, str], tuple[_LimitSettings, Counter]] = {}
+        self._limits: dict[tuple[str, str], tuple[ResolvedLimit, _LimitSettings, Counter]] = {}
         # A fork takes this lock, so no thread is inside prometheus_client at that moment. Otherwise
         # the child could inherit a lock of that package that nobody releases.
         self._lock = fork_safe_lock()
@@ -108,49 +110,53 @@ class Metrics:
             self._histograms[spec.name][labels].observe(seconds)
 
     def count_decisions(self, event: DecisionEvent) -> None:
-        """Count decisions for the calls and for each limit that matches one, and time the check."""
-        agent, kind = event.caller.agent, event.decisions[0].call.kind
-        shared = any(status.shared for decision in event.decisions for status in decision.limits)
+        """Count verdicts for the calls and for each limit that matches one, and time the check."""
+        agent, kind = event.caller.agent, event.verdicts[0].call.kind
+        shared = any(limit.shared for verdict in event.verdicts for limit in verdict.limits)
         # The duration is below 0 if the system's clock was set back during the check.
         seconds = max(0, event.duration) / 1e9
-        refused = False
         with self._lock:
             self._decision_seconds[kind, "store" if shared else "state"].observe(seconds)
-            for index, decision in enumerate(event.decisions):
+            for index, verdict in enumerate(event.verdicts):
                 exemplar, tool = event.exemplars.get(index), event.tools[index]
-                is_made = index not in event.waiting
-                self._calls[agent, kind, tool, decision.outcome].inc(is_made, exemplar)
-                if decision.downgraded_by:
+                self._calls[agent, kind, tool, verdict.outcome].inc(
+                    not verdict.needs_slot, exemplar
+                )
+                if verdict.downgraded_by:
                     downgraded = self._counters[names.DOWNGRADED.name]
-                    downgraded[agent, limit_label(decision.downgraded_by)].inc()
-            for index, decision in enumerate(event.decisions):
+                    downgraded[agent, limit_label(verdict.downgraded_by)].inc()
+            for index, verdict in enumerate(event.verdicts):
                 exemplar, tool = event.exemplars.get(index), event.tools[index]
-                for status in decision.limits:
-                    if status.unit != "calls" and status.cost:
-                        labels = agent, limit_label(status.limit), tool, Outcome.ALLOWED
+                columns = zip(verdict.limits, verdict.amounts, verdict.charged, strict=True)
+                for resolved, amount, charged in columns:
+                    limit = resolved.limit
+                    if limit.unit == "nanodollars" and amount:
+                        labels = agent, limit_label(limit.name), tool, Outcome.ALLOWED
                         tool_spend = self._counters[names.TOOL_SPENT.name][labels]
-                        tool_spend.inc(in_base_unit(status.cost, status.unit), exemplar)
-                    charges = self._charges_of(agent, status)
-                    if status.reason is None:
-                        if status.charged or (status.deferred and not status.enforced):
-                            charges.inc(decision.call.amount, exemplar)
-                    # A refusal without a scope comes from the store's outage, and from no limit.
-                    elif status.scope is not None:
-                        refused = True
+                        tool_spend.inc(in_base_unit(amount, limit.unit), exemplar)
+                    charges = self._charges_of(agent, resolved)
+                    is_deferred = limit.name in verdict.deferred and not limit.enforce
+                    if charged or (is_deferred and limit.name not in verdict.refused):
+                        charges.inc(verdict.call.amount, exemplar)
+                # A refusal without a scope comes from the store's outage, and from no limit.
+                for status in verdict.refused_by:
+                    if status.scope is not None:
                         self._refusals_of(agent, status).inc(exemplar=exemplar)
-        limit = find_ending_limit(event.decisions) if refused else None
-        if limit is not None:
-            self.count(names.RUNS_ENDED, 1, agent, limit_label(limit))
+        limit_name = find_ending_limit(event.verdicts)
+        if limit_name is not None:
+            self.count(names.RUNS_ENDED, 1, agent, limit_label(limit_name))
 
     def count_crossings(self, event: DecisionEvent) -> None:
         """Find the refusals and the thresholds that charges have crossed; count the latter."""
-        for decision in event.decisions:
-            for status in decision.limits:
-                if status.reason is not None and status.refusal_scope is not None:
-                    event.notices.append((decision, status, status.refusal_scope, None))
-                elif status.charged:
+        for verdict in event.verdicts:
+            for index in range(len(verdict.limits)):
+                if verdict.limits[index].limit.name in verdict.refused:
+                    status = verdict.decision.limits[index]
+                    event.notices.append((verdict, status, status.refusal_scope or "", None))
+                elif verdict.charged[index] and verdict.is_near(index, self._near_share):
+                    status = verdict.decision.limits[index]
                     levels = status.threshold_events(self._near_share)
-                    event.notices += [(decision, status, scope, level) for scope, level in levels]
+                    event.notices += [(verdict, status, scope, level) for scope, level in levels]
         for _, status, scope, reached in event.notices:
             if reached is not None:
                 labels = event.caller.agent, limit_label(status.limit), scope, reached
@@ -159,17 +165,17 @@ class Metrics:
     def count_charge(self, event: DecisionEvent) -> None:
         """Count a charge that is no part of a decision."""
         with self._lock:
-            for status in event.decisions[0].limits:
-                charges = self._charges_of(event.caller.agent, status)
+            for limit in event.verdicts[0].limits:
+                charges = self._charges_of(event.caller.agent, limit)
                 charges.inc(event.charged_calls, event.exemplars.get(0))
 
     def count_slot_decision(self, event: DecisionEvent) -> None:
-        """Count a decision about slots for its call, and the refusals of concurrency limits."""
+        """Count a verdict about slots for its call, and the refusals of concurrency limits."""
         agent, exemplar = event.caller.agent, event.exemplars.get(0)
         with self._lock:
-            for decision, tool in zip(event.decisions, event.tools, strict=True):
-                self._calls[agent, decision.call.kind, tool, decision.outcome].inc(1, exemplar)
-                for status in decision.limits:
+            for verdict, tool in zip(event.verdicts, event.tools, strict=True):
+                self._calls[agent, verdict.call.kind, tool, verdict.outcome].inc(1, exemplar)
+                for status in verdict.refused_by:
                     if status.scope is not None:
                         self._refusals_of(agent, status).inc(exemplar=exemplar)
 
@@ -221,55 +227,57 @@ class Metrics:
         scope = status.refusal_scope or NONE
         return self._refusals[agent, limit_label(status.limit), scope, outcome]
 
-    def _charges_of(self, agent: str, status: LimitStatus) -> Counter:
+    def _charges_of(self, agent: str, resolved: ResolvedLimit) -> Counter:
         """Return the counter of a limit's charges; create series for a limit with new settings."""
-        computed = status.computed
+        limit = resolved.limit
+        entry = self._limits.get((agent, limit.name))
+        if entry is not None and entry[0] is resolved:
+            return entry[2]
         settings: _LimitSettings = (
-            *(status.near, status.alert, status.enforced, status.unit),
+            *(limit.near, limit.alert, limit.enforce, limit.unit),
             *[
-                (count.spacing, None)
-                if count.scope in computed
-                else (count.spacing, count.limit and count.limit - count.granted)
-                for count in status.counts
+                (check.spacing, None)
+                if check.computed
+                else (check.spacing, check.maximum and check.maximum - check.granted)
+                for check in resolved.checks
             ],
         )
-        entry = self._limits.get((agent, status.limit))
-        if entry is None or entry[0] != settings:
-            charges = self._charges[agent, limit_label(status.limit), NONE, Outcome.ALLOWED]
-            entry = self._limits[agent, status.limit] = settings, charges
-            self._create_series(agent, limit_label(status.limit), status)
-        return entry[1]
+        charges = self._charges[agent, limit_label(limit.name), NONE, Outcome.ALLOWED]
+        self._limits[agent, limit.name] = resolved, settings, charges
+        if entry is None or entry[1] != settings:
+            self._create_series(agent, limit_label(limit.name), resolved)
+        return charges
 
-    def _create_series(self, agent: str, limit: str, status: LimitStatus) -> None:
+    def _create_series(self, agent: str, name: str, resolved: ResolvedLimit) -> None:
         """Create the series of a limit at 0, and set the gauges of its settings."""
-        for count in (count for count in status.counts if count.limit is not None):
-            _ = self._refusals[agent, limit, count.scope, Outcome.BLOCKED]
-            _ = self._counters[names.CROSSINGS.name][agent, limit, count.scope, Level.NEAR]
-            computed = count.scope in status.computed
-            if count.spacing or not computed:
-                amount = in_base_unit((count.limit or 0) - count.granted, status.unit)
-                unit = UNIT_LABELS[status.unit]
-                if count.spacing:
-                    amount, unit = rate_of(count.spacing, status.unit, count.window)
-                    if computed:
-                        amount, unit = 0, f"{status.unit} per second"
-                labels = agent, limit, count.scope, unit
+        limit = resolved.limit
+        for check in (check for check in resolved.checks if check.maximum is not None):
+            _ = self._refusals[agent, name, check.scope, Outcome.BLOCKED]
+            _ = self._counters[names.CROSSINGS.name][agent, name, check.scope, Level.NEAR]
+            if check.spacing or not check.computed:
+                amount = in_base_unit((check.maximum or 0) - check.granted, limit.unit)
+                unit = UNIT_LABELS[limit.unit]
+                if check.spacing:
+                    amount, unit = rate_of(check.spacing, limit.unit, check.window)
+                    if check.computed:
+                        amount, unit = 0, f"{limit.unit} per second"
+                labels = agent, name, check.scope, unit
                 self._gauges[names.LIMIT.name].labels(*labels).set(amount)
-        _ = self._counters[names.RUNS_ENDED.name][agent, limit]
-        if status.enforced and status.exit_behavior == "ask":
-            _ = self._counters[names.QUESTIONS.name][agent, limit, "asked"]
+        _ = self._counters[names.RUNS_ENDED.name][agent, name]
+        if limit.enforce and limit.exit_behavior == "ask":
+            _ = self._counters[names.QUESTIONS.name][agent, name, "asked"]
         # A limit in dry run stops no call, so nobody is near it.
-        if status.enforced:
-            near = self._near_share if status.near is None else status.near
-            alert = str(status.alert).lower()
-            self._gauges[names.LIMIT_NEAR.name].labels(agent, limit, alert).set(near)
+        if limit.enforce:
+            near = self._near_share if limit.near is None else limit.near
+            alert = str(limit.alert).lower()
+            self._gauges[names.LIMIT_NEAR.name].labels(agent, name, alert).set(near)
 
 
-def find_ending_limit(decisions: Sequence[Decision]) -> str | None:
-    """Return the first limit that ends the run with these decisions, or `None`."""
-    for decision in decisions:
-        if decision.outcome is Outcome.BLOCKED:
-            for status in decision.refused_by:
+def find_ending_limit(verdicts: Sequence[Verdict]) -> str | None:
+    """Return the first limit that ends the run with these verdicts, or `None`."""
+    for verdict in verdicts:
+        if verdict.outcome is Outcome.BLOCKED:
+            for status in verdict.refused_by:
                 ends = status.enforced and status.exit_behavior != "continue"
                 if ends and status.scope is not None:
                     return status.limit

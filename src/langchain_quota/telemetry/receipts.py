@@ -11,7 +11,8 @@ from itertools import chain
 from typing import Any
 from uuid import UUID
 
-from langchain_quota.core.decision import Decision, Outcome, Refund
+from langchain_quota.core.decide import Verdict
+from langchain_quota.core.decision import Outcome, Refund
 from langchain_quota.limits.call import Call, Kind, ModelUsage
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import NANODOLLARS, as_dollars, as_time
@@ -159,21 +160,22 @@ class OpenReceipt(Receipt):
                 line = self._line(ended.agent, "model", next(iter(usage.models), ""))
                 _add(line, ModelUsage() if usage.cached else usage, 1, self._price(usage))
 
-    def add_decisions(self, decisions: Sequence[Decision], *, ended_by: str = "") -> None:
+    def add_verdicts(self, verdicts: Sequence[Verdict], *, ended_by: str = "") -> None:
         """Add blocked calls, what allowed tool calls cost, and the limit that ends the run."""
-        for call, outcome, limits, *_ in decisions:
-            if outcome is Outcome.BLOCKED:
+        for verdict in verdicts:
+            call = verdict.call
+            if verdict.outcome is Outcome.BLOCKED:
                 # A call is also blocked where a limit refuses another one with its id.
-                others = (one.limits for one in decisions if one.call.id == call.id)
-                checks = chain(limits, *others)
+                others = (one for one in verdicts if one.call.id == call.id)
+                checks = chain(*(one.decision.limits for one in (verdict, *others)))
                 limit = next((one.limit for one in checks if one.refused and one.enforced), "")
                 with self._lock:
                     blocked = self._line(call.agent or "", call.kind, call.tool or "").blocked
                     blocked[limit] = blocked.get(limit, 0) + 1
-            elif outcome is not Outcome.SKIPPED and call.kind == "tool":
-                self._pay(call, max((status.cost for status in limits), default=0))
+            elif verdict.outcome is not Outcome.SKIPPED and call.kind == "tool":
+                self._pay(call, verdict.cost)
         if ended_by:
-            self.ended_by.append((decisions[0].call.agent or "", ended_by))
+            self.ended_by.append((verdicts[0].call.agent or "", ended_by))
 
     def refund(self, refunds: Sequence[Refund]) -> None:
         """Refund what tool calls of this block have cost."""

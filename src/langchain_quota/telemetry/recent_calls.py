@@ -26,22 +26,21 @@ class RecentCalls:
         """The minutes, each with its allowed calls and its blocked ones."""
 
     def count(self, event: DecisionEvent, now: float) -> None:
-        """Count the calls of decisions; a charge has no tools, and counts none."""
+        """Count the calls of verdicts; a charge has no tools, and counts none."""
         minute = int(now // 60)
         if minute not in self.minutes:
             kept = {at: n for at, n in self.minutes.items() if at > minute - MINUTES}
             self.minutes = {**kept, minute: [0, 0]}
-        for index in range(len(event.tools)):
-            outcome = event.decisions[index].outcome
-            # Whether a call that waits for a slot runs is decided later.
-            if outcome is not Outcome.SKIPPED and index not in event.waiting:
-                self.minutes[minute][outcome is Outcome.BLOCKED] += 1
+        for verdict in event.verdicts if event.tools else ():
+            # Whether a call that needs a slot runs is decided later.
+            if verdict.outcome is not Outcome.SKIPPED and not verdict.needs_slot:
+                self.minutes[minute][verdict.outcome is Outcome.BLOCKED] += 1
 
     def keep_refusals(self, event: DecisionEvent) -> None:
         """Keep what limits have refused, with the traces of the calls."""
         now = time.time()
-        for index, decision in enumerate(event.decisions):
-            refused = (status for status in decision.refused_by if status.enforced)
+        for index, verdict in enumerate(event.verdicts):
+            refused = (status for status in verdict.refused_by if status.enforced)
             self.refusals += [_kept(event, index, status, now) for status in refused]
 
 
@@ -72,7 +71,7 @@ def _kept(event: DecisionEvent, index: int, status: LimitStatus, now: float) -> 
     label = event.subjects.get((status.limit, status.refusal_scope or ""), "")
     # The row of a quota per agent has the agent's name.
     row = label or (event.caller.agent if count is not None and count.per == "agent" else "")
-    tool = event.tools[index] if event.decisions[index].call.kind == "tool" else None
+    tool = event.tools[index] if event.verdicts[index].call.kind == "tool" else None
     trace = (event.exemplars.get(index) or {}).get("trace_id")
     about = {"at": now, "tool": tool, "trace_id": trace, "limit": limit_label(status.limit)}
     shown = {**about, **refusal_of(status, now), "subject": label}

@@ -5,7 +5,7 @@ The sinks are metrics, spans, the usage of threads and other subjects, and logs.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Self
 
-from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
+from langchain_quota.core.checks import ResolvedLimit
+from langchain_quota.core.decide import Verdict
+from langchain_quota.core.decision import Decision, Outcome, Refund
 from langchain_quota.core.stops import StopReason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, Call
@@ -163,54 +165,53 @@ class Recorder:
 
     def record(  # noqa: PLR0913 - keyword-only, with defaults
         self,
-        decisions: Sequence[Decision],
+        verdicts: Sequence[Verdict],
         *,
         started: int,
         error: BaseException | None = None,
         ended_by: str = "",
         task_id: str | None = None,
         model: "tuple[BaseChatModel, Mapping[str, object]] | None" = None,
-        waiting: Collection[int] = (),
-        whole: Decision | None = None,
+        whole: Verdict | None = None,
     ) -> TaskRecord:
-        """Record the decisions about a batch of one agent's calls, unless the task is a re-run.
+        """Record the verdicts about a batch of one agent's calls, unless the task is a re-run.
 
-        Those at the indexes `waiting` wait for a slot. After that, a decision has the concurrency
-        limits alone, and `whole` has all limits of its call.
+        A verdict about a slot has the concurrency limits alone, and `whole` has all limits of its
+        call.
         """
-        if not decisions:
+        if not verdicts:
             return TaskRecord(is_new=False)
         # The check began before the calls waited for room.
-        duration = time.time_ns() - started - int(decisions[0].waited * 10**9)
-        record = self._recent_tasks.add(task_id, [decision.outcome for decision in decisions])
+        duration = time.time_ns() - started - int(verdicts[0].waited * 10**9)
+        record = self._recent_tasks.add(task_id, [verdict.outcome for verdict in verdicts])
         if record.is_new:
-            made = [whole or one for n, one in enumerate(decisions) if n not in waiting]
             for captured in _captures.get():
+                made = ((whole or one).decision for one in verdicts if not one.needs_slot)
                 self._guard("observer", captured.extend, made)
             for receipt in self._guard("observer", open_receipts) or ():
-                self._guard("observer", receipt.add_decisions, decisions, ended_by=ended_by)
+                self._guard("observer", receipt.add_verdicts, verdicts, ended_by=ended_by)
             if not self._has_checked_settings:
                 self._has_checked_settings = True
                 self._guard("metrics", self._check_settings)
-            caller = self._labels_of(decisions[0].call.agent, decisions[0].call.thread_id)
-            tools = [self._shared.tools[caller.agent, decision.call.tool] for decision in decisions]
-            event = DecisionEvent(decisions, caller, tools, started, duration, waiting, error)
+            caller = self._labels_of(verdicts[0].call.agent, verdicts[0].call.thread_id)
+            tools = [self._shared.tools[caller.agent, verdict.call.tool] for verdict in verdicts]
+            event = DecisionEvent(verdicts, caller, tools, started, duration, error)
             if model is not None:
                 event.model = partial(self._guard, "tracing", _model_name, *model)
             self._dispatch(event, self._slot_sinks if whole else self._decision_sinks)
         return record
 
     def record_charge(
-        self, call: Call, status: LimitStatus, *, is_call: bool = True, task_id: str | None = None
+        self, charge: Verdict, *, is_call: bool = True, task_id: str | None = None
     ) -> None:
         """Record that a call, which was allowed before, is charged to a limit now."""
         if not self.is_new(task_id):
             return
+        call, (charged,) = charge.call, charge.limits
         # A limit in dry run counts a call when it checks it, because it may refuse it then.
-        charged_calls = call.amount if is_call and status.enforced else 0
-        decision = Decision(call, Outcome.ALLOWED, (status,))
+        charged_calls = call.amount if is_call and charged.limit.enforce else 0
         caller = self._labels_of(call.agent, call.thread_id)
-        event = DecisionEvent([decision], caller, charged_calls=charged_calls)
+        event = DecisionEvent([charge], caller, charged_calls=charged_calls)
         self._dispatch(event, self._charge_sinks)
 
     def record_refunds(self, refunds: Sequence[Refund]) -> None:
@@ -284,7 +285,7 @@ class Recorder:
         self.record_wait(call.agent, limit, outcome, sum(waits))
         if waits[0]:
             caller = self._labels_of(call.agent, call.thread_id)
-            waited = Decision(call, Outcome.ALLOWED, waited=waits[0])
+            waited = Verdict(call, Outcome.ALLOWED, waited=waits[0])
             event = DecisionEvent([waited], caller, [self._shared.tools[caller.agent, call.tool]])
             event.started = time.time_ns() - int(waits[0] * 10**9)
             event.attributes = {DECISION: outcome, LIMIT: limit_label(limit)}
@@ -304,20 +305,19 @@ class Recorder:
         self._guard("metrics", self._metrics.change_waiting, caller, limit, change)
         self._guard("threads", self._usage.change_waiting, caller, limit, change)
 
-    def record_slot_waits(self, decision: Decision, waited_for: str) -> None:
+    def record_slot_waits(self, verdict: Verdict, waited_for: str) -> None:
         """Record how long a call has waited for its slots, or in vain."""
-        call = decision.call
-        for status in decision.limits:
+        for name in (resolved.limit.name for resolved in verdict.limits):
             # After a refusal in dry run the call runs, so the other limits have allowed it.
-            outcome = (decision.outcome if status.refused else Outcome.ALLOWED).value
-            is_other = decision.outcome is Outcome.BLOCKED and not status.refused
-            if is_other or status.reason == STORE:
-                continue
-            waited = decision.waited if status.limit == waited_for else 0.0
-            self.record_wait(call.agent, status.limit, outcome, waited)
+            refused_at = verdict.refused.get(name)
+            outcome = verdict.outcome if refused_at else Outcome.ALLOWED
+            is_other = verdict.outcome is Outcome.BLOCKED and not refused_at
+            if not is_other and refused_at != STORE:
+                waited = verdict.waited if name == waited_for else 0.0
+                self.record_wait(verdict.call.agent, name, outcome.value, waited)
 
     def record_reset(
-        self, agent: str | None, thread_id: object, limits: Sequence[LimitStatus]
+        self, agent: str | None, thread_id: object, limits: Sequence[ResolvedLimit]
     ) -> None:
         """Record that a thread, if there is one, has used nothing."""
         self._guard("threads", self._usage.reset, self._labels_of(agent, thread_id), limits)

@@ -49,14 +49,14 @@ def write(name: EventName, reason: StopReason) -> None:
 
 
 def write_decisions(event: DecisionEvent) -> None:
-    """Write the downgrades, refusals and crossings of decisions, in their order."""
-    for decision in event.decisions:
-        for status in decision.limits:
-            if status.limit == decision.downgraded_by:
+    """Write the downgrades, refusals and crossings of verdicts, in their order."""
+    for verdict in event.verdicts:
+        for status in verdict.decision.limits if verdict.downgraded_by else ():
+            if status.limit == verdict.downgraded_by:
                 scope = max(status.counts, key=lambda count: count.share).scope
                 subject = event.subjects.get((status.limit, scope))
-                write("downgraded", reason_of(decision.outcome.value, status, scope, subject))
-    for decision, status, scope, level in event.notices:
+                write("downgraded", reason_of(verdict.outcome.value, status, scope, subject))
+    for verdict, status, scope, level in event.notices:
         subject = event.subjects.get((status.limit, scope))
-        reason = reason_of(decision.outcome.value, status, scope, subject)
+        reason = reason_of(verdict.outcome.value, status, scope, subject)
         write("refused" if level is None else _CROSSINGS[level], reason)

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from datetime import UTC
 from functools import lru_cache
 from typing import Literal
@@ -10,7 +11,9 @@ from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
 
 from langchain_quota import __version__
-from langchain_quota.core.decision import Answer, Decision, LimitStatus, Outcome
+from langchain_quota.core.checks import ResolvedLimit
+from langchain_quota.core.decide import Verdict
+from langchain_quota.core.decision import Answer, Outcome
 from langchain_quota.limits.call import STORE, THREAD, Call, Scope
 from langchain_quota.runtime.units import UNIT_LABELS, in_base_unit
 from langchain_quota.telemetry.events import DecisionEvent, Exemplar
@@ -80,27 +83,27 @@ class Tracing:
         self._thread_key = THREAD_LABEL if hashed_threads else CONVERSATION_ID
 
     def make_spans(self, event: DecisionEvent) -> None:
-        """Make the spans of decisions that get one, and set the exemplars of all."""
+        """Make the spans of verdicts that get one, and set the exemplars of all."""
         tracer = self._tracer or self._find_tracer()
         # A call's own span is its exemplar, so calls without one need another.
         if tracer is None or self._spans == "refused":
             self.set_active_exemplar(event)
         if tracer is None:
             return
-        for index, decision in enumerate(event.decisions):
-            if self._spans == "refused" and decision.outcome is Outcome.ALLOWED:
+        for index, verdict in enumerate(event.verdicts):
+            if self._spans == "refused" and verdict.outcome is Outcome.ALLOWED:
                 continue
-            error = event.error if decision.outcome is Outcome.BLOCKED else None
-            is_tool = decision.call.kind == "tool"
+            error = event.error if verdict.outcome is Outcome.BLOCKED else None
+            is_tool = verdict.call.kind == "tool"
             # Use the bounded label of the metrics in the name, because backends group spans by it.
             span = tracer.start_span(
                 f"check_quota tool {event.tools[index]}" if is_tool else "check_quota model",
-                attributes=self._attributes(event, decision, error)
-                | ({DECISION: WAITING} if index in event.waiting else event.attributes),
+                attributes=self._attributes(event, verdict, error)
+                | ({DECISION: WAITING} if verdict.needs_slot else event.attributes),
                 start_time=event.started,
             )
-            if decision.waited:
-                span.add_event(WAITED, {"seconds": decision.waited})
+            if verdict.waited:
+                span.add_event(WAITED, {"seconds": verdict.waited})
             if error is not None:
                 span.set_status(trace.StatusCode.ERROR, describe(error))
             span.end()
@@ -112,7 +115,7 @@ class Tracing:
     def set_active_exemplar(self, event: DecisionEvent) -> None:
         """Set the active span as the exemplar of all calls."""
         active = exemplar(trace.get_current_span().get_span_context())
-        event.exemplars = dict.fromkeys(range(len(event.decisions)), active)
+        event.exemplars = dict.fromkeys(range(len(event.verdicts)), active)
 
     def _find_tracer(self) -> trace.Tracer | None:
         """Return the tracer, or `None` as long as there is no SDK."""
@@ -125,38 +128,40 @@ class Tracing:
         return self._tracer
 
     def _attributes(
-        self, event: DecisionEvent, decision: Decision, error: BaseException | None
+        self, event: DecisionEvent, verdict: Verdict, error: BaseException | None
     ) -> Attributes:
         # The span begins with all attributes, so that a sampler sees them.
-        call, leading, caller = decision.call, decision.leading, event.caller
+        call, leading, caller = verdict.call, verdict.leading, event.caller
         attributes: Attributes = {
             **GUARDRAIL,
-            DECISION: decision.outcome.value,
+            DECISION: verdict.outcome.value,
             KIND: call.kind,
-            LIMITS: tuple([limit_label(status.limit) for status in decision.limits]),
+            LIMITS: tuple([limit_label(each.limit.name) for each in verdict.limits]),
         }
         if call.agent:
             attributes[AGENT_NAME] = caller.name
         if caller.thread is not None:
             attributes[self._thread_key] = caller.thread
-        cause = decision.downgraded_by
+        cause = verdict.downgraded_by
         attributes |= {DOWNGRADED_BY: limit_label(cause)} if cause else {}
         _add_called(attributes, event, call)
         if leading is not None:
-            _add_limit(attributes, leading)
-            subject = event.subjects.get((leading.limit, leading.scope or NONE))
+            _add_limit(attributes, verdict, leading)
+            limit = verdict.limits[leading].limit.name
+            subject = event.subjects.get((limit, verdict.refused.get(limit, NONE)))
             if subject is not None:
                 attributes[SUBJECT] = subject
-        if decision.answer is not None:
-            _add_answer(attributes, decision.answer, leading)
-        if decision.outcome is Outcome.BLOCKED and decision.resets_at is not None:
-            attributes[RESETS_AT] = decision.resets_at.astimezone(UTC).isoformat()
-        if error is not None:
-            attributes[ERROR_TYPE] = label(type(error).__qualname__)
-        elif decision.outcome is Outcome.BLOCKED:
-            attributes[LEVEL] = "WARNING"
-        if decision.outcome is Outcome.BLOCKED:
+        if verdict.answer is not None:
+            limits = verdict.limits[leading : leading + 1] if leading is not None else ()
+            _add_answer(attributes, verdict.answer, limits)
+        if verdict.outcome is Outcome.BLOCKED:
+            if (resets_at := verdict.decision.resets_at) is not None:
+                attributes[RESETS_AT] = resets_at.astimezone(UTC).isoformat()
             attributes[OUTPUT] = f"blocked by {attributes.get(LIMIT)} ({attributes.get(SCOPE)})"
+            if error is None:
+                attributes[LEVEL] = "WARNING"
+            else:
+                attributes[ERROR_TYPE] = label(type(error).__qualname__)
         return attributes
 
 
@@ -170,21 +175,24 @@ def _add_called(attributes: Attributes, event: DecisionEvent, call: Call) -> Non
         attributes[REQUEST_MODEL] = label(model)
 
 
-def _add_limit(attributes: Attributes, status: LimitStatus) -> None:
-    """Add the attributes of the limit that leads a decision."""
-    unit, scope = status.unit, status.reason and status.refusal_scope
-    attributes[LIMIT] = limit_label(status.limit)
+def _add_limit(attributes: Attributes, verdict: Verdict, index: int) -> None:
+    """Add the attributes of the limit that leads a verdict."""
+    (limit, checks, *_), scope = verdict.limits[index], None
+    attributes[LIMIT] = limit_label(limit.name)
+    if limit.name in verdict.refused:
+        scope = verdict.decision.limits[index].refusal_scope
     attributes[SCOPE] = scope or NONE
-    attributes[EXIT_BEHAVIOR] = status.exit_behavior
-    if unit != "calls":
-        attributes[UNIT] = UNIT_LABELS[unit]
-    for count in status.counts:
-        used, limit = _keys_of(count.scope)
+    attributes[EXIT_BEHAVIOR] = verdict.exit_behavior(limit)
+    if limit.unit != "calls":
+        attributes[UNIT] = UNIT_LABELS[limit.unit]
+    for check in checks:
+        used, most = _keys_of(check.scope)
         # Without the store, the use of the thread's other runs is unknown.
-        if scope != STORE or count.scope != THREAD:
-            attributes[used] = in_base_unit(count.used, unit)
-        if count.limit is not None:
-            attributes[limit] = in_base_unit(count.limit, unit)
+        if scope != STORE or check.scope != THREAD:
+            count = verdict.before[check.counter] + verdict.amounts[index]
+            attributes[used] = in_base_unit(count, limit.unit)
+        if check.maximum is not None:
+            attributes[most] = in_base_unit(check.maximum, limit.unit)
 
 
 @lru_cache
@@ -193,14 +201,14 @@ def _keys_of(scope: Scope) -> tuple[str, str]:
     return USED.format(scope=scope), LIMIT_OF.format(scope=scope)
 
 
-def _add_answer(attributes: Attributes, answer: Answer, status: LimitStatus | None) -> None:
-    """Add a person's answer, and what it grants to the limit that leads the decision."""
+def _add_answer(attributes: Attributes, answer: Answer, leading: Sequence[ResolvedLimit]) -> None:
+    """Add a person's answer, and what it grants to the limit that leads the verdict, if any."""
     attributes[ANSWER] = answer.type
     if answer.by:
         attributes[ANSWERED_BY] = label(answer.by)
-    granted = None if status is None else answer.granted.get(status.limit)
-    if status is not None and granted is not None:
-        attributes[GRANTED] = in_base_unit(granted, status.unit)
+    for limit, *_ in leading:
+        if (granted := answer.granted.get(limit.name)) is not None:
+            attributes[GRANTED] = in_base_unit(granted, limit.unit)
 
 
 def exemplar(context: trace.SpanContext) -> Exemplar:

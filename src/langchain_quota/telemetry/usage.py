@@ -17,8 +17,11 @@ from weakref import WeakSet
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from langchain_quota.core.decision import CountStatus, LimitStatus, Refund
-from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD
+from langchain_quota.core.checks import Check, ResolvedLimit
+from langchain_quota.core.decide import Verdict
+from langchain_quota.core.decision import Reason, Refund
+from langchain_quota.limits import Limit
+from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD, Call
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import Unit
 from langchain_quota.telemetry import workers
@@ -87,9 +90,8 @@ class UsageTable(Collector):
             self._path = self._directory / workers.FILES.replace("*", secrets.token_hex(8))
 
     def record_decisions(self, event: DecisionEvent) -> None:
-        """Add the decisions about calls of one agent and thread, in order."""
+        """Add the verdicts about calls of one agent and thread, in order."""
         now, caller = time.time(), event.caller
-        statuses = [status for decision in event.decisions for status in decision.limits]
         # A charge has no tools.
         thread, is_charge = None, not event.tools
         with self._lock:
@@ -97,39 +99,47 @@ class UsageTable(Collector):
             self._forget(now)
             if caller.thread is not None:
                 thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
-                for status in statuses:
-                    self._record(thread, status, now, is_charge=is_charge)
+                for verdict in event.verdicts:
+                    for index in range(len(verdict.limits)):
+                        self._record(thread, verdict, index, now, is_charge=is_charge)
             self._recent.count(event, now)
             # What the call of a charge costs is known to `spend`.
-            for decision in () if is_charge else event.decisions:
-                costs = [status.cost for status in decision.limits if status.unit == "nanodollars"]
-                self._add_cost(max(costs, default=0), thread, now)
+            for verdict in () if is_charge else event.verdicts:
+                self._add_cost(verdict.cost, thread, now)
+        self._record_quotas(event, thread, now, is_charge=is_charge)
+        if self._path is not None:
+            self._write_soon()
+
+    def _record_quotas(
+        self, event: DecisionEvent, thread: Subject | None, now: float, *, is_charge: bool
+    ) -> None:
+        """Set what the subjects of quotas have used, and add their labels to the event."""
         quotas = [
-            (*self._key_of(caller.agent, quota), status, quota)
-            for status in statuses
-            for quota in status.counts
+            (*self._key_of(event.caller.agent, check), verdict, index, check)
+            for verdict in event.verdicts
+            for index, resolved in enumerate(verdict.limits)
+            for check in resolved.checks
             # Root runs come without end, and nobody searches for one by its id.
-            if quota.per not in ("", THREAD, ROOT_RUN)
+            if check.per not in ("", THREAD, ROOT_RUN)
         ]
-        for key, label, status, quota in quotas:
+        for key, label, verdict, index, check in quotas:
+            limit = verdict.limits[index].limit
             with self._lock:
                 subject = self._touch(key, label, now)
-                use = _use_of(subject, status.limit, status.unit)
-                use.decided, use.near = now, self._near_share(status)
+                use = _use_of(subject, limit.name, limit.unit)
+                use.decided, use.near = now, self._near_share(limit)
                 # Limits in dry run, and smooth quotas, export no amounts.
-                has_number = status.enforced and not quota.smooth
-                use.numbers = (_number(status, quota),) if has_number else ()
-                if status.scope in (None, quota.scope):
-                    _note_outcome(use, status, now, is_charge=is_charge)
-                    if subject.label and status.reason == FROZEN:
-                        event.subjects[status.limit, FROZEN] = subject.label
-                    refusal = thread.uses[status.limit].refusal if thread else None
+                has_number = limit.enforce and not check.spacing
+                use.numbers = (_number(verdict, index, check),) if has_number else ()
+                if verdict.refused.get(limit.name) in (None, STORE, check.scope):
+                    reason = _note_outcome(use, verdict, index, now, is_charge=is_charge)
+                    if subject.label and reason == FROZEN:
+                        event.subjects[limit.name, FROZEN] = subject.label
+                    refusal = thread.uses[limit.name].refusal if thread else None
                     if thread is not None and refusal is not None and use.refused == now:
                         thread.line, refusal["subject"] = "", subject.label or ""
                 if subject.label:
-                    event.subjects[status.limit, quota.scope] = subject.label
-        if self._path is not None:
-            self._write_soon()
+                    event.subjects[limit.name, check.scope] = subject.label
 
     def keep_refusals(self, event: DecisionEvent) -> None:
         """Keep what limits have refused, with the traces of the calls."""
@@ -184,16 +194,17 @@ class UsageTable(Collector):
             self._add_cost(max(costs, default=0), thread, now)
         self._write_soon()
 
-    def reset(self, caller: CallerLabels, limits: Sequence[LimitStatus]) -> None:
-        """Set what a thread has used to 0; `limits` is their status after the reset."""
+    def reset(self, caller: CallerLabels, limits: Sequence[ResolvedLimit]) -> None:
+        """Set what a thread has used of limits to 0."""
         if caller.thread is None:
             return
         now = time.time()
         with self._lock:
             thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
-            for status in limits:
-                if status.limit not in thread.uses:
-                    self._record(thread, status, now, is_charge=True)
+            for resolved in limits:
+                if resolved.limit.name not in thread.uses:
+                    unused = Verdict.of_charge(Call("model"), resolved, Counter(), 0)
+                    self._record(thread, unused, 0, now, is_charge=True)
             for use in thread.uses.values():
                 use.decided, use.refusal = now, ended(use.refusal, now)
                 use.numbers = tuple((0, limit, None, scope) for _, limit, _, scope in use.numbers)
@@ -319,32 +330,38 @@ class UsageTable(Collector):
             thread.line = ""
         return thread
 
-    def _record(self, thread: Subject, status: LimitStatus, now: float, *, is_charge: bool) -> None:
-        """Set what a thread has used of a limit, after a decision."""
-        use = _use_of(thread, status.limit, status.unit)
-        # When the call ran in an outage, no quota has an answer, and the state has no count. With a
-        # run limit alone, a store has no count of the thread.
-        has_no_thread = status.shared and {*status.scopes} <= {RUN}
-        is_unknown = has_no_thread and (not status.scopes or len(use.numbers) > 1)
-        if status.reason != STORE and not is_unknown:
+    def _record(
+        self, thread: Subject, verdict: Verdict, index: int, now: float, *, is_charge: bool
+    ) -> None:
+        """Set what a thread has used of a limit, after a verdict."""
+        resolved = verdict.limits[index]
+        limit, checks = resolved.limit, resolved.checks
+        use = _use_of(thread, limit.name, limit.unit)
+        is_unknown = False
+        if resolved.shared:
+            # When the call ran in an outage, no quota has an answer, and the state has no count.
+            # With a run limit alone, a store has no count of the thread.
+            scopes = {check.scope for check in checks if check.maximum is not None}
+            is_unknown = scopes <= {RUN} and (not scopes or len(use.numbers) > 1)
+        if verdict.refused.get(limit.name) != STORE and not is_unknown:
             use.decided = now
             use.numbers = tuple(
                 [
-                    _number(status, count)
-                    for count in status.counts
-                    if THREAD in (count.scope, count.per) and not count.smooth
+                    _number(verdict, index, check)
+                    for check in checks
+                    if THREAD in (check.scope, check.per) and not check.spacing
                 ]
             )
-        _note_outcome(use, status, now, is_charge=is_charge)
-        use.near = self._near_share(status)
+        _note_outcome(use, verdict, index, now, is_charge=is_charge)
+        use.near = self._near_share(limit)
 
-    def _near_share(self, status: LimitStatus) -> float | None:
+    def _near_share(self, limit: Limit) -> float | None:
         """Return the share from which a limit is near, or `None` in dry run: no call is stopped."""
-        if not status.enforced:
+        if not limit.enforce:
             return None
-        return self._near if status.near is None else status.near
+        return self._near if limit.near is None else limit.near
 
-    def _key_of(self, agent: str, quota: CountStatus) -> tuple[Key, str | None]:
+    def _key_of(self, agent: str, quota: Check) -> tuple[Key, str | None]:
         """Return the key of a quota's subject, and its label if the subject is new."""
         key = (agent, quota.scope, digest(quota.subject))
         if quota.per in _BOUNDED:
@@ -381,22 +398,29 @@ def _use_of(subject: Subject, limit: str, unit: Unit) -> Use:
     return use
 
 
-def _note_outcome(use: Use, status: LimitStatus, now: float, *, is_charge: bool) -> None:
-    """Note and count a refusal, except in an outage."""
-    if status.reason is None and not is_charge:
-        use.refusal = ended(use.refusal, now)
-    if status.reason not in (None, STORE) and status.enforced:
+def _note_outcome(
+    use: Use, verdict: Verdict, index: int, now: float, *, is_charge: bool
+) -> Reason | None:
+    """Note and count a refusal, except in an outage; return why a limit refuses the call."""
+    if verdict.limits[index].limit.name not in verdict.refused:
+        if use.refusal is not None and not is_charge:
+            use.refusal = ended(use.refusal, now)
+        return None
+    status = verdict.decision.limits[index]
+    if status.reason != STORE and status.enforced:
         scope = status.refusal_scope or ""
         # A new dict, because a concurrent scrape may read the old one.
         use.blocked = {**use.blocked, scope: use.blocked.get(scope, 0) + 1}
         use.refused, use.refusal = now, refusal_of(status, now)
+    return status.reason
 
 
-def _number(status: LimitStatus, count: CountStatus) -> Number:
+def _number(verdict: Verdict, index: int, check: Check) -> Number:
     """Return what is used of a limit in one scope."""
-    ends = None if count.resets_at is None else count.resets_at.timestamp()
-    used = count.before if status.deferred else count.used
-    return used, count.limit or 0, ends, count.scope
+    ends = None if check.resets_at is None else check.resets_at.timestamp()
+    is_deferred = verdict.limits[index].limit.name in verdict.deferred
+    used = verdict.before[check.counter] + (0 if is_deferred else verdict.amounts[index])
+    return used, check.maximum or 0, ends, check.scope
 
 
 _tables: WeakSet[UsageTable] = WeakSet()

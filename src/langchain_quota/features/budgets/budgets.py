@@ -9,6 +9,7 @@ counts of the state and of the store, where it replaces the reservation.
 from asyncio import CancelledError
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -191,12 +192,12 @@ class Budgets(Feature):
             batch.ledger_update = merge_ledgers(batch.ledger_update, Ledger(downgraded=by))
             if by:
                 batch.model = self._downgrades[by], {}
-            decisions = [decision._replace(downgraded_by=by) for decision in conclusion.decisions]
-            conclusion = conclusion._replace(decisions=decisions)
+            verdicts = [replace(verdict, downgraded_by=by) for verdict in conclusion.verdicts]
+            conclusion = conclusion._replace(verdicts=verdicts)
         if not self._second_check.has_reserves:
             return conclusion
         batch.save(self.name, {"admitted": first_check(batch, conclusion)})
-        return conclusion._replace(decisions=())
+        return conclusion._replace(verdicts=())
 
     def after_model(self, state: State, *, saved: bool) -> None:
         """Learn what is written; raise what a refused call could not raise in the model's step."""

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, CountRef
 from langchain_quota.core.checks import ResolvedLimits
-from langchain_quota.core.decide import status
+from langchain_quota.core.decide import Verdict
 from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.usage import charged_tokens
@@ -248,8 +248,8 @@ class Charging:
                 after = counts.get(check.key or "")
                 if after is not None:
                     before_call[check.counter] = max(0, after - amount)
-            shown = status(budget, before_call, 1, spent=amount)
-            self._recorder.record_charge(call, shown, is_call=is_call)
+            charge = Verdict.of_charge(call, budget, before_call, amount)
+            self._recorder.record_charge(charge, is_call=is_call)
 
     async def settle(self, mode: Mode | None, sent: AcquireRequest | None) -> AcquireResult | None:
         """Make corrections in the store; return its result by key, or `None` without one."""

@@ -69,10 +69,10 @@ def first_check(batch: Batch, conclusion: HookResult) -> Entries:
     """
     budgets = {budget.limit.name for budget in batch.limits.budgets}
     refused = {
-        status.limit: status.scope or STORE
-        for decision in conclusion.decisions
-        for status in decision.limits
-        if status.refused and status.limit not in budgets
+        limit: scope
+        for verdict in conclusion.verdicts
+        for limit, scope in verdict.refused.items()
+        if limit not in budgets
     }
     keys = batch.sent.keyed(batch.demands[0].amounts) if batch.sent else {}
     return {
@@ -254,9 +254,9 @@ def _result_of_both_checks(
     whole.counted, whole.granted, whole.frozen = used, {**first["granted"], **batch.granted}, frozen
     # While the store is unavailable, only these have the quotas' subjects.
     whole.original_limits = batch.original_limits
-    decisions, _ = whole.decide(AcquireResult(used, (refused,), (True,), frozen=frozen))
+    verdicts, _ = whole.decide(AcquireResult(used, (refused,), (True,), frozen=frozen))
     by = batch.ledger.get("downgraded") or ""
-    return whole, HookResult([decision._replace(downgraded_by=by) for decision in decisions])
+    return whole, HookResult([replace(verdict, downgraded_by=by) for verdict in verdicts])
 
 
 def _may_be_the_last(batch: Batch, result: AcquireResult) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -13,12 +14,13 @@ from langchain_core.messages import ToolMessage
 from langchain_core.tools import BaseTool
 
 from langchain_quota.core import messages
-from langchain_quota.core.checks import OnStoreError, store_counter
-from langchain_quota.core.decision import CountStatus, Decision, LimitStatus, Outcome
+from langchain_quota.core.checks import Check, OnStoreError, ResolvedLimit, store_counter
+from langchain_quota.core.decide import Verdict
+from langchain_quota.core.decision import Outcome
 from langchain_quota.core.stops import make_reason, reason_of
 from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import CONCURRENCY, Call
+from langchain_quota.limits.call import CONCURRENCY, STORE, Call
 from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.middleware.calls import Batch, HookResult
 from langchain_quota.middleware.conclude import refunds_of
@@ -57,24 +59,24 @@ class ConcurrencySlots(Feature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         self._limits = _concurrency_limits(kernel.limits)
-        # What the first checks of the newest calls have decided.
-        self._checked: Callable[[Hashable], dict[str, Decision]] = newest_dicts(10_000)
+        # The verdicts of the first checks of the newest calls.
+        self._checked: Callable[[Hashable], dict[str, Verdict]] = newest_dicts(10_000)
         # The store that leases slots; `None` if this process counts them. The calls of this
         # process queue here first, so that they keep their order and the store gets few requests.
         in_process = self.store is None or isinstance(self.store.store, MemoryStore)
         self._lease_store = None if in_process else self.store
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
-        """Leave the decisions about allowed calls that need slots to the hook around their tool."""
+        """Leave the verdicts about allowed calls that need slots to the hook around their tool."""
         if batch.pending is None or not self._kernel.runs_tools:
             return conclusion
-        waiting = set[int]()
-        for index, decision in enumerate(conclusion.decisions):
-            needs_slot = any(limit.matches(decision.call) for limit in self._limits)
-            if needs_slot and decision.outcome in (Outcome.ALLOWED, Outcome.WOULD_BLOCK):
-                self._checked(_name(batch.ledger, decision.call))["decision"] = decision
-                waiting.add(index)
-        return conclusion._replace(waiting=waiting)
+        verdicts = [*conclusion.verdicts]
+        for index, verdict in enumerate(verdicts):
+            needs_slot = any(limit.matches(verdict.call) for limit in self._limits)
+            if needs_slot and verdict.outcome in (Outcome.ALLOWED, Outcome.WOULD_BLOCK):
+                self._checked(_name(batch.ledger, verdict.call))["verdict"] = verdict
+                verdicts[index] = replace(verdict, needs_slot=True)
+        return conclusion._replace(verdicts=verdicts)
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
@@ -113,22 +115,22 @@ class ConcurrencySlots(Feature):
         if slots.store_unavailable and self._lease_store is not None:
             labels = call.agent, self._lease_store.label, self._kernel.on_store_error
             self.recorder.count(names.STORE_FALLBACKS, *labels)
-        decision = slots.decision(self._kernel.on_store_error)
-        self.recorder.record_slot_waits(decision, slots.waited_for)
-        name, unknown = _name(slots.ledger, call), Decision(call, Outcome.ALLOWED)
-        first = self._checked(name).get("decision", unknown)
-        if decision.outcome is Outcome.ALLOWED:
+        verdict = slots.verdict(self._kernel.on_store_error)
+        self.recorder.record_slot_waits(verdict, slots.waited_for)
+        name, unknown = _name(slots.ledger, call), Verdict(call, Outcome.ALLOWED)
+        first = self._checked(name).get("verdict", unknown)
+        if verdict.outcome is Outcome.ALLOWED:
             # A limit in a dry run may refuse the call.
-            decision = decision._replace(outcome=first.outcome)
-        limits, waited = first.limits + decision.limits, first.waited + decision.waited
-        whole = first._replace(outcome=decision.outcome, limits=limits, waited=waited)
+            verdict = replace(verdict, outcome=first.outcome)
+        whole = first.joined(verdict)
         task = slots.context.task(f"{self._kernel.name}/{name}")
-        record = self.recorder.record([decision], started=slots.started, task_id=task, whole=whole)
-        await self._kernel.observers.notify(mode, [whole], record)
-        if decision.outcome is not Outcome.BLOCKED:
+        record = self.recorder.record([verdict], started=slots.started, task_id=task, whole=whole)
+        if self._kernel.observers.present:
+            await self._kernel.observers.notify(mode, [whole.decision], record)
+        if verdict.outcome is not Outcome.BLOCKED:
             return None
-        text, call_id = messages.refusal(decision, slots.limits), str(call.id)
-        reason = reason_of(decision.outcome.value, decision.refused_by[0])
+        text, call_id = messages.refusal(verdict.decision, slots.limits), str(call.id)
+        reason = reason_of(verdict.outcome.value, verdict.refused_by[0])
         if slots.has_run:
             return answer(call_id, call.tool, text, reason)
         # Refund what a store was charged for the call. The agent's state learns of the refund from
@@ -249,8 +251,8 @@ class _SlotRequest:
                 self.waits, self.waited_for = True, name
                 self._refused += [] if slot.acquired else [name]
 
-    def decision(self, outage: OnStoreError) -> Decision:
-        """Return the decision about the call, even while the store is unavailable."""
+    def verdict(self, outage: OnStoreError) -> Verdict:
+        """Return the verdict about the call, even while the store is unavailable."""
         refused = self._refused
         if self.store_unavailable:
             refused = [*self.limits] if outage == "block" else []
@@ -258,23 +260,20 @@ class _SlotRequest:
         if refused:
             enforced = any(self.limits[name].enforce for name in refused)
             outcome = Outcome.BLOCKED if enforced else Outcome.WOULD_BLOCK
-        statuses = (self._status(name, refused=name in refused) for name in self.limits)
-        waited = self.age if self.waits else 0.0
-        return Decision(self.call, outcome, tuple(statuses), waited=waited)
-
-    def _status(self, name: str, *, refused: bool) -> LimitStatus:
-        """Return the status of a limit, whose count includes this call."""
-        limit = self.limits[name]
-        running = self._running.get(store_counter(limit), 0)
-        count = CountStatus(CONCURRENCY, running, running + 1, limit.max_concurrency)
-        return LimitStatus(
-            name,
-            "continue",
-            (count,),
-            reason=("store" if self.store_unavailable else "exhausted") if refused else None,
-            scope=CONCURRENCY if refused and not self.store_unavailable else None,
-            enforced=limit.enforce,
-            alert=limit.alert,
+        counts = {name: store_counter(limit) for name, limit in self.limits.items()}
+        return Verdict(
+            self.call,
+            outcome,
+            [
+                ResolvedLimit(limit, (Check(CONCURRENCY, counts[name], limit.max_concurrency),))
+                for name, limit in self.limits.items()
+            ],
+            {count: self._running.get(count, 0) for count in counts.values()},
+            # The counts include this call.
+            [1] * len(counts),
+            [False] * len(counts),
+            refused=dict.fromkeys(refused, STORE if self.store_unavailable else CONCURRENCY),
+            waited=self.age if self.waits else 0.0,
         )
 
     def tracked(self, mode: Mode, request: ToolCallRequest) -> ToolCallRequest:
