@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from math import inf
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
@@ -29,7 +30,7 @@ from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.state import State, ledger
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
-from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.runtime.sync_async import Mode, newest_dicts
 from langchain_quota.runtime.units import computed
 from langchain_quota.stores.keys import CountKey, check_prefix, read_emission_interval
 from langchain_quota.telemetry.recorder import Recorder
@@ -150,6 +151,11 @@ def running_config() -> RunnableConfig:
         return RunnableConfig()
 
 
+_MOST_RUNS = 256
+"""The number of runs and subjects for which limits are kept."""
+
+_UNKNOWN = (0.0, 0.0, None)
+
 Subject = Callable[[Mode, State, CallContext, str], Awaitable[str]]
 """Returns the subject of a root run, by mode, state, caller and prefix."""
 
@@ -171,8 +177,12 @@ class LimitResolver:
         self._store = store
         # The limits whose numbers are no functions.
         self._numbers = {limit.name: fixed(limit) for limit in limits if not is_dynamic(limit)}
-        # The newest limits, which are reused with their checks as long as nothing changes.
-        self._newest: dict[Kind | None, ResolvedLimits] = {}
+        # What the newest runs were held to, which is used again with its checks.
+        self._newest = newest_dicts(_MOST_RUNS)
+        self._named: set[Kind | None] = {
+            kind for kind, of_kind in self.of_kind.items() if all(map(_depends_on_names, of_kind))
+        }
+        """The kinds of calls whose limits follow from thread, run, names and the time alone."""
         self.fixed: dict[Kind | None, ResolvedLimits] = {}
         """Limits whose maximum never changes, by kind of call."""
         self.subject_hooks: Sequence[Subject] = ()
@@ -199,11 +209,21 @@ class LimitResolver:
             subject = await root_run(mode, state, caller, prefix)
         now = None if store is None else store.clock()
         moment = _ResolutionContext(mode, state, runtime, caller, prefix, subject, now)
+        names: list[object] = [kind, prefix, caller.run_thread_id, caller.remembers]
+        names.append(ledger(state).get("run"))
+        if kind in self._named:
+            quotas = [(limit, quota) for limit in self.of_kind[kind] for quota in limit.quotas]
+            names += [await self._subject(moment, *each) for each in quotas if now is not None]
+        newest = self._newest(tuple(names))
+        kept: tuple[float, float, ResolvedLimits | None] = newest.get("limits", _UNKNOWN)
+        since, until, limits = kept
+        if limits is not None and kind in self._named and since <= (now or 0.0) < until:
+            return limits
         resolved = tuple([await self._resolved(moment, limit) for limit in self.of_kind[kind]])
-        newest = self._newest.get(kind)
-        if newest is None or newest.limits != resolved:
-            newest = self._newest[kind] = ResolvedLimits(resolved)
-        return newest
+        if limits is None or limits.limits != resolved:
+            limits = ResolvedLimits(resolved)
+        newest["limits"] = now or 0.0, _first_end(resolved), limits
+        return limits
 
     async def _resolved(self, moment: "_ResolutionContext", limit: Limit) -> ResolvedLimit:
         resolved = self._numbers.get(limit.name)
@@ -279,6 +299,19 @@ class _ResolutionContext(NamedTuple):
     subject: str
     # `None` without a store.
     now: float | None
+
+
+def _depends_on_names(limit: Limit) -> bool:
+    """Return whether the user has no function that computes a part of a limit for each call."""
+    functions = [function for quota in limit.quotas for function in (quota.limit, quota.per)]
+    return not is_dynamic(limit) and not any(map(callable, functions))
+
+
+def _first_end(limits: Sequence[ResolvedLimit]) -> float:
+    """Return when the first window of limits ends, in seconds since the Unix epoch."""
+    checks = [check for resolved in limits for check in resolved.checks]
+    ends = [check.resets_at.timestamp() for check in checks if check.resets_at is not None]
+    return min(ends, default=inf)
 
 
 def fixed(limit: Limit) -> ResolvedLimit:
