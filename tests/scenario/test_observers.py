@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import gc
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,3 +156,20 @@ async def test_a_cancelled_run(*, goes_on: bool, signals: Signals) -> None:
     assert scene.last_text() == "done"
     assert signals.value("langchain_quota_errors_total", **FAILED) is None
     assert scene.used(limits[0]) == ((2, 2) if goes_on else (0, 0))
+
+
+async def test_a_decision_that_is_kept(signals: Signals) -> None:
+    """A decision of a long run is small, can be pickled, and stays as it was."""
+    kept: list[Decision] = []
+    written: list[bytes] = []
+
+    def keep(decision: Decision) -> None:
+        kept.append(decision)
+        written.append(pickle.dumps(decision))
+
+    limits: list[Limit] = [ToolCallLimit("search", thread_limit=50), ModelCallLimit(run_limit=50)]
+    scene = Scene(signals, [*[["search"]] * 20, "done"], limits, on_decision=keep)
+    await scene.invoke({"messages": [("user", "x" * 1000), ("ai", "y" * 1000)] * 200})
+    assert len(kept) == 41
+    assert max(map(len, written)) < 4000
+    assert [pickle.loads(each) for each in written] == kept  # noqa: S301 - its own
