@@ -37,6 +37,7 @@ class Verdict:
         refused: The limits that refuse the call, or another one with its id, and their scopes.
         exits: What the refusals of limits do, where it is not their `exit_behavior`.
         frozen: The names of the counts whose subject is frozen.
+        cost: What a tool call costs in nanodollars, as limits in dollars know it; else 0.
         needs_slot: Whether the call runs only if it gets a slot, about which another verdict says.
     """
 
@@ -50,6 +51,7 @@ class Verdict:
     refused: Mapping[str, Scope] = field(default_factory=dict)
     exits: Mapping[str, Exit] = field(default_factory=dict)
     frozen: Collection[str] = ()
+    cost: int = 0
     answer: Answer | None = None
     waited: float = 0.0
     downgraded_by: str = ""
@@ -128,16 +130,6 @@ class Verdict:
         """Limits that refuse the call, enforced ones first."""
         return self.decision.refused_by if self.refused else ()
 
-    @property
-    def cost(self) -> int:
-        """Cost of a tool call in nanodollars, as the limits in dollars know it; else 0."""
-        costs = [
-            amount
-            for limit, amount in zip(self.limits, self.amounts, strict=True)
-            if limit.limit.unit == "nanodollars"
-        ]
-        return max(costs, default=0)
-
     def _status(self, resolved: ResolvedLimit, amount: int, charged: bool) -> LimitStatus:  # noqa: FBT001 - one of three columns
         """Return the status of a limit."""
         limit, refused_at = resolved.limit, self.refused.get(resolved.limit.name)
@@ -203,13 +195,14 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
     for call, (limits, demand), index in zip(calls, call_checks, index_of, strict=True):
         refused, admitted = result.refused[index], result.admitted[index]
         runs = admitted and not result.stopped
-        amounts, charged, deferred = [], [], []
+        amounts, charged, deferred, cost = [], [], [], 0
         for resolved in limits:
             limit, amount, is_known = resolved.limit, int(runs), charging
             if limit.unit != "calls":
                 # What a model call uses is only known after it finishes.
                 is_known = call.kind == "tool"
                 amount = resolved.checks[0].amount * runs if is_known else 0
+                cost = max(cost, amount) if limit.unit == "nanodollars" else cost
             amounts.append(amount)
             charged.append(runs and is_known and limit.name not in refused)
             if runs and not is_known:
@@ -223,9 +216,9 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
             outcome = Outcome.WOULD_BLOCK
         else:
             outcome = Outcome.ALLOWED
-        of_limits = limits, counts, amounts, charged, deferred
-        about = refused, exits, result.frozen, answer, waited
-        verdicts.append(Verdict(call, outcome, *of_limits, *about))
+        of_limits = limits, counts, amounts, charged, deferred, refused, exits, result.frozen
+        said = Verdict(call, outcome, *of_limits, cost=cost, answer=answer, waited=waited)
+        verdicts.append(said)
         if runs and len(calls) > 1:
             counts = {**counts}
             for count, added in demand.amounts.items():

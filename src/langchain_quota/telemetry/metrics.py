@@ -114,7 +114,7 @@ class Metrics:
         agent, kind = event.caller.agent, event.verdicts[0].call.kind
         shared = any(limit.shared for verdict in event.verdicts for limit in verdict.limits)
         # The duration is below 0 if the system's clock was set back during the check.
-        seconds = max(0, event.duration) / 1e9
+        seconds, refused = max(0, event.duration) / 1e9, False
         with self._lock:
             self._decision_seconds[kind, "store" if shared else "state"].observe(seconds)
             for index, verdict in enumerate(event.verdicts):
@@ -139,12 +139,13 @@ class Metrics:
                     if charged or (is_deferred and limit.name not in verdict.refused):
                         charges.inc(verdict.call.amount, exemplar)
                 # A refusal without a scope comes from the store's outage, and from no limit.
-                for status in verdict.refused_by:
+                for status in verdict.refused_by if verdict.refused else ():
                     if status.scope is not None:
+                        refused = True
                         self._refusals_of(agent, status).inc(exemplar=exemplar)
-        limit_name = find_ending_limit(event.verdicts)
-        if limit_name is not None:
-            self.count(names.RUNS_ENDED, 1, agent, limit_label(limit_name))
+        ending = find_ending_limit(event.verdicts) if refused else None
+        if ending is not None:
+            self.count(names.RUNS_ENDED, 1, agent, limit_label(ending))
 
     def count_crossings(self, event: DecisionEvent) -> None:
         """Find the refusals and the thresholds that charges have crossed; count the latter."""
