@@ -237,6 +237,7 @@ def _threads() -> TablePanel:
             show.count("Blocked, 5 min", f"{blocked} > 0 {first}", 118),
             show.text("Blocked by", "by", 130),
             show.when("Last call", f"{ask.last_time('decision', ask.AGENT)} {first}", 145),
+            show.hidden("job"),
         ],
         sort_by=rank,
         labels_from=by,

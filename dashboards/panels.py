@@ -291,6 +291,11 @@ def text(title: str, label: str, width: int | None = None, **properties: object)
     return Column(title, label, {**own, **properties})
 
 
+def hidden(label: str) -> Column:
+    """A column that only links need."""
+    return Column(label, label, {"custom.hidden": True})
+
+
 def gauge(title: str, expr: str) -> Column:
     """A column of shares, as bars in what width is left: blue, orange near 1, red from 1 on."""
     cell = common.TableBarGaugeCellOptions(

@@ -156,4 +156,4 @@ def thread_link() -> str:
 
 
 LINKS = [{"title": "This thread", "url": thread_link()}]
-"""Where a thread in a table leads."""
+"""Where a thread in a table leads; the table must have a column of the job."""

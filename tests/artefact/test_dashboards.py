@@ -194,6 +194,20 @@ def test_grafana_takes_the_json() -> None:
         assert not validator.is_valid(each.model)
 
 
+def test_links_of_rows_lead_somewhere() -> None:
+    """What a link takes from a row is in the row, under the name that the link uses.
+
+    The user's runbooks take the place of the project's own.
+    """
+    own = boards(runbooks="https://runbooks.example.org")
+    assert "langchain-quota/blob/" not in json.dumps([board.model for board in own])
+    panels = [panel for board in own for panel in board.panels if panel["type"] == "table"]
+    taken = [set(re.findall(r"__data\.fields\.(\w+)", json.dumps(panel))) for panel in panels]
+    named = [json.dumps(panel.get("transformations", [])) for panel in panels]
+    assert {"alert"} in taken
+    assert all(f'"{name}"' in names for of, names in zip(taken, named, strict=True) for name in of)
+
+
 _COUNTED = (
     'job_instance_agent_decision:langchain_quota_calls:increase15s{job="a",agent="b",decision="blocked"}',
     'job_agent:langchain_quota_cost_dollars:increase15s{job="a",agent="b"}',

@@ -28,13 +28,13 @@ _DATA = resources.files("langchain_quota") / "monitoring"
 _OPTIONAL = "\n  # Only with --"
 """The beginning of the comment above a group of rules that an option adds."""
 
-_ALERT_OF_ROW = re.escape("${__data.fields.alertname:percentencode}")
+_ALERT_OF_ROW = re.escape("${__data.fields.alert:percentencode}")
 # The pattern finds what is replaced: a metric, with the brace of its matchers if it has any; the
 # beginning of a link to a dashboard; a link to a runbook. A name after a colon is not replaced,
 # because it is part of a recorded series.
 _PLACEHOLDER = re.compile(
     r"(?<!:)(?:langchain_quota_\w+|scrape_duration_seconds)\{?"
-    rf"|{re.escape(GRAFANA_URL)}|{re.escape(RUNBOOKS)}/(?P<runbook>\w+|{_ALERT_OF_ROW})\.md"
+    rf"|{re.escape(GRAFANA_URL)}|{re.escape(RUNBOOKS)}/(?P<runbook>\w+(?:{_ALERT_OF_ROW})?)\.md"
 )
 
 
