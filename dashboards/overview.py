@@ -15,7 +15,7 @@ from langchain_quota.cli.export import RUNBOOKS
 _BLOCKED = 'decision="blocked"'
 _ALERTS = f'alertname=~"LangChainQuota.+",{ask.JOB}'
 _ABOUT = (
-    '"limit", "subject", "thread_id", "instance", "model", "cause", '
+    '"limit", "subject", "thread_id", "store", "instance", "model", "cause", '
     '"kind", "component", "error_type", "action"'
 )
 
@@ -89,8 +89,7 @@ def _alerts() -> TablePanel:
         "Alerts that fire",
         "The firing alerts of langchain-quota for the chosen jobs: those that page on top, and of "
         "these the newest. Click an alert to read what to do. 'About' shows the limit, and the "
-        "customer, thread, process, model or kind of calls, what failed, or what happens to calls "
-        "while the store fails.",
+        "customer, thread, store, process, model or kind of calls, or what failed.",
         [
             show.text("Severity", "severity", 75, **show.severities()),
             show.text("Alert", "alert", 195, links=[runbook]),
@@ -229,7 +228,7 @@ def _threads() -> TablePanel:
         [
             show.text("Thread", "thread_id", links=ask.LINKS),
             show.text("Agent", "agent", 105),
-            show.text("Limit", "limit", 115),
+            show.text("Limit", "limit", 130),
             show.gauge("Used", f"{used} {first}"),
             show.left(f"{ask.recent(limit)} {first}", "Of", 70),
             show.text("Unit", "unit", 75),
@@ -263,7 +262,7 @@ def _subjects() -> TablePanel:
             show.text("Customer", "subject", noValue="everybody"),
             show.text("Quota", "scope", 90),
             show.text("Agent", "agent", 105),
-            show.text("Limit", "limit", 115),
+            show.text("Limit", "limit", 130),
             show.gauge("Used", f"{used} {first}"),
             show.left(f"{limit} {first}", "Of", 70),
             show.text("Unit", "unit", 75),
@@ -293,7 +292,7 @@ def _blocked_now() -> TablePanel:
         "a pause of 5 minutes.",
         [
             show.text("Blocked by", "whose"),
-            show.text("Limit", "limit", 120),
+            show.text("Limit", "limit"),
             show.text("Agent", "agent", 95),
             show.count("Calls", whose, 60),
             show.count("Threads", f"{threads} and on ({ask.OF_SUBJECT}) {calls}", 75),
@@ -342,7 +341,7 @@ def _refusals() -> TimeseriesPanel:
                 "[$__rate_interval]))",
                 "traces",
                 exemplar=True,
-                properties=show.LINE,
+                properties={**show.LINE, **show.UNNAMED},
             ),
         ],
         unit=settings.ROUNDED,
@@ -377,7 +376,7 @@ def _limits() -> TablePanel:
             show.text("Limit", "limit"),
             show.text("Scope", "scope", 100),
             show.left(allowed, "Allowed", 110),
-            show.text("Unit", "unit", 80),
+            show.text("Unit", "unit", 130),
             show.share_of(
                 "Near from", f"({allowed} ^ 0) * on (job, agent, limit) group_left () {near}"
             ),
@@ -419,6 +418,7 @@ def _ended() -> TimeseriesPanel:
             ),
         ],
         unit=settings.ROUNDED,
+        has_totals=False,
     ).no_value("Nothing.")
 
 
@@ -495,26 +495,28 @@ def _health() -> TimeseriesPanel:
     unchecked = "job_agent_kind:langchain_quota_unchecked_calls"
     near = ask.select("langchain_quota_subjects", 'scope="thread",state="near",shown="false"')
     failed = {
-        "failures of ": counted(errors, "component"),
+        # What a store does not answer is counted by store, below.
+        "failures of ": counted(errors, "component", 'error_type!="QuotaStoreError"'),
         "calls that no limit checked: ": counted(unchecked, "kind"),
         hidden: f"sum({near}) > 0",
     }
     of_stores = {
-        "failed requests to": counted(requests, "store", 'outcome!="ok"'),
+        "failures of": counted(requests, "store", 'outcome!="ok"'),
         "calls blocked without": counted(fallbacks, "store", 'action="block"'),
         "calls allowed without": counted(fallbacks, "store", 'action="allow"'),
     }
     panel = show.bars(
-        show.Place(52, 12, 8),
+        show.Place(52, 24, 8),
         "What failed",
-        "Failures since the previous bar, those of stores also by store. Then calls that were "
-        "blocked or allowed because a store did not answer, and calls that no limit checked. "
-        "Hidden threads near a limit have no series, and are in no table.",
+        "Failures since the previous bar, calls that were blocked or allowed because a store did "
+        "not answer, and calls that no limit checked. Hidden threads near a limit have no series, "
+        "and are in no table.",
         [
             show.Query(ask.together(failed), "{{what}}{{component}}{{kind}}"),
             show.Query(ask.together(of_stores), "{{what}} {{store}}"),
         ],
         unit=COUNT,
+        has_totals=False,
     )
     return show.style(panel, {hidden: show.LINE}).no_value("Nothing failed.")
 

@@ -6,6 +6,7 @@ from string import ascii_uppercase
 from typing import TypeVar
 
 from grafana_foundation_sdk.builders.common import (
+    GraphThresholdsStyleConfig,
     ReduceDataOptions,
     StackingConfig,
     TableFooterOptions,
@@ -54,6 +55,9 @@ TIME_LEFT: Steps = (
 
 LOW = 3
 """The height of a panel that shows numbers."""
+
+DASHED_LINES = GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED)
+"""How a chart shows its thresholds."""
 
 USED: Steps = ((None, settings.OK), (0.8, settings.WARNING), (1, settings.CRITICAL))
 
@@ -145,7 +149,7 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
         .unit(unit)
         .no_value(no_value)
         .max_data_points(settings.MOST_BARS)
-        .thresholds(_thresholds(steps))
+        .thresholds(configured(steps))
         .color_mode(common.BigValueColorMode.VALUE)
         .graph_mode(common.BigValueGraphMode.NONE)
         .justify_mode(common.BigValueJustifyMode.CENTER)
@@ -164,7 +168,7 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
 def timeseries(
     place: Place, title: str, description: str, queries: Sequence[Query], *, unit: str
 ) -> TimeseriesPanel:
-    """Lines; a gap is a gap."""
+    """Lines; a gap is a gap. The legend has the last number of each."""
     panel = (
         _framed(TimeseriesPanel(), place, title, description)
         .unit(unit)
@@ -177,7 +181,7 @@ def timeseries(
             .show_legend(show_legend=True)
             .display_mode(common.LegendDisplayMode.LIST)
             .placement(common.LegendPlacement.BOTTOM)
-            .calcs([])
+            .calcs(["lastNotNull"])
         )
         .tooltip(
             VizTooltipOptions()
@@ -189,12 +193,29 @@ def timeseries(
     return panel
 
 
-def bars(
-    place: Place, title: str, description: str, queries: Sequence[Query], *, unit: str
+def bars(  # noqa: PLR0913 - the same
+    place: Place,
+    title: str,
+    description: str,
+    queries: Sequence[Query],
+    *,
+    unit: str,
+    has_totals: bool = True,
 ) -> TimeseriesPanel:
-    """Stacked bars: how much happened since the bar before."""
+    """Stacked bars: how much happened since the bar before. The legend has the largest total first.
+
+    Without totals, some of the series are lines, whose numbers do not add up.
+    """
+    legend = (
+        VizLegendOptions()
+        .show_legend(show_legend=True)
+        .display_mode(common.LegendDisplayMode.TABLE)
+        .placement(common.LegendPlacement.RIGHT)
+        .calcs(["sum"] if has_totals else [])
+    )
     return (
         timeseries(place, title, description, queries, unit=unit)
+        .legend(legend.sort_by("Total").sort_desc(sort_desc=True) if has_totals else legend)
         .max_data_points(settings.MOST_BARS)
         .draw_style(common.GraphDrawStyle.BARS)
         .line_width(1)
@@ -222,6 +243,9 @@ LINE: Properties = {
     "custom.stacking": {"mode": "none"},
 }
 """A line among bars."""
+
+UNNAMED: Properties = {"custom.hideFrom": {"legend": True, "tooltip": True, "viz": False}}
+"""Nothing that a legend should list."""
 
 THIN: Properties = {**fixed(settings.NEUTRAL), "custom.fillOpacity": 0}
 """A line to compare with."""
@@ -419,7 +443,8 @@ def _ask(panel: StatPanel | TimeseriesPanel, queries: Sequence[Query]) -> None:
             panel.override_by_query(ref_id, _properties(query.properties))
 
 
-def _thresholds(steps: Steps) -> ThresholdsConfig:
+def configured(steps: Steps) -> ThresholdsConfig:
+    """Thresholds of a panel."""
     return (
         ThresholdsConfig()
         .mode(dashboard.ThresholdsMode.ABSOLUTE)

@@ -24,7 +24,7 @@ SOME_TIME_SECONDS = 3600
 # One meaning each, on light and on dark ground, told apart by the colour-blind.
 OK = "#2a7fd4"
 WARNING = "#cc8400"
-CRITICAL = "#d0103a"
+CRITICAL = "#e02f44"
 NEUTRAL = "#8e8e9a"
 SEVERITIES = {"critical": CRITICAL, "warning": WARNING, "info": NEUTRAL}
 

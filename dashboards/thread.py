@@ -99,7 +99,7 @@ def build() -> Dashboard:
                 show.text("Agent", "agent", 130),
                 show.text("Counted per", "scope", 120),
                 show.left(f"({others} + 0) {of_thread}", "Allowed", 110),
-                show.text("Unit", "unit", 90),
+                show.text("Unit", "unit", 130),
             ],
             sort_by=f"({others} * 0) {of_thread}",
             no_value="No other limit has a number.",
@@ -124,7 +124,9 @@ def build() -> Dashboard:
                 unit=SHARE,
             )
             .no_value("No limit counts per thread.")
-            .max(1),
+            .max(1)
+            .thresholds(show.configured(show.USED))
+            .thresholds_style(show.DASHED_LINES),
             show.traces(
                 show.Place(48, 24, 9),
                 "Blocked calls in traces",

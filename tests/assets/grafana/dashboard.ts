@@ -59,6 +59,7 @@ export type Property =
   | { id: 'custom.cellOptions'; value: CellOptions }
   | { id: 'custom.lineStyle'; value: common.LineStyle }
   | { id: 'custom.drawStyle'; value: common.GraphDrawStyle }
+  | { id: 'custom.hideFrom'; value: common.HideSeriesConfig }
   | { id: 'custom.stacking'; value: common.StackingConfig };
 
 export interface Override { matcher: MatcherConfig; properties: Property[] }
