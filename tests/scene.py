@@ -162,6 +162,11 @@ def asking(*tools: Any) -> Callable[[Sequence[BaseMessage]], Turn]:
     return script
 
 
+def searching(messages: Sequence[BaseMessage]) -> Turn:
+    """A script that searches as often as it is told."""
+    return ["search"] * int(messages[-1].text) if messages[-1].type == "human" else "done"
+
+
 def delegate(
     agent: Any, name: str = "delegate", *, started: list[str] | None = None, **given: Any
 ) -> BaseTool:

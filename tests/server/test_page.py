@@ -2,13 +2,12 @@
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from langchain_core.messages import BaseMessage
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
@@ -22,7 +21,7 @@ from langchain_quota import (
     start_metrics_server,
 )
 from langchain_quota.limits import Limit
-from tests.scene import Scene
+from tests.scene import Scene, searching
 from tests.server.browser import Tab, opened, serving
 from tests.server.prometheus import eventually
 from tests.telemetry import Signals, telling
@@ -34,10 +33,6 @@ HOSTILE = (
 )
 
 
-def script(messages: Sequence[BaseMessage]) -> Any:
-    return ["search"] * int(messages[-1].text) if messages[-1].type == "human" else "done"
-
-
 class Service:
     """An agent with limits of threads and tenants, and the server of its page."""
 
@@ -46,7 +41,7 @@ class Service:
         quotas = [Quota(12, per="tenant"), Quota(100, per="global")]
         limits = limits or (ToolCallLimit("search", thread_limit=10, quotas=quotas),)
         given: Any = {"store": MemoryStore(), "name": "support"}
-        self._scene = Scene(self.signals, script, limits, **given)
+        self._scene = Scene(self.signals, searching, limits, **given)
 
     def search(self, **counts: int) -> None:
         """Let threads search so often; the part of a name before `_` is the tenant."""

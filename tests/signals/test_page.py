@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from decimal import Decimal
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -42,17 +41,10 @@ from tests.server.prometheus import eventually
 from tests.stores import Clock
 from tests.telemetry import Signals, paid, telling
 
-get = partial(httpx.get, trust_env=False)  # no proxy
+# No proxy; and `httpx.get` reads the system's certificates each time.
+get = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)).get
 HOUR = timedelta(hours=1)
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The time of all, which begins with an hour."""
-    made = Clock(3_600_000.0)
-    monkeypatch.setattr(time, "time", made)
-    return made
 
 
 @contextmanager

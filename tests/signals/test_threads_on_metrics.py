@@ -1,13 +1,10 @@
 """What a scrape shows of threads, users and other subjects, in which order, and for how long."""
 
 import asyncio
-import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from langchain_core.messages import BaseMessage
 
 from langchain_quota import (
     ConcurrencyLimit,
@@ -19,7 +16,7 @@ from langchain_quota import (
     hmac_label,
 )
 from langchain_quota.limits import Limit
-from tests.scene import Scene, waiting_tool
+from tests.scene import Scene, searching, waiting_tool
 from tests.stores import Clock, FickleStore
 from tests.telemetry import Signals, paid, telling
 
@@ -34,14 +31,6 @@ PER_USER = ToolCallLimit("search", quotas=[Quota(10, per="user_id", window=HOUR)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The time of all, which begins with an hour."""
-    made = Clock(3_600_000.0)
-    monkeypatch.setattr(time, "time", made)
-    return made
-
-
-@pytest.fixture
 def signals(clock: Clock) -> Signals:
     assert clock.now
     return telling()
@@ -52,11 +41,7 @@ class Searcher:
 
     def __init__(self, signals: Signals, *limits: Limit, **options: Any) -> None:
         options = {"name": "boss", **options}
-        self.scene = Scene(signals, self.script, limits, **options)
-
-    @staticmethod
-    def script(messages: Sequence[BaseMessage]) -> Any:
-        return ["search"] * int(messages[-1].text) if messages[-1].type == "human" else "done"
+        self.scene = Scene(signals, searching, limits, **options)
 
     async def search(self, thread: str, count: int, user: str = "ada") -> None:
         context = {"user_id": user, "tenant": user}
