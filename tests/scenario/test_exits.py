@@ -10,7 +10,7 @@ from langchain_core.messages import AIMessage, ToolCall
 from langchain_quota import Decision, MemoryStore, ModelCallLimit, ToolCallLimit
 from langchain_quota.errors import ToolCallLimitExceededError
 from langchain_quota.limits import Limit
-from tests.scene import Kind, Order, Scene, asking, either, in_order, orders, texts
+from tests.scene import Kind, Scene, asking, either, texts
 from tests.telemetry import Signals
 
 TOOLS = ("search", "calc", "ask")
@@ -23,20 +23,6 @@ END: dict[str, Any] = {"exit_behavior": "end"}
 def stubborn(_messages: Any) -> list[str]:
     """A model that searches for ever, and never says a word."""
     return ["search"]
-
-
-@orders(2)
-async def test_a_refused_call_is_charged_to_none(order: Order, signals: Signals) -> None:
-    """A call that one limit refuses leaves room in the other, for a later call of its batch."""
-    limits = ToolCallLimit(thread_limit=2), ToolCallLimit("search", run_limit=1)
-    script = [["search", "search", "calc"], ["calc"], "done"]
-    scene = await Scene(signals, script, in_order(order, *limits)).played()
-    assert sorted(scene.ran) == ["calc", "search"]
-    assert scene.state()["thread_tool_call_count"] == {"__all__": 2, "search": 1}
-    assert scene.metric("tool:search", "blocked", "run") == 1
-    assert scene.metric("tool:*", "blocked", "thread") == 1
-    assert scene.metric("tool:*", "refunded") == 0
-    scene.check()
 
 
 async def test_a_refusal_by_two_scopes_is_shown_as_the_threads(signals: Signals) -> None:

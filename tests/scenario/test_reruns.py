@@ -4,17 +4,12 @@ Hooks run again, or never come to their end; calls are refused, edited or answer
 """
 
 import gc
-import math
 from collections import Counter
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware, hook_config
 from langchain_core.messages import ToolCall
-from langchain_core.runnables import RunnableConfig
-from langchain_core.tools import InjectedToolCallId, StructuredTool
-from langgraph.checkpoint.base import Checkpoint
-from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_quota import (
     MemoryStore,
@@ -28,7 +23,7 @@ from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from tests import scene as scenes
 from tests.scene import ANN, CONFIG, Scene, asking, cancel_at, check_history, tool_limiter
-from tests.stores import DAY, Clock, FickleStore, SlowStore, counts, quota, run_counts
+from tests.stores import DAY, Clock, FickleStore, SlowStore, counts, quota
 from tests.telemetry import Signals
 
 SEARCHES = "search:user_id:ann"
@@ -139,57 +134,6 @@ async def test_cancelled_while_asking(
     with pytest.raises(QuotaStoreError, match="corrected before it arrived"):
         store.kept.acquire(store.asked[0])
     assert counts(store) == kept
-
-
-class LossySaver(InMemorySaver):
-    """Loses what comes after so many checkpoints, as a process that is killed does."""
-
-    def __init__(self, keeps: float) -> None:
-        super().__init__()
-        self.keeps = keeps
-
-    def put(self, config: RunnableConfig, checkpoint: Checkpoint, *args: Any) -> RunnableConfig:
-        self.keeps -= 1
-        if self.keeps < 0:
-            lost: Any = {**config["configurable"], "checkpoint_id": checkpoint["id"]}
-            return {"configurable": lost}
-        return super().put(config, checkpoint, *args)
-
-    def put_writes(self, *args: Any) -> None:
-        if self.keeps > 0:
-            super().put_writes(*args)
-
-
-@scenes.either
-@pytest.mark.parametrize("keeps", [2, 3, 5, 7])
-async def test_a_run_whose_checkpoints_are_lost(kind: Any, keeps: int, signals: Signals) -> None:
-    """Wherever the lost checkpoints begin, the resumed run has what is left of its budget."""
-    store, saver, started = MemoryStore(), LossySaver(keeps), list[str]()
-
-    async def search(call_id: Annotated[str, InjectedToolCallId]) -> str:
-        started.append(call_id)
-        if len(started) == 2:
-            raise ConnectionAbortedError  # the process dies
-        return "found"
-
-    tool = StructuredTool.from_function(coroutine=search, description="Search.")
-    limits: list[Limit] = [
-        ToolCallLimit("search", run_limit=3, thread_limit=9, exit_behavior="end"),
-        ModelCallLimit(run_limit=6),
-    ]
-    options: dict[str, Any] = {"kind": kind, "tools": [tool], "checkpointer": saver}
-    scene = Scene(signals, lambda _: ["search"], limits, store=store, **options)
-    with pytest.raises(ConnectionAbortedError):
-        await scene.play()
-    saver.keeps = math.inf
-    await scene.go_on()
-    assert 2 <= len(set(started)) <= 3
-    assert run_counts(store, "search") == [3]
-    assert counts(store)["search:thread:thread-1"] == 3
-    state = scene.state()["langchain_quota"]["counts"]
-    assert run_counts(store, "model") == [state["run_model"]]
-    assert state["run_tools"] == {"search": 3}
-    scene.check_requests()
 
 
 CALCS = "calc:user_id:ann"

@@ -126,17 +126,6 @@ async def test_users_that_look_alike(signals: Signals) -> None:
 THREAD = "search:thread:thread-1"
 
 
-async def test_threads_without_a_state_are_kept(signals: Signals) -> None:
-    """What only the store has is not dropped: what needs more room is refused, as in an outage."""
-    limit = ToolCallLimit("search", thread_limit=3)
-    store = MemoryStore(max_keys=2)
-    scene = Scene(signals, asking("search"), [limit], store=store, checkpointer=None)
-    for thread in ("one", "two", "three"):
-        await scene.play(thread_id=thread)
-    assert scene.ran == ["search"] * 2
-    assert scene.fallbacks("block") == 1
-
-
 @both_forms
 async def test_reset(form: Form, signals: Signals) -> None:
     """A reset gives a thread its budget back, in state and store, and touches nobody else."""

@@ -276,10 +276,11 @@ async def test_a_call_that_takes_too_long(
 
     how: Any = {"coroutine": run_async} if runs == "loop" else {"func": run}
     tool = StructuredTool.from_function(**how, name="search", description="Search.")
+    # The shortest of two ends the call.
     limits: list[Any] = [
-        LONG,
+        TimeLimit(call_limit="1h", name="patient"),
         ToolCallLimit("search", run_limit=9),
-        ConcurrencyLimit("search", max_concurrency=1, wait=0),
+        *(LONG, ConcurrencyLimit("search", max_concurrency=1, wait=0)),
     ]
     script = [["search"], ["search"], "done"]
     scene = Scene(signals, script, limits, kind=kind, form=form, tools=[tool])
@@ -348,15 +349,6 @@ async def test_what_is_not_ended(form: Form, signals: Signals) -> None:
     with pytest.raises(TimeoutError, match="its own"):
         await scene.play()
     assert outcomes(signals) == {"dry_run": 1}
-
-
-@pytest.mark.parametrize("order", [1, -1])
-async def test_the_shortest_of_two_call_limits(order: int, signals: Signals) -> None:
-    """It ends the call, wherever it stands."""
-    tool = recording("search", [], lambda: asyncio.Event().wait())
-    limits = [LONG, TimeLimit(call_limit="1h", name="patient")][::order]
-    await Scene(signals, [["search"], "done"], limits, tools=[tool]).play()
-    assert outcomes(signals) == {"cancelled": 1}
 
 
 async def test_a_run_that_is_cancelled_in_a_limited_call(signals: Signals) -> None:

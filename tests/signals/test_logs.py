@@ -72,25 +72,6 @@ async def test_lines(limit: Limit, told: list[str], log: Log, signals: Signals) 
     assert not any("ada@" in repr(vars(each)) for each in log.records)
 
 
-async def test_a_line_can_be_queried(log: Log, signals: Signals) -> None:
-    """Each number and name of the line is a field of the record."""
-    limits = [ToolCallLimit("search", thread_limit=5)]
-    await Scene(signals, SEARCHES, limits, name="boss").play()
-    (record,) = log.records
-    fields = {key: value for key, value in vars(record).items() if key.startswith("quota_")}
-    assert fields == {
-        "quota_event": "near",
-        "quota_limit": "tool:search",
-        "quota_scope": "thread",
-        "quota_agent": "boss",
-        "quota_thread": "thread-1",
-        "quota_subject": None,
-        "quota_used": 4,
-        "quota_threshold": 5,
-        "quota_unit": "calls",
-    }
-
-
 async def test_a_line_names_the_customer(log: Log) -> None:
     """With a label, what is near, exhausted or refused of a quota says whose it is."""
     signals = telling(subject_label={"user_id": lambda user: user[:3]})

@@ -308,21 +308,6 @@ async def test_the_model(kind: Any, options: Any, names: Any, signals: Signals) 
     assert models(signals) == names
 
 
-async def test_a_model_that_does_not_say_its_name(signals: Signals) -> None:
-    """A model whose own code fails costs the span its name, and nothing else."""
-
-    def fail(model: Any, _: Any) -> Any:
-        raise KeyError(model)
-
-    limit = ModelCallLimit(run_limit=9)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("langchain_quota.runtime.compat.model_parameters", fail)
-        await Scene(signals, ["done"], [limit], kind="graph").play()
-    assert models(signals) == [None]
-    errors = {"component": "tracing", "error_type": "KeyError"}
-    assert signals.value("langchain_quota_errors_total", **errors) == 1
-
-
 async def test_a_span_begins_before_the_wait(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NotRequired, assert_type
 
-from langchain.agents import AgentState, create_agent
+from langchain.agents import create_agent
 from langchain.agents.middleware import (
     AgentMiddleware,
     HumanInTheLoopMiddleware,
@@ -33,7 +33,7 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
     with_limits,
 )
-from langchain_quota.middleware.state import ModelCallLimitState, QuotaState, ToolCallLimitState
+from langchain_quota.middleware.state import QuotaState, ToolCallLimitState
 from langchain_quota.testing import ScriptedChatModel
 
 
@@ -177,15 +177,6 @@ class SearchLimit(ToolCallLimitMiddleware[Any, Caller]):
         return super().after_model(state, runtime)
 
 
-class TurnLimit(ModelCallLimitMiddleware[Any, Caller]):
-    @hook_config(can_jump_to=["end"])
-    async def abefore_model(
-        self, state: ModelCallLimitState[Any], runtime: Runtime[Caller]
-    ) -> dict[str, Any] | None:
-        assert_type(state.get("thread_model_call_count", 0), int)
-        return await super().abefore_model(state, runtime)
-
-
 class Cart(AgentMiddleware[CartState, Caller]):
     """Somebody's own middleware that reads the counts."""
 
@@ -196,15 +187,10 @@ class Cart(AgentMiddleware[CartState, Caller]):
         return {"cart": []}
 
 
-class ShopState(AgentState[Any]):
-    cart: NotRequired[list[str]]
-
-
 shop = ShopQuota(10)
-create_agent(model, middleware=[shop, SearchLimit(), TurnLimit(run_limit=3)], context_schema=Caller)
+create_agent(model, middleware=[shop, SearchLimit()], context_schema=Caller)
 create_agent(model, middleware=[shop, Cart()], context_schema=Caller)
 create_agent(model, middleware=[Cart(), shop])  # the context is inferred
-create_agent(model, middleware=[shop], state_schema=ShopState, context_schema=Caller)
 
 
 # Not these.

@@ -63,10 +63,8 @@ def model_limits() -> tuple[ModelCallLimit, ...]:
 
 QuotaMiddleware([ToolCallLimit("search", run_limit=3), *model_limits()])
 
-# What a limit tells.
 one = ToolCallLimit("search", run_limit=3)
-assert_type((one.name, one.near, one.enforce), tuple[str, float | None, bool])
-assert_type(one.tools, tuple[str, ...])
+assert_type((one.name, one.tools, one.near), tuple[str, tuple[str, ...], float | None])
 
 
 # Thresholds from the tenant's plan, sync and async, with precise types or without.
