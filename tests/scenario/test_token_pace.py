@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from langchain.agents.middleware import ModelFallbackMiddleware
@@ -18,7 +18,7 @@ from langchain_quota.stores import QuotaUsage
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.scenario.test_model_pace import Refused
 from tests.scene import Form, Kind, Scene, both_forms, each_kind, either, until
-from tests.stores import DAY, Clock, FickleStore, Passing, counts
+from tests.stores import DAY, Clock, FickleStore, Passing, SlowStore, counts
 from tests.telemetry import Signals
 from tests.tokens import RETRY, ProviderError, answer
 
@@ -217,6 +217,17 @@ class TestRateLimiter:
         # The next request that settles takes it along.
         await ScriptedChatModel(script=using(7), **given).ainvoke("Hi!")
         assert counts(store) == {key: 2 * reserved + 500 + 7}
+
+    async def test_a_cancelled_call_is_not_counted(self) -> None:
+        """If the store has heard of it, the next request takes back what it was charged."""
+        store, make = SlowStore(MemoryStore(clock=Clock()), heard=True), MemoryStore.rate_limiter
+        limiter = cast("Any", make)(store, "openai", requests=9, burst=9, window="1h")
+        first = asyncio.create_task(limiter.aacquire())
+        await store.reached.wait()
+        first.cancel()
+        await asyncio.wait([first])
+        assert await limiter.aacquire()
+        assert [usage.used for usage in store.usages()] == [1]
 
     @pytest.mark.parametrize(("way", "reserve", "each"), [("invoke", 1, 1), ("ainvoke", 20, 2)])
     async def test_a_provider_that_refuses(

@@ -7,14 +7,14 @@ a pause that an error asks for, the calls come evenly.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
 from hashlib import sha256
 from typing import Any, Generic
-from uuid import uuid4
 
 from langchain.agents.middleware.types import (
     AgentMiddleware,
@@ -25,8 +25,7 @@ from langchain.agents.middleware.types import (
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import BaseMessage
 
-from langchain_quota.agents.rate_limiter import check_fixed_prefix, wait_for_room
-from langchain_quota.core.admission import AcquireRequest, CountRef, Demand, Threshold
+from langchain_quota.agents.rate_limiter import Call, Rate, WaitingRoom, check_fixed_prefix
 from langchain_quota.core.provider_limits import (
     TOO_MANY_REQUESTS,
     lower_names,
@@ -40,15 +39,17 @@ from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import UserLine, explain_arguments
+from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, as_async, fork_safe_lock, run_sync
 from langchain_quota.runtime.units import Time, parse_milliseconds
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.rate_limiting import RateLimiting
 from langchain_quota.telemetry import Telemetry, names, recorder_of
 from langchain_quota.telemetry.labels import limit_label
+from langchain_quota.telemetry.recorder import Recorder
 
-_UNIT = "pace"
 _MINUTE = 60.0
 """In how many seconds a provider's bucket refills."""
 
@@ -61,43 +62,94 @@ _TOLERANCE = 0.01 * _MINUTE
 _UNKNOWN_COST = 1.0
 """Seconds between calls after a pause, if the provider names no limits."""
 
-_MAX_PACES = 1_000
-"""How many paces a middleware keeps; those that were not used for the longest time are dropped."""
-
 _LEARNING = 0.1
 """The weight of a new call in the average of the tokens that calls use."""
 
+_MAX_PACES = 1_000
+"""How many paces a middleware keeps; those that were not used for the longest time are dropped."""
 
-@dataclass(slots=True)
-class _Pace:
-    """What this process knows of a model's limits.
 
-    Attributes:
-        key: The key of the count, which drains by a microsecond in each microsecond.
-        label: The provider's and the model's name in telemetry.
-        limits: The provider's limits a minute, by what they count.
-        use: What a call takes of them, on average.
-        drained_at: When the count will be 0, on the monotonic clock. It only moves forward.
-    """
+class _Pace(WaitingRoom):
+    """The waiting room of a model, by what this process knows of the provider's limits."""
 
-    key: str
-    label: str = ""
-    limits: dict[str, float] = field(default_factory=dict)
-    use: dict[str, float] = field(default_factory=lambda: {"requests": 1.0})
-    drained_at: float = 0.0
+    def __init__(self, client: StoreClient | None, recorder: Recorder, key: str) -> None:
+        client = client or StoreClient(MemoryStore(), recorder)
+        # The count drains by a microsecond in each microsecond.
+        super().__init__(client, {"pace": Rate(key, int(_ROOM * 10**6))})
+        self._recorder, self._key = recorder, key
+        self._drained_at, self._lock = 0.0, fork_safe_lock()
+        self.label = ""
+        """The provider's and the model's name in telemetry."""
+        self._limits: dict[str, float] = {}
+        """The provider's limits a minute, by what they count."""
+        self._use = {"requests": 1.0}
+        """What a call takes of them, on average."""
 
     @property
-    def level(self) -> float:
+    def _level(self) -> float:
         """In how many seconds the count will be 0, as far as this process knows."""
-        return max(0.0, self.drained_at - time.monotonic())
+        return max(0.0, self._drained_at - time.monotonic())
 
     @property
-    def cost(self) -> float:
+    def _cost(self) -> float:
         """The seconds in which the tightest bucket gets back what a call takes."""
-        if not self.limits:
-            return _UNKNOWN_COST if self.level else 0.0
-        shares = (self.use.get(unit, 0.0) / limit for unit, limit in self.limits.items())
+        if not self._limits:
+            return _UNKNOWN_COST if self._level else 0.0
+        shares = (self._use.get(unit, 0.0) / limit for unit, limit in self._limits.items())
         return min(_ROOM, max(shares) * _MINUTE)
+
+    async def enter_in_time(self, call: Call, seconds: float) -> None:
+        """Wait until there is room for a call, but for so many seconds at most."""
+        agent, started_at = running_agent(), time.monotonic()
+        waited, outcome = None, "cancelled"
+        try:
+            with self._recorder.waiting(agent, self.label):
+                waited = await self.enter(call, seconds)
+                if not call.is_charged:
+                    # It is made nevertheless. An empty bucket lacks no more than a minute.
+                    await self._charge(call, int((_MINUTE - _ROOM + self._cost) * 10**6))
+            outcome = "allowed"
+        finally:
+            waited = time.monotonic() - started_at if waited is None else waited
+            self._recorder.record_wait(agent, self.label, outcome, waited)
+
+    async def _charge(self, call: Call, more: int = 0) -> float:
+        cost, now = self._cost, time.monotonic()
+        room = _ROOM + more / 10**6 - cost
+        # What this process knows still holds if the store does not answer, has lost its counts, or
+        # has a clock that jumps.
+        if self._level > room:
+            return self._level - room
+        end = now + self._level + cost
+        call.amounts = {"pace": int(cost * 10**6)}
+        with suppress(QuotaStoreError):
+            missing = await super()._charge(call, more)
+            in_store = now + room + missing
+            if missing > 0:
+                self._advance(in_store)
+                return max(missing, self._level - room)
+            if end - in_store - cost > _TOLERANCE:
+                await self.client.delay(call.mode, self._key, end - time.monotonic())
+            end = max(end, in_store + cost)
+        self._advance(end)
+        return 0.0
+
+    async def learn(
+        self, mode: Mode, status: int | None, headers: Mapping[str, str], at: float
+    ) -> None:
+        """Move the count forward to what headers say, which was true at a time."""
+        limits, pause = read_limits(headers), read_pause(status, headers)
+        self._limits |= {unit: limit for unit, (limit, _) in limits.items()}
+        end = at + max((1 - left / limit for limit, left in limits.values()), default=0) * _MINUTE
+        if status == TOO_MANY_REQUESTS:
+            self._recorder.count(names.PROVIDER_REFUSALS, running_agent(), self.label)
+        if pause is not None:
+            # Then the calls come evenly, even if the bucket could be full again.
+            end = max(end, at + pause + _ROOM)
+        seconds = end - time.monotonic()
+        if seconds - self._level > (_TOLERANCE if pause is None else 0):
+            self._advance(end)
+            await self.client.delay(mode, self._key, seconds)
 
     def learn_tokens(self, message: BaseMessage) -> None:
         """Learn how many tokens a call has used."""
@@ -106,20 +158,24 @@ class _Pace:
             cached = (usage.get("input_token_details") or {}).get("cache_read") or 0
             tokens = {**usage, "input_tokens": usage["input_tokens"] - cached}
             for unit in ("input_tokens", "output_tokens", "total_tokens"):
-                mean = self.use.get(unit, tokens[unit])
-                self.use[unit] = mean + _LEARNING * (tokens[unit] - mean)
+                mean = self._use.get(unit, tokens[unit])
+                self._use[unit] = mean + _LEARNING * (tokens[unit] - mean)
+
+    def _advance(self, end: float) -> None:
+        # When the count will be 0, on the monotonic clock, only moves forward.
+        with self._lock:
+            self._drained_at = max(self._drained_at, end)
 
 
-@dataclass(slots=True)
-class _Call:
-    """A model call, and whether its HTTP client has shown us its answers."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _PacedCall(Call):
+    """A call, its pace, and whether its HTTP client has shown us its answers."""
 
-    learn: Callable[[int | None, Mapping[str, str], float], Coroutine[object, None, None]]
-    mode: Mode
+    pace: _Pace
     is_seen: bool = False
 
 
-_running: ContextVar[_Call | None] = ContextVar("langchain_quota_paced_call", default=None)
+_running: ContextVar[_PacedCall | None] = ContextVar("langchain_quota_paced_call", default=None)
 
 
 @explain_arguments("ModelPaceMiddleware(store=RedisStore(), wait=60)")
@@ -165,8 +221,8 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         check_fixed_prefix(store)
         self._wait = parse_milliseconds("wait", wait) / 1000
         self._recorder = recorder_of(telemetry)
-        self._client = None if store is None else StoreClient(store, self._recorder)
-        self._paces = lru_cache(_MAX_PACES)(_Pace)
+        client = None if store is None else StoreClient(store, self._recorder)
+        self._paces = lru_cache(_MAX_PACES)(partial(_Pace, client, self._recorder))
         self._lock = fork_safe_lock()
         self._created_at = UserLine.of_caller()
 
@@ -188,20 +244,18 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
 
     async def _call(self, mode: Mode, request: Request, handler: Handler) -> Response:
         pace = self._pace_of(request)
-        await self._wait_for_room(mode, pace)
+        call = _PacedCall({}, mode, pace=pace)
+        await pace.enter_in_time(call, self._wait)
         hooks = compat.response_hooks(request.model, mode)
-        hook: Callable[[Any], object] = _async_on_response if mode else _on_response
         with self._lock:
-            if hook not in hooks:
-                hooks.append(hook)
-        learn, started_at = partial(self._learn, mode, pace), time.monotonic()
-        call = _Call(learn, mode)
-        token = _running.set(call)
+            if _HOOKS[mode] not in hooks:
+                hooks.append(_HOOKS[mode])
+        started_at, token = time.monotonic(), _running.set(call)
         try:
             response = await handler(request)
         except Exception as error:
             if not call.is_seen:
-                await learn(*read_error(error), time.monotonic())
+                await pace.learn(mode, *read_error(error), time.monotonic())
             raise
         finally:
             _running.reset(token)
@@ -210,7 +264,7 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
             if not call.is_seen:
                 # The headers may have come with the first token, and the bucket refills since.
                 headers = lower_names(message.response_metadata.get("headers"))
-                await learn(None, headers, started_at)
+                await pace.learn(mode, None, headers, started_at)
         return response
 
     def _pace_of(self, request: Request) -> _Pace:
@@ -221,7 +275,7 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         of_provider = f"{provider}/" if provider else ""
         account = _account_digest(request.model)
         subject = f"{of_provider}{model}" + (f"~{account}" if account else "")
-        key = CountKey.at(_UNIT, "provider", subject, timedelta(seconds=1), 0, limit=10**6)
+        key = CountKey.at("pace", "provider", subject, timedelta(seconds=1), 0, limit=10**6)
         with self._lock:  # so that threads share a new one
             pace = self._paces(str(key))
         if not pace.label:
@@ -236,73 +290,6 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
                 )
         return pace
 
-    async def _wait_for_room(self, mode: Mode, pace: _Pace) -> None:
-        """Wait until the provider has room for a call, but no longer than a call may wait."""
-        agent, started_at = running_agent(), time.monotonic()
-        store = self._client.store if self._client else self
-        waited, outcome = 0.0, "allowed"
-        try:
-            with self._recorder.waiting(agent, pace.label):
-                charge = partial(self._charge, mode, pace)
-                room, waited = await wait_for_room(store, pace.key, mode, charge, self._wait)
-                if not room:
-                    # It is made nevertheless. An empty bucket lacks no more than a minute.
-                    await self._charge(mode, pace, _MINUTE + pace.cost)
-        except BaseException:
-            waited, outcome = time.monotonic() - started_at, "cancelled"
-            raise
-        finally:
-            self._recorder.record_wait(agent, pace.label, outcome, waited)
-
-    async def _charge(self, mode: Mode, pace: _Pace, most: float = _ROOM) -> float:
-        """Charge a call if there is room for it; otherwise return in how many seconds there is."""
-        cost = int(pace.cost * 10**6)
-        room = most - cost / 10**6
-        # What this process knows still holds if the store does not answer, has lost its counts, or
-        # has a clock that jumps.
-        if pace.level > room:
-            return pace.level - room
-        now = time.monotonic()
-        end = now + pace.level + cost / 10**6
-        if self._client is not None:
-            threshold = Threshold(pace.label, _UNIT, _UNIT, int(most * 10**6))
-            counters, demand = {_UNIT: CountRef(pace.key)}, Demand({_UNIT: cost}, (threshold,))
-            request = AcquireRequest(uuid4().hex, uuid4().hex, counters, (demand,))
-            result = await self._client.acquire(mode, request)
-            if result is not None:
-                drained_at = now + result.drained_in[_UNIT] / 10**6
-                if not result.admitted[0]:
-                    self._advance(pace, drained_at)
-                    return max(0.001, pace.level - room)  # the clocks may differ a little
-                drained_at += cost / 10**6
-                if end - drained_at > _TOLERANCE:
-                    await self._client.delay(mode, pace.key, end - time.monotonic())
-                end = max(end, drained_at)
-        self._advance(pace, end)
-        return 0.0
-
-    async def _learn(
-        self, mode: Mode, pace: _Pace, status: int | None, headers: Mapping[str, str], at: float
-    ) -> None:
-        """Move the count forward to what headers say, which was true at a time."""
-        limits, pause = read_limits(headers), read_pause(status, headers)
-        pace.limits |= {unit: limit for unit, (limit, _) in limits.items()}
-        end = at + max((1 - left / limit for limit, left in limits.values()), default=0) * _MINUTE
-        if status == TOO_MANY_REQUESTS:
-            self._recorder.count(names.PROVIDER_REFUSALS, running_agent(), pace.label)
-        if pause is not None:
-            # Then the calls come evenly, even if the bucket could be full again.
-            end = max(end, at + pause + _ROOM)
-        seconds = end - time.monotonic()
-        if seconds - pace.level > (_TOLERANCE if pause is None else 0):
-            self._advance(pace, end)
-            if self._client is not None:
-                await self._client.delay(mode, pace.key, seconds)
-
-    def _advance(self, pace: _Pace, end: float) -> None:
-        with self._lock:
-            pace.drained_at = max(pace.drained_at, end)
-
 
 def _account_digest(model: BaseChatModel) -> str:
     """Return a digest of a chat model's API key and address; empty if it shows neither."""
@@ -316,16 +303,16 @@ def _account_digest(model: BaseChatModel) -> str:
     return sha256(repr(shown).encode()).hexdigest()[:12] if shown else ""
 
 
-def _on_response(response: Any) -> None:
+async def _on_response(mode: Mode, response: Any) -> None:
+    """Learn from a response that the HTTP client of a paced call in this mode has received."""
     call = _running.get()
-    if call is not None and not call.mode:
+    if call is not None and call.mode == mode:
         call.is_seen = True
         headers = lower_names(response.headers)
-        run_sync(call.learn(response.status_code, headers, time.monotonic()))
+        await call.pace.learn(mode, response.status_code, headers, time.monotonic())
 
 
-async def _async_on_response(response: Any) -> None:
-    call = _running.get()
-    if call is not None and call.mode:
-        call.is_seen = True
-        await call.learn(response.status_code, lower_names(response.headers), time.monotonic())
+_HOOKS: Mapping[Mode, Callable[[Any], object]] = {
+    "": lambda response: run_sync(_on_response("", response)),
+    "a": partial(_on_response, "a"),
+}

@@ -1,14 +1,17 @@
-"""LangChain's rate limiter, shared through a store."""
+"""The waiting room of a provider's rates, and LangChain's rate limiter, whose calls wait there.
+
+A rate is a count in a store that drains. Calls wait until all rates have room for them, and are
+charged nothing before; those of one process go in the order in which they came.
+"""
 
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 from uuid import UUID, uuid4
 
 from langchain_core.callbacks import BaseCallbackHandler
@@ -24,17 +27,34 @@ from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.arguments import validate_count, validate_name
 from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Waiter, queues_of, semaphore_of
-from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync, wait_for
+from langchain_quota.runtime.store_errors import QuotaStoreError
+from langchain_quota.runtime.sync_async import Mode, run_sync, wait_for
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.keys import CountKey, seconds_until_room
-from langchain_quota.stores.rate_limiting import RateLimiting
 from langchain_quota.telemetry import recorder_of
 
-_SCOPE = "rate_limiter"
 _FOREVER = 1e9
 """Longer than any process lives, in seconds."""
 _MAX_CALLS = 10_000
 """For how many running calls a limiter remembers what they have reserved."""
+
+
+class Rate(NamedTuple):
+    """A count that drains, the most that may come at once, and how long a call can be settled."""
+
+    key: str
+    burst: int
+    lease: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A model call: what it takes of the rates, and the name by which its charge is settled."""
+
+    amounts: dict[str, int]
+    mode: Mode = ""
+    name: str = field(default_factory=lambda: uuid4().hex)
+    is_charged: bool = False
 
 
 def check_fixed_prefix(store: object) -> None:
@@ -46,56 +66,64 @@ def check_fixed_prefix(store: object) -> None:
         )
 
 
-async def wait_for_room(
-    store: object, key: str, mode: Mode, charge: Callable[[], Awaitable[float]], seconds: float
-) -> tuple[bool, float]:
-    """Wait until a call is charged; return whether it was in time, and how long it waited.
+class WaitingRoom:
+    """Where calls wait for fixed rates, which have the names of what they count."""
 
-    Args:
-        store: The store that has the count for which the call waits.
-        key: The key of this count.
-        mode: The mode of the call.
-        charge: Charges the call if there is room for it, and returns the seconds until there is.
-        seconds: How long the call may wait.
-    """
-    started_at = time.monotonic()
-    slot = await semaphore_of(store, key).acquire(mode, 1, seconds)
-    has_waited, missing = slot.waits, math.inf
-    waiter, queues = Waiter(mode), queues_of(store)
-    queues.move(waiter, key)
-    try:
-        while slot.acquired and (missing := await charge()) > 0:
-            rest = started_at + seconds - time.monotonic()
-            if rest <= 0:
-                break
-            has_waited = True
-            await wait_for(mode, min(missing, rest, LOOKS_AGAIN), waiter)
-    finally:
-        queues.move(waiter)
-        slot.release()
-    return missing <= 0, time.monotonic() - started_at if has_waited else 0.0
+    def __init__(self, client: StoreClient, rates: Mapping[str, Rate]) -> None:
+        self.client, self.rates = client, rates
+
+    async def enter(self, call: Call, seconds: float) -> float:
+        """Wait until a call is charged, for so many seconds at most; return how long it waited."""
+        *_, (key, *_) = self.rates.values()
+        started_at = time.monotonic()
+        slot = await semaphore_of(self.client.store, key).acquire(call.mode, 1, seconds)
+        has_waited, missing = slot.waits, math.inf
+        waiter, queues = Waiter(call.mode), queues_of(self.client.store)
+        queues.move(waiter, key)
+        try:
+            while slot.acquired and (missing := await self._charge(call)) > 0:
+                rest = started_at + seconds - time.monotonic()
+                if rest <= 0:
+                    break
+                has_waited = True
+                await wait_for(call.mode, min(missing, rest, LOOKS_AGAIN), waiter)
+        finally:
+            queues.move(waiter)
+            slot.release()
+        call.is_charged = missing <= 0
+        return time.monotonic() - started_at if has_waited else 0.0
+
+    async def _charge(self, call: Call, more: int = 0) -> float:
+        """Charge a call, if there is room; return the seconds until there is, at most 0 if so.
+
+        `more` than the rates allow may come at once.
+        """
+        rates = {name: rate._replace(burst=rate.burst + more) for name, rate in self.rates.items()}
+        thresholds = (Threshold(name, "rate", name, rate.burst) for name, rate in rates.items())
+        counters = {name: CountRef(rate.key, lease=rate.lease) for name, rate in rates.items()}
+        amounts = {name: call.amounts[name] for name in rates}
+        demands = (Demand(amounts, tuple(thresholds)),)
+        request = AcquireRequest(call.name, uuid4().hex, counters, demands)
+        result = await self.client.acquire(call.mode, request)
+        if result is None:
+            raise QuotaStoreError("the store of the rates is unavailable: the log says why")
+        missing = max(
+            seconds_until_room(rate.key, result.drained_in[name], rate.burst - amounts[name])
+            for name, rate in rates.items()
+        )
+        # The store counts by its own clock.
+        return min(0.0, missing) if result.admitted[0] else max(0.001, missing)
 
 
-class _Rate(NamedTuple):
-    """A count that drains, the most that may come at once, and how long a call can be settled."""
-
-    key: str
-    burst: int
-    lease: int | None
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A model call that has started: what it reserves, and by which request in which mode."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _LimitedCall(Call):
+    """A call that has started, and whether it has not asked its limiter for room yet."""
 
     limiter: "RateLimiter"
-    reserve: int = 0
     is_new: bool = True
-    request: str = ""
-    mode: Mode = ""
 
 
-_started: ContextVar[Sequence[_Call]] = ContextVar("langchain_quota_started_calls", default=())
+_started: ContextVar[Sequence[_LimitedCall]] = ContextVar("langchain_quota_started", default=())
 """The model calls of the running code that have not asked for room yet, the newest last."""
 
 
@@ -111,7 +139,7 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
 
     def __init__(  # noqa: PLR0913, PLR0917 - those of `store.rate_limiter`
         self,
-        store: RateLimiting,
+        store: QuotaStore,
         name: str,
         window: timedelta | str,
         requests: int | None,
@@ -127,19 +155,20 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
         if reserve is not None:
             validate_count("reserve", reserve, least=1)
         check_fixed_prefix(store)
-        self._rates: dict[str, _Rate] = {}
+        rates: dict[str, Rate] = {}
         for counter, limit, most in ((MODEL, requests, burst), (TOTAL_TOKENS, tokens, tokens)):
             if limit is not None:
                 argument = "requests" if counter == MODEL else "tokens"
                 validate_count(argument, limit, least=1)
                 quota = Quota(limit, per="global", window=window, smooth=True, burst=most)
-                key = CountKey.at(counter, _SCOPE, name, quota.period, 0, limit=limit)
+                key = CountKey.at(counter, "rate_limiter", name, quota.period, 0, limit=limit)
                 lease = key.window if counter == TOTAL_TOKENS else None
-                self._rates[counter] = _Rate(str(key), most or limit, lease)
-        self._store, self._name, self._reserve = store, name, reserve
+                rates[counter] = Rate(str(key), most or limit, lease)
+        self._room = WaitingRoom(StoreClient(store, recorder_of(None)), rates)
+        self._name, self._reserve, self._tokens = name, reserve, tokens
         if reserve is not None:
             self._check_reserve(reserve)
-        self._calls: OrderedDict[UUID, _Call] = OrderedDict()
+        self._calls: OrderedDict[UUID, _LimitedCall] = OrderedDict()
 
     def acquire(self, *, blocking: bool = True) -> bool:
         """Wait until the call may be made; without `blocking`, only say whether it may.
@@ -164,10 +193,10 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
         **_: object,
     ) -> None:
         """Note that a call starts, and how many tokens it reserves."""
-        call = self._calls[run_id] = _Call(self)
-        if TOTAL_TOKENS in self._rates:
+        call = self._calls[run_id] = _LimitedCall({MODEL: 1}, limiter=self)
+        if self._tokens:
             sent = [message for prompt in messages for message in prompt]
-            call.reserve = self._reserve or max(1, count_tokens_approximately(sent))
+            call.amounts[TOTAL_TOKENS] = self._reserve or max(1, count_tokens_approximately(sent))
         if len(self._calls) > _MAX_CALLS:
             # LangChain tells nobody of the end of a call that is cancelled.
             self._calls.popitem(last=False)
@@ -183,27 +212,24 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
         # Each of several answers to one prompt reports the use of all.
         answer = next((answers[0] for answers in response.generations if answers), None)
         usage = getattr(getattr(answer, "message", None), "usage_metadata", None)
-        if call.reserve and call.request and usage:
-            amounts = {self._rates[TOTAL_TOKENS].key: usage["total_tokens"]}
-            settled = Correction(run_id.hex, amounts, settles=call.request)
-            await self._client.settle(call.mode, AcquireRequest("", "", corrections=(settled,)))
+        if call.is_charged and self._tokens and usage:
+            amounts = {self._room.rates[TOTAL_TOKENS].key: usage["total_tokens"]}
+            settled = (Correction(run_id.hex, amounts, settles=call.name),)
+            request = AcquireRequest("", "", corrections=settled)
+            await self._room.client.settle(call.mode, request)
 
     async def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
         """Let no call begin before the time that a provider's error names."""
-        call = self._calls.pop(run_id, _Call(self))
+        call = self._calls.pop(run_id, _LimitedCall({}, limiter=self))
         call.is_new = False
         pause = read_pause(*read_error(error))
-        if call.request and pause is not None:
-            for rate in self._rates.values():
-                await self._client.delay(call.mode, rate.key, pause, burst=rate.burst)
-
-    @cached_property
-    def _client(self) -> StoreClient:
-        return StoreClient(cast("QuotaStore", self._store), recorder_of(None))
+        if call.is_charged and pause is not None:
+            for rate in self._room.rates.values():
+                await self._room.client.delay(call.mode, rate.key, pause, burst=rate.burst)
 
     def _check_reserve(self, reserve: int) -> None:
         """Raise a `ValueError` if there are never so many tokens together."""
-        most = self._rates[TOTAL_TOKENS].burst if TOTAL_TOKENS in self._rates else reserve
+        most = self._tokens or reserve
         if reserve > most:
             raise ValueError(
                 f"reserve is {reserve:,} tokens, and limiter {self._name!r} never has more than "
@@ -212,36 +238,14 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
 
     async def _acquire(self, mode: Mode, *, blocking: bool) -> bool:
         new = (call for call in reversed(_started.get()) if call.is_new and call.limiter is self)
-        call = next(new, _Call(self))
-        call.is_new = False
-        if TOTAL_TOKENS in self._rates:
-            if not call.reserve:
+        call = next(new, _LimitedCall({MODEL: 1}, limiter=self))
+        call.is_new, call.mode = False, mode
+        if self._tokens:
+            if TOTAL_TOKENS not in call.amounts:
                 raise RuntimeError(
                     "this limiter counts tokens, and LangChain tells only callbacks of them: give "
                     "the model rate_limiter=limiter and callbacks=[limiter]"
                 )
-            self._check_reserve(call.reserve)
-        *_, rate = self._rates.values()
-        charge, seconds = partial(self._lacks, mode, call), _FOREVER if blocking else 0
-        is_admitted, _ = await wait_for_room(self._store, rate.key, mode, charge, seconds)
-        return is_admitted
-
-    async def _lacks(self, mode: Mode, call: _Call) -> float:
-        """Count a call if there is room; else in how many seconds there is."""
-        amounts = {name: call.reserve if name == TOTAL_TOKENS else 1 for name in self._rates}
-        thresholds = (
-            Threshold(_SCOPE, _SCOPE, name, rate.burst) for name, rate in self._rates.items()
-        )
-        counters = {
-            name: CountRef(rate.key, lease=rate.lease) for name, rate in self._rates.items()
-        }
-        demands = (Demand(amounts, tuple(thresholds)),)
-        request = AcquireRequest(uuid4().hex, uuid4().hex, counters, demands)
-        result = await call_variant(mode, self._store.acquire, self._store.aacquire, request)
-        if result.admitted[0]:
-            call.request, call.mode = request.idempotency_key, mode
-            return 0.0
-        return max(
-            seconds_until_room(rate.key, result.drained_in[name], rate.burst - amounts[name])
-            for name, rate in self._rates.items()
-        )
+            self._check_reserve(call.amounts[TOTAL_TOKENS])
+        await self._room.enter(call, _FOREVER if blocking else 0)
+        return call.is_charged

@@ -1,24 +1,19 @@
 """What a store does to keep a provider's rate limits, beside counting."""
 
 import math
-from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores.keys import drain_time, read_emission_interval
 
 if TYPE_CHECKING:
     from langchain_quota.agents.rate_limiter import RateLimiter
+    from langchain_quota.stores import QuotaStore
 
 
 class RateLimiting:
     """A store that delays counts, and makes rate limiters."""
-
-    prefix: object
-    acquire: Callable[[AcquireRequest], AcquireResult]
-    aacquire: Callable[[AcquireRequest], Awaitable[AcquireResult]]
 
     def delay(self, key: str, seconds: float, *, burst: int = 0) -> None:
         """Have a smooth count admit nothing for some seconds; after them it drains evenly.
@@ -61,8 +56,7 @@ class RateLimiting:
         the window. Those of one process are admitted in the order in which they come. A call waits
         until there is room for all, and is charged nothing before. Only limiters with the same
         name, numbers and window share a count. A call that cannot ask the store raises
-        `QuotaStoreError`, and does not reach the model. A call that is cancelled while the store
-        answers may be counted.
+        `QuotaStoreError`, and does not reach the model.
 
         Args:
             name: What is limited, 1 to 64 printable characters.
@@ -89,7 +83,8 @@ class RateLimiting:
         """
         from langchain_quota.agents.rate_limiter import RateLimiter  # noqa: PLC0415 - LangChain's
 
-        return RateLimiter(self, name, window, requests, tokens, burst, reserve)
+        store = cast("QuotaStore", self)
+        return RateLimiter(store, name, window, requests, tokens, burst, reserve)
 
 
 def _delay_time(key: str, seconds: float, burst: int) -> int:
