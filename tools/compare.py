@@ -33,7 +33,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = "f73909d"
+REFERENCE = "37cbe44e"
 """The commit to compare with by default. Move it when a difference is meant, and merged."""
 NOON = 1_767_268_800
 """2026-01-01T12:00:00Z, when each agent begins."""
