@@ -97,6 +97,9 @@ class WaitingRoom:
         """Charge a call, if there is room; return the seconds until there is, at most 0 if so.
 
         `more` than the rates allow may come at once.
+
+        Raises:
+            QuotaStoreError: The store is unavailable.
         """
         rates = {name: rate._replace(burst=rate.burst + more) for name, rate in self.rates.items()}
         thresholds = (Threshold(name, "rate", name, rate.burst) for name, rate in rates.items())
