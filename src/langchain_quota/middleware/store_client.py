@@ -107,7 +107,7 @@ class StoreClient:
                     one_prefix = str(prefix) if callable(self.prefix) else ""
                     with self._asking("peek"):
                         frozen = [*map(_freeze_of, await self.store.freezes(mode, one_prefix))]
-                self._recorder.record_freezes(source, result.freezes, frozen)
+                self._recorder.record_freezes(source, frozen)
         return result
 
     async def settle(self, mode: Mode, sent: AcquireRequest) -> AcquireResult | None:

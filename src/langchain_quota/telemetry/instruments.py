@@ -132,23 +132,17 @@ class Instruments:
                     exc_info=logged_error,
                 )
 
-    def record_freezes(self, source: str, count: int, frozen: Sequence[Freeze] | None) -> None:
-        """Note how many subjects are frozen in a store, and who if that was read now."""
+    def record_freezes(self, source: str, frozen: Sequence[Freeze] | None) -> None:
+        """Note that a store answered and, if it was read, who is frozen under one prefix."""
         if frozen:
             labels, quotas = self.settings.subject_label, self.quotas.copy()
             makes = {quotas[quota]: labels[quota] for quota in labels.keys() & quotas}
             makes[THREAD] = self.settings.thread_label or str
             frozen = [
-                (
-                    per or "all",
-                    self._label(makes.get(per), who) or "",
-                    by and label(by),
-                    since,
-                    until,
-                )
-                for per, who, by, since, until in frozen
+                (per or "all", self._label(makes.get(per), who) or "", by and label(by), at, until)
+                for per, who, by, at, until in frozen
             ]
-        self.usage.record_freezes(source, count, frozen)
+        self.usage.record_freezes(source, frozen)
 
     def subject_label(self, quota: str, subject: str) -> str | None:
         """Return the label of a quota's subject, or `None` if it must not be shown."""

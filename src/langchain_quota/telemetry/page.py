@@ -295,7 +295,7 @@ class Page:
         }
         first = int(reading.now // 3600) - HOURS + 1
         hours = [max(0, reading.costs[first + hour]) / NANODOLLARS for hour in range(HOURS)]
-        totals["waiting"], totals["frozen"] = reading.waiting, reading.frozen
+        totals["waiting"], totals["frozen"] = reading.waiting, len(reading.frozen)
         minutes = range(int(reading.now // 60) - MINUTES + 1, int(reading.now // 60) + 1)
         totals["calls"] = {kind: [n[at] for at in minutes] for kind, n in reading.calls.items()}
         totals["cost"] = {"dollars": sum(hours), "hours": hours} if reading.costs else None

@@ -77,11 +77,8 @@ class Reading:
         self.waiting = sum(snapshot.waiting for snapshot in snapshots)
         """The number of calls that wait now."""
         answers = (snapshot.frozen for snapshot in snapshots)
-        _, frozen = max(answers, key=itemgetter(0), default=(0.0, ()))
-        self.frozen = sum(count for count, _ in frozen)
-        """The number of frozen subjects, by the store's newest answer."""
-        self.freezes = [freeze for _, freezes in frozen for freeze in freezes]
-        """Who they are, as far as is known."""
+        self.frozen = max(answers, key=itemgetter(0), default=(0.0, ()))[1]
+        """Who is frozen, by the store's newest answer."""
         self.costs = Counter[int]()
         """Nanodollars by the hour since the Unix epoch, for the last 24 hours."""
         for hour, amount in (cost for snapshot in snapshots for cost in snapshot.costs):
@@ -108,7 +105,7 @@ class Reading:
         self._latest = rows[-1][4] if rows else 0.0
         self.exports = {(*row[:3],): (row[3], row[4]) for row in rows}
         """When series of an hour began, and were exported last, by their subjects."""
-        self._is_scrape, self._others = is_scrape, list[Subject]()
+        self._is_scrape, self._named = is_scrape, list[Subject]()
         self.rows: Sequence[Subject] = self._read(snapshots, on_error) if snapshots else ()
         """What is exported: those blocked now first, then the near, threads before quotas.
 
@@ -134,9 +131,7 @@ class Reading:
             rated = self._rate_all(subjects, on_error)
             top = self._choose(rated, len(subjects), bound, stays=stays)
             self.hidden[subjects is threads] += len(subjects) - len(top)
-            if bound and not self._is_scrape:
-                chosen = {one.key for _, one, _ in top}
-                self._others += [one for one in in_slices(subjects) if one.key not in chosen]
+            self._named += subjects if bound else ()
             for _, subject, reached in top:
                 self.exported.update(reached)
                 key = (*subject.key[:2], subject.label)
@@ -149,7 +144,7 @@ class Reading:
         shown = {(row.key[1], row.label) for row in self.rows}
         matching = (
             one
-            for one in in_slices(self._others)
+            for one in in_slices(self._named)
             if (one.key[1], one.label) not in shown
             and text in "\n".join((one.label or "", *one.key[:2], *list(one.uses))).casefold()
         )
@@ -259,9 +254,9 @@ class Families(dict[str, Metric]):
                 hidden = reading.tracked[agent, limit, scope, state] - visible
                 self._add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, visible)
                 self._add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
-        self._add(names.FROZEN, {}, reading.frozen)
+        self._add(names.FROZEN, {}, len(reading.frozen))
         # Subjects without a label may look the same, and no series may come twice.
-        for who, times in {(*row[:3],): row[3:] for row in reading.freezes[:100]}.items():
+        for who, times in {(*row[:3],): row[3:] for row in reading.frozen[:100]}.items():
             labels = dict(zip(names.FROZEN_TIMES.labels, who, strict=False))
             for event, when in zip(("since", "until"), times, strict=True):
                 self._add_time(names.FROZEN_TIMES, labels, event, when)

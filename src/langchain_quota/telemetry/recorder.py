@@ -258,9 +258,9 @@ class Recorder:
         if grants:
             self._guard("metrics", self._metrics.count_grants, self._labels_of(agent), grants)
 
-    def record_freezes(self, source: str, count: int, frozen: Sequence[Freeze] | None) -> None:
-        """Record how many subjects are frozen in a store, under one prefix, and who if known."""
-        self._guard("threads", self._shared.record_freezes, source, count, frozen)
+    def record_freezes(self, source: str, frozen: Sequence[Freeze] | None) -> None:
+        """Record that a store answered and, if it was read, who is frozen under one prefix."""
+        self._guard("threads", self._shared.record_freezes, source, frozen)
 
     def warn_of_estimate(self, model: str, created_at: UserLine) -> None:
         """Warn, once for each model, that its tokens are estimated: its provider reports none."""

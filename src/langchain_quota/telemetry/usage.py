@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from threading import Timer
 from weakref import WeakSet
@@ -80,8 +81,8 @@ class UsageTable(Collector):
         self._costs = Counter[int]()
         self._waiting, self._exports = 0, list[Export]()
         self._recent = RecentCalls()
-        # How many subjects are frozen, and who, by store and prefix, and when a store said so last.
-        self._frozen = dict[str, tuple[int, workers.Freezes]]()
+        # Who is frozen, by store and prefix, and when a store answered last.
+        self._frozen = dict[str, Sequence[workers.Freeze]]()
         self._answered = 0.0
         self._is_due = False
         self._written = 0.0
@@ -174,12 +175,12 @@ class UsageTable(Collector):
                 use.waiting = max(0, use.waiting + change)
         self._write_soon()
 
-    def record_freezes(self, source: str, count: int, frozen: workers.Freezes | None) -> None:
-        """Note how many subjects are frozen in a store, under one prefix, and who if known."""
+    def record_freezes(self, source: str, frozen: Sequence[workers.Freeze] | None) -> None:
+        """Note that a store answered and, if it was read, who is frozen under one prefix."""
         self._answered = time.time()
-        if frozen is not None or count != self._frozen.get(source, (0,))[0]:
+        if frozen is not None:
             with self._lock:
-                self._frozen[source] = count, frozen or ()
+                self._frozen[source] = frozen
             self._write_soon()
 
     def spend(self, caller: CallerLabels, spent: Sequence[LimitSpend]) -> None:
@@ -277,7 +278,7 @@ class UsageTable(Collector):
                 pid=os.getpid(),
                 waiting=self._waiting,
                 costs=[*self._costs.items()],
-                frozen=(self._answered, [*self._frozen.values()]),
+                frozen=(self._answered, [*chain(*self._frozen.values())]),
                 calls=[[minute, *counts] for minute, counts in self._recent.minutes.items()],
                 refusals=[*self._recent.refusals],
                 exports=self._exports,

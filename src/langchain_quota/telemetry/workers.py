@@ -29,8 +29,6 @@ Export = Sequence[Any]
 Freeze = tuple[str, str, str, float, float | None]
 """What a frozen subject is, its name or label, by whom, since when, and until when."""
 
-Freezes = Sequence[Freeze]
-
 OnError = Callable[[Exception], None]
 
 FILES = "langchain_quota.usage-6.*.json"
@@ -84,8 +82,8 @@ class Snapshot(NamedTuple):
     """The number of calls that wait now, with or without a thread."""
     costs: Sequence[tuple[int, int]] = ()
     """The cost of each of the last 24 hours: the hour since the Unix epoch, and nanodollars."""
-    frozen: tuple[float, Sequence[tuple[int, Freezes]]] = 0.0, ()
-    """When a store answered last, and how many subjects were frozen then in each, and who."""
+    frozen: tuple[float, Sequence[Freeze]] = 0.0, ()
+    """When a store answered last, and who was frozen then in all of them."""
     calls: Sequence[Sequence[int]] = ()
     """Minutes since the Unix epoch, each with its allowed calls and its blocked ones."""
     refusals: Sequence[Refusal] = ()
