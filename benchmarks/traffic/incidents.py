@@ -94,7 +94,8 @@ def questions() -> Iterator[Question]:
     # A customer comes near her budget: 17 of 20.
     for turn in range(17):
         yield Question(7 * _MINUTE + turn, "desk", "near-0", "user-01", "tenant-1", "translate")
-    for at in range(30, SECONDS, 15):
+    # Each of three processes asks every 15 seconds: so often a store must be asked to be seen back.
+    for at in range(30, SECONDS, 5):
         yield Question(at, "planner", f"plans-{at}", "user-05", "tenant-0", "plan")
 
 
@@ -157,7 +158,8 @@ def incidents(truth: Truth, begun: float, gone: float, speed: float) -> list[Inc
         ),
         Incident(
             "a smooth quota is over its rate",
-            *(refused("desk", "tool:embed", "global"), "LangChainQuotaRateExceeded"),
+            # Calls wait before the first one is refused.
+            *(begun + 3 * _MINUTE / speed, "LangChainQuotaRateExceeded"),
             *(limit("desk", "tool:embed"), _SOON),
         ),
         Incident(
