@@ -16,7 +16,7 @@ _BLOCKED = 'decision="blocked"'
 _ALERTS = f'alertname=~"LangChainQuota.+",{ask.JOB}'
 _ABOUT = (
     '"limit", "subject", "thread_id", "store", "instance", "model", "cause", '
-    '"kind", "component", "error_type", "action"'
+    '"kind", "component", "error_type"'
 )
 
 
