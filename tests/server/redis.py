@@ -153,8 +153,8 @@ def scripts_with(changes: Mapping[str, str]) -> Iterator[None]:
 def time_from(key: str) -> Iterator[None]:
     """Have RedisStores of this process read the time from keys of their server."""
     changes = {
-        "redis.call('TIME')[1]": f"redis.call('GET', '{key}')",
-        "redis.call('TIME')[2]": f"(redis.call('GET', '{key}:micros') or 0)",
+        "redis.call('TIME')": f"{{redis.call('GET', '{key}'), "
+        f"redis.call('GET', '{key}:micros') or 0}}",
         "'EX', ": "'EXAT', now + ",
     }
     with scripts_with(changes):

@@ -165,8 +165,9 @@ async def test_clocks_that_jump(
     """If a clock jumps by an hour, or is the provider's own, no call comes early or never."""
     told = says({**RATE, "date": "Fri, 27 Nov 2099 04:00:00 GMT"})
     played, shift, now = Played(told, told), [0], time.time
-    prefix, seconds = redis_server.prefix(), "tonumber(redis.call('TIME')[1])"
-    jumping = {seconds: f"({seconds} + (redis.call('GET', '{prefix}:jump') or 0))"}
+    prefix, time_of = redis_server.prefix(), "redis.call('TIME')"
+    jump = f"{time_of}[1] + (redis.call('GET', '{prefix}:jump') or 0)"
+    jumping = {time_of: f"{{{jump}, {time_of}[2]}}"}
     with pytest.MonkeyPatch.context() as patch, scripts_with(jumping):
         patch.setattr(time, "time", lambda: now() + shift[-1])
         store: Any = MemoryStore(clock=time.time)

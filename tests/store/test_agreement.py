@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from math import inf
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -42,10 +41,11 @@ WINDOWS: dict[str, int | None] = {
     f"search:user_id:ada:86400:{START // 86_400}": START // 86_400 * 86_400 + 86_400,
     f"__all__:tenant:{GREETING}:3600:{START // 3600}": START // 3600 * 3600 + 3600,
     f"search:tenant:acme:86400:{START + 60}-18000": START + 60,
+    "search:user_id:ada:600~100": None,
 }
 """Keys, and when their windows end."""
 KEYS = (*WINDOWS,)
-SMOOTH, INTERVAL = "search:user_id:ada:600~100", 6 * 10**6
+SMOOTH, INTERVAL = KEYS[-1], 6 * 10**6
 """The key of a count that drains, and in how many microseconds it falls by one."""
 COUNTERS = ("a", "b", "c", "d", "Zähler %2F\ud800")
 TELEMETRY = telling().telemetry
@@ -72,7 +72,7 @@ def counters(draw: st.DrawFn, *, named: bool) -> CountRef:
     ends = WINDOWS.get(key or "")
     return CountRef(
         key,
-        draw(st.integers(0, 3) | st.just(8 * 10**15)),
+        draw(st.integers(0, 3) | st.just(3 if key == SMOOTH else 8 * 10**15)),
         None if ends is None else ends - draw(st.sampled_from([0, 0.5])),
         mirrored=draw(st.booleans()),
         lease=draw(st.sampled_from([None, 5, 5, 60, 10_000])) if named else None,
@@ -104,17 +104,21 @@ def requests(draw: st.DrawFn) -> AcquireRequest:
         enforced=st.booleans(),
     )
     thresholds = draw(st.lists(over, max_size=4))
+    key = draw(st.sampled_from(REQUESTS))
+    counted = {name: draw(counters(named=bool(key))) for name in names}
     demands = []
     for _ in range(draw(st.integers(0, 4))):
         amount = draw(st.sampled_from([1, 1, 2, 0, 10**12]))
-        amounts = dict.fromkeys(draw(st.sampled_from([names, names[:1], names[1:]])), amount)
+        amounts = {
+            name: min(amount, 9) if counted[name].key == SMOOTH else amount
+            for name in draw(st.sampled_from([names, names[:1], names[1:]]))
+        }
         order = thresholds if draw(st.booleans()) else thresholds[::-1]
         demands.append(Demand(amounts, tuple(each for each in order if each.counter in amounts)))
-    key = draw(st.sampled_from(REQUESTS))
     return AcquireRequest(
         key,
         draw(st.sampled_from(ATTEMPTS)),
-        {name: draw(counters(named=bool(key))) for name in names},
+        counted,
         tuple(demands),
         draw(st.dictionaries(st.sampled_from(LIMITS), st.integers(1, 3), max_size=2)),
         tuple(draw(st.lists(corrections, max_size=2))),
@@ -176,12 +180,12 @@ Step = Operation | int
 
 gives = st.builds(
     Give,
-    st.sampled_from(KEYS[1:]),
+    st.sampled_from(KEYS[1:-1]),
     st.sampled_from([1, 2, 5, 10**12]),
     st.sampled_from([None, -1, 0, 5, 60, 4000, 90_000]),
     st.sampled_from("gh"),
 )
-revokes = st.builds(Revoke, st.sampled_from(KEYS[1:]), st.sampled_from("gh"))
+revokes = st.builds(Revoke, st.sampled_from(KEYS[1:-1]), st.sampled_from("gh"))
 freezes = st.builds(
     lambda kind, name, seconds: kind(name, seconds),
     st.sampled_from([Freeze, Thaw]),
@@ -195,13 +199,44 @@ waits = st.sampled_from([1, 5, 6, 61]) | st.sampled_from(
 )
 
 
+def drains(key: str, leases: Sequence[int | None], amount: int, most: int) -> AcquireRequest:
+    """A request that holds or charges something in a count that drains, perhaps twice."""
+    names = "ab"[: len(leases)]
+    counters = dict(zip(names, (CountRef(SMOOTH, lease=lease) for lease in leases), strict=True))
+    demand = Demand(dict.fromkeys(names, amount), (Threshold("one", "run", "a", most),))
+    return AcquireRequest(key, f"{key}!", counters, (demand,))
+
+
+def ends(name: str, settles: str, amount: int, attempt: str | None) -> AcquireRequest:
+    """A correction alone: it settles, undoes or refunds."""
+    corrected = Correction(name, {SMOOTH: amount}, attempt, settles=settles)
+    return AcquireRequest("", "", corrections=(corrected,))
+
+
+leases = st.lists(st.sampled_from([None, 5, 60, 10_000, 10_000]), min_size=1, max_size=2)
+holds = st.builds(
+    drains, st.sampled_from("ijklmn"), leases, st.integers(1, 9), st.sampled_from([20, 20, 9])
+)
+corrects = st.builds(
+    ends,
+    st.sampled_from("opqrstuvwxyz"),
+    st.sampled_from(["", *"ijklmn"]),
+    st.sampled_from([0, 1, 2, 12, -3]),
+    st.sampled_from([None, None, "i!"]),
+)
+passes = st.sampled_from([1, 1, 6, 7, 30, 61, 600, GRACE, REMEMBERED])
+draining = st.lists(holds | corrects | holds | corrects | passes | st.just([SMOOTH]), max_size=15)
+"""Requests to a count that drains, which end in any order."""
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> list[Step]:
     """Requests; some are tried again, with what a caller may have changed, undoes or settles."""
     made: list[AcquireRequest] = []
     steps: list[Step] = []
     for _ in range(draw(st.integers(1, 10))):
-        steps.extend(draw(st.lists(resets | waits | gives | revokes | freezes, max_size=2)))
+        others = resets | waits | gives | revokes | freezes | holds | corrects
+        steps.extend(draw(st.lists(others, max_size=3)))
         asked = draw(requests() | holding())
         if draw(st.booleans()) and made:
             earlier = draw(st.sampled_from(made))
@@ -236,36 +271,6 @@ def histories(draw: st.DrawFn) -> list[Step]:
         made.append(asked)
         steps.append(asked)
     return steps
-
-
-def drains(key: str, leases: Sequence[int | None], amount: int, most: int) -> AcquireRequest:
-    """A request that holds or charges something in a count that drains, perhaps twice."""
-    names = "ab"[: len(leases)]
-    counters = dict(zip(names, (CountRef(SMOOTH, lease=lease) for lease in leases), strict=True))
-    demand = Demand(dict.fromkeys(names, amount), (Threshold("one", "run", "a", most),))
-    return AcquireRequest(key, f"{key}!", counters, (demand,))
-
-
-def ends(name: str, settles: str, amount: int, attempt: str | None) -> AcquireRequest:
-    """A correction alone: it settles, undoes or refunds."""
-    corrected = Correction(name, {SMOOTH: amount}, attempt, settles=settles)
-    return AcquireRequest("", "", corrections=(corrected,))
-
-
-leases = st.lists(st.sampled_from([None, 5, 60, 10_000, 10_000]), min_size=1, max_size=2)
-holds = st.builds(
-    drains, st.sampled_from("ijklmn"), leases, st.integers(1, 9), st.sampled_from([20, 20, 9])
-)
-corrects = st.builds(
-    ends,
-    st.sampled_from("opqrstuvwxyz"),
-    st.sampled_from(["", *"ijklmn"]),
-    st.sampled_from([0, 1, 2, 12, -3]),
-    st.sampled_from([None, None, "i!"]),
-)
-passes = st.sampled_from([1, 1, 6, 7, 30, 61, 600, GRACE, REMEMBERED])
-draining = st.lists(holds | corrects | holds | corrects | passes | st.just([SMOOTH]), max_size=15)
-"""Requests to a count that drains, which end in any order."""
 
 
 class Known(dict[str, tuple[V, float]]):
@@ -306,7 +311,8 @@ class Model:
     """What stores promise, said as plainly as can be."""
 
     now: int = START
-    counts: Known[int] = field(default_factory=Known)
+    counts: Known[int | None] = field(default_factory=Known)
+    """What is used under keys; `None` before the first charge, where something is granted."""
     holds: list[Hold] = field(default_factory=list)
     results: Known[AcquireResult] = field(default_factory=Known)
     made: Known[tuple[str, list[tuple[str, int, bool]]]] = field(default_factory=Known)
@@ -328,7 +334,7 @@ class Model:
         self.frozen = {name: ends for name, ends in self.frozen.items() if ends > self.now}
         self.holds = [each for each in self.holds if each.key in self.counts]
         ended = [each for each in self.holds if each.ends <= self.now]
-        for hold in sorted(ended, key=attrgetter("ends")):
+        for hold in sorted(ended, key=lambda hold: (hold.ends, -hold.behind)):
             self.give_back(hold, at=hold.ends)
 
     def level(self, key: str) -> int | None:
@@ -347,9 +353,7 @@ class Model:
         if ends <= self.now:
             return None
         self.grants.append(Granted(asked.key, asked.id, asked.amount, ends))
-        used = self.counts.of(asked.key)
-        if used is not None:
-            self.put(asked.key, used)
+        self.put(asked.key, self.counts.of(asked.key), ends)
         return asked.amount, ends
 
     def revoke(self, asked: Revoke) -> int | None:
@@ -424,7 +428,7 @@ class Model:
         self.roll_over(request)
         for name, counter in request.counters.items():
             kept = self.level(counter.key or "")
-            used[name] = counter.used if kept is None else kept
+            used[name] = counter.used * cost_of(counter.key) if kept is None else kept
             granted[name] = self.more(counter.key)
         news = {
             name: [
@@ -476,8 +480,8 @@ class Model:
         for each in self.held(key, request):
             each.amount += amount
             each.ends = max(each.ends, ends)
-            # If nothing was charged in between, all of it drains together.
-            each.behind = 0 if each.behind == amount else each.behind
+            # If nothing was charged in between, or that has drained, all of it drains together.
+            each.behind = 0 if amount in {each.behind, self.level(key)} else each.behind
             return
         self.holds.append(Hold(key, request, amount, ends))
 
@@ -489,7 +493,7 @@ class Model:
         amount = left = int(min(hold.amount, most))
         if hold.key == SMOOTH:
             # It drains in the order of charges. What is before it has less behind it then.
-            ends = self.counts[hold.key][0] - hold.behind
+            ends = (self.counts[hold.key][0] or 0) - hold.behind
             left = max(0, min(amount, ends - (self.now if at is None else at) * 10**6))
             for each in self.holds:
                 if each is not hold and each.key == hold.key and each.behind >= hold.behind:
@@ -522,17 +526,19 @@ class Model:
     def add(self, key: str, amount: int, start: int = 0) -> None:
         used = self.level(key)
         if amount > 0:
-            self.put(key, amount + (start if used is None else used))
+            self.put(key, amount + (start * cost_of(key) if used is None else used))
             for hold in self.holds:
                 hold.behind += amount if hold.key == key else 0
         elif used is not None:
             kept, until = self.counts[key]
-            self.counts[key] = max(0, kept + amount), until
+            self.counts[key] = max(0, (kept or 0) + amount), until
 
-    def put(self, key: str, used: int) -> None:
+    def put(self, key: str, used: int | None, least: float = 0) -> None:
         ends, (_, last) = WINDOWS.get(key), self.rolled.get(key, (0, 0))
         until: float = self.now + IDLE if ends is None else max(ends, self.now, last) + GRACE
-        if key == SMOOTH:
+        # As long as a grant lasts, which may be revoked, its count is kept.
+        until = max(until, least, self.counts.get(key, (None, 0))[1])
+        if key == SMOOTH and used is not None:
             used, until = used + self.now * 10**6, self.now + used / 10**6 + GRACE
         self.counts[key] = used, until
 
@@ -669,9 +675,9 @@ def play(step: Operation, model: Model, memory: MemoryStore, shared: Any) -> Non
 
 def compare(model: Model, memory: MemoryStore, shared: Any) -> None:
     """All keep the same."""
-    kept = memory.peek([*KEYS, SMOOTH])
-    assert shared.peek([*KEYS, SMOOTH]) == kept
-    for key, use in zip([*KEYS, SMOOTH], kept, strict=True):
+    kept = memory.peek(KEYS)
+    assert shared.peek(KEYS) == kept
+    for key, use in zip(KEYS, kept, strict=True):
         level, more = model.level(key), model.more(key)
         count = None if level is None else -(-level // cost_of(key))
         found = (None, 0, None) if use is None else (use.used, use.granted, use.rolled_over)

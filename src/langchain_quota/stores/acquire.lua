@@ -1,256 +1,220 @@
 -- Acquires: makes corrections, and admits or refuses a batch of calls, in one atomic step.
--- ARGV[1]  corrections    {marker, attempt, result, hold, amounts = {{count ..., start, amount, limit}}}
---          attempt, result  keys under which the attempt and its result are remembered
---          hold             the field of what is held: by the request, or by the one that is settled
---          counters         count ..., start, limit, lease of each; start: where a new one begins;
---                           limit: to show; lease: in seconds
---          rollovers        {number of the counter, key of the count before, and the rest of Rollover in
---                           admission.py}
---          thresholds       number of the limit, counter, maximum, whether it is enforced, of each
---          names            limit and scope of each threshold, encoded, with a space between them
---          calls            {counter, amount, counter, amount ...}, {threshold, threshold ...}
---          frozen           the key of the freezes
---          stops            {number of the limit, after how many refused calls it stops the batch}
--- Answer   "refused" if the attempt was corrected before it arrived; {"again", keys ...} if nothing
---   was done, and it is to be sent again with these added to KEYS; or a text, which clients read
---   faster than lists of lists. Its lines:
---     acquired, replayed, stopped; only if anything is frozen: how many freezes there are, and the
---       numbers of the counters whose subjects are frozen, with commas between
---     used of each counter
---     of each call, with commas between: admitted, and names of each limit that refuses it
---     only if anything is granted: the amount of each counter
---     the same, unless replayed: what is new of each amount
+-- KEYS     the freezes, which are a count, too; texts that are remembered; and counts, as redis_rows.py has them
+-- ARGV[1]  JSON; numbers are whole, exact up to 2^53 - 1; -1 stands for none, and 0 for no key
+--   counts       {end of window, idle, drains, freeze}; idle: how long one without a window is kept, in seconds;
+--                freeze: the entry that freezes its subject. Amounts and maximums of one that drains are microseconds
+--   attempt, result  numbers of keys; hold: the name of the entry of what the request holds
+--   corrections  {marker, result, for how long, entry that it settles or '', {{count, start, amount, limit} ...}}
+--   counters     {count, start, limit, lease, rolls over}; start: where a new count begins; limit: to show
+--   thresholds   number of the limit, counter, maximum, whether it is enforced, of each
+--   calls        {counter, amount, counter, amount ...}, {threshold, threshold ...}
+--   stops        {number of the limit, after how many refused calls it stops the batch}
+-- ARGV[2]  lines of JSON: names of the thresholds; counters that drain; name of the request; key of each counter
+-- Answer   JSON, written here since cjson rounds numbers to 14 digits: "refused" if the attempt was corrected before it
+--   arrived; "rollover" if that must be fixed first; {counter} if it can hold no more; or {replayed, first line or null,
+--   second line, stopped, used and raise of each counter, {admitted, thresholds that refuse it} of each call, how many
+--   freezes there are, counters that are frozen, {counter, what is fresh} ...}
+local ask, time, counts, lines = cjson.decode(ARGV[1]), redis.call('TIME'), {}, {}
+for line in string.gmatch(ARGV[2], '[^\n]+') do lines[#lines + 1] = line end
+local now = tonumber(time[1])
+local micros = now * 1000000 + tonumber(time[2])
 
--- The count; nil if none is kept.
-local function get(key, drains)
-  local kept = redis.call('HMGET', key, 'used', 'next_end', 'at', 'rolled_over')
-  if kept[4] then rolled_over[key], kept_until[key] = held(kept[4]) end
-  local used, next_end, at = whole(kept[1]), whole(kept[2]), whole(kept[3])
-  if kept[1] and not (used and used >= 0) then error('no count is kept under ' .. key) end
-  if used and at and at > micros() then
-    used = math.max(0, used - at + micros())
-    redis.call('HSET', key, 'used', digits(used), 'at', digits(micros()))
+-- '%d' is faster, but a server may have it for 32 bits only.
+local function digits(number) return string.format(math.abs(number) < 2^31 and '%d' or '%.0f', number) end
+-- tonumber() alone would take 'nan', which no limit refuses.
+local function whole(text) return text and #text <= 17 and string.match(text, '^-?%d+$') and tonumber(text) end
+local function entry_of(text)
+  local amount, ends, place = string.match(text or '', '^(-?%d+) (%d+) (-?%d+)$')
+  return amount and {tonumber(amount), tonumber(ends), tonumber(place)}
+end
+
+local function read(key, window_end, idle, drains, freeze)
+  local count = {key = key, window_end = window_end, idle = idle, drains = drains, freeze = freeze, changed = {}}
+  local any, odd, kept = false, false, redis.call('HMGET', key, unpack(FIELDS))
+  count.entries = {}
+  for i, field in ipairs(FIELDS) do
+    count[field] = whole(kept[i]) or i < 6 and -1 or i < 9 and 0 or nil
+    any, odd = any or kept[i], odd or kept[i] and not whole(kept[i])
   end
-  if used and next_end and next_end <= now then used = used_without(key, used, now, true) end
-  return used and drains and math.max(0, used - micros()) or used
+  if odd or any and count.expires < 0 or (count.used or 0) < 0 then error('no count is kept under ' .. key) end
+  return count
 end
-
--- Notes that a request holds an amount that it has charged under a key, if it does.
-local function hold(key, amount, lease)
-  if lease < 0 then return end
-  local ends = now + lease + 1
-  local before, next_end, charged = unpack(redis.call('HMGET', key, ask.hold, 'next_end', 'charged'))
-  local kept, last, place = held(before)
-  local text = digits(amount + (kept or 0)) .. ' ' .. digits(math.max(ends, last or ends))
-  -- If something was charged in between, the place of the first part holds for all.
-  if not place or place + amount == whole(charged) then place = charged end
-  if charged then text = text .. ' ' .. place end
-  redis.call('HSET', key, ask.hold, text, 'next_end', digits(math.min(ends, whole(next_end) or ends)))
+local function set(count, field, value)
+  if count[field] ~= value then count[field], count.changed[field] = value, digits(value) end
 end
-
-local function remember(key, value, seconds)
-  if key > 0 then redis.call('SET', KEYS[key], value, 'EX', digits(seconds)) end
+local function keep(count, name, amount, ends, place)
+  count.entries[name] = amount and {amount, ends, place} or false
+  count.changed[name] = amount and digits(amount) .. ' ' .. digits(ends) .. ' ' .. digits(place) or false
 end
-
-local function remembered(key)
-  return key > 0 and redis.call('GET', KEYS[key])
-end
-
--- Lowers a count; if a field is given, by no more than what the field still holds. Returns the part of
--- it that has drained, which is not subtracted again.
-local function lower(key, amount, field)
-  local used, left = get(key), amount
-  local rest, ends, place = held(used and field and redis.call('HGET', key, field))
-  if not used or (field and not rest) then return 0 end
-  if field then
-    amount = math.min(amount, rest)
-    if place then return amount - used + used_without(key, used, 0, true, field, amount) end
-    left = amount
-    redis.call('HDEL', key, field)
-    if amount < rest then redis.call('HSET', key, field, digits(rest - amount) .. ' ' .. digits(ends)) end
+local function entry(count, name)
+  if count.entries[name] == nil then
+    count.entries[name] = not count.complete and entry_of(redis.call('HGET', count.key, name)) or false
   end
-  redis.call('HSET', key, 'used', digits(math.max(0, used - left)))
+  return count.entries[name]
+end
+local function entries(count)
+  local kept = count.complete and {} or redis.call('HGETALL', count.key)
+  for i = 1, #kept, 2 do
+    if count.entries[kept[i]] == nil then count.entries[kept[i]] = entry_of(kept[i + 1]) end
+  end
+  count.complete = true
+  return count.entries
+end
+-- Like the next three as in counts.py.
+local function lower(count, amount, place)
+  set(count, 'used', math.max(0, count.used - amount))
+  for name, each in pairs(count.drains and amount > 0 and entries(count) or {}) do
+    if each and each[3] > place then keep(count, name, each[1], each[2], each[3] - amount) end
+  end
+end
+local function drop(count, name, moment)
+  local amount, _, place = unpack(entry(count, name) or {})
+  if not amount then return 0 end
+  keep(count, name)
+  if amount <= 0 then
+    set(count, 'raised', count.raised + amount)
+    if place == count.checked then set(count, 'fresh', count.fresh + amount) end
+    return 0
+  end
+  local left = count.drains and math.max(0, math.min(amount, place - moment)) or amount
+  lower(count, left, place)
   return amount - left
 end
-
--- The key, amount and field of what it holds of each count that an attempt charged; false for no
--- field, and the amount 0 for the key of its result.
-local function charged_by(attempt)
-  local record = remembered(attempt)
-  return record and record ~= 'refused' and cmsgpack.unpack(record) or {}
+local function update(count)
+  if count.drains and count.at > micros then
+    lower(count, count.at - micros, 0)
+    set(count, 'at', micros)
+  end
+  if count.next_end < 0 or count.next_end > now then return end
+  local over, next_end = {}, math.huge
+  for name, each in pairs(entries(count)) do
+    if each and each[2] <= now then table.insert(over, {name, unpack(each)}) end
+    if each and each[2] > now then next_end = math.min(each[2], next_end) end
+  end
+  table.sort(over, function(a, b) return a[3] < b[3] or a[3] == b[3] and a[4] < b[4] end)
+  for _, each in ipairs(over) do drop(count, each[1], each[3] * 1000000) end
+  set(count, 'next_end', next_end < math.huge and next_end or -1)
+end
+local function level(count, start)
+  return count.used and math.max(0, count.used - (count.drains and micros or 0)) or start
+end
+local function charge(count, amount, start, limit, lease)
+  local total, expires = level(count, start) + amount, now + count.idle
+  if count.window_end >= 0 then expires = math.max(count.window_end, now) + GRACE end
+  if count.drains then
+    expires, total = now + math.ceil(total / 1000000) + GRACE, total + micros
+    set(count, 'at', micros)
+  end
+  set(count, 'used', total)
+  set(count, 'ends', count.window_end)
+  set(count, 'limit', limit)
+  set(count, 'expires', count.drains and expires or math.max(expires, count.expires))
+  if lease < 0 then return end
+  local begin, ends = total - amount, now + lease + 1
+  local held, last, place = unpack(entry(count, ask.hold) or {0, ends, begin})
+  if place == begin or begin == count.at then place = total end
+  keep(count, ask.hold, held + amount, math.max(ends, last), place)
+  if count.next_end < 0 or ends < count.next_end then set(count, 'next_end', ends) end
+end
+-- HSET comes first: a server that is full does it, or nothing.
+local function write(answer)
+  for _, count in ipairs(counts) do
+    local fields, gone = {}, {}
+    for field, text in pairs(count.changed) do
+      if text then fields[#fields + 1], fields[#fields + 2] = field, text else gone[#gone + 1] = field end
+    end
+    if #fields > 0 then redis.call('HSET', count.key, unpack(fields)) end
+    for _, field in ipairs(gone) do redis.call('HDEL', count.key, field) end
+    if count.changed.expires then redis.call('EXPIREAT', count.key, count.changed.expires) end
+  end
+  return answer
 end
 
-local function correct(correction)
-  if redis.call('EXISTS', KEYS[correction.marker]) == 1 then return end
-  local charged = charged_by(correction.attempt)
-  for i = 1, #charged, 3 do
-    local key, amount, field = unpack(charged, i, i + 2)
-    if amount == 0 then
-      redis.call('DEL', key)
-    else
-      lower(key, amount, field)
-    end
-  end
-  remember(correction.attempt, 'refused', REMEMBERED)
-  remember(correction.marker, 1, correction.hold and REMEMBERED or CORRECTED)
-  if remembered(correction.result) then return end
-  for _, part in ipairs(correction.amounts) do
-    local index, _, ends, idle, drains, start, amount, limit = unpack(part)
-    local key, shown = KEYS[index], limit >= 0 and {'limit', digits(limit)} or {}
-    local drained = correction.hold and lower(key, math.huge, correction.hold) or 0
-    if amount > 0 then amount = math.max(0, amount - drained) end
-    if amount > 0 then
-      put(key, (get(key, drains) or start) + amount, ends, idle, drains, unpack(shown))
-    else
-      lower(key, -amount)
-    end
-  end
-end
-
-local declared, again = {}, {'again'}
-for i = 1, #ask.corrections > 0 and #KEYS or 0 do declared[KEYS[i]] = true end
+-- Nothing is written before all are read: an error changes nothing.
+for i, count in ipairs(ask.counts) do counts[i] = read(KEYS[#KEYS - #ask.counts + i], unpack(count)) end
+for _, count in ipairs(counts) do update(count) end
 for _, correction in ipairs(ask.corrections) do
-  local charged = charged_by(correction.attempt)
-  for i = 1, #charged, 3 do
-    if not declared[charged[i]] then table.insert(again, charged[i]) end
+  local marker, result, lasts, settles, amounts = unpack(correction)
+  local is_done = not redis.call('SET', KEYS[marker], 1, 'NX', 'EX', lasts)
+  is_done = is_done or result > 0 and redis.call('EXISTS', KEYS[result]) == 1
+  for _, part in ipairs(is_done and {} or amounts) do
+    local index, start, amount, limit = unpack(part)
+    local count = counts[index]
+    local drained = settles ~= '' and drop(count, settles, micros) or 0
+    if amount > drained then charge(count, amount - drained, start, limit < 0 and count.limit or limit, -1) end
+    if amount < 0 and count.used then lower(count, -amount, 0) end
   end
 end
-if #again > 1 then return again end
-for _, correction in ipairs(ask.corrections) do correct(correction) end
 
+-- One command for all of these, because mostly there is none.
+local remembered, freezes, frozen = {KEYS[1], KEYS[ask.attempt]}, 0, {}
+remembered[#remembered + 1] = KEYS[ask.result]
+if redis.call('EXISTS', unpack(remembered)) > 0 then
+  if ask.attempt > 0 and redis.call('GET', KEYS[ask.attempt]) == REFUSED then return write('"refused"') end
+  local result = ask.result > 0 and redis.call('GET', KEYS[ask.result])
+  if result then return write('[1,' .. result .. ',[]]') end
+  local row = read(KEYS[1])
+  counts[#counts + 1] = row
+  update(row)
+  freezes = row.raised
+  for i, counter in ipairs(ask.counters) do
+    local freeze = counter[1] > 0 and counts[counter[1]].freeze or ''
+    frozen[i] = freeze ~= '' and (entry(row, freeze) or entry(row, FREEZE_OF_ALL))
+  end
+end
+
+counts[0] = {raised = 0, fresh = 0}  -- for counts of the caller
+local before, after, used, raised, fresh, marks, charges = {}, {}, {}, {}, {}, {}, {}
+for i, counter in ipairs(ask.counters) do
+  local count = counts[counter[1]]
+  if counter[5] and not entry(count, 'rollover') then return write('"rollover"') end
+  before[i] = level(count, counter[2])
+  after[i], used[i], raised[i] = before[i], digits(before[i]), digits(count.raised)
+  if count.fresh > 0 then fresh[#fresh + 1] = '[' .. i - 1 .. ',' .. digits(count.fresh) .. ']' end
+  if frozen[i] then marks[#marks + 1] = i - 1 end
+end
 -- As admit() in admission.py.
-local function admit(counts, more, frozen)
-  local calls, refusals, stopped = {}, {}, 0
-  for i, asked in ipairs(ask.calls) do
-    local added, over = unpack(asked)
-    local amounts, refusing, order, runs, call = {}, {}, {}, true, ''
-    for j = 1, #added, 2 do amounts[added[j]] = added[j + 1] end
-    for _, index in ipairs(over) do
-      local limit, counter, most, enforced = unpack(ask.thresholds, 4 * index - 3, 4 * index)
-      if frozen[counter] or counts[counter] + amounts[counter] > most + (more[counter] or 0) then
-        runs = runs and not enforced
-        if not refusing[limit] then
-          refusals[limit] = (refusals[limit] or 0) + 1
-          table.insert(order, limit)
-        end
-        if frozen[counter] or not refusing[limit] then refusing[limit] = ask.names[index] end
-      end
-    end
-    for _, limit in ipairs(order) do call = call .. ' ' .. refusing[limit] end
-    if runs then
-      for counter, amount in pairs(amounts) do counts[counter] = counts[counter] + amount end
-    end
-    calls[i] = (runs and '1' or '0') .. call
-  end
-  for _, stop in ipairs(ask.stops) do
-    if (refusals[stop[1]] or 0) >= stop[2] then stopped = 1 end
-  end
-  return table.concat(calls, ','), stopped
-end
-
-local function of_counter(i)
-  return unpack(ask.counters, 8 * i - 7, 8 * i)
-end
-
--- kept: the counts as charged so far, by key. A new key begins at the start of its first counter.
-local function charge(kept, counts, used)
-  local record = {}
-  for i = 1, #ask.counters / 8 do
-    local index, _, ends, idle, drains, start, limit, lease = of_counter(i)
-    local key, amount = KEYS[index], counts[i] - used[i]
-    if key and amount > 0 then
-      kept[index] = (kept[index] or start) + amount
-      put(key, kept[index], ends, idle, drains, 'limit', digits(limit))
-      hold(key, amount, lease)
-      record[#record + 1], record[#record + 2] = key, amount
-      record[#record + 1] = lease >= 0 and ask.hold
+local calls, names, refusals, stopped = {}, 'null', {}, 0
+for i, call in ipairs(ask.calls) do
+  local amounts, places, refusing, runs = {}, {}, {}, true
+  for j = 1, #call[1], 2 do amounts[call[1][j]] = call[1][j + 1] end
+  for _, index in ipairs(call[2]) do
+    local limit, counter, most, enforced = unpack(ask.thresholds, 4 * index - 3, 4 * index)
+    if frozen[counter] or after[counter] + amounts[counter] > most + counts[ask.counters[counter][1]].raised then
+      runs, names = runs and not enforced, lines[1]
+      if not places[limit] then places[limit], refusals[limit] = #refusing + 1, (refusals[limit] or 0) + 1 end
+      if frozen[counter] or not refusing[places[limit]] then refusing[places[limit]] = ',' .. index - 1 end
     end
   end
-  return record
+  for counter, amount in pairs(runs and amounts or {}) do after[counter] = after[counter] + amount end
+  calls[i] = '[' .. (runs and 1 or 0) .. table.concat(refusing) .. ']'
+end
+for _, stop in ipairs(ask.stops) do
+  if (refusals[stop[1]] or 0) >= stop[2] then stopped = 1 end
 end
 
--- Fixes what rolls over to a count with the first request of its window.
-local function roll_over(i, previous, amount, limit, last)
-  local index, _, ends, idle, drains, start = of_counter(i)
-  local key = KEYS[index]
-  local used = get(key, drains) or start
-  if rolled_over[key] then return end
-  amount = math.max(0, math.min(amount, limit - (get(KEYS[previous]) or 0)))
-  rolled_over[key], kept_until[key] = amount, last
-  put(key, used, ends, idle, drains, 'rolled_over', digits(amount) .. ' ' .. digits(last))
-end
-
--- The counters whose subjects are frozen, and what the answer says of them.
-local function frozen_counters()
-  local frozen, numbers, names, freezes = {}, {}, {}, 0
-  for _, grant in ipairs(grants_of(KEYS[ask.frozen])) do
-    if grant[3] > now then names[cjson.decode(grant[5]).id], freezes = true, freezes + 1 end
-  end
-  if freezes == 0 then return frozen, '' end
-  for i = 1, #ask.counters / 8 do
-    local key = KEYS[of_counter(i)] or ''
-    local dimension, subject = string.match(key, '^{[^}]*}:count:[^:]*:([^:]+):([^:]*)')
-    -- As frozen_counters() in keys.py.
-    if dimension and dimension ~= 'concurrency' and dimension ~= 'rate_limiter'
-      and (names['::'] or names[':' .. dimension .. ':' .. subject]) then
-      frozen[i] = true
-      table.insert(numbers, i)
-    end
-  end
-  return frozen, ' ' .. freezes .. ' ' .. table.concat(numbers, ',')
-end
-
-local function numbers(values)
-  local found = {}
-  for i = 1, #ask.counters / 8 do found[i] = digits(values[i] or 0) end
-  return table.concat(found, ' ')
-end
-
--- One command for all of these, because mostly there is none: the attempt, its result, grants, and
--- freezes.
-local rare = {KEYS[ask.frozen], KEYS[ask.attempt]}
-rare[#rare + 1] = KEYS[ask.result]
-for i = 2, #ask.counters, 8 do rare[#rare + 1] = KEYS[ask.counters[i]] end
-local any_rare = redis.call('EXISTS', unpack(rare)) > 0
-if any_rare and remembered(ask.attempt) == 'refused' then return 'refused' end
-local result = any_rare and remembered(ask.result)
-if result then return 'acquired 1 ' .. result end
-local kept, used, counts, more, news, new = {}, {}, {}, {}, {}, ''
-for _, rollover in ipairs(ask.rollovers) do roll_over(unpack(rollover)) end
-for i = 1, #ask.counters / 8 do
-  local index, of_grants, _, _, drains, start = of_counter(i)
-  if index > 0 then
-    local key = KEYS[index]
-    kept[index] = get(key, drains)
-    local grants = any_rare and grants_of(KEYS[of_grants]) or {}
-    if #grants > 0 then more[i], news[i] = granted(grants) end
-    if (rolled_over[key] or 0) > 0 then more[i] = (more[i] or 0) + rolled_over[key] end
-  end
-  used[i] = kept[index] or start
-  counts[i] = used[i]
-end
-local frozen, marks = {}, ''
-if any_rare then frozen, marks = frozen_counters() end
-local said, stopped = admit(counts, more, frozen)
-result = stopped .. marks .. '\n' .. numbers(used) .. '\n' .. said
-if next(more) then
-  result, new = result .. '\n' .. numbers(more), '\n' .. numbers(news)
-  for i, amount in pairs(news) do
-    if amount > 0 then
-      -- From now on none of them is new: a call has been checked by them.
-      local key = KEYS[ask.counters[8 * i - 6]]
-      local grants = grants_of(key)
-      for _, grant in ipairs(grants) do grant[4] = false end
-      keep_grants(key, grants)
-    end
+for i, counter in ipairs(ask.counters) do
+  local count = stopped == 0 and after[i] > before[i] and counter[4] >= 0 and counts[counter[1]] or {}
+  if count.drains and redis.call('HLEN', count.key) >= MAX_HELD and not entry(count, ask.hold) then
+    return write('[' .. i - 1 .. ']')
   end
 end
-local record = stopped == 0 and charge(kept, counts, used) or {}
-if #record > 0 then
-  if ask.result > 0 then
-    record[#record + 1], record[#record + 2], record[#record + 3] = KEYS[ask.result], 0, false
+for i, counter in ipairs(ask.counters) do
+  local index, start, limit, lease = unpack(counter)
+  local count, amount = counts[index], after[i] - before[i]
+  if count.fresh > 0 then
+    set(count, 'fresh', 0)
+    set(count, 'checked', count.checked + 1)
   end
-  remember(ask.attempt, cmsgpack.pack(record), REMEMBERED)
-  remember(ask.result, result, REMEMBERED)
+  if index > 0 and amount > 0 and stopped == 0 then
+    charge(count, amount, start, limit, lease)
+    charges[#charges + 1] = '[' .. lines[i + 3] .. ', ' .. digits(amount) .. ', ' .. tostring(lease >= 0) .. ']'
+  end
 end
-return 'acquired 0 ' .. result .. new
+local said = string.format('%s,%s,%d,[%s],[%s],[%s],%d,[%s]', names, lines[2], stopped, table.concat(used, ','),
+  table.concat(raised, ','), table.concat(calls, ','), freezes, table.concat(marks, ','))
+local attempt = '[' .. lines[3] .. ', [' .. table.concat(charges, ', ') .. ']]'
+for index, text in pairs(#charges > 0 and {[ask.result] = said, [ask.attempt] = attempt} or {}) do
+  if index > 0 then redis.call('SET', KEYS[index], text, 'EX', REMEMBERED) end
+end
+return write('[0,' .. said .. ',[' .. table.concat(fresh, ',') .. ']]')

@@ -3,11 +3,11 @@
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Demand
 from langchain_quota.core.checks import Check
@@ -15,6 +15,9 @@ from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.stores import GRACE, QuotaUsage
 from langchain_quota.stores.keys import drain_time, idle_time, read_emission_interval
+
+MAX_HELD = 1000
+"""How many entries a count that drains has at most: who lowers it moves them."""
 
 _PURGED_AT_ONCE = 100
 """How many values one operation looks at to make room, so that no operation takes long."""
@@ -93,6 +96,12 @@ def check_request(request: object) -> None:
             )
 
 
+def check_held(key: str, entries: int) -> None:
+    """Raise a `QuotaStoreError` if a count that drains has no room for one more entry."""
+    if entries >= MAX_HELD:
+        raise QuotaStoreError(f"{MAX_HELD} requests hold a part of {key!r}, which are the most")
+
+
 def idle_seconds(idle_ttl: timedelta) -> int:
     """Return how long an idle count is kept, in seconds."""
     validate_type("idle_ttl", idle_ttl, timedelta, "a timedelta")
@@ -146,71 +155,100 @@ class ExpiringDict(Generic[V]):
         return looked > 0
 
 
+class Entry(NamedTuple):
+    """An amount beside a count, until it is dropped: held if above 0, added to limits if below."""
+
+    amount: int
+    until: int
+    """When it ends, in seconds since the Unix epoch."""
+    place: int = 0
+    """Of what is held in a count that drains: when all up to it has drained, in microseconds; of a
+    grant: the number `checked` of its count when it was given."""
+
+
 @dataclass(slots=True)
 class Count:
     """What is kept under a key; `used` includes what is held. If it drains, it is when it is 0."""
 
-    used: int = 0
+    used: int | None = None
+    """`None` before the first charge: then only its entries are kept."""
     limit: int | None = None
     ends: int | None = None
-    holds: dict[str, tuple[int, int, int]] | None = None
-    """What is held, until when, and what was `charged` up to it, by the request that holds it."""
+    entries: dict[str, Entry] = field(default_factory=dict)
+    """What requests hold, and what grants and rollover add to the limits, by name."""
     next_end: float = math.inf
-    """No lease of the holds ends before this time."""
+    """No entry ends before this time."""
     changed_at: int | None = None
     """If it drains, when it was last changed: a clock that goes back takes the count with it."""
-    charged: int = 0
-    """If it drains, all that was ever added to it, without what holds have given back."""
-    rolled_over: int | None = None
-    """What rolled over from the window before; `None` before it is fixed."""
+    raised: int = 0
+    """What entries add to the limits."""
+    fresh: int = 0
+    """What of it no call has been checked by."""
+    checked: int = 0
+    """How often calls have been checked by what was fresh."""
 
-    def hold(self, name: str, amount: int, ends: int) -> None:
-        """Note that a request only holds, until its lease ends, so much of what it has charged."""
-        self.holds = self.holds or {}
-        held, last, charged = self.holds.get(name, (0, ends, self.charged - amount))
-        # If something was charged in between, the place of the first part holds for all.
-        charged += amount if charged + amount == self.charged else 0
-        self.holds[name] = (held + amount, max(ends, last), charged)
-        self.next_end = min(ends, self.next_end)
+    def hold(self, name: str, amount: int, until: int) -> None:
+        """Hold an amount that was charged just now, until it is dropped or its lease ends."""
+        used = self.used or 0
+        start = used - amount
+        held, last, place = self.entries.get(name, (0, until, start))
+        if start in (place, self.changed_at):
+            # Nothing of others drains before it; else the place of the first part holds for all.
+            place = used
+        self._enter(name, Entry(held + amount, max(until, last), place))
 
-    def lower(self, amount: float, now: float, held_by: str | None = None) -> int:
-        """Subtract an amount, and return the part of it that has drained, which is not subtracted.
+    def grant(self, name: str, amount: int, until: int, fresh: int = 0) -> None:
+        """Add an amount to the limits until it is dropped or ends; so much of it is fresh."""
+        self._enter(name, Entry(-amount, until, self.checked if fresh else -1))
+        self.raised += amount
+        self.fresh += fresh
 
-        If a request is named, subtract no more than it still holds.
+    def _enter(self, name: str, entry: Entry) -> None:
+        self.entries[name] = entry
+        self.next_end = min(entry.until, self.next_end)
+
+    def drop(self, name: str, now: float, amount: float = math.inf) -> int:
+        """Drop an entry, or so much of what it holds, and return the part that has drained.
+
+        What has drained was used: it is not subtracted.
         """
-        drained, holds = 0, self.holds or {}
-        if held_by is not None:
-            held, ends, place = holds.pop(held_by, (0, 0, 0))
-            amount = min(amount, held)
-            if self.changed_at is not None:
-                # A count drains in the order of charges. So what was charged later is left first,
-                # and moves up by what is not to drain any more.
-                left = max(0, min(int(amount), level_of(self, now) - self.charged + place))
-                drained, self.charged = int(amount) - left, self.charged - left
-                for name, (part, last, later) in holds.items():
-                    holds[name] = part, last, later - left * (later > place)
-                place -= left
-            if held > amount:
-                holds[held_by] = (held - int(amount), ends, place)
-        self.used = max(0, self.used - int(amount) + drained)
-        return drained
+        held, until, place = self.entries.pop(name, Entry(0, 0))
+        if held <= 0:
+            self.raised += held
+            self.fresh += held if place == self.checked else 0
+            return 0
+        left = part = int(min(held, amount))
+        if self.changed_at is not None:
+            left = max(0, min(part, place - _micros(now)))
+        if held > part:
+            self.entries[name] = Entry(held - part, until, place - left)
+        self.lower(left, place)
+        return part - left
+
+    def lower(self, amount: int, place: int = 0) -> None:
+        """Subtract an amount. In a count that drains, all that is behind its place moves up."""
+        self.used = max(0, (self.used or 0) - amount)
+        if self.changed_at is not None and amount:
+            for name, (held, until, at) in self.entries.items():
+                if at > place:
+                    self.entries[name] = Entry(held, until, at - amount)
 
     def update(self, now: float) -> None:
-        """Follow a clock that has gone back, and release what is held by leases that are over."""
-        micros, holds = _micros(now), self.holds or {}
+        """Follow a clock that has gone back, and drop the entries that have ended."""
+        micros = _micros(now)
         if self.changed_at is not None and 0 < micros < self.changed_at:
-            self.used = max(0, self.used - self.changed_at + micros)
+            self.lower(self.changed_at - micros)
             self.changed_at = micros
         if self.next_end <= now:
-            over = sorted((end, name) for name, (_, end, _) in holds.items() if end <= now)
-            for end, name in over:
-                self.lower(math.inf, end, name)
-            self.next_end = min((ends for _, ends, _ in holds.values()), default=math.inf)
+            over = [(e.until, e.place, name) for name, e in self.entries.items() if e.until <= now]
+            for end, _, name in sorted(over):
+                self.drop(name, end)
+            self.next_end = min((entry.until for entry in self.entries.values()), default=math.inf)
 
 
 def level_of(count: Count | None, now: float, key: str = "", start: int = 0) -> int:
     """Return how much is used now, in microseconds if it drains; a new count has its start."""
-    if count is None:
+    if count is None or count.used is None:
         return drain_time(key, start) if start else 0
     return count.used if count.changed_at is None else max(0, count.used - _micros(now))
 
@@ -238,32 +276,38 @@ class Counts(ExpiringDict[Count]):
             count.update(now)
         return count
 
-    def write(
-        self, key: str, count: Count | None, used: int, ends: int | None, now: float
+    def write(  # noqa: PLR0913, PLR0917 - what a count is
+        self,
+        key: str,
+        count: Count | None,
+        used: int | None,
+        ends: int | None,
+        now: float,
+        until: float = -math.inf,
     ) -> Count:
         """Set how much is used under a key, and return the count, which may be new.
 
         Args:
             key: The key.
             count: What is kept under the key.
-            used: How much is used; in microseconds if the count drains.
+            used: How much is used; in microseconds if the count drains; `None` for no charge yet.
             ends: When its window ends, in seconds since the Unix epoch; `None` for none.
             now: The time.
+            until: How long it is kept at least.
         """
         if count is None:
             drains = "~" in key and read_emission_interval(key)
             count = Count(changed_at=0 if drains else None)
-        if count.changed_at is None:
+        if count.changed_at is None or used is None:
             count.used = used
             expires = now + idle_time(key, self._idle) if ends is None else max(ends, now) + GRACE
         else:
-            count.charged += max(0, used - level_of(count, now))
             count.changed_at = _micros(now)
             count.used, expires = used + count.changed_at, now + used / 10**6 + GRACE
         count.ends = ends
         # Never earlier than before, unless it drains.
         least = self.all[key][1] if key in self.all and count.changed_at is None else -math.inf
-        self.put(key, count, max(expires, least), now)
+        self.put(key, count, max(expires, least, until), now)
         return count
 
     def make_room(self, keys: Iterable[str], now: float) -> None:

@@ -1,7 +1,7 @@
 """The keys of counts in a store: counter, subject and window."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from functools import lru_cache
@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
-from langchain_quota.core.admission import AcquireRequest, CountRef
+from langchain_quota.core.admission import AcquireRequest
 from langchain_quota.limits.call import CONCURRENCY, ROOT_RUN, RUN
 from langchain_quota.limits.options import MILLISECONDS, NANODOLLARS, TOTAL_TOKENS, UNITS
 from langchain_quota.limits.quotas import CalendarWindow, around
@@ -269,22 +269,39 @@ FREEZES = "::"
 """The key of a prefix's freezes, and the name of the freeze of all subjects."""
 
 
+def is_freezes(key: str) -> bool:
+    """Return whether a key is that of a prefix's freezes."""
+    return key.rpartition("/")[2] == FREEZES
+
+
 def freezes_key(prefix: str) -> str:
     """Return the key of a prefix's freezes."""
     return f"{prefix}/{FREEZES}" if prefix else FREEZES
 
 
-def frozen_counters(counters: Mapping[str, CountRef], freezes: Collection[str]) -> list[str]:
-    """Return the names of the counters that freezes stop: those of their subjects, and of all."""
-    frozen = []
-    for name, counter in counters.items():
-        _, dimension, subject = (*(counter.key or "").split(":", 3), "", "")[:3]
-        # Leases are renewed while calls run, and a rate limiter could only let its callers wait.
-        if dimension not in {"", "concurrency", "rate_limiter"} and (
-            FREEZES in freezes or f":{dimension}:{subject}" in freezes
-        ):
-            frozen.append(name)
-    return frozen
+@lru_cache(maxsize=256)
+def digest(name: str) -> str:
+    """Return a short name for one that may have any length and characters: half of its hash."""
+    return sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def hold_entry(request: str) -> str:
+    """Return the name of the entry of what a request holds, by its idempotency key."""
+    return f"hold:{digest(request)}"
+
+
+def grant_entry(name: str) -> str:
+    """Return the name of a grant's or a freeze's entry beside its count."""
+    return f"grant:{digest(name)}"
+
+
+@lru_cache(maxsize=4096)
+def freeze_entry(key: str) -> str:
+    """Return the name of the freeze that stops a count, beside that of all; empty if none can."""
+    _, dimension, subject = (*key.split(":", 3), "", "")[:3]
+    # Leases are renewed while calls run, and a rate limiter could only let its callers wait.
+    exempt = dimension in {"", "concurrency", "rate_limiter"}
+    return "" if exempt else grant_entry(f":{dimension}:{subject}")
 
 
 def check_prefix(what: str, prefix: object) -> str:

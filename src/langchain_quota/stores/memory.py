@@ -12,7 +12,7 @@ from langchain_quota.core.admission import (
     AcquireRequest,
     AcquireResult,
     Correction,
-    Rollover,
+    CountRef,
     admit,
 )
 from langchain_quota.runtime.arguments import validate_count
@@ -23,6 +23,7 @@ from langchain_quota.stores.counts import (
     Count,
     Counts,
     ExpiringDict,
+    check_held,
     check_request,
     demands_in_drain_time,
     idle_seconds,
@@ -35,7 +36,10 @@ from langchain_quota.stores.keys import (
     FREEZES,
     drain_time,
     drained_amount,
-    frozen_counters,
+    freeze_entry,
+    grant_entry,
+    hold_entry,
+    is_freezes,
     read_emission_interval,
     window_end,
 )
@@ -43,6 +47,13 @@ from langchain_quota.stores.rate_limiting import RateLimiting
 
 _REMEMBERED_AT_MOST = 100_000
 """A result takes about three times the memory of a count."""
+
+
+ROLLOVER = "rollover"
+"""The name of the entry of what rolled over from the window before."""
+
+_NEVER = 2**52
+"""A time that never comes, in seconds."""
 
 
 class Attempt(NamedTuple):
@@ -101,8 +112,8 @@ class MemoryStore(SupportsGrants, RateLimiting):
         self._attempts: ExpiringDict[Attempt] = ExpiringDict(remembered)
         self._corrected: ExpiringDict[bool] = ExpiringDict(remembered)
         self._settled: ExpiringDict[bool] = ExpiringDict(remembered)
-        # By id: each grant, and whether no call has been checked by it.
-        self._grants: ExpiringDict[dict[str, tuple[Grant, bool]]] = ExpiringDict()
+        # Who gave each grant of a count, and why, by id.
+        self._notes: ExpiringDict[dict[str, Grant]] = ExpiringDict()
         self.clock = clock
         self._lock = fork_safe_lock()
 
@@ -142,7 +153,8 @@ class MemoryStore(SupportsGrants, RateLimiting):
             self._counts.make_room(keys, now)
             for key in keys:
                 count = self._counts.get(key, now)
-                self._counts.write(key, count, 0, window_end(key), now).holds = None
+                count = self._counts.write(key, count, 0, window_end(key), now)
+                count.entries = {n: each for n, each in count.entries.items() if each.amount <= 0}
 
     def entries(self, pattern: str) -> dict[str, QuotaUsage | None]:
         """Return what is counted under the keys that match; `None` for what has expired."""
@@ -157,57 +169,63 @@ class MemoryStore(SupportsGrants, RateLimiting):
             self._counts.make_room([key], now)
             count = self._counts.get(key, now)
             level = max(microseconds, level_of(count, now))
+            count = self._counts.write(key, count, level, None, now)
             # What was held before gives back nothing of the delay.
-            self._counts.write(key, count, level, None, now).charged += microseconds
+            for name, entry in count.entries.items():
+                count.entries[name] = entry._replace(place=entry.place - microseconds)
 
     async def _grant(self, _: Mode, grant: Grant) -> tuple[Grant | None, bool]:
         with self._lock:
-            now = self.clock()
-            grants = self._granted(grant.key, now - CORRECTED)
+            now, key, until = self.clock(), grant.key, grant.ends or 0
+            notes = self._notes_of(key, now - CORRECTED)
             # A freeze takes the place of an earlier one.
-            if grant.id in grants and grant.amount:
-                return grants[grant.id][0], False
-            if (grant.ends or 0) <= now:
+            if grant.id in notes and grant.amount:
+                return notes[grant.id], False
+            if until <= now:
                 return None, False
-            grants[grant.id] = grant, True
-            last = max(stored.ends or 0 for stored, _ in grants.values())
-            self._grants.put(grant.key, grants, last + CORRECTED, now)
-            count = self._counts.get(grant.key, now)
-            if count is not None:
-                # The count's idle time is reset, as after a charge.
-                self._counts.write(grant.key, count, count.used, count.ends, now)
+            notes[grant.id] = grant
+            last = max(note.ends or 0 for note in notes.values())
+            self._notes.put(key, notes, last + CORRECTED, now)
+            # The count's idle time is reset, as after a charge.
+            count = self._counts.get(key, now)
+            used, ends = (count.used, count.ends) if count else (None, window_end(key))
+            count = self._counts.write(key, count, used, ends, now, until)
+            self._counts.droppable.pop(key, None)
+            entry = grant_entry(grant.id)
+            count.drop(entry, now)
+            count.grant(entry, grant.amount or 1, until, grant.amount)
             return grant, True
 
     async def _revoke(self, _: Mode, key: str, name: str) -> Grant | None:
         with self._lock:
             now = self.clock()
-            grant, is_new = self._granted(key, now).get(name, (None, False))
+            grant, count = self._notes_of(key, now).get(name), self._counts.get(key, now)
             if grant is not None:
-                grant = replace(grant, until=in_utc(int(now)))
-                self._grants.all[key][0][name] = grant, is_new
+                grant = self._notes.all[key][0][name] = replace(grant, until=in_utc(int(now)))
+                if count is not None:
+                    count.drop(grant_entry(name), now)
             return grant
 
     def _active_grants(self, pattern: str) -> list[Grant]:
         with self._lock:
             now = self.clock()
-            keys = [key for key in self._grants.all if fnmatchcase(key, pattern)]
-            return [grant for key in keys for grant, _ in self._granted(key, now).values()]
+            keys = [key for key in self._notes.all if fnmatchcase(key, pattern)]
+            return [grant for key in keys for grant in self._notes_of(key, now).values()]
 
-    def _granted(self, key: str, now: float) -> dict[str, tuple[Grant, bool]]:
-        """Return the grants that have not ended."""
-        stored, _ = self._grants.all.get(key, ({}, 0))
-        return {
-            name: (grant, new) for name, (grant, new) in stored.items() if (grant.ends or 0) > now
-        }
+    def _notes_of(self, key: str, now: float) -> dict[str, Grant]:
+        """Return the grants that have not ended, by id."""
+        notes, _ = self._notes.all.get(key, ({}, 0))
+        return {name: grant for name, grant in notes.items() if (grant.ends or 0) > now}
 
     def _use(self, key: str, now: float) -> QuotaUsage | None:
         count = self._counts.get(key, now)
-        granted = sum(grant.amount for grant, _ in self._granted(key, now).values())
-        if count is not None:
-            used, rolled_over = drained_amount(key, level_of(count, now)), count.rolled_over
-            granted += rolled_over or 0
-            return QuotaUsage(key, used, count.limit, count.ends, granted, rolled_over)
-        return QuotaUsage(key, 0, None, window_end(key), granted) if granted else None
+        if count is None or is_freezes(key) or (count.used is None and not count.raised):
+            return None
+        used, rolled = drained_amount(key, level_of(count, now)), count.entries.get(ROLLOVER)
+        ends = window_end(key) if count.ends is None else count.ends
+        return QuotaUsage(
+            key, used, count.limit, ends, count.raised, None if rolled is None else -rolled.amount
+        )
 
     def _correct(self, correction: Correction, now: float) -> None:
         done = self._settled if correction.settles else self._corrected
@@ -221,15 +239,15 @@ class MemoryStore(SupportsGrants, RateLimiting):
             for key, amount in correction.amounts.items():
                 count, added = self._counts.get(key, now), drain_time(key, amount)
                 if count is not None and correction.settles:
-                    drained = count.lower(math.inf, now, correction.settles)
+                    drained = count.drop(hold_entry(correction.settles), now)
                     added = max(0, added - drained) if added > 0 else added
                 if added > 0:
                     used = level_of(count, now, key, correction.starts.get(key, 0))
                     # Calls that have run are counted even if the store is full.
                     count = self._counts.write(key, count, used + added, window_end(key), now)
                     count.limit = correction.limits.get(key, count.limit)
-                elif count is not None:
-                    count.lower(-added, now)
+                elif count is not None and count.used is not None:
+                    count.lower(-added)
 
     def _undo(self, attempt_id: str, now: float) -> None:
         name, charged = self._attempts.get(attempt_id, now) or REFUSED
@@ -238,14 +256,14 @@ class MemoryStore(SupportsGrants, RateLimiting):
             self._results.remove(name)
         for key, amount, is_held in charged:
             count = self._counts.get(key, now)
-            if count is not None:
-                count.lower(amount, now, name if is_held else None)
+            if count is not None and is_held:
+                count.drop(hold_entry(name), now, amount)
+            elif count is not None and count.used is not None:
+                count.lower(amount)
 
     def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
         counters = request.counters
-        for counter in counters.values():
-            if counter.key is not None and counter.rollover is not None:
-                self._roll_over(counter.key, counter.used, counter.rollover, now)
+        self._roll_over(request, now)
         used, granted, new, drained_in = {}, {}, {}, {}
         counts: dict[str, Count | None] = {}
         for name, counter in counters.items():
@@ -256,15 +274,10 @@ class MemoryStore(SupportsGrants, RateLimiting):
             used[name] = level_of(count, now, key, counter.used)
             if "~" in key and read_emission_interval(key):
                 drained_in[name] = used[name]
-            added = (count.rolled_over or 0) if count else 0
-            if key in self._grants.all:
-                grants = self._granted(key, now).values()
-                added += sum(grant.amount for grant, _ in grants)
-                new[name] = sum(grant.amount for grant, is_new in grants if is_new)
-            if added:
-                granted[name] = added
-        freezes = self._granted(FREEZES, now) if FREEZES in self._grants.all else {}
-        frozen = frozen_counters(counters, freezes) if freezes else []
+            if count is not None and count.raised:
+                granted[name] = count.raised
+                new[name] = count.fresh
+        frozen, freezes = self._frozen(counters, now)
         demands = demands_in_drain_time(request) if drained_in else request.demands
         result = admit(demands, used, request.stops, granted, frozen)
         charged = result.charged(demands)
@@ -274,24 +287,42 @@ class MemoryStore(SupportsGrants, RateLimiting):
                 result,
                 newly_granted={name: amount for name, amount in new.items() if amount},
                 drained_in=drained_in,
-                freezes=len(freezes),
+                freezes=freezes,
             )
         self._charge(request, charged, result, counts, now)
         for name in result.newly_granted:
-            key = counters[name].key or ""
-            stored, _ = self._grants.all[key]
-            stored.update({grant.id: (grant, False) for grant, _ in stored.values()})
+            count, _ = self._counts.all[counters[name].key or ""]
+            count.fresh, count.checked = 0, count.checked + 1
         return result
 
-    def _roll_over(self, key: str, start: int, rollover: Rollover, now: float) -> None:
-        """Fix what rolls over to a count with the first request of its window."""
-        count, previous = self._counts.get(key, now), self._counts.get(rollover.previous, now)
-        if count is None or count.rolled_over is None:
-            self._counts.make_room([key], now)
-            count = count or Count(start)
-            count.rolled_over = rollover.of(previous.used if previous else 0)
-            self._counts.put(key, count, rollover.kept_until + GRACE)
-            self._counts.write(key, count, count.used, window_end(key), now)
+    def _frozen(self, counters: Mapping[str, CountRef], now: float) -> tuple[list[str], int]:
+        """Return the names of the counters whose subjects are frozen, and how many freezes are."""
+        row, _ = self._counts.all.get(FREEZES, (None, 0))
+        # What has ended stays there: in a database, requests do not lock this row.
+        freezes = {n for n, entry in row.entries.items() if entry.until > now} if row else set()
+        if not freezes:
+            return [], 0
+        frozen = []
+        for name, counter in counters.items():
+            freeze = freeze_entry(counter.key or "")
+            if freeze and not freezes.isdisjoint((freeze, grant_entry(FREEZES))):
+                frozen.append(name)
+        return frozen, len(freezes)
+
+    def _roll_over(self, request: AcquireRequest, now: float) -> None:
+        """Fix what rolls over to counts with the first request of their windows."""
+        for counter in request.counters.values():
+            key, rollover = counter.key, counter.rollover
+            if key is None or rollover is None:
+                continue
+            count, previous = self._counts.get(key, now), self._counts.get(rollover.previous, now)
+            if count is None or ROLLOVER not in count.entries:
+                self._counts.make_room([key], now)
+                rest = rollover.of((previous.used or 0) if previous else 0)
+                until, level = rollover.kept_until + GRACE, level_of(count, now, key, counter.used)
+                count = self._counts.write(key, count, level, window_end(key), now, until)
+                # It ends with its count.
+                count.grant(ROLLOVER, rest, _NEVER)
 
     def _charge(
         self,
@@ -311,6 +342,12 @@ class MemoryStore(SupportsGrants, RateLimiting):
         limits, attempt = smallest_limits(request), Attempt(request.idempotency_key, [])
         only_here = {counter.key for counter in request.counters.values() if not counter.mirrored}
         self._counts.make_room([key for _, key, _ in charges], now)
+        hold = ""
+        for counter, key, _ in charges:
+            if counter.lease is not None:
+                hold, count = hold or hold_entry(request.idempotency_key), counts[key]
+                if count is not None and count.changed_at is not None and hold not in count.entries:
+                    check_held(key, len(count.entries))
         for counter, key, amount in charges:
             # Another counter with this key may have been charged just now.
             used = level_of(counts[key], now, key, counter.used) + amount
@@ -318,10 +355,10 @@ class MemoryStore(SupportsGrants, RateLimiting):
             count = counts[key] = self._counts.write(key, counts[key], used, ends, now)
             count.limit = limits.get(key)
             self._counts.droppable.pop(key, None)
-            if key not in only_here:
+            if key not in only_here and not count.raised:
                 self._counts.droppable[key] = None
             if counter.lease is not None:
-                count.hold(request.idempotency_key, amount, int(now) + counter.lease + 1)
+                count.hold(hold, amount, int(now) + counter.lease + 1)
             attempt.charged.append((key, amount, counter.lease is not None))
         if request.idempotency_key:
             self._results.put(request.idempotency_key, result, now + REMEMBERED, now)

@@ -15,8 +15,8 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
-from langchain_quota.stores.keys import Prefix
-from langchain_quota.stores.rows import GRANTS, Name, Rows, names_of, names_of_keys
+from langchain_quota.stores.keys import FREEZES, Prefix
+from langchain_quota.stores.rows import COUNT, NOTES, Name, Rows, names_of, names_of_operation
 from langchain_quota.stores.server import PAGE, PREFIX, Answers, Argument, Batch, ServerStore
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ SELECT id, name FROM langchain_quota WHERE prefix = {} AND kind = {}
 AND name IS NOT NULL AND id > '{last}' AND starts_with(name, {}) ORDER BY id LIMIT {most}
 """
 
-_LISTED = ("count", GRANTS)
+_LISTED = (COUNT, NOTES)
 """What is found by a pattern of keys."""
 
 _CLEANED_EVERY, _CLEANED = 16, 100
@@ -201,7 +201,7 @@ class PostgresStore(ServerStore):
     ) -> Answers:
         async def work(connection: "Connection") -> Answers:
             begin = "" if op in _READING else _BEGIN
-            rows = await self._read(connection, prefix, names_of_keys(keys), begin)
+            rows = await self._read(connection, prefix, names_of_operation(op, keys), begin)
             answers = rows.operate(op, keys, argument)
             if begin:
                 await self._write(connection, prefix, rows)
@@ -245,9 +245,11 @@ class PostgresStore(ServerStore):
     ) -> Rows:
         """Read what is kept under names, and lock it if a transaction is to begin."""
         by_id = {_id(prefix, name): name for name in names}
-        # What is kept under a key has one lock.
+        # Requests only read the freezes. Who freezes has the lock of the notes beside them.
         locks = {
-            int(column[:16], 16) - 2**63 for column, (kind, _) in by_id.items() if kind != GRANTS
+            int(column[:16], 16) - 2**63
+            for column, name in by_id.items()
+            if name != (COUNT, FREEZES)
         }
         milliseconds = min(ceil(self._timeout * 1000), 2**31 - 1)
         statements = f"{begin}{_READ}".format(
@@ -274,7 +276,7 @@ class PostgresStore(ServerStore):
             listed = "NULL"
             if kind in _LISTED:
                 listed = quoted(connection, json.dumps(name.removeprefix(f"{prefix}/")))
-            rounded = _ROUNDED if kind == "count" else 1
+            rounded = _ROUNDED if kind == COUNT else 1
             due = min(ceil(expires / rounded) * rounded, 2**62)
             values = (f"'{identity}'", f"'{prefix}'", f"'{kind}'", listed, quoted(connection, text))
             written.append(f"({','.join(values)},{due})")

@@ -1,5 +1,6 @@
 """Counts in Redis, shared by all processes and machines that use it."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -8,23 +9,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
+from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.keys import Prefix
-from langchain_quota.stores.redis_script import (
-    SCRIPTS,
-    Place,
-    Script,
-    key_of,
-    missing_keys,
-    name_of,
-    pattern_of,
-    read_grants,
-    read_result,
-    read_usages,
-    write_acquire,
-    write_operation,
-)
+from langchain_quota.stores.redis_rows import RedisRows, key_of, pattern_of, place_of, read_rows
+from langchain_quota.stores.redis_script import SCRIPTS, read_result, write_acquire
+from langchain_quota.stores.rows import COUNT, Name, names_of, names_of_operation
 from langchain_quota.stores.server import PAGE, PREFIX, Answers, Argument, ServerStore
 
 if TYPE_CHECKING:
@@ -33,6 +24,12 @@ if TYPE_CHECKING:
 with suppress(ModuleNotFoundError):
     # An extra, which is loaded now: when a store is made, an event loop may run.
     import langchain_quota.stores.redis_clients  # noqa: F401
+
+READING = ("peek", "grants")
+"""Operations that change nothing."""
+
+_TRIES = 100
+"""How often what is rare is tried while others write the same rows."""
 
 T = TypeVar("T")
 
@@ -97,48 +94,87 @@ class RedisStore(ServerStore):
         self._server = self._clients = clients(source, timeout)
 
     async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
-        write, read = partial(write_acquire, request, self._idle), partial(read_result, request)
-        return await self._run(mode, SCRIPTS["acquire"], prefix, write, read)
+        # What is wrong with a request is no failure of Redis.
+        arguments = write_acquire(prefix, request, self._idle)
+
+        async def work() -> AcquireResult:
+            if any(correction.attempt_id for correction in request.corrections):
+                # Each is made once: the script finds it made.
+                await self._undo(mode, prefix, request)
+            for _ in range(_TRIES):
+                reply = await self._clients.run(mode, SCRIPTS["acquire"], arguments)
+                with self._reading():
+                    result = read_result(request, reply)
+                if result is not None:
+                    return result
+                await self._roll_over(mode, prefix, request)
+            raise QuotaStoreError(f"{self!r}: what rolled over was lost {_TRIES} times")
+
+        return await self._in_time(mode, work)
+
+    async def _undo(self, mode: Mode, prefix: str, request: AcquireRequest) -> None:
+        """Make the corrections of a request, which may undo what other attempts have charged."""
+        corrections = AcquireRequest("", "", corrections=request.corrections)
+        names = names_of(corrections)
+
+        def undo(rows: RedisRows) -> object:
+            names.update(rows.undone([corrections]))
+            return rows.answer(corrections)
+
+        answer = await self._change(mode, prefix, names, undo)
+        if isinstance(answer, Exception):
+            raise answer
+
+    async def _roll_over(self, mode: Mode, prefix: str, request: AcquireRequest) -> None:
+        """Fix what rolls over to the counts of a request."""
+        rolling = [each for each in request.counters.values() if each.rollover and each.key]
+        counters = AcquireRequest("", "", dict(zip(map(str, rolling), rolling, strict=True)))
+        await self._change(mode, prefix, names_of(counters), lambda rows: rows.roll_over(counters))
 
     async def _operate(
         self, mode: Mode, prefix: str, op: str, keys: Sequence[str], argument: Argument
     ) -> Answers:
-        write = partial(write_operation, op, keys, argument, self._idle)
-        read: Callable[..., Answers] = read_usages if op == "peek" else read_grants
-        return await self._run(mode, SCRIPTS["operations"], prefix, write, partial(read, keys))
+        names = names_of_operation(op, keys)
 
-    async def _run(
-        self,
-        mode: Mode,
-        script: Script,
-        prefix: str,
-        write: Callable[[Place], str],
-        read: Callable[[object], T],
-    ) -> T:
-        keys: dict[bytes, int] = {}
-        # What is wrong with a request is no failure of Redis.
-        request = write(
-            lambda kind, key: keys.setdefault(name_of(prefix, kind, key), len(keys) + 1)
-        )
+        def operate(rows: RedisRows) -> Answers:
+            return rows.operate(op, keys, argument)
 
-        async def work() -> T:
-            while True:
-                reply = await self._clients.run(mode, script, [len(keys), *keys, request])
-                try:
-                    missing = missing_keys(reply)
-                    if not missing:
-                        answer = read(reply)
-                        break
-                    if keys.keys() >= {*missing}:
-                        raise ValueError("it asks for keys that it has")
-                    keys.update(dict.fromkeys(missing, 0))
-                except self._clients.unreadable as error:
-                    raise self._failure(error) from error
-            if not self._clients.has_warned:
-                await self._clients.warn_of_eviction(mode)
-            return answer
+        async def work() -> Answers:
+            return await self._change(mode, prefix, names, operate, op)
 
         return await self._in_time(mode, work)
+
+    async def _change(
+        self,
+        mode: Mode,
+        prefix: str,
+        names: set[Name],
+        compute: Callable[[RedisRows], T],
+        op: str = "",
+    ) -> T:
+        """Return what is computed of rows, and write what it changes; `names` may grow."""
+        order, reply, written = list[Name](), None, (b"written", "written")
+        for _ in range(_TRIES):
+            if len(order) < len(names):
+                order, reply = sorted(names, key=lambda name: (name[0] != COUNT, name)), None
+            places = {place_of(prefix, name): name for name in order}
+            counts = sum(kind == COUNT for kind, _ in places.values())
+            given: list[int | bytes | str] = [len(places), *places, counts, int(op == "peek")]
+            if reply is None:
+                reply = await self._clients.run(mode, SCRIPTS["rows"], [*given, "[]"])
+            with self._reading():
+                time, read = read_rows(reply, [*places.values()])
+                rows = RedisRows(self._idle, time, read)
+            answer = compute(rows)
+            if len(order) < len(names):
+                continue
+            changes = [] if op in READING else rows.changes([*places.values()])
+            if not changes:
+                return answer
+            reply = await self._clients.run(mode, SCRIPTS["rows"], [*given, json.dumps(changes)])
+            if reply in written:
+                return answer
+        raise QuotaStoreError(f"{self!r}: others were faster {_TRIES} times")
 
     def _keys(self, kind: str, pattern: str) -> Iterator[str]:
         prefix = str(self.prefix)

@@ -98,12 +98,15 @@ class Clients(Server, ABC):
         client = await self.opened(mode)
         try:
             reply = client.evalsha(script.sha, *arguments)
-            return await cast("Awaitable[object]", reply) if mode else reply
+            reply = await cast("Awaitable[object]", reply) if mode else reply
         except exceptions.NoScriptError:
-            return await _awaited(client.eval(script.text, *arguments))
+            reply = await _awaited(client.eval(script.text, *arguments))
         except UNREADABLE as error:
             # The client could not read the reply. Elsewhere such an error is a fault of ours.
             raise exceptions.InvalidResponse(f"{type(error).__name__}: {error}") from error
+        if not self.has_warned:
+            await self.warn_of_eviction(mode)
+        return reply
 
     async def warn_of_eviction(self, mode: Mode) -> None:
         """Warn of a server that may evict counts, if its user may ask it."""

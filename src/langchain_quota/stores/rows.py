@@ -10,18 +10,17 @@ from itertools import chain
 from typing import Any
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
-from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import run_sync
-from langchain_quota.stores.counts import Count, ExpiringDict
+from langchain_quota.stores.counts import Count, Entry, ExpiringDict
 from langchain_quota.stores.grants import Grant
 from langchain_quota.stores.keys import FREEZES, keys_of
 from langchain_quota.stores.memory import REFUSED, Attempt, MemoryStore
-from langchain_quota.stores.server import Answers, Argument
+from langchain_quota.stores.server import Answers, Argument, unreadable
 
 Name = tuple[str, str]
 """A kind of what is kept, and the name under which it is kept."""
 
-COUNT, GRANTS, RESULT, ATTEMPT = "count", "grants", "result", "attempt"
+COUNT, NOTES, RESULT, ATTEMPT = "count", "notes", "result", "attempt"
 CORRECTED, SETTLED = "corrected", "settled"
 _CONSTANTS = {"Infinity": math.inf}  # and no NaN, which no limit refuses
 
@@ -32,26 +31,35 @@ class Rows(MemoryStore):
     So what an operation does is written once, and every store with rows agrees with it.
     """
 
-    def __init__(self, idle: int, time: float, read: Mapping[Name, str]) -> None:
+    def __init__(self, idle: int, time: float, read: Mapping[Name, Any]) -> None:
         super().__init__(max_keys=sys.maxsize, idle_ttl=timedelta(seconds=idle), clock=lambda: time)
         self._tables: dict[str, ExpiringDict[Any]] = {
             COUNT: self._counts,
-            GRANTS: self._grants,
+            NOTES: self._notes,
             RESULT: self._results,
             ATTEMPT: self._attempts,
             CORRECTED: self._corrected,
             SETTLED: self._settled,
         }
-        self._read = dict(read)
-        # What cannot be read, whatever others have written there.
+        self.read = dict(read)
+        """What was read, as the server keeps it; without what cannot be read."""
         self._odd: set[Name] = set()
-        for (kind, name), text in read.items():
+        for (kind, name), row in read.items():
             try:
-                expires, value = json.loads(text, parse_constant=_CONSTANTS.__getitem__)
-                self._tables[kind].all[name] = _read(kind, name, value), +expires
+                expires, value = self.decode(kind, row)
+                self._tables[kind].all[name] = value, +expires
             except (TypeError, ValueError, LookupError):
                 self._odd.add((kind, name))
-                del self._read[kind, name]
+                del self.read[kind, name]
+
+    def decode(self, kind: str, row: Any) -> tuple[float, Any]:
+        """Return when a row expires, and what it keeps; fail if others have written it."""
+        expires, value = json.loads(row, parse_constant=_CONSTANTS.__getitem__)
+        return expires, read_value(kind, value)
+
+    def encode(self, kind: str, expires: float, value: Any) -> Any:  # noqa: ARG002 - of a subclass
+        """Return a row as the server keeps it."""
+        return json.dumps([expires, value], default=plain)
 
     def answer(self, request: AcquireRequest) -> AcquireResult | Exception:
         """As `acquire`, if all that it needs can be read; what fails is an answer, too."""
@@ -62,13 +70,21 @@ class Rows(MemoryStore):
         except Exception as error:  # noqa: BLE001 - it is raised for the caller of this request
             return error
 
+    def roll_over(self, request: AcquireRequest) -> None:
+        """Fix what rolls over to the counts of a request."""
+        self._check_readable(self._odd)
+        self._roll_over(request, self.clock())
+
     def operate(self, op: str, keys: Sequence[str], argument: Argument) -> Answers:
         """Run an operation and return its result; see `ServerStore`."""
-        odd = [name for kind, name in self._odd if kind == COUNT]
-        self._check_readable({name for name in self._odd if name[0] != COUNT})
         if op == "peek":
+            odd = [name for _, name in self._odd]
             uses = {**dict(zip(keys, self.peek(keys), strict=True)), **dict.fromkeys(odd)}
             return [(key, use) for key, use in uses.items() if use or key in odd]
+        if op == "reset":
+            self.reset(keys)
+            return []
+        self._check_readable(self._odd)
         if isinstance(argument, Grant):
             return [run_sync(self._grant("", argument))]
         if isinstance(argument, str):
@@ -76,10 +92,7 @@ class Rows(MemoryStore):
         if isinstance(argument, int):
             run_sync(self._delay("", keys[0], argument))
             return []
-        if op == "grants":
-            return [(grant, False) for grant in self.grants()]
-        self.reset(keys)
-        return []
+        return [(grant, False) for grant in self.grants()]
 
     def undone(self, requests: Sequence[AcquireRequest]) -> set[Name]:
         """Return what changes where corrections of the requests undo one of these attempts."""
@@ -90,20 +103,20 @@ class Rows(MemoryStore):
             names.update({(RESULT, attempt.request)} if attempt.request else ())
         return names
 
-    def changed(self) -> Iterator[tuple[Name, str | None, float]]:
+    def changed(self) -> Iterator[tuple[Name, Any, float]]:
         """Return each changed row, and when it expires; `None` for one that is gone."""
         for kind, table in self._tables.items():
             for name, (value, expires) in table.all.items():
-                text = json.dumps([expires, value], default=_plain)
-                if text != self._read.get((kind, name)):
-                    yield (kind, name), text, expires
-        for kind, name in self._read:
+                row = self.encode(kind, expires, value)
+                if row != self.read.get((kind, name)):
+                    yield (kind, name), row, expires
+        for kind, name in self.read:
             if name not in self._tables[kind].all:
                 yield (kind, name), None, 0
 
     def _check_readable(self, names: set[Name]) -> None:
         for kind, name in self._odd & names:
-            raise QuotaStoreError(f"no {kind} is kept under {name!r}")
+            raise unreadable(kind, name)
 
 
 def names_of(request: AcquireRequest) -> set[Name]:
@@ -116,22 +129,26 @@ def names_of(request: AcquireRequest) -> set[Name]:
             (RESULT, correction.idempotency_key),
             (ATTEMPT, correction.attempt_id or ""),
         }
-    names = {name for name in names if name[1] or name[0] in (COUNT, GRANTS)}
-    return names | {(GRANTS, FREEZES)}
+    return {name for name in names if name[1] or name[0] == COUNT} | {(COUNT, FREEZES)}
 
 
 def names_of_keys(keys: Iterable[str]) -> set[Name]:
-    """Return the names of a count and its grants for each key."""
-    return {(kind, key) for key in keys for kind in (COUNT, GRANTS)}
+    """Return the names of the counts of keys."""
+    return {(COUNT, key) for key in keys}
 
 
-def _read(kind: str, name: str, value: Any) -> Any:
+def names_of_operation(op: str, keys: Sequence[str]) -> set[Name]:
+    """Return the names of what another operation reads or may change."""
+    notes = {(NOTES, key) for key in keys if op in ("grant", "revoke", "grants")}
+    return notes if op == "grants" else notes | names_of_keys(keys)
+
+
+def read_value(kind: str, value: Any) -> Any:
+    """Return what a row keeps, from its JSON."""
     if kind == COUNT:
         return _count(**value)
-    if kind == GRANTS:
-        return {
-            grant["id"]: (_grant(name, grant), bool(is_new)) for grant, is_new in value.values()
-        }
+    if kind == NOTES:
+        return {name: _grant(**note) for name, note in value.items()}
     if kind == RESULT:
         lists = {field: tuple(value[field]) for field in ("refused", "admitted", "frozen")}
         return AcquireResult(**{**value, **lists})
@@ -142,23 +159,26 @@ def _read(kind: str, name: str, value: Any) -> Any:
     return value
 
 
-def _count(**value: Any) -> Count:
-    """Return the count of a row, which others can write, too; `ValueError` if it is none."""
-    count = Count(**value)
-    optional = (count.limit or 0, count.ends or 0, count.rolled_over or 0)
-    whole = [count.used, *optional, *chain(*(count.holds or {}).values())]
-    if {*map(type, whole)} != {int} or min(count.used, count.next_end) < 0:
+def check_count(count: Count) -> Count:
+    """Return a count that others may have written; `ValueError` if it is none."""
+    optional = (count.used or 0, count.limit or 0, count.ends or 0, count.changed_at or 0)
+    whole = [*optional, count.raised, count.fresh, count.checked, *chain(*count.entries.values())]
+    if {*map(type, whole)} != {int} or min(count.used or 0, count.next_end) < 0:
         raise ValueError("it is no count")
     return count
 
 
-def _plain(value: Any) -> object:
+def _count(*, entries: Mapping[str, Sequence[int]], **value: Any) -> Count:
+    return check_count(Count(**value, entries={n: Entry(*each) for n, each in entries.items()}))
+
+
+def plain(value: Any) -> object:
     """Return a dataclass or a time as JSON has it."""
     if isinstance(value, datetime):
         return value.isoformat()
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _grant(key: str, value: Mapping[str, Any]) -> Grant:
+def _grant(**value: Any) -> Grant:
     times = {field: datetime.fromisoformat(value[field]) for field in ("given_at", "until")}
-    return Grant(**{**value, **times, "key": key})
+    return Grant(**{**value, **times})

@@ -37,6 +37,12 @@ _MAX_BATCH = 32
 _REASON, _SHORT = 300, 4
 """How much of a client's error is shown, which may quote a reply; how long a secret is at least."""
 
+ANOTHER_FORM = (
+    ", but what others or an older edition of this package wrote: delete it, or give the store "
+    "another prefix"
+)
+"""What the error of a row says that is not read."""
+
 Q = TypeVar("Q")
 T = TypeVar("T")
 
@@ -45,6 +51,11 @@ Answers = list[Any]
 
 Argument = Grant | str | int | None
 """Of grant: what to grant; of revoke: its id; of delay: the microseconds until a count is 0."""
+
+
+def unreadable(kind: str, name: str) -> QuotaStoreError:
+    """Return the error for a row that others have written, or an older edition."""
+    return QuotaStoreError(f"no {kind} is kept under {name!r}{ANOTHER_FORM}")
 
 
 class Server:
@@ -118,12 +129,12 @@ class ServerStore(SupportsGrants, RateLimiting):
     def acquire(self, request: AcquireRequest) -> AcquireResult:
         """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
         check_request(request)
-        return run_sync(self._acquire("", request))
+        return run_sync(self._admit("", self._prefix_of(request), request))
 
     async def aacquire(self, request: AcquireRequest) -> AcquireResult:
         """`acquire`, without blocking the event loop."""
         check_request(request)
-        return await self._acquire("a", request)
+        return await self._admit("a", self._prefix_of(request), request)
 
     @abstractmethod
     async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
@@ -143,18 +154,19 @@ class ServerStore(SupportsGrants, RateLimiting):
     def _keys(self, kind: str, pattern: str) -> Iterator[str]:
         """Return the keys of a kind that match, and maybe others."""
 
-    async def _acquire(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
-        keys = keys_of(request)
-        first, *rest = self._by_prefix(keys).items() or [(PREFIX, keys)]
+    def _prefix_of(self, request: AcquireRequest) -> str:
+        if isinstance(self.prefix, str):
+            return self.prefix
+        first, *rest = self._by_prefix(keys_of(request)).items() or [(PREFIX, [])]
         if rest:
             raise ValueError(f"a request must have one prefix: {first[1][0]!r}, {rest[0][1][0]!r}")
-        return await self._admit(mode, first[0], request)
+        return first[0]
 
     async def _peek(self, mode: Mode, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         usages = dict(await self._each(mode, "peek", keys))
         for key, use in usages.items():
             if use is None:
-                raise QuotaStoreError(f"no count is kept under {key!r}")
+                raise unreadable("count", key)
         return tuple(map(usages.get, keys))
 
     async def _reset(self, mode: Mode, keys: Sequence[str]) -> None:
@@ -176,7 +188,7 @@ class ServerStore(SupportsGrants, RateLimiting):
         return dict(self._listed("count", pattern, "peek"))
 
     def _active_grants(self, pattern: str) -> list[Grant]:
-        grants = self._listed("grants", pattern, "grants")
+        grants = self._listed("notes", pattern, "grants")
         return [*{(grant.key, grant.id): grant for grant, _ in grants}.values()]
 
     async def freezes(self, mode: Mode, prefix: str = "") -> list[Grant]:
@@ -223,15 +235,24 @@ class ServerStore(SupportsGrants, RateLimiting):
                 f"{server.name} serves no {wanted} calls: give {type(self).__name__} "
                 f"{server.serving[bool(mode)]}"
             )
-        ticker = self._ticker() if mode else None
-        if mode and (ticker is None or ticker.loop is not asyncio.get_running_loop()):
-            ticker = Ticker(self._timeout)
-            self._ticker = ref(ticker)
-        before = ticker.blocked if ticker else 0
+        blocked = 0.0
         try:
-            return await (ticker.run(work) if ticker else work())
+            if not mode:
+                return await work()
+            ticker = self._ticker()
+            if ticker is None or ticker.loop is not asyncio.get_running_loop():
+                ticker = Ticker(self._timeout)
+                self._ticker = ref(ticker)
+            before = ticker.blocked
+            async with asyncio.timeout(None) as timeout:
+                ticker.add(timeout)
+                try:
+                    return await work()
+                finally:
+                    ticker.remove(timeout)
+                    blocked = ticker.blocked - before
         except server.failed as error:
-            raise self._failure(error, ticker.blocked - before if ticker else 0) from error
+            raise self._failure(error, blocked) from error
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -277,17 +298,16 @@ class Ticker:
         self._ticks_left: dict[asyncio.Timeout, int] = {}
         self._ticks = False
 
-    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do some work; `TimeoutError` when the time is over."""
-        async with asyncio.timeout(None) as timeout:
-            # The first tick may come at any time.
-            self._ticks_left[timeout] = _TICKS + 1
-            if not self._ticks:
-                self._next()
-            try:
-                return await work()
-            finally:
-                del self._ticks_left[timeout]
+    def add(self, timeout: asyncio.Timeout) -> None:
+        """Have a timeout end when its time is over."""
+        # The first tick may come at any time.
+        self._ticks_left[timeout] = _TICKS + 1
+        if not self._ticks:
+            self._next()
+
+    def remove(self, timeout: asyncio.Timeout) -> None:
+        """Let a timeout be: what it bounded is over."""
+        del self._ticks_left[timeout]
 
     def _next(self) -> None:
         self._ticks = bool(self._ticks_left)
