@@ -34,8 +34,7 @@ EXPRESSIONS = [
     ("stores/redis_clients.py", "re.compile('^([^/]*//).*@')", "search", "", "//"),
     ("stores/redis_clients.py", "re.compile('/?[0-9]*')", "fullmatch", "/", "1"),
     ("stores/redis_clients.py", "re.compile('maxmemory_policy:([a-z-]+)')", "search", "", "a-"),
-    ("stores/redis_script.py", "_RESULT", "fullmatch", "acquired 0 0\n1\n1", " a a"),
-    ("stores/redis_script.py", "re.compile(r'[\\[\\\\]')", "split", "", "a"),
+    ("stores/redis_rows.py", "re.compile(r'[\\[\\\\]')", "split", "", "a"),
     ("stores/server.py", r"re.compile('(?<!\\w)secret(?!\\w)')", "search", "", "secre"),
     ("telemetry/labels.py", "TOOL", "fullmatch", "", "a"),
     *(

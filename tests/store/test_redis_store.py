@@ -395,28 +395,22 @@ ODD_REPLIES = {
     "loading": b"-LOADING Redis is loading the dataset in memory\r\n",
     "read-only": b"-READONLY You can't write against a read only replica.\r\n",
 }
-HITS = b"1,0 most user_id 50%20%25 run,1 trial a"
+RESULT = b'[0,[["most","run"]],[],0,[1,2],[0,0],[[1],[0,0],[1]],0,[],[]]'
 ODD_RESULTS = [
-    *(b"", b"\xff\xfe", b"acquired", b"acquainted 0 0\n1 2\n" + HITS),
-    *(b"acquired " + flags + b"\n1 2\n" + HITS for flags in (b"2 0", b"0", b"0 0 0")),
+    *(b"", b"\xff\xfe", b"{}", b"7", b'"rolls"', b"[]", b"[7]", b'["0"]', b"[[0]]", RESULT[:-1]),
     *(
-        b"acquired 0 0\n" + counts + b"\n" + HITS
-        for counts in (b"", b"1", b"1 2 3", b"1 -2", b"1 2.5", b"1  2")
+        RESULT.replace(said, odd, 1)
+        for said, odds in {
+            b"[0,": (b"[2,", b"[0.0,", b"[false,", b"[-1,", b"["),
+            b'[["most","run"]]': (b"null", b'[["most"]]', b"[]", b"0"),
+            b"[],0": (b"[],2", b"[[2,0]],0", b"[[0]],0"),
+            b"[1,2]": (b"[]", b"[1]", b"[1,2,3]", b"[1,-2]", b"[1,2.5]", b"[1,NaN]", b'[1,"2"]'),
+            b"[0,0],[[": (b"[0],[[", b"0,[["),
+            b"[[1],[0,0],[1]]": (b"[]", b"[[1]]", b"[[1],[3,0],[1]]", b"[[1],[],[1]]", b"[1,0,1]"),
+            b"0,[],[]]": (b"-1,[],[]]", b"0,[2],[]]", b"0,[],[[2,1]]]", b"0,[],[[1]]]", b"0,[]]"),
+        }.items()
+        for odd in odds
     ),
-    b"acquired 0 0\n1 2",
-    *(
-        b"acquired 0 0\n1 2\n" + refused
-        for refused in (
-            b"",
-            b"1,1",
-            b"1,1,1,1",
-            b",1,1",
-            b"3,1,1",
-            b"0 most,1,1",
-            b"0 most \xff,1,1",
-        )
-    ),
-    *(b"acquired 0 0\n1 2\n1,1,1\n" + end for end in (b"0", b"0 0\n0", b"0 0\n0 0\n0 0")),
 ]
 
 
@@ -471,11 +465,7 @@ class TestOddReplies:
                 way.fail(replaced(b"$%d\r\n%b\r\n" % (len(text), text)))
                 with pytest.raises(QuotaStoreError, match=r"an unreadable reply|another form"):
                     print(store.acquire(asked))  # noqa: T201 - shown if it is taken for a result
-            for numbers in (
-                b"*0\r\n",
-                b"*2\r\n:5\r\n:9\r\n",
-                b"*4\r\n:5\r\n:9\r\n:-1\r\n$1\r\n0\r\n",
-            ):
+            for numbers in (b"*0\r\n", b"*2\r\n:5\r\n:9\r\n", b"*3\r\n:5\r\n$1\r\nx\r\n:0\r\n"):
                 way.fail(replaced(numbers))
                 with pytest.raises(QuotaStoreError, match="an unreadable reply"):
                     print(store.peek(["a"]))  # noqa: T201 - the same

@@ -27,7 +27,6 @@ local function entry_of(text)
   local amount, ends, place = string.match(text or '', '^(-?%d+) (%d+) (-?%d+)$')
   return amount and {tonumber(amount), tonumber(ends), tonumber(place)}
 end
-
 local function read(key, window_end, idle, drains, freeze)
   local count = {key = key, window_end = window_end, idle = idle, drains = drains, freeze = freeze, changed = {}}
   local any, odd, kept = false, false, redis.call('HMGET', key, unpack(FIELDS))
@@ -202,10 +201,8 @@ end
 for i, counter in ipairs(ask.counters) do
   local index, start, limit, lease = unpack(counter)
   local count, amount = counts[index], after[i] - before[i]
-  if count.fresh > 0 then
-    set(count, 'fresh', 0)
-    set(count, 'checked', count.checked + 1)
-  end
+  if count.fresh > 0 then set(count, 'checked', count.checked + 1) end
+  set(count, 'fresh', 0)
   if index > 0 and amount > 0 and stopped == 0 then
     charge(count, amount, start, limit, lease)
     charges[#charges + 1] = '[' .. lines[i + 3] .. ', ' .. digits(amount) .. ', ' .. tostring(lease >= 0) .. ']'

@@ -1,15 +1,14 @@
 -- Reads rows; or writes some, unless others have changed them meanwhile.
 -- KEYS     counts (hashes), then texts
 -- ARGV     how many counts; whether to read them without entries, unless one has ended; JSON of what is written:
---          {number of a row, whether it is replaced, when it expires, {field, old, new} ...} ...; the field of a text is
---          '', and '' stands for none. {field, number} adds the number
--- Answer   "written"; or the time, its microseconds, and each row: fields and values, '' and the values of FIELDS, a
---          text, or 0 for something else
+--          {number of a row, whether it is replaced, when it expires, {field, old, new} or {field, what is added} ...};
+--          '' is the field of a text, and stands for none
+-- Answer   "written"; or the time, its microseconds, and each row: a text, fields and values, '' and the values of
+--          FIELDS, or 0 for something else
 local number, peeks, changes, time = tonumber(ARGV[1]), ARGV[2] == '1', cjson.decode(ARGV[3]), redis.call('TIME')
 local function get(key, field)
   return field == '' and redis.call('GET', key) or field ~= '' and redis.call('HGET', key, field) or ''
 end
-
 local writes = #changes > 0
 for _, change in ipairs(changes) do
   if change[2] then redis.call('DEL', KEYS[change[1]]) end
@@ -31,16 +30,14 @@ for _, change in ipairs(writes and changes or {}) do
 end
 if writes then return 'written' end
 
-local rows = {time[1], time[2]}
+local rows = time
 for i, key in ipairs(KEYS) do
   local row = i > number and redis.pcall('GET', key) or i <= number and redis.pcall('HMGET', key, unpack(FIELDS))
-  if i <= number and not row.err and (not peeks or (tonumber(row[1]) or math.huge) <= tonumber(time[1])) then
-    row = redis.pcall('HGETALL', key)
-  elseif i <= number and not row.err then
-    table.insert(row, 1, '')
+  if i <= number and not row.err then
+    local all = not peeks or (tonumber(row[1]) or math.huge) <= tonumber(time[1])
+    if all then row = redis.pcall('HGETALL', key) else table.insert(row, 1, '') end
   end
   if row and row.err and not string.find(row.err, 'WRONGTYPE', 1, true) then error(row.err) end
-  if row and row.err then row = 0 end
-  rows[i + 2] = row
+  rows[i + 2] = row and (row.err and 0 or row)
 end
 return rows
