@@ -138,10 +138,12 @@ class TestTable:
 
     def test_what_is_no_count_admits_nothing(self, store: PostgresStore, beside: Any) -> None:
         """As in Redis: it is an error, and stays as it is; it is not listed; a reset ends it."""
-        held = '{"used": 1, "limit": 5, "ends": null, "holds": {"a": [NaN, 9]}, "next_end": 9}'
+        held = '{"used": 1, "limit": 5, "ends": null, "entries": {"a": [NaN, 9, 0]}, "next_end": 9}'
+        older = held.replace('"entries": {"a": [NaN, 9, 0]}', '"holds": null')
         kept = ('"used": 1, "more": 2', '"used": NaN', '"used": -5', '"used": 1.5', '"used": true')
         odd = [f"[9e9, {{{each}}}]" for each in kept]
         odd += ["", "null", "[1]", "x'; DROP TABLE a --", '[NaN, {"used": 1}]', f"[9e9, {held}]"]
+        odd.append(f"[9e9, {older}]")
         found = (
             "SELECT value FROM langchain_quota WHERE prefix = %s AND kind = 'count' AND name = %s"
         )

@@ -400,6 +400,17 @@ class TestSmooth:
         make.wait(3)
         assert store.acquire(calls(key, 4, limit=3)).admitted == (True, True, True, False)
 
+    def test_holds_are_bounded(self, store: Store) -> None:
+        """About a thousand requests hold a part at most; the next one is an error."""
+        key = f"{KEY}:60~9999"
+        held = [batch({key: 1}, leases={key: LONG}) for _ in range(1001)]
+        for request in held[:990]:
+            store.acquire(request)
+        with pytest.raises(QuotaStoreError, match=f"1000 requests hold a part of '{key}'"):
+            [*map(store.acquire, held[990:])]
+        store.acquire(correcting(settlement(held[0], {key: 0})))
+        assert store.acquire(held[1000]).admitted == (True,)
+
     def test_takes_no_grants(self, store: Store) -> None:
         """A grant would end at no time: it is refused, with what to do instead."""
         with pytest.raises(ValueError, match="takes no grants: raise its limit or its burst"):

@@ -87,7 +87,9 @@ class QuotaStore(Protocol):
 
     Every operation is one atomic step. The async forms do the same as the sync ones.
 
-    A count expires an hour after its window; with a `rollover`, after the next one. One without a
+    A count is kept with its entries: what requests hold, until they are settled or their leases
+    end, and what grants and rollover add to the limits. It lasts as long as its grants, and else
+    expires an hour after its window; with a `rollover`, after the next one. One without a
     window expires when it has not been charged for a year (a store may have a shorter time), a root
     run's for a week, a run's for a day. Results, refused attempts and corrections that settle a
     request are remembered for an hour, other corrections for a week.
@@ -142,7 +144,8 @@ class QuotaStore(Protocol):
         evenly, by the limit in each window, by the store's clock. Kept is when it is 0: what is
         charged moves this time by `drain_time(key, amount)` microseconds, at the earliest from
         now. It drains in the order of charges, and what has drained of a reservation is used: it
-        is not released, and settles the same amount of use. A count of calls is rounded up, one
+        is not released, and settles the same amount of use. At most 1,000 requests hold a part of
+        it: one more is a `QuotaStoreError`. A count of calls is rounded up, one
         of tokens down. `AcquireResult.drained_in` says exactly when it was 0 before the batch.
 
         Args:

@@ -35,7 +35,7 @@ local function read(key, window_end, idle, drains, freeze)
     count[field] = whole(kept[i]) or i < 6 and -1 or i < 9 and 0 or nil
     any, odd = any or kept[i], odd or kept[i] and not whole(kept[i])
   end
-  if odd or any and count.expires < 0 or (count.used or 0) < 0 then error('no count is kept under ' .. key) end
+  if odd or any and count.expires < 0 or (count.used or 0) < 0 then error('no count is kept under ' .. key .. ODD) end
   return count
 end
 local function set(count, field, value)

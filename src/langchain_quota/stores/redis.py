@@ -37,8 +37,10 @@ T = TypeVar("T")
 class RedisStore(ServerStore):
     """A `QuotaStore` in Redis, for all processes and machines that use the same prefix.
 
-    Each operation is one run of one script, in one round trip; a correction that has something to
-    undo takes a second one. Async operations that begin in the same turn of the event loop may
+    A request is one run of one script, in one round trip. What is rare reads in a first one and
+    writes in a second one, and begins again if others write the same meanwhile: to undo an attempt,
+    to reset, delay, grant and freeze, and to fix what rolls over. Async operations that begin in
+    the same turn of the event loop may
     share a round trip, except in a cluster. All keys of a prefix have one hash tag: in Redis
     Cluster they are in one hash slot, on one node. Every key expires. Counts are exact up to
     2^53 - 1. They are as durable as Redis itself: its `maxmemory-policy` must be `noeviction`, and

@@ -143,7 +143,8 @@ class Clients(Server, ABC):
             return ("check user and password: redis://user:password@host:port/number",)
         if isinstance(error, exceptions.NoPermissionError) or "user executing" in str(error):
             rights = "eval +evalsha +time +get +set +del +exists +hget +hgetall +hset +hmget +hdel"
-            return (f"its user needs ~{{prefix}}:* +{rights} +expireat, and to list counts +scan",)
+            rights += " +hlen +expireat"
+            return (f"its user needs ~{{prefix}}:* +{rights}, and to list counts +scan",)
         lost = isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError)
         return ("check that Redis runs there and that the URL is right",) if lost else ()
 

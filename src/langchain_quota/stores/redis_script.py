@@ -33,6 +33,7 @@ from langchain_quota.stores.keys import (
 )
 from langchain_quota.stores.memory import REFUSED, ROLLOVER
 from langchain_quota.stores.redis_rows import FIELDS, MAX_COUNT, name_of
+from langchain_quota.stores.server import ANOTHER_FORM
 
 _NONE = -1
 _Number = Callable[..., int]
@@ -55,6 +56,7 @@ def _script(name: str, fields: Sequence[str]) -> Script:
     constants = (
         f"local REMEMBERED, GRACE, MAX_HELD = {REMEMBERED}, {GRACE}, {MAX_HELD}\n"
         f"local REFUSED, FREEZE_OF_ALL = '{json.dumps(REFUSED)}', '{grant_entry(FREEZES)}'\n"
+        f"local ODD = '{ANOTHER_FORM}'\n"
         f"local FIELDS = {{{str([*fields])[1:-1]}}}\n"
     )
     source = (files("langchain_quota.stores") / f"{name}.lua").read_text("utf-8")
