@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,14 @@ from langchain.agents.middleware import (
 )
 from langchain_core.messages import AIMessage, BaseMessage
 
-from langchain_quota import MemoryStore, ModelPaceMiddleware, QuotaWarning
+from langchain_quota import (
+    MemoryStore,
+    ModelPaceMiddleware,
+    Quota,
+    QuotaMiddleware,
+    QuotaWarning,
+    ToolCallLimit,
+)
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore
 from langchain_quota.testing import ScriptedChatModel
@@ -124,6 +132,17 @@ async def test_a_pause_without_limits(signals: Signals) -> None:
         await scene.play()
     await together(scene, 3)
     assert played.keeps(1.1, 1.0)
+
+
+async def test_a_freeze_of_all(signals: Signals) -> None:
+    """It stops calls that quotas count, and has none wait for its pace."""
+    store = MemoryStore()
+    quota = QuotaMiddleware([ToolCallLimit(quotas=[Quota(1, per="global")])], store=store)
+    quota.freeze(until=datetime(9000, 1, 1, tzinfo=UTC))
+    scene = paced(signals, Played(says(RATE)), store)
+    await scene.play()
+    await scene.play()
+    assert signals.value(f"{WAITS}_bucket", **LABELS, decision="allowed", le="1.0") == 2
 
 
 async def test_what_calls_take(signals: Signals) -> None:

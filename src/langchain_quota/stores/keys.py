@@ -298,9 +298,10 @@ def grant_entry(name: str) -> str:
 @lru_cache(maxsize=4096)
 def freeze_entry(key: str) -> str:
     """Return the name of the freeze that stops a count, beside that of all; empty if none can."""
-    _, dimension, subject = (*key.split(":", 3), "", "")[:3]
-    # Leases are renewed while calls run, and a rate limiter could only let its callers wait.
+    counter, dimension, subject = (*key.split(":", 3), "", "")[:3]
+    # Leases are renewed while calls run, and a rate limiter or a pace could only let calls wait.
     exempt = dimension in {"", "concurrency", "rate_limiter"}
+    exempt |= (counter, dimension) == ("pace", "provider")
     return "" if exempt else grant_entry(f":{dimension}:{subject}")
 
 
