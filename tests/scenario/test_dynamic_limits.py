@@ -1,6 +1,7 @@
 """Limits whose numbers are functions of the agent's state and runtime."""
 
 import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -80,6 +81,8 @@ async def test_one_that_raises(form: Form, function: Any, kind: Kind, signals: S
 @pytest.mark.parametrize("kind", [ModelCallLimit, ToolCallLimit])
 async def test_an_async_one_under_invoke(kind: Any, function: Any, signals: Signals) -> None:
     """An async function under `invoke` is a clear error, and no coroutine is left behind."""
+    with warnings.catch_warnings(action="ignore"):
+        gc.collect()  # what tests before this one have left
     limit = kind(run_limit=function, name="budget")
     scene = Scene(signals, [["search"], "done"], [limit], form="sync")
     match = "run_limit of limit 'budget' is async: call the agent with ainvoke"

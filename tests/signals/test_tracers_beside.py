@@ -97,9 +97,12 @@ def test_beside_opentelemetrys_instrumentation(
     assert set(found) == parents
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def langfuse() -> Iterator[tuple[Any, Signals]]:
-    """A client of Langfuse that sends nothing, and makes spans beside ours."""
+    """A client of Langfuse that sends nothing, and makes spans beside ours.
+
+    A process has one for each key, which keeps its first provider, in whatever order tests run.
+    """
     made, signals = pytest.importorskip("langfuse"), telling()
     client = made.Langfuse(
         public_key=KEY,
