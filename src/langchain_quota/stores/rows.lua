@@ -1,6 +1,6 @@
 -- Reads rows; or writes some, unless others have changed them meanwhile.
 -- KEYS     counts (hashes), then texts
--- ARGV     how many counts; whether to read them without entries, unless one has ended; JSON of what is written:
+-- ARGV     how many counts; whether to read used ones without entries, unless one has ended; JSON of what is written:
 --          {number of a row, whether it is replaced, when it expires, {field, old, new} or {field, what is added} ...};
 --          '' is the field of a text, and stands for none
 -- Answer   "written"; or the time, its microseconds, and each row: a text, fields and values, '' and the values of
@@ -34,7 +34,7 @@ local rows = time
 for i, key in ipairs(KEYS) do
   local row = i > number and redis.pcall('GET', key) or i <= number and redis.pcall('HMGET', key, unpack(FIELDS))
   if i <= number and not row.err then
-    local all = not peeks or (tonumber(row[1]) or math.huge) <= tonumber(time[1])
+    local all = not peeks or not row[9] or (tonumber(row[1]) or math.huge) <= tonumber(time[1])
     if all then row = redis.pcall('HGETALL', key) else table.insert(row, 1, '') end
   end
   if row and row.err and not string.find(row.err, 'WRONGTYPE', 1, true) then error(row.err) end
