@@ -2,13 +2,17 @@
 
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from langchain_quota.core.decision import LimitStatus, Outcome
-from langchain_quota.limits.call import FROZEN, RUN
+from langchain_quota.core.decide import Verdict
+from langchain_quota.core.decision import LimitStatus, Outcome, Reason
+from langchain_quota.limits.call import FROZEN, RUN, STORE
 from langchain_quota.runtime.units import UNIT_LABELS, in_base_unit
 from langchain_quota.telemetry.events import DecisionEvent
 from langchain_quota.telemetry.labels import limit_label
+
+if TYPE_CHECKING:
+    from langchain_quota.telemetry.workers import Use
 
 MINUTES = 60
 """The number of minutes for which calls are counted."""
@@ -63,6 +67,23 @@ def ended(refusal: dict[str, Any] | None, now: float) -> dict[str, Any] | None:
     """Return the refusal of a limit that admits a call now; that of a rate does not end."""
     ends = refusal is not None and ("used" in refusal or refusal["scope"] == FROZEN)
     return {**refusal, "resets_at": now} if refusal and ends else refusal
+
+
+def note_outcome(
+    use: "Use", verdict: Verdict, index: int, now: float, *, is_charge: bool
+) -> Reason | None:
+    """Note and count a refusal, except in an outage; return why a limit refuses the call."""
+    if verdict.limits[index].limit.name not in verdict.refused:
+        if use.refusal is not None and not is_charge:
+            use.refusal = ended(use.refusal, now)
+        return None
+    status = verdict.decision.limits[index]
+    if status.reason != STORE and status.enforced:
+        scope = status.refusal_scope or ""
+        # A new dict, because a concurrent scrape may read the old one.
+        use.blocked = {**use.blocked, scope: use.blocked.get(scope, 0) + 1}
+        use.refused, use.refusal = now, refusal_of(status, now)
+    return status.reason
 
 
 def _kept(event: DecisionEvent, index: int, status: LimitStatus, now: float) -> Refusal:

@@ -20,16 +20,15 @@ from prometheus_client.registry import Collector
 
 from langchain_quota.core.checks import Check, ResolvedLimit
 from langchain_quota.core.decide import Verdict
-from langchain_quota.core.decision import Reason, Refund
+from langchain_quota.core.decision import Refund
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD, Call
 from langchain_quota.runtime.sync_async import fork_safe_lock
-from langchain_quota.runtime.units import Unit
 from langchain_quota.telemetry import workers
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
 from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.reading import HOURS, Families, Reading, digest, in_slices
-from langchain_quota.telemetry.recent_calls import RecentCalls, ended, refusal_of
+from langchain_quota.telemetry.recent_calls import RecentCalls, ended, note_outcome
 from langchain_quota.telemetry.workers import Export, Key, Number, OnError, Snapshot, Subject, Use
 
 MAX_TRACKED = 100_000
@@ -127,13 +126,13 @@ class UsageTable(Collector):
             limit = verdict.limits[index].limit
             with self._lock:
                 subject = self._touch(key, label, now)
-                use = _use_of(subject, limit.name, limit.unit)
+                use = subject.use_of(limit.name, limit.unit)
                 use.decided, use.near = now, self._near_share(limit)
                 # Limits in dry run, and smooth quotas, export no amounts.
                 has_number = limit.enforce and not check.spacing
                 use.numbers = (_number(verdict, index, check),) if has_number else ()
                 if verdict.refused.get(limit.name) in (None, STORE, check.scope):
-                    reason = _note_outcome(use, verdict, index, now, is_charge=is_charge)
+                    reason = note_outcome(use, verdict, index, now, is_charge=is_charge)
                     if subject.label and reason == FROZEN:
                         event.subjects[limit.name, FROZEN] = subject.label
                     refusal = thread.uses[limit.name].refusal if thread else None
@@ -190,7 +189,7 @@ class UsageTable(Collector):
             if caller.thread is not None:
                 thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
                 for limit, unit, amount in spent:
-                    _use_of(thread, limit, unit).spent += amount
+                    thread.use_of(limit, unit).spent += amount
             costs = [amount for _, unit, amount in spent if unit == "nanodollars"]
             self._add_cost(max(costs, default=0), thread, now)
         self._write_soon()
@@ -337,7 +336,7 @@ class UsageTable(Collector):
         """Set what a thread has used of a limit, after a verdict."""
         resolved = verdict.limits[index]
         limit, checks = resolved.limit, resolved.checks
-        use = _use_of(thread, limit.name, limit.unit)
+        use = thread.use_of(limit.name, limit.unit)
         is_unknown = False
         if resolved.shared:
             # When the call ran in an outage, no quota has an answer, and the state has no count.
@@ -353,7 +352,7 @@ class UsageTable(Collector):
                     if THREAD in (check.scope, check.per) and not check.spacing
                 ]
             )
-        _note_outcome(use, verdict, index, now, is_charge=is_charge)
+        note_outcome(use, verdict, index, now, is_charge=is_charge)
         use.near = self._near_share(limit)
 
     def _near_share(self, limit: Limit) -> float | None:
@@ -388,32 +387,6 @@ class UsageTable(Collector):
             # No thread can be started, so let the next decision try again.
             self._is_due = False
             raise
-
-
-def _use_of(subject: Subject, limit: str, unit: Unit) -> Use:
-    """Return a subject's use of a limit, created if needed."""
-    use = subject.uses.get(limit)
-    # Two limits with different units may have the same name.
-    if use is None or use.unit != unit:
-        use = subject.uses[limit] = Use(unit=unit)
-    return use
-
-
-def _note_outcome(
-    use: Use, verdict: Verdict, index: int, now: float, *, is_charge: bool
-) -> Reason | None:
-    """Note and count a refusal, except in an outage; return why a limit refuses the call."""
-    if verdict.limits[index].limit.name not in verdict.refused:
-        if use.refusal is not None and not is_charge:
-            use.refusal = ended(use.refusal, now)
-        return None
-    status = verdict.decision.limits[index]
-    if status.reason != STORE and status.enforced:
-        scope = status.refusal_scope or ""
-        # A new dict, because a concurrent scrape may read the old one.
-        use.blocked = {**use.blocked, scope: use.blocked.get(scope, 0) + 1}
-        use.refused, use.refusal = now, refusal_of(status, now)
-    return status.reason
 
 
 def _number(verdict: Verdict, index: int, check: Check) -> Number:

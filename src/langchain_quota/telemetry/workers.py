@@ -69,6 +69,14 @@ class Subject:
     line: str = ""
     """The subject's line in the file; empty if the subject has changed since it was written."""
 
+    def use_of(self, limit: str, unit: Unit) -> Use:
+        """Return the subject's use of a limit, created if needed."""
+        use = self.uses.get(limit)
+        # Two limits with different units may have the same name.
+        if use is None or use.unit != unit:
+            use = self.uses[limit] = Use(unit=unit)
+        return use
+
 
 class Snapshot(NamedTuple):
     """The subjects of a process, and its bounds on what is exported; `ttl` is in seconds."""
