@@ -297,7 +297,8 @@ def test_the_rights_are_those_that_are_used(
         store.peek([key])
         asyncio.run(store.aacquire(calls(key, 1)))
         # What is only held is given back by the reset.
-        store.acquire(batch({key: 1}, leases={key: 900}))
+        for held in (key, f"{key}:60~9"):
+            store.acquire(batch({held: 1}, leases={held: 900}))
         assert main(["quotas", "show"]) == 0
         assert main(["quotas", "reset", "--yes"]) == 0
         statistics: Any = client.info("commandstats")
