@@ -85,7 +85,8 @@ class Occupancy(NamedTuple):
 class QuotaStore(Protocol):
     """Keeps counts that runs share.
 
-    Every operation is one atomic step. The async forms do the same as the sync ones.
+    Every operation is one atomic step; a store may undo attempts, and fix what rolls over, in steps
+    of their own before a batch. The async forms do the same as the sync ones.
 
     A count is kept with its entries: what requests hold, until they are settled or their leases
     end, and what grants and rollover add to the limits. It lasts as long as its grants, and else
@@ -145,8 +146,8 @@ class QuotaStore(Protocol):
         charged moves this time by `drain_time(key, amount)` microseconds, at the earliest from
         now. It drains in the order of charges, and what has drained of a reservation is used: it
         is not released, and settles the same amount of use. At most 1,000 requests hold a part of
-        it: one more is a `QuotaStoreError`. A count of calls is rounded up, one
-        of tokens down. `AcquireResult.drained_in` says exactly when it was 0 before the batch.
+        it: one more is a `QuotaStoreError`. A count of calls is rounded up, one of tokens down.
+        `AcquireResult.drained_in` says exactly when it was 0 before the batch.
 
         Args:
             request: The batch. Counts without a key belong to the caller, and are not kept. With a
