@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from itertools import chain
 from typing import Any
@@ -47,6 +47,9 @@ class Rows(MemoryStore):
         for (kind, name), row in read.items():
             try:
                 expires, value = self.decode(kind, row)
+                if kind == NOTES:
+                    # A store whose prefix is a function has it in its keys.
+                    value = {note: replace(grant, key=name) for note, grant in value.items()}
                 self._tables[kind].all[name] = value, +expires
             except (TypeError, ValueError, LookupError):
                 self._odd.add((kind, name))
