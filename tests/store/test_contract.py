@@ -409,6 +409,20 @@ class TestSmooth:
         make.wait(3)
         assert store.acquire(calls(key, 4, limit=3)).admitted == (True, True, True, False)
 
+    def test_what_is_behind_a_hold_moves_up(self, make: Stores) -> None:
+        """Only what is not drained of a hold is given back, by the place that it has now."""
+        store, key = make(), f"{KEY}:3600~10000"
+        make.wait(0)
+        first, *others = (batch({key: 2000}, leases={key: LONG}) for _ in range(4))
+        for request in (first, *others, batch({key: 3000})):
+            store.acquire(request)
+        store.acquire(correcting(settlement(first, {key: 0})))
+        make.wait(1800)
+        assert used(store, key) == [4000]
+        for request in others:
+            store.acquire(correcting(settlement(request, {key: 0})))
+        assert used(store, key) == [3000]
+
     def test_holds_are_bounded(self, store: Store) -> None:
         """About a thousand requests hold a part at most; the next one is an error."""
         key = f"{KEY}:60~9999"
