@@ -440,6 +440,14 @@ class TestSmooth:
         with pytest.raises(ValueError, match="takes no grants: raise its limit or its burst"):
             store.grant(SMOOTH, 1)
 
+    def test_the_longest_delay_holds(self, store: Store) -> None:
+        """A shorter one changes nothing."""
+        for seconds in (3600, 1):
+            store.delay(SMOOTH, seconds)
+        refused = store.acquire(calls(SMOOTH, 1, limit=3))
+        assert refused.admitted == (False,)
+        assert refused.drained_in[SMOOTH] > 3 * 10**9
+
     def test_no_other_count_is_delayed(self, store: Store) -> None:
         """What does not drain cannot be closed for a while: it is an error."""
         with pytest.raises(ValueError, match="key must be that of a smooth count, not 'search:us"):
