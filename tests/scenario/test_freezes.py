@@ -4,6 +4,7 @@ import asyncio
 import logging
 from datetime import UTC, datetime
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from langchain_quota import (
     ToolCallLimit,
     stop_reason,
 )
-from langchain_quota.errors import ModelCallLimitExceededError
+from langchain_quota.errors import ModelCallLimitExceededError, QuotaStoreError
 from tests.scene import PATIENCE, Form, Scene, asking, both_forms, texts, until
 from tests.stores import Clock
 from tests.telemetry import Signals, attributes, telling
@@ -132,6 +133,20 @@ async def test_a_freeze_ends_by_itself(signals: Signals) -> None:
     times = {("all", "", "", "since"): clock.now - 119, ("all", "", "", "until"): clock.now + 1}
     assert who(signals) == times
     clock.now += 1
+    assert await scene.reasons() == [None]
+    assert frozen(signals) == 0
+
+
+async def test_a_thaw_is_seen_without_a_list(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is shown as frozen when nobody is, though the list cannot be read."""
+    scene = FreezeScene(signals, SEARCH)
+    scene.quota.freeze(tenant="acme")
+    assert await scene.reasons() == ["frozen"]
+    scene.quota.thaw(tenant="acme")
+    unread = Mock(side_effect=QuotaStoreError("the list cannot be read"))
+    monkeypatch.setattr(MemoryStore, "freezes", unread)
     assert await scene.reasons() == [None]
     assert frozen(signals) == 0
 

@@ -102,7 +102,9 @@ class StoreClient:
                 # Read who is frozen once a minute, and when their number has changed.
                 state = result.freezes, result.freezes and time.monotonic() // 60
                 is_news = state != self._freezes.get(source, (0, 0))
-                if is_news and isinstance(self.store, SupportsGrants):
+                if is_news and not result.freezes:
+                    self._freezes[source], frozen = state, []
+                elif is_news and isinstance(self.store, SupportsGrants):
                     self._freezes[source] = state
                     one_prefix = str(prefix) if callable(self.prefix) else ""
                     with self._asking("peek"):
