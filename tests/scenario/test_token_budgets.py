@@ -48,6 +48,19 @@ async def test_unreported_tokens_are_a_third_of_the_bytes(
     assert runs(signals) == {("estimated",): 1, ("reported",): 0}
 
 
+async def test_tokens_from_the_cache_need_not_count(signals: Signals) -> None:
+    """`uncached` leaves out what the provider reads from its cache, and nothing else."""
+    details: Any = {"cache_read": 900, "cache_creation": 50}
+    said = answer(1_020, "search", input_tokens=1_000, input_token_details=details)
+    limit = TokenLimit(run_limit=240, tokens="uncached", reserve=100)
+    scene = await Scene(signals, [said, said, said], [limit]).played()
+    assert scene.usage().run_spent == {"model.uncached_tokens": 240}
+    assert (scene.ran, scene.last_text()) == (
+        ["search", "search"],
+        "Token limits exceeded: run limit (240/240 tokens)",
+    )
+
+
 def runs(signals: Signals) -> dict[tuple[str, ...], float]:
     """The model runs, by whether their use was estimated."""
     name = "langchain_quota_model_runs_total"

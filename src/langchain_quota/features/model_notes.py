@@ -10,7 +10,12 @@ from langchain_quota.core.checks import ResolvedLimits, run_counter, thread_coun
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import RepeatLimit
-from langchain_quota.limits.options import INPUT_TOKENS, OUTPUT_TOKENS, TOTAL_TOKENS
+from langchain_quota.limits.options import (
+    INPUT_TOKENS,
+    OUTPUT_TOKENS,
+    TOTAL_TOKENS,
+    UNCACHED_TOKENS,
+)
 from langchain_quota.middleware.calls import model_counts
 from langchain_quota.middleware.feature import Feature, Request, Tool
 from langchain_quota.middleware.flow import Kernel
@@ -34,7 +39,12 @@ _DOWNGRADED = "The budget is nearly used up: a cheaper model answers from now on
 
 NO_TOOLS = "No tool may be called now: every tool call will be refused."
 
-_SPENT = {TOTAL_TOKENS: "tokens", INPUT_TOKENS: "input tokens", OUTPUT_TOKENS: "output tokens"}
+_SPENT = {
+    TOTAL_TOKENS: "tokens",
+    INPUT_TOKENS: "input tokens",
+    OUTPUT_TOKENS: "output tokens",
+    UNCACHED_TOKENS: "uncached tokens",
+}
 """The names of budgets of tokens in a note."""
 
 

@@ -12,6 +12,7 @@ from langchain_quota.limits.options import (
     NANODOLLARS,
     OUTPUT_TOKENS,
     TOTAL_TOKENS,
+    UNCACHED_TOKENS,
     Amount,
     ModelLimit,
     counts_calls,
@@ -46,6 +47,7 @@ _COUNTERS: dict[TokenKind, str] = {
     "total": TOTAL_TOKENS,
     "input": INPUT_TOKENS,
     "output": OUTPUT_TOKENS,
+    "uncached": UNCACHED_TOKENS,
 }
 
 
@@ -129,7 +131,8 @@ class TokenLimit(Budget[int]):
 
     Args:
         tokens: Which tokens are counted: those of the prompt (`"input"`, with cached ones), those
-            of the answer (`"output"`, with reasoning), or both (`"total"`).
+            of the answer (`"output"`, with reasoning), both (`"total"`), or both without those that
+            the provider reads from its cache (`"uncached"`).
         reserve: How many tokens of the budget a call reserves while it runs, from 1; `None` for
             none. When the call is done, the tokens that it used replace them. A call is blocked if
             its reserve is more than what is left. A number must not exceed any limit or quota,
@@ -150,7 +153,8 @@ class TokenLimit(Budget[int]):
             `downgrade_at` of this limit's thread, run or quota amount is used. It needs
             `enforce=True`.
         downgrade_at: This share, above 0 and at most 1, as it is when the call is checked.
-        name: By default `tokens`, `input_tokens` or `output_tokens`; see `ToolCallLimit`.
+        name: By default `tokens`, `input_tokens`, `output_tokens` or `uncached_tokens`; see
+            `ToolCallLimit`.
 
     Raises:
         TypeError: An argument has the wrong type.

@@ -29,7 +29,7 @@ FromContext: TypeAlias = Callable[[Any, Any], object]
 
 Exit = Literal["continue", "error", "end", "finalize", "ask"]
 
-TokenKind = Literal["total", "input", "output"]
+TokenKind = Literal["total", "input", "output", "uncached"]
 
 
 class Call(NamedTuple):
@@ -130,4 +130,9 @@ class ModelUsage:
     def models(self) -> tuple[str, ...]:
         """Names of the model, the most exact one first."""
         names = (self.response_model, self.request_model)
+    @property
+    def uncached_tokens(self) -> int:
+        """All tokens except those that the provider read from its cache."""
+        return max(0, self.total_tokens - self.cache_read_tokens)
+
         return tuple(name for name in dict.fromkeys(names) if name)

@@ -39,6 +39,7 @@ MODEL = "model"
 TOTAL_TOKENS = f"{MODEL}.total_tokens"
 INPUT_TOKENS = f"{MODEL}.input_tokens"
 OUTPUT_TOKENS = f"{MODEL}.output_tokens"
+UNCACHED_TOKENS = f"{MODEL}.uncached_tokens"
 NANODOLLARS = f"{MODEL}.nanodollars"
 MILLISECONDS = f"{MODEL}.milliseconds"
 
@@ -48,6 +49,7 @@ UNITS = MappingProxyType[str, Unit](
         TOTAL_TOKENS: "tokens",
         INPUT_TOKENS: "tokens",
         OUTPUT_TOKENS: "tokens",
+        UNCACHED_TOKENS: "tokens",
         NANODOLLARS: "nanodollars",
         MILLISECONDS: "milliseconds",
     }
