@@ -236,6 +236,51 @@ async def test_unknown_prices_are_allowed(signals: Signals, price: Decimal | Non
     assert scene.last_text() == "Hello."
 
 
+@pytest.mark.parametrize(
+    ("report", "charged"),
+    [
+        ({"cost": 0.25}, DOLLAR // 4),
+        ({"cost": {"total_cost": 0.25}}, DOLLAR // 4),
+        ({"token_usage": {"cost": 0.25}}, DOLLAR // 4),
+        ({"token_usage": {"cost_in_usd_ticks": 2_500_000_000}}, DOLLAR // 4),
+        ({"headers": {"x-litellm-response-cost": "0.25"}}, DOLLAR // 4),
+        ({"model_name": "known", "cost": 0.25}, 8 * DOLLAR),
+        ({}, None),
+        ({"cost": 0}, None),
+        ({"cost": float("nan")}, None),
+        ({"cost": "0.25"}, None),
+        ({"cost": {}}, None),
+        ({"token_usage": {"cost_in_usd_ticks": None}}, None),
+    ],
+)
+async def test_costs_that_providers_report(
+    signals: Signals, report: Mapping[str, Any], charged: int | None
+) -> None:
+    """They are charged without a price; a report of nothing costs the reserve, then it is an error.
+
+    A gateway that chooses the model, such as OpenRouter's `openrouter/auto`, has no price before.
+    """
+    said = answer(8)
+    said.response_metadata = dict(report)
+    prices = lambda used: a_dollar_a_token(used) if "known" in used.models else None  # noqa: E731
+    model = ScriptedChatModel(model="openrouter/auto", script=lambda _: said)
+    limit = CostLimit(thread_limit=99, reserve=7)
+    scene = Scene(signals, model, [limit], prices=prices, unknown_price="reported")
+    with scene.quota.receipt() as bill:
+        await scene.play()
+    assert spent(scene, MONEY)[0] == (7 * DOLLAR if charged is None else charged)
+    line = bill.total("model")
+    assert line.nanodollars == charged
+    assert line.reported_nanodollars == (charged if charged == DOLLAR // 4 else 0)
+    assert ("($0.25 reported by the provider)" in str(bill)) is (charged == DOLLAR // 4)
+    if charged is None:
+        with pytest.raises(UnknownPriceError, match="an earlier call is paid"):
+            await scene.play()
+    else:
+        await scene.play()
+        assert spent(scene, MONEY)[0] == 2 * charged
+
+
 async def test_computed_dollars_are_rounded(signals: Signals) -> None:
     """Floats that functions compute are rounded to nine places, half to even; no run fails."""
     limit = CostLimit(

@@ -21,6 +21,7 @@ from tests.clients import (
     apis,
     chat,
     messages,
+    of_openai,
     openai,
     reporting,
     responses,
@@ -88,6 +89,24 @@ async def test_what_is_charged_is_what_was_reported(
         nanodollars = (report.streamed if streamed else None) or report.nanodollars
         assert scene.usage().spent == charges(report.input, report.made, nanodollars)
     assert [bool(each.get("stream")) for each in server.requests] == [False, True] * 2
+
+
+async def test_what_a_gateway_says_it_costs(server: Provider, signals: Signals) -> None:
+    """`ChatOpenAI` passes it on, but not in a stream: then the next call is an error."""
+    usage = of_openai("prompt", "completion", 100, 50)
+    told = (usage | {"cost": 0.0125}, usage | {"cost_in_usd_ticks": 125_000_000})
+    server.play(*[Answer(usage=each, model="z/unlisted") for each in (*told, told[0])])
+    options = {"unknown_price": "reported", "thread_id": "1"}
+    model = chat(server.url, model="openrouter/auto")
+    scene = scene_of(signals, model, **options)
+    await scene.play()
+    assert spent(scene, MONEY)[0] == 12_500_000
+    await scene.play()
+    assert spent(scene, MONEY)[0] == 25_000_000
+    streaming = scene_of(signals, chat(server.url, model="z/streams", streaming=True), **options)
+    await streaming.play()
+    with pytest.raises(UnknownPriceError, match="an earlier call is paid"):
+        await streaming.play()
 
 
 @pytest.mark.parametrize("where", ["system prompt", "request"])

@@ -133,6 +133,8 @@ budgets: list[Limit] = [
 ]
 prices = {"my-model": Price(input="2.50", output=10)}
 QuotaMiddleware(budgets, prices=price, unknown_price="allow")
+QuotaMiddleware(budgets, prices=price, unknown_price="reported")
+TokenLimit(run_limit=100_000, tokens="uncached")
 QuotaMiddleware(budgets, prices=prices, charge_all_models=True)
 
 

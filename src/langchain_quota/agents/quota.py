@@ -108,8 +108,10 @@ class QuotaMiddleware(
         unknown_price: What happens to a call of a model without a price. `"error"` raises
             `UnknownPriceError` before the first call, whoever chooses the model. If the price of a
             call fails afterwards, the call is charged its reserve, or a billionth of a dollar, and
-            the model's next call raises the error. `"allow"` makes the call, and needs a
-            `CostLimit`: it costs nothing, unless the answer names a model that has a price.
+            the model's next call raises the error. `"reported"` makes the call, which costs what
+            its provider reports; one that reports nothing is like a price that fails. `"allow"`
+            makes the call, too: it costs nothing, unless the answer names a model that has a price.
+            Both need a `CostLimit`.
         charge_all_models: Whether budgets (`TokenLimit`, `CostLimit`) are also charged for the
             model calls that the agent's tools, sub-agents and other middlewares make; needs a
             budget. Only the agent's own calls are refused.

@@ -40,7 +40,7 @@ from langchain_quota.runtime.units import (
 Prices = Callable[[ModelUsage], Decimal | float | None]
 """A function that gives the price of one model run in dollars, or `None` if it is unknown."""
 
-UnknownPrice = Literal["error", "allow"]
+UnknownPrice = Literal["error", "reported", "allow"]
 """What happens to a call of a model without a price."""
 
 _COUNTERS: dict[TokenKind, str] = {

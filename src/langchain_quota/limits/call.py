@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 Kind = Literal["model", "tool"]
@@ -87,6 +88,8 @@ class ModelUsage:
             for every call. Anthropic, Google and OpenAI name them in the answer.
         cached: Whether LangChain's own response cache has answered: nothing is to be paid.
         estimated: Whether numbers are estimates, since the provider has reported none, or too few.
+        reported_cost: What the provider says that the run has cost, in US dollars; `None` if it
+            says nothing.
 
     Examples:
         A price of your own, for `QuotaMiddleware(…, prices=a_dollar_per_million)`:
@@ -119,6 +122,7 @@ class ModelUsage:
     provider_tools: tuple[str, ...] = ()
     cached: bool = False
     estimated: bool = False
+    reported_cost: Decimal | None = None
 
     def __post_init__(self) -> None:
         # A reserve of input and output alone would reserve no tokens.
@@ -127,12 +131,12 @@ class ModelUsage:
             object.__setattr__(self, "total_tokens", known)
 
     @property
-    def models(self) -> tuple[str, ...]:
-        """Names of the model, the most exact one first."""
-        names = (self.response_model, self.request_model)
-    @property
     def uncached_tokens(self) -> int:
         """All tokens except those that the provider read from its cache."""
         return max(0, self.total_tokens - self.cache_read_tokens)
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the model, the most exact one first."""
+        names = (self.response_model, self.request_model)
         return tuple(name for name in dict.fromkeys(names) if name)

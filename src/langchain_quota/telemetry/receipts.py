@@ -24,7 +24,8 @@ class ReceiptLine:
     """What an agent has used of a model or a tool: calls, tokens, and nanodollars.
 
     `estimated` calls have no report of their tokens. `blocked` has the calls that did not run, by
-    limit. `nanodollars` is `None` if a price is unknown. Agents and models may have no name.
+    limit. `nanodollars` is `None` if a price is unknown; `reported_nanodollars` are those of them
+    that the provider has named. Agents and models may have no name.
 
     Examples:
         >>> from langchain_quota.telemetry.receipts import ReceiptLine
@@ -41,6 +42,7 @@ class ReceiptLine:
     total_tokens: int = 0
     estimated: int = 0
     nanodollars: int | None = 0
+    reported_nanodollars: int = 0
     blocked: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -49,13 +51,20 @@ class ReceiptLine:
             text += f", {self.total_tokens:,} tokens{' (estimated)' * bool(self.estimated)}"
         if self.nanodollars is None or self.nanodollars:
             text += ", " + as_dollars(self.nanodollars) if self.nanodollars else ", cost unknown"
+        if self.reported_nanodollars:
+            text += f" ({as_dollars(self.reported_nanodollars)} reported by the provider)"
         return text + "".join(f", {n:,} blocked by {limit}" for limit, n in self.blocked.items())
 
 
 def _add(
-    line: ReceiptLine, more: ReceiptLine | ModelUsage, calls: int, nanodollars: int | None
+    line: ReceiptLine,
+    more: ReceiptLine | ModelUsage,
+    calls: int,
+    nanodollars: int | None,
+    reported_nanodollars: int = 0,
 ) -> None:
     """Add another line, or a model call, to a line."""
+    line.reported_nanodollars += reported_nanodollars
     line.calls += calls
     for name in ("input_tokens", "output_tokens", "total_tokens", "estimated"):
         setattr(line, name, getattr(line, name) + getattr(more, name))
@@ -95,7 +104,7 @@ class Receipt:
         total = ReceiptLine("", kind, f"all {kind}s")
         for line in self.lines:
             if line.kind == kind:
-                _add(total, line, line.calls, line.nanodollars)
+                _add(total, line, line.calls, line.nanodollars, line.reported_nanodollars)
                 total.blocked = dict(Counter(total.blocked) + Counter(line.blocked))
         return total
 
@@ -128,7 +137,7 @@ class Receipt:
 class OpenReceipt(Receipt):
     """A receipt that its block still writes."""
 
-    def __init__(self, price: Callable[[ModelUsage], int | None]) -> None:
+    def __init__(self, price: Callable[[ModelUsage], tuple[int | None, str]]) -> None:
         super().__init__()
         self.running: dict[UUID, Any] = {}
         """The model runs of budgets that have not ended, and the lines of tools that run."""
@@ -158,7 +167,9 @@ class OpenReceipt(Receipt):
             elif ended is not None:
                 usage: ModelUsage = ended.now().usage
                 line = self._line(ended.agent, "model", next(iter(usage.models), ""))
-                _add(line, ModelUsage() if usage.cached else usage, 1, self._price(usage))
+                nanodollars, source = self._price(usage)
+                reported = nanodollars or 0 if source == "reported" else 0
+                _add(line, ModelUsage() if usage.cached else usage, 1, nanodollars, reported)
 
     def add_verdicts(self, verdicts: Sequence[Verdict], *, ended_by: str = "") -> None:
         """Add blocked calls, what allowed tool calls cost, and the limit that ends the run."""

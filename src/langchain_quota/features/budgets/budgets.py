@@ -8,10 +8,10 @@ counts of the state and of the store, where it replaces the reservation.
 
 from asyncio import CancelledError
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from langchain.agents.middleware.types import ModelResponse, ToolCallRequest
 from langchain_core.load import dumps
@@ -32,10 +32,15 @@ from langchain_quota.features.budgets.model_runs import (
     watch_all_models,
     watch_runs,
 )
-from langchain_quota.features.budgets.prices import Pricing, check_prices, cost, resolve_prices
+from langchain_quota.features.budgets.prices import (
+    Pricing,
+    check_prices,
+    cost_and_source,
+    resolve_prices,
+)
 from langchain_quota.features.budgets.second_check import SecondCheck, first_check, without_waits
 from langchain_quota.limits import Limit
-from langchain_quota.limits.budgets import CostLimit, TokenLimit
+from langchain_quota.limits.budgets import CostLimit, TokenLimit, UnknownPrice
 from langchain_quota.limits.call import Call, ModelUsage
 from langchain_quota.limits.options import MILLISECONDS, counts_calls
 from langchain_quota.middleware.calls import Batch, HookResult, Update, model_context
@@ -85,11 +90,11 @@ class Budgets(Feature):
         options = kernel.options
         units = {limit.unit for limit in kernel.limits}
         prices, unknown = options["prices"], options["unknown_price"]
-        validate_choice("unknown_price", unknown, ("error", "allow"))
+        validate_choice("unknown_price", unknown, get_args(UnknownPrice))
         validate_switch("charge_all_models", options["charge_all_models"])
-        if "nanodollars" not in units and (prices is not None or unknown == "allow"):
+        if "nanodollars" not in units and (prices is not None or unknown != "error"):
             check_prices(prices)
-            in_vain = "unknown_price='allow'" if prices is None else "prices="
+            in_vain = f"unknown_price={unknown!r}" if prices is None else "prices="
             raise ValueError(
                 f"{in_vain} needs a limit of costs: add a CostLimit to the limits, or leave it out"
             )
@@ -330,11 +335,12 @@ def receipt_of(kernel: Kernel) -> Iterator[Receipt]:
     has_prices = any(limit.unit == "nanodollars" for limit in kernel.limits)
     prices = resolve_prices(kernel.options["prices"]) if has_prices else None
 
-    def price(usage: ModelUsage) -> int | None:
-        try:
-            return None if prices is None else cost(usage, prices)
-        except Exception:  # noqa: BLE001 - the user's function; the receipt says "cost unknown"
-            return None
+    def price(usage: ModelUsage) -> tuple[int | None, str]:
+        # The user's function may fail: the receipt says "cost unknown".
+        with suppress(Exception):
+            if prices is not None:
+                return cost_and_source(usage, prices, kernel.options["unknown_price"])
+        return None, "unknown"
 
     watch_runs()
     with opened(OpenReceipt(price)) as receipt:

@@ -14,7 +14,7 @@ from langchain_core.messages import ToolCall
 from langchain_quota.errors import UnknownPriceError
 from langchain_quota.features.budgets.usage import charged_tokens
 from langchain_quota.limits import Limit
-from langchain_quota.limits.budgets import CostLimit, Price, Prices
+from langchain_quota.limits.budgets import CostLimit, Price, Prices, UnknownPrice
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.limits.options import NANODOLLARS, whole_amount
 from langchain_quota.middleware.flow import Kernel
@@ -94,6 +94,19 @@ def cost(usage: ModelUsage, prices: Prices) -> int:
     return nanodollars(priced(usage, prices))
 
 
+def cost_and_source(
+    usage: ModelUsage, prices: Prices, unknown_price: UnknownPrice
+) -> tuple[int, str]:
+    """Return what a model run costs in nanodollars, and whether that is `known` or `reported`."""
+    try:
+        return cost(usage, prices), "known"
+    except UnknownPriceError:
+        # A provider that reports no cost of tokens that were used has not said what they cost.
+        if unknown_price != "reported" or not usage.reported_cost:
+            raise
+        return nanodollars(usage.reported_cost), "reported"
+
+
 def highest_cost(usage: ModelUsage, prices: Prices) -> int:
     """Return the most that so many tokens can cost, in nanodollars."""
     # Before the call it is not known which tokens the provider will read from its cache, write to
@@ -118,7 +131,7 @@ class Pricing:
         table = kernel.options["prices"]
         self._table = table if isinstance(table, Mapping) else {}
         self._recorder = kernel.recorder
-        self._allow_unknown = kernel.options["unknown_price"] == "allow"
+        self._unknown: UnknownPrice = kernel.options["unknown_price"]
         # What a run is charged at least if its price is not known when it is done.
         self._least = max(
             (
@@ -135,7 +148,7 @@ class Pricing:
 
     def check(self, usage: ModelUsage, *, agent: str | None) -> None:
         """Check that a model has a price, before a call of it is paid."""
-        if self._allow_unknown:
+        if self._unknown == "allow":
             return
         # If its price failed after an earlier call, that call must have a price first.
         failed = self._failed.get(usage.request_model)
@@ -145,21 +158,24 @@ class Pricing:
             else:
                 _priced_again(failed, self._prices)
         except UnknownPriceError as error:
+            if failed is None and self._unknown == "reported":
+                return
             model = self._recorder.model_label(error.model)
             self._recorder.count(names.MODEL_RUNS, agent, model, "unknown", NONE)
             raise
         self._failed.pop(usage.request_model, None)
 
     def cost(self, usage: ModelUsage, agent: str | None, held: int) -> tuple[int, str]:
-        """Return the price of a model run in nanodollars, and whether its price is known."""
+        """Return the price of a model run in nanodollars, and where it comes from."""
         # It is paid already: nothing is raised.
         try:
-            return cost(usage, self._prices), self._name_unpaid(usage, agent)
+            amount, source = cost_and_source(usage, self._prices, self._unknown)
+            return amount, self._name_unpaid(usage, agent) if source == "known" else source
         except UnknownPriceError as error:
             self._recorder.log_first(logs.no_price, agent, str(error))
         except Exception as error:  # noqa: BLE001 - the user's function
             self._recorder.record_error("prices", error)
-        if self._allow_unknown:
+        if self._unknown == "allow":
             return 0, "unknown"
         self._failed[usage.request_model] = usage
         if len(self._failed) > MOST_KNOWN:
@@ -205,10 +221,10 @@ class Pricing:
         try:
             return highest_cost(bound, self._prices)
         except Exception as error:
-            if not self._allow_unknown:
-                raise
-            if not isinstance(error, UnknownPriceError):
+            if self._unknown == "allow" and not isinstance(error, UnknownPriceError):
                 self._recorder.record_error("prices", error)
+            elif self._unknown == "error" or not isinstance(error, UnknownPriceError):
+                raise
             return 0
 
 

@@ -4,7 +4,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 from langchain.agents.structured_output import ToolStrategy
@@ -16,6 +18,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.middleware.feature import Request
 from langchain_quota.runtime import compat
+from langchain_quota.runtime.units import parse_dollars
 
 DEFAULT_MAX_TOKENS = 16_384
 """The bound of an answer where the request, the model and its profile have none."""
@@ -257,6 +260,7 @@ def reported_usage(result: LLMResult, requested: ModelUsage) -> ModelUsage:
         "service_tier": str(answered.get("service_tier") or raw.get("service_tier") or ""),
         "speed": str(raw.get("speed") or requested.speed),
         "provider_tools": _provider_tools(message, sources, name),
+        "reported_cost": _reported_cost(answered),
     }
     if usage is None:
         return replace(requested, **about, estimated=True)
@@ -280,6 +284,26 @@ def reported_usage(result: LLMResult, requested: ModelUsage) -> ModelUsage:
     return ModelUsage(
         request_model=requested.request_model, **about, **tokens, cached=cached, estimated=estimated
     )
+
+
+def _reported_cost(answered: Mapping[str, Any]) -> Decimal | None:
+    """Return the dollars that a provider says a run has cost; `None` without such a number."""
+    usage, headers = (
+        part if isinstance(part := answered.get(name), Mapping) else {}
+        for name in ("token_usage", "headers")
+    )
+    # OpenRouter's, by its own class or by `ChatOpenAI`; then also LiteLLM's.
+    cost = answered.get("cost", usage.get("cost"))
+    with suppress(LookupError, TypeError, ValueError):
+        if isinstance(cost, Mapping):  # Perplexity's
+            cost = cost["total_cost"]
+        elif "cost_in_usd_ticks" in usage:  # xAI's
+            cost = usage["cost_in_usd_ticks"] / 10**10
+        elif cost is None:  # LiteLLM's, with `include_response_headers=True`
+            cost = float(headers["x-litellm-response-cost"])
+        if not isinstance(cost, str):
+            return parse_dollars("cost", cost)
+    return None
 
 
 def _provider_tools(message: Any, sources: Any, model: str) -> tuple[str, ...]:
