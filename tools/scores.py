@@ -20,7 +20,7 @@ from tools.operators import Mutant, Place, mutants_of, spread
 
 MODULES = (
     *("core/", "stores/", "middleware/", "features/"),
-    *("telemetry/receipts.py", "agents/model_pace.py", "agents/quota_headers.py"),
+    *("telemetry/receipts.py", "agents/model_pace.py", "ops/quota_headers.py"),
 )
 """Where mutants are sampled: what decides."""
 SCORES = Path(__file__).with_name("mutation_scores.json")

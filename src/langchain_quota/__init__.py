@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from langchain_quota.agents.inline import InlineQuotaMiddleware as InlineQuotaMiddleware
     from langchain_quota.agents.model_pace import ModelPaceMiddleware as ModelPaceMiddleware
     from langchain_quota.agents.quota import QuotaMiddleware as QuotaMiddleware
-    from langchain_quota.agents.quota_headers import (
-        QuotaHeadersMiddleware as QuotaHeadersMiddleware,
-    )
     from langchain_quota.agents.subject_methods import Balance as Balance
     from langchain_quota.agents.with_limits import with_limits as with_limits
     from langchain_quota.core.decision import Decision as Decision
@@ -37,16 +34,17 @@ if TYPE_CHECKING:
     from langchain_quota.limits.calls import ToolCallLimit as ToolCallLimit
     from langchain_quota.limits.quotas import Quota as Quota
     from langchain_quota.middleware.state import usage as usage
+    from langchain_quota.ops.exposition import metrics_app as metrics_app
+    from langchain_quota.ops.exposition import start_metrics_server as start_metrics_server
+    from langchain_quota.ops.otlp import export_metrics as export_metrics
+    from langchain_quota.ops.page import quota_app as quota_app
+    from langchain_quota.ops.quota_headers import QuotaHeadersMiddleware as QuotaHeadersMiddleware
     from langchain_quota.stores.memory import MemoryStore as MemoryStore
     from langchain_quota.stores.postgres import PostgresStore as PostgresStore
     from langchain_quota.stores.redis import RedisStore as RedisStore
     from langchain_quota.telemetry import Telemetry as Telemetry
     from langchain_quota.telemetry import hmac_label as hmac_label
-    from langchain_quota.telemetry.exposition import metrics_app as metrics_app
-    from langchain_quota.telemetry.exposition import start_metrics_server as start_metrics_server
     from langchain_quota.telemetry.observers import log_decisions as log_decisions
-    from langchain_quota.telemetry.otlp import export_metrics as export_metrics
-    from langchain_quota.telemetry.page import quota_app as quota_app
     from langchain_quota.telemetry.receipts import Receipt as Receipt
 else:
     from importlib import import_module
@@ -64,7 +62,7 @@ else:
         "agents.subject_methods": ("Balance",),
         "agents.with_limits": ("with_limits",),
         "agents.graph": ("GraphQuota",),
-        "agents.quota_headers": ("QuotaHeadersMiddleware",),
+        "ops.quota_headers": ("QuotaHeadersMiddleware",),
         "agents.inline": ("InlineQuotaMiddleware",),
         "limits.budgets": ("CostLimit", "Price", "TimeLimit", "TokenLimit"),
         "limits.call": ("ModelUsage",),
@@ -79,9 +77,9 @@ else:
         "stores.redis": ("RedisStore",),
         "telemetry": ("Telemetry", "hmac_label"),
         "telemetry.observers": ("log_decisions",),
-        "telemetry.exposition": ("metrics_app", "start_metrics_server"),
-        "telemetry.otlp": ("export_metrics",),
-        "telemetry.page": ("quota_app",),
+        "ops.exposition": ("metrics_app", "start_metrics_server"),
+        "ops.otlp": ("export_metrics",),
+        "ops.page": ("quota_app",),
         "telemetry.receipts": ("Receipt",),
     }
     _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

@@ -38,10 +38,10 @@ EXPRESSIONS = [
     ("stores/server.py", r"re.compile('(?<!\\w)secret(?!\\w)')", "search", "", "secre"),
     ("telemetry/labels.py", "TOOL", "fullmatch", "", "a"),
     *(
-        ("telemetry/page.py", f"_PARAMETERS[{key!r}]", "fullmatch", "", "-")
+        ("ops/page.py", f"_PARAMETERS[{key!r}]", "fullmatch", "", "-")
         for key in ("find", "state", "sort", "rows")
     ),
-    ("telemetry/page.py", "re.compile('<style>(.*?)</style>')", "findall", "<style>", "</"),
+    ("ops/page.py", "re.compile('<style>(.*?)</style>')", "findall", "<style>", "</"),
 ]
 
 
@@ -59,7 +59,7 @@ def test_every_text_takes_linear_time() -> None:
         for file, name, method, start, unit in EXPRESSIONS:
             module = import_module(f"langchain_quota.{file[:-3].replace('/', '.')}")
             expression = eval(name, {**vars(module), "re": re})  # noqa: S307 - of the table
-            is_composed = file in ("stores/server.py", "telemetry/page.py")
+            is_composed = file in ("stores/server.py", "ops/page.py")
             assert name[:3] != "re." or is_composed or expression.pattern in sources[file]
             signal.alarm(60)  # A quadratic one takes hours.
             for end in ("", "\0"):

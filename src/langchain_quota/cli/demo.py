@@ -42,7 +42,7 @@ from langchain_quota import (
 )
 from langchain_quota.cli import INTERRUPTED, CommandError, one_line, say, table
 from langchain_quota.core.decision import Outcome
-from langchain_quota.telemetry.exposition import MetricsServer
+from langchain_quota.ops.exposition import MetricsServer
 from langchain_quota.testing import ScriptedChatModel
 
 AGENT = "support"

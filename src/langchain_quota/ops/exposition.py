@@ -16,9 +16,9 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import REGISTRY, CollectorRegistry, Metric, make_asgi_app, start_http_server
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from langchain_quota.ops import page as web
 from langchain_quota.runtime.arguments import validate_switch, validate_type
 from langchain_quota.runtime.sync_async import as_async, run_sync
-from langchain_quota.telemetry import page as web
 from langchain_quota.telemetry.instruments import usage_of
 from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.usage import UsageTable

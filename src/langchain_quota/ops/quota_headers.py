@@ -18,6 +18,7 @@ from langchain_quota.core.decision import Decision, LimitStatus
 from langchain_quota.core.stops import RequestRuns, request_runs
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits.call import ROOT_RUN, RUN, STORE
+from langchain_quota.ops.page import Message, Receive, Send
 from langchain_quota.runtime.arguments import (
     explain_arguments,
     validate_switch,
@@ -27,7 +28,6 @@ from langchain_quota.runtime.arguments import (
 from langchain_quota.runtime.units import PER_BASE_UNIT, Unit
 from langchain_quota.stores.counts import ExpiringDict
 from langchain_quota.telemetry.logs import logger
-from langchain_quota.telemetry.page import Message, Receive, Send
 
 _Headers = list[tuple[bytes, bytes]]
 _Limits = tuple[_Headers, list[object] | None]

@@ -11,9 +11,9 @@ from uuid import uuid4
 
 from prometheus_client import REGISTRY, CollectorRegistry, Metric
 
+from langchain_quota.ops.exposition import resolve_registry
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.units import Time, parse_milliseconds
-from langchain_quota.telemetry.exposition import resolve_registry
 from langchain_quota.telemetry.logs import logger
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What is served or exported: the page, metrics, and headers of HTTP."""
