@@ -1,9 +1,10 @@
 """The exceptions and warnings. An `except` for LangChain's exceptions catches ours."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from langchain.agents.middleware import model_call_limit, tool_call_limit
+from langchain_core.messages import AnyMessage
 
 from langchain_quota.runtime.arguments import QuotaWarning as QuotaWarning
 from langchain_quota.runtime.store_errors import EventLoopBlockedError as EventLoopBlockedError
@@ -11,6 +12,7 @@ from langchain_quota.runtime.store_errors import QuotaStoreError as QuotaStoreEr
 
 if TYPE_CHECKING:
     from langchain_quota.core.decision import Decision
+    from langchain_quota.middleware.state import ThreadUsage
 
 
 class _CopiedError(Exception):
@@ -22,7 +24,12 @@ class _CopiedError(Exception):
         return type(self).__new__, (type(self), *self.args), vars(self)
 
 
-class _LimitError(_CopiedError):
+class LimitError(_CopiedError):
+    """The base of the errors of limits, which carry the work of the run up to the refusal."""
+
+    messages: Sequence[AnyMessage] = ()
+    usage: "ThreadUsage | None" = None
+
     def __init__(
         self,
         *counts: object,
@@ -35,8 +42,15 @@ class _LimitError(_CopiedError):
             self.args = (message,)
         self.decision = decision
 
+    # An error may be sent to another process or kept, where a user's messages do not belong.
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
+        make, arguments, attributes = super().__reduce__()
+        work = ("messages", "usage")
+        kept = {name: value for name, value in attributes.items() if name not in work}
+        return make, arguments, kept
 
-class ToolCallLimitExceededError(_LimitError, tool_call_limit.ToolCallLimitExceededError):
+
+class ToolCallLimitExceededError(LimitError, tool_call_limit.ToolCallLimitExceededError):
     """A tool call limit with `exit_behavior="error"` refused a call.
 
     A subclass of LangChain's exception of the same name, with its arguments and its text, or that
@@ -49,6 +63,10 @@ class ToolCallLimitExceededError(_LimitError, tool_call_limit.ToolCallLimitExcee
         run_limit: The run's limit, in calls; `None` for none.
         tool_name: The limited tool, or tools; `None` for all tools.
         decision: The refusal; `None` for an exception that no middleware raised.
+        messages: The messages of the run up to the refusal, so that its work is not lost without a
+            checkpointer. Neither its text nor a pickle has them.
+        usage: What the thread and the run have used; `None` for an exception that no middleware
+            raised, and in a pickle.
 
     Examples:
         >>> from langchain_quota import ToolCallLimitExceededError
@@ -57,7 +75,7 @@ class ToolCallLimitExceededError(_LimitError, tool_call_limit.ToolCallLimitExcee
     """
 
 
-class ModelCallLimitExceededError(_LimitError, model_call_limit.ModelCallLimitExceededError):
+class ModelCallLimitExceededError(LimitError, model_call_limit.ModelCallLimitExceededError):
     """A model call limit or a budget with `exit_behavior="error"` refused a model call.
 
     A subclass of LangChain's exception of the same name, with its arguments and its text, or that
@@ -70,6 +88,7 @@ class ModelCallLimitExceededError(_LimitError, model_call_limit.ModelCallLimitEx
         thread_limit: The thread's limit, in its unit; `None` for none.
         run_limit: The run's limit, in its unit; `None` for none.
         decision: The refusal; `None` for an exception that no middleware raised.
+        messages, usage: As in `ToolCallLimitExceededError`.
 
     Examples:
         >>> from langchain_quota import ModelCallLimitExceededError

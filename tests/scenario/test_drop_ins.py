@@ -131,7 +131,8 @@ async def checked(limiter: Any, name: str, form: Form, state: State) -> tuple[An
         else:
             returned = await getattr(limiter, f"a{name}")(state, None)
     except THEIR_ERRORS as error:
-        numbers = {name: value for name, value in vars(error).items() if name != "decision"}
+        ours = ("decision", "messages", "usage")
+        numbers = {name: value for name, value in vars(error).items() if name not in ours}
         return (str(error), numbers), state
     update = returned or {}
     counts = {key: each for key, each in update.items() if key.endswith("_call_count")}

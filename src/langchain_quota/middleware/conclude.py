@@ -30,6 +30,7 @@ from langchain_quota.middleware.state import (
     merge_ledgers,
     run_model,
     thread_model,
+    with_work,
 )
 from langchain_quota.runtime import compat
 
@@ -146,7 +147,7 @@ def end_again(state: State, runtime: object) -> Update | None:
     if times <= _MOST_ENDS:
         return {"jump_to": "end", LEDGER: Ledger(ended_again=times)}
     counts = thread_model(state), run_model(state)
-    error: Exception = ModelCallLimitExceededError(*counts, None, None, message=_ENDED)
+    error = with_work(ModelCallLimitExceededError(*counts, None, None, message=_ENDED), state)
     enclosing = compat.enclosing_tasks(call_context(runtime).checkpoint_ns)
     if enclosing:
         in_tool = compat.runs_tools(enclosing[-1])

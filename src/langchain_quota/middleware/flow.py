@@ -44,7 +44,15 @@ from langchain_quota.middleware.feature import (
     ToolHandler,
     overriding,
 )
-from langchain_quota.middleware.state import LEDGER, Amounts, Ledger, State, ledger, merge_ledgers
+from langchain_quota.middleware.state import (
+    LEDGER,
+    Amounts,
+    Ledger,
+    State,
+    ledger,
+    merge_ledgers,
+    with_work,
+)
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import Mode
@@ -284,7 +292,7 @@ class Kernel:
             hook_result = change(batch, hook_result)
         update = await self.record(mode, batch, hook_result)
         if hook_result.error is not None:
-            raise hook_result.error
+            raise with_work(hook_result.error, batch.state)
         return update
 
     async def check(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:

@@ -17,6 +17,7 @@ from langgraph.types import StateSnapshot
 from typing_extensions import TypedDict
 
 from langchain_quota.core.stops import StopReason
+from langchain_quota.errors import LimitError
 from langchain_quota.limits.options import NANODOLLARS
 from langchain_quota.runtime.arguments import short_repr
 
@@ -382,6 +383,11 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
     if state is None or callable(state):
         text = short_repr(snapshot)
         raise TypeError(f"snapshot must be what agent.get_state(config) gives, not {text}")
+    return usage_in(state)
+
+
+def usage_in(state: State) -> ThreadUsage:
+    """Return what a state says that its thread has used."""
     of_thread, of_run = spent(state)
     return ThreadUsage(
         tools=_calls(thread_tools(state)),
@@ -391,6 +397,14 @@ def usage(snapshot: StateSnapshot) -> ThreadUsage:
         spent=MappingProxyType(of_thread),
         run_spent=MappingProxyType(of_run),
     )
+
+
+def with_work(error: Exception, state: State) -> Exception:
+    """Return an error; that of a limit has the work of the run so far."""
+    if isinstance(error, LimitError):
+        error.messages = [*state.get("messages", ())]
+        error.usage = usage_in(state)
+    return error
 
 
 def _calls(counts: Mapping[str, int]) -> Mapping[str, int]:

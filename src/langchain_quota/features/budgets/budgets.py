@@ -57,6 +57,7 @@ from langchain_quota.middleware.state import (
     feature_ledger,
     ledger,
     merge_ledgers,
+    with_work,
 )
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import validate_choice, validate_switch
@@ -215,7 +216,8 @@ class Budgets(Feature):
         if error is not None:
             *numbers, text = error
             decision = self._memory(ledger(state).get("ended") or "").pop("decision", None)
-            raise ModelCallLimitExceededError(*numbers, message=text, decision=decision)
+            raised = ModelCallLimitExceededError(*numbers, message=text, decision=decision)
+            raise with_work(raised, state)
 
     async def shape_request(self, mode: Mode, request: Request) -> Request:  # noqa: ARG002 - as for every feature
         """Have the call go to the other model, where the budget is nearly used up."""
