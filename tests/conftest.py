@@ -13,6 +13,7 @@ import gc
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
+from socketserver import BaseServer
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,6 +29,9 @@ from tests.telemetry import Signals, telling
 
 if TYPE_CHECKING:  # it needs psycopg
     from tests.server.postgres import PostgresServer
+
+# A server that a test closes ends at once: by default it looks every half a second whether to end.
+BaseServer.serve_forever.__defaults__ = (0.01,)
 
 REST = [Path(__file__).parent / name for name in ("server", "artefact")]
 QUICK = {"test_charges.py", "test_providers.py"}

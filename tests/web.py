@@ -41,7 +41,7 @@ def serving(answer: Callable[[Request], None]) -> Iterator[str]:
     """Have a function answer all that is posted or put to a free port; gives the URL."""
     kind = type("Handler", (Request,), {"answer": staticmethod(answer)})
     with _Server(("127.0.0.1", 0), kind) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread = Thread(target=server.serve_forever)
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"

@@ -2,8 +2,6 @@
 
 import math
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -155,9 +153,8 @@ print("\\n".join(line for line in generate_latest().decode().splitlines() if "qu
 
 def test_a_job_that_ends_at_once_is_seen(collector: Collector) -> None:
     """Its counts arrive once, when it exits, under its service; a forked child exports nothing."""
-    command = [sys.executable, "-c", JOB, collector.url]
     env = os.environ | {"OTEL_SERVICE_NAME": "nightly"}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python(JOB, collector.url, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     [_] = collector.requests
     found = {key: value for key, value in collector.samples().items() if "quota" in key[0]}
