@@ -1,4 +1,7 @@
-"""Caps on calls at once, through real agents: nobody is over, nobody is stuck, all is visible."""
+"""Caps on calls at once, through real agents: nobody is over, nobody is stuck, all is visible.
+
+A process has a queue for each cap, and a store a lease for each call that runs.
+"""
 
 import asyncio
 import os
@@ -14,6 +17,7 @@ import pytest
 from langchain.agents.middleware import AgentMiddleware
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
+from langchain_core.tools import tool as as_tool
 
 from langchain_quota import (
     ConcurrencyLimit,
@@ -24,11 +28,13 @@ from langchain_quota import (
     RepeatLimit,
     ToolCallLimit,
 )
-from tests.scene import PATIENCE, Kind, Scene, asking, either, texts, until
-from tests.stores import Clock, FickleStore, counts
+from tests.scene import PATIENCE, Kind, Scene, asking, either, recording, texts, until
+from tests.stores import Clock, DistantStore, FickleStore, counts
 from tests.telemetry import Signals
 
 CAP = 3
+SLOT_LEASE = 60
+"""How long a place is held without a renewal, in seconds."""
 BUSY = "other calls were running, and at most 1 call of 'browser' may run at the same time"
 ASKED: Any = {"messages": [("user", "hi")]}
 BROWSER = {"agent": "unnamed", "limit": "concurrency:browser"}
@@ -41,10 +47,13 @@ def tool(run: Any, arun: Any = None) -> BaseTool:
 
 
 class Browser:
-    """A tool that notes how many of its calls run at the same time, until they may end."""
+    """A tool that notes how many of its calls run at the same time, until they may end.
 
-    def __init__(self, *, ends: bool = True, is_sync: bool = False) -> None:
-        self._lock = threading.Lock()
+    They may at once, or if not `ends`, when a test says so or `full` of them have come.
+    """
+
+    def __init__(self, *, ends: bool = True, full: int = 0, is_sync: bool = False) -> None:
+        self._lock, self._full = threading.Lock(), full
         self.running = self.most = self.ran = 0
         self.may_end = threading.Event()
         if ends:
@@ -56,6 +65,8 @@ class Browser:
             self.running += change
             self.ran += change > 0
             self.most = max(self.most, self.running)
+            if self.running == self._full:
+                self.may_end.set()
 
     def open(self) -> str:
         self._count(1)
@@ -68,8 +79,8 @@ class Browser:
     async def aopen(self) -> str:
         self._count(1)
         try:
-            await asyncio.sleep(0.001)
             await until(self.may_end.is_set)
+            await asyncio.sleep(0.01 if self._full else 0.001)
         finally:
             self._count(-1)
         return "seen"
@@ -92,13 +103,20 @@ class Door(AgentMiddleware):
 
 
 def agent_of(
-    signals: Signals, tool: BaseTool, calls: int = 1, door: Door | None = None, **options: Any
+    signals: Signals,
+    tool: BaseTool,
+    calls: int = 1,
+    *,
+    most: int = 1,
+    wait: float = PATIENCE,
+    door: Door | None = None,
+    **options: Any,
 ) -> Any:
     """An agent that opens pages, by default one at a time."""
-    limit = ConcurrencyLimit("browser", **{"max_concurrency": 1, "wait": PATIENCE, **options})
-    items: list[Any] = [door or Door(), limit]
+    limit = ConcurrencyLimit("browser", max_concurrency=most, wait=wait)
     script = [["browser"] * calls, "done"]
-    return Scene(signals, script, items, tools=[tool], checkpointer=None).agent
+    options = {"tools": [tool], "checkpointer": None, **options}
+    return Scene(signals, script, [door or Door(), limit], **options).agent
 
 
 def has_room(signals: Signals) -> bool:
@@ -131,7 +149,7 @@ def test_threads_and_loops_share_a_cap(signals: Signals) -> None:
     """Sync agents in 8 threads and async agents in 3 event loops: never more than 3, all run."""
     browser = Browser()
     # LangChain switches warnings off while a tool is made: not safe in several threads.
-    agents = [agent_of(signals, browser.tool, 2, max_concurrency=CAP) for _ in range(32)]
+    agents = [agent_of(signals, browser.tool, 2, most=CAP) for _ in range(32)]
 
     async def loop(own: list[Any]) -> list[str]:
         results = await asyncio.gather(*(each.ainvoke(ASKED) for each in own))
@@ -250,7 +268,7 @@ async def test_cancelled_calls_leave_no_place_taken(signals: Signals, seed: int)
     chance = random.Random(seed)  # noqa: S311 - no secret
     browser = Browser()
     waits = [chance.choice([0, 0.005, PATIENCE]) for _ in range(40)]
-    agents = [agent_of(signals, browser.tool, max_concurrency=CAP, wait=wait) for wait in waits]
+    agents = [agent_of(signals, browser.tool, most=CAP, wait=wait) for wait in waits]
     runs = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents]
     for run in chance.sample(runs, 20):
         for _ in range(chance.randrange(4)):
@@ -278,7 +296,7 @@ async def test_a_cancelled_run_does_not_end_its_sync_tool(signals: Signals) -> N
     """Of 20 runs that are cancelled while their tools run in threads, never more than 2 do so."""
     browser, door = Browser(ends=False), Door()
     tool = SyncTool(browser=browser)
-    agents = [agent_of(signals, tool, 1, door, max_concurrency=2) for _ in range(20)]
+    agents = [agent_of(signals, tool, door=door, most=2) for _ in range(20)]
     first = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents[:2]]
     await until(lambda: browser.running == 2)
     others = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents[2:]]
@@ -366,3 +384,115 @@ async def test_a_lost_slot_is_reported(
     said = [each.getMessage() for each in caplog.records]
     (line,) = [each for each in said if "lost its place" in each]
     assert "'browser'" in line
+
+
+def taken(store: Any) -> int:
+    """How many places are taken in a store."""
+    return sum(each.used for each in store.usages("browser:*"))
+
+
+async def test_a_call_that_runs_long_keeps_its_place(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is renewed while a call runs, also in a thread whose run is cancelled."""
+    monkeypatch.setattr("langchain_quota.features.concurrency.slot_leases.RENEWAL", 0.01)
+    clock = Clock()
+    store = FickleStore(MemoryStore(clock=clock))
+    browser, in_threads = Browser(ends=False), Browser(ends=False, is_sync=True)
+    tools = (in_threads.tool, in_threads.tool, browser.tool)
+    agents = [agent_of(signals, each, most=CAP, store=store) for each in tools]
+    runs = [
+        asyncio.create_task(asyncio.to_thread(agents[0].invoke, ASKED)),
+        *(asyncio.create_task(each.ainvoke(ASKED)) for each in agents[1:]),
+    ]
+    await until(lambda: (in_threads.running, browser.running) == (2, 1))
+    runs[1].cancel()
+    for _ in range(3):
+        clock.now += SLOT_LEASE + 2
+        # Without renewals all would be free now.
+        await until(lambda: taken(store) == CAP)
+    for each in (browser, in_threads):
+        each.may_end.set()
+    await asyncio.wait(runs)
+    await until(lambda: taken(store) == 0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_cancelled_calls_give_their_places_back(signals: Signals, seed: int) -> None:
+    """Runs are cancelled while their calls wait, ask the store or run: nothing is held then.
+
+    Two stores are as two processes have them: together they run no more than may.
+    """
+    chance = random.Random(seed)  # noqa: S311 - no secret
+    browser, kept = Browser(ends=False, full=CAP), MemoryStore()
+    stores = [DistantStore(kept), DistantStore(kept)]
+    agents = [agent_of(signals, browser.tool, 4, most=CAP, store=each) for each in stores * 6]
+    runs = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents]
+    await until(lambda: browser.running)
+    for run in chance.sample(runs, 8):
+        await asyncio.sleep(chance.uniform(0, 0.005))
+        run.cancel()
+    async with asyncio.timeout(PATIENCE):
+        results = await asyncio.gather(*runs, return_exceptions=True)
+    assert {type(each) for each in results} == {dict, asyncio.CancelledError}
+    assert browser.most == CAP
+    await until(lambda: taken(kept) == 0)
+
+
+@pytest.mark.parametrize("outage", ["block", "allow"])
+async def test_while_the_store_is_away(signals: Signals, outage: Any) -> None:
+    """Calls are refused; or they run, held to the cap in this process, whoever makes them."""
+    browser, store = Browser(ends=False, full=CAP), FickleStore(MemoryStore())
+    store.down = True
+    options: Any = {"most": CAP, "store": store, "on_store_error": outage}
+    agents = [agent_of(signals, browser.tool, 4, **options) for _ in range(2)]
+    results = await asyncio.gather(*(each.ainvoke(ASKED) for each in agents))
+    said = [text for result in results for text in texts(result)]
+    if outage == "allow":
+        assert said == ["seen"] * 8
+        assert browser.most == CAP
+    else:
+        assert browser.most == 0
+        assert all("could not be checked" in each for each in said)
+    fallbacks = {"agent": "unnamed", "action": outage}
+    counted = signals.samples("langchain_quota_store_fallbacks_total", **fallbacks)
+    assert list(counted.values()) == [8]
+
+
+@pytest.mark.parametrize("caps", [(1, 3), (3, 1)])
+async def test_the_lowest_of_two_caps_holds(caps: tuple[int, int], signals: Signals) -> None:
+    """Of one tool no more calls run at once than the lower cap allows, and they run in order."""
+    running, most, order = 0, 0, ""
+
+    @as_tool("search")
+    async def slow(text: str) -> str:
+        """Search for a text for a while."""
+        nonlocal running, most, order
+        running, order = running + 1, order + text
+        most = max(most, running)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        running -= 1
+        return "found"
+
+    limits = [ConcurrencyLimit("search", max_concurrency=each, name=f"cap-{each}") for each in caps]
+    script = asking(*(("search", {"text": each}) for each in "abcd"))
+    scene = await Scene(signals, script, limits, tools=[slow]).played()
+    assert scene.answers() == [("search", "success")] * 4
+    assert (most, order) == (1, "abcd")
+
+
+@pytest.mark.parametrize("waits", [(0, 3600), (3600, 0)])
+async def test_the_shorter_of_two_waits_holds(waits: tuple[int, int], signals: Signals) -> None:
+    """A call that one of its caps keeps no longer is refused, while the other would wait on."""
+    refused = asyncio.Event()
+    slow = recording("search", [], refused.wait)
+    limits = [ConcurrencyLimit("search", max_concurrency=1, wait=n, name=f"for-{n}") for n in waits]
+
+    def learn(decision: Decision) -> None:
+        if decision.outcome == "blocked":
+            refused.set()
+
+    script: Any = asking("search", "search")
+    await Scene(signals, script, limits, tools=[slow], on_decision=learn).play()
+    assert signals.value(f"{WAITS}_count", decision="blocked", agent="unnamed", limit="for-0") == 1
