@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from langchain_quota.core.admission import AcquireResult
-from langchain_quota.core.checks import (
+from langchain_quota.core.decide import Breach, Verdict
+from langchain_quota.core.plans import (
+    LimitSet,
     OnStoreError,
-    ResolvedLimit,
-    ResolvedLimits,
+    Place,
+    Rule,
     run_counter,
     thread_counter,
 )
-from langchain_quota.core.decide import Breach, Verdict
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ToolCallLimit
@@ -53,7 +54,7 @@ class Checked:
 
 
 def check(
-    limits: Sequence[Limit | ResolvedLimit],
+    limits: Sequence[Limit | Rule],
     usage: Mapping[str, Used],
     calls: Sequence[Call],
     *,
@@ -73,15 +74,13 @@ def check(
         outage: What follows from a store that cannot be asked, if it is so.
         kept: Counts by their own names, which go before.
     """
-    resolved = ResolvedLimits(
-        each if isinstance(each, ResolvedLimit) else fixed(each) for each in limits
-    )
+    resolved = LimitSet(each if isinstance(each, Rule) else fixed(each) for each in limits)
     if outage is not None:
         resolved = resolved.without_store(outage)
     counts: dict[str, int] = dict(kept or {})
-    for each in resolved.limits:
+    for each in resolved.rules:
         used = usage.get(each.limit.counter, Used())
-        rows = each.checks
+        rows = each.meters
         numbers = (used.thread, used.run, *used.quotas, *[0] * len(rows))
         # A quota may be a further threshold over a count that is there already.
         for row, number in zip(rows, numbers, strict=False):
@@ -92,8 +91,9 @@ def check(
         context=CallContext(),
         task="check",
         limits=resolved,
+        places={},
         calls=calls,
-        call_checks=[resolved.checks_for(call) for call in calls],
+        plans=[resolved.plan_for(call) for call in calls],
         used=counts,
         stops=resolved.stops if stops else {},
         make=_never,
@@ -121,23 +121,25 @@ def request_of(
         **arguments: Further arguments of the limit.
     """
     limit = ToolCallLimit("search", thread_limit=most, **arguments)
-    resolved = ResolvedLimit.of(limit, thread=most, run=None)
-    limits = ResolvedLimits([resolved.stored(KEY, None, (), remembers=False)])
+    places = {thread_counter(limit): Place(KEY)}
+    rule = Rule.of(limit, thread=most, run=None)
+    limits = LimitSet([rule.stored(rule.meters, places)])
     searches = [Call("tool", "search", f"call-{index}") for index in range(calls)]
-    asked = [limits.checks_for(call) for call in searches]
+    plans = [limits.plan_for(call) for call in searches]
     return Batch(
         state={},
         ledger=Ledger(),
         context=CallContext(task_id=task),
         task="QuotaMiddleware",
         limits=limits,
+        places=places,
         calls=searches,
-        call_checks=asked,
-        used={**dict.fromkeys(asked[0].demand.amounts, 0), thread_counter(limit): own},
+        plans=plans,
+        used={**dict.fromkeys(plans[0].demand.amounts, 0), thread_counter(limit): own},
         stops=limits.stops,
         make=_never,
     )
 
 
-def _never(_: ResolvedLimits) -> None:
+def _never(*_: object) -> None:
     """Nobody is asked, so nothing is checked under other limits."""

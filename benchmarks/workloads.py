@@ -19,8 +19,8 @@ from benchmarks import scenes
 from benchmarks.checked import Used, check, request_of
 from langchain_quota import MemoryStore, Telemetry
 from langchain_quota.core.admission import admit
-from langchain_quota.core.checks import ResolvedLimit, ResolvedLimits, demands_of
 from langchain_quota.core.decide import Verdict, decide
+from langchain_quota.core.plans import LimitSet, Rule, demands_of
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.context import fixed
@@ -164,11 +164,11 @@ def _checking(limits: int) -> Repeat:
     used = {"search/thread": 7, "search/run": 3}
 
     def checked() -> None:
-        # What each tool asks is looked up anew, as it is where a store keeps the counts.
-        resolved = ResolvedLimits(_limits(limits))
-        asked = [resolved.checks_for(call) for call in calls]
-        demands, index_of = demands_of(calls, asked)
-        decide(calls, asked, index_of, admit(demands, used, resolved.stops))
+        # The plan is compiled anew, as it is where limits have new numbers.
+        resolved = LimitSet(_limits(limits))
+        plans = [resolved.plan_for(call) for call in calls]
+        demands, index_of = demands_of(calls, plans)
+        decide(calls, plans, index_of, admit(demands, used, resolved.stops))
 
     return _repeating(checked)
 
@@ -238,7 +238,7 @@ def _repeating(once: Callable[[], object]) -> Repeat:
     return repeated
 
 
-def _limits(limits: int) -> list[ResolvedLimit]:
+def _limits(limits: int) -> list[Rule]:
     return [
         fixed(
             ToolCallLimit(

@@ -149,7 +149,7 @@ class ToolCallLimitMiddleware(
         hook_result = conclude_tools(batch, result)
         verdicts, update = hook_result.verdicts, hook_result.update
         if self._on_pending == "raise" and result.stopped and update is not None:
-            pending = {str(verdict.call.tool) for verdict in verdicts if not verdict.limits}
+            pending = {str(verdict.call.tool) for verdict in verdicts if not verdict.plan.rules}
             if pending:
                 error = NotImplementedError(
                     "Cannot end the run with other tool calls pending: "
@@ -160,7 +160,7 @@ class ToolCallLimitMiddleware(
         if update is not None and THREAD_TOOLS in update:
             # LangChain's count of the run has the refused calls, too.
             update[RUN_TOOLS] = attempted = {**(batch.state.get(RUN_TOOLS) or {})}
-            for counter in batch.counters:
+            for counter in (name for plan in batch.plans for name in plan.counters):
                 attempted[counter] = attempted.get(counter, 0) + 1
         return hook_result
 
@@ -286,9 +286,9 @@ class ModelCallLimitMiddleware(
     def _count(self, state: State, runtime: object, name: str | None) -> Update:
         context = call_context(runtime).answered_by(name)
         call = Call("model", agent=context.agent, thread_id=context.thread_id)
-        (limit,) = self.kernel.resolver.fixed["model"].limits
+        (rule,) = self.kernel.resolver.fixed["model"][0].rules
         counts = model_counts(state)
-        charge = Verdict.of_charge(call, limit, counts, call.amount)
+        charge = Verdict.of_charge(call, rule, counts, call.amount, {})
         # Two limiters count one call in one task.
         self.kernel.recorder.record_charge(charge, task_id=context.task(self.name))
         of_thread, of_run = counts[OF_THREAD] + call.amount, counts[OF_RUN] + call.amount

@@ -14,7 +14,7 @@ from langchain.agents.middleware.types import (
 from langgraph.runtime import Runtime
 
 from langchain_quota.agents.thread_methods import ThreadMethods
-from langchain_quota.core.checks import OnStoreError
+from langchain_quota.core.plans import OnStoreError
 from langchain_quota.features.ask import Questions
 from langchain_quota.features.budgets.budgets import Budgets
 from langchain_quota.features.call_timeouts import CallTimes

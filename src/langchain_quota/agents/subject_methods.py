@@ -8,12 +8,12 @@ from decimal import Decimal
 from typing import Any, ClassVar, NamedTuple
 from uuid import UUID
 
-from langchain_quota.core.checks import Check, ResolvedLimit, store_counter
+from langchain_quota.core.plans import Meter, Place, Rule, store_counter
 from langchain_quota.features.budgets.budgets import receipt_of
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ROOT_RUN, THREAD
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.middleware.context import quota_check, subject_text
+from langchain_quota.middleware.context import quota_meter, subject_text
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.root_run import StoreSequence
 from langchain_quota.middleware.store_client import StoreClient
@@ -68,13 +68,13 @@ class CountName(NamedTuple):
     number: Dollars | Time | None = None
 
 
-def balance_of(limit: Limit, check: Check, key: str, uses: Mapping[str, QuotaUsage]) -> Balance:
-    """Return the balance of a count; `uses` is what the store keeps under the check's keys."""
-    used = uses[key].used if key in uses else 0
-    most = (check.maximum or 0) + added_to([check], uses).get(key, 0)
+def balance_of(limit: Limit, meter: Meter, place: Place, uses: Mapping[str, QuotaUsage]) -> Balance:
+    """Return the balance of a count; `uses` is what the store keeps under the place's keys."""
+    used = uses[place.key].used if place.key in uses else 0
+    most = (meter.maximum or 0) + added_to({"": place}, uses)[""]
     amounts = (exact_amount(amount, limit.unit) for amount in (used, most, max(0, most - used)))
     used_amount, limit_amount, left = amounts
-    return Balance(used_amount, limit_amount, left, UNIT_LABELS[limit.unit], check.resets_at)
+    return Balance(used_amount, limit_amount, left, UNIT_LABELS[limit.unit], place.resets_at)
 
 
 class SubjectMethods:
@@ -240,17 +240,17 @@ class SubjectMethods:
         ]
         if not counts:
             raise ValueError(f"no quota counts by one of {[*subject]}")
-        keys = [one for *_, check, key in counts for one in (key, *check.previous_keys)]
+        keys = [key for *_, place in counts for key in place.keys]
         uses = await counts[0][0].peek("a", list(dict.fromkeys(keys)))
         if uses is None:
             return None
         balances = []
-        for _, limit, check, key in counts:
-            use = uses.get(key)
-            number = check.maximum if not check.computed else use.limit if use else None
+        for _, limit, meter, place in counts:
+            use = uses.get(place.key)
+            number = meter.maximum if not meter.computed else use.limit if use else None
             if number is not None:
-                balance = balance_of(limit, check._replace(maximum=number), key, uses)
-                balances.append((limit, check.scope, CountKey.parse(key), balance))
+                balance = balance_of(limit, meter._replace(maximum=number), place, uses)
+                balances.append((limit, meter.scope, CountKey.parse(place.key), balance))
         return balances
 
     def freeze(
@@ -325,29 +325,29 @@ class SubjectMethods:
         return await change(mode, per, text, **options) is not None
 
     async def _left(self, mode: Mode, name: CountName) -> Balance:
-        client, limit, check, key = await self._find(mode, name, reads=True)
-        keys = [key, *check.previous_keys]
+        client, limit, meter, place = await self._find(mode, name, reads=True)
+        keys = [*place.keys]
         peeked = await call_variant(mode, client.store.peek, client.store.apeek, keys)
         uses = {use.key: use for use in peeked if use is not None}
-        return balance_of(limit, check, key, uses)
+        return balance_of(limit, meter, place, uses)
 
     async def _grant(self, mode: Mode, name: CountName, amount: Any, options: Any) -> Grant:
-        store, key = self._granting(), (await self._find(mode, name))[-1]
+        store, place = self._granting(), (await self._find(mode, name))[-1]
         variants = store.grant, store.agrant
-        return await call_variant(mode, *variants, key, amount, window=None, **options)
+        return await call_variant(mode, *variants, place.key, amount, window=None, **options)
 
     async def _revoke(self, mode: Mode, name: CountName, grant_id: str) -> Grant | None:
-        store, key = self._granting(), (await self._find(mode, name))[-1]
-        return await call_variant(mode, store.revoke, store.arevoke, key, grant_id)
+        store, place = self._granting(), (await self._find(mode, name))[-1]
+        return await call_variant(mode, store.revoke, store.arevoke, place.key, grant_id)
 
     async def _reset_count(self, mode: Mode, name: CountName) -> None:
-        client, *_, key = await self._find(mode, name)
-        if self.has_state and THREAD in name.subject and CountKey.parse(key).window is None:
+        client, *_, place = await self._find(mode, name)
+        if self.has_state and THREAD in name.subject and CountKey.parse(place.key).window is None:
             raise ValueError(
                 f"the thread's state has the count of limit {name.limit!r}, too: call "
                 "reset(agent, config)"
             )
-        await client.reset(mode, [key])
+        await client.reset(mode, [place.key])
 
     def _granting(self) -> SupportsGrants:
         store: object = self.kernel.store and self.kernel.store.store
@@ -360,8 +360,8 @@ class SubjectMethods:
 
     async def _find(
         self, mode: Mode, name: CountName, *, reads: bool = False
-    ) -> tuple[StoreClient, Limit, Check, str]:
-        """Return the store, the limit, the check that the names choose, and the count's key."""
+    ) -> tuple[StoreClient, Limit, Meter, Place]:
+        """Return the store, the limit, the meter that the names choose, and its place."""
         validate_type("name", name.limit, str, "the name of a limit")
         limits = {limit.name: limit for limit in self.kernel.limits}
         limit, client = limits.get(name.limit), self.kernel.store
@@ -385,14 +385,14 @@ class SubjectMethods:
             number = name.number or 0
         subject = "".join(subject_text(what, value) for value in name.subject.values())
         if quota is None:
-            check = ResolvedLimit.of(limit, thread=number, run=None).checks[0]
+            meter = Rule.of(limit, thread=number, run=None).meters[0]
             key = CountKey(store_counter(limit), THREAD, subject, prefix=prefix)
-            return client, limit, check, str(key)
+            return client, limit, meter, Place(str(key))
         if quota.per == ROOT_RUN:
             subject = await StoreSequence(client, prefix).newest(mode, subject) or subject
         now = client.clock()
-        check = quota_check(limit, quota, number, subject, prefix=prefix, now=now)
-        return client, limit, check, str(check.key)
+        found = quota_meter(limit, quota, number, subject, prefix=prefix, now=now)
+        return client, limit, *found
 
 
 def _quota(limit: Limit, name: CountName) -> Quota | None:

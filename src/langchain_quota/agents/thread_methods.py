@@ -10,7 +10,7 @@ from langgraph.pregel import Pregel
 from langgraph.types import PregelTask
 
 from langchain_quota.agents.subject_methods import CountName, Id, SubjectMethods
-from langchain_quota.core.checks import Check, ResolvedLimit, store_counter
+from langchain_quota.core.plans import Meter, Rule, store_counter
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import THREAD
@@ -147,13 +147,13 @@ def _windows(limit: Limit) -> list[timedelta | CalendarWindow | None]:
     return [*in_all, *(quota.period for quota in limit.quotas if quota.per == THREAD)]
 
 
-def _unused(limit: Limit) -> ResolvedLimit:
+def _unused(limit: Limit) -> Rule:
     """Return a limit with the counts of a thread that an application can show."""
     thread = None if callable(limit.thread_limit) else limit.thread_limit
-    unused = ResolvedLimit.of(limit, thread=thread, run=None)
+    unused = Rule.of(limit, thread=thread, run=None)
     quotas = (
-        Check(quota.name, "", whole_amount(limit.unit, "limit", quota.limit), per=THREAD)
+        Meter(quota.name, "", whole_amount(limit.unit, "limit", quota.limit), per=THREAD)
         for quota in limit.quotas
         if quota.per == THREAD and not quota.smooth and not callable(quota.limit)
     )
-    return unused._replace(checks=(*unused.checks, *quotas))
+    return unused._replace(meters=(*unused.meters, *quotas))

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from types import MappingProxyType
 from typing import Self
 
 from langchain_quota.core.admission import AcquireResult
-from langchain_quota.core.checks import CallChecks, Check, ResolvedLimit, ResolvedLimits
 from langchain_quota.core.decision import (
     Answer,
     CountStatus,
@@ -16,6 +16,7 @@ from langchain_quota.core.decision import (
     Outcome,
     Reason,
 )
+from langchain_quota.core.plans import NO_LIMITS, LimitSet, Meter, Place, Places, Plan, Rule
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, Call, Exit, Scope
 from langchain_quota.runtime.units import near_threshold
@@ -29,7 +30,8 @@ class Verdict:
     message or request. The public `decision` is made when somebody reads it.
 
     Attributes:
-        limits: The limits that match the call.
+        plan: What the call must pass, and what it adds to counts.
+        places: Where a store keeps the counts, by name.
         before: The counts before the call, by name.
         amounts: What the call adds to the counts of each limit.
         charged: Whether the call is charged to each limit by this verdict.
@@ -43,7 +45,7 @@ class Verdict:
 
     call: Call
     outcome: Outcome
-    limits: Sequence[ResolvedLimit] = ()
+    plan: Plan = NO_LIMITS
     before: Mapping[str, int] = field(default_factory=dict)
     amounts: Sequence[int] = ()
     charged: Sequence[bool] = ()
@@ -51,6 +53,7 @@ class Verdict:
     refused: Mapping[str, Scope] = field(default_factory=dict)
     exits: Mapping[str, Exit] = field(default_factory=dict)
     frozen: Collection[str] = ()
+    places: Places = field(default_factory=dict)
     cost: int = 0
     answer: Answer | None = None
     waited: float = 0.0
@@ -60,17 +63,19 @@ class Verdict:
 
     @classmethod
     def of_charge(
-        cls, call: Call, limit: ResolvedLimit, before: Mapping[str, int], amount: int
+        cls, call: Call, rule: Rule, before: Mapping[str, int], amount: int, places: Places
     ) -> Self:
         """Return the verdict about an allowed call that is charged to a limit now."""
-        return cls(call, Outcome.ALLOWED, (limit,), before, (amount,), (True,))
+        return cls(
+            call, Outcome.ALLOWED, Plan.of([rule]), before, (amount,), (True,), places=places
+        )
 
     def joined(self, slot: "Verdict") -> "Verdict":
         """Return the verdict about the call by all limits, after that about its slots."""
         return replace(
             self,
             outcome=slot.outcome,
-            limits=(*self.limits, *slot.limits),
+            plan=Plan.of([*self.plan.rules, *slot.plan.rules]),
             before={**self.before, **slot.before},
             amounts=(*self.amounts, *slot.amounts),
             charged=(*self.charged, *slot.charged),
@@ -82,7 +87,7 @@ class Verdict:
     def decision(self) -> Decision:
         """Public record of the verdict."""
         if self._decision is None:
-            statuses = tuple(map(self._status, self.limits, self.amounts, self.charged))
+            statuses = tuple(map(self._status, self.plan.rules, self.amounts, self.charged))
             self._decision = Decision(
                 self.call, self.outcome, statuses, self.answer, self.waited, self.downgraded_by
             )
@@ -91,11 +96,12 @@ class Verdict:
     @property
     def leading(self) -> int | None:
         """Index of the limit to show: the first that refuses, else that of the highest share."""
-        indexes = range(len(self.limits))
+        rules = self.plan.rules
+        indexes = range(len(rules))
         if self.refused:
-            refusing = [index for index in indexes if self.limits[index].limit.name in self.refused]
+            refusing = [index for index in indexes if rules[index].limit.name in self.refused]
             if refusing:
-                return min(refusing, key=lambda index: not self.limits[index].limit.enforce)
+                return min(refusing, key=lambda index: not rules[index].limit.enforce)
         return max(indexes, key=self.share, default=None)
 
     def share(self, index: int) -> float:
@@ -103,9 +109,9 @@ class Verdict:
         added = self.amounts[index]
         return max(
             [
-                (self.before[check.counter] + added) / check.maximum if check.maximum else 1.0
-                for check in self.limits[index].checks
-                if check.maximum is not None
+                (self.before[meter.counter] + added) / meter.maximum if meter.maximum else 1.0
+                for meter in self.plan.rules[index].meters
+                if meter.maximum is not None
             ],
             default=0.0,
         )
@@ -117,50 +123,37 @@ class Verdict:
 
     def is_near(self, index: int, near: float) -> bool:
         """Return whether a count of a limit has reached its near share, or a default one."""
-        (limit, checks, *_), added = self.limits[index], self.amounts[index]
+        (limit, meters, *_), added = self.plan.rules[index], self.amounts[index]
         share = near if limit.near is None else limit.near
         return any(
-            self.before[check.counter] + added >= near_threshold(check.maximum, share)
-            for check in checks
-            if check.maximum is not None
+            self.before[meter.counter] + added >= near_threshold(meter.maximum, share)
+            for meter in meters
+            if meter.maximum is not None
         )
+
+    def place_of(self, quota: Meter) -> Place:
+        """Return the subject of a quota and the end of its window; none for other meters."""
+        return self.places.get(quota.counter, _NOWHERE) if quota.per else _NOWHERE
 
     @property
     def refused_by(self) -> Sequence[LimitStatus]:
         """Limits that refuse the call, enforced ones first."""
         return self.decision.refused_by if self.refused else ()
 
-    def _status(self, resolved: ResolvedLimit, amount: int, charged: bool) -> LimitStatus:  # noqa: FBT001 - one of three columns
+    def _status(self, rule: Rule, amount: int, charged: bool) -> LimitStatus:  # noqa: FBT001 - one of three columns
         """Return the status of a limit."""
-        limit, refused_at = resolved.limit, self.refused.get(resolved.limit.name)
+        limit, refused_at = rule.limit, self.refused.get(rule.limit.name)
         reason: Reason | None = None
         if refused_at is not None:
-            reason = "store" if refused_at == STORE else resolved.checks[-1].reason
-            for check in resolved.checks:
-                if check.scope == refused_at and check.counter in self.frozen:
+            reason = "store" if refused_at == STORE else rule.meters[-1].reason
+            for meter in rule.meters:
+                if meter.scope == refused_at and meter.counter in self.frozen:
                     reason = "frozen"
         needs = limit.unit != "calls" and reason == "exhausted"
         return LimitStatus(
             limit=limit.name,
             exit_behavior=self.exit_behavior(limit),
-            counts=tuple(
-                [
-                    CountStatus(
-                        check.scope,
-                        self.before[check.counter],
-                        self.before[check.counter] + amount,
-                        check.maximum,
-                        check.subject,
-                        check.resets_at,
-                        check.per,
-                        check.spacing > 0,
-                        check.spacing,
-                        check.granted,
-                        check.window,
-                    )
-                    for check in resolved.checks
-                ]
-            ),
+            counts=tuple([self._count(meter, amount) for meter in rule.meters]),
             reason=reason,
             scope=None if reason == "store" else refused_at,
             charged=charged,
@@ -168,19 +161,31 @@ class Verdict:
             enforced=limit.enforce,
             near=limit.near,
             alert=limit.alert,
-            computed=tuple([check.scope for check in resolved.checks if check.computed]),
-            shared=resolved.shared,
+            computed=tuple([meter.scope for meter in rule.meters if meter.computed]),
+            shared=rule.shared,
             unit=limit.unit,
-            needs=resolved.checks[0].needs if needs else 0,
+            needs=rule.meters[0].needs if needs else 0,
         )
+
+    def _count(self, meter: Meter, amount: int) -> CountStatus:
+        """Return the status of a count."""
+        before, place = self.before[meter.counter], self.place_of(meter)
+        return CountStatus(
+            *(meter.scope, before, before + amount, meter.maximum, place.subject, place.resets_at),
+            *(meter.per, meter.spacing > 0, meter.spacing, meter.granted, meter.window),
+        )
+
+
+_NOWHERE = Place("")
 
 
 def decide(  # noqa: PLR0913 - keyword-only, with defaults
     calls: Sequence[Call],
-    call_checks: Sequence[CallChecks],
+    plans: Sequence[Plan],
     index_of: Sequence[int],
     result: AcquireResult,
     *,
+    places: Places = MappingProxyType({}),
     charging: bool = True,
     exits: Mapping[str, Exit] = MappingProxyType({}),
     answer: Answer | None = None,
@@ -192,16 +197,16 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
     # blocks nothing: the call runs, and is counted.
     counts = result.used
     verdicts = []
-    for call, (limits, demand), index in zip(calls, call_checks, index_of, strict=True):
+    for call, plan, index in zip(calls, plans, index_of, strict=True):
         refused, admitted = result.refused[index], result.admitted[index]
         runs = admitted and not result.stopped
         amounts, charged, deferred, cost = [], [], [], 0
-        for resolved in limits:
-            limit, amount, is_known = resolved.limit, int(runs), charging
+        for rule in plan.rules:
+            limit, amount, is_known = rule.limit, int(runs), charging
             if limit.unit != "calls":
                 # What a model call uses is only known after it finishes.
                 is_known = call.kind == "tool"
-                amount = resolved.checks[0].amount * runs if is_known else 0
+                amount = rule.meters[0].amount * runs if is_known else 0
                 cost = max(cost, amount) if limit.unit == "nanodollars" else cost
             amounts.append(amount)
             charged.append(runs and is_known and limit.name not in refused)
@@ -212,16 +217,16 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
         elif result.stopped:
             outcome = Outcome.SKIPPED
         # Calls can share an id, and the refusal may belong to the other call.
-        elif refused and any(resolved.limit.name in refused for resolved in limits):
+        elif refused and any(rule.limit.name in refused for rule in plan.rules):
             outcome = Outcome.WOULD_BLOCK
         else:
             outcome = Outcome.ALLOWED
-        of_limits = limits, counts, amounts, charged, deferred, refused, exits, result.frozen
-        said = Verdict(call, outcome, *of_limits, cost=cost, answer=answer, waited=waited)
+        of_plan = plan, counts, amounts, charged, deferred, refused, exits, result.frozen, places
+        said = Verdict(call, outcome, *of_plan, cost=cost, answer=answer, waited=waited)
         verdicts.append(said)
         if runs and len(calls) > 1:
             counts = {**counts}
-            for count, added in demand.amounts.items():
+            for count, added in plan.demand.amounts.items():
                 counts[count] += added
     return verdicts
 
@@ -230,58 +235,58 @@ def decide(  # noqa: PLR0913 - keyword-only, with defaults
 class Breach:
     """An enforced limit that refuses calls of this batch."""
 
-    limit: ResolvedLimit
+    rule: Rule
     exit_behavior: Exit
     decision: Decision
     refusals: int
     reason: Reason | None
-    # The counts of the thread and the run as if the refused calls had run, and the failed checks.
+    # The counts of the thread and the run as if the refused calls had run. The meters that fail,
+    # with their counts and when these are reset.
     thread_count: int
     run_count: int
-    exceeded: tuple[tuple[Check, int], ...]
+    exceeded: tuple[tuple[Meter, int, datetime | None], ...]
 
 
 def find_breaches(
-    limits: ResolvedLimits,
-    call_checks: Sequence[CallChecks],
+    limits: LimitSet,
     index_of: Sequence[int],
     verdicts: Sequence[Verdict],
     result: AcquireResult,
 ) -> list[Breach]:
     """Return the enforced limits that refuse calls, in their order."""
     breaches = []
-    for resolved in limits.limits:
-        refusals: dict[int, tuple[Decision, LimitStatus]] = {}
-        checks: Sequence[Check] = ()
+    for rule in limits.rules:
+        refusals: dict[int, tuple[Verdict, LimitStatus]] = {}
+        meters: Sequence[Meter] = ()
         demand = Counter[str]()
-        for verdict, of_call, index in zip(verdicts, call_checks, index_of, strict=True):
-            for number, matched in enumerate(of_call.limits):
-                if matched.limit is resolved.limit:
-                    if not resolved.is_budget:
-                        demand.update({check.counter for check in matched.checks})
+        for verdict, index in zip(verdicts, index_of, strict=True):
+            for number, matched in enumerate(verdict.plan.rules):
+                if matched.limit is rule.limit:
+                    if not rule.is_budget:
+                        demand.update({meter.counter for meter in matched.meters})
                     if matched.limit.name in verdict.refused and matched.limit.enforce:
                         # Which counts a limit has may depend on the call.
-                        checks = checks or matched.checks
+                        meters = meters or matched.meters
                         refusal = verdict.decision.limits[number]
-                        refusals.setdefault(index, (verdict.decision, refusal))
+                        refusals.setdefault(index, (verdict, refusal))
         if not refusals:
             continue
-        decision, refusal = next(iter(refusals.values()))
-        counts = [(check, result.used[check.counter] + demand[check.counter]) for check in checks]
-        needs = checks[0].needs if resolved.is_budget else 0
+        verdict, refusal = next(iter(refusals.values()))
+        counts = [(meter, result.used[meter.counter] + demand[meter.counter]) for meter in meters]
+        needs = meters[0].needs if rule.is_budget else 0
         breaches.append(
             Breach(
-                resolved,
+                rule,
                 refusal.exit_behavior,
-                decision,
+                verdict.decision,
                 len(refusals),
                 refusal.reason,
                 counts[0][1],
                 counts[1][1],
                 tuple(
-                    (check, count)
-                    for check, count in counts
-                    if check.maximum is not None and count + needs > check.maximum - check.keep
+                    (meter, count, verdict.place_of(meter).resets_at)
+                    for meter, count in counts
+                    if meter.maximum is not None and count + needs > meter.maximum - meter.keep
                 ),
             )
         )

@@ -7,9 +7,9 @@ applications match on them.
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
-from langchain_quota.core.checks import Check
 from langchain_quota.core.decide import Breach
 from langchain_quota.core.decision import Decision, LimitStatus
+from langchain_quota.core.plans import Meter
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY
 from langchain_quota.limits.calls import RepeatLimit
@@ -68,7 +68,7 @@ def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
     """Return the final text of a run that ends at limits: every limit that was hit, with counts."""
     # It is never blank: providers refuse a message without text, and supervisors pass on another.
     texts = [
-        _custom_final(breach.limit.limit.message, breach.decision)
+        _custom_final(breach.rule.limit.message, breach.decision)
         or reached(breach, is_last=is_last)
         for breach in breaches
     ]
@@ -94,22 +94,22 @@ def _grant(name: str, amount: int, unit: Unit) -> str:
 def reached(breach: Breach, *, is_last: bool = False) -> str:
     """Return which thresholds of a limit are reached, with counts, and when quotas reset."""
     # Tool counts are as if the refused calls had run; model counts are those before the call.
-    limit = breach.limit.limit
+    limit = breach.rule.limit
     if breach.reason in {"frozen", "store"}:
         return _unchecked(limit, breach.reason)
     if isinstance(limit, RepeatLimit):
         repeats, _ = _why(limit, breach.decision)
         return f"{repeats}."
-    if breach.limit.is_budget:
+    if breach.rule.is_budget:
         parts = [
-            f"{check.scope} limit ({_of_budget(check, used, limit.unit, is_last=is_last)}"
-            f"{_resets(check.resets_at)})"
-            for check, used in breach.exceeded
+            f"{meter.scope} limit ({_of_budget(meter, used, limit.unit, is_last=is_last)}"
+            f"{_resets(resets_at)})"
+            for meter, used, resets_at in breach.exceeded
         ]
         return f"{_BUDGETS[limit.unit]} limits exceeded: {', '.join(parts)}"
     exceeded = [
-        (check.scope, used, check.maximum, _resets(check.resets_at))
-        for check, used in breach.exceeded
+        (meter.scope, used, meter.maximum, _resets(resets_at))
+        for meter, used, resets_at in breach.exceeded
     ]
     if limit.kind == "model":
         parts = [
@@ -184,15 +184,15 @@ def _unchecked(limit: Limit, reason: str | None) -> str:
     return "Tool call limit could not be checked, so the call was not run. Try again later."
 
 
-def _of_budget(check: Check, used: int, unit: Unit, *, is_last: bool) -> str:
+def _of_budget(meter: Meter, used: int, unit: Unit, *, is_last: bool) -> str:
     """Return how much of a budget is used, and why that is too much if something is left."""
     # For example `"950/1000 tokens"`, or `"$0.12/$0.50, the call may need $0.40"`.
-    maximum = check.maximum or 0
+    maximum = meter.maximum or 0
     if unit in PER_BASE_UNIT:
         text = f"{format_amount(used, unit)}/{format_amount(maximum, unit)}"
-        needs = format_amount(check.needs, unit)
+        needs = format_amount(meter.needs, unit)
     else:
-        text, needs = f"{used}/{maximum} {unit}", str(check.needs)
+        text, needs = f"{used}/{maximum} {unit}", str(meter.needs)
     if used >= maximum:
         return text
     if is_last:

@@ -13,8 +13,8 @@ from langgraph.errors import GraphInterrupt
 
 from langchain_quota.core import messages
 from langchain_quota.core.admission import AcquireResult, Demand, admit
-from langchain_quota.core.checks import ResolvedLimits
 from langchain_quota.core.decision import Answer
+from langchain_quota.core.plans import LimitSet, Places
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, THREAD, Scope
 from langchain_quota.limits.options import whole_amount
@@ -97,9 +97,10 @@ class Questions(Feature):
             of_thread = {name: n for name, n in grants.items() if name.endswith(f"/{THREAD}")}
             feature_data[self.name] = {"granted": of_thread}
 
-    def adjust_limits(self, state: State, limits: ResolvedLimits) -> ResolvedLimits:
+    def adjust_limits(self, state: State, limits: LimitSet, places: Places) -> LimitSet:
         """Raise limits by what people have granted in the thread's state."""
-        return limits.raised(_state_grants(state))
+        grants = _state_grants(state).items()
+        return limits.raised({name: amount for name, amount in grants if name not in places})
 
     def on_store_unavailable(self, batch: Batch) -> None:
         """Raise in a run that is resumed with an answer; it can be resumed again."""
@@ -126,8 +127,8 @@ class Questions(Feature):
             raise QuotaStoreError(STORE_UNAVAILABLE) from error
         # A store that has charged the request answers the same when the run is resumed again.
         new_grants = {grant.counter: grant.amount for grant in grants if grant.key is None}
-        rebuilt = batch.rebuild(batch.original_limits.raised(new_grants))
-        self._kernel.adjust_checks(rebuilt)
+        rebuilt = batch.rebuild(batch.original_limits.raised(new_grants), batch.places)
+        self._kernel.adjust_plans(rebuilt)
         rebuilt.answer = batch.answer
         if new_grants:
             total = Counter(_state_grants(batch.state)) + Counter(new_grants)
@@ -233,24 +234,24 @@ def _offers_for(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Off
     """Return the offers that cover needs: the same amount for all thresholds of a limit."""
     offers = []
     in_state = _state_grants(batch.state)
-    for resolved in batch.limits.limits:
-        limit = resolved.limit
-        checks = [check for check in resolved.checks if (limit.name, check.scope) in needs]
-        if not checks:
+    for rule in batch.limits.rules:
+        limit = rule.limit
+        meters = [meter for meter in rule.meters if (limit.name, meter.scope) in needs]
+        if not meters:
             continue
         # By default as much as the limit says without grants.
         amount = min(
-            (check.maximum or 0)
-            - result.granted.get(check.counter, 0)
-            - in_state.get(check.counter, 0)
-            for check in checks
+            (meter.maximum or 0)
+            - result.granted.get(meter.counter, 0)
+            - in_state.get(meter.counter, 0)
+            for meter in meters
         )
         if limit.grant is not None:
             amount = whole_amount(limit.unit, "grant", limit.grant)
-        offered = max(amount, *(needs[limit.name, check.scope] for check in checks))
-        for check in checks:
-            key = None if batch.sent is None else batch.sent.counters[check.counter].key
-            offers.append(_Offer(limit, check.scope, check.counter, key, offered))
+        offered = max(amount, *(needs[limit.name, meter.scope] for meter in meters))
+        for meter in meters:
+            key = None if batch.sent is None else batch.sent.counters[meter.counter].key
+            offers.append(_Offer(limit, meter.scope, meter.counter, key, offered))
     return offers
 
 
@@ -304,7 +305,7 @@ def _payload(
     units = {offer.limit.name: offer.limit.unit for offer in offers}
     args = {name: _in_unit(amount, units[name]) for name, amount in offered.items()}
     _, breaches = batch.decide(result)
-    asking = [breach for breach in breaches if breach.limit.limit.name in offered]
+    asking = [breach for breach in breaches if breach.rule.limit.name in offered]
     text = problem + messages.question(asking, offered, units)
     return {
         "action_requests": [{"name": ACTION, "args": args, "description": text}],

@@ -6,7 +6,7 @@ from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 
 from langchain_quota.core.admission import admit
-from langchain_quota.core.checks import ResolvedLimits, run_counter, thread_counter
+from langchain_quota.core.plans import LimitSet, read_keys, run_counter, thread_counter
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import RepeatLimit
@@ -80,22 +80,24 @@ class ModelNotes(Feature):
             return offered.override(messages=_with_note(offered.messages, LAST_CALL))
         if not (self._tells or self._hides):
             return request
-        limits = await self._kernel.resolve_limits(mode, None, state, request.runtime)
+        limits, places = await self._kernel.resolve_limits(mode, None, state, request.runtime)
         usages: Mapping[str, QuotaUsage] | None = {}
         if self.store is not None:
-            usages = await self.store.peek(mode, limits.keys())
+            usages = await self.store.peek(mode, read_keys(places))
         if usages is None:
             # The store did not answer: show what the state knows, and no quota.
-            limits, usages = limits.without_store("allow"), {}
-        checks = (check for limit in limits.limits for check in limit.checks)
-        limits = limits.raised(added_to(checks, usages))
+            limits, places, usages = limits.without_store("allow"), {}, {}
+        limits = limits.raised(added_to(places, usages))
         counts = _state_counts(state, limits)
         for count_more in self._kernel.state_counts_hooks:
             counts |= count_more(state)
-        for check in (check for limit in limits.limits for check in limit.checks):
-            counts.setdefault(check.counter, 0)
-            if check.key is not None and check.key in usages:
-                counts[check.counter] = max(0, usages[check.key].used)
+        for meter in (meter for rule in limits.rules for meter in rule.meters):
+            counts.setdefault(meter.counter, 0)
+        counts |= {
+            name: max(0, usages[place.key].used)
+            for name, place in places.items()
+            if place.key in usages
+        }
         notes: list[str | None] = []
         if self._tells:
             downgraded = _DOWNGRADED if ledger(state).get("downgraded") else None
@@ -107,7 +109,7 @@ class ModelNotes(Feature):
         return request.override(messages=_with_note(request.messages, text)) if text else request
 
 
-def _state_counts(state: State, limits: ResolvedLimits) -> dict[str, int]:
+def _state_counts(state: State, limits: LimitSet) -> dict[str, int]:
     """Return the state's counts, by the name of the counter."""
     thread, run = thread_tools(state), run_tools(state)
     counts = model_counts(state)
@@ -118,13 +120,13 @@ def _state_counts(state: State, limits: ResolvedLimits) -> dict[str, int]:
     return counts
 
 
-def _remaining(limits: ResolvedLimits, counts: Mapping[str, int], *, near: float) -> str | None:
+def _remaining(limits: LimitSet, counts: Mapping[str, int], *, near: float) -> str | None:
     """Return the note on what is left; `None` while no limit is near."""
     is_near = False
     parts = []
-    for limit, checks in ((limit.limit, limit.checks) for limit in limits.limits):
+    for limit, meters in ((rule.limit, rule.meters) for rule in limits.rules):
         # The count of a smooth quota comes and goes with each call.
-        limited = ((counts[check.counter], check.maximum) for check in checks if not check.spacing)
+        limited = ((counts[meter.counter], meter.maximum) for meter in meters if not meter.spacing)
         numbers = [(count, maximum) for count, maximum in limited if maximum is not None]
         if not limit.enforce or not numbers:
             continue
@@ -190,14 +192,14 @@ def _takes_note(message: AnyMessage) -> bool:
 
 
 def _without_exhausted(
-    request: Request, limits: ResolvedLimits, counts: Mapping[str, int]
+    request: Request, limits: LimitSet, counts: Mapping[str, int]
 ) -> tuple[Request, str | None]:
     """Return the request without exhausted tools, and a note if they have to stay."""
     # A tool stays if each limit that refuses it lets calls wait, or asks a person: without a call
     # nobody would be asked.
 
     def is_left(tool: str) -> bool:
-        (refused,) = admit([limits.checks_for(Call("tool", tool)).demand], counts, {}).refused
+        (refused,) = admit([limits.plan_for(Call("tool", tool)).demand], counts, {}).refused
         refusing = [limits.by_name[name] for name in refused if name not in limits.asking]
         return not any(limit.enforce and getattr(limit, "wait", None) is None for limit in refusing)
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolCall, ToolMessage
 
-from langchain_quota.core.checks import CallChecks, Check, run_counter, thread_counter
 from langchain_quota.core.messages import NOT_RUN
+from langchain_quota.core.plans import Meter, Plan, run_counter, thread_counter
 from langchain_quota.limits.call import RUN, THREAD, Call
 from langchain_quota.limits.calls import MOST_COMPARED, RepeatLimit
 from langchain_quota.middleware.calls import Batch
@@ -45,19 +45,19 @@ class Repeats(Feature):
             counters[thread_counter(limit)] = counters[run_counter(limit)] = max(counts, default=0)
         return counters
 
-    def adjust_checks(self, batch: Batch) -> None:
+    def adjust_plans(self, batch: Batch) -> None:
         """Check each call by how often it, or its failure, occurred before."""
         if batch.pending is None or not batch.calls:
             return
         messages = _of_run(batch.state)
-        repeats = {limit.name: _checks(limit, messages, batch) for limit in self._limits}
-        batch.set_checks(
-            CallChecks.of(
-                limit if checks is None else limit._replace(checks=checks[index])
-                for limit in call_checks.limits
-                if (checks := repeats.get(limit.limit.name)) is None or checks[index]
+        repeats = {limit.name: _meters(limit, messages, batch) for limit in self._limits}
+        batch.set_plans(
+            Plan.of(
+                rule if meters is None else rule._replace(meters=meters[index])
+                for rule in plan.rules
+                if (meters := repeats.get(rule.limit.name)) is None or meters[index]
             )
-            for index, call_checks in enumerate(batch.call_checks)
+            for index, plan in enumerate(batch.plans)
         )
 
 
@@ -105,29 +105,29 @@ def _count_repeats(
     return calls, by_tool
 
 
-def _checks(
+def _meters(
     limit: RepeatLimit, messages: Sequence[AnyMessage], batch: Batch
-) -> list[tuple[Check, ...]]:
-    """Return the checks of each call, and add its count to `used`; none for an ignored call."""
+) -> list[tuple[Meter, ...]]:
+    """Return the meters of each call, and add its count to `used`; none for an ignored call."""
     calls, failures = _count_repeats(_past_steps(limit, messages))
     keys: dict[str, int] = {}
-    checks: list[tuple[Check, ...]] = []
+    meters: list[tuple[Meter, ...]] = []
     for tool_call in batch.pending_calls.calls:
         key, tool = _key(limit, tool_call), tool_call["name"]
         if key is None:
-            checks.append(())
+            meters.append(())
             continue
         count, failed = calls.get(key, 0), failures.get(tool, 0)
         # No counter of a call has two slashes.
         counter = f"{limit.counter}/{keys.setdefault(key, len(keys))}"
-        check = Check(RUN, counter, limit.run_limit, mirrored=True)
+        meter = Meter(RUN, counter, limit.run_limit)
         if failed >= limit.most_failures and count < limit.run_limit:
             count, counter = failed, f"{limit.counter}//{tool}"
-            check = Check(RUN, counter, limit.most_failures, mirrored=True, reason="failing")
+            meter = Meter(RUN, counter, limit.most_failures, reason="failing")
         batch.used[counter] = count
         # A thread has no count of its own.
-        checks.append((check._replace(scope=THREAD, maximum=None), check))
-    return checks
+        meters.append((meter._replace(scope=THREAD, maximum=None), meter))
+    return meters
 
 
 def _of_run(state: State) -> Sequence[AnyMessage]:

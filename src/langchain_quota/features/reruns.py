@@ -66,7 +66,7 @@ class Reruns(Feature):
         attempt, _ = await self._find_earlier_run(mode, info)
         return context._replace(task_id=f"{context.task_id}/{attempt}") if attempt else context
 
-    def adjust_checks(self, batch: Batch) -> None:
+    def adjust_plans(self, batch: Batch) -> None:
         """Let a refusal of a call that runs again block it only: nobody is asked, no run ends."""
         if _RERUN in batch.state:
             batch.stops = {}

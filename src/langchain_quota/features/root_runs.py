@@ -21,6 +21,7 @@ from langchain_quota.middleware.root_run import (
     name_in_tool,
     root_run,
     thread_of,
+    used_by,
     watch_root_runs,
 )
 from langchain_quota.middleware.state import FeatureData, State, feature_ledger
@@ -34,7 +35,7 @@ class RootRuns(Feature):
     name = "root_runs"
     unused: ClassVar[Mapping[str, object]] = {"root_run": None, "root_used": {}}
     """The subject of the root run, and the store's counts of it when this agent last called the
-    store, by counter."""
+    store, by key."""
     store: StoreClient
     """Quotas need one."""
 
@@ -84,11 +85,11 @@ class RootRuns(Feature):
             log_lost()
         return run.subject
 
-    def adjust_checks(self, batch: Batch) -> None:
+    def adjust_plans(self, batch: Batch) -> None:
         """Add what the root run has used to the counts of the batch."""
         run = root_run()
         if run is not None:
-            batch.used |= run.used
+            batch.used |= used_by(run, batch.places)
 
     def on_store_result(self, batch: Batch, result: AcquireResult) -> None:
         """Learn what the store has counted of the root run."""
@@ -99,10 +100,11 @@ class RootRuns(Feature):
         charged = result.charged(batch.demands)
         run.learn_used(
             {
-                check.counter: result.used[check.counter] + charged[check.counter]
-                for checks in batch.call_checks
-                for check in checks.checks
-                if check.per == ROOT_RUN and check.lease is None
+                batch.places[meter.counter].key: result.used[meter.counter] + charged[meter.counter]
+                for plan in batch.plans
+                for rule in plan.rules
+                for meter in rule.meters
+                if meter.per == ROOT_RUN and meter.lease is None
             }
         )
 

@@ -13,7 +13,7 @@ from uuid import UUID
 from langchain_core.messages import AIMessage, AnyMessage
 from langgraph.errors import GraphInterrupt
 
-from langchain_quota.core.checks import run_counter
+from langchain_quota.core.plans import run_counter
 from langchain_quota.limits.call import Kind
 from langchain_quota.limits.options import counts_calls
 from langchain_quota.middleware.calls import Batch, HookResult, model_context, model_counts

@@ -23,7 +23,7 @@ from langchain_quota.core.admission import (
     Demand,
     Threshold,
 )
-from langchain_quota.core.checks import CallChecks, Check, ResolvedLimit, ResolvedLimits
+from langchain_quota.core.plans import Meter, Place
 from langchain_quota.core.stops import make_reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind, Scope
@@ -83,21 +83,13 @@ class Waiting(Feature):
         if not result.drained_in:
             return
         now, charged = self.store.clock(), result.charged(batch.demands)
-
-        def with_reset_time(check: Check) -> Check:
-            if not check.spacing:
-                return check
-            room = (check.maximum or 0) - check.amount - charged[check.counter]
-            seconds = seconds_until_room(check.key, result.drained_in[check.counter], room)
-            return check._replace(resets_at=in_utc(now + seconds))
-
-        def with_reset_times(limit: ResolvedLimit) -> ResolvedLimit:
-            return limit._replace(checks=tuple(map(with_reset_time, limit.checks)))
-
-        batch.limits = ResolvedLimits(map(with_reset_times, batch.limits.limits))
-        batch.set_checks(
-            CallChecks.of(map(with_reset_times, checks.limits)) for checks in batch.call_checks
-        )
+        # Of the limits on one count, the smallest burst says when the next call fits.
+        smooth = (meter for meter in _meters_by_scope(batch).values() if meter.spacing)
+        for meter in sorted(smooth, key=lambda meter: -(meter.maximum or 0)):
+            name, place = meter.counter, batch.places[meter.counter]
+            room = (meter.maximum or 0) - meter.amount - charged[name]
+            wait = seconds_until_room(place.key, result.drained_in[name], room)
+            batch.places = {**batch.places, name: place._replace(resets_at=in_utc(now + wait))}
 
     def on_store_unavailable(self, batch: Batch) -> None:
         """Restore the batch's own stops, because nothing waits for an unavailable store."""
@@ -108,16 +100,17 @@ class Waiting(Feature):
     ) -> tuple[Batch, AcquireResult]:
         """Check a batch when there is room for it, or when it may wait no longer."""
         waits = {
-            quota: check
-            for quota, check in _checks_by_scope(batch).items()
-            if quota[0] in self._max_waits and check.key and (check.spacing or check.resets_at)
+            quota: (meter, place)
+            for quota, meter in _meters_by_scope(batch).items()
+            if quota[0] in self._max_waits and (place := batch.places.get(meter.counter))
+            if meter.per and (meter.spacing or place.resets_at)
         }
         if not waits:
             return await acquire(batch)
         started_at = time.monotonic()
         deadline = started_at + min(self._max_waits[limit] for limit, _ in waits)
         queues = queues_of(self.store.store)
-        quotas = {_queue_of(check): quota for quota, check in waits.items()}
+        quotas = {_queue_of(*waited): quota for quota, waited in waits.items()}
         wait = _Wait(deadline, queues, quotas, Waiter(mode), *next(iter(waits)))
         result: AcquireResult | None = None
         delayed: Collection[str] = ()
@@ -153,7 +146,8 @@ class Waiting(Feature):
             if may_wait:
                 wait.limit, wait.scope = quota
                 self._begin_wait(batch, wait, result)
-                wait.queues.move(wait.waiter, _queue_of(_checks_by_scope(batch)[quota]))
+                meter = _meters_by_scope(batch)[quota]
+                wait.queues.move(wait.waiter, _queue_of(meter, batch.places[meter.counter]))
                 with self.recorder.waiting(caller.agent, wait.limit, caller.thread_id):
                     await wait_for(mode, min(pause, LOOKS_AGAIN), wait.waiter)
         # Check once more with the batch's own stops, so that the limit's `exit_behavior` decides
@@ -165,16 +159,17 @@ class Waiting(Feature):
     def _begin_wait(self, batch: Batch, wait: "_Wait", result: AcquireResult | None = None) -> None:
         """Note that calls wait, and write an event to the run's stream the first time."""
         if self.recorder.streams and not wait.has_waited:
-            check = _checks_by_scope(batch)[wait.limit, wait.scope]
+            meter = _meters_by_scope(batch)[wait.limit, wait.scope]
+            place = batch.places[meter.counter]
             reason = make_reason(
                 "waiting",
                 wait.limit,
                 wait.scope,
-                subject=self.recorder.subject_label(wait.scope, check.subject),
-                used=None if result is None else result.used[check.counter],
-                threshold=check.maximum,
+                subject=self.recorder.subject_label(wait.scope, place.subject),
+                used=None if result is None else result.used[meter.counter],
+                threshold=meter.maximum,
                 unit=next(one.unit for one in self._kernel.limits if one.name == wait.limit),
-                resets_at=check.resets_at,
+                resets_at=place.resets_at,
             )
             self.recorder.stream("waiting", reason)
         wait.has_waited = True
@@ -197,9 +192,9 @@ class Waiting(Feature):
     async def _rebuild(self, mode: Mode, batch: Batch) -> Batch:
         """Return a batch of the same calls, with limits and windows as they are now."""
         kind: Kind = "model" if batch.pending is None else "tool"
-        limits = await self._kernel.resolve_limits(mode, kind, batch.state, batch.runtime)
-        rebuilt = batch.rebuild(limits)
-        self._kernel.adjust_checks(rebuilt)
+        resolved = await self._kernel.resolve_limits(mode, kind, batch.state, batch.runtime)
+        rebuilt = batch.rebuild(*resolved)
+        self._kernel.adjust_plans(rebuilt)
         return rebuilt
 
     def _allow_later_starts(self, batch: Batch, deadline: float) -> Mapping[str, int]:
@@ -212,12 +207,12 @@ class Waiting(Feature):
             return {}
         microseconds = max(0, int((deadline - time.monotonic()) * 10**6))
         later_calls = {
-            check.counter: int(microseconds // check.spacing)
-            for (limit, _), check in _checks_by_scope(batch).items()
+            meter.counter: int(microseconds // meter.spacing)
+            for (limit, _), meter in _meters_by_scope(batch).items()
             if limit in self._max_waits
-            and check.spacing
+            and meter.spacing
             # Calls that share an id start together, so they cannot be spread.
-            and all(amounts.get(check.counter, 0) <= 1 for amounts, _ in batch.demands)
+            and all(amounts.get(meter.counter, 0) <= 1 for amounts, _ in batch.demands)
         }
         counters, demands = set[str](), []
         for amounts, thresholds in batch.demands:
@@ -243,8 +238,12 @@ class Waiting(Feature):
         Both are in seconds from now, and infinite if waiting does not help.
         """
         never = math.inf, math.inf, ("", "")
-        checks = _checks_by_scope(batch)
-        windows = {quota for quota, check in checks.items() if check.spacing or check.resets_at}
+        meters, places = _meters_by_scope(batch), batch.places
+        windows = {
+            quota
+            for quota, meter in meters.items()
+            if meter.per and (meter.spacing or places[meter.counter].resets_at)
+        }
         permanent_refusals, demanded = Counts[str](), Counts[str]()
         thresholds: list[Threshold] = []
         for demand, refused in zip(batch.demands, result.refused, strict=True):
@@ -262,24 +261,24 @@ class Waiting(Feature):
             return never
         missing: list[tuple[float, float, tuple[str, Scope]]] = []
         for limit, scope, counter, maximum, _ in thresholds:
-            check, room = checks[limit, scope], maximum - demanded[counter]
+            meter, room = meters[limit, scope], maximum - demanded[counter]
             pause = last = math.inf
-            if check.spacing:
+            if meter.spacing:
                 level = result.drained_in[counter]
-                last = seconds_until_room(check.key, level, room)
+                last = seconds_until_room(places[counter].key, level, room)
                 pause = last = last if room >= 0 or counter in later_calls else math.inf
                 if counter in later_calls:
-                    pause = seconds_until_room(check.key, level, maximum - 1)
+                    pause = seconds_until_room(places[counter].key, level, maximum - 1)
                     # The first call fits now. The last one is late by a part of an interval: wait
                     # for that part, so that every other start time is a whole number of intervals.
-                    pause = pause if pause > 0 else round(last * 10**6) % check.spacing / 10**6
+                    pause = pause if pause > 0 else round(last * 10**6) % meter.spacing / 10**6
                 # If every call has its start time, something else refuses the batch.
                 if last <= 0 or not pause:
                     continue
             elif result.used[counter] <= room:
                 continue
-            elif room >= 0 and check.resets_at is not None:
-                pause = last = check.resets_at.timestamp() - self.store.clock()
+            elif room >= 0 and meter.per and (ends := places[counter].resets_at) is not None:
+                pause = last = ends.timestamp() - self.store.clock()
             missing.append((max(_MIN_PAUSE, pause), last, (limit, scope)))
         pause, _, quota = max(missing, key=itemgetter(0), default=never)
         return pause, max([pause, *(last for _, last, _ in missing)]), quota
@@ -292,19 +291,19 @@ class Waiting(Feature):
             return ()
         levels: dict[str, float] = {**result.drained_in}
         starts: dict[str, tuple[float, str, Scope]] = {}
-        for call, checks, index in zip(batch.calls, batch.call_checks, batch.index_of, strict=True):
+        for call, plan, index in zip(batch.calls, batch.plans, batch.index_of, strict=True):
             smooth = [
-                (limit.limit.name, check)
-                for limit in checks.limits
-                for check in limit.checks
-                if check.spacing and limit.limit.name in self._max_waits and result.admitted[index]
+                (rule.limit.name, meter)
+                for rule in plan.rules
+                for meter in rule.meters
+                if meter.spacing and rule.limit.name in self._max_waits and result.admitted[index]
             ]
-            for limit, check in smooth:
-                room = (check.maximum or 0) - 1
-                seconds = seconds_until_room(check.key, levels[check.counter], room)
-                start = max(0.0, seconds), limit, check.scope
+            for limit, meter in smooth:
+                room, key = (meter.maximum or 0) - 1, batch.places[meter.counter].key
+                seconds = seconds_until_room(key, levels[meter.counter], room)
+                start = max(0.0, seconds), limit, meter.scope
                 starts[str(call.id)] = max(start, starts.get(str(call.id), start))
-            for counter, spacing in {check.counter: check.spacing for _, check in smooth}.items():
+            for counter, spacing in {meter.counter: meter.spacing for _, meter in smooth}.items():
                 levels[counter] += spacing
         if not any(seconds for seconds, *_ in starts.values()):
             return ()
@@ -394,18 +393,18 @@ def _max_waits(limits: Sequence[Limit]) -> dict[str, float]:
     }
 
 
-def _checks_by_scope(batch: Batch) -> dict[tuple[str, Scope], Check]:
-    """Return the checks of the calls, by limit and scope."""
-    limits = (limit for checks in batch.call_checks for limit in checks.limits)
-    return {(limit.limit.name, check.scope): check for limit in limits for check in limit.checks}
+def _meters_by_scope(batch: Batch) -> dict[tuple[str, Scope], Meter]:
+    """Return the meters of the calls, by limit and scope."""
+    rules = (rule for plan in batch.plans for rule in plan.rules)
+    return {(rule.limit.name, meter.scope): meter for rule in rules for meter in rule.meters}
 
 
 def _wait_outcomes(
     batch: Batch, wait: _Wait, result: AcquireResult | None, delayed: Collection[str]
 ) -> Iterator[str]:
     """Yield the outcome of each call's wait, without calls that start later; none in an outage."""
-    for call, checks, index in zip(batch.calls, batch.call_checks, batch.index_of, strict=True):
-        matches = any(limit.limit.name == wait.limit for limit in checks.limits)
+    for call, plan, index in zip(batch.calls, batch.plans, batch.index_of, strict=True):
+        matches = any(rule.limit.name == wait.limit for rule in plan.rules)
         if not matches or str(call.id) in delayed:
             continue
         if result is None:
@@ -414,7 +413,6 @@ def _wait_outcomes(
             yield "blocked" if wait.limit in result.refused[index] else "allowed"
 
 
-def _queue_of(check: Check) -> str:
+def _queue_of(meter: Meter, place: Place) -> str:
     """Return the name of a count's queue, which is the same in all its windows."""
-    key = check.key or ""
-    return key if check.spacing else key.rpartition(":")[0]
+    return place.key if meter.spacing else place.key.rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""The calls of a step, and the checks that apply to them.
+"""The calls of a step, and their plans.
 
 batch = tool_batch(…) or model_batch(…)
 result = batch.by_state(), the store's answer to batch.to_store(), or batch.without_store(…)
@@ -7,7 +7,7 @@ conclusion = conclude(batch, result)
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -22,9 +22,9 @@ from langchain_quota.core.admission import (
     Demand,
     admit,
 )
-from langchain_quota.core.checks import CallChecks, OnStoreError, ResolvedLimits, demands_of
 from langchain_quota.core.decide import Breach, Verdict, decide, find_breaches
 from langchain_quota.core.decision import Answer, Refund
+from langchain_quota.core.plans import LimitSet, OnStoreError, Places, Plan, demands_of, read_keys
 from langchain_quota.limits.call import RUN, THREAD, Call, Exit
 from langchain_quota.limits.options import MODEL
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
@@ -67,20 +67,21 @@ class HookResult(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Calls that are checked together, and their checks."""
+    """Calls that are checked together, and their plans."""
 
     state: State
     ledger: Ledger
     context: CallContext
     task: str
-    limits: ResolvedLimits
+    limits: LimitSet
+    places: Places
     calls: Sequence[Call]
-    call_checks: Sequence[CallChecks]
+    plans: Sequence[Plan]
     used: dict[str, int]
     # Makes the same batch under other limits.
-    make: Callable[[ResolvedLimits], "Batch | None"]
+    make: Callable[[LimitSet, Places], "Batch | None"]
     runtime: object = None
-    original_limits: ResolvedLimits = field(init=False)
+    original_limits: LimitSet = field(init=False)
     stops: Mapping[str, int] = field(default_factory=dict)
     started: int = field(default_factory=time.time_ns)
     demands: Sequence[Demand] = field(init=False)
@@ -93,7 +94,7 @@ class Batch:
     # Those whose subjects were frozen.
     frozen: Sequence[str] = ()
     answered: bool = False
-    # What a store's grants added to its limits, by key.
+    # What a store's grants added to its limits, by the name of the count.
     granted: Mapping[str, int] = field(default_factory=dict)
     # The model that a model call is to reach, with its settings, if that is known before it.
     model: tuple[BaseChatModel, Mapping[str, Any]] | None = None
@@ -115,16 +116,16 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.original_limits = self.limits
-        self.demands, self.index_of = demands_of(self.calls, self.call_checks)
+        self.demands, self.index_of = demands_of(self.calls, self.plans)
 
-    def set_checks(self, call_checks: Iterable[CallChecks]) -> None:
-        """Replace the checks of the calls."""
-        self.call_checks = [*call_checks]
-        self.demands, self.index_of = demands_of(self.calls, self.call_checks)
+    def set_plans(self, plans: Iterable[Plan]) -> None:
+        """Replace the plans of the calls."""
+        self.plans = [*plans]
+        self.demands, self.index_of = demands_of(self.calls, self.plans)
 
-    def rebuild(self, limits: ResolvedLimits) -> "Batch":
+    def rebuild(self, limits: LimitSet, places: Places) -> "Batch":
         """Return a batch of the same calls under other limits; its check began with this one."""
-        batch = self.make(limits)
+        batch = self.make(limits, places)
         assert batch is not None  # noqa: S101 - for the type checker: the calls wait
         batch.started, batch.model = self.started, self.model
         return batch
@@ -156,15 +157,6 @@ class Batch:
         node = call_context(running_runtime())
         return node.step(f"{self.middleware}/{self.message or contents}")
 
-    @property
-    def counters(self) -> list[str]:
-        """Names under which the state counts each call."""
-        return [
-            counter
-            for checks in self.call_checks
-            for counter in {limit.limit.counter for limit in checks.limits if limit.limit.counted}
-        ]
-
     def by_state(self) -> AcquireResult:
         """Return the result by the state's counts."""
         return admit(self.demands, self.used, self.stops)
@@ -172,19 +164,18 @@ class Batch:
     def to_store(self) -> AcquireRequest:
         """Return the request to a store, and keep it as `sent`."""
         counters: dict[str, CountRef] = {}
-        for check in (check for checks in self.call_checks for check in checks.checks):
-            counter_ref = counters.get(check.counter)
-            if counter_ref is None:
-                counters[check.counter] = CountRef(
-                    check.key,
-                    self.used.get(check.counter, 0),
-                    None if check.resets_at is None else check.resets_at.timestamp(),
-                    check.mirrored,
-                    check.lease,
-                    check.rollover,
-                )
-            elif counter_ref.key is None and check.key is not None:
-                counters[check.counter] = replace(counter_ref, key=check.key)
+        rules = (rule for plan in self.plans for rule in plan.rules)
+        for meter in (meter for rule in rules for meter in rule.meters):
+            if meter.counter not in counters:
+                place, used = self.places.get(meter.counter), self.used.get(meter.counter, 0)
+                if place is None:
+                    counters[meter.counter] = CountRef(None, used)
+                    continue
+                # A smooth quota is not reset: then the next call fits.
+                resets_at = None if meter.spacing else place.resets_at
+                ends = None if resets_at is None else resets_at.timestamp()
+                kept = place.key, used, ends, place.mirrored, meter.lease, place.rollover
+                counters[meter.counter] = CountRef(*kept)
         name = self.name or self.context.step(self.task)
         self.sent = AcquireRequest(
             # An answer that is remembered is matched by position.
@@ -202,22 +193,15 @@ class Batch:
         # "block" refuses every call of a limit with a count in the store, by a threshold of -1.
         # "allow" leaves out quotas.
         self.limits = self.limits.without_store(outage)
-        self.set_checks(
-            CallChecks.of(limit.without_store(outage) for limit in checks.limits)
-            for checks in self.call_checks
+        self.set_plans(
+            Plan.of(rule.without_store(outage) for rule in plan.rules) for plan in self.plans
         )
         return self.by_state()
 
     def raise_limits(self, granted: Mapping[str, int]) -> None:
-        """Raise the limits by grants of the store, by key."""
-        self.granted = granted
-        limits = self.limits.raised(granted)
-        if limits is not self.limits:
-            self.limits = limits
-            self.set_checks(
-                CallChecks.of(limit.raised(granted) for limit in checks.limits)
-                for checks in self.call_checks
-            )
+        """Raise the limits by grants of the store, by the name of the count."""
+        self.granted, self.limits = granted, self.limits.raised(granted)
+        self.set_plans(Plan.of(rule.raised(granted) for rule in plan.rules) for plan in self.plans)
 
     def decide(
         self, result: AcquireResult, *, charging: bool = True
@@ -238,12 +222,13 @@ class Batch:
             exits |= dict.fromkeys(self.limits.asking, then)
         if self.pending is not None and self.limits.budgets:
             # What is left may be enough for the model.
-            exits |= {budget.limit.name: "continue" for budget in self.limits.budgets}
+            exits |= {rule.limit.name: "continue" for rule in self.limits.budgets}
         verdicts = decide(
             self.calls,
-            self.call_checks,
+            self.plans,
             self.index_of,
             result,
+            places=self.places,
             charging=charging,
             exits=exits,
             answer=self.answer,
@@ -251,9 +236,7 @@ class Batch:
         )
         if not any(result.refused):
             return verdicts, []
-        return verdicts, find_breaches(
-            self.limits, self.call_checks, self.index_of, verdicts, result
-        )
+        return verdicts, find_breaches(self.limits, self.index_of, verdicts, result)
 
 
 def model_counts(state: State) -> dict[str, int]:
@@ -261,10 +244,11 @@ def model_counts(state: State) -> dict[str, int]:
     return {OF_THREAD: thread_model(state), OF_RUN: run_model(state)}
 
 
-def model_batch(
+def model_batch(  # noqa: PLR0913 - what a hook knows
     state: State,
     runtime: object,
-    limits: ResolvedLimits,
+    limits: LimitSet,
+    places: Places,
     *,
     task: str,
     context: CallContext | None = None,
@@ -278,8 +262,9 @@ def model_batch(
         context=context,
         task=task,
         limits=limits,
+        places=places,
         calls=[call],
-        call_checks=[limits.checks_for(call)],
+        plans=[limits.plan_for(call)],
         used=model_counts(state),
         runtime=runtime,
         make=partial(model_batch, state, runtime, task=task, context=context),
@@ -299,7 +284,8 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     state: State,
     runtime: object,
     context: CallContext,
-    limits: ResolvedLimits,
+    limits: LimitSet,
+    places: Places,
     *,
     middleware: str,
     every_call: bool = True,
@@ -316,19 +302,20 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
         for call in waiting.calls
     ]
-    call_checks = [(call, limits.checks_for(call)) for call in calls]
-    matched = {str(call.id) for call, checks in call_checks if checks.limits}
+    plans = [limits.plan_for(call) for call in calls]
+    matched = {str(call.id) for call, plan in zip(calls, plans, strict=True) if plan.rules}
     if not (every_call or final or matched or _has_charged(limits, waiting, run_ledger)):
         return None
     # After the last call of a budget no tool runs.
-    checked = [pair for pair in call_checks if not final and (pair[1].limits or every_call)]
+    pairs = () if final else zip(calls, plans, strict=True)
+    checked = [(call, plan) for call, plan in pairs if plan.rules or every_call]
     counts = ToolCounts.of(state, run_ledger, waiting.message.id)
     used: dict[str, int] = {}
-    for _, checks in checked:
-        for limit in checks.limits:
-            thread, run, *_ = limit.checks
+    for _, plan in checked:
+        for rule in plan.rules:
+            thread, run, *_ = rule.meters
             if thread.counter not in used:
-                used[thread.counter], used[run.counter] = counts.used(limit.limit.counter, matched)
+                used[thread.counter], used[run.counter] = counts.used(rule.limit.counter, matched)
     # With the structured response the run ends anyway.
     stops: dict[str, int] = {}
     if limits.stops and not waiting.structured:
@@ -342,7 +329,8 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     if counts.calls:
         # What a store charged for these calls before. The names are the same if the request is made
         # again, so that no refund is made twice.
-        keys = {call_id: counts.forget_keys(call_id, limits.keys()) for call_id in sorted(matched)}
+        read = read_keys(places)
+        keys = {call_id: counts.forget_keys(call_id, read) for call_id in sorted(matched)}
         step = context.step(task or middleware)
         charges = {call_id: amounts for call_id, amounts in keys.items() if amounts}
         renewed = refund_corrections(step, charges)
@@ -352,8 +340,9 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         context=context,
         task=task or middleware,
         limits=limits,
+        places=places,
         calls=[call for call, _ in checked],
-        call_checks=[checks for _, checks in checked],
+        plans=[plan for _, plan in checked],
         used=used,
         runtime=runtime,
         make=partial(
@@ -375,11 +364,11 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     )
 
 
-def _has_charged(limits: ResolvedLimits, waiting: PendingCalls, run_ledger: Ledger) -> bool:
+def _has_charged(limits: LimitSet, waiting: PendingCalls, run_ledger: Ledger) -> bool:
     """Return whether limits match an answered call of a message whose calls were charged."""
     # It is recorded that these limits have checked the message.
     batch = run_ledger.get("batch")
     if batch is None or batch["message"] != waiting.message.id:
         return False
     calls = waiting.message.tool_calls
-    return any(limits.checks_for(Call("tool", call["name"])).limits for call in calls)
+    return any(limits.plan_for(Call("tool", call["name"])).rules for call in calls)

@@ -9,9 +9,9 @@ from langchain_core.messages import AIMessage, AnyMessage, ToolMessage
 
 from langchain_quota.core import messages
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, admit
-from langchain_quota.core.checks import CallChecks
 from langchain_quota.core.decide import Breach, Verdict
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
+from langchain_quota.core.plans import Plan
 from langchain_quota.core.stops import STOP, StopReason, reason_of
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits.call import Call, Exit
@@ -53,13 +53,13 @@ def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True
         message = _final_message(batch, breaches, batch.context.own_name)
         written["ended"] = message.id
         return HookResult(verdicts, {"jump_to": "end", "messages": [message], LEDGER: written})
-    (checks,) = batch.call_checks
-    if not charging or not checks.limits:
+    (plan,) = batch.plans
+    if not charging or not plan.rules:
         return HookResult(verdicts)
     charged = result.charged(batch.demands)
     after = {name: used + charged[name] for name, used in result.used.items()}
     update: Update = {LEDGER: written}
-    if OF_RUN in checks.demand.amounts:
+    if OF_RUN in plan.demand.amounts:
         update[THREAD_MODEL], written["counts"] = after[OF_THREAD], {"run_model": after[OF_RUN]}
     else:
         # Budgets alone: another middleware may count calls where LangChain does.
@@ -74,11 +74,11 @@ def _final(batch: Batch, after: Mapping[str, int]) -> Ledger:
     finalizing = batch.limits.finalizing
     if not finalizing:
         return Ledger(final="")
-    (checks,) = batch.call_checks
+    (plan,) = batch.plans
     # Ask for one more call: if it is refused, this one is the last. What this call will use of
     # budgets is not known.
-    final_checks = CallChecks.of(limit.with_checks(keep=limit.keep) for limit in checks.limits)
-    next_call = replace(batch, call_checks=[final_checks])
+    final_plan = Plan.of(rule.with_meters(keep=rule.keep) for rule in plan.rules)
+    next_call = replace(batch, plans=[final_plan])
     result = admit(next_call.demands, after, next_call.stops)
     if finalizing.isdisjoint(result.refused[0]):
         return Ledger(final="")
@@ -90,7 +90,7 @@ def final_call(breaches: Sequence[Breach]) -> Ledger:
     """Return what the ledger says about the last call before these limits: final text and why."""
     if not breaches:
         return Ledger(final="")
-    decision, limit = breaches[0].decision, breaches[0].limit.limit.name
+    decision, limit = breaches[0].decision, breaches[0].rule.limit.name
     status = next(status for status in decision.limits if status.limit == limit)
     reason = reason_of(decision.outcome.value, status)
     return Ledger(final=messages.final(breaches, is_last=True), final_reason=reason)
@@ -168,12 +168,12 @@ def _model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | No
     breach = next((breach for breach in breaches if breach.exit_behavior == "error"), None)
     if breach is None:
         return None
-    calls = 0 if breach.limit.is_budget else 1
+    calls = 0 if breach.rule.is_budget else 1
     return ModelCallLimitExceededError(
         thread_count=breach.thread_count - calls,
         run_count=breach.run_count - calls,
-        thread_limit=breach.limit.checks[0].maximum,
-        run_limit=breach.limit.checks[1].maximum,
+        thread_limit=breach.rule.meters[0].maximum,
+        run_limit=breach.rule.meters[1].maximum,
         message=" ".join(map(messages.reached, breaches)),
         decision=breach.decision,
     )
@@ -190,7 +190,7 @@ def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
     """Return the hook result of the tool calls of a message."""
     if batch.ledger.get("final"):
         return _finalized(batch)
-    if not (batch.limits.limits or batch.ledger.get("batch")):
+    if not (batch.limits.rules or batch.ledger.get("batch")):
         # Without limits nothing is counted. Calls without an id still get one.
         allowed = [Verdict(call, Outcome.ALLOWED) for call in batch.calls]
         answers = _answers((), batch, "")
@@ -244,9 +244,9 @@ def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
     return ToolCallLimitExceededError(
         thread_count=breach.thread_count,
         run_count=breach.run_count,
-        thread_limit=breach.limit.checks[0].maximum,
-        run_limit=breach.limit.checks[1].maximum,
-        tool_name=", ".join(breach.limit.limit.tools) or None,
+        thread_limit=breach.rule.meters[0].maximum,
+        run_limit=breach.rule.meters[1].maximum,
+        tool_name=", ".join(breach.rule.limit.tools) or None,
         message=" ".join(map(messages.reached, breaches)),
         decision=breach.decision,
     )
@@ -266,7 +266,7 @@ def _charge(batch: Batch, counts: ToolCounts, verdicts: Sequence[Verdict]) -> li
         # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
         # charged to that limit, and so never refunded by its name.
         added: dict[str, int] = {}
-        columns = zip(verdict.limits, verdict.amounts, verdict.charged, strict=True)
+        columns = zip(verdict.plan.rules, verdict.amounts, verdict.charged, strict=True)
         for (limit, *_), amount, is_charged in [row for row in columns if row[0].limit.counted]:
             # Limits that share a counter add the most to it.
             cost = amount if limit.unit == "nanodollars" else 0
@@ -296,17 +296,15 @@ def _mirror(batch: Batch, counts: ToolCounts, sent: AcquireRequest, result: Acqu
     """Copy the store's counts to the state, with its charges for each call."""
     if batch.answered:
         charged = result.charged(batch.demands)
-        for limit in (limit for checks in batch.call_checks for limit in checks.limits):
-            if limit.is_budget:
+        for rule in (rule for plan in batch.plans for rule in plan.rules):
+            if rule.is_budget:
                 # The store's count has what models have used, too.
                 continue
-            thread, run, *_ = limit.checks
-            if limit.counts_thread:
-                used = result.used[thread.counter] + charged[thread.counter]
-                counts.thread[limit.limit.counter] = used
-            if run.key is not None:
-                used = result.used[run.counter] + charged[run.counter]
-                counts.run[limit.limit.counter] = used
+            thread, run, *_ = rule.meters
+            for meter, of_state in ((thread, counts.thread), (run, counts.run)):
+                if meter.counter in batch.places:
+                    used = result.used[meter.counter] + charged[meter.counter]
+                    of_state[rule.limit.counter] = used
     for call, index in zip(batch.calls, batch.index_of, strict=True):
         if result.admitted[index] and not result.stopped:
             amounts = sent.keyed(sent.demands[index].amounts)
@@ -317,8 +315,9 @@ def _mirror(batch: Batch, counts: ToolCounts, sent: AcquireRequest, result: Acqu
 def _update(batch: Batch, counts: ToolCounts, breaches: Sequence[Breach]) -> Update:
     """Return the update of the counts and of the ledger's entry for the message."""
     old, message = batch.ledger, batch.message or ""
-    for counter in batch.counters:
-        counts.thread.setdefault(counter, 0)
+    for plan in batch.plans:
+        for counter in plan.counters:
+            counts.thread.setdefault(counter, 0)
     before = old.get("batch")
     waiting: Iterable[str] = old.get("begun_by", ())
     if before is not None and before["message"] == message:
@@ -330,7 +329,7 @@ def _update(batch: Batch, counts: ToolCounts, breaches: Sequence[Breach]) -> Upd
     )
     written = Ledger(counts={"run_tools": counts.run}, batch=checked)
     for breach in breaches:
-        limit = breach.limit.limit
+        limit = breach.rule.limit
         if limit.give_up_after is not None:
             refusals = written.get("refusals") or old.get("refusals") or {}
             by_limit = refusals.get(batch.middleware, {})

@@ -16,10 +16,12 @@ from langgraph.pregel import Pregel
 from langgraph.runtime import Runtime, get_runtime
 
 from langchain_quota.core.admission import Rollover
-from langchain_quota.core.checks import (
-    Check,
-    ResolvedLimit,
-    ResolvedLimits,
+from langchain_quota.core.plans import (
+    LimitSet,
+    Meter,
+    Place,
+    Places,
+    Rule,
     store_counter,
     thread_counter,
 )
@@ -154,8 +156,6 @@ def running_config() -> RunnableConfig:
 _MOST_RUNS = 256
 """The number of runs and subjects for which limits are kept."""
 
-_UNKNOWN = (0.0, 0.0, None)
-
 Subject = Callable[[Mode, State, CallContext, str], Awaitable[str]]
 """Returns the subject of a root run, by mode, state, caller and prefix."""
 
@@ -177,19 +177,20 @@ class LimitResolver:
         self._store = store
         # The limits whose numbers are no functions.
         self._numbers = {limit.name: fixed(limit) for limit in limits if not is_dynamic(limit)}
-        # What the newest runs were held to, which is used again with its checks.
+        # What the newest runs are held to, and the plans for the newest numbers.
         self._newest = newest_dicts(_MOST_RUNS)
+        self._compiled = newest_dicts(_MOST_RUNS)
         self._named: set[Kind | None] = {
             kind for kind, of_kind in self.of_kind.items() if all(map(_depends_on_names, of_kind))
         }
         """The kinds of calls whose limits follow from thread, run, names and the time alone."""
-        self.fixed: dict[Kind | None, ResolvedLimits] = {}
+        self.fixed: dict[Kind | None, tuple[LimitSet, Places]] = {}
         """Limits whose maximum never changes, by kind of call."""
         self.subject_hooks: Sequence[Subject] = ()
         """The functions of features that name the root run."""
         if store is None and len(self._numbers) == len(limits):
             self.fixed = {
-                kind: ResolvedLimits(self._numbers[limit.name] for limit in of_kind)
+                kind: (LimitSet(self._numbers[limit.name] for limit in of_kind), {})
                 for kind, of_kind in self.of_kind.items()
             }
 
@@ -200,8 +201,8 @@ class LimitResolver:
         state: State,
         runtime: object,
         caller: CallContext,
-    ) -> ResolvedLimits:
-        """Return the limits on calls of a kind, or on all calls, as they are now."""
+    ) -> tuple[LimitSet, Places]:
+        """Return the limits on calls of a kind, or on all calls, and where their counts are now."""
         store = self._store
         prefix = "" if store is None else prefix_now(store.prefix, state, runtime)
         subject = ""
@@ -209,51 +210,59 @@ class LimitResolver:
             subject = await root_run(mode, state, caller, prefix)
         now = None if store is None else store.clock()
         moment = _ResolutionContext(mode, state, runtime, caller, prefix, subject, now)
-        names: list[object] = [kind, prefix, caller.run_thread_id, caller.remembers]
-        names.append(ledger(state).get("run"))
+        newest: dict[str, Any] = {}
         if kind in self._named:
             quotas = [(limit, quota) for limit in self.of_kind[kind] for quota in limit.quotas]
-            names += [await self._subject(moment, *each) for each in quotas if now is not None]
-        newest = self._newest(tuple(names))
-        kept: tuple[float, float, ResolvedLimits | None] = newest.get("limits", _UNKNOWN)
-        since, until, limits = kept
-        if limits is not None and kind in self._named and since <= (now or 0.0) < until:
-            return limits
-        resolved = tuple([await self._resolved(moment, limit) for limit in self.of_kind[kind]])
-        if limits is None or limits.limits != resolved:
-            limits = ResolvedLimits(resolved)
-        newest["limits"] = now or 0.0, _first_end(resolved), limits
-        return limits
+            names = [await self._subject(moment, *each) for each in quotas if now is not None]
+            run = caller.run_thread_id, caller.remembers, ledger(state).get("run")
+            newest = self._newest((kind, prefix, *run, *names))
+            since, until, limits, places = newest.get("limits", (inf, 0.0, None, None))
+            if since <= (now or 0.0) < until:
+                return limits, places
+        places = {}
+        rules = [await self._rule(moment, limit, places) for limit in self.of_kind[kind]]
+        numbers = self._compiled((kind, *[(rule.meters, rule.shared) for rule in rules]))
+        limits = numbers["limits"] = numbers.get("limits") or LimitSet(rules)
+        ends = [place.resets_at.timestamp() for place in places.values() if place.resets_at]
+        newest["limits"] = now or 0.0, min(ends, default=inf), limits, places
+        return limits, places
 
-    async def _resolved(self, moment: "_ResolutionContext", limit: Limit) -> ResolvedLimit:
-        resolved = self._numbers.get(limit.name)
-        if resolved is None:
+    async def _rule(
+        self, moment: "_ResolutionContext", limit: Limit, places: dict[str, Place]
+    ) -> Rule:
+        """Return the rule of a limit, and add the places of its counts."""
+        rule = self._numbers.get(limit.name)
+        if rule is None:
             thread = await self._evaluate(moment, limit, "thread_limit", limit.thread_limit)
             run = await self._evaluate(moment, limit, "run_limit", limit.run_limit)
-            resolved = ResolvedLimit.of(limit, thread=thread, run=run)
+            rule = Rule.of(limit, thread=thread, run=run)
         if moment.now is None or not limit.counted:
-            return resolved
-        quotas = [
-            quota_check(
-                limit,
-                quota,
-                maximum,
-                await self._subject(moment, limit, quota),
-                prefix=moment.prefix,
-                now=moment.now,
-            )
-            for quota in limit.quotas
-            if (maximum := await self._evaluate(moment, limit, "limit", quota.limit)) is not None
-        ]
-        counter, caller = store_counter(limit), moment.caller
+            return rule
+        caller, counter = moment.caller, store_counter(limit)
         subjects = caller.run_thread_id, ledger(moment.state).get("run")
-        of_thread, of_run = (
-            None
-            if subject is None
-            else str(CountKey(counter, scope, str(subject), prefix=moment.prefix))
-            for scope, subject in zip((THREAD, RUN), subjects, strict=True)
-        )
-        return resolved.stored(of_thread, of_run, quotas, remembers=caller.remembers)
+        for meter, name in zip(rule.meters, subjects, strict=True):
+            # Without a limit the store does not count. The state always keeps the run's count.
+            if name is not None and meter.maximum is not None and meter.counter not in places:
+                key = CountKey(counter, meter.scope, str(name), prefix=moment.prefix)
+                mirrored = meter.scope == RUN or caller.remembers
+                places[meter.counter] = Place(str(key), mirrored, key.subject)
+        meters = [*rule.meters]
+        for quota in limit.quotas:
+            maximum = await self._evaluate(moment, limit, "limit", quota.limit)
+            if maximum is None:
+                continue
+            subject = await self._subject(moment, limit, quota)
+            meter, place = quota_meter(
+                limit, quota, maximum, subject, prefix=moment.prefix, now=moment.now
+            )
+            # Quotas of several limits may be one count, and a thread's in all is that of the limit.
+            same = (name for name, other in places.items() if other.key == place.key)
+            meter = meter._replace(counter=next(same, meter.counter))
+            if quota.per == THREAD and quota.period is None:
+                place = place._replace(mirrored=caller.remembers)
+            places.setdefault(meter.counter, place)
+            meters.append(meter)
+        return rule.stored(meters, places)
 
     async def _subject(self, moment: "_ResolutionContext", limit: Limit, quota: Quota) -> str:
         """Return the subject of a quota."""
@@ -307,22 +316,15 @@ def _depends_on_names(limit: Limit) -> bool:
     return not is_dynamic(limit) and not any(map(callable, functions))
 
 
-def _first_end(limits: Sequence[ResolvedLimit]) -> float:
-    """Return when the first window of limits ends, in seconds since the Unix epoch."""
-    checks = [check for resolved in limits for check in resolved.checks]
-    ends = [check.resets_at.timestamp() for check in checks if check.resets_at is not None]
-    return min(ends, default=inf)
+def fixed(limit: Limit) -> Rule:
+    """Return the rule of a limit whose numbers are no functions."""
+    return Rule.of(limit, thread=limit.thread_limit, run=limit.run_limit)
 
 
-def fixed(limit: Limit) -> ResolvedLimit:
-    """Resolve a limit whose numbers are no functions."""
-    return ResolvedLimit.of(limit, thread=limit.thread_limit, run=limit.run_limit)
-
-
-def quota_check(  # noqa: PLR0913 - what a key needs
+def quota_meter(  # noqa: PLR0913 - what a key needs
     limit: Limit, quota: Quota, maximum: object, subject: str, *, prefix: str, now: float
-) -> Check:
-    """Return the check of a quota for a subject, at a time in seconds since the Unix epoch."""
+) -> tuple[Meter, Place]:
+    """Return the meter of a quota, and its place at a time in seconds since the Unix epoch."""
     what = f"limit of quota {quota.name!r} of limit {limit.name!r}"
     counter, window = store_counter(limit), quota.period
     number = whole_amount(limit.unit, what, maximum)
@@ -338,23 +340,22 @@ def quota_check(  # noqa: PLR0913 - what a key needs
         spacing = (key.window or 0) * 10**6 / (rate or 1)
     # A thread's use in all is one count, for every limit.
     in_all = quota.dimension == THREAD and key.window is None
-    return Check(
+    meter = Meter(
         quota.name,
-        thread_counter(limit) if in_all else str(key),
+        # No other name of a count has a colon, and a name after it.
+        thread_counter(limit) if in_all else f"{limit.name}:{quota.name}",
         min(number, quota.burst or (1 if limit.unit == "calls" else number))
         if quota.smooth
         else number,
-        str(key),
-        # The handler of the root run has its count, too.
-        mirrored=quota.per == ROOT_RUN,
+        amount=int(limit.unit == "calls"),
         computed=callable(quota.limit),
         per=quota.dimension,
-        subject=key.subject,
-        resets_at=key.resets_at,
-        rollover=rollover,
         spacing=spacing,
         window=key.window or 0 if quota.smooth else 0,
     )
+    # The handler of the root run has its count, too.
+    mirrored = quota.per == ROOT_RUN
+    return meter, Place(str(key), mirrored, key.subject, key.resets_at, rollover)
 
 
 def _named(what: str, per: str, runtime: object, caller: CallContext) -> str:

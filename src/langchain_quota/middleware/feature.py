@@ -14,7 +14,7 @@ from langchain_core.tools import BaseTool
 from langgraph.types import Command
 
 from langchain_quota.core.admission import AcquireResult
-from langchain_quota.core.checks import ResolvedLimits
+from langchain_quota.core.plans import LimitSet, Places
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Batch, HookResult, Update
@@ -102,12 +102,12 @@ class Feature:
         """Return the context in which calls are checked, perhaps with another name of the task."""
         return context
 
-    def adjust_limits(self, state: State, limits: ResolvedLimits) -> ResolvedLimits:
+    def adjust_limits(self, state: State, limits: LimitSet, places: Places) -> LimitSet:
         """Return the limits as they are now, perhaps changed."""
         return limits
 
     async def before_model_check(
-        self, mode: Mode, state: State, runtime: object, limits: ResolvedLimits
+        self, mode: Mode, state: State, runtime: object, limits: LimitSet, places: Places
     ) -> None:
         """Learn what other calls have used, before a model call is checked."""
 
@@ -115,8 +115,8 @@ class Feature:
         """Return counts that only this feature can know, by the name of the counter."""
         raise NotImplementedError
 
-    def adjust_checks(self, batch: Batch) -> None:
-        """Change the checks of calls."""
+    def adjust_plans(self, batch: Batch) -> None:
+        """Change the plans of calls."""
 
     async def check_batch(
         self, mode: Mode, batch: Batch, acquire: BatchCheck

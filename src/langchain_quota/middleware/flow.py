@@ -9,8 +9,8 @@ from typing import ClassVar, Literal, Self
 from langchain.agents.middleware.types import ToolCallRequest
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
-from langchain_quota.core.checks import OnStoreError, ResolvedLimits
 from langchain_quota.core.decision import Outcome
+from langchain_quota.core.plans import LimitSet, OnStoreError, Places
 from langchain_quota.core.stops import request_runs
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Kind
@@ -142,7 +142,7 @@ class Kernel:
         self.begin_run_hooks = overriding(features, Feature.begin_run)
         self.end_run_hooks = overriding(features, Feature.end_run)
         self.name_attempt_hooks = overriding(features, Feature.name_attempt)
-        self.adjust_checks_hooks = overriding(features, Feature.adjust_checks)
+        self.adjust_plans_hooks = overriding(features, Feature.adjust_plans)
         self.on_hook_result_hooks = overriding(features, Feature.on_hook_result)
         self.state_counts_hooks = overriding(features, Feature.state_counts)
         self.check_batch_hooks = overriding(features, Feature.check_batch)
@@ -197,15 +197,16 @@ class Kernel:
         state: State,
         runtime: object,
         caller: CallContext | None = None,
-    ) -> ResolvedLimits:
-        """Return the limits on calls of a kind, or on all calls, as they are now."""
-        limits = self.resolver.fixed.get(kind)
-        if limits is None:
+    ) -> tuple[LimitSet, Places]:
+        """Return the limits on calls of a kind, or on all calls, and where their counts are now."""
+        resolved = self.resolver.fixed.get(kind)
+        if resolved is None:
             caller = caller or call_context(runtime)
-            limits = await self.resolver.resolve(mode, kind, state, runtime, caller)
+            resolved = await self.resolver.resolve(mode, kind, state, runtime, caller)
+        limits, places = resolved
         for change in self.adjust_limits_hooks:
-            limits = change(state, limits)
-        return limits
+            limits = change(state, limits, places)
+        return limits, places
 
     async def check_model_call(
         self, mode: Mode, state: State, runtime: object, request: Request | None = None
@@ -215,12 +216,12 @@ class Kernel:
             if "model" not in self.kinds:
                 return None
             context = call_context(runtime)
-            limits = await self.resolve_limits(mode, "model", state, runtime, context)
+            limits, places = await self.resolve_limits(mode, "model", state, runtime, context)
             for prepare in self.before_model_check_hooks:
-                await prepare(mode, state, runtime, limits)
+                await prepare(mode, state, runtime, limits, places)
             for name_attempt in self.name_attempt_hooks:
                 context = await name_attempt(mode, runtime, context)
-            batch = model_batch(state, runtime, limits, task=self.name, context=context)
+            batch = model_batch(state, runtime, limits, places, task=self.name, context=context)
             if request is not None:
                 batch.model = request.model, request.model_settings
             return await self._check_and_record(mode, batch, self.conclude_model)
@@ -233,7 +234,7 @@ class Kernel:
             if "tool" not in self.kinds and not ledger(state).get("final"):
                 return None
             context = call_context(runtime)
-            limits = await self.resolve_limits(mode, "tool", state, runtime, context)
+            limits, places = await self.resolve_limits(mode, "tool", state, runtime, context)
             for name_attempt in self.name_attempt_hooks:
                 context = await name_attempt(mode, runtime, context)
             batch = tool_batch(
@@ -241,6 +242,7 @@ class Kernel:
                 runtime,
                 context,
                 limits,
+                places,
                 middleware=self.name,
                 every_call=self._checks_every_call,
                 task=task,
@@ -260,9 +262,9 @@ class Kernel:
         for after_model in self.after_model_hooks:
             after_model(state, saved=saved)
 
-    def adjust_checks(self, batch: Batch) -> None:
-        """Let the features change the checks of a batch."""
-        for adjust in self.adjust_checks_hooks:
+    def adjust_plans(self, batch: Batch) -> None:
+        """Let the features change the plans of a batch."""
+        for adjust in self.adjust_plans_hooks:
             adjust(batch)
 
     async def _check_and_record(
@@ -272,8 +274,8 @@ class Kernel:
         conclude: Conclude,
     ) -> Update | None:
         """Check calls, record the decisions, and return the update or raise."""
-        if self.adjust_checks_hooks:
-            self.adjust_checks(batch)
+        if self.adjust_plans_hooks:
+            self.adjust_plans(batch)
         if self.check_batch_hooks:
             batch, result = await self.check(mode, batch)
         elif self.store is None:
@@ -308,7 +310,7 @@ class Kernel:
 
     async def acquire(self, mode: Mode, batch: Batch) -> AcquireResult:
         """Check a batch by the store's counts, or by the state's if the store has none of them."""
-        if self.store is None or not any(checks.shared for checks in batch.call_checks):
+        if self.store is None or not any(plan.shared for plan in batch.plans):
             return batch.by_state()
         # Raise configuration errors before anything is charged.
         self.observers.check(mode)
@@ -319,8 +321,8 @@ class Kernel:
             return self._without_store(batch, sent, self.store)
         batch.answered = True
         if result.granted:
-            batch.raise_limits(sent.keyed(result.granted))
-            new = batch.limits.newly_raised(sent.keyed(result.newly_granted))
+            batch.raise_limits(result.granted)
+            new = batch.limits.newly_raised(result.newly_granted)
             self.recorder.record_grants(batch.context.agent, new)
         for answered in self.on_store_result_hooks:
             answered(batch, result)
@@ -332,7 +334,7 @@ class Kernel:
         """Check a batch while the store is unavailable; allowed calls are charged there later."""
         for unanswered in self.on_store_unavailable_hooks:
             unanswered(batch)
-        calls = sum(checks.shared for checks in batch.call_checks)
+        calls = sum(plan.shared for plan in batch.plans)
         result = batch.without_store(self.on_store_error)
         # A reservation is not charged: the use is charged when it is known.
         held = {name for name, counter in sent.counters.items() if counter.lease is not None}

@@ -24,6 +24,7 @@ from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
 from langchain_quota.core.admission import AcquireRequest, CountRef, Demand
+from langchain_quota.core.plans import Places
 from langchain_quota.limits.call import ROOT_RUN
 from langchain_quota.middleware.context import (
     CallContext,
@@ -164,6 +165,11 @@ def root_run() -> RootRun | None:
     handlers = getattr(running_config().get("callbacks"), "inheritable_handlers", ())
     root = next((handler for handler in handlers if isinstance(handler, RootRun)), None)
     return root and (root.joined or root)
+
+
+def used_by(run: RootRun, places: Places) -> dict[str, int]:
+    """Return what a store has counted of a root run, by the name of the count."""
+    return {name: run.used[place.key] for name, place in places.items() if place.key in run.used}
 
 
 def name_in_tool(request: ToolCallRequest) -> None:

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Demand
-from langchain_quota.core.checks import Check
+from langchain_quota.core.plans import Places
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.stores import GRACE, QuotaUsage
@@ -72,15 +72,15 @@ def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
         raise QuotaStoreError("the idempotency key was given to a batch of another form before")
 
 
-def added_to(checks: Iterable[Check], usages: Mapping[str, QuotaUsage]) -> dict[str, int]:
-    """Return what grants and rollover add to limits, by key; what will roll over included."""
-    added = {key: usage.granted for key, usage in usages.items()}
-    for check in checks:
-        usage = usages.get(check.key or "")
-        if check.rollover is not None and (usage is None or usage.rolled_over is None):
-            previous = usages.get(check.rollover.previous)
-            rest = check.rollover.of(previous.used if previous else 0)
-            added[check.key or ""] = rest + (usage.granted if usage else 0)
+def added_to(places: Places, usages: Mapping[str, QuotaUsage]) -> dict[str, int]:
+    """Return what grants and rollover add to counts, by name; what will roll over included."""
+    added = {}
+    for name, place in places.items():
+        usage = usages.get(place.key)
+        added[name] = usage.granted if usage else 0
+        if place.rollover is not None and (usage is None or usage.rolled_over is None):
+            previous = usages.get(place.rollover.previous)
+            added[name] += place.rollover.of(previous.used if previous else 0)
     return added
 
 

@@ -6,9 +6,9 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from langchain_quota import __version__
-from langchain_quota.core.checks import ResolvedLimit
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import LimitStatus, Outcome, Refund
+from langchain_quota.core.plans import Rule
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, RUN, THREAD
 from langchain_quota.limits.calls import ConcurrencyLimit
@@ -76,7 +76,7 @@ class Metrics:
         self._charges = self._counters[names.LIMIT_DECISIONS.name]
         self._decision_seconds = self._histograms[names.DECISION_SECONDS.name]
         self._near_share = near_share
-        self._limits: dict[tuple[str, str], tuple[ResolvedLimit, _LimitSettings, Counter]] = {}
+        self._limits: dict[tuple[str, str], tuple[Rule, _LimitSettings, Counter]] = {}
         # A fork takes this lock, so no thread is inside prometheus_client at that moment. Otherwise
         # the child could inherit a lock of that package that nobody releases.
         self._lock = fork_safe_lock()
@@ -112,7 +112,7 @@ class Metrics:
     def count_decisions(self, event: DecisionEvent) -> None:
         """Count verdicts for the calls and for each limit that matches one, and time the check."""
         agent, kind = event.caller.agent, event.verdicts[0].call.kind
-        shared = any(limit.shared for verdict in event.verdicts for limit in verdict.limits)
+        shared = any(verdict.plan.shared for verdict in event.verdicts)
         # The duration is below 0 if the system's clock was set back during the check.
         seconds, refused = max(0, event.duration) / 1e9, False
         with self._lock:
@@ -127,14 +127,14 @@ class Metrics:
                     downgraded[agent, limit_label(verdict.downgraded_by)].inc()
             for index, verdict in enumerate(event.verdicts):
                 exemplar, tool = event.exemplars.get(index), event.tools[index]
-                columns = zip(verdict.limits, verdict.amounts, verdict.charged, strict=True)
-                for resolved, amount, charged in columns:
-                    limit = resolved.limit
+                columns = zip(verdict.plan.rules, verdict.amounts, verdict.charged, strict=True)
+                for rule, amount, charged in columns:
+                    limit = rule.limit
                     if limit.unit == "nanodollars" and amount:
                         labels = agent, limit_label(limit.name), tool, Outcome.ALLOWED
                         tool_spend = self._counters[names.TOOL_SPENT.name][labels]
                         tool_spend.inc(in_base_unit(amount, limit.unit), exemplar)
-                    charges = self._charges_of(agent, resolved)
+                    charges = self._charges_of(agent, rule)
                     is_deferred = limit.name in verdict.deferred and not limit.enforce
                     if charged or (is_deferred and limit.name not in verdict.refused):
                         charges.inc(verdict.call.amount, exemplar)
@@ -150,8 +150,8 @@ class Metrics:
     def count_crossings(self, event: DecisionEvent) -> None:
         """Find the refusals and the thresholds that charges have crossed; count the latter."""
         for verdict in event.verdicts:
-            for index in range(len(verdict.limits)):
-                if verdict.limits[index].limit.name in verdict.refused:
+            for index, rule in enumerate(verdict.plan.rules):
+                if rule.limit.name in verdict.refused:
                     status = verdict.decision.limits[index]
                     event.notices.append((verdict, status, status.refusal_scope or "", None))
                 elif verdict.charged[index] and verdict.is_near(index, self._near_share):
@@ -166,8 +166,8 @@ class Metrics:
     def count_charge(self, event: DecisionEvent) -> None:
         """Count a charge that is no part of a decision."""
         with self._lock:
-            for limit in event.verdicts[0].limits:
-                charges = self._charges_of(event.caller.agent, limit)
+            for rule in event.verdicts[0].plan.rules:
+                charges = self._charges_of(event.caller.agent, rule)
                 charges.inc(event.charged_calls, event.exemplars.get(0))
 
     def count_slot_decision(self, event: DecisionEvent) -> None:
@@ -228,41 +228,41 @@ class Metrics:
         scope = status.refusal_scope or NONE
         return self._refusals[agent, limit_label(status.limit), scope, outcome]
 
-    def _charges_of(self, agent: str, resolved: ResolvedLimit) -> Counter:
+    def _charges_of(self, agent: str, rule: Rule) -> Counter:
         """Return the counter of a limit's charges; create series for a limit with new settings."""
-        limit = resolved.limit
+        limit = rule.limit
         entry = self._limits.get((agent, limit.name))
-        if entry is not None and entry[0] is resolved:
+        if entry is not None and entry[0] is rule:
             return entry[2]
         settings: _LimitSettings = (
             *(limit.near, limit.alert, limit.enforce, limit.unit),
             *[
-                (check.spacing, None)
-                if check.computed
-                else (check.spacing, check.maximum and check.maximum - check.granted)
-                for check in resolved.checks
+                (meter.spacing, None)
+                if meter.computed
+                else (meter.spacing, meter.maximum and meter.maximum - meter.granted)
+                for meter in rule.meters
             ],
         )
         charges = self._charges[agent, limit_label(limit.name), NONE, Outcome.ALLOWED]
-        self._limits[agent, limit.name] = resolved, settings, charges
+        self._limits[agent, limit.name] = rule, settings, charges
         if entry is None or entry[1] != settings:
-            self._create_series(agent, limit_label(limit.name), resolved)
+            self._create_series(agent, limit_label(limit.name), rule)
         return charges
 
-    def _create_series(self, agent: str, name: str, resolved: ResolvedLimit) -> None:
+    def _create_series(self, agent: str, name: str, rule: Rule) -> None:
         """Create the series of a limit at 0, and set the gauges of its settings."""
-        limit = resolved.limit
-        for check in (check for check in resolved.checks if check.maximum is not None):
-            _ = self._refusals[agent, name, check.scope, Outcome.BLOCKED]
-            _ = self._counters[names.CROSSINGS.name][agent, name, check.scope, Level.NEAR]
-            if check.spacing or not check.computed:
-                amount = in_base_unit((check.maximum or 0) - check.granted, limit.unit)
+        limit = rule.limit
+        for meter in (meter for meter in rule.meters if meter.maximum is not None):
+            _ = self._refusals[agent, name, meter.scope, Outcome.BLOCKED]
+            _ = self._counters[names.CROSSINGS.name][agent, name, meter.scope, Level.NEAR]
+            if meter.spacing or not meter.computed:
+                amount = in_base_unit((meter.maximum or 0) - meter.granted, limit.unit)
                 unit = UNIT_LABELS[limit.unit]
-                if check.spacing:
-                    amount, unit = rate_of(check.spacing, limit.unit, check.window)
-                    if check.computed:
+                if meter.spacing:
+                    amount, unit = rate_of(meter.spacing, limit.unit, meter.window)
+                    if meter.computed:
                         amount, unit = 0, f"{limit.unit} per second"
-                labels = agent, name, check.scope, unit
+                labels = agent, name, meter.scope, unit
                 self._gauges[names.LIMIT.name].labels(*labels).set(amount)
         _ = self._counters[names.RUNS_ENDED.name][agent, name]
         if limit.enforce and limit.exit_behavior == "ask":

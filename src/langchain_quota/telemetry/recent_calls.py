@@ -73,7 +73,7 @@ def note_outcome(
     use: "Use", verdict: Verdict, index: int, now: float, *, is_charge: bool
 ) -> Reason | None:
     """Note and count a refusal, except in an outage; return why a limit refuses the call."""
-    if verdict.limits[index].limit.name not in verdict.refused:
+    if verdict.plan.rules[index].limit.name not in verdict.refused:
         if use.refusal is not None and not is_charge:
             use.refusal = ended(use.refusal, now)
         return None

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Self
 
-from langchain_quota.core.checks import ResolvedLimit
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import Decision, Outcome, Refund
+from langchain_quota.core.plans import Rule
 from langchain_quota.core.stops import StopReason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, Call
@@ -207,7 +207,7 @@ class Recorder:
         """Record that a call, which was allowed before, is charged to a limit now."""
         if not self.is_new(task_id):
             return
-        call, (charged,) = charge.call, charge.limits
+        call, (charged,) = charge.call, charge.plan.rules
         # A limit in dry run counts a call when it checks it, because it may refuse it then.
         charged_calls = call.amount if is_call and charged.limit.enforce else 0
         caller = self._labels_of(call.agent, call.thread_id)
@@ -307,7 +307,7 @@ class Recorder:
 
     def record_slot_waits(self, verdict: Verdict, waited_for: str) -> None:
         """Record how long a call has waited for its slots, or in vain."""
-        for name in (resolved.limit.name for resolved in verdict.limits):
+        for name in (rule.limit.name for rule in verdict.plan.rules):
             # After a refusal in dry run the call runs, so the other limits have allowed it.
             refused_at = verdict.refused.get(name)
             outcome = verdict.outcome if refused_at else Outcome.ALLOWED
@@ -316,11 +316,9 @@ class Recorder:
                 waited = verdict.waited if name == waited_for else 0.0
                 self.record_wait(verdict.call.agent, name, outcome.value, waited)
 
-    def record_reset(
-        self, agent: str | None, thread_id: object, limits: Sequence[ResolvedLimit]
-    ) -> None:
+    def record_reset(self, agent: str | None, thread_id: object, rules: Sequence[Rule]) -> None:
         """Record that a thread, if there is one, has used nothing."""
-        self._guard("threads", self._usage.reset, self._labels_of(agent, thread_id), limits)
+        self._guard("threads", self._usage.reset, self._labels_of(agent, thread_id), rules)
 
     def is_new(self, task_id: str | None, event: object = None) -> bool:
         """Record an event of a task, and return False if it was recorded before, as in a re-run."""

@@ -11,9 +11,9 @@ from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
 
 from langchain_quota import __version__
-from langchain_quota.core.checks import ResolvedLimit
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import Answer, Outcome
+from langchain_quota.core.plans import Rule
 from langchain_quota.limits.call import STORE, THREAD, Call, Scope
 from langchain_quota.runtime.units import UNIT_LABELS, in_base_unit
 from langchain_quota.telemetry.events import DecisionEvent, Exemplar
@@ -136,7 +136,7 @@ class Tracing:
             **GUARDRAIL,
             DECISION: verdict.outcome.value,
             KIND: call.kind,
-            LIMITS: tuple([limit_label(each.limit.name) for each in verdict.limits]),
+            LIMITS: tuple([limit_label(rule.limit.name) for rule in verdict.plan.rules]),
         }
         if call.agent:
             attributes[AGENT_NAME] = caller.name
@@ -147,13 +147,13 @@ class Tracing:
         _add_called(attributes, event, call)
         if leading is not None:
             _add_limit(attributes, verdict, leading)
-            limit = verdict.limits[leading].limit.name
+            limit = verdict.plan.rules[leading].limit.name
             subject = event.subjects.get((limit, verdict.refused.get(limit, NONE)))
             if subject is not None:
                 attributes[SUBJECT] = subject
         if verdict.answer is not None:
-            limits = verdict.limits[leading : leading + 1] if leading is not None else ()
-            _add_answer(attributes, verdict.answer, limits)
+            rules = verdict.plan.rules[leading : leading + 1] if leading is not None else ()
+            _add_answer(attributes, verdict.answer, rules)
         if verdict.outcome is Outcome.BLOCKED:
             if (resets_at := verdict.decision.resets_at) is not None:
                 attributes[RESETS_AT] = resets_at.astimezone(UTC).isoformat()
@@ -177,7 +177,7 @@ def _add_called(attributes: Attributes, event: DecisionEvent, call: Call) -> Non
 
 def _add_limit(attributes: Attributes, verdict: Verdict, index: int) -> None:
     """Add the attributes of the limit that leads a verdict."""
-    (limit, checks, *_), scope = verdict.limits[index], None
+    (limit, meters, *_), scope = verdict.plan.rules[index], None
     attributes[LIMIT] = limit_label(limit.name)
     if limit.name in verdict.refused:
         scope = verdict.decision.limits[index].refusal_scope
@@ -185,14 +185,14 @@ def _add_limit(attributes: Attributes, verdict: Verdict, index: int) -> None:
     attributes[EXIT_BEHAVIOR] = verdict.exit_behavior(limit)
     if limit.unit != "calls":
         attributes[UNIT] = UNIT_LABELS[limit.unit]
-    for check in checks:
-        used, most = _keys_of(check.scope)
+    for meter in meters:
+        used, most = _keys_of(meter.scope)
         # Without the store, the use of the thread's other runs is unknown.
-        if scope != STORE or check.scope != THREAD:
-            count = verdict.before[check.counter] + verdict.amounts[index]
+        if scope != STORE or meter.scope != THREAD:
+            count = verdict.before[meter.counter] + verdict.amounts[index]
             attributes[used] = in_base_unit(count, limit.unit)
-        if check.maximum is not None:
-            attributes[most] = in_base_unit(check.maximum, limit.unit)
+        if meter.maximum is not None:
+            attributes[most] = in_base_unit(meter.maximum, limit.unit)
 
 
 @lru_cache
@@ -201,7 +201,7 @@ def _keys_of(scope: Scope) -> tuple[str, str]:
     return USED.format(scope=scope), LIMIT_OF.format(scope=scope)
 
 
-def _add_answer(attributes: Attributes, answer: Answer, leading: Sequence[ResolvedLimit]) -> None:
+def _add_answer(attributes: Attributes, answer: Answer, leading: Sequence[Rule]) -> None:
     """Add a person's answer, and what it grants to the limit that leads the verdict, if any."""
     attributes[ANSWER] = answer.type
     if answer.by:

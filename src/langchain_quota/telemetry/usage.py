@@ -18,9 +18,9 @@ from weakref import WeakSet
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from langchain_quota.core.checks import Check, ResolvedLimit
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import Refund
+from langchain_quota.core.plans import Meter, Rule
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD, Call
 from langchain_quota.runtime.sync_async import fork_safe_lock
@@ -100,7 +100,7 @@ class UsageTable(Collector):
             if caller.thread is not None:
                 thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
                 for verdict in event.verdicts:
-                    for index in range(len(verdict.limits)):
+                    for index in range(len(verdict.plan.rules)):
                         self._record(thread, verdict, index, now, is_charge=is_charge)
             self._recent.count(event, now)
             # What the call of a charge costs is known to `spend`.
@@ -115,23 +115,23 @@ class UsageTable(Collector):
     ) -> None:
         """Set what the subjects of quotas have used, and add their labels to the event."""
         quotas = [
-            (*self._key_of(event.caller.agent, check), verdict, index, check)
+            (*self._key_of(event.caller.agent, verdict, meter), verdict, index, meter)
             for verdict in event.verdicts
-            for index, resolved in enumerate(verdict.limits)
-            for check in resolved.checks
+            for index, rule in enumerate(verdict.plan.rules)
+            for meter in rule.meters
             # Root runs come without end, and nobody searches for one by its id.
-            if check.per not in ("", THREAD, ROOT_RUN)
+            if meter.per not in ("", THREAD, ROOT_RUN)
         ]
-        for key, label, verdict, index, check in quotas:
-            limit = verdict.limits[index].limit
+        for key, label, verdict, index, meter in quotas:
+            limit = verdict.plan.rules[index].limit
             with self._lock:
                 subject = self._touch(key, label, now)
                 use = subject.use_of(limit.name, limit.unit)
                 use.decided, use.near = now, self._near_share(limit)
                 # Limits in dry run, and smooth quotas, export no amounts.
-                has_number = limit.enforce and not check.spacing
-                use.numbers = (_number(verdict, index, check),) if has_number else ()
-                if verdict.refused.get(limit.name) in (None, STORE, check.scope):
+                has_number = limit.enforce and not meter.spacing
+                use.numbers = (_number(verdict, index, meter),) if has_number else ()
+                if verdict.refused.get(limit.name) in (None, STORE, meter.scope):
                     reason = note_outcome(use, verdict, index, now, is_charge=is_charge)
                     if subject.label and reason == FROZEN:
                         event.subjects[limit.name, FROZEN] = subject.label
@@ -139,7 +139,7 @@ class UsageTable(Collector):
                     if thread is not None and refusal is not None and use.refused == now:
                         thread.line, refusal["subject"] = "", subject.label or ""
                 if subject.label:
-                    event.subjects[limit.name, check.scope] = subject.label
+                    event.subjects[limit.name, meter.scope] = subject.label
 
     def keep_refusals(self, event: DecisionEvent) -> None:
         """Keep what limits have refused, with the traces of the calls."""
@@ -194,16 +194,16 @@ class UsageTable(Collector):
             self._add_cost(max(costs, default=0), thread, now)
         self._write_soon()
 
-    def reset(self, caller: CallerLabels, limits: Sequence[ResolvedLimit]) -> None:
+    def reset(self, caller: CallerLabels, rules: Sequence[Rule]) -> None:
         """Set what a thread has used of limits to 0."""
         if caller.thread is None:
             return
         now = time.time()
         with self._lock:
             thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
-            for resolved in limits:
-                if resolved.limit.name not in thread.uses:
-                    unused = Verdict.of_charge(Call("model"), resolved, Counter(), 0)
+            for rule in rules:
+                if rule.limit.name not in thread.uses:
+                    unused = Verdict.of_charge(Call("model"), rule, Counter(), 0, {})
                     self._record(thread, unused, 0, now, is_charge=True)
             for use in thread.uses.values():
                 use.decided, use.refusal = now, ended(use.refusal, now)
@@ -334,22 +334,22 @@ class UsageTable(Collector):
         self, thread: Subject, verdict: Verdict, index: int, now: float, *, is_charge: bool
     ) -> None:
         """Set what a thread has used of a limit, after a verdict."""
-        resolved = verdict.limits[index]
-        limit, checks = resolved.limit, resolved.checks
+        rule = verdict.plan.rules[index]
+        limit, meters = rule.limit, rule.meters
         use = thread.use_of(limit.name, limit.unit)
         is_unknown = False
-        if resolved.shared:
+        if rule.shared:
             # When the call ran in an outage, no quota has an answer, and the state has no count.
             # With a run limit alone, a store has no count of the thread.
-            scopes = {check.scope for check in checks if check.maximum is not None}
+            scopes = {meter.scope for meter in meters if meter.maximum is not None}
             is_unknown = scopes <= {RUN} and (not scopes or len(use.numbers) > 1)
         if verdict.refused.get(limit.name) != STORE and not is_unknown:
             use.decided = now
             use.numbers = tuple(
                 [
-                    _number(verdict, index, check)
-                    for check in checks
-                    if THREAD in (check.scope, check.per) and not check.spacing
+                    _number(verdict, index, meter)
+                    for meter in meters
+                    if THREAD in (meter.scope, meter.per) and not meter.spacing
                 ]
             )
         note_outcome(use, verdict, index, now, is_charge=is_charge)
@@ -361,15 +361,16 @@ class UsageTable(Collector):
             return None
         return self._near if limit.near is None else limit.near
 
-    def _key_of(self, agent: str, quota: Check) -> tuple[Key, str | None]:
+    def _key_of(self, agent: str, verdict: Verdict, quota: Meter) -> tuple[Key, str | None]:
         """Return the key of a quota's subject, and its label if the subject is new."""
-        key = (agent, quota.scope, digest(quota.subject))
+        subject = verdict.place_of(quota).subject
+        key = (agent, quota.scope, digest(subject))
         if quota.per in _BOUNDED:
             return key, ""
         if key in self._subjects or self._subject_label is None:
             return key, None
         # Call the user's function outside the lock, because it may be slow.
-        return key, self._subject_label(quota.scope, quota.subject)
+        return key, self._subject_label(quota.scope, subject)
 
     def _write_soon(self) -> None:
         """Write a second after the last write, in a new thread, so that no event loop waits."""
@@ -389,12 +390,13 @@ class UsageTable(Collector):
             raise
 
 
-def _number(verdict: Verdict, index: int, check: Check) -> Number:
+def _number(verdict: Verdict, index: int, meter: Meter) -> Number:
     """Return what is used of a limit in one scope."""
-    ends = None if check.resets_at is None else check.resets_at.timestamp()
-    is_deferred = verdict.limits[index].limit.name in verdict.deferred
-    used = verdict.before[check.counter] + (0 if is_deferred else verdict.amounts[index])
-    return used, check.maximum or 0, ends, check.scope
+    resets_at = verdict.place_of(meter).resets_at
+    ends = None if resets_at is None else resets_at.timestamp()
+    is_deferred = verdict.plan.rules[index].limit.name in verdict.deferred
+    used = verdict.before[meter.counter] + (0 if is_deferred else verdict.amounts[index])
+    return used, meter.maximum or 0, ends, meter.scope
 
 
 _tables: WeakSet[UsageTable] = WeakSet()

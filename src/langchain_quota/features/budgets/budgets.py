@@ -16,7 +16,7 @@ from typing import Any, ClassVar, get_args
 from langchain.agents.middleware.types import ModelResponse, ToolCallRequest
 from langchain_core.load import dumps
 
-from langchain_quota.core.checks import CallChecks, ResolvedLimits
+from langchain_quota.core.plans import LimitSet, Places, Plan
 from langchain_quota.errors import ModelCallLimitExceededError
 from langchain_quota.features.budgets.charging import (
     MAX_LATE,
@@ -141,13 +141,13 @@ class Budgets(Feature):
         feature_data[self.name] = {**self._late.of(state), **_NEW_RUN}
 
     async def before_model_check(
-        self, mode: Mode, state: State, runtime: Any, limits: ResolvedLimits
+        self, mode: Mode, state: State, runtime: Any, limits: LimitSet, places: Places
     ) -> None:
         """Charge what tools, sub-agents and other middlewares have used."""
         graph = running_graph() if self._charges_all else None
         if graph is not None:
             charge = self._charging.charge
-            graph.step = _step(_counts_in(state), limits, model_context(state, runtime))
+            graph.step = _step(_counts_in(state), limits, places, model_context(state, runtime))
             graph.charge = lambda step, runs: run_sync(charge(None, step, runs))
             runs = graph.take()
             if runs:
@@ -157,7 +157,7 @@ class Budgets(Feature):
         """Return the budgets' use in the state."""
         return self._late.counts(state)
 
-    def adjust_checks(self, batch: Batch) -> None:
+    def adjust_plans(self, batch: Batch) -> None:
         """Know what is used of the budgets; ask for the prices of paid tool calls."""
         if batch.pending is not None:
             self._pay_tools(batch)
@@ -167,8 +167,9 @@ class Budgets(Feature):
             batch.save(self.name, self._late.of(batch.state))
             if self._second_check.waits and batch.task == self._kernel.name:
                 # Wait, and hold nothing, until the request is known: then there is a second check.
-                batch.limits = ResolvedLimits(map(without_waits, batch.limits.limits))
-                batch.set_checks([CallChecks.of(map(without_waits, batch.call_checks[0].limits))])
+                batch.limits = LimitSet(without_waits(rule, batch) for rule in batch.limits.rules)
+                rules = (without_waits(rule, batch) for rule in batch.plans[0].rules)
+                batch.set_plans([Plan.of(rules)])
 
     def _pay_tools(self, batch: Batch) -> None:
         """Have paid tool calls ask for their price; the batch knows what paid calls have used."""
@@ -178,14 +179,14 @@ class Budgets(Feature):
         for name, amount in self._late.counts(state).items():
             batch.used[name] = batch.used.get(name, 0) + amount
         pending: Any = batch.pending
-        batch.set_checks(
-            CallChecks.of(
-                limit.with_checks(amount=price, keep=limit.keep) if limit.is_budget else limit
-                for limit in checks.limits
-                if (price := self._pricing.of_tool(limit.limit, call) or not limit.is_budget)
+        batch.set_plans(
+            Plan.of(
+                rule.with_meters(amount=price, keep=rule.keep) if rule.is_budget else rule
+                for rule in plan.rules
+                if (price := self._pricing.of_tool(rule.limit, call) or not rule.is_budget)
             )
             # After the last call of a budget, no call is checked.
-            for call, checks in zip(pending.calls, batch.call_checks, strict=False)
+            for call, plan in zip(pending.calls, batch.plans, strict=False)
         )
 
     def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
@@ -237,10 +238,10 @@ class Budgets(Feature):
     ) -> ModelResponse[Any] | None:
         """Reserve what the call can use, make it, and charge what it has used."""
         kernel, state, runtime = self._kernel, request.state, request.runtime
-        limits: ResolvedLimits = await kernel.resolve_limits(mode, "model", state, runtime)
-        await self.before_model_check(mode, state, runtime, limits)
+        limits, places = await kernel.resolve_limits(mode, "model", state, runtime)
+        await self.before_model_check(mode, state, runtime, limits, places)
         context = model_context(state, runtime)
-        step, task = _step(state, limits, context), context.task(kernel.name)
+        step, task = _step(state, limits, places, context), context.task(kernel.name)
         memory = {} if task is None else self._memory(task)
         # The first check does not know what earlier attempts of the same task have used.
         is_retry = "made" in memory
@@ -282,9 +283,9 @@ class Budgets(Feature):
         if not self._counts_time or not isinstance(state, Mapping):
             return await call(request)
         runtime = running_runtime()
-        limits = await self._kernel.resolve_limits(mode, "model", state, runtime)
+        limits, places = await self._kernel.resolve_limits(mode, "model", state, runtime)
         of_time = [budget for budget in limits.budgets if budget.limit.counter == MILLISECONDS]
-        step = _step(state, ResolvedLimits(of_time), model_context(state, runtime))
+        step = _step(state, LimitSet(of_time), places, model_context(state, runtime))
         try:
             with self._stopwatch.measured(state) as work:
                 answered = await call(request)
@@ -300,9 +301,9 @@ def _downgraded_by(batch: Batch) -> str:
     for budget in batch.limits.budgets:
         limit: Any = budget.limit
         if limit.downgrade_to is not None and any(
-            batch.counted[check.counter] >= near_threshold(check.maximum, limit.downgrade_at)
-            for check in budget.checks
-            if check.maximum is not None
+            batch.counted[meter.counter] >= near_threshold(meter.maximum, limit.downgrade_at)
+            for meter in budget.meters
+            if meter.maximum is not None
         ):
             return str(limit.name)
     return ""
@@ -324,11 +325,10 @@ def _counts_in(state: State) -> dict[str, Any]:
     return {LEDGER: ledger(state), THREAD_TOOLS: state.get(THREAD_TOOLS)}
 
 
-def _step(state: State, limits: ResolvedLimits, context: CallContext) -> ChargeContext:
+def _step(state: State, limits: LimitSet, places: Places, context: CallContext) -> ChargeContext:
     """Return who is charged for the model call that is being made."""
-    return ChargeContext(
-        state, limits, Call("model", agent=context.agent, thread_id=context.thread_id)
-    )
+    call = Call("model", agent=context.agent, thread_id=context.thread_id)
+    return ChargeContext(state, limits, places, call)
 
 
 @contextmanager

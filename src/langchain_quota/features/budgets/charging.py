@@ -15,15 +15,15 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, CountRef
-from langchain_quota.core.checks import ResolvedLimits
 from langchain_quota.core.decide import Verdict
+from langchain_quota.core.plans import LimitSet, Places
 from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.usage import charged_tokens
 from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Call
 from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.root_run import root_run
+from langchain_quota.middleware.root_run import root_run, used_by
 from langchain_quota.middleware.state import Amounts, Entries, State, feature_ledger, ledger, spent
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 from langchain_quota.telemetry.labels import NONE
@@ -50,7 +50,8 @@ class ChargeContext(NamedTuple):
     """Who is charged for a call: the state of a hook, the limits at that moment, and the call."""
 
     state: State
-    limits: ResolvedLimits
+    limits: LimitSet
+    places: Places
     call: Call
     # What is reserved for the call, by the model's counter.
     reserved: Mapping[str, int] = {}
@@ -194,7 +195,7 @@ class Charging:
         before = self.late.counts(state)
         # The charge is kept first: what follows may fail or be cancelled.
         written = self.late.keep(state, total)
-        less = self._worked_inside(limits, worked, work.inside if work else {})
+        less = self._worked_inside(step, worked, work.inside if work else {})
         used = [(run, amounts) for run, amounts, _ in charged]
         answer = await self.settle(mode, settlements(step, before, used, time_spent, less))
         of_time = [each for each in limits.budgets if each.limit.counter == MILLISECONDS]
@@ -228,14 +229,14 @@ class Charging:
         is_call: bool,
     ) -> None:
         """Record the charges of budgets."""
-        limits, call = step.limits, step.call
+        limits, places, call = step.limits, step.places, step.call
         counts: Mapping[str, int] = {}
         if answer is not None:
-            counts = answer.used
-            run, checks = root_run(), [check for each in limits.budgets for check in each.checks]
+            counts, run = answer.used, root_run()
             if run is not None and run.subject is not None:
-                keys = {check.key for check in checks if check.per == ROOT_RUN}
-                run.learn_used({key: count for key, count in counts.items() if key in keys})
+                meters = (meter for budget in limits.budgets for meter in budget.meters)
+                of_root = {meter.counter for meter in meters if meter.per == ROOT_RUN}
+                run.learn_used({places[name].key: counts[name] for name in of_root & counts.keys()})
             self._recorder.record_grants(call.agent, limits.newly_raised(answer.newly_granted))
             limits = limits.raised(answer.granted)
         elif self._store is not None:
@@ -243,16 +244,15 @@ class Charging:
             limits = limits.without_store("allow")
         for budget in limits.budgets:
             amount = total.get(budget.limit.counter, 0)
-            before_call = {check.counter: before.get(check.counter, 0) for check in budget.checks}
-            for check in budget.checks:
-                after = counts.get(check.key or "")
-                if after is not None:
-                    before_call[check.counter] = max(0, after - amount)
-            charge = Verdict.of_charge(call, budget, before_call, amount)
+            before_call = {
+                name: max(0, counts[name] - amount) if name in counts else before.get(name, 0)
+                for name in (meter.counter for meter in budget.meters)
+            }
+            charge = Verdict.of_charge(call, budget, before_call, amount, places)
             self._recorder.record_charge(charge, is_call=is_call)
 
     async def settle(self, mode: Mode | None, sent: AcquireRequest | None) -> AcquireResult | None:
-        """Make corrections in the store; return its result by key, or `None` without one."""
+        """Make corrections in the store, and return its result, or `None` without one."""
         if sent is None or self._store is None:
             return None
         if mode is not None:
@@ -260,15 +260,15 @@ class Charging:
         self._store.settle_soon(sent)
         return None
 
-    def _worked_inside(self, limits: ResolvedLimits, worked: int, inside: Charged) -> Amounts:
+    def _worked_inside(self, step: ChargeContext, worked: int, inside: Charged) -> Amounts:
         """Return the time charged inside of a call, by key; pass the rest on to outer calls."""
         if self._store is None or not worked:
             return {}
         store, less = id(self._store.store), {}
-        for budget in limits.budgets:
-            for check in budget.checks if budget.limit.counter == MILLISECONDS else ():
-                if check.key is not None:
-                    less[check.key] = min(worked, inside.get((store, check.key), 0))
+        for budget in step.limits.budgets:
+            for meter in budget.meters if budget.limit.counter == MILLISECONDS else ():
+                if (place := step.places.get(meter.counter)) is not None:
+                    less[place.key] = min(worked, inside.get((store, place.key), 0))
         with _lock:
             for around in _around.get():
                 for key, amount in less.items():
@@ -304,20 +304,20 @@ def settlements(
 ) -> AcquireRequest | None:
     """Return a request that charges a call in place of its reserve; `None` without a store."""
     # The counts are those before the call. `less` is time that was charged already, by key.
-    root = root_run()
-    counts = {**counts, **(root.used if root is not None else {})}
-    checks = [
-        (check.key, check, budget.limit.counter)
+    root, places = root_run(), step.places
+    counts = {**counts, **(used_by(root, places) if root is not None else {})}
+    meters = [
+        (places[meter.counter].key, meter, budget.limit.counter)
         for budget in step.limits.budgets
-        for check in budget.checks
-        if check.key is not None
+        for meter in budget.meters
+        if meter.counter in places
     ]
-    keys = {key: counter for key, _, counter in checks}
-    starts = {key: counts.get(check.counter, 0) for key, check, _ in checks}
+    keys = {key: counter for key, _, counter in meters}
+    starts = {key: counts.get(meter.counter, 0) for key, meter, _ in meters}
     limits_by_key: Amounts = {}
-    for key, check, _ in checks:
-        if check.maximum is not None:
-            limits_by_key[key] = min(check.maximum, limits_by_key.get(key, check.maximum))
+    for key, meter, _ in meters:
+        if meter.maximum is not None:
+            limits_by_key[key] = min(meter.maximum, limits_by_key.get(key, meter.maximum))
     corrections: list[Correction] = []
 
     def add(name: str, amounts: Amounts, settles: str) -> None:
@@ -340,7 +340,7 @@ def settlements(
         name = own[0][0] if own else uuid4().hex
         # A store forgets settlements sooner than other corrections.
         add(name, charged, step.request or name)
-    counters = {key: CountRef(key, start) for key, start in starts.items()}
+    counters = {meter.counter: CountRef(key, starts[key]) for key, meter, _ in meters}
     return AcquireRequest("", "", counters, corrections=tuple(corrections)) if corrections else None
 
 

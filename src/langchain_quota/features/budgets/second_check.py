@@ -15,7 +15,7 @@ from uuid import uuid4
 from langchain_core.messages import AIMessage
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
-from langchain_quota.core.checks import CallChecks, ResolvedLimit, ResolvedLimits, run_counter
+from langchain_quota.core.plans import LimitSet, Plan, Rule, run_counter
 from langchain_quota.features.budgets.charging import (
     OWN,
     ChargeContext,
@@ -64,8 +64,8 @@ def first_check(batch: Batch, conclusion: HookResult) -> Entries:
     """Return the result of the check before a model call, when its request is not known yet.
 
     It has the counts before the call (`used`), the limits on calls in a dry run that would refuse
-    it, with the scopes (`refused`), the counts of `frozen` subjects, and by key what grants added
-    to limits (`granted`) and what a store charged (`charged`).
+    it, with the scopes (`refused`), the counts of `frozen` subjects, by the name of the count what
+    grants added to limits (`granted`), and by key what a store charged (`charged`).
     """
     budgets = {budget.limit.name for budget in batch.limits.budgets}
     refused = {
@@ -117,7 +117,7 @@ class SecondCheck:
             shaped = await kernel.shape_request(mode, request)
             batch = self._reserving_batch(shaped, step, is_retry=first is None)
             batch, result = await kernel.check(mode, batch)
-            step = step._replace(limits=batch.original_limits)
+            step = step._replace(limits=batch.original_limits, places=batch.places)
             batch.counted, batch.frozen = result.used, result.frozen
             if last or all(result.admitted) or not _may_be_the_last(batch, result):
                 break
@@ -129,11 +129,11 @@ class SecondCheck:
         if not all(result.admitted):
             written.update(await self._refuse(mode, batch, result, first))
             return None
-        (checks,) = batch.call_checks
+        (plan,) = batch.plans
         reserved = {
-            budget.limit.counter: checks.demand.amounts[run_counter(budget.limit)]
-            for budget in checks.limits
-            if budget.is_budget
+            rule.limit.counter: plan.demand.amounts[run_counter(rule.limit)]
+            for rule in plan.rules
+            if rule.is_budget
         }
         key = batch.sent.idempotency_key if batch.answered and batch.sent is not None else ""
         step = step._replace(reserved=reserved, request=key)
@@ -164,26 +164,30 @@ class SecondCheck:
             reserve = getattr(budget.limit, "reserve", None)
             bound = computed(reserve(request)) if callable(reserve) else reserve or 0
             amount = self._pricing.most(budget.limit, bound)
-            reserving.append(budget.with_checks(amount=amount, lease=lease))
+            reserving.append(budget.with_meters(amount=amount, lease=lease))
+        places = step.places
         if self.waits and not is_retry:
             # Attempts of one call count as one call, and the first check has counted the run's.
-            for limit in step.limits.limits:
-                if not limit.is_budget and _is_waiting(limit.limit):
-                    counted = limit.with_checks(maximum=None, key=None, amount=0).checks[:2]
-                    reserving.append(limit._replace(checks=(*counted, *limit.checks[2:])))
+            for rule in step.limits.rules:
+                if not rule.is_budget and _is_waiting(rule.limit):
+                    counted = rule.with_meters(maximum=None, amount=0).meters[:2]
+                    quotas = rule.meters[2:]
+                    reserving.append(rule._replace(meters=(*counted, *quotas)))
+                    names = {meter.counter for meter in counted} - {one.counter for one in quotas}
+                    places = {name: place for name, place in places.items() if name not in names}
         task = f"{self._kernel.name}.held"
-        batch = model_batch(request.state, request.runtime, step.limits, task=task)
+        batch = model_batch(request.state, request.runtime, step.limits, places, task=task)
         # The name is new each time, because another attempt of the task may reserve something, too.
         batch.name = token_hex(16)
-        batch.make = lambda limits: self._reserving_batch(
-            request, step._replace(limits=limits), is_retry=is_retry
+        batch.make = lambda limits, places: self._reserving_batch(
+            request, step._replace(limits=limits, places=places), is_retry=is_retry
         )
         if request.model is not None:
             batch.model = request.model, request.model_settings
         batch.used |= self._charging.late.counts(batch.state)
-        batch.limits = ResolvedLimits(reserving)
+        batch.limits = LimitSet(reserving)
         batch.stops = batch.limits.stops
-        batch.set_checks([CallChecks.of(reserving)])
+        batch.set_plans([Plan.of(reserving)])
         return batch
 
     async def _refuse(
@@ -205,7 +209,7 @@ class SecondCheck:
             # The first check has counted the call.
             counts = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
             of_thread = max(0, batch.used[OF_THREAD] - 1)
-            if any(not limit.is_budget for limit in batch.original_limits.limits):
+            if any(not rule.is_budget for rule in batch.original_limits.rules):
                 update[THREAD_MODEL] = of_thread
             else:
                 counts["thread_model"] = of_thread
@@ -224,12 +228,9 @@ def _is_waiting(limit: Limit) -> bool:
     return limit.enforce and getattr(limit, "wait", None) is not None
 
 
-def without_waits(limit: ResolvedLimit) -> ResolvedLimit:
-    """Return a limit without the quotas for which calls wait."""
-    if not _is_waiting(limit.limit):
-        return limit
-    checks = limit.checks[:2]
-    return limit._replace(checks=checks, shared=any(check.key for check in checks))
+def without_waits(rule: Rule, batch: Batch) -> Rule:
+    """Return a rule without the quotas for which calls wait."""
+    return rule.stored(rule.meters[:2], batch.places) if _is_waiting(rule.limit) else rule
 
 
 def _result_of_both_checks(
@@ -238,22 +239,20 @@ def _result_of_both_checks(
     """Return the decision about an admitted call by all limits, and the batch of all checks."""
     # The counts in the state have the call by now.
     used = first["used"] | {
-        check.counter: second.used[check.counter]
-        for check in batch.call_checks[0].checks
-        if check.counter not in (OF_THREAD, OF_RUN)
+        name: second.used[name]
+        for name in batch.demands[0].amounts
+        if name not in (OF_THREAD, OF_RUN)
     }
-    reserving = {limit.limit.name: limit for limit in batch.limits.budgets}
-    both = ResolvedLimits(
-        reserving.get(limit.limit.name)
+    reserving = {rule.limit.name: rule for rule in batch.limits.budgets}
+    both = LimitSet(
+        reserving.get(rule.limit.name)
         # Without the store, no quota has checked it.
-        or limit._replace(checks=tuple(check for check in limit.checks if check.counter in used))
-        for limit in batch.original_limits.raised(first["granted"]).limits
+        or rule._replace(meters=tuple(meter for meter in rule.meters if meter.counter in used))
+        for rule in batch.original_limits.raised(first["granted"]).rules
     )
     refused, frozen = first["refused"] | {**second.refused[0]}, (*first["frozen"], *second.frozen)
-    whole = replace(batch, limits=both, call_checks=[CallChecks.of(both.limits)], used=used)
+    whole = replace(batch, limits=both, plans=[Plan.of(both.rules)], used=used)
     whole.counted, whole.granted, whole.frozen = used, {**first["granted"], **batch.granted}, frozen
-    # While the store is unavailable, only these have the quotas' subjects.
-    whole.original_limits = batch.original_limits
     verdicts, _ = whole.decide(AcquireResult(used, (refused,), (True,), frozen=frozen))
     by = batch.ledger.get("downgraded") or ""
     return whole, HookResult([replace(verdict, downgraded_by=by) for verdict in verdicts])

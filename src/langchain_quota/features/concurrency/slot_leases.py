@@ -22,7 +22,7 @@ from langchain_quota.core.admission import (
     Demand,
     Threshold,
 )
-from langchain_quota.core.checks import store_counter
+from langchain_quota.core.plans import store_counter
 from langchain_quota.limits.call import CONCURRENCY
 from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.middleware.store_client import StoreClient

@@ -14,9 +14,9 @@ from langchain_core.messages import ToolMessage
 from langchain_core.tools import BaseTool
 
 from langchain_quota.core import messages
-from langchain_quota.core.checks import Check, OnStoreError, ResolvedLimit, store_counter
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import Outcome
+from langchain_quota.core.plans import Meter, OnStoreError, Plan, Rule, store_counter
 from langchain_quota.core.stops import make_reason, reason_of
 from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
@@ -264,10 +264,10 @@ class _SlotRequest:
         return Verdict(
             self.call,
             outcome,
-            [
-                ResolvedLimit(limit, (Check(CONCURRENCY, counts[name], limit.max_concurrency),))
+            Plan.of(
+                Rule(limit, (Meter(CONCURRENCY, counts[name], limit.max_concurrency),))
                 for name, limit in self.limits.items()
-            ],
+            ),
             {count: self._running.get(count, 0) for count in counts.values()},
             # The counts include this call.
             [1] * len(counts),
