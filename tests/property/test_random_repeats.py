@@ -70,11 +70,15 @@ def tool(name: str, answer: Callable[[], str]) -> BaseTool:
     )
 
 
-def fail() -> str:
-    raise ToolException("no")
+def said(answer: str) -> str:
+    if answer == "fails":
+        raise ToolException("no")
+    return answer
 
 
-calls = st.tuples(st.sampled_from(["same", "other", "broken"]), st.sampled_from("ab"))
+# No agent has a tool that is missing.
+names = st.sampled_from(["same", "other", "broken", "missing"])
+calls = st.tuples(names, st.sampled_from("ab"))
 worlds = st.lists(st.lists(calls, min_size=1, max_size=4), min_size=1, max_size=9)
 # Of one message, failures are one: the model has not read the first.
 FAILS = [[("broken", each) for each in batch] for batch in ("a", "ba", "b", "a")]
@@ -84,11 +88,14 @@ FAILS = [[("broken", each) for each in batch] for batch in ("a", "ba", "b", "a")
 @given(
     batches=worlds,
     most=st.integers(1, 3),
-    answers=st.lists(st.sampled_from("xy"), min_size=9, max_size=9),
+    answers=st.lists(st.sampled_from(["x", "y", "fails"]), min_size=9, max_size=9),
+    same_ids=st.booleans(),
 )
-@example(batches=FAILS, most=3, answers=["x"] * 9)
+@example(batches=FAILS, most=3, answers=["x"] * 9, same_ids=False)
+# It is polled, and answers under the same id as before.
+@example(batches=[[("other", "a")]] * 5, most=3, answers=["x", "y", "z", *"abcdef"], same_ids=True)
 async def test_what_runs_is_what_the_reference_admits(
-    batches: list[list[tuple[str, str]]], most: int, answers: list[str]
+    batches: list[list[tuple[str, str]]], most: int, answers: list[str], *, same_ids: bool
 ) -> None:
     """For any batches of calls: some always answer the same, some change, some fail."""
     reference, now, numbers = Reference(most), [0], count()
@@ -99,18 +106,21 @@ async def test_what_runs_is_what_the_reference_admits(
         if number == len(batches):
             return "done"
         now[0] = number
-        gives = {"same": "-", "other": answers[number], "broken": "fails"}
+        gives = {"same": "-", "other": answers[number], "broken": "fails", "missing": "fails"}
         runs = reference.step(batches[number])
         expected.extend(runs)
         for (name, query), run in zip(batches[number], runs, strict=True):
             if run:
                 reference.log.append((number + 1, name, query, gives[name]))
-        return [(name, {"query": query}) for name, query in batches[number]]
+        return [
+            {"name": name, "args": {"query": query}, "id": f"{0 if same_ids else number}-{index}"}
+            for index, (name, query) in enumerate(batches[number])
+        ]
 
     tools = [
         tool("same", lambda: "-"),
-        tool("other", lambda: answers[now[0]]),
-        tool("broken", fail),
+        tool("other", lambda: said(answers[now[0]])),
+        tool("broken", lambda: said("fails")),
     ]
     scene = Scene(telling(spans="off"), script, [RepeatLimit(most)], tools=tools)
 

@@ -1,4 +1,7 @@
-"""RepeatLimit in real agents: the loops that it notices, and the repetitions that it lets be."""
+"""RepeatLimit in real agents: what is the same, what is new, and what a refusal says.
+
+`property/test_random_repeats.py` plays loops and harmless repetitions.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -93,51 +96,8 @@ def between(steps: Sequence[Step], *others: tuple[str, Args]) -> list[Step]:
 
 NUMBERS = list(range(8))
 RUN: tuple[str, Args] = ("execute", {"command": "pytest"})
-READ, SEARCH = ("read_file", {"path": "a"}), ("search", {"query": "rome"})
-EDITS = each("edit_file", old=NUMBERS)
-ONE_SEARCH: list[Step] = [
-    *([("search", {"query": "rome", "limit": 5})], [("search", {"limit": 5, "query": "rome"})]),
-    *([("search", {"limit": 5, "query": "rome"})], [("search", {"query": "rome", "limit": 5})]),
-]
-
-
+SEARCH = ("search", {"query": "rome"})
 TIMES = [echoing(f"1 failed in 0.{number}1s") for number in NUMBERS]
-NOTHING, FAILED = {"search": echoing("-")}, {"execute": echoing("1 failed")}
-FILES = {"read_file": echoing("text"), "edit_file": failing("{old} not found"), **FAILED}
-EDITED = {"edit_file": echoing("replaced {old}"), **FAILED}
-BUSY = {"search": in_turn(failing("busy"), failing("busy"), echoing("rome"))}
-POLL: Step = [("poll", {"job": 7})]
-SAME_ID: Any = [{"name": "poll", "args": {}, "id": "1", "type": "tool_call"}]
-POLLED, AGAIN = (
-    {"poll": in_turn(*(echoing(f"{number}0% done") for number in NUMBERS))} for _ in range(2)
-)
-DAYS = each("search", day=[f"2026-01-0{number + 1}" for number in NUMBERS])
-CASES: list[tuple[str, dict[str, Answer], list[Step], int | None]] = [
-    ("a tool that does not exist, with ever new arguments", NOTHING, each("hex", value=NUMBERS), 4),
-    ("one search, its arguments in another order", NOTHING, ONE_SEARCH, 4),
-    ("several in one message", NOTHING, [[SEARCH] * 2, [SEARCH] * 3], 4),
-    ("tries between readings", FILES, between([[READ]] * 4, ("edit_file", {"old": "x"}), RUN), 10),
-    ("several in one message, and all are answered differently", POLLED, [POLL * 3, POLL], None),
-    ("polling with one id", AGAIN, [SAME_ID] * 5, None),
-    ("a call that fails, then succeeds", BUSY, [*[[SEARCH]] * 3, *DAYS[:1]], None),
-    ("days of which nothing is known", {"search": failing("Nothing on {day}")}, DAYS, None),
-    ("tests after each edit, which fail as before", EDITED, between(EDITS, RUN), None),
-    ("tests that take another time", {"execute": in_turn(*TIMES)}, [[RUN]] * 5, None),
-]
-
-
-@pytest.mark.parametrize(
-    ("answers", "steps", "first"), [row[1:] for row in CASES], ids=[row[0] for row in CASES]
-)
-async def test_loops_and_harmless_repetitions(
-    answers: dict[str, Answer], steps: list[Step], first: int | None
-) -> None:
-    """Of a loop all calls are refused from the first one that is too many, otherwise none."""
-    tools = [as_tool(*each) for each in answers.items()]
-    places = [(n, i) for n, step in enumerate(steps, 1) for i, _ in enumerate(step, 1)]
-    assert await refusals(tools, steps) == ([] if first is None else places[first - 1 :])
-
-
 LONG = "x y " * 100_000
 TOLD = "Error invoking tool 'search' with kwargs {{'a': {}}} with error:\n content: Field required"
 
