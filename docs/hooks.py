@@ -1,10 +1,15 @@
-"""The site's hook: guides are found first, by the words that people type."""  # noqa: INP001 - mkdocs loads it by its path
+"""The site's hook: it adds the pages that are made of the code, and has guides found first."""  # noqa: INP001 - mkdocs loads it by its path
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tools import reference
 
 BOOSTS = {
     "reference/": 0.2,
@@ -21,6 +26,8 @@ BOOSTS = {
     "limits": 2,
     "budgets": 2,
     "customers": 2,
+    "stores": 2,
+    "operate": 2,
     "alerts": 2,
     "dashboards": 2,
     "observability": 1.5,
@@ -31,7 +38,6 @@ ALSO = {
     "alerts.md": ["Slack", "PagerDuty", "email"],
     "budgets.md": ["spend"],
     "comparison.md": ["429", "rate", "throttling"],
-    "customers.md": ["GDPR", "privacy"],
     "dashboards.md": ["which customer is refused"],
     "faq.md": [
         "frequently asked questions",
@@ -44,10 +50,18 @@ ALSO = {
     ],
     "limits.md": ["dry", "testing", "unit"],
     "migrating.md": ["migrate", "migration"],
+    "operate.md": ["GDPR", "privacy"],
     "people.md": ["interrupt", "interrupts"],
     "production.md": ["multiprocess", "gunicorn", "uvicorn"],
 }
 """Words that people type, and the page does not use."""
+
+
+def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
+    """Add the pages that are made of the code."""
+    for path, text in reference.pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
@@ -60,13 +74,16 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_post_build(config: MkDocsConfig, **_: Any) -> None:
-    """Write `llms-full.txt`: all guides in one file, in the order of the navigation."""
+    """Write all guides into `llms-full.txt`, and what is made of the code as Markdown, too."""
+    site = Path(config["site_dir"])
+    for path, text in reference.pages().items():
+        (site / path).write_text(text)
     pages = [
         path for path in _paths(config["nav"]) if not path.startswith(("runbooks/", "reference/"))
     ]
     docs = Path(config["docs_dir"])
     texts = [f"<!-- {path} -->\n\n{(docs / path).read_text()}" for path in pages]
-    (Path(config["site_dir"]) / "llms-full.txt").write_text("\n".join(texts))
+    (site / "llms-full.txt").write_text("\n".join(texts))
 
 
 def _paths(nav: Any) -> list[str]:

@@ -1,16 +1,15 @@
 """The metrics as the reference lists them; a test compares it with the code."""
 
 import re
-from pathlib import Path
 
-PAGE = (Path(__file__).parents[1] / "docs/reference/metrics.md").read_text()
+from tools.reference import metrics
 
 
 def documented() -> dict[str, list[str]]:
     """The labels of each series: a histogram has three of them."""
     found: dict[str, list[str]] = {}
     for names, labels, kind in re.findall(
-        r"(?m)^\| (`langchain_quota.*?) \| (.*?) \| (\w+) \|", PAGE
+        r"(?m)^\| (`langchain_quota.*?) \| (.*?) \| (\w+) \|", metrics()
     ):
         for name in re.findall(r"\w+", names):
             parts = ("_bucket", "_count", "_sum") if kind == "histogram" else ("",)

@@ -57,7 +57,7 @@ def count(limit: str, per: str, subject: str = "") -> tuple[str, ...]:
 
 OF_ADA = count("tool:search", "user_id", "ada")
 
-COMMANDS = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
+COMMANDS = (Path(__file__).parents[2] / "docs/operate.md").read_text()
 Run = Callable[..., Any]
 Capture = pytest.CaptureFixture[str]
 

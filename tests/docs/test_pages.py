@@ -16,6 +16,7 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.forked import run_python
 from tests.scene import Scene, asking
 from tests.telemetry import Signals
+from tools import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -170,18 +171,20 @@ def test_lines_with_a_real_model() -> None:
 
 
 def test_links_lead_to_files() -> None:
-    """Each relative link and picture of the README and the docs leads to a file of the checkout."""
+    """Each relative link and picture of the README and the docs leads to a file, kept or made."""
     link = re.compile(
         r"""\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$|(?:src|srcset|href)="([^"]+)\"""", re.MULTILINE
     )
     dead, count = [], 0
+    made = {DOCS / path for path in reference.pages()}
     for page in [README, ROOT / "CONTRIBUTING.md", *DOCS.glob("**/*.md")]:
         text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
         for target in map("".join, link.findall(text)):
             path = target.partition("#")[0]
             if path and not re.match(r"[a-z]+:", path):
                 count += 1
-                dead += [] if (page.parent / path).exists() else [f"{page.name}: {target}"]
+                to = (page.parent / path).resolve()
+                dead += [] if to.exists() or to in made else [f"{page.name}: {target}"]
         if page == README:
             assert count > 15  # its own files, in whatever forge or clone it is read
             assert f"{REPOSITORY}/" not in text
@@ -196,18 +199,25 @@ def test_promises_name_their_tests() -> None:
 
 
 def test_llms_txt_lists_every_page() -> None:
-    """docs/llms.txt leads to each page of the site, and to the first of the runbooks."""
+    """docs/llms.txt leads to each page of the site, and to the first of the runbooks.
+
+    The site has pages that are made; the repository has the others.
+    """
     links = re.findall(
-        r"(?m)^- \[.+\]\(https://raw\S+/main/docs/(\S+)\): \w", (DOCS / "llms.txt").read_text()
+        r"(?m)^- \[.+\]\((https://\S+/)(?:main/docs|en/stable)/(\S+)\): \w",
+        (DOCS / "llms.txt").read_text(),
     )
-    left_out = re.compile(
-        r"(runbooks|reference)/(?!README|index|command-line|metrics)|index\.md|changelog"
-    )
+    made = reference.pages().keys()
+    assert {page for host, page in links if "readthedocs" in host} == {*made}
+    left_out = re.compile(r"runbooks/|reference/(?!index)|index\.md|changelog")
     pages = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
-    assert sorted(links) == sorted(page for page in pages if not left_out.match(page))
+    listed = {*made, *(page for page in pages if not left_out.match(page))}
+    assert sorted(page for _, page in links) == sorted(listed)
 
 
-@pytest.mark.parametrize("name", ["customers", "people", "agents", "langgraph", "../docker/README"])
+@pytest.mark.parametrize(
+    "name", ["customers", "operate", "people", "agents", "langgraph", "../docker/README"]
+)
 def test_pages_name_counts(name: str) -> None:
     """Users read and change counts by names: no page shows a key, or turns parts into dollars."""
     page = (DOCS / f"{name}.md").read_text()

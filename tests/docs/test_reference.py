@@ -1,6 +1,5 @@
 """The reference says what the code has: metrics, spans, logs, the command line, public names."""
 
-import argparse
 import ast
 import asyncio
 import doctest
@@ -8,13 +7,14 @@ import inspect
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -47,18 +47,19 @@ from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Scene, asking, delegate, recording, tool_limiter, until, waiting_tool
 from tests.telemetry import Signals, telling
 from tests.trees import in_a_thread
-from tools import metrics_page
+from tools import reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PUBLIC: Sequence[str] = vars(langchain_quota)["__all__"]
-REFERENCE = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+MADE = reference.pages()
+KEPT = [page.read_text() for page in sorted((DOCS / "reference").glob("*.md"))]
+REFERENCE = "".join([*KEPT, *MADE.values()])
 DESCRIBED = re.findall(r"(?m)^::: (\S+)\.(\w+)$", REFERENCE)
 """The names that the reference describes, each with its home."""
 LEVELS = {*logging.getLevelNamesMapping(), "EXCEPTION"}
-METRICS, PAGE = (
-    (DOCS / "reference" / f"{name}.md").read_text() for name in ("metrics", "telemetry")
-)
+METRICS, SPANS = MADE["reference/metrics.md"], MADE["reference/telemetry.md"]
+LOGS = (DOCS / "reference" / "logs.md").read_text()
 CODE = {path: path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))}
 NODES = [node for text in CODE.values() for node in ast.walk(ast.parse(text))]
 
@@ -76,16 +77,16 @@ GIVEN = {
 pytestmark = pytest.mark.filterwarnings("ignore:model .* no usage", "ignore:subject_label has")
 
 
-def section(heading: str, page: str = PAGE) -> str:
+def section(heading: str, page: str) -> str:
     """The text below a heading, up to the next one."""
     found = re.search(rf"^#+ {heading}\n(.*?)(?=^#|\Z)", page, re.DOTALL | re.MULTILINE)
     assert found is not None, heading
     return found[1]
 
 
-def rows(heading: str, number: int = 0, page: str = PAGE) -> list[dict[str, str]]:
-    """The rows of a table below a heading, by the headings of their columns."""
-    block = re.findall(r"(?:^\|.*\n)+", section(heading, page), re.MULTILINE)[number]
+def rows(heading: str, page: str) -> list[dict[str, str]]:
+    """The rows of the table below a heading, by the headings of their columns."""
+    block = re.findall(r"(?:^\|.*\n)+", section(heading, page), re.MULTILINE)[0]
     head, _, *lines = (
         [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()
     )
@@ -323,9 +324,8 @@ def seen() -> Seen:
 
 
 def test_metrics(seen: Seen) -> None:
-    """The page has each metric as the code describes it, and agents make them like this."""
-    assert metrics_page.written(METRICS) == METRICS
-    table = rows("Metrics", page=METRICS)
+    """The page has each metric as agents make it."""
+    table = rows("Metrics", METRICS)
     families = {exposed(family): family for family in seen.signals.registry.collect()}
     same((name for row in table for name in quoted(row["name"])), families)
     labels: dict[str, set[str]] = {name: set() for name in families}
@@ -342,7 +342,7 @@ def test_metrics(seen: Seen) -> None:
 def test_labels(seen: Seen) -> None:
     """Each label of each metric is explained once, with the values that are the code's own."""
     explained = []
-    for row in rows("Labels", page=METRICS):
+    for row in rows("Labels", METRICS):
         [label], patterns = quoted(row["label"]), quoted(row["on"]) or ["*"]
         on = {
             metric
@@ -369,13 +369,15 @@ def test_spans(seen: Seen) -> None:
         assert len(told.keys() & {"gen_ai.conversation.id", "langchain_quota.thread.id"}) == 1
         names.add(re.sub("(check_quota tool) .*", r"\1 <tool>", span.name))
         for attribute, value in told.items():
-            quota = re.sub(r"\.(?!thread|run)\w+\.(used|limit)$", r".<scope>.\1", attribute)
+            quota = re.sub(r"\.\w+\.(used|limit)$", r".<scope>.\1", attribute)
             found.setdefault(quota, set()).add(value)
-    table = {quoted(row["attribute"])[0]: {*quoted(row["values"])} for row in rows("Spans")}
+    table = {quoted(row["attribute"])[0]: {*quoted(row["values"])} for row in rows("Spans", SPANS)}
     same(table, found)
     for attribute, values in table.items():
         assert not values or values == found[attribute] - GIVEN, attribute
-    assert {each for each in quoted(section("Spans")) if each.startswith("check_quota")} == names
+    assert {
+        each for each in quoted(section("Spans", SPANS)) if each.startswith("check_quota")
+    } == names
 
 
 def test_messages(seen: Seen) -> None:
@@ -390,7 +392,7 @@ def test_messages(seen: Seen) -> None:
             of, level = node.func.value, node.func.attr.upper()
             if isinstance(of, ast.Name) and of.id == "logger" and level in LEVELS:
                 events.append((level, ast.literal_eval(node.args[0])))
-    page = [(row["level"], *quoted(row["message"])[:1]) for row in rows("Logs")]
+    page = [(row["level"], *quoted(row["message"])[:1]) for row in rows("Log lines", LOGS)]
     # An ellipsis stands for all that is put in.
     assert sorted(page) == sorted({(level, re.sub(r"(%[rsd])+", "…", of)) for level, of in events})
     assert {each.name for each in seen.records} == {"langchain_quota"}
@@ -398,16 +400,14 @@ def test_messages(seen: Seen) -> None:
 
 def test_fields(seen: Seen) -> None:
     """The fields of records are those on the page; so are the events, and what may be `None`."""
-    for about, heading, number in (
-        ("quota_limit", "Logs", 1),
-        ("quota_key", "The audit log of grants", 0),
-        ("quota_limits", "Questions and answers", 0),
+    for about, heading in (
+        ("quota_limit", "Fields about limits"),
+        ("quota_key", "Fields about grants and freezes"),
+        ("quota_limits", "Fields about questions to people"),
     ):
         records = [vars(each) for each in seen.records if hasattr(each, about)]
         names = {name for each in records for name in each if name.startswith("quota_")}
-        page = {
-            name: row["value"] for row in rows(heading, number) for name in quoted(row["field"])
-        }
+        page = {name: row["value"] for row in rows(heading, LOGS) for name in quoted(row["field"])}
         same(page, names)
         assert {*quoted(page["quota_event"])} == {each["quota_event"] for each in records}
         for name in names - {"quota_thread"}:  # every run of the scene has a thread
@@ -417,7 +417,7 @@ def test_fields(seen: Seen) -> None:
 
 def test_environment_variables() -> None:
     """Each variable that the code names is on the page, and no other is."""
-    text = " ".join(" ".join(row.values()) for row in rows("Environment variables"))
+    text = " ".join(" ".join(row.values()) for row in rows("Environment variables", REFERENCE))
     page = [each for each in quoted(text) if re.fullmatch(r"[A-Z]+(_[A-Z]+)+", each)]
     named = re.compile(r"(LANGCHAIN|PROMETHEUS|OTEL)(_[A-Z]+)+")
     values = [str(node.value) for node in NODES if isinstance(node, ast.Constant)]
@@ -442,34 +442,29 @@ def test_every_public_name_is_in_the_reference_once() -> None:
         assert hasattr(import_module(home), name), name
 
 
-def commands(of: argparse.ArgumentParser, path: str = "") -> Iterator[str]:
-    """The commands that do something, each alone and with each of its options."""
-    deeper = [each for each in of._actions if isinstance(each, argparse._SubParsersAction)]
-    for action in deeper:
-        for name, command in action.choices.items():
-            yield from commands(command, f"{path} {name}".strip())
-    if not deeper:
-        options = {text for each in of._actions for text in each.option_strings}
-        yield from (f"{path} {each}" for each in ("", *(options - {"-h", "--help"})))
-
-
 def test_every_command_is_in_the_reference() -> None:
-    """The page of the command line has a section for each command, with exactly its options."""
-    page = (DOCS / "reference" / "command-line.md").read_text()
-    _, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
-    described = [
-        f"{text.partition(chr(10))[0]} {option}"
-        for text in sections
-        for cell in ("", *re.findall(r"^\| (`--.+?) \|", text, re.MULTILINE))
-        for option in (re.findall(r"`(--[a-z-]+)", cell) or [""])
-    ]
-    same(described, commands(parser()))
+    """The page of the command line has a section for each command, with each of its options."""
+    parts = re.split(r"^## ", MADE["reference/command-line.md"], flags=re.MULTILINE)[1:]
+    assert len(parts) > 10
+    for text in parts:
+        words = text.partition("\n")[0].split()
+        with pytest.raises(SystemExit), redirect_stdout(StringIO()) as shown:
+            main([*words, "--help"])
+        same(re.findall(r"^\| `(--[a-z-]+)", text, re.MULTILINE), options_in(shown.getvalue()))
+
+
+def options_in(text: str) -> set[str]:
+    """The options that a help lists."""
+    return {*re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)}
 
 
 def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     """Each command explains itself with an example that it understands, and a group alone does."""
     groups = ("", "export", "quotas")
-    for command in (*groups, *{each.split(" -")[0].strip() for each in commands(parser())}):
+    for command in (
+        *groups,
+        *(each.prog.partition(" ")[2] for each in reference.commands(parser())),
+    ):
         words = command.split()
         with pytest.raises(SystemExit, match=r"^0$"):
             main([*words, *([] if command in groups else ["--help"])])

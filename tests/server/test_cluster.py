@@ -40,7 +40,7 @@ LIMITS: list[Any] = [
     ),
     ModelCallLimit(thread_limit=1_000),
 ]
-PAGE = " ".join((Path(__file__).parents[2] / "docs" / "customers.md").read_text().split())
+PAGE = " ".join((Path(__file__).parents[2] / "docs" / "stores.md").read_text().split())
 [(KEYS, WORDS)] = re.findall(r"ACL SETUSER quota on >\S+ (\S+) ((?:\+\w+ )+)", PAGE)
 SECRET = "a-secret-of-the-tests"  # noqa: S105 - of a server that lives for a test
 OF_CONNECTIONS = {"hello", "auth", "info", "config|resetstat", "client|setinfo"}

@@ -106,11 +106,11 @@ def _add_export(export: ArgumentParser) -> None:
 
     add = _adder(export.add_subparsers(dest="what", required=True).add_parser)
     to = "--to monitoring"
-    add("grafana", "dashboards", f"export grafana {to}", boards)
-    add("prometheus", "recording and alert rules", f"export prometheus {to}", alerts)
-    text = "scraping, rules and dashboards for kustomize"
+    add("grafana", "write the dashboards", f"export grafana {to}", boards)
+    add("prometheus", "write the recording and alert rules", f"export prometheus {to}", alerts)
+    text = "write scraping, rules and dashboards as a base for kustomize"
     add("kubernetes", text, f"export kubernetes {to}", alerts)
-    add("alertmanager", "an example of a route", f"export alertmanager {to}", files)
+    add("alertmanager", "write an example of a route", f"export alertmanager {to}", files)
 
 
 def _add_quotas(quotas: ArgumentParser) -> None:
@@ -177,7 +177,7 @@ def _stopped(server: ArgumentParser) -> ArgumentParser:
     stopped = ArgumentParser(add_help=False, parents=[server])
     whose = stopped.add_mutually_exclusive_group(required=True)
     whose.add_argument("--per", metavar="NAME", help="what quotas count by, such as tenant")
-    text = "all calls that ask the store"
+    text = "in place of --per and --subject: all calls that ask the store"
     whose.add_argument("--all", dest="per", action="store_const", const="", help=text)
     stopped.add_argument("--subject", default="", metavar="ID", help="whose calls, such as acme")
     return stopped

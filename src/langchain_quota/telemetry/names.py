@@ -289,3 +289,75 @@ METRICS = tuple(
     if isinstance(spec, MetricSpec)
 )
 """The specifications of all metrics of this module, in its order."""
+
+LABELS = {
+    "agent": "unnamed | the `name=` of `create_agent` or `GraphQuota`, or `unnamed`",
+    "limit": "model, tool:search, tool:*, concurrency:search, repeats, time | your `name=` or "
+    "`limit_name=`, or else what is limited, as in these examples",
+    "tool": "none, _other | the tool; `none` for a model call, `_other` for a name out of bounds",
+    "thread_id": "| the thread's id, or what your `thread_label` returns for it",
+    "subject": "| the user, tenant or other subject, as your `subject_label` returns it; empty for "
+    'a quota `per="agent"` or `per="global"`, and where no quota refused a thread',
+    "model": "unnamed, _other, none | the model's name from its provider; `unnamed` without one, "
+    "`_other` out of bounds, `none` for time",
+    "usage": "reported, estimated, none | the provider reported the usage; it reported too little, "
+    "or the run was cut off; the call was not made, because its model has no price",
+    "price": "known, unknown, none | the run has a price; its model, or a part of it, has none, or "
+    "`prices` failed; no limit of money counts the run",
+    "event of questions_total": "asked, approve, reject | a question; an amount is granted; "
+    "nothing is granted, and the run ends",
+    "event of thread_timestamp_seconds": "decision, refusal, reset | a decision or a reset set the "
+    "count; the limit refused a call, in no outage; the window of the shown quota ends",
+    "event of subject_timestamp_seconds": "decision, reset | a decision set the count; the window "
+    "ends",
+    "event of frozen_timestamp_seconds": "since, until | the freeze began; it ends by itself",
+    "by": "| who has frozen the subject, as they said",
+    "level": "near, exhausted | the level that the count has newly reached",
+    "unit": "calls, tokens, dollars, seconds, calls per hour | what the limit counts; for a smooth "
+    "quota by second, minute, hour or day",
+    "alert": "true, false | whether refusals cause an alert, as the limit's `alert=` says",
+    "shown": "true, false | whether the threads or subjects have their own series",
+    "counts": "state, store | where the counts are: in the agent's state, or in a store",
+    "kind": "model, tool | what is called",
+    "decision of calls_total": "allowed, blocked, skipped, would_block | it runs; it is refused; "
+    "it does not run, because another call of its message stopped all; it runs, although a dry run "
+    "would refuse it",
+    "decision of limit_decisions_total": "allowed, blocked, would_block, refunded | the limit is "
+    "charged; it refuses the call; it is a dry run, and would refuse it; a charge is refunded",
+    "decision of tool_spent_dollars_total": "allowed, refunded | the call is charged; its charge "
+    "is refunded, because it does not run",
+    "decision of wait_seconds": "allowed, blocked, would_block, cancelled | it runs after the "
+    "wait; it is refused after it; it runs now, although a dry run would make it wait; its run was "
+    "cancelled. Only the limit that made it wait counts the wait",
+    "scope of limit_decisions_total": "thread, run, agent, global, root_run, concurrency, frozen, "
+    "none | what refused the call: of several, thread before run, and run before quotas, by their "
+    "names, such as `user_id`. `none`: a charge or a refund",
+    "scope of crossings_total limit granted_total": "thread, run, agent, global, root_run | the "
+    "part of the limit, or the one that a grant raises",
+    "scope of subjects": "thread, agent, global | the kind of subject",
+    "scope of thread_blocked_total thread_timestamp_seconds": "thread, run, agent, global, "
+    "root_run, concurrency, frozen | what refused the calls",
+    "scope of subject_*": "agent, global, frozen | the quota's name, or `frozen`",
+    "scope of frozen_timestamp_seconds": "all | a name such as `user_id`, `thread`, or `all`. The "
+    "series show up to 100 freezes",
+    "state": "ok, near, exhausted | how much is used",
+    "store": "MemoryStore | kind and server, such as redis cache:6379, without user and database; "
+    "or the class of your own store or client",
+    "operation": "acquire, peek, reset, delay | calls are checked and charged; somebody reads what "
+    "is left, or once a minute who is frozen; `reset`; a provider asks for a pause, or has less "
+    "left than was counted",
+    "outcome of store_seconds": "ok, error, timeout | whether the store answered. A blocked event "
+    "loop counts as `timeout`",
+    "outcome of long_tool_calls_total": "cancelled, left_running, dry_run | the async tool was "
+    "cancelled; nobody waits for the sync tool, which runs on; a dry run did nothing",
+    "action": "block, allow | the call was refused; it was checked against the process' own counts",
+    "component": "metrics, tracing, threads, thread_label, subject_label, observer, store, "
+    "dynamic_limit, prices, root_run | what failed; `threads` is the table of threads and "
+    "subjects, and `root_run` counts runs that may belong to another root run, but start their own",
+    "error_type": "inside | the exception's class; `inside` for `root_run`",
+    "version": "| the version of langchain-quota",
+}
+"""The values and the meaning of each label, for the metrics that are named, or for all.
+
+Several meanings stand in the order of the values. The reference is made of this.
+"""

@@ -22,39 +22,83 @@ from langchain_quota.telemetry.labels import NONE, describe, label, limit_label
 Spans = Literal["all", "refused", "off"]
 Attributes = dict[str, AttributeValue]
 
+# The docstrings of these names are the table of attributes in the reference.
+DECISION = "langchain_quota.decision"
+"""What was decided.
+
+One of `allowed`, `blocked`, `skipped`, `would_block`, `waiting`, `cancelled`.
+"""
+KIND = "langchain_quota.kind"
+"""What is called. One of `tool`, `model`."""
+LIMITS = "langchain_quota.limits"
+"""The names of all limits that match the call."""
+LIMIT = "langchain_quota.limit"
+"""The limit that refused the call, or else the limit with the highest used share."""
+SUBJECT = "langchain_quota.subject"
+"""The user, tenant or other subject that a quota refused, if `subject_label` names that quota."""
+SCOPE = "langchain_quota.scope"
+"""What refused the call, as in the metrics; `none` if that limit allowed it.
+
+One of `thread`, `run`, `agent`, `global`, `root_run`, `concurrency`, `frozen`, `store`, `none`.
+"""
+EXIT_BEHAVIOR = "langchain_quota.exit_behavior"
+"""What a refusal by that limit does; `continue` or `end` after a person was asked.
+
+One of `continue`, `end`, `error`, `finalize`, `ask`.
+"""
+ANSWER = "langchain_quota.answer"
+"""The answer of a person who was asked before the decision. One of `approve`, `reject`."""
+ANSWERED_BY = "langchain_quota.answered_by"
+"""Who answered, if it is known."""
+GRANTED = "langchain_quota.granted"
+"""How much this person granted of that limit, if anything."""
+UNIT = "langchain_quota.unit"
+"""The unit of the numbers below, if it is not calls. One of `tokens`, `dollars`, `seconds`."""
+USED = "langchain_quota.{scope}.used"
+"""What is used of the `run`, the `thread` or the quota of this name.
+
+It includes the call, except for tokens and dollars. Of a thread it is absent in an outage.
+"""
+LIMIT_OF = "langchain_quota.{scope}.limit"
+"""The limit of the run, the thread or the quota."""
+DOWNGRADED_BY = "langchain_quota.downgraded_by"
+"""The limit that sends a model call to its `downgrade_to`."""
+RESETS_AT = "langchain_quota.resets_at"
+"""When the window of the quota that blocked the call ends, such as `2026-03-01T00:00:00+00:00`.
+
+It is absent if waiting for it does not help.
+"""
 # The gen_ai.* names of OpenTelemetry's semantic conventions for generative AI, in development.
 CONVERSATION_ID = "gen_ai.conversation.id"
+"""The thread."""
+THREAD_LABEL = "langchain_quota.thread.id"
+"""The thread's label, in place of `gen_ai.conversation.id`, if you set `thread_label`."""
 AGENT_NAME = "gen_ai.agent.name"
-TOOL_NAME = "gen_ai.tool.name"
-TOOL_CALL_ID = "gen_ai.tool.call.id"
+"""The agent's name, if it has one."""
 REQUEST_MODEL = "gen_ai.request.model"
-# OpenTelemetry's semantic conventions, stable.
-ERROR_TYPE = "error.type"
+"""The model that a call goes to, in checks that know the request.
+
+These are those of `InlineQuotaMiddleware`, of `GraphQuota` and of a `reserve`, and downgrades.
+"""
+TOOL_NAME = "gen_ai.tool.name"
+"""The tool's own name, shortened if it is too long. The span's name uses the metrics' label."""
+TOOL_CALL_ID = "gen_ai.tool.call.id"
+"""The id of a tool call."""
 # By these, OpenInference's and Langfuse's conventions tell checks from other spans.
-GUARDRAIL: Attributes = {
-    "openinference.span.kind": "GUARDRAIL",
-    "langfuse.observation.type": "guardrail",
-}
+SPAN_KIND = "openinference.span.kind"
+"""The kind of span in OpenInference's convention. One of `GUARDRAIL`."""
+OBSERVATION_TYPE = "langfuse.observation.type"
+"""The type of observation in Langfuse. One of `guardrail`."""
+GUARDRAIL: Attributes = {SPAN_KIND: "GUARDRAIL", OBSERVATION_TYPE: "guardrail"}
 # Without these, a blocked call, whose span is no error, looks there like an allowed one.
 LEVEL = "langfuse.observation.level"
+"""Of a blocked call, unless the span's status is ERROR. One of `WARNING`."""
 OUTPUT = "output.value"
+"""The limit and the scope that blocked the call."""
+# OpenTelemetry's semantic conventions, stable.
+ERROR_TYPE = "error.type"
+"""The exception's class, if the caller gets a refusal as an exception; the status is ERROR."""
 
-DECISION = "langchain_quota.decision"
-KIND = "langchain_quota.kind"
-LIMIT = "langchain_quota.limit"
-LIMITS = "langchain_quota.limits"
-SCOPE = "langchain_quota.scope"
-EXIT_BEHAVIOR = "langchain_quota.exit_behavior"
-ANSWER = "langchain_quota.answer"
-ANSWERED_BY = "langchain_quota.answered_by"
-GRANTED = "langchain_quota.granted"
-USED = "langchain_quota.{scope}.used"
-LIMIT_OF = "langchain_quota.{scope}.limit"
-UNIT = "langchain_quota.unit"
-RESETS_AT = "langchain_quota.resets_at"
-DOWNGRADED_BY = "langchain_quota.downgraded_by"
-SUBJECT = "langchain_quota.subject"
-THREAD_LABEL = "langchain_quota.thread.id"
 WAITING = "waiting"
 """What the span of a first check says of a call that still needs a slot."""
 WAITED = "langchain_quota.waited"
