@@ -76,7 +76,7 @@ dashboards: $(VENV)/.develop ## Write the Grafana dashboards and the stack's ale
 	@$(BIN)/python -m dashboards.build
 	@$(BIN)/langchain-quota export prometheus --to dashboards/prometheus --force
 
-bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write docs/benchmarks.md; ARGS=--quick to try.
+bench: $(VENV)/.develop ## Measure beside LangChain's limiters, and write benchmarks/report.md; ARGS=--quick to try.
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 soak: $(VENV)/.develop ## Run agents for half an hour, and fail if anything grows; ARGS="--minutes 5" for less.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measure, print, and write docs/benchmarks.md."""
+"""`python -m benchmarks`: measure, print, and write benchmarks/report.md."""
 
 import argparse
 import sys
@@ -44,14 +44,14 @@ BENCHMARKS = {
     "import": importing.measure,
 }
 
-DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+REPORT = Path(__file__).with_name("report.md")
 
 HEAD = """\
 # Benchmarks
 
-[Production](production.md#know-what-it-costs) summarizes the most important numbers. This page
-shows the overhead of limits: what they add to a step of an agent, which is one model call and one
-tool call. The model and the tools answer immediately.
+The [documentation](../docs/benchmarks.md) summarizes the most important numbers. This report shows
+the overhead of limits: what they add to a step of an agent, which is one model call and one tool
+call. The model and the tools answer immediately.
 
 """
 
@@ -74,7 +74,7 @@ LEGEND = """\
 """
 
 HOW = """\
-`make bench` measures all set-ups in turn and writes this page. It also prints runs of 3 and 60
+`make bench` measures all set-ups in turn and writes this report. It also prints runs of 3 and 60
 steps, instructions, other checkpointers, budgets, decisions, scrapes, workers, stores, memory and
 imports, and which targets are met. Run nothing else on the machine for these 30 minutes.
 `make bench ARGS="--quick --only steps"` tries one part.
@@ -90,7 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small numbers, to try it")
     parser.add_argument("--only", action="append", choices=BENCHMARKS, help="one part; repeatable")
-    parser.add_argument("--to", type=Path, help="where to write the page")
+    parser.add_argument("--to", type=Path, help="where to write the report")
     arguments = parser.parse_args()
     how = HOW.format(machine=machine(), versions=versions())
     results = []
@@ -103,7 +103,7 @@ def main() -> int:
         print(f"({name}: {took:.0f} s)\n", file=sys.stderr)  # noqa: T201 - the same
     met = targets([ratio for result in results for ratio in result.ratios])
     print(met)  # noqa: T201 - the same
-    to = arguments.to or (None if arguments.quick or arguments.only else DOCS)
+    to = arguments.to or (None if arguments.quick or arguments.only else REPORT)
     if to is not None:
         to.write_text(page(results, how))
         print(f"written: {to}", file=sys.stderr)  # noqa: T201 - the same

@@ -1,4 +1,4 @@
-"""What a benchmark hands back, and how it is shown: Markdown, on the terminal and in the docs."""
+"""What a benchmark hands back, and how it is shown: Markdown, on the terminal and in the report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,8 +79,8 @@ class Result:
     Attributes:
         tables: All measurements.
         ratios: The ratios that have a target.
-        of_page: The cells of the table in the docs, by set-up and column.
-        tables_of_page: Further tables in the docs.
+        of_page: The cells of the table in the report, by set-up and column.
+        tables_of_page: Further tables in the report.
     """
 
     tables: Sequence[Table] = ()
