@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import generate_latest
 from starlette.testclient import TestClient
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
@@ -17,7 +16,6 @@ from tests.metrics import documented
 from tests.scene import Scene
 from tests.server.programs import required_program
 from tests.telemetry import attributes, telling
-from tests.web import Request, serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "production.md").read_text()
 
@@ -165,22 +163,3 @@ async def test_the_collector_keeps_what_spans_say() -> None:
     assert policy["string_attribute"]["key"] == "langchain_quota.decision"
     assert {*policy["string_attribute"]["values"]} == found - {"allowed"}
     assert all(each.keys() == {"name", "type", each["type"]} for each in policies)
-
-
-def test_a_job_pushes_all_metrics() -> None:
-    """What the example sends to a Pushgateway is what a scrape would show."""
-    received: list[tuple[str, bytes]] = []
-
-    def receive(request: Request) -> None:
-        received.append((request.path, request.body))
-        request.reply(202)
-
-    registry = telling().registry
-    [code] = [text for text in blocks("python") if "push_to_gateway" in text]
-    with serving(receive) as url:
-        namespace: dict[str, Any] = {}
-        code = code.replace("localhost:9091", url.removeprefix("http://"))
-        exec(code, namespace)  # noqa: S102 - our own page
-        namespace["REGISTRY"] = registry
-        namespace["push"]()
-    assert received == [("/metrics/job/nightly", generate_latest(registry))]
