@@ -16,7 +16,8 @@ from langchain_quota.cli.arguments import parser
 from langchain_quota.telemetry import tracing
 from langchain_quota.telemetry.names import LABELS, METRICS, MetricSpec
 
-RUNBOOKS = Path(__file__).parents[1] / "docs" / "runbooks"
+ROOT = Path(__file__).parents[1]
+RUNBOOKS, SOURCE = ROOT / "docs" / "runbooks", ROOT / "src"
 UNITS = ("calls.", "tokens.", "US dollars.", "seconds.")
 
 _METRICS = """\
@@ -84,6 +85,19 @@ events](../observability.md#tell-the-user-while-the-run-goes-on).
       heading_level: 3
 """
 
+_LOGS = """\
+# Log lines
+
+Look up a line of the logger `langchain_quota`. `…` stands for names and numbers. The
+[fields](../observability.md#read-the-log) of a record have them, too.
+
+Lines about a count begin with `limit …`: `near` (INFO), `exhausted` (WARNING), and for calls
+`refused` and `would refuse` (DEBUG). A failure is logged once for each kind, and once in an outage.
+`LostLeaseError`: a running call lost its slot of a `ConcurrencyLimit`, because its worker stood
+still, or the store did not answer, for a minute.
+
+"""
+
 _COMMANDS = """\
 # The command line
 
@@ -113,6 +127,7 @@ def pages() -> dict[str, str]:
     return {
         "reference/metrics.md": metrics(),
         "reference/telemetry.md": telemetry(),
+        "reference/logs.md": logs(),
         "reference/command-line.md": command_line(),
         "runbooks/README.md": runbooks(),
     }
@@ -186,6 +201,22 @@ def attributes() -> Iterator[tuple[str, list[str], str]]:
                     re.findall("`(.+?)`", values),
                     meaning,
                 )
+
+
+def logs() -> str:
+    """Return the page of the lines that are written to the log."""
+    rows = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(
+                    ast.Attribute(
+                        ast.Name("logger"), "debug" | "info" | "warning" | "error" as level
+                    ),
+                    [ast.Constant(str(message)), *_],
+                ):
+                    rows.append((level.upper(), f"`{re.sub('(%[rsd])+', '…', message)}`"))
+    return _LOGS + table(("level", "message"), sorted(rows))
 
 
 def command_line() -> str:
