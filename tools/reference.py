@@ -50,10 +50,10 @@ _NAMES = (
     ("hmac_label", True),
     ("log_decisions", True),
     ("start_metrics_server", True),
-    ("telemetry.exposition.MetricsServer", True),
+    ("ops.exposition.MetricsServer", True),
     ("metrics_app", True),
     ("export_metrics", True),
-    ("telemetry.otlp.MetricsExport", True),
+    ("ops.otlp.MetricsExport", True),
     ("quota_app", True),
 )
 """What that page documents, and whether with members."""
