@@ -281,6 +281,24 @@ async def test_costs_that_providers_report(
         assert spent(scene, MONEY)[0] == 2 * charged
 
 
+@pytest.mark.parametrize("reserve", [None, 7])
+async def test_a_reporting_call_that_is_cut_off(signals: Signals, reserve: Any) -> None:
+    """It costs its reserve, and stops nobody; without one, the model's next call is an error."""
+    script = [TimeoutError(), answer(8)]
+    script[1].response_metadata = {"cost": 0.25}
+    limit = CostLimit(thread_limit=99, reserve=reserve)
+    options: Any = {"prices": lambda _: None, "unknown_price": "reported"}
+    scene = Scene(signals, script, [limit], **options)
+    with pytest.raises(TimeoutError):
+        await scene.play()
+    if reserve is None:
+        with pytest.raises(UnknownPriceError, match="an earlier call is paid"):
+            await scene.play()
+    else:
+        await scene.play()
+        assert spent(scene, MONEY)[0] == 7 * DOLLAR + DOLLAR // 4
+
+
 async def test_computed_dollars_are_rounded(signals: Signals) -> None:
     """Floats that functions compute are rounded to nine places, half to even; no run fails."""
     limit = CostLimit(

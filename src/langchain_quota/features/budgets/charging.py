@@ -288,7 +288,9 @@ class Charging:
             if counter == MILLISECONDS:
                 amount = 0
             elif counter == NANODOLLARS:
-                amount, price = self._pricing.cost(usage, agent, reserved.get(counter, 0))
+                amount, price = self._pricing.cost(
+                    usage, agent, reserved.get(counter, 0), cut_off=not run.succeeded
+                )
             else:
                 amount = charged_tokens(usage, counter)
             amounts[counter] = max(least.get(counter, 0), amount)

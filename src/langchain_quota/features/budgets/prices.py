@@ -165,7 +165,9 @@ class Pricing:
             raise
         self._failed.pop(usage.request_model, None)
 
-    def cost(self, usage: ModelUsage, agent: str | None, held: int) -> tuple[int, str]:
+    def cost(
+        self, usage: ModelUsage, agent: str | None, held: int, *, cut_off: bool
+    ) -> tuple[int, str]:
         """Return the price of a model run in nanodollars, and where it comes from."""
         # It is paid already: nothing is raised.
         try:
@@ -177,6 +179,9 @@ class Pricing:
             self._recorder.record_error("prices", error)
         if self._unknown == "allow":
             return 0, "unknown"
+        if self._unknown == "reported" and cut_off and held:
+            # It could report nothing: what it holds is as much as it can cost.
+            return held, "unknown"
         self._failed[usage.request_model] = usage
         if len(self._failed) > MOST_KNOWN:
             self._failed.pop(next(iter(self._failed)), None)
