@@ -15,7 +15,7 @@ from langchain_core.messages import AIMessage, ToolCall, ToolMessage
 from opentelemetry.trace import StatusCode
 
 import langchain_quota
-from tests.scene import CONFIG, Form, Scene, tool_limiter
+from tests.scene import Form, Scene, tool_limiter
 from tests.telemetry import Signals, attributes
 
 State = dict[str, Any]
@@ -192,35 +192,6 @@ async def test_tool_limiters_agree(arguments: State, steps: Steps) -> None:
 async def test_model_limiters_agree(arguments: State, steps: Steps) -> None:
     """Asked before and told after the same calls, both model limiters answer and count alike."""
     await agree(THEIR_MODEL, arguments, steps)
-
-
-@pytest.mark.parametrize("way", ["ainvoke", "invoke", "values", "updates", "abatch"])
-async def test_continue(way: str, signals: Signals) -> None:
-    """`continue`: what is over the limit is answered, the rest runs, and the agent goes on."""
-    limiter = tool_limiter(signals, "search", thread_limit=10, run_limit=2)
-    scene = Scene(signals, [["search", "search", "calc", "search"], "done"], [limiter])
-    asked: Any = {"messages": [("user", "hi")]}
-    if way in ("values", "updates"):
-        assert [each async for each in scene.agent.astream(asked, CONFIG, stream_mode=way)]
-    elif way == "abatch":
-        await scene.agent.abatch([asked], [CONFIG])
-    else:
-        scene.form = "sync" if way == "invoke" else "async"
-        await scene.play()
-    answers = [each for each in scene.state()["messages"] if isinstance(each, ToolMessage)]
-    told = sorted((each.status, each.text) for each in answers)
-    ran = [("success", f"{name} ran") for name in ("calc", "search", "search")]
-    assert told == [("error", SEARCH_REFUSED), *ran]
-    assert scene.last_text() == "done"
-    assert scene.state()["thread_tool_call_count"] == {"search": 2}
-    assert [scene.calls(each, "search") for each in ("allowed", "blocked", "skipped")] == [2, 1, 0]
-    assert scene.metric("tool:search", "blocked", "run") == 1
-    assert scene.metric("tool:search", "blocked", "thread") == 0
-    thread = {"agent": "unnamed", "limit": "tool:search", "thread_id": "thread-1"}
-    assert signals.value("langchain_quota_thread_used", **thread) == 2
-    assert signals.value("langchain_quota_thread_limit", **thread) == 10
-    assert sum(signals.samples("langchain_quota_thread_blocked_total", **thread).values()) == 1
-    scene.check()
 
 
 async def test_on_pending_raise(signals: Signals) -> None:
