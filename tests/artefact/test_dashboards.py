@@ -213,6 +213,14 @@ _COUNTED = (
     'job_agent:langchain_quota_cost_dollars:increase15s{job="a",agent="b"}',
 )
 _WHEN = {'{what="now"}': 12, '{what="yesterday"}': 3, '{what="last week"}': 6}
+_OF_LIMIT = 'job="a",agent="b",limit="l",scope='
+_DECIDED = "job_agent_limit_scope_decision:langchain_quota_limit_decisions:increase15s"
+_MOST = "job_agent_limit_scope_unit:langchain_quota_limit:max"
+_SHARES = {
+    f'{_DECIDED}{{{_OF_LIMIT}"none",decision="allowed"}}': "6x6000",
+    f'{_DECIDED}{{{_OF_LIMIT}"run",decision="blocked"}}': "2x6000",
+    f'{_MOST}{{{_OF_LIMIT}"run",unit="calls"}}': "9x6000",
+}
 _ANN = 'job="a",agent="finder",limit="search",thread_id="ann"'
 _OF_ANN = {
     f"job_agent_limit_thread_id:langchain_quota_thread:rank{{{_ANN}}}": "1x6000",
@@ -229,8 +237,16 @@ _OF_ANN = {
         # A week ago 2 within 2 minutes, yesterday 1, and now 4.
         (
             dict.fromkeys(_COUNTED, "2x1000 1x4300 4x700"),
-            {"44 C": {"{}": 4}, "45 C": {"{}": 4}, "72 A": _WHEN, "73 A": _WHEN},
+            {
+                "44 C": {"{}": 4},
+                "45 A": {"{}": 261 + 459 * 4},
+                "45 C": {"{}": 4},
+                "72 A": _WHEN,
+                "73 A": _WHEN,
+            },
         ),
+        # Of eight calls that the limit checked, it refused two.
+        (_SHARES, {"51 D": {f'{{{_OF_LIMIT}"run",unit="calls"}}': 0.25}}),
         # Its process has been gone for 40 minutes.
         (
             _OF_ANN,
@@ -241,12 +257,16 @@ _OF_ANN = {
             },
         ),
     ],
-    ids=["days before", "an idle thread"],
+    ids=["days before", "shares", "an idle thread"],
 )
-def test_what_is_no_more(
+def test_what_queries_compute(
     series: dict[str, str], answers: dict[str, dict[str, float]], tmp_path: Path
 ) -> None:
-    """Days before are compared with now, and a thread whose process is gone is still shown."""
+    """Days before are compared with now, and a thread whose process is gone is still shown.
+
+    *Cost, last 24 hours* is what models and tools cost, as the rules record it, and *Refused* the
+    share of all calls that the limit checked, the allowed ones included.
+    """
     asked = [
         {
             "expr": interpolate(query(f"{OVERVIEW} {where}").expr, ANYTHING),
@@ -462,47 +482,6 @@ def test_every_part_of_a_query_returns_data(seen: Seen) -> None:
         return left == none
 
     eventually(found, seconds=3 * DEADLINE)
-
-
-def test_what_tools_cost(seen: Seen) -> None:
-    """*Cost, last 24 hours* has what models and tools cost together."""
-    cost = query(f"{OVERVIEW} 45 A")
-    of = {**ANYTHING, "agent": "spending"}
-
-    def total(*named: str) -> float:
-        found = seen.prometheus.result("query", query=" + ".join(named))
-        return round(sum(float(each["value"][1]) for each in found), 9)
-
-    models, tools = (
-        f'sum(sum_over_time({{__name__=~".*:{each}_dollars:increase15s",agent="spending"}}[24h]))'
-        for each in ("langchain_quota_spent", "langchain_quota_tool_spent")
-    )
-    # What was counted last may be scraped between two queries.
-    eventually(lambda: total(interpolate(cost.expr, of)) == total(models, tools) > total(models))
-
-
-def test_which_share_a_limit_refuses(seen: Seen) -> None:
-    """*Refused* is the share of all calls that the limit checked, the allowed ones included."""
-    counted = (
-        "sum by (decision) (sum_over_time(job_agent_limit_scope_decision:"
-        'langchain_quota_limit_decisions:increase15s{agent="finder",limit="tool:search"}[1h]))'
-    )
-    asked = interpolate(query(f"{OVERVIEW} 51 D").expr, {**ANYTHING, "agent": "finder"})
-
-    def found() -> bool:
-        calls = {
-            each["metric"]["decision"]: float(each["value"][1])
-            for each in seen.prometheus.result("query", query=counted)
-        }
-        shares = {
-            each["metric"]["scope"]: float(each["value"][1])
-            for each in seen.prometheus.result("query", query=asked)
-            if each["metric"]["limit"] == "tool:search"
-        }
-        share = calls["blocked"] / (calls["allowed"] + calls["blocked"])
-        return 0 < share < 1 and round(sum(shares.values()) - share, 9) == 0
-
-    eventually(found)
 
 
 def test_every_variable_offers_values(seen: Seen) -> None:
