@@ -1,42 +1,53 @@
 -- Acquires: makes corrections, and admits or refuses a batch of calls, in one atomic step.
 -- KEYS     the freezes, which are a count, too; texts that are remembered; and counts, as redis_rows.py has them
--- ARGV[1]  JSON; numbers are whole, exact up to 2^53 - 1; -1 stands for none, and 0 for no key
---   counts       {end of window, idle, drains, freeze}; idle: how long one without a window is kept, in seconds;
---                freeze: the entry that freezes its subject. Amounts and maximums of one that drains are microseconds
---   attempt, result  numbers of keys; hold: the name of the entry of what the request holds
+-- ARGV[1]  a list in JSON; numbers are whole, exact up to 2^53 - 1; -1 stands for none, and 0 for no key
+--   attempt, result  numbers of keys
+--   hold         the entry of what the request holds, or settles: it is read with its count; '' for none
+--   rules        end of window, idle, drains, freeze of each count; idle: how long one without a window is kept, in
+--                seconds; freeze: the entry that freezes its subject. Amounts and maximums of one that drains are
+--                microseconds
 --   corrections  {marker, result, for how long, entry that it settles or '', {{count, start, amount, limit} ...}}
---   counters     {count, start, limit, lease, rolls over}; start: where a new count begins; limit: to show
+--   counters     count, start, limit, lease, whether it rolls over, of each; start: where a new count begins; limit: to
+--                show
 --   thresholds   number of the limit, counter, maximum, whether it is enforced, of each
 --   calls        {counter, amount, counter, amount ...}, {threshold, threshold ...}
 --   stops        {number of the limit, after how many refused calls it stops the batch}
--- ARGV[2]  lines of JSON: names of the thresholds; counters that drain; name of the request; key of each counter
+-- ARGV[2]  lines of JSON: names of the thresholds; counters that drain; the attempt, with %s for each amount
 -- Answer   JSON, written here since cjson rounds numbers to 14 digits: "refused" if the attempt was corrected before it
 --   arrived; "rollover" if that must be fixed first; {counter} if it can hold no more; or {replayed, first line or null,
 --   second line, stopped, used and raise of each counter, {admitted, thresholds that refuse it} of each call, how many
 --   freezes there are, counters that are frozen, {counter, what is fresh} ...}
-local ask, time, counts, lines = cjson.decode(ARGV[1]), redis.call('TIME'), {}, {}
-for line in string.gmatch(ARGV[2], '[^\n]+') do lines[#lines + 1] = line end
+local attempt, result, hold, rules, corrections, counters, thresholds, calls, stops = unpack(cjson.decode(ARGV[1]))
+local all_names, drains, charges = string.match(ARGV[2], '([^\n]*)\n([^\n]*)\n(.*)')
+local time, counts = redis.call('TIME'), {}
 local now = tonumber(time[1])
 local micros = now * 1000000 + tonumber(time[2])
 
 -- '%d' is faster, but a server may have it for 32 bits only.
-local function digits(number) return string.format(math.abs(number) < 2^31 and '%d' or '%.0f', number) end
--- tonumber() alone would take 'nan', which no limit refuses.
-local function whole(text) return text and #text <= 17 and string.match(text, '^-?%d+$') and tonumber(text) end
+local function digits(number)
+  return number == 0 and '0' or string.format(math.abs(number) < 2^31 and '%d' or '%.0f', number)
+end
 local function entry_of(text)
   local amount, ends, place = string.match(text or '', '^(-?%d+) (%d+) (-?%d+)$')
   return amount and {tonumber(amount), tonumber(ends), tonumber(place)}
 end
 local function read(key, window_end, idle, drains, freeze)
-  local count = {key = key, window_end = window_end, idle = idle, drains = drains, freeze = freeze, changed = {}}
-  local any, odd, kept = false, false, redis.call('HMGET', key, unpack(FIELDS))
-  count.entries = {}
-  for i, field in ipairs(FIELDS) do
-    count[field] = whole(kept[i]) or i < 6 and -1 or i < 9 and 0 or nil
-    any, odd = any or kept[i], odd or kept[i] and not whole(kept[i])
+  local kept, any, odd = redis.call('HMGET', key, hold, unpack(FIELDS, 1, drains and 7 or 6)), false, false
+  for i = 2, #kept do
+    local text = kept[i]
+    if text then
+      local number = tonumber(text)
+      -- Others can write there, too. No limit refuses 'nan'.
+      any, odd, kept[i] = true, odd or not number or number % 1 ~= 0 or number > 2^53, number
+    end
   end
-  if odd or any and count.expires < 0 or (count.used or 0) < 0 then error('no count is kept under ' .. key .. ODD) end
-  return count
+  local held, used, expires, next_end, raised, fresh, checked, at = unpack(kept)
+  if odd or any and (expires or -1) < 0 or (used or 0) < 0 then error('no count is kept under ' .. key .. ODD) end
+  return {
+    key = key, window_end = window_end, idle = idle, drains = drains, freeze = freeze, changed = {},
+    used = used or nil, expires = expires or -1, next_end = next_end or -1, raised = raised or 0,
+    fresh = fresh or 0, checked = checked or 0, at = at or -1, entries = {[hold] = held and entry_of(held) or false},
+  }
 end
 local function set(count, field, value)
   if count[field] ~= value then count[field], count.changed[field] = value, digits(value) end
@@ -106,13 +117,13 @@ local function charge(count, amount, start, limit, lease)
   end
   set(count, 'used', total)
   set(count, 'ends', count.window_end)
-  set(count, 'limit', limit)
+  if limit then set(count, 'limit', limit) end
   set(count, 'expires', count.drains and expires or math.max(expires, count.expires))
   if lease < 0 then return end
   local begin, ends = total - amount, now + lease + 1
-  local held, last, place = unpack(entry(count, ask.hold) or {0, ends, begin})
+  local held, last, place = unpack(entry(count, hold) or {0, ends, begin})
   if place == begin or begin == count.at then place = total end
-  keep(count, ask.hold, held + amount, math.max(ends, last), place)
+  keep(count, hold, held + amount, math.max(ends, last), place)
   if count.next_end < 0 or ends < count.next_end then set(count, 'next_end', ends) end
 end
 -- HSET comes first: a server that is full does it, or nothing.
@@ -130,88 +141,99 @@ local function write(answer)
 end
 
 -- Nothing is written before all are read: an error changes nothing.
-for i, count in ipairs(ask.counts) do counts[i] = read(KEYS[#KEYS - #ask.counts + i], unpack(count)) end
-for _, count in ipairs(counts) do update(count) end
-for _, correction in ipairs(ask.corrections) do
-  local marker, result, lasts, settles, amounts = unpack(correction)
+for i = 1, #rules / 4 do
+  counts[i] = read(KEYS[#KEYS - #rules / 4 + i], unpack(rules, 4 * i - 3, 4 * i))
+  update(counts[i])
+end
+for _, correction in ipairs(corrections) do
+  local marker, answered, lasts, settles, amounts = unpack(correction)
   local is_done = not redis.call('SET', KEYS[marker], 1, 'NX', 'EX', lasts)
-  is_done = is_done or result > 0 and redis.call('EXISTS', KEYS[result]) == 1
+  is_done = is_done or answered > 0 and redis.call('EXISTS', KEYS[answered]) == 1
   for _, part in ipairs(is_done and {} or amounts) do
     local index, start, amount, limit = unpack(part)
     local count = counts[index]
     local drained = settles ~= '' and drop(count, settles, micros) or 0
-    if amount > drained then charge(count, amount - drained, start, limit < 0 and count.limit or limit, -1) end
+    if amount > drained then charge(count, amount - drained, start, limit >= 0 and limit, -1) end
     if amount < 0 and count.used then lower(count, -amount, 0) end
   end
 end
 
+counts[0] = {raised = 0, fresh = 0, freeze = ''}  -- for counts of the caller
 -- One command for all of these, because mostly there is none.
-local remembered, freezes, frozen = {KEYS[1], KEYS[ask.attempt]}, 0, {}
-remembered[#remembered + 1] = KEYS[ask.result]
-if redis.call('EXISTS', unpack(remembered)) > 0 then
-  if ask.attempt > 0 and redis.call('GET', KEYS[ask.attempt]) == REFUSED then return write('"refused"') end
-  local result = ask.result > 0 and redis.call('GET', KEYS[ask.result])
-  if result then return write('[1,' .. result .. ',[]]') end
+local remembered, freezes, frozen = {KEYS[1], KEYS[attempt]}, 0, {}
+remembered[#remembered + 1] = KEYS[result]
+remembered = redis.call('EXISTS', unpack(remembered))
+if remembered > 0 then
   local row = read(KEYS[1])
+  if remembered > 1 or row.expires < 0 then
+    if attempt > 0 and redis.call('GET', KEYS[attempt]) == REFUSED then return write('"refused"') end
+    local said = result > 0 and redis.call('GET', KEYS[result])
+    if said then return write('[1,' .. said .. ',[]]') end
+  end
   counts[#counts + 1] = row
   update(row)
   freezes = row.raised
-  for i, counter in ipairs(ask.counters) do
-    local freeze = counter[1] > 0 and counts[counter[1]].freeze or ''
+  for i = 1, freezes > 0 and #counters / 5 or 0 do
+    local freeze = counts[counters[5 * i - 4]].freeze
     frozen[i] = freeze ~= '' and (entry(row, freeze) or entry(row, FREEZE_OF_ALL))
   end
 end
 
-counts[0] = {raised = 0, fresh = 0}  -- for counts of the caller
-local before, after, used, raised, fresh, marks, charges = {}, {}, {}, {}, {}, {}, {}
-for i, counter in ipairs(ask.counters) do
-  local count = counts[counter[1]]
-  if counter[5] and not entry(count, 'rollover') then return write('"rollover"') end
-  before[i] = level(count, counter[2])
+local before, after, used, raised, fresh, marks = {}, {}, {}, {}, {}, {}
+for i = 1, #counters / 5 do
+  local index, start, _, _, rolls = unpack(counters, 5 * i - 4, 5 * i)
+  local count = counts[index]
+  if rolls and not entry(count, 'rollover') then return write('"rollover"') end
+  before[i] = level(count, start)
   after[i], used[i], raised[i] = before[i], digits(before[i]), digits(count.raised)
   if count.fresh > 0 then fresh[#fresh + 1] = '[' .. i - 1 .. ',' .. digits(count.fresh) .. ']' end
   if frozen[i] then marks[#marks + 1] = i - 1 end
 end
 -- As admit() in admission.py.
-local calls, names, refusals, stopped = {}, 'null', {}, 0
-for i, call in ipairs(ask.calls) do
+local said_of_calls, names, refusals, stopped = {}, 'null', {}, 0
+for i, call in ipairs(calls) do
   local amounts, places, refusing, runs = {}, {}, {}, true
   for j = 1, #call[1], 2 do amounts[call[1][j]] = call[1][j + 1] end
   for _, index in ipairs(call[2]) do
-    local limit, counter, most, enforced = unpack(ask.thresholds, 4 * index - 3, 4 * index)
-    if frozen[counter] or after[counter] + amounts[counter] > most + counts[ask.counters[counter][1]].raised then
-      runs, names = runs and not enforced, lines[1]
+    local limit, counter, most, enforced = unpack(thresholds, 4 * index - 3, 4 * index)
+    if frozen[counter] or after[counter] + amounts[counter] > most + counts[counters[5 * counter - 4]].raised then
+      runs, names = runs and not enforced, all_names
       if not places[limit] then places[limit], refusals[limit] = #refusing + 1, (refusals[limit] or 0) + 1 end
       if frozen[counter] or not refusing[places[limit]] then refusing[places[limit]] = ',' .. index - 1 end
     end
   end
   for counter, amount in pairs(runs and amounts or {}) do after[counter] = after[counter] + amount end
-  calls[i] = '[' .. (runs and 1 or 0) .. table.concat(refusing) .. ']'
+  said_of_calls[i] = '[' .. (runs and 1 or 0) .. table.concat(refusing) .. ']'
 end
-for _, stop in ipairs(ask.stops) do
+for _, stop in ipairs(stops) do
   if (refusals[stop[1]] or 0) >= stop[2] then stopped = 1 end
 end
 
-for i, counter in ipairs(ask.counters) do
-  local count = stopped == 0 and after[i] > before[i] and counter[4] >= 0 and counts[counter[1]] or {}
-  if count.drains and redis.call('HLEN', count.key) >= MAX_HELD and not entry(count, ask.hold) then
+for i = 1, hold ~= '' and #counters / 5 or 0 do
+  local index, _, _, lease = unpack(counters, 5 * i - 4, 5 * i)
+  local count = stopped == 0 and after[i] > before[i] and lease >= 0 and counts[index] or {}
+  if count.drains and redis.call('HLEN', count.key) >= MAX_HELD and not entry(count, hold) then
     return write('[' .. i - 1 .. ']')
   end
 end
-for i, counter in ipairs(ask.counters) do
-  local index, start, limit, lease = unpack(counter)
+local added, charged = {}, false
+for i = 1, #counters / 5 do
+  local index, start, limit, lease = unpack(counters, 5 * i - 4, 5 * i)
   local count, amount = counts[index], after[i] - before[i]
-  if count.fresh > 0 then set(count, 'checked', count.checked + 1) end
-  set(count, 'fresh', 0)
-  if index > 0 and amount > 0 and stopped == 0 then
-    charge(count, amount, start, limit, lease)
-    charges[#charges + 1] = '[' .. lines[i + 3] .. ', ' .. digits(amount) .. ', ' .. tostring(lease >= 0) .. ']'
+  if count.fresh > 0 then
+    set(count, 'checked', count.checked + 1)
+    set(count, 'fresh', 0)
   end
+  local is_charged = index > 0 and amount > 0 and stopped == 0
+  if is_charged then charge(count, amount, start, limit, lease) end
+  if index > 0 then added[#added + 1] = is_charged and digits(amount) or '0' end
+  charged = charged or is_charged
 end
-local said = string.format('%s,%s,%d,[%s],[%s],[%s],%d,[%s]', names, lines[2], stopped, table.concat(used, ','),
-  table.concat(raised, ','), table.concat(calls, ','), freezes, table.concat(marks, ','))
-local attempt = '[' .. lines[3] .. ', [' .. table.concat(charges, ', ') .. ']]'
-for index, text in pairs(#charges > 0 and {[ask.result] = said, [ask.attempt] = attempt} or {}) do
-  if index > 0 then redis.call('SET', KEYS[index], text, 'EX', REMEMBERED) end
+local said = string.format('%s,%s,%d,[%s],[%s],[%s],%d,[%s]', names, drains, stopped, table.concat(used, ','),
+  table.concat(raised, ','), table.concat(said_of_calls, ','), freezes, table.concat(marks, ','))
+local function remember(key, text)
+  if charged and key > 0 then redis.call('SET', KEYS[key], text, 'EX', REMEMBERED) end
 end
+remember(attempt, string.format(charges, unpack(added)))
+remember(result, said)
 return write('[0,' .. said .. ',[' .. table.concat(fresh, ',') .. ']]')

@@ -28,8 +28,10 @@ from langchain_quota.stores.rows import (
 MAX_COUNT = 2**53 - 1
 """The largest count, start and amount: scripts compute in floating point."""
 
-FIELDS = ("next_end", "limit", "ends", "expires", "at", "raised", "fresh", "checked", "used")
-"""The numbers of a count. In scripts -1 stands for none of the first five, 0 of the next three."""
+NUMBERS = ("used", "expires", "next_end", "raised", "fresh", "checked", "at", "limit", "ends")
+"""The numbers of a count, of which acquire.lua reads the first seven."""
+FIELDS = (*NUMBERS, ROLLOVER)
+"""What is read of a count whose other entries do not matter."""
 _ADDED = ("used", "raised", "fresh")
 """To what others change meanwhile, the difference is added, unless the count drains."""
 
@@ -111,7 +113,7 @@ def _parts(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[list[Any]
 
 
 def _read_count(fields: Mapping[str, str]) -> tuple[float, Count]:
-    numbers = {name: int(fields[name]) for name in FIELDS if name in fields}
+    numbers = {name: int(fields[name]) for name in NUMBERS if name in fields}
     entries = {n: Entry(*map(int, text.split())) for n, text in fields.items() if " " in text}
     limit, ends, next_end = (numbers.get(name, -1) for name in ("limit", "ends", "next_end"))
     if max(map(abs, numbers.values())) > MAX_COUNT:
@@ -160,7 +162,7 @@ def _row(kept: Any) -> Any:
         if isinstance(kept, list) and kept:
             words = [word.decode() if isinstance(word, bytes) else word for word in kept]
             if words[0] == "":
-                fields = zip((*FIELDS, ROLLOVER), words[1:], strict=True)
+                fields = zip(FIELDS, words[1:], strict=True)
                 return {field: text for field, text in fields if text is not None}
             return dict(zip(words[::2], words[1::2], strict=True))
         return kept.decode() if isinstance(kept, bytes) else kept

@@ -1,7 +1,7 @@
 """The script that acquires in Redis: requests to it as JSON, and its replies; see `acquire.lua`."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from hashlib import sha1
 from importlib.resources import files
@@ -31,7 +31,7 @@ from langchain_quota.stores.keys import (
     read_emission_interval,
     window_end,
 )
-from langchain_quota.stores.memory import REFUSED, ROLLOVER
+from langchain_quota.stores.memory import REFUSED
 from langchain_quota.stores.redis_rows import FIELDS, MAX_COUNT, name_of
 from langchain_quota.stores.server import ANOTHER_FORM
 
@@ -52,28 +52,29 @@ class Script(NamedTuple):
         return cls(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-def _script(name: str, fields: Sequence[str]) -> Script:
+def _script(name: str) -> Script:
     constants = (
         f"local REMEMBERED, GRACE, MAX_HELD = {REMEMBERED}, {GRACE}, {MAX_HELD}\n"
         f"local REFUSED, FREEZE_OF_ALL = '{json.dumps(REFUSED)}', '{grant_entry(FREEZES)}'\n"
         f"local ODD = '{ANOTHER_FORM}'\n"
-        f"local FIELDS = {{{str([*fields])[1:-1]}}}\n"
+        f"local FIELDS = {{{str([*FIELDS])[1:-1]}}}\n"
     )
     source = (files("langchain_quota.stores") / f"{name}.lua").read_text("utf-8")
     return Script.of(constants + source)
 
 
-SCRIPTS = {
-    "acquire": _script("acquire", FIELDS),
-    "rows": _script("rows", (*FIELDS, ROLLOVER)),
-}
+SCRIPTS = {name: _script(name) for name in ("acquire", "rows")}
 
 
 def write_acquire(prefix: str, request: AcquireRequest, idle: int) -> list[int | bytes | str]:
     """Return the number of keys, the keys and the arguments of acquire.lua for a request."""
     # The freezes come first, and counts last, with numbers of their own.
-    places, counts = {name_of(prefix, "count", FREEZES): 1}, dict[bytes, int]()
-    rules, counters, keys, drains = list[str](), list[str](), list[str](), list[str]()
+    places: dict[bytes, int] = {_name(prefix, FREEZES): 1}
+    counts: dict[bytes, int] = {}
+    rules: list[str] = []
+    counters: list[str] = []
+    drains: list[str] = []
+    charges: list[str] = []
 
     def place(kind: str, name: str | None) -> int:
         if not name:
@@ -81,59 +82,62 @@ def write_acquire(prefix: str, request: AcquireRequest, idle: int) -> list[int |
         return places.setdefault(name_of(prefix, kind, digest(name)), len(places) + 1)
 
     def count(key: str, ends: int | None) -> int:
-        number = counts.setdefault(name_of(prefix, "count", key), len(counts) + 1)
+        number = counts.setdefault(_name(prefix, key), len(counts) + 1)
         if number > len(rules):
-            rules.append(f"[{_clamped(ends)},{_rule(key, idle)}]")
+            rules.append(f"{_clamped(ends)},{_rule(key, idle)}")
         return number
 
     attempt = place("attempt", request.attempt_id)
     result = place("result", request.idempotency_key)
     smallest, hold = smallest_limits(request), ""
-    for counter in request.counters.values():
-        key = counter.key
+    for number, counter in enumerate(request.counters.values()):
+        key, lease = counter.key, _NONE
         if key is None:
-            counters.append(f"[0,{_exact(counter.used)},{_NONE},{_NONE},false]")
-            keys.append("null")
+            counters.append(f"0,{_exact(counter.used)},{_NONE},{_NONE},false")
             continue
-        lease = _NONE
         if counter.lease is not None:
             lease, hold = _exact(counter.lease), hold or hold_entry(request.idempotency_key)
         if "~" in key and read_emission_interval(key):
-            drains.append(f"[{len(keys)},{_text(key)}]")
+            drains.append(f"[{number},{json.dumps(key)}]")
         ends = None if counter.expires_at is None else ceil(counter.expires_at)
         start = _exact(counter.used and drain_time(key, counter.used))
         rolls = "false" if counter.rollover is None else "true"
         limit = _clamped(smallest.get(key))
-        counters.append(f"[{count(key, ends)},{start},{limit},{lease},{rolls}]")
-        keys.append(_text(key))
+        counters.append(f"{count(key, ends)},{start},{limit},{lease},{rolls}")
+        charges.append(_charge(key, lease != _NONE))
     names, calls = _calls(request, bool(drains))
     corrections = [_correction(correction, count, place) for correction in request.corrections]
+    for correction in request.corrections:
+        hold = hold or (hold_entry(correction.settles) if correction.settles else "")
     ask = (
-        f'{{"counts":[{",".join(rules)}],"attempt":{attempt},"result":{result},"hold":"{hold}",'
-        f'"corrections":[{",".join(corrections)}],"counters":[{",".join(counters)}],'
-        f"{calls}}}"
+        f'[{attempt},{result},"{hold}",[{",".join(rules)}],[{",".join(corrections)}],'
+        f"[{','.join(counters)}],{calls}]"
     )
     # Not one argument for each: without a password, Redis reads ten and reports the eleventh.
-    lists = [f"[{','.join(texts)}]" for texts in (names, drains)]
-    lines = "\n".join([*lists, json.dumps(request.idempotency_key), *keys])
+    lines = (
+        f"[{','.join(names)}]\n[{','.join(drains)}]\n"
+        f"[{_format(request.idempotency_key)}, [{', '.join(charges)}]]"
+    )
     return [len(places) + len(counts), *places, *counts, ask, lines]
 
 
 def _calls(request: AcquireRequest, drains: bool) -> tuple[list[str], str]:  # noqa: FBT001
     """Return the names of thresholds, and what the script is told of them, calls and stops."""
     number = {name: number for number, name in enumerate(request.counters, 1)}
-    limits, indexes = dict[str, int](), dict[Threshold, int]()
-    calls, thresholds, names = [], list[str](), list[str]()
+    limits: dict[str, int] = {}
+    indexes: dict[Threshold, int] = {}
+    calls, thresholds, names = [], [], []
     for amounts, over in demands_in_drain_time(request) if drains else request.demands:
-        added = [part for name in amounts for part in (number[name], _exact(amounts[name]))]
-        calls.append([added, [indexes.setdefault(each, len(indexes) + 1) for each in over]])
+        added = [f"{number[name]},{_exact(amounts[name])}" for name in amounts]
+        checked = [str(indexes.setdefault(each, len(indexes) + 1)) for each in over]
+        calls.append(f"[[{','.join(added)}],[{','.join(checked)}]]")
     for threshold in indexes:
         limit = limits.setdefault(threshold.limit, len(limits))
         bound, limit_and_scope = _threshold(threshold)
         thresholds.append(f"{limit},{number[threshold.counter]},{bound}")
         names.append(limit_and_scope)
     stops = [[limits.get(name, _NONE), after] for name, after in request.stops.items()]
-    return names, f'"thresholds":[{",".join(thresholds)}],"calls":{calls},"stops":{stops}'
+    return names, f"[{','.join(thresholds)}],[{','.join(calls)}],{stops}"
 
 
 def _correction(correction: Correction, count: _Number, place: _Number) -> str:
@@ -169,7 +173,21 @@ def _threshold(threshold: Threshold) -> tuple[str, str]:
     return f"{bound},{'true' if enforced else 'false'}", json.dumps([limit, scope])
 
 
-_text = lru_cache(maxsize=4096)(json.dumps)
+@lru_cache(maxsize=4096)
+def _name(prefix: str, key: str) -> bytes:
+    """Return the name of a count; as often as it is charged, it is the same."""
+    return name_of(prefix, "count", key)
+
+
+@lru_cache(maxsize=4096)
+def _charge(key: str, is_held: bool) -> str:  # noqa: FBT001
+    """Return a charge of an attempt, without its amount."""
+    return f"[{_format(key)}, %s, {'true' if is_held else 'false'}]"
+
+
+def _format(text: str) -> str:
+    """Return a text as JSON, as a format of Lua has it."""
+    return json.dumps(text).replace("%", "%%")
 
 
 def _exact(number: int) -> int:
@@ -203,9 +221,9 @@ def read_result(request: AcquireRequest, reply: object) -> AcquireResult | None:
     if len(said) == 1:
         check_held(request.counters[counters[said[0]]].key or "", MAX_HELD)
     replayed, names, drains, stopped, used, raised, calls, freezes, frozen, fresh = said
-    flags = replayed, stopped, *(runs for runs, *_ in calls)
-    numbers = [*used, *raised, *chain(*calls), freezes, *frozen, *chain(*fresh)]
-    if {*map(type, (*flags, *numbers))} != {int} or min(numbers) < 0 or not {*flags} <= {0, 1}:
+    flags = [replayed, stopped, *[call[0] for call in calls]]
+    numbers = [*flags, *used, *raised, *chain(*calls), freezes, *frozen, *chain(*fresh)]
+    if {*map(type, numbers)} != {int} or min(numbers) < 0 or max(flags) > 1:
         raise ValueError("it is no result")
     if replayed:
         check_fits(len(used), len(calls), request)
@@ -213,16 +231,17 @@ def read_result(request: AcquireRequest, reply: object) -> AcquireResult | None:
         raise ValueError("it is the result of another request")
     kept = dict(zip(counters, used, strict=True))
     drained_in = {counters[number]: used[number] for number, _ in drains}
-    drained = {counters[number]: drained_amount(key, used[number]) for number, key in drains}
+    for number, key in drains:
+        kept[counters[number]] = drained_amount(key, used[number])
     return AcquireResult(
-        {**kept, **drained},
-        tuple(dict(names[number] for number in refusing) for _, *refusing in calls),
-        tuple(runs == 1 for runs, *_ in calls),
+        kept,
+        tuple([dict([names[number] for number in call[1:]]) for call in calls]),
+        tuple([call[0] == 1 for call in calls]),
         stopped=stopped == 1,
         replayed=replayed == 1,
         granted={name: more for name, more in zip(counters, raised, strict=True) if more},
         newly_granted={counters[number]: amount for number, amount in fresh},
         drained_in=drained_in,
-        frozen=tuple(counters[number] for number in frozen),
+        frozen=tuple([counters[number] for number in frozen]),
         freezes=freezes,
     )

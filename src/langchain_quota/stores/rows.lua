@@ -34,7 +34,7 @@ local rows = time
 for i, key in ipairs(KEYS) do
   local row = i > number and redis.pcall('GET', key) or i <= number and redis.pcall('HMGET', key, unpack(FIELDS))
   if i <= number and not row.err then
-    local all = not peeks or not row[9] or (tonumber(row[1]) or math.huge) <= tonumber(time[1])
+    local all = not peeks or not row[1] or (tonumber(row[3]) or math.huge) <= tonumber(time[1])
     if all then row = redis.pcall('HGETALL', key) else table.insert(row, 1, '') end
   end
   if row and row.err and not string.find(row.err, 'WRONGTYPE', 1, true) then error(row.err) end
