@@ -315,43 +315,6 @@ async def test_a_model_without_limits_is_unchecked() -> None:
         assert unchecked == {("unnamed", "model"): 2}
 
 
-@pytest.mark.parametrize("output_mode", ["last_message", "full_history"])
-@pytest.mark.parametrize(
-    ("limit", "workers"),
-    [
-        (ModelCallLimit(run_limit=2, thread_limit=5), [2, 2, 1]),
-        (ToolCallLimit("transfer_to_worker", thread_limit=3), [3, 0, 0]),
-    ],
-    ids=["model calls", "hand-overs"],
-)
-async def test_a_supervisor(
-    limit: Limit, workers: list[int], output_mode: str, signals: Signals
-) -> None:
-    """Its model calls and hand-overs are limited, over the whole run and from turn to turn."""
-    supervisors = pytest.importorskip("langgraph_supervisor")
-
-    def script(messages: Any) -> Any:
-        refused = "limit exceeded" in str(messages[-1].content)
-        return "done" if refused else ["transfer_to_worker"]
-
-    worked, model = ScriptedChatModel(script=lambda _: "worked"), ScriptedChatModel(script=script)
-    quota = GraphQuota([limit], name="boss", store=MemoryStore(), telemetry=signals.telemetry)
-    graph = supervisors.create_supervisor(
-        [create_react_agent(worked, [], name="worker")],
-        model=quota.model(model),
-        tools=quota.tools([supervisors.create_handoff_tool(agent_name="worker")]),
-        output_mode=output_mode,
-    ).compile(checkpointer=InMemorySaver())
-    for count in workers:
-        before = len(worked.calls)
-        result = await graph.ainvoke(HELLO, CONFIG)
-        assert len(worked.calls) - before == count
-        check_history(result["messages"])
-        assert result["messages"][-1].content != "worked"
-    for each in (*model.calls, *worked.calls):
-        check_history(each.messages)
-
-
 def said(kind: str, **more: Any) -> dict[str, Any]:
     """What a person answers."""
     return {"decisions": [{"type": kind, **more}]}

@@ -1,17 +1,26 @@
-"""Budgets of tokens: model calls are charged what they have used, and refused when it is all."""
+"""Budgets of tokens: model calls are charged what they have used, and refused when it is all.
+
+Whatever the form of a provider's report, never less is charged than its total says.
+"""
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from http.client import IncompleteRead
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.outputs import ChatGenerationChunk
 
-from langchain_quota import CostLimit, QuotaMiddleware, QuotaWarning, TokenLimit
+from langchain_quota import CostLimit, Price, QuotaMiddleware, QuotaWarning, TokenLimit
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Kind, Order, Scene, in_order, model_limiter, orders
-from tests.telemetry import Signals, needs_inline
+from tests.telemetry import Signals, needs_inline, telling
 from tests.tokens import answer, asking, spent, spent_by_agent
 
 ROOMY = TokenLimit(run_limit=10**6, thread_limit=10**6)
@@ -180,3 +189,157 @@ async def test_models_of_tools_belong_to_their_branch(signals: Signals) -> None:
     await scene.agent.ainvoke(None, before_call(scene, 0))
     await scene.play()
     assert spent(scene)[0] == 223
+
+
+PRICE: Any = {"input": 1, "output": 10, "cache_read": "0.1", "cache_creation": "1.25"}
+TABLE = {"claude": Price(**PRICE, cache_creation_1h=2)}
+LIMITS: list[Limit] = [
+    *(TokenLimit(enforce=False, tokens=kind) for kind in ("input", "output", "total")),
+    CostLimit(enforce=False),
+]
+LONG = "word " * 600
+"""3,000 bytes, which are estimated as 1,000 tokens."""
+
+
+def said(*tokens: int, text: Any = "Yes.", args: Any = None, **more: Any) -> AIMessage:
+    """An answer that reports input, output and perhaps a total; `more` are details, or its own."""
+    details = {name: more.pop(name) for name in [*more] if isinstance(more[name], int)}
+    calls = [{"name": "none", "args": args, "id": "1"}] if args else []
+    return AIMessage(text, tool_calls=calls, usage_metadata=report(*tokens, **details), **more)
+
+
+def report(given: int, made: int, total: int = 0, reasoning: int = 0, **details: int) -> Any:
+    told = {"input_tokens": given, "output_tokens": made, "total_tokens": total or given + made}
+    parts = {"output_token_details": {"reasoning": reasoning}, "input_token_details": details}
+    return told | parts
+
+
+def part(text: Any = "", *tokens: int) -> AIMessageChunk:
+    """A chunk of a stream, with a report or without one."""
+    return AIMessageChunk(content=text, usage_metadata=report(*tokens) if tokens else None)
+
+
+def iterations(*tokens: tuple[int, int, int], **more: Any) -> dict[str, Any]:
+    """What Anthropic says beside its sum: input, output and written cache of each iteration."""
+    names = ("input_tokens", "output_tokens", "cache_creation_input_tokens")
+    parts = [{**dict(zip(names, each, strict=True)), **more} for each in tokens]
+    return {"response_metadata": {"usage": {"iterations": parts}}}
+
+
+COMPACTED = [{"type": "compaction", "content": "w" * 300, "index": 0}]
+CUT_OFF = [*[part(LONG)] * 3, ConnectionError()]
+TWICE = iterations(*[(50, 10, 100)] * 2, cache_creation={"ephemeral_1h_input_tokens": 100})
+LONG_REASONING = {"additional_kwargs": {"reasoning_content": LONG}}
+FORMS: dict[str, tuple[Any, Any]] = {
+    # The answer; its tokens of input and of output, and their price in millionths of a dollar.
+    "OpenAI": (said(1_207, 31, cache_read=1_024, reasoning=20), [1_207, 31, 595.4]),
+    "OpenAI, flex": (said(100, 50, 350, flex_cache_read=200), [300, 50, 620]),
+    "Gemini by ChatOpenAI": (said(17, 24, 1_426), [17, 1_409, 14_107]),
+    "Grok by ChatOpenAI": (said(1_000, 500, 1_800, reasoning=300), [1_000, 800, 9_000]),
+    "Grok, and its cache": (
+        *(said(100, 50, 1_350, cache_read=1_000, reasoning=200), [1_100, 250, 2_700]),
+    ),
+    "two alike: the dearer": (
+        *(said(2_000, 50, 3_050, cache_read=1_000, reasoning=1_000), [2_000, 1_050, 11_600]),
+    ),
+    "Bedrock": (said(20_000, 100, 58_100, cache_read=38_000), [58_000, 100, 24_800]),
+    "Bedrock, written": (
+        *(said(19, 100, 39_119, cache_read=38_000, cache_creation=1_000), [39_019, 100, 6_069]),
+    ),
+    "cache in no total": (said(19, 100, cache_read=38_000), [38_019, 100, 4_819]),
+    "reasoning in no total": (said(17, 24, reasoning=1_385), [17, 1_409, 14_107]),
+    "compaction": (
+        said(23_000, 1_000, **iterations((180_000, 3_500, 0), (23_000, 1_000, 0))),
+        [203_000, 4_500, 248_000],
+    ),
+    "written twice": (said(150, 10, cache_creation=100, **TWICE), [300, 20, 700]),
+    "compaction, streamed": ([part(COMPACTED), part([], 5_000, 50)], [6_000, 150, 7_500]),
+    "no input": (said(0, 50), [1_000, 50, 1_500]),
+    "no output": (said(20, 0, text=LONG), [20, 1_000, 10_020]),
+    "a placeholder": ([part("", 20, 1), part(LONG)], [20, 1_000, 10_020]),
+    "hidden by reasoning": (said(20, 1, text="", **LONG_REASONING), [20, 1_000, 10_020]),
+    "hidden by arguments": (said(20, 1, text="", args={"q": LONG}), [20, 1_023, 10_250]),
+    "one token": (said(20, 1), [20, 1, 30]),
+    "cut off": (CUT_OFF, [1_000, 3_000, 31_000]),
+    "cut off behind the prompt": ([part("", 900, 1), *CUT_OFF], [900, 3_000, 30_900]),
+    "cut off at the end": ([part("", 900, 5_000), *CUT_OFF], [900, 5_000, 50_900]),
+}
+
+
+class Streams(ScriptedChatModel):
+    """Streams the script as chunks of one answer."""
+
+    def _stream(self, *_: Any, **__: Any) -> Iterator[ChatGenerationChunk]:
+        for chunk in self.script:
+            if isinstance(chunk, Exception):
+                raise chunk
+            yield ChatGenerationChunk(message=chunk)
+
+
+async def charged(signals: Signals, answer: Any, prices: Any) -> list[float]:
+    """What the tokens of input and of output are, and the millionths of a dollar."""
+    streams = isinstance(answer, list)
+    kind = Streams if streams else ScriptedChatModel
+    model = kind(model="claude", script=answer if streams else [answer])
+    scene = Scene(signals, model, LIMITS, tools=(), checkpointer=None, prices=prices)
+    mode = "messages" if streams else "values"
+    with suppress(ConnectionError):
+        async for _ in scene.agent.astream({"messages": [("user", LONG)]}, stream_mode=mode):
+            pass
+
+    def spent(limit: str, unit: str = "tokens") -> float:
+        return sum(signals.samples(f"langchain_quota_spent_{unit}_total", limit=limit).values())
+
+    given, made = spent("input_tokens"), spent("output_tokens")
+    assert spent("tokens") == given + made
+    return [given, made, round(spent("cost", "dollars") * 10**6, 3)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_every_form_is_charged_in_full(signals: Signals, form: str) -> None:
+    """Tokens that only the total, a detail or a text shows are charged, each once, at its price."""
+    answer, expected = FORMS[form]
+    assert await charged(signals, answer, TABLE) == expected
+
+
+COUNT = st.integers(0, 30)
+
+
+@given(st.tuples(*[COUNT] * 6))
+def test_no_report_is_charged_below_its_total(numbers: tuple[int, ...]) -> None:
+    """Whatever a report says: no token of its total, of a side or of a detail is left out."""
+    given, made, more, read, written, reasoning = numbers
+    details = {"cache_read": read, "cache_creation": written, "reasoning": reasoning}
+    answer = said(given, made, given + made + more, **details)
+    model = ScriptedChatModel(model="claude", script=[answer])
+    scene = Scene(telling(), model, LIMITS, tools=(), prices=TABLE)
+    with scene.quota.receipt() as bill:
+        scene.agent.invoke({"messages": [("user", "Hi!")]}, scene.config)
+
+    line = bill.total("model")
+    assert line.total_tokens == line.input_tokens + line.output_tokens >= given + made + more
+    assert line.input_tokens >= max(given, read + written)
+    assert line.output_tokens >= max(made, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("price", "written", "shown"),
+    [
+        (Price(**PRICE), {"ephemeral_1h_input_tokens": 400}, "unknown"),
+        (Price(**PRICE, cache_creation_1h=2), {"ephemeral_1h_input_tokens": 400}, "known"),
+        (Price(**PRICE), {"ephemeral_5m_input_tokens": 400}, "known"),
+        (Price(input=1, output=10), {"cache_creation": 400}, "unknown"),
+        (Price(input=0, output=0), {"cache_creation": 400}, "known"),
+    ],
+)
+async def test_a_table_without_the_price_of_a_dearer_part_is_uncertain(
+    signals: Signals, caplog: pytest.LogCaptureFixture, price: Price, written: Any, shown: str
+) -> None:
+    """Writing a cache costs more than what a table without its price charges: that is shown."""
+    for _ in range(2):
+        await charged(signals, said(1_000, 50, **written), {"claude": price})
+
+    runs = signals.samples("langchain_quota_model_runs_total", usage="reported")
+    assert runs == {("unnamed", "claude", shown): 2}
+    lines = [each.getMessage() for each in caplog.records if "so too little" in each.getMessage()]
+    assert len(lines) == (shown == "unknown")

@@ -1,16 +1,21 @@
-"""The faults and mutants that `make mutants` plants."""
+"""The project's own tools: what `make mutants` plants, what `make compare` lists; workflows."""
 
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tools import scores
+import langchain_quota
+from tools import dist, scores
+from tools.compare import main
 from tools.copies import PACKAGE, ROOT
 from tools.mutants import Fault, faults, planted
 from tools.operators import Mutant
@@ -111,3 +116,53 @@ def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [check("core", score, sample=70) for score in (88.0, 87.9)] == [0, 1]
     assert [check("all", score, diff="main") for score in (68.0, 67.9)] == [0, 1]
     assert check("core", 99.0, sample=600) == 1
+
+
+@pytest.mark.rest
+def test_a_planted_fault_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy with a fault differs in nothing else; without a public name none is compared."""
+    package = shutil.copytree(ROOT / "src" / "langchain_quota", tmp_path / "langchain_quota")
+    arguments = ["--against", str(tmp_path), "--agents", "6", "--jobs", "1", "--show", "1"]
+    with (package / "telemetry" / "tracing.py").open("a") as file:
+        file.write('\nTOOL_NAME = "renamed"\n')
+    assert main(arguments) == 1
+    field, where, _, _, total = capsys.readouterr().out.splitlines()
+    assert field.startswith("spans of ")
+    assert where.endswith(".gen_ai.tool.name")
+    alike = 6 - int(field.split()[2])
+    assert 0 < alike < 6
+    assert total == f"{alike} of 6 agents are played in the same way"
+
+    public = package / "__init__.py"
+    public.write_text(public.read_text().replace('("Telemetry"', '("Renamed"'))
+    assert main(arguments) == 1
+    nothing = "0 of 0 agents are played in the same way\n"
+    reason = "6 agents need what one edition does not have: Telemetry\n"
+    assert capsys.readouterr().out == reason + nothing
+
+
+WORKFLOWS = "".join(each.read_text() for each in (ROOT / ".github" / "workflows").iterdir())
+
+
+def test_workflows_pin_actions_and_run_the_makefile() -> None:
+    """Each action is named by a commit with its version, and what make runs is a target."""
+    used = re.findall(r"\buses: (.+)", WORKFLOWS)
+    pinned = re.compile(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+    assert used == [each for each in used if pinned.fullmatch(each)] != []
+    run = " ".join(re.findall(r"(?m)^ *- run: make ([a-z -]+)", WORKFLOWS)).split()
+    targets = re.findall(r"(?m)^([a-z-]+):.*## ", (ROOT / "Makefile").read_text())
+    assert {"lint", "dist"} <= {*run} <= {*targets}
+
+
+def test_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Package, changelog and tag have one version, or nothing is released; ours have."""
+    dist.check_version(langchain_quota.__version__)
+    monkeypatch.setattr(dist, "ROOT", tmp_path)
+    right = []
+    for newest, tag in product(("Unreleased", "1.0", "0.9"), ("", "v1.0", "v1.1")):
+        (tmp_path / "CHANGELOG.md").write_text(f"## [{newest}]\n\n## [0.1]\n")
+        monkeypatch.setattr(dist, "run", lambda *_, tag=tag: [tag])
+        with suppress(dist.DistError):
+            dist.check_version("1.0")
+            right.append((newest, tag))
+    assert right == [("Unreleased", ""), ("1.0", ""), ("1.0", "v1.0")]
