@@ -23,6 +23,7 @@ BOOSTS = {
     "quickstart": 2,
     "concepts": 3,
     "limits": 2,
+    "waiting": 2,
     "budgets": 2,
     "customers": 2,
     "stores": 2,

@@ -14,7 +14,8 @@ from tools import reference
 ROOT = Path(__file__).resolve().parents[2]
 
 PHRASES = {
-    "limits": "limit tool calls, loop, concurrency, reset a thread, unit test, dry run",
+    "limits": "limit tool calls, loop, reset a thread, unit test, dry run",
+    "waiting": "concurrency, tokens per minute",
     "budgets": "cost limit, token limit, unknown price, max tokens, spend limit, prompt cache",
     "customers": "budget per user, dollars per day, limits by plan",
     "stores": "redis outage, choose a store",
