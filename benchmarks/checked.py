@@ -1,23 +1,26 @@
 """What waits in a middleware, and what is decided about it, without an agent."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.decide import Breach, Verdict
 from langchain_quota.core.plans import (
     LimitSet,
     OnStoreError,
     Place,
+    Places,
+    Plan,
     Rule,
+    demands_of,
     run_counter,
     thread_counter,
 )
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ToolCallLimit
-from langchain_quota.middleware.calls import Batch
+from langchain_quota.middleware.calls import Step
 from langchain_quota.middleware.context import CallContext, fixed
 from langchain_quota.middleware.state import Ledger
 
@@ -40,16 +43,16 @@ class Checked:
 
     verdicts: tuple[Verdict, ...]
     breaches: list[Breach]
-    request: Batch
-    result: AcquireResult
+    request: Step
 
     def used(self, limit: Limit) -> Used:
         """What is used of a limit afterwards, of the thread and the run."""
-        charged = self.result.charged(self.request.demands)
+        result = self.request.result
+        charged = result.charged(self.request.demands)
         thread, run = thread_counter(limit), run_counter(limit)
         return Used(
-            self.result.used.get(thread, 0) + charged.get(thread, 0),
-            self.result.used.get(run, 0) + charged.get(run, 0),
+            result.used.get(thread, 0) + charged.get(thread, 0),
+            result.used.get(run, 0) + charged.get(run, 0),
         )
 
 
@@ -85,22 +88,11 @@ def check(
         # A quota may be a further threshold over a count that is there already.
         for row, number in zip(rows, numbers, strict=False):
             counts.setdefault(row.counter, number)
-    request = Batch(
-        state={},
-        ledger={},
-        context=CallContext(),
-        task="check",
-        limits=resolved,
-        places={},
-        calls=calls,
-        plans=[resolved.plan_for(call) for call in calls],
-        used=counts,
-        stops=resolved.stops if stops else {},
-        make=_never,
-    )
-    result = request.by_state()
-    verdicts, breaches = request.decide(result, charging=charging)
-    return Checked(tuple(verdicts), breaches, request, result)
+    plans = [resolved.plan_for(call) for call in calls]
+    step = _step(Ledger(), CallContext(), "check", resolved, {}, calls, plans, counts)
+    step = step._replace(stops=resolved.stops if stops else {}).by_state()
+    verdicts, breaches = step.decide(charging=charging)
+    return Checked(tuple(verdicts), breaches, step)
 
 
 def request_of(
@@ -110,7 +102,7 @@ def request_of(
     most: int = 5,
     calls: int = 1,
     **arguments: Any,
-) -> Batch:
+) -> Step:
     """Searches of a thread, in a step of their own unless the task has a name.
 
     Args:
@@ -126,19 +118,24 @@ def request_of(
     limits = LimitSet([rule.stored(rule.meters, places)])
     searches = [Call("tool", "search", f"call-{index}") for index in range(calls)]
     plans = [limits.plan_for(call) for call in searches]
-    return Batch(
-        state={},
-        ledger=Ledger(),
-        context=CallContext(task_id=task),
-        task="QuotaMiddleware",
-        limits=limits,
-        places=places,
-        calls=searches,
-        plans=plans,
-        used={**dict.fromkeys(plans[0].demand.amounts, 0), thread_counter(limit): own},
-        stops=limits.stops,
-        make=_never,
-    )
+    used = {**dict.fromkeys(plans[0].demand.amounts, 0), thread_counter(limit): own}
+    context = CallContext(task_id=task)
+    return _step(Ledger(), context, "QuotaMiddleware", limits, places, searches, plans, used)
+
+
+def _step(  # noqa: PLR0917 - what a step has
+    ledger: Ledger,
+    context: CallContext,
+    task: str,
+    limits: LimitSet,
+    places: Places,
+    calls: Sequence[Call],
+    plans: Sequence[Plan],
+    used: Mapping[str, int],
+) -> Step:
+    """A step of calls that wait."""
+    asked = ledger, context, task, limits, places, calls, plans, *demands_of(calls, plans)
+    return Step({}, None, *asked, used, limits.stops, _never, time.time_ns(), limits)
 
 
 def _never(*_: object) -> None:

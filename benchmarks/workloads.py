@@ -179,10 +179,10 @@ def _asking() -> Callable[[], object]:
 
     def asked() -> None:
         # Each request has a name of its own.
-        request.name = token_hex(16)
-        result = run_sync(client.acquire("", request.to_store()))
+        sent = request._replace(name=token_hex(16)).request()
+        result = run_sync(client.acquire("", sent))
         assert result is not None
-        request.decide(result)
+        request.by_store(sent, result).decide()
 
     return asked
 

@@ -7,7 +7,6 @@ from typing import Any, Generic, Literal
 from langchain.agents.middleware.types import ResponseT, hook_config
 from langgraph.runtime import Runtime
 
-from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import Decision
 from langchain_quota.features.run_telemetry import Unchecked
@@ -15,14 +14,7 @@ from langchain_quota.features.setup_checks import CountWarnings, DeepAgents
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.base import ContextT, LimitMiddleware, WrittenResponse
-from langchain_quota.middleware.calls import (
-    OF_RUN,
-    OF_THREAD,
-    Batch,
-    HookResult,
-    Update,
-    model_counts,
-)
+from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Change, Step, Update, model_counts
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools, end_again
 from langchain_quota.middleware.context import call_context
 from langchain_quota.middleware.feature import Handler, Request
@@ -145,10 +137,10 @@ class ToolCallLimitMiddleware(
         """Call `after_model` without blocking the event loop."""
         return await self.kernel.after_model("a", state, runtime)
 
-    def _conclude_tools(self, batch: Batch, result: AcquireResult) -> HookResult:
-        hook_result = conclude_tools(batch, result)
-        verdicts, update = hook_result.verdicts, hook_result.update
-        if self._on_pending == "raise" and result.stopped and update is not None:
+    def _conclude_tools(self, step: Step) -> Change:
+        change = conclude_tools(step)
+        verdicts, update = change.verdicts, change.update
+        if self._on_pending == "raise" and step.result.stopped and update is not None:
             pending = {str(verdict.call.tool) for verdict in verdicts if not verdict.plan.rules}
             if pending:
                 error = NotImplementedError(
@@ -156,13 +148,13 @@ class ToolCallLimitMiddleware(
                     f"{', '.join(sorted(pending))}. "
                     "Use on_pending='skip', or exit_behavior 'continue' or 'error'"
                 )
-                return HookResult(verdicts, error=error)
+                return Change(verdicts, error=error)
         if update is not None and THREAD_TOOLS in update:
             # LangChain's count of the run has the refused calls, too.
-            update[RUN_TOOLS] = attempted = {**(batch.state.get(RUN_TOOLS) or {})}
-            for counter in (name for plan in batch.plans for name in plan.counters):
+            update[RUN_TOOLS] = attempted = {**(step.state.get(RUN_TOOLS) or {})}
+            for counter in (name for plan in step.plans for name in plan.counters):
                 attempted[counter] = attempted.get(counter, 0) + 1
-        return hook_result
+        return change
 
 
 @explain_arguments("ModelCallLimitMiddleware(run_limit=10)")

@@ -19,11 +19,11 @@ from langchain_quota.agents.quota import QuotaMiddleware, SharedOptions
 from langchain_quota.core.stops import STOP, StopReason
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.base import begin_run
-from langchain_quota.middleware.calls import Batch, Update
+from langchain_quota.middleware.calls import Step, Update
 from langchain_quota.middleware.conclude import end_again
 from langchain_quota.middleware.context import as_json, call_context, digest, running_runtime
 from langchain_quota.middleware.feature import Handler, Request
-from langchain_quota.middleware.flow import Conclude, Kernel
+from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import pending_calls, repaired
 from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run
 from langchain_quota.middleware.state import LEDGER, Ledger, State, merge_ledgers
@@ -94,18 +94,16 @@ class _GraphKernel(Kernel):
     graph: "GraphLimits"
     knows_run_end = False
 
-    async def _check_and_record(
-        self, mode: Mode, batch: Batch, conclude: Conclude
-    ) -> Update | None:
-        question = batch.message or (batch.question if self.graph.asks else "")
+    async def admit(self, mode: Mode, step: Step) -> Step:
+        question = step.message or (step.question if self.graph.asks else "")
         try:
-            update = await super()._check_and_record(mode, batch, conclude)
+            step = await super().admit(mode, step)
         except GraphInterrupt:
             await self.graph.sequence.add(mode, "asked", question)
             raise
-        if batch.answer is None:
+        if step.answer is None:
             await self.graph.drop_answer(mode, question)
-        return update
+        return step
 
 
 class GraphLimits(QuotaMiddleware):

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from langgraph.errors import GraphInterrupt
 
 from langchain_quota.core import messages
-from langchain_quota.core.admission import AcquireResult, Demand, admit
+from langchain_quota.core.admission import Demand, admit
 from langchain_quota.core.decision import Answer
 from langchain_quota.core.plans import LimitSet, Places
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, THREAD, Scope
 from langchain_quota.limits.options import whole_amount
-from langchain_quota.middleware.calls import Batch
+from langchain_quota.middleware.calls import Step
 from langchain_quota.middleware.context import call_context, running_config, running_runtime
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
@@ -102,52 +102,50 @@ class Questions(Feature):
         grants = _state_grants(state).items()
         return limits.raised({name: amount for name, amount in grants if name not in places})
 
-    def on_store_unavailable(self, batch: Batch) -> None:
+    def on_store_unavailable(self, step: Step) -> None:
         """Raise in a run that is resumed with an answer; it can be resumed again."""
         # Nothing is undone: a store answers a repeated request as it answered the first one.
-        if batch.answer is not None or (batch.limits.asking and compat.is_answered()):
+        if step.answer is not None or (step.limits.asking and compat.is_answered()):
             raise QuotaStoreError(STORE_UNAVAILABLE)
 
-    async def recheck_stopped(
-        self, mode: Mode, batch: Batch, result: AcquireResult
-    ) -> tuple[Batch, AcquireResult]:
-        """Ask a person about refused calls, if a grant helps; check the batch again."""
-        offers = _find_offers(batch, result)
+    async def recheck_stopped(self, mode: Mode, step: Step) -> Step:
+        """Ask a person about refused calls, if a grant helps; check the step again."""
+        offers = _find_offers(step)
         grants: Sequence[_Offer] = ()
         if offers:
-            batch.answer, grants = self._ask_person(batch, result, offers)
-            if batch.answer.type == "reject":
-                return batch, result
+            answer, grants = self._ask_person(step, offers)
+            step = step._replace(answer=answer)
+            if answer.type == "reject":
+                return step
         try:
             for grant in grants:
                 if grant.key is not None:
-                    await self._grant_in_store(mode, batch, grant.key, grant)
+                    await self._grant_in_store(mode, step, grant.key, grant)
         except QuotaStoreError as error:
             self.recorder.record_error("store", error)
             raise QuotaStoreError(STORE_UNAVAILABLE) from error
         # A store that has charged the request answers the same when the run is resumed again.
         new_grants = {grant.counter: grant.amount for grant in grants if grant.key is None}
-        rebuilt = batch.rebuild(batch.original_limits.raised(new_grants), batch.places)
-        self._kernel.adjust_plans(rebuilt)
-        rebuilt.answer = batch.answer
+        raised = step.original_limits.raised(new_grants)
+        rebuilt = self._kernel.adjust_plans(step.rebuilt(raised, step.places))
         if new_grants:
-            total = Counter(_state_grants(batch.state)) + Counter(new_grants)
-            rebuilt.save(self.name, {"granted": dict(total)})
+            total = Counter(_state_grants(step.state)) + Counter(new_grants)
+            rebuilt = rebuilt.saving(self.name, {"granted": dict(total)})
         # Nobody is asked about calls that are still refused.
         asking = rebuilt.limits.asking
-        rebuilt.stops = {name: n for name, n in batch.stops.items() if name not in asking}
-        return rebuilt, await self._kernel.acquire(mode, rebuilt)
+        stops = {name: n for name, n in step.stops.items() if name not in asking}
+        return await self._kernel.acquire(mode, rebuilt._replace(answer=step.answer, stops=stops))
 
     def _ask_person(
-        self, batch: Batch, result: AcquireResult, offers: Sequence["_Offer"]
+        self, step: Step, offers: Sequence["_Offer"]
     ) -> tuple[Answer, Sequence["_Offer"]]:
         """Interrupt the run with a question; return a person's answer and the grants in it."""
-        agent, name = batch.context.agent, batch.question
+        agent, name = step.context.agent, step.question
         limits = sorted({offer.limit.name for offer in offers})
         problem = ""
         while True:
             try:
-                payload = _payload(batch, result, offers, problem)
+                payload = _payload(step, offers, problem)
                 resumed = compat.ask(payload, _answer_schema(offers))
             except GraphInterrupt:
                 if self.recorder.is_new(f"{name}/question", problem):
@@ -172,10 +170,10 @@ class Questions(Feature):
             self.recorder.record_grants(agent, in_state)
         return answer, grants
 
-    async def _grant_in_store(self, mode: Mode, batch: Batch, key: str, grant: "_Offer") -> None:
+    async def _grant_in_store(self, mode: Mode, step: Step, key: str, grant: "_Offer") -> None:
         """Grant an amount under a key, once however often the run is resumed."""
         store: object = self.store and self.store.store
-        answer, thread_id = batch.answer, batch.context.run_thread_id
+        answer, thread_id = step.answer, step.context.run_thread_id
         assert isinstance(store, SupportsGrants)  # noqa: S101 - for the type checker: see `create`
         assert answer is not None  # noqa: S101 - for the type checker: a person has granted this
         thread = "" if thread_id is None else str(thread_id)
@@ -187,7 +185,7 @@ class Questions(Feature):
             key,
             _in_unit(grant.amount, grant.limit.unit),
             window=None,
-            id=f"{batch.question}/{grant.counter}"[:MAX_TEXT],
+            id=f"{step.question}/{key}"[:MAX_TEXT],
             by=answer.by[:MAX_TEXT],
             reason=reason[:MAX_TEXT],
         )
@@ -212,12 +210,12 @@ _Needs = dict[tuple[str, Scope], int]
 """How much more calls need, by limit and scope."""
 
 
-def _find_offers(batch: Batch, result: AcquireResult) -> list[_Offer]:
+def _find_offers(step: Step) -> list[_Offer]:
     """Return the thresholds to raise so that refused calls run; none if that would not help."""
     needs: _Needs = {}
     while True:
-        offers = _offers_for(batch, result, needs)
-        still_needed = _needs_after(batch, result, _highest_by_count(offers, _amounts(offers)))
+        offers = _offers_for(step, needs)
+        still_needed = _needs_after(step, _highest_by_count(offers, _amounts(offers)))
         if still_needed is None:
             return []
         # A grant also raises limits that do not ask: then more calls run, and need more.
@@ -230,11 +228,11 @@ def _find_offers(batch: Batch, result: AcquireResult) -> list[_Offer]:
         needs = total
 
 
-def _offers_for(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Offer]:
+def _offers_for(step: Step, needs: _Needs) -> list[_Offer]:
     """Return the offers that cover needs: the same amount for all thresholds of a limit."""
     offers = []
-    in_state = _state_grants(batch.state)
-    for rule in batch.limits.rules:
+    in_state = _state_grants(step.state)
+    for rule in step.limits.rules:
         limit = rule.limit
         meters = [meter for meter in rule.meters if (limit.name, meter.scope) in needs]
         if not meters:
@@ -242,7 +240,7 @@ def _offers_for(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Off
         # By default as much as the limit says without grants.
         amount = min(
             (meter.maximum or 0)
-            - result.granted.get(meter.counter, 0)
+            - step.result.granted.get(meter.counter, 0)
             - in_state.get(meter.counter, 0)
             for meter in meters
         )
@@ -250,31 +248,31 @@ def _offers_for(batch: Batch, result: AcquireResult, needs: _Needs) -> list[_Off
             amount = whole_amount(limit.unit, "grant", limit.grant)
         offered = max(amount, *(needs[limit.name, meter.scope] for meter in meters))
         for meter in meters:
-            key = None if batch.sent is None else batch.sent.counters[meter.counter].key
+            key = None if step.sent is None else step.sent.counters[meter.counter].key
             offers.append(_Offer(limit, meter.scope, meter.counter, key, offered))
     return offers
 
 
-def _needs_after(batch: Batch, result: AcquireResult, grants: Sequence[_Offer]) -> _Needs | None:
+def _needs_after(step: Step, grants: Sequence[_Offer]) -> _Needs | None:
     """Return how much more than grants the calls need; `None` if no call can run.
 
     Calls that limits refuse which do not ask need nothing.
     """
-    asking = batch.limits.asking
+    asking, result = step.limits.asking, step.result
     # Check the calls as if everything that they need were granted.
     demands = [
         Demand(amounts, tuple(t for t in thresholds if t.limit not in asking or t.scope == STORE))
-        for amounts, thresholds in batch.demands
+        for amounts, thresholds in step.demands
     ]
-    stops = {name: after for name, after in batch.stops.items() if name not in asking}
+    stops = {name: after for name, after in step.stops.items() if name not in asking}
     granted = {grant.counter: grant.amount for grant in grants}
     unasked = admit(demands, result.used, stops, granted)
     # Nobody is asked to allow what an operator has stopped.
-    if unasked.stopped or result.frozen or (batch.sent is not None and not batch.answered):
+    if unasked.stopped or result.frozen or (step.sent is not None and not step.answered):
         return None
     needs: _Needs = {}
     added = unasked.charged(demands)
-    for (_, thresholds), runs in zip(batch.demands, unasked.admitted, strict=True):
+    for (_, thresholds), runs in zip(step.demands, unasked.admitted, strict=True):
         for threshold in thresholds if runs else ():
             lacking = result.used[threshold.counter] + added[threshold.counter] - threshold.maximum
             if threshold.limit in asking and lacking > 0:
@@ -297,14 +295,12 @@ def _highest_by_count(offers: Sequence[_Offer], amounts: Mapping[str, int]) -> l
     return [*highest.values()]
 
 
-def _payload(
-    batch: Batch, result: AcquireResult, offers: Sequence[_Offer], problem: str
-) -> "HITLRequest":
+def _payload(step: Step, offers: Sequence[_Offer], problem: str) -> "HITLRequest":
     """Return the question, with the problem of an earlier answer, if any."""
     offered = _amounts(offers)
     units = {offer.limit.name: offer.limit.unit for offer in offers}
     args = {name: _in_unit(amount, units[name]) for name, amount in offered.items()}
-    _, breaches = batch.decide(result)
+    _, breaches = step.decide()
     asking = [breach for breach in breaches if breach.rule.limit.name in offered]
     text = problem + messages.question(asking, offered, units)
     return {

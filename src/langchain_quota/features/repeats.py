@@ -12,7 +12,7 @@ from langchain_quota.core.messages import NOT_RUN
 from langchain_quota.core.plans import Meter, Plan, run_counter, thread_counter
 from langchain_quota.limits.call import RUN, THREAD, Call
 from langchain_quota.limits.calls import MOST_COMPARED, RepeatLimit
-from langchain_quota.middleware.calls import Batch
+from langchain_quota.middleware.calls import Step
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import since
@@ -45,20 +45,23 @@ class Repeats(Feature):
             counters[thread_counter(limit)] = counters[run_counter(limit)] = max(counts, default=0)
         return counters
 
-    def adjust_plans(self, batch: Batch) -> None:
+    def adjust_plans(self, step: Step) -> Step:
         """Check each call by how often it, or its failure, occurred before."""
-        if batch.pending is None or not batch.calls:
-            return
-        messages = _of_run(batch.state)
-        repeats = {limit.name: _meters(limit, messages, batch) for limit in self._limits}
-        batch.set_plans(
+        if step.pending is None or not step.calls:
+            return step
+        messages, used = _of_run(step.state), {**step.used}
+        repeats = {
+            limit.name: _meters(limit, messages, step.pending.calls, used) for limit in self._limits
+        }
+        plans = (
             Plan.of(
                 rule if meters is None else rule._replace(meters=meters[index])
                 for rule in plan.rules
                 if (meters := repeats.get(rule.limit.name)) is None or meters[index]
             )
-            for index, plan in enumerate(batch.plans)
+            for index, plan in enumerate(step.plans)
         )
+        return step.with_plans(plans, used=used)
 
 
 class _PastCall(NamedTuple):
@@ -106,13 +109,16 @@ def _count_repeats(
 
 
 def _meters(
-    limit: RepeatLimit, messages: Sequence[AnyMessage], batch: Batch
+    limit: RepeatLimit,
+    messages: Sequence[AnyMessage],
+    tool_calls: Sequence[ToolCall],
+    used: dict[str, int],
 ) -> list[tuple[Meter, ...]]:
     """Return the meters of each call, and add its count to `used`; none for an ignored call."""
     calls, failures = _count_repeats(_past_steps(limit, messages))
     keys: dict[str, int] = {}
     meters: list[tuple[Meter, ...]] = []
-    for tool_call in batch.pending_calls.calls:
+    for tool_call in tool_calls:
         key, tool = _key(limit, tool_call), tool_call["name"]
         if key is None:
             meters.append(())
@@ -124,7 +130,7 @@ def _meters(
         if failed >= limit.most_failures and count < limit.run_limit:
             count, counter = failed, f"{limit.counter}//{tool}"
             meter = Meter(RUN, counter, limit.most_failures, reason="failing")
-        batch.used[counter] = count
+        used[counter] = count
         # A thread has no count of its own.
         meters.append((meter._replace(scope=THREAD, maximum=None), meter))
     return meters

@@ -16,7 +16,7 @@ from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
 from langgraph.runtime import ExecutionInfo
 
 from langchain_quota.limits.call import Kind
-from langchain_quota.middleware.calls import Batch, HookResult, Update
+from langchain_quota.middleware.calls import Change, Step, Update
 from langchain_quota.middleware.context import (
     CallContext,
     NodeRuntime,
@@ -66,23 +66,22 @@ class Reruns(Feature):
         attempt, _ = await self._find_earlier_run(mode, info)
         return context._replace(task_id=f"{context.task_id}/{attempt}") if attempt else context
 
-    def adjust_plans(self, batch: Batch) -> None:
+    def adjust_plans(self, step: Step) -> Step:
         """Let a refusal of a call that runs again block it only: nobody is asked, no run ends."""
-        if _RERUN in batch.state:
-            batch.stops = {}
+        return step._replace(stops={}) if _RERUN in step.state else step
 
-    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_change(self, step: Step, change: Change) -> Change:
         """Name the check in the state."""
-        kind: Kind = "model" if batch.pending is None else "tool"
-        if batch.sent is not None and batch.context.task_id is not None:
-            check = digest(batch.sent.idempotency_key)[:16]
-            for name in (check, batch.context.task_id):
-                self._claims(name).setdefault("by", batch.context.task_id)
-            batch.save(self.name, {kind: check})
-        elif feature_ledger(batch.state, self.name).get(kind):
+        kind: Kind = "model" if step.pending is None else "tool"
+        if step.sent is not None and step.context.task_id is not None:
+            check = digest(step.sent.idempotency_key)[:16]
+            for name in (check, step.context.task_id):
+                self._claims(name).setdefault("by", step.context.task_id)
+            return change.saving(self.name, {kind: check})
+        if feature_ledger(step.state, self.name).get(kind):
             # No store has checked these calls, which may have the ids of calls that it did check.
-            batch.save(self.name, {kind: ""})
-        return conclusion
+            return change.saving(self.name, {kind: ""})
+        return change
 
     async def check_rerun(self, mode: Mode, request: Request) -> Update | None:
         """Check a model call that runs again; return the update that ends a blocked run."""

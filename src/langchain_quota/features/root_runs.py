@@ -8,10 +8,9 @@ from typing import ClassVar
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota.core.admission import AcquireResult
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ROOT_RUN
-from langchain_quota.middleware.calls import Batch, HookResult
+from langchain_quota.middleware.calls import Change, Step
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
@@ -85,35 +84,34 @@ class RootRuns(Feature):
             log_lost()
         return run.subject
 
-    def adjust_plans(self, batch: Batch) -> None:
-        """Add what the root run has used to the counts of the batch."""
+    def adjust_plans(self, step: Step) -> Step:
+        """Add what the root run has used to the counts of the step."""
         run = root_run()
-        if run is not None:
-            batch.used |= used_by(run, batch.places)
+        return step if run is None else step.using(used_by(run, step.places))
 
-    def on_store_result(self, batch: Batch, result: AcquireResult) -> None:
+    def on_store_result(self, step: Step) -> Step:
         """Learn what the store has counted of the root run."""
         # Reservations are not counted yet: the use is learned when they are settled.
-        run = root_run()
-        if run is None or run.subject is None:
-            return
-        charged = result.charged(batch.demands)
-        run.learn_used(
-            {
-                batch.places[meter.counter].key: result.used[meter.counter] + charged[meter.counter]
-                for plan in batch.plans
-                for rule in plan.rules
-                for meter in rule.meters
-                if meter.per == ROOT_RUN and meter.lease is None
-            }
-        )
+        run, used = root_run(), step.result.used
+        if run is not None and run.subject is not None:
+            charged = step.result.charged(step.demands)
+            run.learn_used(
+                {
+                    step.places[meter.counter].key: used[meter.counter] + charged[meter.counter]
+                    for plan in step.plans
+                    for rule in plan.rules
+                    for meter in rule.meters
+                    if meter.per == ROOT_RUN and meter.lease is None
+                }
+            )
+        return step
 
-    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_change(self, step: Step, change: Change) -> Change:
         """Save what a resumed run needs to continue with the same counts."""
         run = root_run()
-        if run is not None:
-            batch.save(self.name, run.unsaved(feature_ledger(batch.state, self.name)))
-        return conclusion
+        if run is None:
+            return change
+        return change.saving(self.name, run.unsaved(feature_ledger(step.state, self.name)))
 
     async def around_tool(
         self,

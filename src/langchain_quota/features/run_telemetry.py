@@ -16,7 +16,7 @@ from langgraph.errors import GraphInterrupt
 from langchain_quota.core.plans import run_counter
 from langchain_quota.limits.call import Kind
 from langchain_quota.limits.options import counts_calls
-from langchain_quota.middleware.calls import Batch, HookResult, model_context, model_counts
+from langchain_quota.middleware.calls import Change, Step, model_context, model_counts
 from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
@@ -144,11 +144,11 @@ class Unchecked(Feature):
         """Note that the running agent's newest model call is checked, and its tool calls."""
         self._note(state.get("messages") or (), models=1)
 
-    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_change(self, step: Step, change: Change) -> Change:
         """Note tool calls that are checked, though the model call that asks for them is not."""
-        if batch.pending is not None:
-            self._note([batch.pending.message], models=0)
-        return conclusion
+        if step.pending is not None:
+            self._note([step.pending.message], models=0)
+        return change
 
     def _note(self, messages: Sequence[AnyMessage], *, models: int) -> None:
         run = root_run()

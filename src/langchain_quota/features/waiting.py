@@ -28,10 +28,10 @@ from langchain_quota.core.stops import make_reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind, Scope
 from langchain_quota.limits.options import counts_calls
-from langchain_quota.middleware.calls import Batch
+from langchain_quota.middleware.calls import Step
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
-from langchain_quota.middleware.feature import BatchCheck, Feature, ToolAnswer, ToolHandler
+from langchain_quota.middleware.feature import Feature, StepCheck, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import feature_ledger, ledger, refunded_limits
 from langchain_quota.middleware.store_client import StoreClient
@@ -78,89 +78,85 @@ class Waiting(Feature):
         self._id = token_hex(8)
         self._lock = fork_safe_lock()
 
-    def on_store_result(self, batch: Batch, result: AcquireResult) -> None:
+    def on_store_result(self, step: Step) -> Step:
         """Set `resets_at` of smooth quotas to the time when the next call fits."""
+        result, places = step.result, {**step.places}
         if not result.drained_in:
-            return
-        now, charged = self.store.clock(), result.charged(batch.demands)
+            return step
+        now, charged = self.store.clock(), result.charged(step.demands)
         # Of the limits on one count, the smallest burst says when the next call fits.
-        smooth = (meter for meter in _meters_by_scope(batch).values() if meter.spacing)
+        smooth = (meter for meter in _meters_by_scope(step).values() if meter.spacing)
         for meter in sorted(smooth, key=lambda meter: -(meter.maximum or 0)):
-            name, place = meter.counter, batch.places[meter.counter]
+            name, place = meter.counter, places[meter.counter]
             room = (meter.maximum or 0) - meter.amount - charged[name]
             wait = seconds_until_room(place.key, result.drained_in[name], room)
-            batch.places = {**batch.places, name: place._replace(resets_at=in_utc(now + wait))}
+            places[name] = place._replace(resets_at=in_utc(now + wait))
+        return step._replace(places=places)
 
-    def on_store_unavailable(self, batch: Batch) -> None:
-        """Restore the batch's own stops, because nothing waits for an unavailable store."""
-        batch.stops = batch.feature_data.get(self.name, batch.stops)
-
-    async def check_batch(
-        self, mode: Mode, batch: Batch, acquire: BatchCheck
-    ) -> tuple[Batch, AcquireResult]:
-        """Check a batch when there is room for it, or when it may wait no longer."""
+    async def check_step(self, mode: Mode, step: Step, acquire: StepCheck) -> Step:
+        """Check a step when there is room for it, or when it may wait no longer."""
         waits = {
             quota: (meter, place)
-            for quota, meter in _meters_by_scope(batch).items()
-            if quota[0] in self._max_waits and (place := batch.places.get(meter.counter))
+            for quota, meter in _meters_by_scope(step).items()
+            if quota[0] in self._max_waits and (place := step.places.get(meter.counter))
             if meter.per and (meter.spacing or place.resets_at)
         }
         if not waits:
-            return await acquire(batch)
+            return await acquire(step)
         started_at = time.monotonic()
         deadline = started_at + min(self._max_waits[limit] for limit, _ in waits)
         queues = queues_of(self.store.store)
         quotas = {_queue_of(*waited): quota for quota, waited in waits.items()}
         wait = _Wait(deadline, queues, quotas, Waiter(mode), *next(iter(waits)))
-        result: AcquireResult | None = None
+        checked: Step | None = None
         delayed: Collection[str] = ()
         try:
-            batch, result = await self._check_when_room(mode, batch, wait, acquire)
-            delayed = self._save_start_times(batch, result, wait.seconds_since(started_at))
-            return batch, result
+            checked = await self._check_when_room(mode, step, wait, acquire)
+            checked, delayed = self._save_start_times(checked, wait.seconds_since(started_at))
+            return checked._replace(waited=wait.seconds_since(started_at))
         finally:
             queues.move(wait.waiter)
-            waited = batch.waited = wait.seconds_since(started_at)
-            for outcome in _wait_outcomes(batch, wait, result, delayed):
-                self.recorder.record_wait(batch.context.agent, wait.limit, outcome, waited)
+            waited = wait.seconds_since(started_at)
+            for outcome in _wait_outcomes(checked or step, wait, delayed, is_over=bool(checked)):
+                self.recorder.record_wait(step.context.agent, wait.limit, outcome, waited)
 
     async def _check_when_room(
-        self, mode: Mode, batch: Batch, wait: "_Wait", acquire: BatchCheck
-    ) -> tuple[Batch, AcquireResult]:
-        may_wait, caller = True, batch.context
+        self, mode: Mode, step: Step, wait: "_Wait", acquire: StepCheck
+    ) -> Step:
+        may_wait, caller = True, step.context
         while may_wait:
-            may_wait = await self._wait_for_turn(batch, wait)
+            may_wait = await self._wait_for_turn(step, wait)
             if wait.has_waited:
-                batch = await self._rebuild(mode, batch)
-            # Let a refusal by a limit with `wait` stop the whole batch: a stopped batch is not
-            # charged, so it can be checked again later.
-            stops = batch.feature_data[self.name] = batch.stops
+                step = await self._rebuild(mode, step)
+            # Let a refusal by a limit with `wait` stop all calls: then none is charged, so that
+            # they can be checked again later.
+            stops = step.stops
             if may_wait:
-                batch.stops = {**stops, **dict.fromkeys(self._max_waits, 1)}
-            later_calls = self._allow_later_starts(batch, wait.deadline)
-            batch, result = await acquire(batch)
-            if not (may_wait and result.stopped and batch.answered):
-                return batch, result
-            pause, last, quota = self._find_missing_room(batch, result, stops, later_calls)
-            may_wait = time.monotonic() + last <= wait.deadline and not result.frozen
+                waiting = {**stops, **dict.fromkeys(self._max_waits, 1)}
+                step = step._replace(stops=waiting, outage_stops=stops)
+            step, later_calls = self._allow_later_starts(step, wait.deadline)
+            step = await acquire(step)
+            if not (may_wait and step.result.stopped and step.answered):
+                return step
+            pause, last, quota = self._find_missing_room(step, stops, later_calls)
+            may_wait = time.monotonic() + last <= wait.deadline and not step.result.frozen
             if may_wait:
                 wait.limit, wait.scope = quota
-                self._begin_wait(batch, wait, result)
-                meter = _meters_by_scope(batch)[quota]
-                wait.queues.move(wait.waiter, _queue_of(meter, batch.places[meter.counter]))
+                self._begin_wait(step, wait, step.result)
+                meter = _meters_by_scope(step)[quota]
+                wait.queues.move(wait.waiter, _queue_of(meter, step.places[meter.counter]))
                 with self.recorder.waiting(caller.agent, wait.limit, caller.thread_id):
                     await wait_for(mode, min(pause, LOOKS_AGAIN), wait.waiter)
-        # Check once more with the batch's own stops, so that the limit's `exit_behavior` decides
+        # Check once more with the step's own stops, so that the limit's `exit_behavior` decides
         # what a refusal does.
-        batch = await self._rebuild(mode, batch)
-        self._allow_later_starts(batch, wait.deadline)
-        return await acquire(batch)
+        step, _ = self._allow_later_starts(await self._rebuild(mode, step), wait.deadline)
+        return await acquire(step)
 
-    def _begin_wait(self, batch: Batch, wait: "_Wait", result: AcquireResult | None = None) -> None:
+    def _begin_wait(self, step: Step, wait: "_Wait", result: AcquireResult | None = None) -> None:
         """Note that calls wait, and write an event to the run's stream the first time."""
         if self.recorder.streams and not wait.has_waited:
-            meter = _meters_by_scope(batch)[wait.limit, wait.scope]
-            place = batch.places[meter.counter]
+            meter = _meters_by_scope(step)[wait.limit, wait.scope]
+            place = step.places[meter.counter]
             reason = make_reason(
                 "waiting",
                 wait.limit,
@@ -174,9 +170,9 @@ class Waiting(Feature):
             self.recorder.stream("waiting", reason)
         wait.has_waited = True
 
-    async def _wait_for_turn(self, batch: Batch, wait: "_Wait") -> bool:
+    async def _wait_for_turn(self, step: Step, wait: "_Wait") -> bool:
         """Wait behind earlier calls of the same quotas; return whether they left in time."""
-        seconds, caller = 0.0, batch.context
+        seconds, caller = 0.0, step.context
         while True:
             with self.recorder.waiting(caller.agent, wait.limit, caller.thread_id):
                 if seconds > 0:
@@ -184,38 +180,36 @@ class Waiting(Feature):
                 if wait.queues.is_next(wait.waiter, sorted(wait.quotas)):
                     return True
             wait.limit, wait.scope = wait.quotas[wait.waiter.queue]
-            self._begin_wait(batch, wait)
+            self._begin_wait(step, wait)
             seconds = wait.deadline - time.monotonic()
             if seconds <= 0:
                 return False
 
-    async def _rebuild(self, mode: Mode, batch: Batch) -> Batch:
-        """Return a batch of the same calls, with limits and windows as they are now."""
-        kind: Kind = "model" if batch.pending is None else "tool"
-        resolved = await self._kernel.resolve_limits(mode, kind, batch.state, batch.runtime)
-        rebuilt = batch.rebuild(*resolved)
-        self._kernel.adjust_plans(rebuilt)
-        return rebuilt
+    async def _rebuild(self, mode: Mode, step: Step) -> Step:
+        """Return a step of the same calls, with limits and windows as they are now."""
+        kind: Kind = "model" if step.pending is None else "tool"
+        resolved = await self._kernel.resolve_limits(mode, kind, step.state, step.runtime)
+        return self._kernel.adjust_plans(step.rebuilt(*resolved))
 
-    def _allow_later_starts(self, batch: Batch, deadline: float) -> Mapping[str, int]:
+    def _allow_later_starts(self, step: Step, deadline: float) -> tuple[Step, Mapping[str, int]]:
         """Raise the thresholds of smooth quotas for all calls but the first.
 
         Return by how many calls each counter is raised: as many as can start before the deadline.
         """
         # In a graph with a tool node of its own, nothing could delay a call until its start time.
-        if batch.pending is None or not self._kernel.runs_tools:
-            return {}
+        if step.pending is None or not self._kernel.runs_tools:
+            return step, {}
         microseconds = max(0, int((deadline - time.monotonic()) * 10**6))
         later_calls = {
             meter.counter: int(microseconds // meter.spacing)
-            for (limit, _), meter in _meters_by_scope(batch).items()
+            for (limit, _), meter in _meters_by_scope(step).items()
             if limit in self._max_waits
             and meter.spacing
             # Calls that share an id start together, so they cannot be spread.
-            and all(amounts.get(meter.counter, 0) <= 1 for amounts, _ in batch.demands)
+            and all(amounts.get(meter.counter, 0) <= 1 for amounts, _ in step.demands)
         }
         counters, demands = set[str](), []
-        for amounts, thresholds in batch.demands:
+        for amounts, thresholds in step.demands:
             raised = []
             for threshold in thresholds:
                 waits = threshold.counter in counters and threshold.limit in self._max_waits
@@ -223,22 +217,17 @@ class Waiting(Feature):
                 raised.append(threshold._replace(maximum=threshold.maximum + later))
             counters.update(amounts)
             demands.append(Demand(amounts, tuple(raised)))
-        batch.demands = demands
-        return later_calls
+        return step._replace(demands=demands), later_calls
 
     def _find_missing_room(
-        self,
-        batch: Batch,
-        result: AcquireResult,
-        stops: Mapping[str, int],
-        later_calls: Mapping[str, int],
+        self, step: Step, stops: Mapping[str, int], later_calls: Mapping[str, int]
     ) -> tuple[float, float, tuple[str, Scope]]:
         """Return when the first and the last call have room, and the quota that has it last.
 
         Both are in seconds from now, and infinite if waiting does not help.
         """
         never = math.inf, math.inf, ("", "")
-        meters, places = _meters_by_scope(batch), batch.places
+        meters, places, result = _meters_by_scope(step), step.places, step.result
         windows = {
             quota
             for quota, meter in meters.items()
@@ -246,11 +235,11 @@ class Waiting(Feature):
         }
         permanent_refusals, demanded = Counts[str](), Counts[str]()
         thresholds: list[Threshold] = []
-        for demand, refused in zip(batch.demands, result.refused, strict=True):
+        for demand, refused in zip(step.demands, result.refused, strict=True):
             permanent = [
                 name
                 for name, scope in refused.items()
-                if batch.limits.by_name[name].enforce
+                if step.limits.by_name[name].enforce
                 and not (name in self._max_waits and (name, scope) in windows)
             ]
             permanent_refusals.update(permanent)
@@ -283,15 +272,14 @@ class Waiting(Feature):
         pause, _, quota = max(missing, key=itemgetter(0), default=never)
         return pause, max([pause, *(last for _, last, _ in missing)]), quota
 
-    def _save_start_times(
-        self, batch: Batch, result: AcquireResult, waited: float
-    ) -> Collection[str]:
+    def _save_start_times(self, step: Step, waited: float) -> tuple[Step, Collection[str]]:
         """Save when tool calls start, if they cannot all start now, and return their ids."""
-        if batch.pending is None or batch.sent is None or not batch.answered or result.stopped:
-            return ()
+        result = step.result
+        if step.pending is None or step.sent is None or not step.answered or result.stopped:
+            return step, ()
         levels: dict[str, float] = {**result.drained_in}
         starts: dict[str, tuple[float, str, Scope]] = {}
-        for call, plan, index in zip(batch.calls, batch.plans, batch.index_of, strict=True):
+        for call, plan, index in zip(step.calls, step.plans, step.index_of, strict=True):
             smooth = [
                 (rule.limit.name, meter)
                 for rule in plan.rules
@@ -299,17 +287,16 @@ class Waiting(Feature):
                 if meter.spacing and rule.limit.name in self._max_waits and result.admitted[index]
             ]
             for limit, meter in smooth:
-                room, key = (meter.maximum or 0) - 1, batch.places[meter.counter].key
+                room, key = (meter.maximum or 0) - 1, step.places[meter.counter].key
                 seconds = seconds_until_room(key, levels[meter.counter], room)
                 start = max(0.0, seconds), limit, meter.scope
                 starts[str(call.id)] = max(start, starts.get(str(call.id), start))
             for counter, spacing in {meter.counter: meter.spacing for _, meter in smooth}.items():
                 levels[counter] += spacing
         if not any(seconds for seconds, *_ in starts.values()):
-            return ()
-        source = {"message": batch.message, "name": batch.sent.attempt_id, "by": self._id}
-        batch.save(self.name, {**source, "starts": starts, "waited": waited})
-        return starts
+            return step, ()
+        source = {"message": step.message, "name": step.sent.attempt_id, "by": self._id}
+        return step.saving(self.name, {**source, "starts": starts, "waited": waited}), starts
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
@@ -368,7 +355,7 @@ class Waiting(Feature):
 
 @dataclass(slots=True)
 class _Wait:
-    """A batch that waits: until when, the quotas by their queues, and the one it waits for now."""
+    """A step that waits: until when, the quotas by their queues, and the one it waits for now."""
 
     # By `time.monotonic`.
     deadline: float
@@ -380,7 +367,7 @@ class _Wait:
     has_waited: bool = False
 
     def seconds_since(self, started_at: float) -> float:
-        """Return how long the batch has waited; 0 if it never waited."""
+        """Return how long the step has waited; 0 if it never waited."""
         return time.monotonic() - started_at if self.has_waited else 0.0
 
 
@@ -393,24 +380,24 @@ def _max_waits(limits: Sequence[Limit]) -> dict[str, float]:
     }
 
 
-def _meters_by_scope(batch: Batch) -> dict[tuple[str, Scope], Meter]:
+def _meters_by_scope(step: Step) -> dict[tuple[str, Scope], Meter]:
     """Return the meters of the calls, by limit and scope."""
-    rules = (rule for plan in batch.plans for rule in plan.rules)
+    rules = (rule for plan in step.plans for rule in plan.rules)
     return {(rule.limit.name, meter.scope): meter for rule in rules for meter in rule.meters}
 
 
 def _wait_outcomes(
-    batch: Batch, wait: _Wait, result: AcquireResult | None, delayed: Collection[str]
+    step: Step, wait: _Wait, delayed: Collection[str], *, is_over: bool
 ) -> Iterator[str]:
     """Yield the outcome of each call's wait, without calls that start later; none in an outage."""
-    for call, plan, index in zip(batch.calls, batch.plans, batch.index_of, strict=True):
+    for call, plan, index in zip(step.calls, step.plans, step.index_of, strict=True):
         matches = any(rule.limit.name == wait.limit for rule in plan.rules)
         if not matches or str(call.id) in delayed:
             continue
-        if result is None:
+        if not is_over:
             yield "cancelled"
-        elif batch.answered:
-            yield "blocked" if wait.limit in result.refused[index] else "allowed"
+        elif step.answered:
+            yield "blocked" if wait.limit in step.result.refused[index] else "allowed"
 
 
 def _queue_of(meter: Meter, place: Place) -> str:

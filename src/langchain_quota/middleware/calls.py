@@ -1,13 +1,12 @@
-"""The calls of a step, and their plans.
+"""A step: calls that are checked together, what is asked about them, and what comes back.
 
-batch = tool_batch(…) or model_batch(…)
-result = batch.by_state(), the store's answer to batch.to_store(), or batch.without_store(…)
-conclusion = conclude(batch, result)
+step = tool_step(…) or model_step(…)
+step = step.by_state(), or step.answered_by(request, the store's answer), or step.without_store(…)
+change = conclude(step)
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from langchain_quota.limits.options import MODEL
 from langchain_quota.middleware.context import CallContext, call_context, running_runtime
 from langchain_quota.middleware.history import PendingCalls, newest_name, pending_calls
 from langchain_quota.middleware.state import (
+    LEDGER,
     Amounts,
     Ledger,
     State,
@@ -47,6 +47,8 @@ OF_THREAD = f"{MODEL}/{THREAD}"
 OF_RUN = f"{MODEL}/{RUN}"
 """The names of the counts of model calls."""
 
+_UNASKED = AcquireResult({})
+
 
 def refund_corrections(step: str, refunds: Mapping[str, Amounts]) -> tuple[Correction, ...]:
     """Return the corrections that refund calls in a store, each once in a step."""
@@ -56,20 +58,37 @@ def refund_corrections(step: str, refunds: Mapping[str, Amounts]) -> tuple[Corre
     )
 
 
-class HookResult(NamedTuple):
-    """Verdicts of a hook, and its update, refunds and exception."""
+Model = tuple[BaseChatModel, Mapping[str, Any]]
+"""A model, and the settings of its call."""
+
+
+class Change(NamedTuple):
+    """What a hook gives back: verdicts, and the hook's update, refunds and exception."""
 
     verdicts: Sequence[Verdict]
     update: Update | None = None
     refunds: Sequence[Refund] = ()
     error: Exception | None = None
+    # The model that answers in place of the step's.
+    model: Model | None = None
+
+    def saving(self, feature: str, values: Mapping[str, object]) -> "Change":
+        """Return the change with a feature's values in the update of the ledger."""
+        return self.writing(Ledger(own={feature: {**values}})) if values else self
+
+    def writing(self, written: Ledger) -> "Change":
+        """Return the change with this in the update of the ledger."""
+        update = self.update or {}
+        return self._replace(
+            update={**update, LEDGER: merge_ledgers(update.get(LEDGER, {}), written)}
+        )
 
 
-@dataclass(slots=True, kw_only=True)
-class Batch:
-    """Calls that are checked together, and their plans."""
+class Step(NamedTuple):
+    """Calls that are checked together, and what is known of them. Nobody changes it."""
 
     state: State
+    runtime: object
     ledger: Ledger
     context: CallContext
     task: str
@@ -77,77 +96,44 @@ class Batch:
     places: Places
     calls: Sequence[Call]
     plans: Sequence[Plan]
-    used: dict[str, int]
-    # Makes the same batch under other limits.
-    make: Callable[[LimitSet, Places], "Batch | None"]
-    runtime: object = None
-    original_limits: LimitSet = field(init=False)
-    stops: Mapping[str, int] = field(default_factory=dict)
-    started: int = field(default_factory=time.time_ns)
-    demands: Sequence[Demand] = field(init=False)
-    index_of: Sequence[int] = field(init=False)
-    # The name of a request that is never repeated; by default the task's name.
-    name: str = ""
-    sent: AcquireRequest | None = None
-    # The counts against which the calls were checked.
-    counted: Mapping[str, int] = field(default_factory=dict)
-    # Those whose subjects were frozen.
-    frozen: Sequence[str] = ()
-    answered: bool = False
-    # What a store's grants added to its limits, by the name of the count.
-    granted: Mapping[str, int] = field(default_factory=dict)
-    # The model that a model call is to reach, with its settings, if that is known before it.
-    model: tuple[BaseChatModel, Mapping[str, Any]] | None = None
-    # What a person answered at a limit.
-    answer: Answer | None = None
-    # How long the calls have waited for room, in seconds.
-    waited: float = 0.0
-    # The data of features about the batch, by their names.
-    feature_data: dict[str, Any] = field(default_factory=dict)
-    # An update of the ledger, beside that of the hook result.
-    ledger_update: Ledger = field(default_factory=Ledger)
-    # Of tool calls: the id of their message, those that wait, and what is charged to them.
-    message: str | None = None
+    # What the plans add up to: for each call, the index of its demand.
+    demands: Sequence[Demand]
+    index_of: Sequence[int]
+    used: Mapping[str, int]
+    # The limits whose refusals stop the calls, and after how many refusals.
+    stops: Mapping[str, int]
+    # Makes the same step under other limits.
+    make: Callable[[LimitSet, Places], "Step | None"]
+    started: int
+    # The limits before grants of a store, and before features have changed them.
+    original_limits: LimitSet
+    # Of tool calls: the middleware, those that wait, and what is charged to them.
     middleware: str = ""
     pending: PendingCalls | None = None
     every_call: Sequence[Call] = ()
     counts: ToolCounts | None = None
     renewed: Sequence[Correction] = ()
-
-    def __post_init__(self) -> None:
-        self.original_limits = self.limits
-        self.demands, self.index_of = demands_of(self.calls, self.plans)
-
-    def set_plans(self, plans: Iterable[Plan]) -> None:
-        """Replace the plans of the calls."""
-        self.plans = [*plans]
-        self.demands, self.index_of = demands_of(self.calls, self.plans)
-
-    def rebuild(self, limits: LimitSet, places: Places) -> "Batch":
-        """Return a batch of the same calls under other limits; its check began with this one."""
-        batch = self.make(limits, places)
-        assert batch is not None  # noqa: S101 - for the type checker: the calls wait
-        batch.started, batch.model = self.started, self.model
-        return batch
-
-    def save(self, feature: str, values: Mapping[str, object]) -> None:
-        """Add a feature's values to the update of the ledger."""
-        if values:
-            self.ledger_update = merge_ledgers(
-                self.ledger_update, Ledger(own={feature: {**values}})
-            )
+    # The model that a model call is to reach, with its settings, if that is known before it.
+    model: Model | None = None
+    # The name of a request that is never repeated; by default the task's name.
+    name: str = ""
+    # The request to a store, and whether it was answered; then the answer, or that of the state.
+    sent: AcquireRequest | None = None
+    answered: bool = False
+    result: AcquireResult = _UNASKED
+    # The stops that hold while a store is unavailable, because nothing waits for it.
+    outage_stops: Mapping[str, int] | None = None
+    # What a person answered at a limit.
+    answer: Answer | None = None
+    # How long the calls have waited for room, in seconds.
+    waited: float = 0.0
+    # An update of the ledger, beside that of the change.
+    written: Ledger = Ledger()
 
     @property
-    def pending_calls(self) -> PendingCalls:
-        """Calls of a batch of tool calls."""
-        assert self.pending is not None  # noqa: S101 - for the type checker
-        return self.pending
-
-    @property
-    def tool_counts(self) -> ToolCounts:
-        """Counts of a batch of tool calls."""
-        assert self.counts is not None  # noqa: S101 - for the type checker
-        return self.counts
+    def message(self) -> str | None:
+        """Id of the message of tool calls."""
+        return None if self.pending is None else self.pending.message.id or ""
 
     @property
     def question(self) -> str:
@@ -157,12 +143,32 @@ class Batch:
         node = call_context(running_runtime())
         return node.step(f"{self.middleware}/{self.message or contents}")
 
-    def by_state(self) -> AcquireResult:
-        """Return the result by the state's counts."""
-        return admit(self.demands, self.used, self.stops)
+    def with_plans(self, plans: Iterable[Plan], **changed: Any) -> "Step":
+        """Return the step with other plans."""
+        plans = [*plans]
+        demands, index_of = demands_of(self.calls, plans)
+        return self._replace(plans=plans, demands=demands, index_of=index_of, **changed)
 
-    def to_store(self) -> AcquireRequest:
-        """Return the request to a store, and keep it as `sent`."""
+    def using(self, counts: Mapping[str, int]) -> "Step":
+        """Return the step with other counts before it."""
+        return self._replace(used={**self.used, **counts})
+
+    def saving(self, feature: str, values: Mapping[str, object]) -> "Step":
+        """Return the step with a feature's values in the update of the ledger."""
+        return self._replace(written=merge_ledgers(self.written, Ledger(own={feature: {**values}})))
+
+    def rebuilt(self, limits: LimitSet, places: Places) -> "Step":
+        """Return a step of the same calls under other limits; its check began with this one."""
+        step = self.make(limits, places)
+        assert step is not None  # noqa: S101 - for the type checker: the calls wait
+        return step._replace(started=self.started, model=self.model)
+
+    def by_state(self) -> "Step":
+        """Return the step with the result by the state's counts."""
+        return self._replace(result=admit(self.demands, self.used, self.stops))
+
+    def request(self) -> AcquireRequest:
+        """Return the request to a store."""
         counters: dict[str, CountRef] = {}
         rules = (rule for plan in self.plans for rule in plan.rules)
         for meter in (meter for rule in rules for meter in rule.meters):
@@ -177,7 +183,7 @@ class Batch:
                 kept = place.key, used, ends, place.mirrored, meter.lease, place.rollover
                 counters[meter.counter] = CountRef(*kept)
         name = self.name or self.context.step(self.task)
-        self.sent = AcquireRequest(
+        return AcquireRequest(
             # An answer that is remembered is matched by position.
             idempotency_key=f"{name}/{len(counters)}/{len(self.demands)}",
             attempt_id=token_hex(16),
@@ -186,28 +192,30 @@ class Batch:
             stops=self.stops,
             corrections=tuple(self.renewed),
         )
-        return self.sent
 
-    def without_store(self, outage: OnStoreError) -> AcquireResult:
-        """Return the result by the state's counts alone, while the store is unavailable."""
+    def by_store(self, sent: AcquireRequest, result: AcquireResult) -> "Step":
+        """Return the step with a store's answer, and with the limits that its grants raise."""
+        granted, limits = result.granted, self.limits.raised(result.granted)
+        step = self._replace(sent=sent, answered=True, result=result, limits=limits)
+        if limits is self.limits:
+            return step
+        return step.with_plans(
+            Plan.of(rule.raised(granted) for rule in plan.rules) for plan in self.plans
+        )
+
+    def without_store(self, sent: AcquireRequest, outage: OnStoreError) -> "Step":
+        """Return the step with the result by the state's counts, while the store is unavailable."""
         # "block" refuses every call of a limit with a count in the store, by a threshold of -1.
         # "allow" leaves out quotas.
-        self.limits = self.limits.without_store(outage)
-        self.set_plans(
-            Plan.of(rule.without_store(outage) for rule in plan.rules) for plan in self.plans
-        )
-        return self.by_state()
+        limits = self.limits.without_store(outage)
+        stops = self.stops if self.outage_stops is None else self.outage_stops
+        plans = (Plan.of(rule.without_store(outage) for rule in plan.rules) for plan in self.plans)
+        return self.with_plans(plans, limits=limits, sent=sent, stops=stops).by_state()
 
-    def raise_limits(self, granted: Mapping[str, int]) -> None:
-        """Raise the limits by grants of the store, by the name of the count."""
-        self.granted, self.limits = granted, self.limits.raised(granted)
-        self.set_plans(Plan.of(rule.raised(granted) for rule in plan.rules) for plan in self.plans)
-
-    def decide(
-        self, result: AcquireResult, *, charging: bool = True
-    ) -> tuple[list[Verdict], list[Breach]]:
+    def decide(self, *, charging: bool = True) -> tuple[list[Verdict], list[Breach]]:
         """Return the verdict about each call, and the enforced limits that refuse calls."""
         exits: dict[str, Exit] = {}
+        result = self.result
         if any(result.refused):
             exits = {
                 name: "end"
@@ -244,7 +252,7 @@ def model_counts(state: State) -> dict[str, int]:
     return {OF_THREAD: thread_model(state), OF_RUN: run_model(state)}
 
 
-def model_batch(  # noqa: PLR0913 - what a hook knows
+def model_step(  # noqa: PLR0913 - what a hook knows
     state: State,
     runtime: object,
     limits: LimitSet,
@@ -252,23 +260,17 @@ def model_batch(  # noqa: PLR0913 - what a hook knows
     *,
     task: str,
     context: CallContext | None = None,
-) -> Batch:
-    """Return the batch of the next model call."""
+) -> Step:
+    """Return the step of the next model call."""
     context = model_context(state, runtime, context)
     call = Call("model", agent=context.agent, thread_id=context.thread_id)
-    return Batch(
-        state=state,
-        ledger=ledger(state),
-        context=context,
-        task=task,
-        limits=limits,
-        places=places,
-        calls=[call],
-        plans=[limits.plan_for(call)],
-        used=model_counts(state),
-        runtime=runtime,
-        make=partial(model_batch, state, runtime, task=task, context=context),
-        stops=limits.stops,
+    plan = limits.plan_for(call)
+    return Step(
+        *(state, runtime, ledger(state), context, task, limits, places, [call], [plan]),
+        *([plan.demand], (0,), model_counts(state), limits.stops),
+        make=partial(model_step, state, runtime, task=task, context=context),
+        started=time.time_ns(),
+        original_limits=limits,
     )
 
 
@@ -280,7 +282,7 @@ def model_context(state: State, runtime: object, context: CallContext | None = N
     return context.answered_by(newest_name(state.get("messages") or ()))
 
 
-def tool_batch(  # noqa: PLR0913 - what a hook knows
+def tool_step(  # noqa: PLR0913 - what a hook knows
     state: State,
     runtime: object,
     context: CallContext,
@@ -290,8 +292,8 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
     middleware: str,
     every_call: bool = True,
     task: str = "",
-) -> Batch | None:
-    """Return the batch of the tool calls that wait for an answer, or `None` without any."""
+) -> Step | None:
+    """Return the step of the tool calls that wait for an answer, or `None` without any."""
     waiting = pending_calls(state)
     if waiting is None or not waiting.calls:
         return None
@@ -334,28 +336,14 @@ def tool_batch(  # noqa: PLR0913 - what a hook knows
         step = context.step(task or middleware)
         charges = {call_id: amounts for call_id, amounts in keys.items() if amounts}
         renewed = refund_corrections(step, charges)
-    return Batch(
-        state=state,
-        ledger=run_ledger,
-        context=context,
-        task=task or middleware,
-        limits=limits,
-        places=places,
-        calls=[call for call, _ in checked],
-        plans=[plan for _, plan in checked],
-        used=used,
-        runtime=runtime,
-        make=partial(
-            tool_batch,
-            state,
-            runtime,
-            context,
-            middleware=middleware,
-            every_call=every_call,
-            task=task,
-        ),
-        stops=stops,
-        message=waiting.message.id or "",
+    checked_calls, checked_plans = [call for call, _ in checked], [plan for _, plan in checked]
+    asked = state, runtime, context
+    return Step(
+        *(state, runtime, run_ledger, context, task or middleware, limits, places),
+        *(checked_calls, checked_plans, *demands_of(checked_calls, checked_plans), used, stops),
+        make=partial(tool_step, *asked, middleware=middleware, every_call=every_call, task=task),
+        started=time.time_ns(),
+        original_limits=limits,
         middleware=middleware,
         pending=waiting,
         every_call=calls,

@@ -2,22 +2,21 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from uuid import uuid4
 
 from langchain_core.messages import AIMessage, AnyMessage, ToolMessage
 
 from langchain_quota.core import messages
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, admit
+from langchain_quota.core.admission import AcquireRequest
 from langchain_quota.core.decide import Breach, Verdict
 from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.plans import Plan
 from langchain_quota.core.stops import STOP, StopReason, reason_of
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
 from langchain_quota.limits.call import Call, Exit
-from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Batch, HookResult, Update
+from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Change, Step, Update
 from langchain_quota.middleware.context import call_context
-from langchain_quota.middleware.history import answer_of_blocked
+from langchain_quota.middleware.history import PendingCalls, answer_of_blocked
 from langchain_quota.middleware.state import (
     LEDGER,
     THREAD_MODEL,
@@ -42,47 +41,46 @@ _MOST_ENDS = 10
 _ENDED = "a limit has ended this run"
 
 
-def conclude_model(batch: Batch, result: AcquireResult, *, charging: bool = True) -> HookResult:
-    """Return the hook result of a model call."""
-    verdicts, breaches = batch.decide(result, charging=charging)
+def conclude_model(step: Step, *, charging: bool = True) -> Change:
+    """Return what follows from the check of a model call."""
+    verdicts, breaches = step.decide(charging=charging)
     error = _model_error(breaches) if breaches else None
     if error is not None:
-        return HookResult(verdicts, error=error)
+        return Change(verdicts, error=error)
     written = Ledger()
     if verdicts[0].outcome is Outcome.BLOCKED:
-        message = _final_message(batch, breaches, batch.context.own_name)
+        message = _final_message(step, breaches, step.context.own_name)
         written["ended"] = message.id
-        return HookResult(verdicts, {"jump_to": "end", "messages": [message], LEDGER: written})
-    (plan,) = batch.plans
+        return Change(verdicts, {"jump_to": "end", "messages": [message], LEDGER: written})
+    (plan,) = step.plans
     if not charging or not plan.rules:
-        return HookResult(verdicts)
-    charged = result.charged(batch.demands)
-    after = {name: used + charged[name] for name, used in result.used.items()}
+        return Change(verdicts)
+    charged = step.result.charged(step.demands)
+    after = {name: used + charged[name] for name, used in step.result.used.items()}
     update: Update = {LEDGER: written}
     if OF_RUN in plan.demand.amounts:
         update[THREAD_MODEL], written["counts"] = after[OF_THREAD], {"run_model": after[OF_RUN]}
     else:
         # Budgets alone: another middleware may count calls where LangChain does.
-        of_thread, of_run = thread_model(batch.state) + 1, batch.used[OF_RUN] + 1
+        of_thread, of_run = thread_model(step.state) + 1, step.used[OF_RUN] + 1
         written["counts"] = {"thread_model": of_thread, "run_model": of_run}
-    update[LEDGER] = merge_ledgers(written, _final(batch, after))
-    return HookResult(verdicts, update)
+    update[LEDGER] = merge_ledgers(written, _final(step, after))
+    return Change(verdicts, update)
 
 
-def _final(batch: Batch, after: Mapping[str, int]) -> Ledger:
+def _final(step: Step, after: Mapping[str, int]) -> Ledger:
     """Return the run's final text if this is the last call of its budget; else an empty one."""
-    finalizing = batch.limits.finalizing
+    finalizing = step.limits.finalizing
     if not finalizing:
         return Ledger(final="")
-    (plan,) = batch.plans
+    (plan,) = step.plans
     # Ask for one more call: if it is refused, this one is the last. What this call will use of
     # budgets is not known.
     final_plan = Plan.of(rule.with_meters(keep=rule.keep) for rule in plan.rules)
-    next_call = replace(batch, plans=[final_plan])
-    result = admit(next_call.demands, after, next_call.stops)
-    if finalizing.isdisjoint(result.refused[0]):
+    next_call = step.with_plans([final_plan], used=after).by_state()
+    if finalizing.isdisjoint(next_call.result.refused[0]):
         return Ledger(final="")
-    _, breaches = next_call.decide(result)
+    _, breaches = next_call.decide()
     return final_call(breaches)
 
 
@@ -97,10 +95,10 @@ def final_call(breaches: Sequence[Breach]) -> Ledger:
 
 
 def add_reasons(
-    batch: Batch, hook_result: HookResult, label: Callable[[str, str], str | None]
+    step: Step, change: Change, label: Callable[[str, str], str | None]
 ) -> StopReason | None:
     """Write into messages why their calls do not run; return why the run ends, if it does."""
-    update, verdicts = hook_result.update, hook_result.verdicts
+    update, verdicts = change.update, change.verdicts
     if not update or "messages" not in update:
         return None
 
@@ -116,7 +114,7 @@ def add_reasons(
         for status in verdict.refused_by
         if status.enforced
     ]
-    ending = batch.ledger.get("final_reason") if batch.ledger.get("final") else None
+    ending = step.ledger.get("final_reason") if step.ledger.get("final") else None
     if refusals:
         ends = (refusal for refusal in refusals if refusal[1].exit_behavior != "continue")
         ending = reason(*next(ends, refusals[0]))
@@ -179,63 +177,64 @@ def _model_error(breaches: Sequence[Breach]) -> ModelCallLimitExceededError | No
     )
 
 
-def _final_message(batch: Batch, breaches: Sequence[Breach], name: str | None) -> AIMessage:
+def _final_message(step: Step, breaches: Sequence[Breach], name: str | None) -> AIMessage:
     """Return the message that ends a run at limits, or that of the person who ended it."""
-    reason = batch.answer.message if batch.answer and batch.answer.type == "reject" else ""
+    reason = step.answer.message if step.answer and step.answer.type == "reject" else ""
     text = reason if reason.strip() else messages.final(breaches)
     return AIMessage(content=text, name=name, id=str(uuid4()))
 
 
-def conclude_tools(batch: Batch, result: AcquireResult) -> HookResult:
-    """Return the hook result of the tool calls of a message."""
-    if batch.ledger.get("final"):
-        return _finalized(batch)
-    if not (batch.limits.rules or batch.ledger.get("batch")):
+def conclude_tools(step: Step) -> Change:
+    """Return what follows from the check of a message's tool calls."""
+    pending, counts = step.pending, step.counts
+    assert pending is not None  # noqa: S101 - for the type checker
+    assert counts is not None  # noqa: S101 - the same
+    if step.ledger.get("final"):
+        return _finalized(step, pending)
+    if not (step.limits.rules or step.ledger.get("batch")):
         # Without limits nothing is counted. Calls without an id still get one.
-        allowed = [Verdict(call, Outcome.ALLOWED) for call in batch.calls]
-        answers = _answers((), batch, "")
-        return HookResult(allowed, {"messages": answers} if answers else None)
-    verdicts, breaches = batch.decide(result)
+        allowed = [Verdict(call, Outcome.ALLOWED) for call in step.calls]
+        answers = _answers((), step, pending, "")
+        return Change(allowed, {"messages": answers} if answers else None)
+    verdicts, breaches = step.decide()
     ends: Exit = "continue"
-    if result.stopped:
+    if step.result.stopped:
         ends = max((breach.exit_behavior for breach in breaches), key=_EXITS.index)
         checked = iter(verdicts)
         verdicts = [
-            next(checked) if call in batch.calls else Verdict(call, Outcome.SKIPPED)
-            for call in batch.every_call
+            next(checked) if call in step.calls else Verdict(call, Outcome.SKIPPED)
+            for call in step.every_call
         ]
         if ends == "error":
-            return HookResult(verdicts, error=_tool_error(breaches))
-    counts = batch.tool_counts
-    refunds = _charge(batch, counts, verdicts)
-    if batch.sent is not None:
-        _mirror(batch, counts, batch.sent, result)
-    update = _update(batch, counts, breaches)
-    answers = _answers(verdicts, batch, messages.SKIPPED)
+            return Change(verdicts, error=_tool_error(breaches))
+    refunds = _charge(step, counts, verdicts)
+    if step.sent is not None:
+        _mirror(step, counts, step.sent)
+    update = _update(step, counts, breaches)
+    answers = _answers(verdicts, step, pending, messages.SKIPPED)
     if ends == "end":
-        message = _final_message(batch, breaches, batch.pending_calls.message.name)
+        message = _final_message(step, breaches, pending.message.name)
         answers.append(message)
         update["jump_to"] = "end"
         update[LEDGER]["ended"] = message.id
     if answers:
         update["messages"] = answers
-    return HookResult(verdicts, update, refunds)
+    return Change(verdicts, update, refunds)
 
 
-def _finalized(batch: Batch) -> HookResult:
+def _finalized(step: Step, pending: PendingCalls) -> Change:
     """Skip all tools after the last model call of the budget, and end the run with its text."""
-    pending = batch.pending_calls
-    verdicts = [Verdict(call, Outcome.SKIPPED) for call in batch.every_call]
-    answers = _answers(verdicts, batch, messages.FINALIZED)
+    verdicts = [Verdict(call, Outcome.SKIPPED) for call in step.every_call]
+    answers = _answers(verdicts, step, pending, messages.FINALIZED)
     update: Update = {"messages": answers, "jump_to": "end"}
     # With the structured response the run has its answer.
     if not pending.structured:
         message = pending.message
         text = str(message.text)
-        content = text if text.strip() else batch.ledger.get("final") or ""
+        content = text if text.strip() else step.ledger.get("final") or ""
         answers.append(AIMessage(content=content, name=message.name, id=str(uuid4())))
         update[LEDGER] = Ledger(ended=answers[-1].id)
-    return HookResult(verdicts, update)
+    return Change(verdicts, update)
 
 
 def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
@@ -252,7 +251,7 @@ def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
     )
 
 
-def _charge(batch: Batch, counts: ToolCounts, verdicts: Sequence[Verdict]) -> list[Refund]:
+def _charge(step: Step, counts: ToolCounts, verdicts: Sequence[Verdict]) -> list[Refund]:
     """Charge allowed calls, and refund what other middlewares charged for blocked ones."""
     refunds: list[Refund] = []
     amounts: dict[tuple[str, str], int] = {}
@@ -281,7 +280,7 @@ def _charge(batch: Batch, counts: ToolCounts, verdicts: Sequence[Verdict]) -> li
     for (call_id, counter), amount in amounts.items():
         counts.charge(call_id, counter, amount)
     for call_id, names in charged.items():
-        counts.calls[call_id]["limits"].setdefault(batch.middleware, {}).update(names)
+        counts.calls[call_id]["limits"].setdefault(step.middleware, {}).update(names)
     for call_id, costs in paid.items():
         counts.calls[call_id]["costs"] = dict(costs)
     return refunds
@@ -292,30 +291,31 @@ def refunds_of(call: Call, charges: Sequence[tuple[str, int, int]]) -> list[Refu
     return [Refund(call._replace(amount=amount), limit, cost) for limit, amount, cost in charges]
 
 
-def _mirror(batch: Batch, counts: ToolCounts, sent: AcquireRequest, result: AcquireResult) -> None:
+def _mirror(step: Step, counts: ToolCounts, sent: AcquireRequest) -> None:
     """Copy the store's counts to the state, with its charges for each call."""
-    if batch.answered:
-        charged = result.charged(batch.demands)
-        for rule in (rule for plan in batch.plans for rule in plan.rules):
+    result = step.result
+    if step.answered:
+        charged = result.charged(step.demands)
+        for rule in (rule for plan in step.plans for rule in plan.rules):
             if rule.is_budget:
                 # The store's count has what models have used, too.
                 continue
             thread, run, *_ = rule.meters
             for meter, of_state in ((thread, counts.thread), (run, counts.run)):
-                if meter.counter in batch.places:
+                if meter.counter in step.places:
                     used = result.used[meter.counter] + charged[meter.counter]
                     of_state[rule.limit.counter] = used
-    for call, index in zip(batch.calls, batch.index_of, strict=True):
+    for call, index in zip(step.calls, step.index_of, strict=True):
         if result.admitted[index] and not result.stopped:
             amounts = sent.keyed(sent.demands[index].amounts)
             if amounts:
                 counts.of_call(str(call.id))["keys"] |= amounts
 
 
-def _update(batch: Batch, counts: ToolCounts, breaches: Sequence[Breach]) -> Update:
+def _update(step: Step, counts: ToolCounts, breaches: Sequence[Breach]) -> Update:
     """Return the update of the counts and of the ledger's entry for the message."""
-    old, message = batch.ledger, batch.message or ""
-    for plan in batch.plans:
+    old, message = step.ledger, step.message or ""
+    for plan in step.plans:
         for counter in plan.counters:
             counts.thread.setdefault(counter, 0)
     before = old.get("batch")
@@ -325,23 +325,24 @@ def _update(batch: Batch, counts: ToolCounts, breaches: Sequence[Breach]) -> Upd
     checked = ToolBatch(
         message=message,
         calls=counts.calls,
-        waiting=[name for name in waiting if name != batch.middleware],
+        waiting=[name for name in waiting if name != step.middleware],
     )
     written = Ledger(counts={"run_tools": counts.run}, batch=checked)
     for breach in breaches:
         limit = breach.rule.limit
         if limit.give_up_after is not None:
             refusals = written.get("refusals") or old.get("refusals") or {}
-            by_limit = refusals.get(batch.middleware, {})
+            by_limit = refusals.get(step.middleware, {})
             by_limit = {**by_limit, limit.name: by_limit.get(limit.name, 0) + breach.refusals}
-            written["refusals"] = {**refusals, batch.middleware: by_limit}
+            written["refusals"] = {**refusals, step.middleware: by_limit}
     return {THREAD_TOOLS: counts.thread, LEDGER: written}
 
 
-def _answers(verdicts: Sequence[Verdict], batch: Batch, skipped: str) -> list[AnyMessage]:
+def _answers(
+    verdicts: Sequence[Verdict], step: Step, pending: PendingCalls, skipped: str
+) -> list[AnyMessage]:
     """Return one answer for each call that does not run, blocked ones first."""
     # If the calls had no ids, the message comes first, with ids for them.
-    pending = batch.pending_calls
     answers: dict[str, AnyMessage] = {}
     for outcome in _NOT_RUN:
         for verdict in verdicts:
@@ -349,6 +350,6 @@ def _answers(verdicts: Sequence[Verdict], batch: Batch, skipped: str) -> list[An
             if verdict.outcome is outcome and call_id not in answers:
                 text = skipped
                 if outcome is Outcome.BLOCKED:
-                    text = messages.refusal(verdict.decision, batch.limits.by_name)
+                    text = messages.refusal(verdict.decision, step.limits.by_name)
                 answers[call_id] = answer_of_blocked(call_id, verdict.call.tool, text)
     return [*([pending.message] if pending.replaces else []), *answers.values()]

@@ -13,11 +13,10 @@ from langchain_core.messages import ToolMessage
 from langchain_core.tools import BaseTool
 from langgraph.types import Command
 
-from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.plans import LimitSet, Places
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
-from langchain_quota.middleware.calls import Batch, HookResult, Update
+from langchain_quota.middleware.calls import Change, Step, Update
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.state import FeatureData, State
 from langchain_quota.runtime.sync_async import Mode
@@ -38,8 +37,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 ModelCall = Callable[[Request], Awaitable[Response | None]]
 """Makes a model call, or returns `None` if the call is blocked."""
 ToolHandler = Callable[[ToolCallRequest], Awaitable[ToolAnswer]]
-BatchCheck = Callable[[Batch], Awaitable[tuple[Batch, AcquireResult]]]
-"""Checks a batch; returns the newest batch of the same calls, and its result."""
+StepCheck = Callable[[Step], Awaitable[Step]]
+"""Checks a step, and returns the newest step of the same calls, with its result."""
 
 
 class FeatureOptions(TypedDict, total=False):
@@ -115,30 +114,28 @@ class Feature:
         """Return counts that only this feature can know, by the name of the counter."""
         raise NotImplementedError
 
-    def adjust_plans(self, batch: Batch) -> None:
-        """Change the plans of calls."""
+    def adjust_plans(self, step: Step) -> Step:
+        """Return the step before it is checked, perhaps with other plans."""
+        return step
 
-    async def check_batch(
-        self, mode: Mode, batch: Batch, acquire: BatchCheck
-    ) -> tuple[Batch, AcquireResult]:
-        """Check a batch; return the newest batch of the same calls, and its result."""
-        return await acquire(batch)
+    async def check_step(self, mode: Mode, step: Step, acquire: StepCheck) -> Step:
+        """Check a step; return the newest step of the same calls, with its result."""
+        return await acquire(step)
 
-    def on_store_result(self, batch: Batch, result: AcquireResult) -> None:
-        """Use the result of a store."""
+    def on_store_result(self, step: Step) -> Step:
+        """Return the step after a store's answer, perhaps changed."""
+        return step
 
-    def on_store_unavailable(self, batch: Batch) -> None:
+    def on_store_unavailable(self, step: Step) -> None:
         """Handle an unavailable store; an exception keeps the call from being checked."""
 
-    async def recheck_stopped(
-        self, mode: Mode, batch: Batch, result: AcquireResult
-    ) -> tuple[Batch, AcquireResult]:
-        """Check a stopped batch again."""
-        return batch, result
+    async def recheck_stopped(self, mode: Mode, step: Step) -> Step:
+        """Check a stopped step again."""
+        return step
 
-    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
-        """Return the hook result, perhaps changed."""
-        return conclusion
+    def on_change(self, step: Step, change: Change) -> Change:
+        """Return the change that follows from a step, perhaps completed."""
+        return change
 
     def after_model(self, state: State, *, saved: bool) -> None:
         """Use the state after the model's step; raise what that step could not raise."""

@@ -8,19 +8,19 @@ from typing import ClassVar, Literal, Self
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult
+from langchain_quota.core.admission import AcquireRequest
 from langchain_quota.core.decision import Outcome
 from langchain_quota.core.plans import LimitSet, OnStoreError, Places
 from langchain_quota.core.stops import request_runs
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Kind
 from langchain_quota.middleware.calls import (
-    Batch,
-    HookResult,
+    Change,
+    Step,
     Update,
-    model_batch,
+    model_step,
     refund_corrections,
-    tool_batch,
+    tool_step,
 )
 from langchain_quota.middleware.conclude import add_reasons, conclude_model, conclude_tools
 from langchain_quota.middleware.context import (
@@ -31,7 +31,6 @@ from langchain_quota.middleware.context import (
 )
 from langchain_quota.middleware.damage import DamageNamed
 from langchain_quota.middleware.feature import (
-    BatchCheck,
     Feature,
     FeatureOptions,
     Handler,
@@ -39,20 +38,13 @@ from langchain_quota.middleware.feature import (
     ModelCall,
     Request,
     Response,
+    StepCheck,
     Tool,
     ToolAnswer,
     ToolHandler,
     overriding,
 )
-from langchain_quota.middleware.state import (
-    LEDGER,
-    Amounts,
-    Ledger,
-    State,
-    ledger,
-    merge_ledgers,
-    with_work,
-)
+from langchain_quota.middleware.state import Amounts, Ledger, State, ledger, with_work
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.sync_async import Mode
@@ -62,7 +54,7 @@ from langchain_quota.telemetry import Telemetry, names, recorder_of
 from langchain_quota.telemetry.observers import Observer, Observers
 
 ModelMode = Literal["admitted", "returned"]
-Conclude = Callable[[Batch, AcquireResult], HookResult]
+Conclude = Callable[[Step], Change]
 
 
 class Kernel:
@@ -143,9 +135,9 @@ class Kernel:
         self.end_run_hooks = overriding(features, Feature.end_run)
         self.name_attempt_hooks = overriding(features, Feature.name_attempt)
         self.adjust_plans_hooks = overriding(features, Feature.adjust_plans)
-        self.on_hook_result_hooks = overriding(features, Feature.on_hook_result)
+        self.on_change_hooks = overriding(features, Feature.on_change)
         self.state_counts_hooks = overriding(features, Feature.state_counts)
-        self.check_batch_hooks = overriding(features, Feature.check_batch)
+        self.check_step_hooks = overriding(features, Feature.check_step)
         self.before_model_check_hooks = overriding(features, Feature.before_model_check)
         self.learn_tools_hooks = overriding(features, Feature.learn_tools)
         self.adjust_limits_hooks = overriding(features, Feature.adjust_limits)
@@ -221,10 +213,10 @@ class Kernel:
                 await prepare(mode, state, runtime, limits, places)
             for name_attempt in self.name_attempt_hooks:
                 context = await name_attempt(mode, runtime, context)
-            batch = model_batch(state, runtime, limits, places, task=self.name, context=context)
+            step = model_step(state, runtime, limits, places, task=self.name, context=context)
             if request is not None:
-                batch.model = request.model, request.model_settings
-            return await self._check_and_record(mode, batch, self.conclude_model)
+                step = step._replace(model=(request.model, request.model_settings))
+            return await self._check_and_record(mode, step, self.conclude_model)
 
     async def check_tool_calls(
         self, mode: Mode, state: State, runtime: object, *, task: str = ""
@@ -237,7 +229,7 @@ class Kernel:
             limits, places = await self.resolve_limits(mode, "tool", state, runtime, context)
             for name_attempt in self.name_attempt_hooks:
                 context = await name_attempt(mode, runtime, context)
-            batch = tool_batch(
+            step = tool_step(
                 state,
                 runtime,
                 context,
@@ -247,9 +239,9 @@ class Kernel:
                 every_call=self._checks_every_call,
                 task=task,
             )
-            if batch is None:
+            if step is None:
                 return None
-            return await self._check_and_record(mode, batch, self.conclude_tools)
+            return await self._check_and_record(mode, step, self.conclude_tools)
 
     async def after_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
         """Pass the newest state to features, then check the newest tool calls."""
@@ -262,131 +254,115 @@ class Kernel:
         for after_model in self.after_model_hooks:
             after_model(state, saved=saved)
 
-    def adjust_plans(self, batch: Batch) -> None:
-        """Let the features change the plans of a batch."""
+    def adjust_plans(self, step: Step) -> Step:
+        """Return a step with the plans that the features change."""
         for adjust in self.adjust_plans_hooks:
-            adjust(batch)
+            step = adjust(step)
+        return step
 
-    async def _check_and_record(
-        self,
-        mode: Mode,
-        batch: Batch,
-        conclude: Conclude,
-    ) -> Update | None:
+    async def _check_and_record(self, mode: Mode, step: Step, conclude: Conclude) -> Update | None:
         """Check calls, record the decisions, and return the update or raise."""
-        if self.adjust_plans_hooks:
-            self.adjust_plans(batch)
-        if self.check_batch_hooks:
-            batch, result = await self.check(mode, batch)
-        elif self.store is None:
-            result = batch.by_state()
-        else:
-            result = await self.acquire(mode, batch)
-        if result.stopped:
-            for refused in self.recheck_stopped_hooks:
-                batch, result = await refused(mode, batch, result)
-        batch.counted, batch.frozen = result.used, result.frozen
-        hook_result = conclude(batch, result)
-        if batch.counts and batch.counts.refunds and not hook_result.error:
-            step = batch.context.step(f"{batch.task}.refused")
-            await self.release(mode, batch.ledger, step, batch.counts.refunds)
-        for change in self.on_hook_result_hooks:
-            hook_result = change(batch, hook_result)
-        update = await self.record(mode, batch, hook_result)
-        if hook_result.error is not None:
-            raise with_work(hook_result.error, batch.state)
+        step = await self.admit(mode, self.adjust_plans(step))
+        change = conclude(step)
+        if step.counts and step.counts.refunds and not change.error:
+            name = step.context.step(f"{step.task}.refused")
+            await self.release(mode, step.ledger, name, step.counts.refunds)
+        for complete in self.on_change_hooks:
+            change = complete(step, change)
+        update = await self.record(mode, step, change)
+        if change.error is not None:
+            raise with_work(change.error, step.state)
         return update
 
-    async def check(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
-        """Check a batch, perhaps after a wait; return the newest batch of its calls, its result."""
-        check: BatchCheck = partial(self._acquire, mode)
-        for check_batch in reversed(self.check_batch_hooks):
-            check = partial(check_batch, mode, acquire=check)
-        return await check(batch)
+    async def admit(self, mode: Mode, step: Step) -> Step:
+        """Return a step with its result, perhaps after a wait and a question to a person."""
+        step = await self.check(mode, step)
+        if step.result.stopped:
+            for recheck in self.recheck_stopped_hooks:
+                step = await recheck(mode, step)
+        return step
 
-    async def _acquire(self, mode: Mode, batch: Batch) -> tuple[Batch, AcquireResult]:
-        """Check a batch, and return it with its result."""
-        return batch, await self.acquire(mode, batch)
+    async def check(self, mode: Mode, step: Step) -> Step:
+        """Return a step with its result, perhaps after a wait."""
+        check: StepCheck = partial(self.acquire, mode)
+        for check_step in reversed(self.check_step_hooks):
+            check = partial(check_step, mode, acquire=check)
+        return await check(step)
 
-    async def acquire(self, mode: Mode, batch: Batch) -> AcquireResult:
-        """Check a batch by the store's counts, or by the state's if the store has none of them."""
-        if self.store is None or not any(plan.shared for plan in batch.plans):
-            return batch.by_state()
+    async def acquire(self, mode: Mode, step: Step) -> Step:
+        """Check a step by the store's counts, or by the state's if the store has none of them."""
+        if self.store is None or not any(plan.shared for plan in step.plans):
+            return step.by_state()
         # Raise configuration errors before anything is charged.
         self.observers.check(mode)
-        sent = batch.to_store()
+        sent = step.request()
         result = await self.store.acquire(mode, sent)
         if result is None:
             # The store's client has counted and logged why.
-            return self._without_store(batch, sent, self.store)
-        batch.answered = True
-        if result.granted:
-            batch.raise_limits(result.granted)
-            new = batch.limits.newly_raised(result.newly_granted)
-            self.recorder.record_grants(batch.context.agent, new)
+            return self._without_store(step, sent, self.store)
+        step = step.by_store(sent, result)
+        if result.newly_granted:
+            new = step.limits.newly_raised(result.newly_granted)
+            self.recorder.record_grants(step.context.agent, new)
         for answered in self.on_store_result_hooks:
-            answered(batch, result)
-        return result
+            step = answered(step)
+        return step
 
-    def _without_store(
-        self, batch: Batch, sent: AcquireRequest, store: StoreClient
-    ) -> AcquireResult:
-        """Check a batch while the store is unavailable; allowed calls are charged there later."""
+    def _without_store(self, step: Step, sent: AcquireRequest, store: StoreClient) -> Step:
+        """Check a step while the store is unavailable; allowed calls are charged there later."""
         for unanswered in self.on_store_unavailable_hooks:
-            unanswered(batch)
-        calls = sum(plan.shared for plan in batch.plans)
-        result = batch.without_store(self.on_store_error)
+            unanswered(step)
+        calls = sum(plan.shared for plan in step.plans)
+        step = step.without_store(sent, self.on_store_error)
         # A reservation is not charged: the use is charged when it is known.
         held = {name for name, counter in sent.counters.items() if counter.lease is not None}
         # With "block" a call runs only if limits in a dry run alone refuse it.
         ran = Counts[str]()
-        for demand, admitted in zip(sent.demands, result.admitted, strict=True):
-            if admitted and not result.stopped:
+        for demand, admitted in zip(sent.demands, step.result.admitted, strict=True):
+            if admitted and not step.result.stopped:
                 ran.update(
                     sent.keyed({name: n for name, n in demand.amounts.items() if name not in held})
                 )
         # The request is refunded if the store did charge it.
         store.correct_later(sent, ran)
-        labels = batch.context.agent, store.label, self.on_store_error
+        labels = step.context.agent, store.label, self.on_store_error
         self.recorder.count(names.STORE_FALLBACKS, *labels, amount=calls)
-        return result
+        return step
 
-    async def record(self, mode: Mode, batch: Batch, hook_result: HookResult) -> Update | None:
+    async def record(self, mode: Mode, step: Step, change: Change) -> Update | None:
         """Record the decisions unless the task is a re-run, and return the update."""
         if self.observers.present:
             self.observers.check(mode)
-        update, verdicts = hook_result.update, hook_result.verdicts
-        reason = add_reasons(batch, hook_result, self.recorder.subject_label)
+        if step.written:
+            change = change.writing(step.written)
+        reason = add_reasons(step, change, self.recorder.subject_label)
         noted = request_runs.get()
         if noted is not None:
             noted.checked = True
-        if not (noted is None or reason is None or hook_result.error or batch.context.is_nested):
+        if not (noted is None or reason is None or change.error or step.context.is_nested):
             # A run that a person has ended was not refused.
-            blocked = (one for one in verdicts if one.outcome is Outcome.BLOCKED)
+            blocked = (one for one in change.verdicts if one.outcome is Outcome.BLOCKED)
             noted.refusals += [one.decision for one in blocked if one.answer is None]
         ending = reason["limit"] if reason else ""
-        if hook_result.error is not None:
-            refusals = (status for one in verdicts for status in one.refused_by)
+        if change.error is not None:
+            refusals = (status for one in change.verdicts for status in one.refused_by)
             ending = next((status.limit for status in refusals if status.enforced), "")
         record = self.recorder.record(
-            verdicts,
-            started=batch.started,
-            error=hook_result.error,
+            change.verdicts,
+            started=step.started,
+            error=change.error,
             ended_by=ending,
-            task_id=batch.context.task(batch.task),
-            model=batch.model,
+            task_id=step.context.task(step.task),
+            model=change.model or step.model,
         )
-        if record.is_new and hook_result.refunds:
-            self.recorder.record_refunds(hook_result.refunds)
+        if record.is_new and change.refunds:
+            self.recorder.record_refunds(change.refunds)
         if record.is_new and reason is not None:
             self.recorder.stream("ended", reason)
-        if batch.ledger_update:
-            written = merge_ledgers((update or {}).get(LEDGER, {}), batch.ledger_update)
-            update = {**(update or {}), LEDGER: written}
         if self.observers.present:
-            made = [one.decision for one in verdicts if not one.needs_slot]
+            made = [one.decision for one in change.verdicts if not one.needs_slot]
             await self.observers.notify(mode, made, record)
-        return update
+        return change.update
 
     async def call_model(
         self, mode: Mode, request: Request, handler: Handler, written: Update

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, get_args
 
 from langchain.agents.middleware.types import ModelResponse, ToolCallRequest
 from langchain_core.load import dumps
+from langchain_core.messages import ToolCall
 
 from langchain_quota.core.plans import LimitSet, Places, Plan
 from langchain_quota.errors import ModelCallLimitExceededError
@@ -25,6 +26,7 @@ from langchain_quota.features.budgets.charging import (
     Charging,
     Stopwatch,
     TaskMemory,
+    added,
 )
 from langchain_quota.features.budgets.model_runs import (
     own_call,
@@ -43,7 +45,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, TokenLimit, UnknownPrice
 from langchain_quota.limits.call import Call, ModelUsage
 from langchain_quota.limits.options import MILLISECONDS, counts_calls
-from langchain_quota.middleware.calls import Batch, HookResult, Update, model_context
+from langchain_quota.middleware.calls import Change, Step, Update, model_context
 from langchain_quota.middleware.context import CallContext, running_runtime
 from langchain_quota.middleware.feature import Feature, ModelCall, Request, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
@@ -157,54 +159,52 @@ class Budgets(Feature):
         """Return the budgets' use in the state."""
         return self._late.counts(state)
 
-    def adjust_plans(self, batch: Batch) -> None:
+    def adjust_plans(self, step: Step) -> Step:
         """Know what is used of the budgets; ask for the prices of paid tool calls."""
-        if batch.pending is not None:
-            self._pay_tools(batch)
-        else:
-            self._late.forget(batch.state)
-            batch.used |= self._late.counts(batch.state)
-            batch.save(self.name, self._late.of(batch.state))
-            if self._second_check.waits and batch.task == self._kernel.name:
-                # Wait, and hold nothing, until the request is known: then there is a second check.
-                batch.limits = LimitSet(without_waits(rule, batch) for rule in batch.limits.rules)
-                rules = (without_waits(rule, batch) for rule in batch.plans[0].rules)
-                batch.set_plans([Plan.of(rules)])
+        if step.pending is not None:
+            return self._pay_tools(step, step.pending.calls)
+        self._late.forget(step.state)
+        step = step.using(self._late.counts(step.state))
+        if entries := self._late.of(step.state):
+            step = step.saving(self.name, entries)
+        if not (self._second_check.waits and step.task == self._kernel.name):
+            return step
+        # Wait, and hold nothing, until the request is known: then there is a second check.
+        limits = LimitSet(without_waits(rule, step) for rule in step.limits.rules)
+        plan = Plan.of(without_waits(rule, step) for rule in step.plans[0].rules)
+        return step.with_plans([plan], limits=limits)
 
-    def _pay_tools(self, batch: Batch) -> None:
-        """Have paid tool calls ask for their price; the batch knows what paid calls have used."""
-        if not batch.limits.budgets:
-            return
-        state = {LEDGER: {**ledger(batch.state), "counts": Counts()}}
-        for name, amount in self._late.counts(state).items():
-            batch.used[name] = batch.used.get(name, 0) + amount
-        pending: Any = batch.pending
-        batch.set_plans(
+    def _pay_tools(self, step: Step, tool_calls: Sequence[ToolCall]) -> Step:
+        """Have paid tool calls ask for their price; the step knows what paid calls have used."""
+        if not step.limits.budgets:
+            return step
+        state = {LEDGER: {**ledger(step.state), "counts": Counts()}}
+        used = added([step.used, self._late.counts(state)])
+        plans = (
             Plan.of(
                 rule.with_meters(amount=price, keep=rule.keep) if rule.is_budget else rule
                 for rule in plan.rules
                 if (price := self._pricing.of_tool(rule.limit, call) or not rule.is_budget)
             )
             # After the last call of a budget, no call is checked.
-            for call, plan in zip(pending.calls, batch.plans, strict=False)
+            for call, plan in zip(tool_calls, step.plans, strict=False)
         )
+        return step.with_plans(plans, used=used)
 
-    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_change(self, step: Step, change: Change) -> Change:
         """Choose another model; leave the decision to `around_model` if there is a reserve."""
-        update = conclusion.update
-        if batch.pending is not None or update is None or "jump_to" in update:
-            return conclusion
+        if step.pending is not None or change.error or "jump_to" in (change.update or {}):
+            return change
         if self._downgrades:
-            by = _downgraded_by(batch)
-            batch.ledger_update = merge_ledgers(batch.ledger_update, Ledger(downgraded=by))
+            by = _downgraded_by(step)
+            verdicts = [replace(verdict, downgraded_by=by) for verdict in change.verdicts]
+            change = change._replace(verdicts=verdicts).writing(Ledger(downgraded=by))
             if by:
-                batch.model = self._downgrades[by], {}
-            verdicts = [replace(verdict, downgraded_by=by) for verdict in conclusion.verdicts]
-            conclusion = conclusion._replace(verdicts=verdicts)
+                change = change._replace(model=(self._downgrades[by], {}))
         if not self._second_check.has_reserves:
-            return conclusion
-        batch.save(self.name, {"admitted": first_check(batch, conclusion)})
-        return conclusion._replace(verdicts=())
+            return change
+        change = change.saving(self.name, {"admitted": first_check(step, change)})
+        return change._replace(verdicts=())
 
     def after_model(self, state: State, *, saved: bool) -> None:
         """Learn what is written; raise what a refused call could not raise in the model's step."""
@@ -296,12 +296,12 @@ class Budgets(Feature):
         return answered
 
 
-def _downgraded_by(batch: Batch) -> str:
+def _downgraded_by(step: Step) -> str:
     """Return the name of the first limit whose use sends calls to another model."""
-    for budget in batch.limits.budgets:
+    for budget in step.limits.budgets:
         limit: Any = budget.limit
         if limit.downgrade_to is not None and any(
-            batch.counted[meter.counter] >= near_threshold(meter.maximum, limit.downgrade_at)
+            step.result.used[meter.counter] >= near_threshold(meter.maximum, limit.downgrade_at)
             for meter in budget.meters
             if meter.maximum is not None
         ):

@@ -27,14 +27,7 @@ from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.usage import asked_of
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE
-from langchain_quota.middleware.calls import (
-    OF_RUN,
-    OF_THREAD,
-    Batch,
-    HookResult,
-    Update,
-    model_batch,
-)
+from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Change, Step, Update, model_step
 from langchain_quota.middleware.conclude import conclude_model, final_call
 from langchain_quota.middleware.feature import Request
 from langchain_quota.middleware.flow import Kernel
@@ -60,26 +53,26 @@ give up after 600 seconds by default.
 """
 
 
-def first_check(batch: Batch, conclusion: HookResult) -> Entries:
+def first_check(step: Step, change: Change) -> Entries:
     """Return the result of the check before a model call, when its request is not known yet.
 
     It has the counts before the call (`used`), the limits on calls in a dry run that would refuse
     it, with the scopes (`refused`), the counts of `frozen` subjects, by the name of the count what
     grants added to limits (`granted`), and by key what a store charged (`charged`).
     """
-    budgets = {budget.limit.name for budget in batch.limits.budgets}
+    budgets = {budget.limit.name for budget in step.limits.budgets}
     refused = {
         limit: scope
-        for verdict in conclusion.verdicts
+        for verdict in change.verdicts
         for limit, scope in verdict.refused.items()
         if limit not in budgets
     }
-    keys = batch.sent.keyed(batch.demands[0].amounts) if batch.sent else {}
+    keys = step.sent.keyed(step.demands[0].amounts) if step.sent else {}
     return {
-        "used": {**batch.counted},
+        "used": {**step.result.used},
         "refused": refused,
-        "frozen": [*batch.frozen],
-        "granted": {**batch.granted},
+        "frozen": [*step.result.frozen],
+        "granted": {**step.result.granted},
         "charged": {key: amount for key, amount in keys.items() if amount},
     }
 
@@ -106,69 +99,68 @@ class SecondCheck:
         self,
         mode: Mode,
         request: Request,
-        step: ChargeContext,
+        charge: ChargeContext,
         first: Mapping[str, Any] | None,
         written: Update,
     ) -> tuple[Request, ChargeContext] | None:
         """Reserve all that the call can use, or make it the run's last; `None` if it is refused."""
         # Return who is charged, too: a call may have waited until windows or limits changed.
-        kernel, last = self._kernel, bool(ledger(step.state).get("final"))
+        kernel, last = self._kernel, bool(ledger(charge.state).get("final"))
         while True:
             shaped = await kernel.shape_request(mode, request)
-            batch = self._reserving_batch(shaped, step, is_retry=first is None)
-            batch, result = await kernel.check(mode, batch)
-            step = step._replace(limits=batch.original_limits, places=batch.places)
-            batch.counted, batch.frozen = result.used, result.frozen
-            if last or all(result.admitted) or not _may_be_the_last(batch, result):
+            step = self._reserving_step(shaped, charge, is_retry=first is None)
+            step = await kernel.check(mode, step)
+            charge = charge._replace(limits=step.original_limits, places=step.places)
+            if last or all(step.result.admitted) or not _may_be_the_last(step):
                 break
             # Ask for a call without tools, the last one of its budget.
-            _, breaches = batch.decide(result)
+            _, breaches = step.decide()
             last, state = True, cast("dict[str, Any]", copy(request.state))
             state[LEDGER] = merge_ledgers(ledger(state), final_call(breaches))
             request = compat.with_state(request, state)
-        if not all(result.admitted):
-            written.update(await self._refuse(mode, batch, result, first))
+        if not all(step.result.admitted):
+            written.update(await self._refuse(mode, step, first))
             return None
-        (plan,) = batch.plans
+        (plan,) = step.plans
         reserved = {
             rule.limit.counter: plan.demand.amounts[run_counter(rule.limit)]
             for rule in plan.rules
             if rule.is_budget
         }
-        key = batch.sent.idempotency_key if batch.answered and batch.sent is not None else ""
-        step = step._replace(reserved=reserved, request=key)
+        key = step.sent.idempotency_key if step.answered and step.sent is not None else ""
+        charge = charge._replace(reserved=reserved, request=key)
         try:
             if first:
-                both = _result_of_both_checks(batch, first, result)
+                both = _result_of_both_checks(step, first)
                 written.update(await kernel.record(mode, *both) or {})
         except (Exception, CancelledError):
             # The call is not made.
-            await self._charging.settle(mode, settlements(step, batch.used))
+            await self._charging.settle(mode, settlements(charge, step.used))
             raise
-        if last and batch.ledger.get("final"):
-            final = Ledger(final=batch.ledger["final"])
-            if reason := batch.ledger.get("final_reason"):
+        if last and step.ledger.get("final"):
+            final = Ledger(final=step.ledger["final"])
+            if reason := step.ledger.get("final_reason"):
                 final["final_reason"] = reason
             written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), final)
-        return shaped, step
+        return shaped, charge
 
-    def _reserving_batch(self, request: Request, step: ChargeContext, *, is_retry: bool) -> Batch:
-        """Return the batch that reserves all that the call can use."""
+    def _reserving_step(self, request: Request, charge: ChargeContext, *, is_retry: bool) -> Step:
+        """Return the step that reserves all that the call can use."""
         if request.model is not None:
             # A price that is missing is an error before anything is charged.
             model_usage = asked_of(request.model, request.model_settings)
-            self._pricing.check(model_usage, agent=step.call.agent)
+            self._pricing.check(model_usage, agent=charge.call.agent)
         reserving = []
         lease = LEASE if self.has_reserves else None
-        for budget in step.limits.budgets:
+        for budget in charge.limits.budgets:
             reserve = getattr(budget.limit, "reserve", None)
             bound = computed(reserve(request)) if callable(reserve) else reserve or 0
             amount = self._pricing.most(budget.limit, bound)
             reserving.append(budget.with_meters(amount=amount, lease=lease))
-        places = step.places
+        places = charge.places
         if self.waits and not is_retry:
             # Attempts of one call count as one call, and the first check has counted the run's.
-            for rule in step.limits.rules:
+            for rule in charge.limits.rules:
                 if not rule.is_budget and _is_waiting(rule.limit):
                     counted = rule.with_meters(maximum=None, amount=0).meters[:2]
                     quotas = rule.meters[2:]
@@ -176,40 +168,39 @@ class SecondCheck:
                     names = {meter.counter for meter in counted} - {one.counter for one in quotas}
                     places = {name: place for name, place in places.items() if name not in names}
         task = f"{self._kernel.name}.held"
-        batch = model_batch(request.state, request.runtime, step.limits, places, task=task)
-        # The name is new each time, because another attempt of the task may reserve something, too.
-        batch.name = token_hex(16)
-        batch.make = lambda limits, places: self._reserving_batch(
-            request, step._replace(limits=limits, places=places), is_retry=is_retry
-        )
+        step = model_step(request.state, request.runtime, charge.limits, places, task=task)
         if request.model is not None:
-            batch.model = request.model, request.model_settings
-        batch.used |= self._charging.late.counts(batch.state)
-        batch.limits = LimitSet(reserving)
-        batch.stops = batch.limits.stops
-        batch.set_plans([Plan.of(reserving)])
-        return batch
+            step = step._replace(model=(request.model, request.model_settings))
+        limits = LimitSet(reserving)
+        return step.using(self._charging.late.counts(step.state)).with_plans(
+            [Plan.of(reserving)],
+            limits=limits,
+            stops=limits.stops,
+            # The name is new each time: another attempt of the task may reserve something, too.
+            name=token_hex(16),
+            make=lambda limits, places: self._reserving_step(
+                request, charge._replace(limits=limits, places=places), is_retry=is_retry
+            ),
+        )
 
-    async def _refuse(
-        self, mode: Mode, batch: Batch, result: AcquireResult, first: Mapping[str, Any] | None
-    ) -> Update:
+    async def _refuse(self, mode: Mode, step: Step, first: Mapping[str, Any] | None) -> Update:
         """Return the update of a refused call; an error in it is raised after the model's step."""
         # Raised here, it would lose the update, and other middlewares would retry the call.
-        conclusion = conclude_model(batch, result)
-        update: Update = {**(conclusion.update or {})}
+        change = conclude_model(step)
+        update: Update = {**(change.update or {})}
         update.pop("jump_to", None)
-        error: Any = conclusion.error
+        error: Any = change.error
         if error is not None:
-            message = AIMessage(str(error), name=batch.context.own_name, id=str(uuid4()))
+            message = AIMessage(str(error), name=step.context.own_name, id=str(uuid4()))
             numbers = [error.thread_count, error.run_count, error.thread_limit, error.run_limit]
             entries = {"error": [*numbers, str(error)]}
             update = {"messages": [message], LEDGER: Ledger(ended=message.id, own={OWN: entries})}
             self._memory(str(message.id))["decision"] = error.decision
         if first:
             # The first check has counted the call.
-            counts = Counts(run_model=max(0, batch.used[OF_RUN] - 1))
-            of_thread = max(0, batch.used[OF_THREAD] - 1)
-            if any(not rule.is_budget for rule in batch.original_limits.rules):
+            counts = Counts(run_model=max(0, step.used[OF_RUN] - 1))
+            of_thread = max(0, step.used[OF_THREAD] - 1)
+            if any(not rule.is_budget for rule in step.original_limits.rules):
                 update[THREAD_MODEL] = of_thread
             else:
                 counts["thread_model"] = of_thread
@@ -218,9 +209,8 @@ class SecondCheck:
                 refund = {key: -amount for key, amount in first["charged"].items()}
                 corrections = (Correction(uuid4().hex, refund),)
                 await self._charging.settle(mode, AcquireRequest("", "", corrections=corrections))
-        batch.save(OWN, self._charging.late.of(batch.state))
-        hook_result = conclusion._replace(update=update)
-        return await self._kernel.record(mode, batch, hook_result) or update
+        change = change._replace(update=update).saving(OWN, self._charging.late.of(step.state))
+        return await self._kernel.record(mode, step, change) or {}
 
 
 def _is_waiting(limit: Limit) -> bool:
@@ -228,40 +218,40 @@ def _is_waiting(limit: Limit) -> bool:
     return limit.enforce and getattr(limit, "wait", None) is not None
 
 
-def without_waits(rule: Rule, batch: Batch) -> Rule:
+def without_waits(rule: Rule, step: Step) -> Rule:
     """Return a rule without the quotas for which calls wait."""
-    return rule.stored(rule.meters[:2], batch.places) if _is_waiting(rule.limit) else rule
+    return rule.stored(rule.meters[:2], step.places) if _is_waiting(rule.limit) else rule
 
 
-def _result_of_both_checks(
-    batch: Batch, first: Mapping[str, Any], second: AcquireResult
-) -> tuple[Batch, HookResult]:
-    """Return the decision about an admitted call by all limits, and the batch of all checks."""
+def _result_of_both_checks(step: Step, first: Mapping[str, Any]) -> tuple[Step, Change]:
+    """Return the decision about an admitted call by all limits, and the step of all checks."""
     # The counts in the state have the call by now.
+    second = step.result
     used = first["used"] | {
         name: second.used[name]
-        for name in batch.demands[0].amounts
+        for name in step.demands[0].amounts
         if name not in (OF_THREAD, OF_RUN)
     }
-    reserving = {rule.limit.name: rule for rule in batch.limits.budgets}
+    reserving = {rule.limit.name: rule for rule in step.limits.budgets}
     both = LimitSet(
         reserving.get(rule.limit.name)
         # Without the store, no quota has checked it.
         or rule._replace(meters=tuple(meter for meter in rule.meters if meter.counter in used))
-        for rule in batch.original_limits.raised(first["granted"]).rules
+        for rule in step.original_limits.raised(first["granted"]).rules
     )
     refused, frozen = first["refused"] | {**second.refused[0]}, (*first["frozen"], *second.frozen)
-    whole = replace(batch, limits=both, plans=[Plan.of(both.rules)], used=used)
-    whole.counted, whole.granted, whole.frozen = used, {**first["granted"], **batch.granted}, frozen
-    verdicts, _ = whole.decide(AcquireResult(used, (refused,), (True,), frozen=frozen))
-    by = batch.ledger.get("downgraded") or ""
-    return whole, HookResult([replace(verdict, downgraded_by=by) for verdict in verdicts])
+    result = AcquireResult(used, (refused,), (True,), frozen=frozen)
+    whole = step.with_plans([Plan.of(both.rules)], limits=both, result=result)
+    verdicts, _ = whole.decide()
+    by = step.ledger.get("downgraded") or ""
+    return whole, Change([replace(verdict, downgraded_by=by) for verdict in verdicts])
 
 
-def _may_be_the_last(batch: Batch, result: AcquireResult) -> bool:
+def _may_be_the_last(step: Step) -> bool:
     """Return whether all limits that refuse a call would let it be the last one."""
-    if STORE in result.refused[0].values():
+    (refused,) = step.result.refused
+    if STORE in refused.values():
         return False
-    by_name = batch.limits.by_name
-    refusing = [by_name[name] for name in result.refused[0] if by_name[name].enforce]
+    by_name = step.limits.by_name
+    refusing = [by_name[name] for name in refused if by_name[name].enforce]
     return all(limit.exit_behavior == "finalize" for limit in refusing)

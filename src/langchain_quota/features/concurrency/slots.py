@@ -22,7 +22,7 @@ from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, STORE, Call
 from langchain_quota.limits.calls import ConcurrencyLimit
-from langchain_quota.middleware.calls import Batch, HookResult
+from langchain_quota.middleware.calls import Change, Step
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
@@ -66,17 +66,17 @@ class ConcurrencySlots(Feature):
         in_process = self.store is None or isinstance(self.store.store, MemoryStore)
         self._lease_store = None if in_process else self.store
 
-    def on_hook_result(self, batch: Batch, conclusion: HookResult) -> HookResult:
+    def on_change(self, step: Step, change: Change) -> Change:
         """Leave the verdicts about allowed calls that need slots to the hook around their tool."""
-        if batch.pending is None or not self._kernel.runs_tools:
-            return conclusion
-        verdicts = [*conclusion.verdicts]
+        if step.pending is None or not self._kernel.runs_tools:
+            return change
+        verdicts = [*change.verdicts]
         for index, verdict in enumerate(verdicts):
             needs_slot = any(limit.matches(verdict.call) for limit in self._limits)
             if needs_slot and verdict.outcome in (Outcome.ALLOWED, Outcome.WOULD_BLOCK):
-                self._checked(_name(batch.ledger, verdict.call))["verdict"] = verdict
+                self._checked(_name(step.ledger, verdict.call))["verdict"] = verdict
                 verdicts[index] = replace(verdict, needs_slot=True)
-        return conclusion._replace(verdicts=verdicts)
+        return change._replace(verdicts=verdicts)
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
