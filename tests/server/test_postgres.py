@@ -1,6 +1,7 @@
 """What is PostgresStore's own: its table, connections, pools, locks and outages."""
 
 import asyncio
+import json
 import re
 import signal
 import traceback
@@ -8,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 from urllib.parse import quote
 
@@ -164,6 +166,21 @@ class TestTable:
             assert beside.execute(found, of_search).fetchall() == [(value,)]
             store.reset([search])
             assert store.acquire(calls(search, 1, limit=5)).used == {search: 0}
+
+    def test_freezes_of_an_older_edition(self, store: PostgresStore, beside: Any) -> None:
+        """As in Redis: what an older edition froze or granted is not overlooked."""
+        for key in ("::", "search:global:"):
+            identity = sha256(f"{store.prefix}:grants:{key}".encode()).hexdigest()[:32]
+            beside.execute(
+                "INSERT INTO langchain_quota VALUES (%s, %s, 'grants', %s, '[9e9, [[]]]', %s)",
+                [identity, store.prefix, json.dumps(key), 9 * 10**9],
+            )
+        with pytest.raises(QuotaStoreError, match=r"no grants .* '::', .* older edition"):
+            store.acquire(calls("email", 1))
+        with pytest.raises(QuotaStoreError, match="no grants are kept under 'search:global:', "):
+            store.grant("search:global:", 5, window=None)
+        beside.execute("DELETE FROM langchain_quota WHERE kind = 'grants'")
+        assert store.acquire(calls("email", 1)).used == {"email": 0}
 
     def test_all_counts_are_listed(self, store: PostgresStore) -> None:
         """A listing goes on behind the first five hundred."""

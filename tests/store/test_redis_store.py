@@ -92,6 +92,17 @@ class TestWhatIsNoCount:
             assert store.acquire(calls(SEARCH, 1, limit=5)).used == {SEARCH: 0}
             client.delete(name)
 
+    def test_freezes_of_an_older_edition(self, store: RedisStore, client: Any) -> None:
+        """What an older edition froze or granted is not overlooked: QuotaStoreError."""
+        names = [f"{{{store.prefix}}}:grants:{key}" for key in ("::", SEARCH)]
+        client.mset(dict.fromkeys(names, b"\x91\x95\xff"))
+        with pytest.raises(QuotaStoreError, match=r"no freezes are .*grants:::, .* older edition"):
+            store.acquire(calls("email", 1))
+        with pytest.raises(QuotaStoreError, match=f"no grants are kept under '{SEARCH}', .* older"):
+            store.grant(SEARCH, 5, window=None)
+        client.delete(*names)
+        assert store.acquire(calls("email", 1)).used == {"email": 0}
+
     def test_usages_leave_it_out(self, store: RedisStore, client: Any) -> None:
         """Only counts are shown."""
         names = [name_of(store, "").encode() + end for end in (b"\x1b[2J\n", b"\xff")]

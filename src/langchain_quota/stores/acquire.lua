@@ -1,14 +1,12 @@
 -- Acquires: makes corrections, and admits or refuses a batch of calls, in one atomic step.
--- KEYS     the freezes, which are a count, too; texts that are remembered; and counts, as redis_rows.py has them
+-- KEYS     the freezes, which are a count, too; those of an older edition; texts that are remembered; and counts, as
+--   redis_rows.py has them
 -- ARGV[1]  a list in JSON; numbers are whole, exact up to 2^53 - 1; -1 stands for none, and 0 for no key
---   attempt, result  numbers of keys
---   hold         the entry of what the request holds, or settles: it is read with its count; '' for none
+--   attempt, result  numbers of keys; hold: the entry of what the request holds, or settles, if it does
 --   rules        end of window, idle, drains, freeze of each count; idle: how long one without a window is kept, in
---                seconds; freeze: the entry that freezes its subject. Amounts and maximums of one that drains are
---                microseconds
+--                seconds; freeze: the entry that freezes its subject. If it drains, its amounts are microseconds
 --   corrections  {marker, result, for how long, entry that it settles or '', {{count, start, amount, limit} ...}}
---   counters     count, start, limit, lease, whether it rolls over, of each; start: where a new count begins; limit: to
---                show
+--   counters     count, start, limit, lease, whether it rolls over, of each; start: where a new count begins
 --   thresholds   number of the limit, counter, maximum, whether it is enforced, of each
 --   calls        {counter, amount, counter, amount ...}, {threshold, threshold ...}
 --   stops        {number of the limit, after how many refused calls it stops the batch}
@@ -24,30 +22,10 @@ local now = tonumber(time[1])
 local micros = now * 1000000 + tonumber(time[2])
 
 -- '%d' is faster, but a server may have it for 32 bits only.
-local function digits(number)
-  return number == 0 and '0' or string.format(math.abs(number) < 2^31 and '%d' or '%.0f', number)
-end
+local function digits(number) return string.format(math.abs(number) < 2^31 and '%d' or '%.0f', number) end
 local function entry_of(text)
   local amount, ends, place = string.match(text or '', '^(-?%d+) (%d+) (-?%d+)$')
   return amount and {tonumber(amount), tonumber(ends), tonumber(place)}
-end
-local function read(key, window_end, idle, drains, freeze)
-  local kept, any, odd = redis.call('HMGET', key, hold, unpack(FIELDS, 1, drains and 7 or 6)), false, false
-  for i = 2, #kept do
-    local text = kept[i]
-    if text then
-      local number = tonumber(text)
-      -- Others can write there, too. No limit refuses 'nan'.
-      any, odd, kept[i] = true, odd or not number or number % 1 ~= 0 or number > 2^53, number
-    end
-  end
-  local held, used, expires, next_end, raised, fresh, checked, at = unpack(kept)
-  if odd or any and (expires or -1) < 0 or (used or 0) < 0 then error('no count is kept under ' .. key .. ODD) end
-  return {
-    key = key, window_end = window_end, idle = idle, drains = drains, freeze = freeze, changed = {},
-    used = used or nil, expires = expires or -1, next_end = next_end or -1, raised = raised or 0,
-    fresh = fresh or 0, checked = checked or 0, at = at or -1, entries = {[hold] = held and entry_of(held) or false},
-  }
 end
 local function set(count, field, value)
   if count[field] ~= value then count[field], count.changed[field] = value, digits(value) end
@@ -57,9 +35,8 @@ local function keep(count, name, amount, ends, place)
   count.changed[name] = amount and digits(amount) .. ' ' .. digits(ends) .. ' ' .. digits(place) or false
 end
 local function entry(count, name)
-  if count.entries[name] == nil then
-    count.entries[name] = not count.complete and entry_of(redis.call('HGET', count.key, name)) or false
-  end
+  local is_known = count.complete or count.entries[name] ~= nil
+  if not is_known then count.entries[name] = entry_of(redis.call('HGET', count.key, name)) or false end
   return count.entries[name]
 end
 local function entries(count)
@@ -105,6 +82,24 @@ local function update(count)
   for _, each in ipairs(over) do drop(count, each[1], each[3] * 1000000) end
   set(count, 'next_end', next_end < math.huge and next_end or -1)
 end
+local function read(key, window_end, idle, drains, freeze)
+  local kept, any, odd = redis.call('HMGET', key, hold, unpack(FIELDS, 1, drains and 7 or 6)), false, false
+  for i = 2, #kept do
+    -- Others can write there, too, such as 'nan', which no limit refuses.
+    local number = kept[i] and tonumber(kept[i])
+    any, odd = any or kept[i], odd or kept[i] and not (number and number % 1 == 0 and number <= 2^53)
+    kept[i] = number or false
+  end
+  local held, used, expires, next_end, raised, fresh, checked, at = unpack(kept)
+  if odd or any and (expires or -1) < 0 or (used or 0) < 0 then error('no count is kept under ' .. key .. ODD) end
+  local count = {
+    key = key, window_end = window_end, idle = idle, drains = drains, freeze = freeze, changed = {},
+    used = used or nil, expires = expires or -1, next_end = next_end or -1, raised = raised or 0,
+    fresh = fresh or 0, checked = checked or 0, at = at or -1, entries = {[hold] = held and entry_of(held) or false},
+  }
+  update(count)
+  return count
+end
 local function level(count, start)
   return count.used and math.max(0, count.used - (count.drains and micros or 0)) or start
 end
@@ -141,10 +136,7 @@ local function write(answer)
 end
 
 -- Nothing is written before all are read: an error changes nothing.
-for i = 1, #rules / 4 do
-  counts[i] = read(KEYS[#KEYS - #rules / 4 + i], unpack(rules, 4 * i - 3, 4 * i))
-  update(counts[i])
-end
+for i = 1, #rules / 4 do counts[i] = read(KEYS[#KEYS - #rules / 4 + i], unpack(rules, 4 * i - 3, 4 * i)) end
 for _, correction in ipairs(corrections) do
   local marker, answered, lasts, settles, amounts = unpack(correction)
   local is_done = not redis.call('SET', KEYS[marker], 1, 'NX', 'EX', lasts)
@@ -160,19 +152,17 @@ end
 
 counts[0] = {raised = 0, fresh = 0, freeze = ''}  -- for counts of the caller
 -- One command for all of these, because mostly there is none.
-local remembered, freezes, frozen = {KEYS[1], KEYS[attempt]}, 0, {}
-remembered[#remembered + 1] = KEYS[result]
-remembered = redis.call('EXISTS', unpack(remembered))
+local remembered = redis.call('EXISTS', KEYS[1], KEYS[2], KEYS[attempt] or KEYS[2], KEYS[result] or KEYS[2])
+local freezes, frozen = 0, {}
 if remembered > 0 then
   local row = read(KEYS[1])
   if remembered > 1 or row.expires < 0 then
+    if redis.call('EXISTS', KEYS[2]) > 0 then error('no freezes are kept under ' .. KEYS[2] .. ODD) end
     if attempt > 0 and redis.call('GET', KEYS[attempt]) == REFUSED then return write('"refused"') end
     local said = result > 0 and redis.call('GET', KEYS[result])
     if said then return write('[1,' .. said .. ',[]]') end
   end
-  counts[#counts + 1] = row
-  update(row)
-  freezes = row.raised
+  counts[#counts + 1], freezes = row, row.raised
   for i = 1, freezes > 0 and #counters / 5 or 0 do
     local freeze = counts[counters[5 * i - 4]].freeze
     frozen[i] = freeze ~= '' and (entry(row, freeze) or entry(row, FREEZE_OF_ALL))
@@ -206,34 +196,27 @@ for i, call in ipairs(calls) do
   said_of_calls[i] = '[' .. (runs and 1 or 0) .. table.concat(refusing) .. ']'
 end
 for _, stop in ipairs(stops) do
-  if (refusals[stop[1]] or 0) >= stop[2] then stopped = 1 end
+  if (refusals[stop[1]] or 0) >= stop[2] then stopped, after = 1, before end
 end
 
 for i = 1, hold ~= '' and #counters / 5 or 0 do
   local index, _, _, lease = unpack(counters, 5 * i - 4, 5 * i)
-  local count = stopped == 0 and after[i] > before[i] and lease >= 0 and counts[index] or {}
-  if count.drains and redis.call('HLEN', count.key) >= MAX_HELD and not entry(count, hold) then
-    return write('[' .. i - 1 .. ']')
-  end
+  local count = counts[index]
+  if lease >= 0 and after[i] > before[i] and count.drains and not entry(count, hold)
+    and redis.call('HLEN', count.key) >= MAX_HELD then return write('[' .. i - 1 .. ']') end
 end
-local added, charged = {}, false
+local amounts, charged = {}, false
 for i = 1, #counters / 5 do
   local index, start, limit, lease = unpack(counters, 5 * i - 4, 5 * i)
   local count, amount = counts[index], after[i] - before[i]
-  if count.fresh > 0 then
-    set(count, 'checked', count.checked + 1)
-    set(count, 'fresh', 0)
-  end
-  local is_charged = index > 0 and amount > 0 and stopped == 0
-  if is_charged then charge(count, amount, start, limit, lease) end
-  if index > 0 then added[#added + 1] = is_charged and digits(amount) or '0' end
-  charged = charged or is_charged
+  if count.fresh > 0 then set(count, 'checked', count.checked + 1) end
+  set(count, 'fresh', 0)
+  if index > 0 then amounts[#amounts + 1], charged = digits(amount), charged or amount > 0 end
+  if index > 0 and amount > 0 then charge(count, amount, start, limit, lease) end
 end
 local said = string.format('%s,%s,%d,[%s],[%s],[%s],%d,[%s]', names, drains, stopped, table.concat(used, ','),
   table.concat(raised, ','), table.concat(said_of_calls, ','), freezes, table.concat(marks, ','))
-local function remember(key, text)
-  if charged and key > 0 then redis.call('SET', KEYS[key], text, 'EX', REMEMBERED) end
+for key, text in pairs(charged and {[attempt] = string.format(charges, unpack(amounts)), [result] = said} or {}) do
+  if key > 0 then redis.call('SET', KEYS[key], text, 'EX', REMEMBERED) end
 end
-remember(attempt, string.format(charges, unpack(added)))
-remember(result, said)
 return write('[0,' .. said .. ',[' .. table.concat(fresh, ',') .. ']]')

@@ -15,8 +15,16 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
-from langchain_quota.stores.keys import FREEZES, Prefix
-from langchain_quota.stores.rows import COUNT, NOTES, Name, Rows, names_of, names_of_operation
+from langchain_quota.stores.keys import Prefix
+from langchain_quota.stores.rows import (
+    COUNT,
+    FROZEN,
+    NOTES,
+    Name,
+    Rows,
+    names_of,
+    names_of_operation,
+)
 from langchain_quota.stores.server import PAGE, PREFIX, Answers, Argument, Batch, ServerStore
 
 if TYPE_CHECKING:
@@ -245,12 +253,7 @@ class PostgresStore(ServerStore):
     ) -> Rows:
         """Read what is kept under names, and lock it if a transaction is to begin."""
         by_id = {_id(prefix, name): name for name in names}
-        # Requests only read the freezes. Who freezes has the lock of the notes beside them.
-        locks = {
-            int(column[:16], 16) - 2**63
-            for column, name in by_id.items()
-            if name != (COUNT, FREEZES)
-        }
+        locks = {int(row[:16], 16) - 2**63 for row, name in by_id.items() if name not in FROZEN}
         milliseconds = min(ceil(self._timeout * 1000), 2**31 - 1)
         statements = f"{begin}{_READ}".format(
             timeout=milliseconds,

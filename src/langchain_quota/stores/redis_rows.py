@@ -18,6 +18,7 @@ from langchain_quota.stores.rows import (
     ATTEMPT,
     COUNT,
     NOTES,
+    OLD_GRANTS,
     RESULT,
     Name,
     Rows,
@@ -61,7 +62,7 @@ def pattern_of(prefix: str, kind: str, keys: str) -> bytes:
 def place_of(prefix: str, name: Name) -> bytes:
     """Return where a row is kept; other names than keys may have any length."""
     kind, text = name
-    return name_of(prefix, kind, text if kind in (COUNT, NOTES) else digest(text))
+    return name_of(prefix, kind, text if kind in (COUNT, NOTES, OLD_GRANTS) else digest(text))
 
 
 class RedisRows(Rows):

@@ -33,6 +33,7 @@ from langchain_quota.stores.keys import (
 )
 from langchain_quota.stores.memory import REFUSED
 from langchain_quota.stores.redis_rows import FIELDS, MAX_COUNT, name_of
+from langchain_quota.stores.rows import COUNT, OLD_GRANTS
 from langchain_quota.stores.server import ANOTHER_FORM
 
 _NONE = -1
@@ -69,7 +70,7 @@ SCRIPTS = {name: _script(name) for name in ("acquire", "rows")}
 def write_acquire(prefix: str, request: AcquireRequest, idle: int) -> list[int | bytes | str]:
     """Return the number of keys, the keys and the arguments of acquire.lua for a request."""
     # The freezes come first, and counts last, with numbers of their own.
-    places: dict[bytes, int] = {_name(prefix, FREEZES): 1}
+    places = {_name(prefix, COUNT, FREEZES): 1, _name(prefix, OLD_GRANTS, FREEZES): 2}
     counts: dict[bytes, int] = {}
     rules: list[str] = []
     counters: list[str] = []
@@ -82,7 +83,7 @@ def write_acquire(prefix: str, request: AcquireRequest, idle: int) -> list[int |
         return places.setdefault(name_of(prefix, kind, digest(name)), len(places) + 1)
 
     def count(key: str, ends: int | None) -> int:
-        number = counts.setdefault(_name(prefix, key), len(counts) + 1)
+        number = counts.setdefault(_name(prefix, COUNT, key), len(counts) + 1)
         if number > len(rules):
             rules.append(f"{_clamped(ends)},{_rule(key, idle)}")
         return number
@@ -174,9 +175,8 @@ def _threshold(threshold: Threshold) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=4096)
-def _name(prefix: str, key: str) -> bytes:
-    """Return the name of a count; as often as it is charged, it is the same."""
-    return name_of(prefix, "count", key)
+def _name(prefix: str, kind: str, key: str) -> bytes:
+    return name_of(prefix, kind, key)
 
 
 @lru_cache(maxsize=4096)

@@ -22,6 +22,10 @@ Name = tuple[str, str]
 
 COUNT, NOTES, RESULT, ATTEMPT = "count", "notes", "result", "attempt"
 CORRECTED, SETTLED = "corrected", "settled"
+OLD_GRANTS = "grants"
+"""Where an older edition of this package kept grants and freezes, which stop no calls now."""
+FROZEN = {(COUNT, FREEZES), (OLD_GRANTS, FREEZES)}
+"""What requests only read: who freezes has the lock of the notes beside them."""
 _CONSTANTS = {"Infinity": math.inf}  # and no NaN, which no limit refuses
 
 
@@ -132,7 +136,7 @@ def names_of(request: AcquireRequest) -> set[Name]:
             (RESULT, correction.idempotency_key),
             (ATTEMPT, correction.attempt_id or ""),
         }
-    return {name for name in names if name[1] or name[0] == COUNT} | {(COUNT, FREEZES)}
+    return {name for name in names if name[1] or name[0] == COUNT} | FROZEN
 
 
 def names_of_keys(keys: Iterable[str]) -> set[Name]:
@@ -142,7 +146,8 @@ def names_of_keys(keys: Iterable[str]) -> set[Name]:
 
 def names_of_operation(op: str, keys: Sequence[str]) -> set[Name]:
     """Return the names of what another operation reads or may change."""
-    notes = {(NOTES, key) for key in keys if op in ("grant", "revoke", "grants")}
+    kinds = (NOTES, OLD_GRANTS) if op in ("grant", "revoke", "grants") else ()
+    notes = {(kind, key) for key in keys for kind in kinds}
     return notes if op == "grants" else notes | names_of_keys(keys)
 
 

@@ -55,7 +55,8 @@ Argument = Grant | str | int | None
 
 def unreadable(kind: str, name: str) -> QuotaStoreError:
     """Return the error for a row that others have written, or an older edition."""
-    return QuotaStoreError(f"no {kind} is kept under {name!r}{ANOTHER_FORM}")
+    verb = "are" if kind.endswith("s") else "is"
+    return QuotaStoreError(f"no {kind} {verb} kept under {name!r}{ANOTHER_FORM}")
 
 
 class Server:
