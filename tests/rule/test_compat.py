@@ -77,7 +77,7 @@ ELSEWHERE = {
     "for_parent": "scenario/test_ended_runs.py::test_a_sub_agent_in_a_node",
     "hide_raised": "scenario/test_cost_budgets.py::test_a_model_without_a_price_is_not_called",
     "interpreter_settings": "scenario/test_code_interpreters.py::test_a_deep_agent_does_not_run",
-    "is_from_factory": "arguments/test_mistakes.py::test_a_mistake_says_what_to_write",
+    "is_from_factory": "arguments/test_limit_arguments.py::test_a_mistake_says_what_to_write",
     "is_multiprocess": "signals/test_several_workers.py::test_any_worker_answers_for_all",
     "is_resumed_step": "scenario/test_old_checkpoints.py::test_what_runs_again",
     "model_parameters": "scenario/test_model_pace.py::test_one_refusal_paces_all",

@@ -209,8 +209,8 @@ HELD = [
     Row("all is removed", saying(RemoveMessage(id=REMOVE_ALL_MESSAGES))),
     Row("calls are taken out", forged("ai", tool_calls=[])),
     Row("calls get new ids", forged("ai", tool_calls=calls("new"))),
-    Row("calls that were not refused", marked("ai", **{MARK: {"refused": {}}})),
-    Row("calls that were refused", marked("ai", **{MARK: {"refused": {"x": "refused"}}})),
+    Row("calls that were not refused", marked("ai", **{MARK: {"blocked": {}}})),
+    Row("calls that were refused", marked("ai", **{MARK: {"blocked": {"x": "refused"}}})),
     Row("another agent's answers", forged("ai", name="other")),
     Row("questions again", forged("human")),
     Row("a cut-off run did not run", cut_off),
@@ -218,7 +218,7 @@ HELD = [
     Row("calls of her own", ending(AIMessage("", tool_calls=calls("a", "b")))),
     Row("calls of an old id", ending(AIMessage("", id="x", tool_calls=calls("a", "b")))),
     Row(
-        "checked calls", ending(X.model_copy(update={"response_metadata": {MARK: {"refused": {}}}}))
+        "checked calls", ending(X.model_copy(update={"response_metadata": {MARK: {"blocked": {}}}}))
     ),
     Row("calls with one id", ending(AIMessage("", tool_calls=calls("a", "a")))),
     Row("calls without an id", ending(AIMessage("", tool_calls=calls("")))),

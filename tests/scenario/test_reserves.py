@@ -2,12 +2,17 @@
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
+from decimal import Decimal
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
 from langchain.agents.middleware.types import AgentMiddleware, ModelRequest
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.outputs import ChatGenerationChunk
 
 from langchain_quota import (
     CostLimit,
@@ -15,17 +20,19 @@ from langchain_quota import (
     MemoryStore,
     ModelCallLimit,
     ModelCallLimitExceededError,
+    ModelUsage,
     Price,
     Quota,
     TokenLimit,
     max_usage,
 )
-from langchain_quota.limits.call import ModelUsage
+from langchain_quota.core.decision import Outcome
+from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import ANN, Kind, Scene, cancel_at, either
-from tests.stores import DAY, TODAY, Clock, FickleStore, counts, run_counts
+from tests.stores import DAY, TODAY, Clock, FickleStore, counts, quota, run_counts
 from tests.telemetry import Signals
-from tests.tokens import GLOBAL, MONEY, THREAD, TOTAL, During, ProviderError, answer, spent
+from tests.tokens import GLOBAL, MONEY, RETRY, THREAD, TOTAL, During, ProviderError, answer, spent
 
 LEASE = 900
 """For how long a store holds an amount, in seconds."""
@@ -264,3 +271,241 @@ async def test_a_grant_beside_a_reserve(signals: Signals, *, enforce: bool) -> N
     counted = [(decision.outcome, decision.limits[0].counts[-1]) for decision in decisions]
     shown = [(outcome, count.used, count.limit) for outcome, count in counted]
     assert shown == [("allowed", 1, 1), ("allowed", 2, 6)]
+
+
+def limit_of(most: int, reserve: Any, **options: Any) -> TokenLimit:
+    return TokenLimit(quotas=[Quota(most, per="global")], reserve=reserve, **options)
+
+
+@either
+@pytest.mark.parametrize("reserve", [50, lambda _: 50], ids=["number", "function"])
+@pytest.mark.parametrize(("order", "seen"), [("around", [50, 110]), ("inside", [50, 50])])
+async def test_a_retry_holds_its_own_amount(
+    signals: Signals, kind: Kind, reserve: Any, order: str, seen: list[int]
+) -> None:
+    """Behind a middleware that retries, each attempt holds its reserve, and is charged."""
+    store, when_paid, limit = MemoryStore(), list[int](), limit_of(1000, reserve)
+
+    def paid() -> None:
+        when_paid.append(counts(store).get(GLOBAL, 0))
+        if len(when_paid) == 1:
+            raise ProviderError
+
+    around: list[Any] = [RETRY, limit] if order == "around" else [limit, RETRY]
+    items = [*around, During(paid)]
+    scene = await Scene(signals, [answer(60), answer(40)], items, kind=kind, store=store).played()
+    assert when_paid == seen
+    assert counts(store) == {GLOBAL: 100}
+    assert dict(scene.usage().run_spent) == {TOTAL: 100}
+    assert scene.state()["langchain_quota"]["counts"]["thread_model"] == 1
+
+
+@either
+@pytest.mark.parametrize(("most", "calls"), [(50, 1), (61, 2)])
+async def test_a_retry_is_checked_with_what_its_first_attempt_used(
+    signals: Signals, kind: Kind, most: int, calls: int
+) -> None:
+    """Without a reserve, too, a call is made again only if the attempt before it left anything."""
+    failures = [ProviderError()]
+
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
+
+    items: list[Any] = [RETRY, TokenLimit(run_limit=most), During(fail)]
+    scene = await Scene(signals, [answer(60), answer(40)], items, kind=kind).played()
+    assert len(scene.model.calls) == calls
+    assert spent(scene)[1] == (60 if calls == 1 else 100)
+
+
+@either
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_call_that_its_bound_refuses_is_not_counted(
+    signals: Signals, kind: Kind, *, shared: bool
+) -> None:
+    """A call that its bound refuses is one decision, and counts nowhere as a call."""
+    store, bounds = MemoryStore(), [10, 200]
+    quotas = [Quota(5, per="global")] if shared else []
+    limits: list[Limit] = [
+        ModelCallLimit(run_limit=5, thread_limit=5, quotas=quotas),
+        limit_of(100, lambda _: bounds.pop(0)),
+    ]
+    scene = await Scene(signals, [answer(60, "search")], limits, kind=kind, store=store).played()
+    models = [each.outcome for each in scene.decisions if each.call.kind == "model"]
+    assert models == [Outcome.ALLOWED, Outcome.BLOCKED]
+    assert scene.used(limits[0]) == (1, 1)
+    calls = {"model:thread:thread-1": 1, **({"model:global:": 1} if shared else {})}
+    assert counts(store) == {GLOBAL: 60, **calls}
+    assert scene.last_text() == (
+        "Token limits exceeded: global limit (60/100 tokens, the call may need 200)"
+    )
+
+
+@either
+async def test_a_call_with_a_reserve_is_told_with_the_counts_before_it(
+    signals: Signals, kind: Kind
+) -> None:
+    """The last call that a limit admits is allowed, though it is told when it is counted."""
+    limits: list[Limit] = [ModelCallLimit(run_limit=1, thread_limit=1), limit_of(100, 10)]
+    scene = await Scene(signals, [answer(5)], limits, kind=kind, store=MemoryStore()).played()
+    (told,) = (each for each in scene.decisions if each.call.kind == "model")
+    assert told.outcome is Outcome.ALLOWED
+    assert ("run", 0, 1) in [count[:3] for count in told.limits[0].counts]
+
+
+@either
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_call_that_does_not_fit_is_the_last_one(
+    signals: Signals, kind: Kind, *, shared: bool
+) -> None:
+    """With `"finalize"` a call that its bound refuses is made as the last one, if that fits."""
+    options: Any = {"run_limit": 50, "quotas": [Quota(50, per="global")] if shared else []}
+    # The tools are a part of what a call can use: the last one has none.
+    options["reserve"] = lambda request: 60 if request.tools else 40
+    options |= {"exit_behavior": "finalize", "keep": 20}
+    script, store = [answer(35, "search", text="")], MemoryStore() if shared else None
+    scene = await Scene(signals, script, [TokenLimit(**options)], kind=kind, store=store).played()
+    (call,) = scene.model.calls
+    assert "last model call" in call.messages[-1].text
+    assert call.tools == ()
+    # It asks for a tool all the same.
+    assert "run limit (0/50 tokens, the rest was kept for the last answer)" in scene.last_text()
+    assert store is None or counts(store) == {GLOBAL: 35}
+
+
+DOLLARS = f"{MONEY}:global:"
+ASKED: Any = {"messages": [("user", "Hi!")]}
+
+
+class Streamed(ScriptedChatModel):
+    """Streams a word, and then nothing more."""
+
+    begun: Any = None
+
+    async def _astream(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield ChatGenerationChunk(message=AIMessageChunk(content="Good "))
+        if self.begun is not None:
+            self.begun.set()
+        await asyncio.Event().wait()
+
+
+class Budget:
+    """A model under budgets of tokens and money in a store whose clock a test sets."""
+
+    def __init__(self, signals: Signals, model: Any) -> None:
+        self.clock = Clock()
+        self.store = MemoryStore(clock=self.clock)
+        self.quota = quota(
+            signals,
+            TokenLimit(quotas=[Quota(10_000, per="global")], reserve=500),
+            CostLimit(quotas=[Quota(1, per="global")], reserve="0.0000005"),
+            store=FickleStore(self.store),
+            clock=self.clock,
+            prices=lambda used: Decimal(used.total_tokens) / 10**9,
+        )
+        self.agent = Scene(signals, model, [self.quota], checkpointer=None).agent
+
+    def charged(self) -> dict[str, int]:
+        """What is charged when all that was held is released."""
+        self.clock.now += 3600
+        return counts(self.store)
+
+
+async def test_a_stream_that_is_left_is_charged_what_was_held(signals: Signals) -> None:
+    """A stream that is left or cancelled in the middle is charged its reserve: nothing is told."""
+    budget = Budget(signals, Streamed(script=[]))
+    stream = budget.agent.astream(ASKED, stream_mode="messages")
+    async for _ in stream:
+        break
+    assert counts(budget.store) == {GLOBAL: 500, DOLLARS: 500}
+    await stream.aclose()
+    assert budget.charged() == {GLOBAL: 500, DOLLARS: 500}
+    model = Streamed(script=[], begun=asyncio.Event())
+    budget = Budget(signals, model)
+    await cancel_at(model.begun, budget.agent.ainvoke(ASKED, stream_mode="messages"))
+    assert budget.charged() == {GLOBAL: 500, DOLLARS: 500}
+
+
+class RateLimitError(Exception):
+    """What a provider answers that has not begun."""
+
+    status_code = 429
+
+
+@pytest.mark.parametrize(
+    ("error", "held"), [(KeyboardInterrupt, 500), (TimeoutError, 500), (RateLimitError, 0)]
+)
+def test_an_interrupted_call_is_charged_what_was_held(
+    signals: Signals, error: type[BaseException], held: int
+) -> None:
+    """After Ctrl-C, or a timeout, a call may have been served; not where the provider refused."""
+    budget = Budget(signals, [error()])
+    with pytest.raises(error):
+        budget.agent.invoke(ASKED)
+    assert budget.charged() == ({GLOBAL: held, DOLLARS: held} if held else {})
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .*on_llm_error")
+def test_a_call_whose_event_loop_is_gone_is_charged_with_the_next(signals: Signals) -> None:
+    """Where nothing can be awaited any more, the next call of this process charges the reserve."""
+    budget, loop = Budget(signals, [answer(60)]), asyncio.new_event_loop()
+    model = Streamed(script=[], begun=asyncio.Event())
+    request: Any = ModelRequest(model=model, messages=[HumanMessage("Hi!")], state={"messages": []})
+
+    async def handler(given: Any) -> Any:
+        async for _ in given.model.astream(given.messages):
+            pass
+
+    called: Any = budget.quota.awrap_model_call(request, handler)
+    running = loop.create_task(called)
+    loop.run_until_complete(asyncio.wait_for(model.begun.wait(), 60))
+    # Nobody runs the loop again, nor what waits in it.
+    running._log_destroy_pending = False  # type: ignore[attr-defined]
+    with suppress(RuntimeError):
+        # Some versions of LangChain want to report the end of the model run, and need a loop.
+        called.close()
+    loop.close()
+    del running, called
+    gc.collect()
+    budget.agent.invoke(ASKED)
+    assert budget.charged() == {GLOBAL: 560, DOLLARS: 560}
+
+
+NEEDS = "the call may need 2000"
+
+
+@pytest.mark.parametrize("quota", [{"burst": 100}, {}, {"smooth": False}])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, NEEDS),
+        ({"wait": "10h"}, NEEDS),
+        ({"exit_behavior": "error"}, NEEDS),
+        ({"exit_behavior": "error", "wait": "10h"}, NEEDS),
+        ({"exit_behavior": "finalize", "keep": 50}, "A short answer."),
+    ],
+)
+async def test_exit_behavior_decides(signals: Signals, options: Any, said: str, quota: Any) -> None:
+    """It ends the run, raises, or is made without tools if that fits; it does not wait in vain."""
+    smooth = Quota(1_000, **{"per": "global", "window": "1h", "smooth": True, **quota})
+    reserves = chain((50, 2_000), repeat(50 if "keep" in options else 2_000))
+    limit = TokenLimit(quotas=[smooth], reserve=lambda _: next(reserves), **options)
+    store, script = MemoryStore(), [answer(40, "search"), answer(20, text="A short answer.")]
+    scene = Scene(signals, script, [limit], store=store)
+    if options.get("exit_behavior") == "error":
+        with pytest.raises(ModelCallLimitExceededError, match=said):
+            await scene.play()
+    else:
+        await scene.play()
+        assert said in scene.last_text()
+    assert len(scene.model.calls) == 1 + (said != NEEDS)
+    assert sum(counts(store).values()) <= 60
+
+
+async def test_a_reserve_of_parts(signals: Signals) -> None:
+    """A reserve whose total is not given is its input and its output."""
+    parts = ModelUsage(input_tokens=60, output_tokens=50)
+    scene = Scene(signals, [answer(10)], [TokenLimit(run_limit=100, reserve=lambda _: parts)])
+    await scene.play()
+    assert "the call may need 110" in scene.last_text()
+    assert ModelUsage(input_tokens=1, total_tokens=9).total_tokens == 9
