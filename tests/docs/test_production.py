@@ -111,14 +111,11 @@ def test_metrics_need_the_token() -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("key", ["remote_write", "scrape_configs"])
-def test_prometheus_takes_the_configurations(key: str, tmp_path: Path) -> None:
+def test_prometheus_takes_the_configuration(tmp_path: Path) -> None:
     """Promtool finds nothing wrong with what the page gives for prometheus.yml."""
-    [found] = [each for each in blocks("yaml") if key in yaml.safe_load(each)]
-    token = tmp_path / "token"
-    token.write_text("secret")
+    [found] = [each for each in blocks("yaml") if "remote_write" in yaml.safe_load(each)]
     config = tmp_path / "prometheus.yml"
-    config.write_text(found.replace("/etc/prometheus/metrics_token", str(token)))
+    config.write_text(found)
     command = [required_program("promtool", "prometheus"), "check", "config", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
