@@ -293,11 +293,11 @@ async def test_costs_that_providers_report(
 @pytest.mark.parametrize("reserve", [None, 7])
 async def test_a_reporting_call_that_is_cut_off(signals: Signals, reserve: Any) -> None:
     """It costs its reserve, and stops nobody; without one, the model's next call is an error."""
-    script = [TimeoutError(), answer(8)]
-    script[1].response_metadata = {"cost": 0.25}
+    said = answer(8)
+    said.response_metadata = {"cost": 0.25}
     limit = CostLimit(thread_limit=99, reserve=reserve)
     options: Any = {"prices": lambda _: None, "unknown_price": "reported"}
-    scene = Scene(signals, script, [limit], **options)
+    scene = Scene(signals, [TimeoutError(), said], [limit], **options)
     with pytest.raises(TimeoutError):
         await scene.play()
     if reserve is None:
