@@ -1,6 +1,5 @@
 -- Acquires: makes corrections, and admits or refuses a batch of calls, in one atomic step.
--- KEYS     the freezes, which are a count, too; those of an older edition; texts that are remembered; and counts, as
---   redis_rows.py has them
+-- KEYS     the freezes; those of an older edition; texts that are remembered; and counts, as redis_rows.py has them
 -- ARGV[1]  a list in JSON; numbers are whole, exact up to 2^53 - 1; -1 stands for none, and 0 for no key
 --   attempt, result  numbers of keys; hold: the entry of what the request holds, or settles, if it does
 --   rules        end of window, idle, drains, freeze of each count; idle: how long one without a window is kept, in
@@ -17,7 +16,7 @@
 --   freezes there are, counters that are frozen, {counter, what is fresh} ...}
 local attempt, result, hold, rules, corrections, counters, thresholds, calls, stops = unpack(cjson.decode(ARGV[1]))
 local all_names, drains, charges = string.match(ARGV[2], '([^\n]*)\n([^\n]*)\n(.*)')
-local time, counts = redis.call('TIME'), {}
+local time, counts = redis.call('TIME'), {[0] = {raised = 0, fresh = 0, freeze = ''}}  -- 0 for those of the caller
 local now = tonumber(time[1])
 local micros = now * 1000000 + tonumber(time[2])
 
@@ -142,15 +141,13 @@ for _, correction in ipairs(corrections) do
   local is_done = not redis.call('SET', KEYS[marker], 1, 'NX', 'EX', lasts)
   is_done = is_done or answered > 0 and redis.call('EXISTS', KEYS[answered]) == 1
   for _, part in ipairs(is_done and {} or amounts) do
-    local index, start, amount, limit = unpack(part)
-    local count = counts[index]
+    local count, start, amount, limit = counts[part[1]], unpack(part, 2)
     local drained = settles ~= '' and drop(count, settles, micros) or 0
     if amount > drained then charge(count, amount - drained, start, limit >= 0 and limit, -1) end
     if amount < 0 and count.used then lower(count, -amount, 0) end
   end
 end
 
-counts[0] = {raised = 0, fresh = 0, freeze = ''}  -- for counts of the caller
 -- One command for all of these, because mostly there is none.
 local remembered = redis.call('EXISTS', KEYS[1], KEYS[2], KEYS[attempt] or KEYS[2], KEYS[result] or KEYS[2])
 local freezes, frozen = 0, {}
@@ -171,8 +168,7 @@ end
 
 local before, after, used, raised, fresh, marks = {}, {}, {}, {}, {}, {}
 for i = 1, #counters / 5 do
-  local index, start, _, _, rolls = unpack(counters, 5 * i - 4, 5 * i)
-  local count = counts[index]
+  local count, start, _, _, rolls = counts[counters[5 * i - 4]], unpack(counters, 5 * i - 3, 5 * i)
   if rolls and not entry(count, 'rollover') then return write('"rollover"') end
   before[i] = level(count, start)
   after[i], used[i], raised[i] = before[i], digits(before[i]), digits(count.raised)

@@ -20,6 +20,7 @@ from langchain_quota.stores.rows import (
     COUNT,
     FROZEN,
     NOTES,
+    READING,
     Name,
     Rows,
     names_of,
@@ -96,9 +97,6 @@ _TRIES = 3
 """How often a request is tried if the server ends its transactions."""
 
 T = TypeVar("T")
-
-_READING = ("peek", "grants")
-"""Operations that change nothing."""
 
 
 class PostgresStore(ServerStore):
@@ -208,7 +206,7 @@ class PostgresStore(ServerStore):
         self, mode: Mode, prefix: str, op: str, keys: Sequence[str], argument: Argument
     ) -> Answers:
         async def work(connection: "Connection") -> Answers:
-            begin = "" if op in _READING else _BEGIN
+            begin = "" if op in READING else _BEGIN
             rows = await self._read(connection, prefix, names_of_operation(op, keys), begin)
             answers = rows.operate(op, keys, argument)
             if begin:

@@ -15,7 +15,7 @@ from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.keys import Prefix
 from langchain_quota.stores.redis_rows import RedisRows, key_of, pattern_of, place_of, read_rows
 from langchain_quota.stores.redis_script import SCRIPTS, read_result, write_acquire
-from langchain_quota.stores.rows import COUNT, Name, names_of, names_of_operation
+from langchain_quota.stores.rows import COUNT, READING, Name, names_of, names_of_operation
 from langchain_quota.stores.server import PAGE, PREFIX, Answers, Argument, ServerStore
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 with suppress(ModuleNotFoundError):
     # An extra, which is loaded now: when a store is made, an event loop may run.
     import langchain_quota.stores.redis_clients  # noqa: F401
-
-READING = ("peek", "grants")
-"""Operations that change nothing."""
 
 _TRIES = 100
 """How often what is rare is tried while others write the same rows."""

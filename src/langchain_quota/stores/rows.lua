@@ -5,7 +5,7 @@
 --          '' is the field of a text, and stands for none
 -- Answer   "written"; or the time, its microseconds, and each row: a text, fields and values, '' and the values of
 --          FIELDS, or 0 for something else
-local number, peeks, changes, time = tonumber(ARGV[1]), ARGV[2] == '1', cjson.decode(ARGV[3]), redis.call('TIME')
+local number, peeks, changes, rows = tonumber(ARGV[1]), ARGV[2] == '1', cjson.decode(ARGV[3]), redis.call('TIME')
 local function get(key, field)
   return field == '' and redis.call('GET', key) or field ~= '' and redis.call('HGET', key, field) or ''
 end
@@ -30,11 +30,10 @@ for _, change in ipairs(writes and changes or {}) do
 end
 if writes then return 'written' end
 
-local rows = time
 for i, key in ipairs(KEYS) do
   local row = i > number and redis.pcall('GET', key) or i <= number and redis.pcall('HMGET', key, unpack(FIELDS))
   if i <= number and not row.err then
-    local all = not peeks or not row[1] or (tonumber(row[3]) or math.huge) <= tonumber(time[1])
+    local all = not peeks or not row[1] or (tonumber(row[3]) or math.huge) <= tonumber(rows[1])
     if all then row = redis.pcall('HGETALL', key) else table.insert(row, 1, '') end
   end
   if row and row.err and not string.find(row.err, 'WRONGTYPE', 1, true) then error(row.err) end

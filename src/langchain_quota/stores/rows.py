@@ -26,6 +26,8 @@ OLD_GRANTS = "grants"
 """Where an older edition of this package kept grants and freezes, which stop no calls now."""
 FROZEN = {(COUNT, FREEZES), (OLD_GRANTS, FREEZES)}
 """What requests only read: who freezes has the lock of the notes beside them."""
+READING = ("peek", "grants")
+"""Operations that change nothing."""
 _CONSTANTS = {"Infinity": math.inf}  # and no NaN, which no limit refuses
 
 
