@@ -96,10 +96,7 @@ def test_importing_needs_no_extra() -> None:
 FEATURES = sorted(
     each.stem for each in (PACKAGE / "features").glob("[!_]*") if each.suffix in ("", ".py")
 )
-OF_THE_KERNEL = [
-    *("test_drop_ins.py", "test_exits.py", "test_repair.py"),
-    *("test_resume.py", "test_shared_quotas.py"),
-]
+OF_THE_KERNEL = ("test_drop_ins.py", "test_exits.py", "test_resume.py", "test_shared_quotas.py")
 """Tool and model limits, drop-ins, quotas, exits, refunds, resumed runs."""
 OTHERS = "not inline and not ask and not finalize and not budgets"
 """Those of their cases that need no feature."""

@@ -81,14 +81,14 @@ ELSEWHERE = {
     "is_multiprocess": "signals/test_several_workers.py::test_any_worker_answers_for_all",
     "is_resumed_step": "scenario/test_old_checkpoints.py::test_what_runs_again",
     "model_parameters": "scenario/test_model_pace.py::test_one_refusal_paces_all",
-    "nodes": "signals/test_readers.py::test_langchains_limiters_beside_ours",
+    "nodes": "signals/test_logs.py::test_langchains_limiters_beside_ours",
     "note_tracers": "signals/test_tracers_beside.py::test_a_trace_is_little_larger",
     "runs_in_thread": f"{OF_CAPS}::test_a_cancelled_run_does_not_end_its_sync_tool",
     "small_traces": "signals/test_tracers_beside.py::test_the_users_policy_applies",
     "starts_sub_agents": "scenario/test_deep_agents.py::test_repetitions",
     "sub_agents_of": "scenario/test_deep_agents.py::test_repetitions",
     "with_run": f"{OF_CAPS}::test_a_cancelled_run_does_not_end_its_sync_tool",
-    "with_state": "scenario/test_inline.py::test_two_of_them",
+    "with_state": "scenario/test_nodes.py::test_two_of_them",
     "without_created": "signals/test_counters.py::test_no_series_has_the_time_of_creation",
 }
 """The tests of functions that an agent shows as they are."""

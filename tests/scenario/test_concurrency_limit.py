@@ -262,23 +262,6 @@ async def test_a_wait_in_vain_is_no_repetition(signals: Signals, urls: str) -> N
     assert [BUSY in each for each in texts(result)] == [True] * 4
 
 
-@pytest.mark.parametrize("seed", range(2))
-async def test_cancelled_calls_leave_no_place_taken(signals: Signals, seed: int) -> None:
-    """Runs are cancelled while their calls wait or run, some give up: the others all run."""
-    chance = random.Random(seed)  # noqa: S311 - no secret
-    browser = Browser()
-    waits = [chance.choice([0, 0.005, PATIENCE]) for _ in range(40)]
-    agents = [agent_of(signals, browser.tool, most=CAP, wait=wait) for wait in waits]
-    runs = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents]
-    for run in chance.sample(runs, 20):
-        for _ in range(chance.randrange(4)):
-            await asyncio.sleep(chance.choice([0, 0.001]))
-        run.cancel()
-    async with asyncio.timeout(PATIENCE):
-        await asyncio.wait(runs)
-    assert 0 < browser.most <= CAP
-
-
 class SyncTool(BaseTool):
     """A tool without an async form, which keeps what it has done."""
 
@@ -417,16 +400,23 @@ async def test_a_call_that_runs_long_keeps_its_place(
     await until(lambda: taken(store) == 0)
 
 
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-async def test_cancelled_calls_give_their_places_back(signals: Signals, seed: int) -> None:
-    """Runs are cancelled while their calls wait, ask the store or run: nothing is held then.
+async def test_cancelled_calls_leave_no_place_taken(
+    signals: Signals, seed: int, *, stored: bool
+) -> None:
+    """Runs are cancelled while their calls wait, ask the store or run: the others all run.
 
-    Two stores are as two processes have them: together they run no more than may.
+    Without a store some give up. Two stores are as two processes have them.
     """
     chance = random.Random(seed)  # noqa: S311 - no secret
     browser, kept = Browser(ends=False, full=CAP), MemoryStore()
-    stores = [DistantStore(kept), DistantStore(kept)]
-    agents = [agent_of(signals, browser.tool, 4, most=CAP, store=each) for each in stores * 6]
+    stores = [DistantStore(kept), DistantStore(kept)] if stored else [None]
+    waits = [PATIENCE] if stored else [0, 0.005, PATIENCE]
+    agents = [
+        agent_of(signals, browser.tool, 4, most=CAP, wait=chance.choice(waits), store=store)
+        for store in stores * (12 // len(stores))
+    ]
     runs = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents]
     await until(lambda: browser.running)
     for run in chance.sample(runs, 8):

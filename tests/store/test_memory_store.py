@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Demand, Threshold
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.memory import MemoryStore
-from tests.calls import calls_made
 from tests.server.stores import correcting, used
-from tests.stores import Clock
+from tests.stores import Clock, calls_made
 
 A, C, D = (f"{each}:global:" for each in "acd")
 HOUR = 3600

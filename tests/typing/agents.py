@@ -1,61 +1,225 @@
-"""Drop-ins, subclasses, graphs and deep agents; checked by mypy and pyright, never run."""
+"""Agents, their limits, decisions and usage; checked by mypy and pyright, never run."""
 
-from collections.abc import Awaitable, Callable, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from typing import Any, NotRequired, assert_type
+from typing import Any, Literal, NotRequired, assert_type
 
-from langchain.agents import create_agent
+from langchain.agents import AgentState, create_agent
 from langchain.agents.middleware import (
     AgentMiddleware,
     HumanInTheLoopMiddleware,
     ModelRequest,
     ModelResponse,
     PIIMiddleware,
+    TodoListMiddleware,
     hook_config,
 )
 from langchain.agents.middleware import model_call_limit as langchain_model_limit
 from langchain.agents.middleware import tool_call_limit as langchain_tool_limit
 from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, BaseMessage, ToolCall
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.prebuilt import ToolNode, create_react_agent
 from langgraph.runtime import Runtime
+from pydantic import BaseModel
 
 from langchain_quota import (
+    ConcurrencyLimit,
     CostLimit,
     Decision,
     GraphQuota,
+    InlineQuotaMiddleware,
+    MemoryStore,
     ModelCallLimit,
+    ModelCallLimitExceededError,
     ModelCallLimitMiddleware,
+    Price,
+    Quota,
     QuotaMiddleware,
+    QuotaWarning,
+    RepeatLimit,
     Telemetry,
+    TokenLimit,
     ToolCallLimit,
+    ToolCallLimitExceededError,
     ToolCallLimitMiddleware,
+    usage,
     with_limits,
 )
+from langchain_quota.core.decision import Answer, CountStatus, LimitStatus, Outcome
+from langchain_quota.errors import QuotaStoreError
+from langchain_quota.limits import Limit
+from langchain_quota.limits.call import Call, ModelUsage
+from langchain_quota.limits.quotas import CalendarWindow
 from langchain_quota.middleware.state import QuotaState, ToolCallLimitState
-from langchain_quota.testing import ScriptedChatModel
+from langchain_quota.testing import ScriptedChatModel, captured_decisions
 
 
 @dataclass
 class Caller:
     user_id: str
-    suspended: bool = False
+    plan: str
+
+
+class Reply(BaseModel):
+    text: str
 
 
 model = ScriptedChatModel(script=["Hello."])
+
+# A model, one tool, several, all but some.
+limits: list[Limit] = [
+    ModelCallLimit(run_limit=10, thread_limit=100, exit_behavior="finalize", near=0.9),
+    ToolCallLimit(["create_order", "cancel_order"], thread_limit=5, exit_behavior="end"),
+    ToolCallLimit("search", run_limit=5, exit_behavior="ask", grant=10, message="Search no more."),
+    ToolCallLimit(run_limit=50, exclude=("write_todos",), enforce=False, give_up_after=3),
+    ConcurrencyLimit("browser", max_concurrency=2, wait=0.5),
+]
+quota = QuotaMiddleware(limits)
+assert_type(quota, QuotaMiddleware[Any, Any])
+
+
+# Limits that a user's own function makes.
+def model_limits() -> tuple[ModelCallLimit, ...]:
+    return (ModelCallLimit(run_limit=3),)
+
+
+QuotaMiddleware([ToolCallLimit("search", run_limit=3), *model_limits()])
+
+one = ToolCallLimit("search", run_limit=3)
+assert_type((one.name, one.tools, one.near), tuple[str, tuple[str, ...], float | None])
+
+
+# Thresholds from the tenant's plan, sync and async, with precise types or without.
+def searches(state: AgentState[Any], runtime: Runtime[Caller]) -> int:
+    return 100 if runtime.context.plan == "pro" else len(state["messages"])
+
+
+async def models(state: AgentState[Any], runtime: Runtime[Caller]) -> int | None:
+    return None if runtime.context.plan == "pro" else 10
+
+
+ToolCallLimit("search", thread_limit=searches, run_limit=lambda state, runtime: 3)
+ModelCallLimit(thread_limit=models)
+
+
+# What repeats.
+def path(call: ToolCall) -> str | None:
+    return call["args"].get("path")
+
+
+repeats: list[Limit] = [
+    RepeatLimit(run_limit=3, key=path, tools="read_file", near=0.5, enforce=False, alert=False),
+    RepeatLimit(5, key=lambda call: [call["name"], 1], exclude=("wait", "think"), give_up_after=3),
+    RepeatLimit(3, exit_behavior="end", message=lambda decision: str(decision.call.tool)),
+]
+QuotaMiddleware([*limits, *repeats])
+assert_type(RepeatLimit(3).tools, Sequence[str])
+
+
+# Quotas.
+def tenant(state: AgentState[Any], runtime: Runtime[Caller]) -> str:
+    return runtime.context.user_id.partition("@")[2]
+
+
+quotas = [
+    Quota(5, per="user_id", window=timedelta(days=1)),
+    Quota(searches, per="agent", name="agent"),
+    Quota(models, per="global", window=timedelta(hours=1)),
+    Quota(5, per=tenant, name="tenant"),
+    Quota(500, per="user_id", window="month", tz="Europe/Berlin", starts=15),
+]
+ToolCallLimit("email", quotas=quotas)
+ModelCallLimit(quotas=tuple(quotas))
+assert_type(quotas[0].period, timedelta | CalendarWindow | None)
+assert_type(quotas[0].name, str)
+
+
+# Budgets.
+def budget(state: Any, runtime: Any) -> Decimal:
+    return Decimal(5) if runtime.context["paid"] else Decimal("0.50")
+
+
+def bound(request: ModelRequest[Any]) -> int:
+    return 1000 * len(request.messages)
+
+
+def price(usage: ModelUsage) -> Decimal | None:
+    return Decimal(usage.total_tokens) / 1000
+
+
+budgets: list[Limit] = [
+    TokenLimit(run_limit=100_000, tokens="input", reserve=bound),
+    CostLimit(run_limit=5, exit_behavior="ask", grant="2.50", name="asks"),
+    CostLimit(run_limit=0.50, thread_limit=budget, quotas=[Quota("100", per="tenant")]),
+    CostLimit(run_limit=1, exit_behavior="finalize", keep="0.10"),
+]
+prices = {"my-model": Price(input="2.50", output=10)}
+QuotaMiddleware(budgets, prices=price, unknown_price="allow")
+QuotaMiddleware(budgets, prices=price, unknown_price="reported")
+TokenLimit(run_limit=100_000, tokens="uncached")
+QuotaMiddleware(budgets, prices=prices, charge_all_models=True)
+
+
+# All options.
+QuotaMiddleware(limits, tell_model=True, hide_exhausted=True, telemetry=Telemetry())
+inline = InlineQuotaMiddleware(limits, store=MemoryStore(), on_store_error="block")
+assert_type(inline.name, str)
+
+# In an agent: alone, beside others, with a context of any kind, with a structured response.
+agent = create_agent(model, middleware=[quota])
+create_agent(model, middleware=[TodoListMiddleware(), inline, quota, PIIMiddleware("email")])
+create_agent(model, middleware=[quota], context_schema=Reply)
+in_context = create_agent(
+    model, middleware=[quota, PIIMiddleware[Any, Caller]("email")], context_schema=Caller
+)
+in_context.invoke({"messages": []}, context=Caller("ada", "pro"))
+
+# With its types given: the context, then the response.
+typed = InlineQuotaMiddleware[Caller](limits)
+assert_type(typed, InlineQuotaMiddleware[Caller, Any])
+create_agent(model, middleware=[typed], context_schema=Caller)
+both = QuotaMiddleware[Caller, Reply](limits)
+create_agent(model, middleware=[both], context_schema=Caller, response_format=Reply)
+
+# Not these.
+QuotaMiddleware(one)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(limits, on_store_error="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+inline.reset(agent)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+ModelCallLimit(run_limit=10, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+RepeatLimit(3, thread_limit=9)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+ToolCallLimit("search", 3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+ToolCallLimit("search", run_limit=3, exit_behavior="ask", grant="5")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+ToolCallLimit("search", run_limit=3, exit_behavior="finalize")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+ToolCallLimit("search", run_limit=lambda state: 3)  # type: ignore[arg-type,misc]  # pyright: ignore[reportArgumentType]
+Quota(None, per="thread")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Quota(5)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+Quota(5, per="thread", window="day", tz=1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+one.run_limit = 4  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+create_agent(model, middleware=[QuotaMiddleware[Caller](limits)], context_schema=Reply)  # type: ignore[misc]  # pyright: ignore[reportCallIssue,reportArgumentType]
+
+
+@dataclass
+class Customer:
+    user_id: str
+    suspended: bool = False
+
 
 # Every argument that LangChain's have.
 tools = ToolCallLimitMiddleware(
     tool_name="search", thread_limit=20, run_limit=3, exit_behavior="continue"
 )
-models = ModelCallLimitMiddleware(thread_limit=100, run_limit=10, exit_behavior="error")
+model_calls = ModelCallLimitMiddleware(thread_limit=100, run_limit=10, exit_behavior="error")
 assert_type(tools, ToolCallLimitMiddleware[Any, Any])
-assert_type(models, ModelCallLimitMiddleware[Any, Any])
+assert_type(model_calls, ModelCallLimitMiddleware[Any, Any])
 
 # What they keep.
 assert_type((tools.name, tools.tool_name), tuple[str, str | None])
-assert_type((tools.thread_limit, models.run_limit), tuple[int | None, int | None])
+assert_type((tools.thread_limit, model_calls.run_limit), tuple[int | None, int | None])
 
 
 # And ours.
@@ -73,10 +237,12 @@ told = ModelCallLimitMiddleware(
 # Together, beside each other and beside other middlewares, in one list.
 asked = HumanInTheLoopMiddleware({"search": True})
 held = QuotaMiddleware([ToolCallLimit(run_limit=50)])
-create_agent(model, middleware=[tools, named, models, told, PIIMiddleware("email"), asked, held])
+create_agent(
+    model, middleware=[tools, named, model_calls, told, PIIMiddleware("email"), asked, held]
+)
 # With its types given, in LangChain's order: the response, then the context.
-typed = ToolCallLimitMiddleware[Any, Caller](run_limit=3)
-create_agent(model, middleware=[typed], context_schema=Caller)
+typed_tools = ToolCallLimitMiddleware[Any, Customer](run_limit=3)
+create_agent(model, middleware=[typed_tools], context_schema=Customer)
 
 # An exception that was caught before is caught now.
 try:
@@ -100,12 +266,12 @@ def search(query: str = "") -> str:
     return query
 
 
-quota = GraphQuota([ModelCallLimit(run_limit=5), ToolCallLimit("search", run_limit=2)])
-limited = quota.model(model, [search])
+graph_quota = GraphQuota([ModelCallLimit(run_limit=5), ToolCallLimit("search", run_limit=2)])
+limited = graph_quota.model(model, [search])
 assert_type(limited, BaseChatModel)
 assert_type(limited.invoke("Hi!"), AIMessage)
-assert_type(quota.tools([search], handle_tool_errors=True), ToolNode)
-create_react_agent(limited, quota.tools([search]))
+assert_type(graph_quota.tools([search], handle_tool_errors=True), ToolNode)
+create_react_agent(limited, graph_quota.tools([search]))
 costs = [CostLimit(run_limit="0.50")]
 GraphQuota(costs, prices=lambda used: Decimal(used.total_tokens) / 10**6, unknown_price="allow")
 
@@ -125,7 +291,7 @@ assert_type(with_them("scripted", name="boss"), list[str])
 with_them("scripted", middleware=[held], subagents=[{"name": "finder"}])
 
 # Not these.
-quota.model(search)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+graph_quota.model(search)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 GraphQuota(costs, store="redis://")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 GraphQuota(["search"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 with_them("scripted", sub_agents=[])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
@@ -138,7 +304,7 @@ class CartState(QuotaState[Any]):
     cart: NotRequired[list[str]]
 
 
-class ShopQuota(QuotaMiddleware[Caller, Any]):
+class ShopQuota(QuotaMiddleware[Customer, Any]):
     """With a rule of its own, on a context of its own."""
 
     state_schema = CartState
@@ -148,22 +314,22 @@ class ShopQuota(QuotaMiddleware[Caller, Any]):
 
     @hook_config(can_jump_to=["end"])
     def before_model(
-        self, state: QuotaState[Any], runtime: Runtime[Caller]
+        self, state: QuotaState[Any], runtime: Runtime[Customer]
     ) -> dict[str, Any] | None:
-        assert_type(runtime.context, Caller)
+        assert_type(runtime.context, Customer)
         if runtime.context.suspended:
             return {"jump_to": "end", "messages": [AIMessage("suspended")]}
         return super().before_model(state, runtime)
 
     async def awrap_model_call(
         self,
-        request: ModelRequest[Caller],
-        handler: Callable[[ModelRequest[Caller]], Awaitable[ModelResponse[Any]]],
+        request: ModelRequest[Customer],
+        handler: Callable[[ModelRequest[Customer]], Awaitable[ModelResponse[Any]]],
     ) -> ModelResponse[Any]:
         return await super().awrap_model_call(request, handler)
 
 
-class SearchLimit(ToolCallLimitMiddleware[Any, Caller]):
+class SearchLimit(ToolCallLimitMiddleware[Any, Customer]):
     """A drop-in with a name of its own, its hook written as for LangChain's."""
 
     def __init__(self) -> None:
@@ -171,30 +337,30 @@ class SearchLimit(ToolCallLimitMiddleware[Any, Caller]):
 
     @hook_config(can_jump_to=["end"])
     def after_model(
-        self, state: ToolCallLimitState[Any], runtime: Runtime[Caller]
+        self, state: ToolCallLimitState[Any], runtime: Runtime[Customer]
     ) -> dict[str, Any] | None:
         assert_type(state.get("thread_tool_call_count"), dict[str, int] | None)
         return super().after_model(state, runtime)
 
 
-class Cart(AgentMiddleware[CartState, Caller]):
+class Cart(AgentMiddleware[CartState, Customer]):
     """Somebody's own middleware that reads the counts."""
 
     state_schema = CartState
 
-    def before_model(self, state: CartState, runtime: Runtime[Caller]) -> dict[str, Any] | None:
+    def before_model(self, state: CartState, runtime: Runtime[Customer]) -> dict[str, Any] | None:
         assert_type(state.get("thread_tool_call_count", {}), dict[str, int])
         return {"cart": []}
 
 
 shop = ShopQuota(10)
-create_agent(model, middleware=[shop, SearchLimit()], context_schema=Caller)
-create_agent(model, middleware=[shop, Cart()], context_schema=Caller)
+create_agent(model, middleware=[shop, SearchLimit()], context_schema=Customer)
+create_agent(model, middleware=[shop, Cart()], context_schema=Customer)
 create_agent(model, middleware=[Cart(), shop])  # the context is inferred
 
 
 # Not these.
-class WrongHook(QuotaMiddleware[Caller]):
+class WrongHook(QuotaMiddleware[Customer]):
     @hook_config(can_jump_to=["end"])
     def before_model(self, state: QuotaState[Any]) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         """Takes no runtime."""
@@ -202,3 +368,144 @@ class WrongHook(QuotaMiddleware[Caller]):
 
 ShopQuota([ModelCallLimit(run_limit=3)])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 QuotaMiddleware[int]([ModelCallLimit(run_limit=3)])  # type: ignore[type-var]  # pyright: ignore[reportInvalidTypeArguments]
+
+
+def read(decision: Decision, answer: Answer, warning: QuotaWarning) -> UserWarning:
+    """All that a decision tells."""
+    assert_type(decision.call, Call)
+    assert_type(decision.call.kind, Literal["model", "tool"])
+    assert_type((decision.call.tool, decision.call.id), tuple[str | None, str | None])
+    assert_type((decision.call.agent, decision.call.amount), tuple[str | None, int])
+    assert_type(decision.call.thread_id, object)
+    assert_type(decision.outcome, Outcome)
+    assert_type(decision.refused_by, tuple[LimitStatus, ...])
+    assert_type(decision.resets_at, datetime | None)
+    assert_type(decision.answer, Answer | None)
+    assert_type(answer.type, Literal["approve", "reject"])
+    assert_type((answer.by, answer.message), tuple[str, str])
+    if leading := decision.leading:
+        assert_type(leading, LimitStatus)
+        assert_type((leading.limit, leading.scope), tuple[str, str | None])
+        assert_type((leading.refused, leading.share), tuple[bool, float])
+        assert_type(leading.count_of("run"), CountStatus | None)
+        assert_type(leading.counts[0].limit, int | None)
+        assert_type(leading.quotas[0], CountStatus)
+    return warning
+
+
+def outcome_of(decision: Decision) -> int:
+    """An outcome is a text, and one of four."""
+    assert_type(decision.outcome.upper(), str)
+    match decision.outcome:
+        case Outcome.ALLOWED | Outcome.WOULD_BLOCK:
+            return 0
+        case Outcome.BLOCKED | Outcome.SKIPPED:
+            return 1
+
+
+def caught() -> Any:
+    """The exceptions tell who refused."""
+    try:
+        return Decision(Call("tool", tool="search", thread_id="7"), Outcome.ALLOWED)
+    except (ToolCallLimitExceededError, ModelCallLimitExceededError) as error:
+        assert_type(error.decision, Decision | None)
+        assert_type(error.run_count, int)
+        return error.decision.resets_at if error.decision else error.thread_limit
+    except QuotaStoreError as error:
+        assert_type(error.timed_out, bool)
+
+
+ten_calls = [ModelCallLimit(run_limit=10)]
+seen: list[Decision] = []
+
+
+def sync(decision: Decision) -> None:
+    seen.append(decision)
+
+
+async def awaited(decision: Decision) -> None:
+    sync(decision)
+
+
+async def with_note(note: str, decision: Decision) -> None:
+    sync(decision)
+
+
+class Billing:
+    async def __call__(self, decision: Decision) -> None:
+        sync(decision)
+
+
+def either(decision: Decision) -> Awaitable[None] | None:
+    return None if decision.refused_by else awaited(decision)
+
+
+# One observer, and several.
+QuotaMiddleware(ten_calls, on_decision=sync)
+QuotaMiddleware(ten_calls, on_decision=either)
+QuotaMiddleware(ten_calls, on_decision=Billing())
+QuotaMiddleware(ten_calls, on_decision=functools.partial(with_note, "note"))
+QuotaMiddleware(ten_calls, on_decision=[sync, awaited, Billing(), seen.append])
+
+
+def of_outcome(outcome: str) -> str:
+    """Takes no decision."""
+    return outcome
+
+
+# Not these.
+QuotaMiddleware(ten_calls, on_decision=of_outcome)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(ten_calls, on_decision=[sync, "log"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
+seen[0].outcome = Outcome.ALLOWED  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+seen[0].call.tool.upper()  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
+Call("agent")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Decision(Call("model"), "allowed")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+# A script, and what a thread has used.
+def answer(messages: Sequence[BaseMessage]) -> str | list[str]:
+    return ["search"] if messages[-1].type == "human" else "Done."
+
+
+batch = ["search", ("search", {"query": "x"})]
+scripted = ScriptedChatModel(script=[batch, AIMessage("Hello."), TimeoutError("slow"), "Done."])
+as_any_model: BaseChatModel = ScriptedChatModel(script=answer, keep_calls=10)
+assert_type(scripted.calls[0].tools, tuple[str, ...])
+assert_type(scripted.calls[0].messages, tuple[BaseMessage, ...])
+
+budgeted = QuotaMiddleware([ModelCallLimit(thread_limit=10)])
+reader = create_agent(as_any_model, middleware=[budgeted], checkpointer=InMemorySaver())
+config: RunnableConfig = {"configurable": {"thread_id": "7"}}
+used = usage(reader.get_state(config))
+assert_type((used.model, used.run_model), tuple[int, int])
+assert_type(used.tools, Mapping[str, int])
+assert_type(used.run_tools.get("search", 0), int)
+
+
+async def asynchronously() -> None:
+    with captured_decisions() as decisions:
+        await reader.ainvoke({"messages": []}, config)
+    assert_type(decisions, list[Decision])
+    assert_type(usage(await reader.aget_state(config)).model, int)
+    await budgeted.areset(reader, config)
+    assert_type((await budgeted.aleft("model", thread=7)).left, int | Decimal)
+    assert_type((await budgeted.agrant("model", 5, thread=7, reason="more")).id, str)
+    await budgeted.areset("model", user_id="ada", quota="daily", prefix="acme")
+
+
+assert_type(budgeted.left("cost", tenant="acme", limit="2.50").left, int | Decimal)
+assert_type(budgeted.grant("cost", 50, tenant="acme", until=datetime.now(UTC), by="bo").id, str)
+if revoked := budgeted.revoke("cost", "4711", tenant="acme"):
+    assert_type(revoked.amount, int)
+budgeted.reset("cost", tenant="acme")
+budgeted.reset(reader, config)
+
+# Not these.
+ScriptedChatModel(["Hello."])  # type: ignore[call-arg,arg-type]  # pyright: ignore[reportCallIssue]
+scripted.calls = ()  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+usage(config)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+budgeted.left("cost", tenant=1.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+budgeted.grant("cost", tenant="acme")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+budgeted.reset(reader, "7")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+budgeted.reset(budgeted, config)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+used.tools["search"] = 0  # type: ignore[index]  # pyright: ignore[reportIndexIssue]
