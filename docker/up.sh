@@ -61,7 +61,7 @@ remedy() {
         echo "Port $port is in use: choose another one for ${name:-it} in $settings, or stop what uses it."
     elif grep -q 'password authentication failed' <<<"$1"; then
         echo "POSTGRES_PASSWORD in $settings is not the one that the database was made with: put that one back, or forget the database with: make down ARGS=--volumes"
-    elif grep -qiE "^[A-Z_]+ (must be|is not|is no|names) |exit code 2$|missing a value|invalid (hostPort|interpolation|proto)|unexpected character|failed to read .*env" <<<"$1"; then
+    elif grep -qiE "^[A-Z_]+ is wrong: |exit code 2$|missing a value|invalid (hostPort|interpolation|proto)|unexpected character|failed to read .*env" <<<"$1"; then
         echo "A setting in $settings is wrong, and the lines above say which: correct it, and run make up again."
     else
         echo "All that a service has said: ${compose[*]} logs <service>"
@@ -100,10 +100,10 @@ addresses() {
   Alerts        http://$(port alertmanager 9093)  and as a receiver has them: http://$(port alertmanager 5001)
   Prometheus    http://$(port prometheus 9090)
   The service   http://$(port agent-1 8000)  and http://$(port agent-2 8000), two replicas:
-    curl -d '{"text": "what is there on limits", "user_id": "me"}' -H content-type:application/json \\
+    curl -d '{"text": "what is there on limits"}' -H content-type:application/json -H x-forwarded-user:me \\
       http://$(port agent-1 8000)/threads/mine/messages
 
-  The page      http://$(port agent-1 8000)/quota/  any user, with the password METRICS_TOKEN of docker/.env
+  The page      http://$(port agent-1 8000)/quota/  user quota, with the password METRICS_TOKEN of docker/.env
 
   The load driver plays for a while; the first alert comes within two minutes.
   Traces are in Grafana: click the dot of a blocked call. Stop everything: make down

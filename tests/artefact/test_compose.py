@@ -236,7 +236,7 @@ def test_everything_reaches_its_end() -> None:
     assert {urlsplit(each)[:2] for each in links} == {("http", f"localhost:{port}")}
     tempo = load(DOCKER / "tempo" / "tempo.yaml")
     otlp = urlsplit(SERVICES["agent-1"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"])
-    protocol = tempo["distributor"]["receivers"]["otlp"]["protocols"]["grpc"]
+    protocol = tempo["distributor"]["receivers"]["otlp"]["protocols"]["http"]
     assert (otlp.hostname, protocol["endpoint"]) == ("tempo", f"0.0.0.0:{otlp.port}")
     sources = {each["uid"]: each for each in load(SOURCES)["datasources"]}
     places = {"prometheus:9090", f"tempo:{tempo['server']['http_listen_port']}"}

@@ -38,7 +38,7 @@ class Event:
     """A server-sent event."""
 
     name: str
-    data: dict[str, Any]
+    data: Any
 
 
 class Service:
@@ -63,14 +63,13 @@ class Service:
 
     def ask(self, thread_id: str, text: str, user_id: str = "") -> httpx.Response:
         """Ask the agent, by default as somebody who never asked before."""
-        path = f"/threads/{thread_id}/messages"
-        return self.client.post(path, json=question(text, user_id))
+        return self.client.post(f"/threads/{thread_id}/messages", **question(text, user_id))
 
     @contextmanager
     def asking(self, thread_id: str, text: str, user_id: str = "") -> Iterator[httpx.Response]:
         """Ask for a stream."""
         path = f"/threads/{thread_id}/messages/stream"
-        with self.client.stream("POST", path, json=question(text, user_id)) as response:
+        with self.client.stream("POST", path, **question(text, user_id)) as response:
             yield response
 
     def stream(self, thread_id: str, text: str, user_id: str = "") -> list[Event]:
@@ -117,9 +116,10 @@ class Service:
         return found and found.group(1)
 
 
-def question(text: str, user_id: str = "") -> dict[str, str]:
-    """The body of a question."""
-    return {"text": text, "user_id": user_id or f"user-{uuid4().hex}"}
+def question(text: str, user_id: str = "") -> dict[str, Any]:
+    """The body of a question, and the header that names who asks it."""
+    headers = {"x-forwarded-user": user_id or f"user-{uuid4().hex}"}
+    return {"json": {"text": text}, "headers": headers}
 
 
 def events(response: httpx.Response) -> Iterator[Event]:

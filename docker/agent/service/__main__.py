@@ -3,51 +3,39 @@
 import logging
 import signal
 import sys
-from types import FrameType
 
 import uvicorn
+from pydantic import ValidationError
 
-from service.agent import build_model
-from service.settings import Settings, SettingsError
-from service.telemetry import exporting
-
-BAD_SETTINGS = 2
+from service.settings import Settings
 
 
-def main() -> int:
+def main() -> None:
     """Serve until a signal; the exit code is 2 if the settings are wrong."""
     try:
-        settings = Settings.from_environment()
-        exporting()
-        build_model(settings.model)
-    except SettingsError as error:
-        sys.stderr.write(f"{error}\n")
-        return BAD_SETTINGS
+        settings = Settings()  # type: ignore[call-arg]  # from the environment
+    except ValidationError as wrong:
+        for error in wrong.errors():
+            # The message has no value of a variable, which may be secret, but for a model's name.
+            message = " ".join(error["msg"].split())
+            sys.stderr.write(f"{str(error['loc'][0]).upper()} is wrong: {message}\n")
+        sys.exit(2)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    if settings.workers > 1 and not settings.redis_url:
+    if settings.workers > 1 and not settings.langchain_quota_redis_url:
         logging.getLogger("service").warning(
             "each of %d workers counts for itself: set LANGCHAIN_QUOTA_REDIS_URL", settings.workers
         )
-    # uvicorn raises the signal again when it has shut down.
-    signal.signal(signal.SIGTERM, _exit)
-    signal.signal(signal.SIGINT, _exit)
+    # When it has shut down, uvicorn raises the signal again. The exit code of a stop is 0.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     uvicorn.run(
-        "service.app:from_environment",
-        factory=True,
+        "service.app:app",
         host=settings.host,
         port=settings.port,
         workers=settings.workers,
         timeout_graceful_shutdown=settings.shutdown_seconds,
-        server_header=False,
-        ws="none",
         lifespan="on",
     )
-    return 0
-
-
-def _exit(_signal: int, _frame: FrameType | None) -> None:
-    sys.exit(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,15 +2,13 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
 from langchain.agents import create_agent
 from langchain.chat_models import init_chat_model
-from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolCall
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.tools import BaseTool, tool
@@ -19,7 +17,6 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langchain_quota import (
     ConcurrencyLimit,
     CostLimit,
-    Decision,
     ModelCallLimit,
     Price,
     Quota,
@@ -32,9 +29,7 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.stores import QuotaStore
 from langchain_quota.testing import ScriptedChatModel
-from service.settings import SCRIPTED, Settings, SettingsError
-
-NAME = "librarian"
+from service.settings import SCRIPTED, Settings
 
 PRICES = {SCRIPTED: Price(input="2.50", output="10")}
 """In dollars per million tokens; those of real models are in genai-prices."""
@@ -42,98 +37,69 @@ PRICES = {SCRIPTED: Price(input="2.50", output="10")}
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """For whom a run is made.
-
-    Attributes:
-        user_id: The user, whose quota the run draws on.
-    """
+    """The user for whom a run is made, and whose quotas it draws on."""
 
     user_id: str
 
 
+def user_limit(calls: int) -> ModelCallLimit:
+    """Return the limit of a user's model calls in an hour."""
+    quota = Quota(calls, per="user_id", window="1h")
+    return ModelCallLimit(name="user", quotas=[quota], exit_behavior="end")
+
+
 def limits(settings: Settings) -> list[Limit]:
-    """The limits, one for each way in which a blocked call can be handled."""
+    """Return all limits; if several refuse a call, the answer shows the first of them."""
     return [
-        # Refused: an exception.
-        ModelCallLimit(
-            name="user",
-            quotas=[Quota(settings.user_model_limit, per="user_id", window=timedelta(hours=1))],
-            exit_behavior="error",
-        ),
-        CostLimit(
-            name="user cost",
-            quotas=[Quota(settings.user_cost_limit, per="user_id", window=timedelta(hours=1))],
-            exit_behavior="error",
-        ),
-        # Refused: the run ends, with a message for the user.
+        # At these, the run ends. Waiting does not help.
         ModelCallLimit(
             run_limit=settings.run_model_limit,
             thread_limit=settings.thread_model_limit,
             exit_behavior="end",
         ),
         TokenLimit(thread_limit=settings.thread_token_limit, exit_behavior="end"),
-        # Refused: the model is told so, and goes on.
-        ToolCallLimit(
-            "search",
-            thread_limit=settings.thread_search_limit,
-            exit_behavior="continue",
+        # At these, the run ends, too, and the user can go on in the next hour.
+        user_limit(settings.user_model_limit),
+        CostLimit(
+            name="user cost",
+            quotas=[Quota(settings.user_cost_limit, per="user_id", window="1h")],
+            exit_behavior="end",
         ),
+        # At these, the model gets an error message, and goes on.
+        ToolCallLimit("search", thread_limit=settings.thread_search_limit),
         ConcurrencyLimit("search", max_concurrency=settings.searches_at_once),
         RepeatLimit(3),
     ]
 
 
-def build_agent(
-    settings: Settings,
-    *,
-    checkpointer: BaseCheckpointSaver[Any],
-    store: QuotaStore,
-    on_decision: Callable[[Decision], None],
-) -> Any:
-    """The agent.
-
-    Args:
-        settings: The settings.
-        checkpointer: Keeps the threads.
-        store: Keeps the counts that threads and users share.
-        on_decision: Sees every decision.
-    """
-    return create_agent(
-        build_model(settings.model),
-        tools=_tools(settings.tool_seconds),
-        name=NAME,
-        system_prompt="You look things up for the readers of a library. Be brief.",
-        context_schema=Caller,
-        checkpointer=checkpointer,
-        middleware=[
-            QuotaMiddleware(
-                limits(settings),
-                prices=PRICES,
-                # A model that is newer than the list is still served; an alert says so.
-                unknown_price="allow",
-                store=store,
-                on_decision=on_decision,
-                # Without it, the page and the dashboards only say how many users there are.
-                telemetry=Telemetry(subject_label={"user_id": str}),
-            )
-        ],
+def build_quota(settings: Settings, store: QuotaStore) -> QuotaMiddleware:
+    """Return the middleware with the limits, which counts in the store."""
+    return QuotaMiddleware(
+        limits(settings),
+        store=store,
+        prices=PRICES,
+        # A model that is newer than the list is still served; an alert says so.
+        unknown_price="allow",
+        # Without it, the page and the dashboards only say how many users there are.
+        telemetry=Telemetry(subject_label={"user_id": str}),
     )
 
 
-def build_model(name: str) -> BaseChatModel:
-    """The model of a name.
-
-    Raises:
-        SettingsError: It cannot be used.
-    """
-    if name == SCRIPTED:
-        # Tests look at kept requests; a service that keeps them grows with every call.
-        return ScriptedChatModel(script=_next_turn, keep_calls=0, model=SCRIPTED)
-    try:
-        return init_chat_model(name)
-    except Exception as error:  # a missing package or key: each provider raises its own
-        reason = " ".join(str(error).split())[:300]
-        raise SettingsError(f"MODEL {name!r} cannot be used: {reason}") from error
+def build_agent(
+    settings: Settings, quota: QuotaMiddleware, checkpointer: BaseCheckpointSaver[Any]
+) -> Any:
+    """Return the agent, whose threads the checkpointer keeps."""
+    # Tests look at kept requests; a service that keeps them grows with every call.
+    scripted = ScriptedChatModel(script=_next_turn, keep_calls=0, model=SCRIPTED)
+    return create_agent(
+        scripted if settings.model == SCRIPTED else init_chat_model(settings.model),
+        tools=_tools(settings.tool_seconds),
+        name="librarian",
+        system_prompt="You look things up for the readers of a library. Be brief.",
+        context_schema=Caller,
+        checkpointer=checkpointer,
+        middleware=[quota],
+    )
 
 
 def _tools(seconds: float) -> list[BaseTool]:
@@ -145,7 +111,7 @@ def _tools(seconds: float) -> list[BaseTool]:
 
     @tool
     async def loan(number: int) -> str:
-        """Who has borrowed a book, by its number."""
+        """Find out who has borrowed a book, by its number."""
         await asyncio.sleep(seconds)
         return f"book {number} is on the shelf"
 
