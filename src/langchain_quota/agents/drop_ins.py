@@ -278,9 +278,9 @@ class ModelCallLimitMiddleware(
     def _count(self, state: State, runtime: object, name: str | None) -> Update:
         context = call_context(runtime).answered_by(name)
         call = Call("model", agent=context.agent, thread_id=context.thread_id)
-        (rule,) = self.kernel.resolver.fixed["model"][0].rules
+        plan = self.kernel.resolver.fixed["model"][0].plan_for(call)
         counts = model_counts(state)
-        charge = Verdict.of_charge(call, rule, counts, call.amount, {})
+        charge = Verdict.of_charge(call, plan, counts, call.amount, {})
         # Two limiters count one call in one task.
         self.kernel.recorder.record_charge(charge, task_id=context.task(self.name))
         of_thread, of_run = counts[OF_THREAD] + call.amount, counts[OF_RUN] + call.amount

@@ -19,7 +19,6 @@ from langchain_quota.core.decision import (
 from langchain_quota.core.plans import NO_LIMITS, LimitSet, Meter, Place, Places, Plan, Rule
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE, Call, Exit, Scope
-from langchain_quota.runtime.units import near_threshold
 
 
 @dataclass(slots=True, eq=False)
@@ -63,12 +62,10 @@ class Verdict:
 
     @classmethod
     def of_charge(
-        cls, call: Call, rule: Rule, before: Mapping[str, int], amount: int, places: Places
+        cls, call: Call, plan: Plan, before: Mapping[str, int], amount: int, places: Places
     ) -> Self:
-        """Return the verdict about an allowed call that is charged to a limit now."""
-        return cls(
-            call, Outcome.ALLOWED, Plan.of([rule]), before, (amount,), (True,), places=places
-        )
+        """Return the verdict about an allowed call that is charged to the plan's one limit now."""
+        return cls(call, Outcome.ALLOWED, plan, before, (amount,), (True,), places=places)
 
     def joined(self, slot: "Verdict") -> "Verdict":
         """Return the verdict about the call by all limits, after that about its slots."""
@@ -98,6 +95,8 @@ class Verdict:
         """Index of the limit to show: the first that refuses, else that of the highest share."""
         rules = self.plan.rules
         indexes = range(len(rules))
+        if len(rules) == 1:
+            return 0
         if self.refused:
             refusing = [index for index in indexes if rules[index].limit.name in self.refused]
             if refusing:
@@ -120,16 +119,6 @@ class Verdict:
         """Return what a refusal by a limit does, or would do."""
         is_asking = limit.exit_behavior == "ask" and limit.name not in self.refused
         return limit.exit_behavior if is_asking else self.exits.get(limit.name, limit.exit_behavior)
-
-    def is_near(self, index: int, near: float) -> bool:
-        """Return whether a count of a limit has reached its near share, or a default one."""
-        (limit, meters, *_), added = self.plan.rules[index], self.amounts[index]
-        share = near if limit.near is None else limit.near
-        return any(
-            self.before[meter.counter] + added >= near_threshold(meter.maximum, share)
-            for meter in meters
-            if meter.maximum is not None
-        )
 
     def place_of(self, quota: Meter) -> Place:
         """Return the subject of a quota and the end of its window; none for other meters."""

@@ -161,6 +161,10 @@ class Plan(NamedTuple):
     counters: frozenset[str]
     # Whether a store keeps one of the counts.
     shared: bool
+    # The meters of quotas, each with the index of its rule.
+    quotas: tuple[tuple[int, Meter], ...]
+    # What a sink of telemetry has prepared for the plan, by the name of what it is.
+    prepared: dict[str, Any]
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> "Plan":
@@ -187,7 +191,8 @@ class Plan(NamedTuple):
                     thresholds.append(threshold)
         counters = frozenset(rule.limit.counter for rule in rules if rule.limit.counted)
         shared = any(rule.shared for rule in rules)
-        return cls(rules, Demand(amounts, tuple(thresholds)), counters, shared)
+        quotas = ((n, meter) for n, rule in enumerate(rules) for meter in rule.meters if meter.per)
+        return cls(rules, Demand(amounts, tuple(thresholds)), counters, shared, tuple(quotas), {})
 
 
 NO_LIMITS = Plan.of(())

@@ -102,7 +102,7 @@ class Waiting(Feature):
             if meter.per and (meter.spacing or place.resets_at)
         }
         if not waits:
-            return await acquire(step)
+            return await acquire(mode, step)
         started_at = time.monotonic()
         deadline = started_at + min(self._max_waits[limit] for limit, _ in waits)
         queues = queues_of(self.store.store)
@@ -135,7 +135,7 @@ class Waiting(Feature):
                 waiting = {**stops, **dict.fromkeys(self._max_waits, 1)}
                 step = step._replace(stops=waiting, outage_stops=stops)
             step, later_calls = self._allow_later_starts(step, wait.deadline)
-            step = await acquire(step)
+            step = await acquire(mode, step)
             if not (may_wait and step.result.stopped and step.answered):
                 return step
             pause, last, quota = self._find_missing_room(step, stops, later_calls)
@@ -150,7 +150,7 @@ class Waiting(Feature):
         # Check once more with the step's own stops, so that the limit's `exit_behavior` decides
         # what a refusal does.
         step, _ = self._allow_later_starts(await self._rebuild(mode, step), wait.deadline)
-        return await acquire(step)
+        return await acquire(mode, step)
 
     def _begin_wait(self, step: Step, wait: "_Wait", result: AcquireResult | None = None) -> None:
         """Note that calls wait, and write an event to the run's stream the first time."""

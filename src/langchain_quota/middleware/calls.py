@@ -161,7 +161,7 @@ class Step(NamedTuple):
         """Return a step of the same calls under other limits; its check began with this one."""
         step = self.make(limits, places)
         assert step is not None  # noqa: S101 - for the type checker: the calls wait
-        return step._replace(started=self.started, model=self.model)
+        return step._replace(started=self.started)
 
     def by_state(self) -> "Step":
         """Return the step with the result by the state's counts."""
@@ -255,11 +255,12 @@ def model_counts(state: State) -> dict[str, int]:
 def model_step(  # noqa: PLR0913 - what a hook knows
     state: State,
     runtime: object,
+    context: CallContext,
     limits: LimitSet,
     places: Places,
     *,
     task: str,
-    context: CallContext | None = None,
+    model: Model | None = None,
 ) -> Step:
     """Return the step of the next model call."""
     context = model_context(state, runtime, context)
@@ -268,9 +269,10 @@ def model_step(  # noqa: PLR0913 - what a hook knows
     return Step(
         *(state, runtime, ledger(state), context, task, limits, places, [call], [plan]),
         *([plan.demand], (0,), model_counts(state), limits.stops),
-        make=partial(model_step, state, runtime, task=task, context=context),
+        make=partial(model_step, state, runtime, context, task=task, model=model),
         started=time.time_ns(),
         original_limits=limits,
+        model=model,
     )
 
 

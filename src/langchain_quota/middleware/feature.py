@@ -37,7 +37,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 ModelCall = Callable[[Request], Awaitable[Response | None]]
 """Makes a model call, or returns `None` if the call is blocked."""
 ToolHandler = Callable[[ToolCallRequest], Awaitable[ToolAnswer]]
-StepCheck = Callable[[Step], Awaitable[Step]]
+StepCheck = Callable[[Mode, Step], Awaitable[Step]]
 """Checks a step, and returns the newest step of the same calls, with its result."""
 
 
@@ -120,7 +120,7 @@ class Feature:
 
     async def check_step(self, mode: Mode, step: Step, acquire: StepCheck) -> Step:
         """Check a step; return the newest step of the same calls, with its result."""
-        return await acquire(step)
+        return await acquire(mode, step)
 
     def on_store_result(self, step: Step) -> Step:
         """Return the step after a store's answer, perhaps changed."""

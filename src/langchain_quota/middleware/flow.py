@@ -137,7 +137,10 @@ class Kernel:
         self.adjust_plans_hooks = overriding(features, Feature.adjust_plans)
         self.on_change_hooks = overriding(features, Feature.on_change)
         self.state_counts_hooks = overriding(features, Feature.state_counts)
-        self.check_step_hooks = overriding(features, Feature.check_step)
+        self.check: StepCheck = self.acquire
+        """Checks a step, perhaps after a wait."""
+        for check_step in reversed(overriding(features, Feature.check_step)):
+            self.check = partial(check_step, acquire=self.check)
         self.before_model_check_hooks = overriding(features, Feature.before_model_check)
         self.learn_tools_hooks = overriding(features, Feature.learn_tools)
         self.adjust_limits_hooks = overriding(features, Feature.adjust_limits)
@@ -204,44 +207,52 @@ class Kernel:
         self, mode: Mode, state: State, runtime: object, request: Request | None = None
     ) -> Update | None:
         """Check the next model call, with its request if it is there; return the update."""
-        with DamageNamed(state):
-            if "model" not in self.kinds:
-                return None
-            context = call_context(runtime)
-            limits, places = await self.resolve_limits(mode, "model", state, runtime, context)
-            for prepare in self.before_model_check_hooks:
-                await prepare(mode, state, runtime, limits, places)
-            for name_attempt in self.name_attempt_hooks:
-                context = await name_attempt(mode, runtime, context)
-            step = model_step(state, runtime, limits, places, task=self.name, context=context)
-            if request is not None:
-                step = step._replace(model=(request.model, request.model_settings))
-            return await self._check_and_record(mode, step, self.conclude_model)
+        model = None if request is None else (request.model, request.model_settings)
+        make = partial(model_step, task=self.name, model=model)
+        return await self._check(mode, "model", state, runtime, make, self.conclude_model)
 
     async def check_tool_calls(
         self, mode: Mode, state: State, runtime: object, *, task: str = ""
     ) -> Update | None:
         """Check the newest tool calls, and return the update."""
+        every_call = self._checks_every_call
+        make = partial(tool_step, middleware=self.name, every_call=every_call, task=task)
+        return await self._check(mode, "tool", state, runtime, make, self.conclude_tools)
+
+    async def _check(  # noqa: PLR0913, PLR0917 - what a hook knows
+        self,
+        mode: Mode,
+        kind: Kind,
+        state: State,
+        runtime: object,
+        make: Callable[[State, object, CallContext, LimitSet, Places], Step | None],
+        conclude: Conclude,
+    ) -> Update | None:
+        """Check the calls of a step, record the decisions, and return the update or raise."""
         with DamageNamed(state):
-            if "tool" not in self.kinds and not ledger(state).get("final"):
+            # After the last call of a budget no tool runs, even where no limit is on tools.
+            if kind not in self.kinds and not (kind == "tool" and ledger(state).get("final")):
                 return None
             context = call_context(runtime)
-            limits, places = await self.resolve_limits(mode, "tool", state, runtime, context)
+            limits, places = await self.resolve_limits(mode, kind, state, runtime, context)
+            for prepare in self.before_model_check_hooks if kind == "model" else ():
+                await prepare(mode, state, runtime, limits, places)
             for name_attempt in self.name_attempt_hooks:
                 context = await name_attempt(mode, runtime, context)
-            step = tool_step(
-                state,
-                runtime,
-                context,
-                limits,
-                places,
-                middleware=self.name,
-                every_call=self._checks_every_call,
-                task=task,
-            )
+            step = make(state, runtime, context, limits, places)
             if step is None:
                 return None
-            return await self._check_and_record(mode, step, self.conclude_tools)
+            step = await self.admit(mode, self.adjust_plans(step))
+            change = conclude(step)
+            if step.counts and step.counts.refunds and not change.error:
+                name = step.context.step(f"{step.task}.refused")
+                await self.release(mode, step.ledger, name, step.counts.refunds)
+            for complete in self.on_change_hooks:
+                change = complete(step, change)
+            update = await self.record(mode, step, change)
+            if change.error is not None:
+                raise with_work(change.error, state)
+            return update
 
     async def after_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
         """Pass the newest state to features, then check the newest tool calls."""
@@ -260,20 +271,6 @@ class Kernel:
             step = adjust(step)
         return step
 
-    async def _check_and_record(self, mode: Mode, step: Step, conclude: Conclude) -> Update | None:
-        """Check calls, record the decisions, and return the update or raise."""
-        step = await self.admit(mode, self.adjust_plans(step))
-        change = conclude(step)
-        if step.counts and step.counts.refunds and not change.error:
-            name = step.context.step(f"{step.task}.refused")
-            await self.release(mode, step.ledger, name, step.counts.refunds)
-        for complete in self.on_change_hooks:
-            change = complete(step, change)
-        update = await self.record(mode, step, change)
-        if change.error is not None:
-            raise with_work(change.error, step.state)
-        return update
-
     async def admit(self, mode: Mode, step: Step) -> Step:
         """Return a step with its result, perhaps after a wait and a question to a person."""
         step = await self.check(mode, step)
@@ -281,13 +278,6 @@ class Kernel:
             for recheck in self.recheck_stopped_hooks:
                 step = await recheck(mode, step)
         return step
-
-    async def check(self, mode: Mode, step: Step) -> Step:
-        """Return a step with its result, perhaps after a wait."""
-        check: StepCheck = partial(self.acquire, mode)
-        for check_step in reversed(self.check_step_hooks):
-            check = partial(check_step, mode, acquire=check)
-        return await check(step)
 
     async def acquire(self, mode: Mode, step: Step) -> Step:
         """Check a step by the store's counts, or by the state's if the store has none of them."""

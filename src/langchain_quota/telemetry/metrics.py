@@ -8,13 +8,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from langchain_quota import __version__
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import LimitStatus, Outcome, Refund
-from langchain_quota.core.plans import Rule
+from langchain_quota.core.plans import Plan, Rule
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, RUN, THREAD
 from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.runtime.compat import without_created
 from langchain_quota.runtime.sync_async import fork_safe_lock
-from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit, rate_of
+from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit, near_threshold, rate_of
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitGrant, LimitSpend
 from langchain_quota.telemetry.labels import NONE, BoundedLabels, limit_label
@@ -150,11 +150,15 @@ class Metrics:
     def count_crossings(self, event: DecisionEvent) -> None:
         """Find the refusals and the thresholds that charges have crossed; count the latter."""
         for verdict in event.verdicts:
+            near = verdict.plan.prepared.get("near") or self._find_near(verdict.plan)
             for index, rule in enumerate(verdict.plan.rules):
+                added = verdict.amounts[index]
                 if rule.limit.name in verdict.refused:
                     status = verdict.decision.limits[index]
                     event.notices.append((verdict, status, status.refusal_scope or "", None))
-                elif verdict.charged[index] and verdict.is_near(index, self._near_share):
+                elif verdict.charged[index] and any(
+                    verdict.before[counter] + added >= first for counter, first in near[index]
+                ):
                     status = verdict.decision.limits[index]
                     levels = status.threshold_events(self._near_share)
                     event.notices += [(verdict, status, scope, level) for scope, level in levels]
@@ -162,6 +166,19 @@ class Metrics:
             if reached is not None:
                 labels = event.caller.agent, limit_label(status.limit), scope, reached
                 self.count(names.CROSSINGS, 1, *labels)
+
+    def _find_near(self, plan: Plan) -> list[list[tuple[str, int]]]:
+        """Return for each rule the counts from which it is near its limits, by the counter."""
+        plan.prepared["near"] = near = [
+            [
+                (meter.counter, near_threshold(meter.maximum, share))
+                for meter in rule.meters
+                if meter.maximum is not None
+            ]
+            for rule in plan.rules
+            for share in (self._near_share if rule.limit.near is None else rule.limit.near,)
+        ]
+        return near
 
     def count_charge(self, event: DecisionEvent) -> None:
         """Count a charge that is no part of a decision."""

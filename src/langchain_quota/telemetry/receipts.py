@@ -206,7 +206,7 @@ class OpenReceipt(Receipt):
 
 
 _open: ContextVar[tuple[OpenReceipt, ...]] = ContextVar("langchain_quota_receipts", default=())
-_all_open: set[OpenReceipt] = set()
+ALL_OPEN: set[OpenReceipt] = set()
 """The open receipts of the process."""
 
 
@@ -214,12 +214,12 @@ _all_open: set[OpenReceipt] = set()
 def opened(receipt: OpenReceipt) -> Iterator[Receipt]:
     """Open a receipt for what the block runs, and for the tasks and threads that it starts."""
     began = time.monotonic()
-    _all_open.add(receipt)
+    ALL_OPEN.add(receipt)
     token = _open.set((*_open.get(), receipt))
     try:
         yield receipt
     finally:
-        _all_open.discard(receipt)
+        ALL_OPEN.discard(receipt)
         # A generator may be closed in another context.
         with suppress(ValueError):
             _open.reset(token)
@@ -231,11 +231,11 @@ def opened(receipt: OpenReceipt) -> Iterator[Receipt]:
 
 def open_receipts(*handlers: object) -> Sequence[OpenReceipt]:
     """Return the open receipts of this context, and of the run's callback handlers."""
-    if not _all_open:
+    if not ALL_OPEN:
         return ()
     from langchain_core.runnables.config import var_child_runnable_config as var  # noqa: PLC0415 - its import is slow
 
     callbacks = (var.get() or {}).get("callbacks")
     inherited = (*handlers, *getattr(callbacks, "inheritable_handlers", ()))
     more = (receipt for handler in inherited for receipt in getattr(handler, "receipts", ()))
-    return [one for one in dict.fromkeys((*_open.get(), *more)) if one in _all_open]
+    return [one for one in dict.fromkeys((*_open.get(), *more)) if one in ALL_OPEN]

@@ -27,7 +27,7 @@ from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitG
 from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label, limit_label
 from langchain_quota.telemetry.names import MetricSpec
-from langchain_quota.telemetry.receipts import open_receipts
+from langchain_quota.telemetry.receipts import ALL_OPEN, open_receipts
 from langchain_quota.telemetry.tracing import DECISION, LIMIT, Tracing
 from langchain_quota.telemetry.workers import Freeze
 
@@ -188,7 +188,8 @@ class Recorder:
             for captured in _captures.get():
                 made = ((whole or one).decision for one in verdicts if not one.needs_slot)
                 self._guard("observer", captured.extend, made)
-            for receipt in self._guard("observer", open_receipts) or ():
+            receipts = self._guard("observer", open_receipts) if ALL_OPEN else None
+            for receipt in receipts or ():
                 self._guard("observer", receipt.add_verdicts, verdicts, ended_by=ended_by)
             if not self._has_checked_settings:
                 self._has_checked_settings = True

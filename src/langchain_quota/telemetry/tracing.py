@@ -13,7 +13,7 @@ from opentelemetry.util.types import AttributeValue
 from langchain_quota import __version__
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import Answer, Outcome
-from langchain_quota.core.plans import Rule
+from langchain_quota.core.plans import Plan, Rule
 from langchain_quota.limits.call import STORE, THREAD, Call, Scope
 from langchain_quota.runtime.units import UNIT_LABELS, in_base_unit
 from langchain_quota.telemetry.events import DecisionEvent, Exemplar
@@ -176,12 +176,9 @@ class Tracing:
     ) -> Attributes:
         # The span begins with all attributes, so that a sampler sees them.
         call, leading, caller = verdict.call, verdict.leading, event.caller
-        attributes: Attributes = {
-            **GUARDRAIL,
-            DECISION: verdict.outcome.value,
-            KIND: call.kind,
-            LIMITS: tuple([limit_label(rule.limit.name) for rule in verdict.plan.rules]),
-        }
+        prepared = verdict.plan.prepared
+        base, of_rules = prepared.get("span") or prepared.setdefault("span", _span_of(verdict.plan))
+        attributes: Attributes = {**base, DECISION: verdict.outcome.value, KIND: call.kind}
         if call.agent:
             attributes[AGENT_NAME] = caller.name
         if caller.thread is not None:
@@ -190,6 +187,7 @@ class Tracing:
         attributes |= {DOWNGRADED_BY: limit_label(cause)} if cause else {}
         _add_called(attributes, event, call)
         if leading is not None:
+            attributes |= of_rules[leading]
             _add_limit(attributes, verdict, leading)
             limit = verdict.plan.rules[leading].limit.name
             subject = event.subjects.get((limit, verdict.refused.get(limit, NONE)))
@@ -212,31 +210,42 @@ class Tracing:
 def _add_called(attributes: Attributes, event: DecisionEvent, call: Call) -> None:
     """Add the tool that is called, or the model if it is known."""
     if call.kind == "tool":
-        attributes[TOOL_NAME] = label(call.tool)
+        attributes[TOOL_NAME] = limit_label(call.tool)
         if call.id is not None:
             attributes[TOOL_CALL_ID] = label(call.id)
     elif event.model is not None and (model := event.model()):
         attributes[REQUEST_MODEL] = label(model)
 
 
+def _span_of(plan: Plan) -> tuple[Attributes, list[Attributes]]:
+    """Return the attributes of all spans of a plan's calls, and of those that a rule leads."""
+    of_rules: list[Attributes] = []
+    for limit, meters, *_ in plan.rules:
+        of_rule: Attributes = {LIMIT: limit_label(limit.name), SCOPE: NONE}
+        of_rule[EXIT_BEHAVIOR] = limit.exit_behavior
+        if limit.unit != "calls":
+            of_rule[UNIT] = UNIT_LABELS[limit.unit]
+        for meter in meters:
+            if meter.maximum is not None:
+                of_rule[_keys_of(meter.scope)[1]] = in_base_unit(meter.maximum, limit.unit)
+        of_rules.append(of_rule)
+    names = tuple([limit_label(rule.limit.name) for rule in plan.rules])
+    return {**GUARDRAIL, LIMITS: names}, of_rules
+
+
 def _add_limit(attributes: Attributes, verdict: Verdict, index: int) -> None:
-    """Add the attributes of the limit that leads a verdict."""
+    """Add what is used of the limit that leads a verdict, and what it refuses."""
     (limit, meters, *_), scope = verdict.plan.rules[index], None
-    attributes[LIMIT] = limit_label(limit.name)
     if limit.name in verdict.refused:
-        scope = verdict.decision.limits[index].refusal_scope
-    attributes[SCOPE] = scope or NONE
-    attributes[EXIT_BEHAVIOR] = verdict.exit_behavior(limit)
-    if limit.unit != "calls":
-        attributes[UNIT] = UNIT_LABELS[limit.unit]
+        scope = attributes[SCOPE] = verdict.decision.limits[index].refusal_scope or NONE
+    if verdict.exits:
+        attributes[EXIT_BEHAVIOR] = verdict.exit_behavior(limit)
     for meter in meters:
-        used, most = _keys_of(meter.scope)
         # Without the store, the use of the thread's other runs is unknown.
         if scope != STORE or meter.scope != THREAD:
             count = verdict.before[meter.counter] + verdict.amounts[index]
-            attributes[used] = in_base_unit(count, limit.unit)
-        if meter.maximum is not None:
-            attributes[most] = in_base_unit(meter.maximum, limit.unit)
+            used, _ = _keys_of(meter.scope)
+            attributes[used] = count if limit.unit == "calls" else in_base_unit(count, limit.unit)
 
 
 @lru_cache

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import Refund
-from langchain_quota.core.plans import Meter, Rule
+from langchain_quota.core.plans import Meter, Plan, Rule
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD, Call
 from langchain_quota.runtime.sync_async import fork_safe_lock
@@ -104,9 +104,11 @@ class UsageTable(Collector):
                         self._record(thread, verdict, index, now, is_charge=is_charge)
             self._recent.count(event, now)
             # What the call of a charge costs is known to `spend`.
-            for verdict in () if is_charge else event.verdicts:
-                self._add_cost(verdict.cost, thread, now)
-        self._record_quotas(event, thread, now, is_charge=is_charge)
+            for verdict in event.verdicts:
+                if verdict.cost and not is_charge:
+                    self._add_cost(verdict.cost, thread, now)
+        if any(verdict.plan.quotas for verdict in event.verdicts):
+            self._record_quotas(event, thread, now, is_charge=is_charge)
         if self._path is not None:
             self._write_soon()
 
@@ -117,10 +119,9 @@ class UsageTable(Collector):
         quotas = [
             (*self._key_of(event.caller.agent, verdict, meter), verdict, index, meter)
             for verdict in event.verdicts
-            for index, rule in enumerate(verdict.plan.rules)
-            for meter in rule.meters
+            for index, meter in verdict.plan.quotas
             # Root runs come without end, and nobody searches for one by its id.
-            if meter.per not in ("", THREAD, ROOT_RUN)
+            if meter.per not in (THREAD, ROOT_RUN)
         ]
         for key, label, verdict, index, meter in quotas:
             limit = verdict.plan.rules[index].limit
@@ -203,7 +204,7 @@ class UsageTable(Collector):
             thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
             for rule in rules:
                 if rule.limit.name not in thread.uses:
-                    unused = Verdict.of_charge(Call("model"), rule, Counter(), 0, {})
+                    unused = Verdict.of_charge(Call("model"), Plan.of([rule]), Counter(), 0, {})
                     self._record(thread, unused, 0, now, is_charge=True)
             for use in thread.uses.values():
                 use.decided, use.refusal = now, ended(use.refusal, now)
@@ -392,7 +393,7 @@ class UsageTable(Collector):
 
 def _number(verdict: Verdict, index: int, meter: Meter) -> Number:
     """Return what is used of a limit in one scope."""
-    resets_at = verdict.place_of(meter).resets_at
+    resets_at = verdict.place_of(meter).resets_at if meter.per else None
     ends = None if resets_at is None else resets_at.timestamp()
     is_deferred = verdict.plan.rules[index].limit.name in verdict.deferred
     used = verdict.before[meter.counter] + (0 if is_deferred else verdict.amounts[index])

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, CountRef
 from langchain_quota.core.decide import Verdict
-from langchain_quota.core.plans import LimitSet, Places
+from langchain_quota.core.plans import LimitSet, Places, Plan
 from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.usage import charged_tokens
@@ -248,7 +248,7 @@ class Charging:
                 name: max(0, counts[name] - amount) if name in counts else before.get(name, 0)
                 for name in (meter.counter for meter in budget.meters)
             }
-            charge = Verdict.of_charge(call, budget, before_call, amount, places)
+            charge = Verdict.of_charge(call, Plan.of([budget]), before_call, amount, places)
             self._recorder.record_charge(charge, is_call=is_call)
 
     async def settle(self, mode: Mode | None, sent: AcquireRequest | None) -> AcquireResult | None:

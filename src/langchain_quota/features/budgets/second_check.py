@@ -29,6 +29,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import STORE
 from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Change, Step, Update, model_step
 from langchain_quota.middleware.conclude import conclude_model, final_call
+from langchain_quota.middleware.context import call_context
 from langchain_quota.middleware.feature import Request
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import (
@@ -168,9 +169,9 @@ class SecondCheck:
                     names = {meter.counter for meter in counted} - {one.counter for one in quotas}
                     places = {name: place for name, place in places.items() if name not in names}
         task = f"{self._kernel.name}.held"
-        step = model_step(request.state, request.runtime, charge.limits, places, task=task)
-        if request.model is not None:
-            step = step._replace(model=(request.model, request.model_settings))
+        asked = request.state, request.runtime, call_context(request.runtime)
+        model = None if request.model is None else (request.model, request.model_settings)
+        step = model_step(*asked, charge.limits, places, task=task, model=model)
         limits = LimitSet(reserving)
         return step.using(self._charging.late.counts(step.state)).with_plans(
             [Plan.of(reserving)],
