@@ -6,8 +6,7 @@
 4. What the model is sent is a valid history at every turn, and a run ends with an answer.
 
 The models leave out the ids of calls, repeat them, call tools that do not exist, fail, and are done
-early. Runs are cut off. Runs of users on threads of two agents share a store, which may be down:
-what it counts, what is charged and what is refused equal what really ran.
+early. Runs are cut off. Of users on threads of two agents, a store that may be down counts all.
 """
 
 import asyncio

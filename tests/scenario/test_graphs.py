@@ -315,6 +315,18 @@ async def test_a_model_without_limits_is_unchecked() -> None:
         assert unchecked == {("unnamed", "model"): 2}
 
 
+async def test_a_node_that_is_entered_again(signals: Signals) -> None:
+    """A run is that of the outer graph, as under a supervisor, however often it enters the node."""
+    left, limit = iter(range(3)), ModelCallLimit(run_limit=2)
+    inner = Scene(signals, lambda _: "done", [limit], kind="graph", checkpointer=None)
+    graph: Any = StateGraph(MessagesState)
+    graph.add_node("worker", inner.agent)
+    graph.add_edge(START, "worker")
+    graph.add_conditional_edges("worker", lambda _: END if next(left, None) is None else "worker")
+    await graph.compile().ainvoke(HELLO, CONFIG)
+    assert len(inner.model.calls) == 2
+
+
 def said(kind: str, **more: Any) -> dict[str, Any]:
     """What a person answers."""
     return {"decisions": [{"type": kind, **more}]}

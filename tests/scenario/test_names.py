@@ -1,7 +1,6 @@
 """What is left of limits, granted, revoked and reset by names: of limits, quotas and subjects.
 
-What is granted to a thread or a user is checked, shown and counted. A thread's use is read from its
-state, and reset.
+What is granted is checked, shown and counted; a thread's use is read from its state, and reset.
 """
 
 import json
