@@ -47,18 +47,18 @@ SEARCHES = ToolCallLimit("search", quotas=[Quota(5, per="root_run")])
 
 
 async def test_many_runs_at_once(signals: Signals) -> None:
-    """Thirty runs at once, on threads or on none, have exactly their own budgets."""
+    """Twelve runs at once, on threads or on none, have exactly their own budgets."""
     tree = Tree(signals.telemetry)
     leaves = [delegate(tree.agent(2), f"leaf_{n}") for n in range(2)]
     top = tree.agent(3, delegate(tree.agent(1, *leaves)))
     with captured_decisions() as decisions:
         await asyncio.gather(
-            *(top.ainvoke(ASKED, config(n % 3)) for n in range(15)),
-            *(top.ainvoke(ASKED) for n in range(15)),
+            *(top.ainvoke(ASKED, config(n % 3)) for n in range(6)),
+            *(top.ainvoke(ASKED) for n in range(6)),
         )
     allowed = [each.limits for each in decisions if each.outcome == "allowed"]
     subjects = Counter(status.quotas[0].subject for limits in allowed for status in limits)
-    assert [*subjects.values()] == [5] * 30
+    assert [*subjects.values()] == [5] * 12
 
 
 def by_send(agent: Any) -> Any:

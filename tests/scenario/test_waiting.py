@@ -226,9 +226,9 @@ async def test_who_waits_keeps_no_other_user_waiting(signals: Signals, clock: Pa
         assert waits(3, signals)
         assert {each.waited for each in decisions} == {0.0}
         hers[2].cancel()
-        await asyncio.wait(hers[2:3])
+        await asyncio.wait(hers[2:3], timeout=PATIENCE)
         clock.may.set()
-        await asyncio.gather(hers[1], hers[3])
+        await asyncio.wait_for(asyncio.gather(hers[1], hers[3]), PATIENCE)
     assert [who for who in store.admitted if who != 9] == [0, 1, 3]
     assert [signals.value(WAITS, decision=each, **SEARCH) for each in DECISIONS] == [23, 0, 0, 1]
     assert signals.value(GAUGE, **SEARCH) == 0
