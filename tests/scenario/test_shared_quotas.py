@@ -61,6 +61,21 @@ async def test_functions(form: Form, per: Any, number: Any, signals: Signals) ->
     assert signals.samples("langchain_quota_limit", **labels) == {}
 
 
+async def test_limits_on_one_count(signals: Signals) -> None:
+    """Quotas of several limits that are one count are charged once, and each has its own number."""
+    store = MemoryStore()
+    also = Quota(1, per=lambda *_: "ann", name="user_id", window=DAY)
+    limits = [
+        ToolCallLimit("search", quotas=[USER]),
+        ToolCallLimit("search", name="also", quotas=[also], enforce=False),
+    ]
+    scene = Scene(signals, THREE, limits, store=store, context=ANN)
+    await scene.play()
+    assert len(scene.ran) == 2
+    assert list(counts(store).values()) == [2]
+    assert scene.metric("also", "would_block", "user_id") == 2
+
+
 ACME = {"tenant": "acme"}
 ASYNC = "{} of limit 'tool:search' is async: call the agent with ainvoke"
 NUMBER = "limit of quota 'global' of limit 'tool:search' must be "
