@@ -1,6 +1,5 @@
 """What refusals do to runs: `continue`, `end`, `error`, `give_up_after`; and what they say."""
 
-import pickle
 from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
@@ -8,12 +7,11 @@ from typing import Any
 import pytest
 from langchain_core.messages import AIMessage, ToolCall
 
-from langchain_quota import Decision, MemoryStore, ModelCallLimit, TokenLimit, ToolCallLimit
-from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
+from langchain_quota import Decision, MemoryStore, ModelCallLimit, ToolCallLimit
+from langchain_quota.errors import ToolCallLimitExceededError
 from langchain_quota.limits import Limit
-from tests.scene import Kind, Scene, asking, each_kind, either, texts
+from tests.scene import Kind, Scene, asking, either, texts
 from tests.telemetry import Signals
-from tests.tokens import TOTAL, answer
 
 TOOLS = ("search", "calc", "ask")
 EXITS = ["continue", "end", "error"]
@@ -45,39 +43,6 @@ async def test_a_tool_named_model_has_a_count_of_its_own(make: Any, signals: Sig
         assert scene.ran == ["model"] * 2 * turn
         assert len(scene.model.calls) == 2 * turn
         scene.check()
-
-
-@each_kind
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        (ToolCallLimit("search", run_limit=2, exit_behavior="error"), ({"search": 2}, 0, {})),
-        (ModelCallLimit(run_limit=3, exit_behavior="error"), ({}, 3, {})),
-        (TokenLimit(run_limit=30, exit_behavior="error"), ({}, 3, {TOTAL: 30})),
-        (TokenLimit(run_limit=35, exit_behavior="error", reserve=8), ({}, 3, {TOTAL: 30})),
-    ],
-    ids=["tools", "model", "tokens", "reserve"],
-)
-async def test_an_error_carries_the_work(
-    limit: Limit, expected: Any, kind: Kind, signals: Signals, caplog: Any
-) -> None:
-    """It has the messages and counts up to the refusal; no text, pickle, log or span has them."""
-    script = [answer(10, ("search", {"q": str(n)})) for n in range(4)]
-    scene = Scene(signals, script, [limit], kind=kind, checkpointer=None)
-    with pytest.raises((ModelCallLimitExceededError, ToolCallLimitExceededError)) as raised:
-        await scene.play("my secret")
-    error = raised.value
-    asked = [each.text for each in error.messages if each.type == "human"]
-    answered = [each.text for each in error.messages if each.type == "tool"]
-    assert (asked, len(answered)) == (["my secret"], len(scene.ran))
-    used = error.usage
-    assert used is not None
-    counted = (used.run_tools, used.run_model, used.run_spent)
-    assert counted == expected
-    copied = pickle.loads(pickle.dumps(error))  # noqa: S301 - its own
-    assert (copied.messages, copied.usage, copied.decision) == ((), None, error.decision)
-    spans = [span.to_json() for span in signals.spans()]
-    assert "my secret" not in f"{error!r}{error}{pickle.dumps(error)!r}{caplog.text}{spans}"
 
 
 @either

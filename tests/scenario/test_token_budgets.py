@@ -70,6 +70,39 @@ async def test_tokens_from_the_cache_need_not_count(signals: Signals) -> None:
     )
 
 
+@each_kind
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (ToolCallLimit("search", run_limit=2, exit_behavior="error"), ({"search": 2}, 0, {})),
+        (ModelCallLimit(run_limit=3, exit_behavior="error"), ({}, 3, {})),
+        (TokenLimit(run_limit=30, exit_behavior="error"), ({}, 3, {TOTAL: 30})),
+        (TokenLimit(run_limit=35, exit_behavior="error", reserve=8), ({}, 3, {TOTAL: 30})),
+    ],
+    ids=["tools", "model", "tokens", "reserve"],
+)
+async def test_an_error_carries_the_work(
+    limit: Limit, expected: Any, kind: Kind, signals: Signals, caplog: Any
+) -> None:
+    """It has the messages and counts up to the refusal; no text, pickle, log or span has them."""
+    script = [answer(10, ("search", {"q": str(n)})) for n in range(4)]
+    scene = Scene(signals, script, [limit], kind=kind, checkpointer=None)
+    with pytest.raises((ModelCallLimitExceededError, ToolCallLimitExceededError)) as raised:
+        await scene.play("my secret")
+    error = raised.value
+    asked = [each.text for each in error.messages if each.type == "human"]
+    answered = [each.text for each in error.messages if each.type == "tool"]
+    assert (asked, len(answered)) == (["my secret"], len(scene.ran))
+    used = error.usage
+    assert used is not None
+    counted = (used.run_tools, used.run_model, used.run_spent)
+    assert counted == expected
+    copied = pickle.loads(pickle.dumps(error))  # noqa: S301 - its own
+    assert (copied.messages, copied.usage, copied.decision) == ((), None, error.decision)
+    spans = [span.to_json() for span in signals.spans()]
+    assert "my secret" not in f"{error!r}{error}{pickle.dumps(error)!r}{caplog.text}{spans}"
+
+
 def runs(signals: Signals) -> dict[tuple[str, ...], float]:
     """The model runs, by whether their use was estimated."""
     name = "langchain_quota_model_runs_total"

@@ -1,4 +1,8 @@
-"""Counts that runs share: in one process (memory), or on all machines (redis, postgres)."""
+"""Counts that runs share: in one process (memory), or on all machines (redis, postgres).
+
+`QuotaStore` says what each store does. `memory.py` does it in Python, and `rows.py` with the rows
+of a database. In Redis, `acquire.lua` admits and settles calls, and `rows.py` does the rest.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,8 +36,8 @@ class QuotaUsage:
 
     Attributes:
         key: The key.
-        used: The count, in the unit of its limits. In a budget it includes what is held for calls
-            that are running.
+        used: The count, in the unit of its limits. In a budget it includes what is reserved
+            for calls that are running.
         limit: The smallest enforced limit when it was last charged, for show; `None` for none.
         expires_at: When its window ends, in seconds since the Unix epoch; `None` if it has none.
         granted: What is added to its limits now, by grants and by what rolled over.
@@ -88,11 +92,11 @@ class QuotaStore(Protocol):
     Every operation is one atomic step; a store may undo attempts, and fix what rolls over, in steps
     of their own before a batch. The async forms do the same as the sync ones.
 
-    A count is kept with its entries: what requests hold, until they are settled or their leases
+    A count is kept with its entries: what requests reserve, until they are settled or their leases
     end, and what grants and rollover add to the limits. It lasts as long as its grants, and else
-    expires an hour after its window; with a `rollover`, after the next one. One without a
-    window expires when it has not been charged for a year (a store may have a shorter time), a root
-    run's for a week, a run's for a day. Results, refused attempts and corrections that settle a
+    expires an hour after its window; with a `rollover`, after the next one. One without a window
+    expires when it has not been charged for a year (a store may have a shorter time), a root run's
+    for a week, a run's for a day. Results, refused attempts and corrections that settle a
     request are remembered for an hour, other corrections for a week.
 
     A store may have three attributes more. `clock`, a function that gives the seconds since the
@@ -124,10 +128,10 @@ class QuotaStore(Protocol):
 
         1. The corrections are made, each id once, however often it is sent. One with an attempt
            undoes what the attempt charged, forgets its result, and has it refused if it arrives
-           later. One that settles a request first releases what the request still holds under
-           the keys of its amounts. Then amounts are added to counts, unless another attempt of the
-           request is answered. A negative amount makes no count lower than 0, and no key. A key
-           that a positive amount makes begins at the correction's start.
+           later. One that settles a request first releases what the request still reserves under
+           the keys of its amounts. Then amounts are added to counts, unless another attempt of
+           the request is answered. A negative amount makes no count lower than 0, and no key. A
+           key that a positive amount makes begins at the correction's start.
         2. An attempt that was corrected before it arrived charges nothing: `QuotaStoreError`.
         3. A request whose idempotency key was answered before gets the same answer, with
            `replayed`, and is charged nothing. Its counters are matched by position.
@@ -145,13 +149,13 @@ class QuotaStore(Protocol):
         evenly, by the limit in each window, by the store's clock. Kept is when it is 0: what is
         charged moves this time by `drain_time(key, amount)` microseconds, at the earliest from
         now. It drains in the order of charges, and what has drained of a reservation is used: it
-        is not released, and settles the same amount of use. At most 1,000 requests hold a part of
-        it: one more is a `QuotaStoreError`. A count of calls is rounded up, one of tokens down.
+        is not released, and settles the same amount of use. At most 1,000 requests reserve a part
+        of it: one more is a `QuotaStoreError`. A count of calls is rounded up, one of tokens down.
         `AcquireResult.drained_in` says exactly when it was 0 before the batch.
 
         Args:
             request: The batch. Counts without a key belong to the caller, and are not kept. With a
-                lease it needs an idempotency key, which names what is held.
+                lease it needs an idempotency key, which names what is reserved.
         """
 
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
@@ -166,8 +170,8 @@ class QuotaStore(Protocol):
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0.
 
-        The keys are kept, or made, so that a caller's own count does not fill them again. Holds
-        are forgotten: a correction that settles one adds its amounts, and releases nothing.
+        The keys are kept, or made, so that a caller's own count does not fill them again. What is
+        reserved is forgotten: a correction that settles it adds its amounts, and releases nothing.
 
         Args:
             keys: The keys of counts, as `QuotaUsage` has them. Another is a `ValueError`.

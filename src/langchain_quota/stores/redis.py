@@ -37,11 +37,11 @@ class RedisStore(ServerStore):
     A request is one run of one script, in one round trip. What is rare reads in a first one and
     writes in a second one, and begins again if others write the same meanwhile: to undo an attempt,
     to reset, delay, grant and freeze, and to fix what rolls over. Async operations that begin in
-    the same turn of the event loop may
-    share a round trip, except in a cluster. All keys of a prefix have one hash tag: in Redis
-    Cluster they are in one hash slot, on one node. Every key expires. Counts are exact up to
-    2^53 - 1. They are as durable as Redis itself: its `maxmemory-policy` must be `noeviction`, and
-    counts survive a restart of Redis only if it persists them.
+    the same turn of the event loop may share a round trip, except in a cluster. All keys of a
+    prefix have one hash tag: in Redis Cluster they are in one hash slot, on one node. Every key
+    expires. Counts are exact up to 2^53 - 1. They are as durable as Redis itself: its
+    `maxmemory-policy` must be `noeviction`, and counts survive a restart of Redis only if it
+    persists them.
 
     A prefix may be a function: then each tenant, for example, has its own prefix, and a cluster
     spreads the tenants over its nodes. A run for which the function gives no prefix fails, and
