@@ -5,6 +5,7 @@ Whatever the form of a provider's report, never less is charged than its total s
 
 import asyncio
 import json
+import pickle
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import IncompleteRead
@@ -16,12 +17,22 @@ from hypothesis import strategies as st
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.outputs import ChatGenerationChunk
 
-from langchain_quota import CostLimit, Price, QuotaMiddleware, QuotaWarning, TokenLimit
+from langchain_quota import (
+    CostLimit,
+    ModelCallLimit,
+    ModelCallLimitExceededError,
+    Price,
+    QuotaMiddleware,
+    QuotaWarning,
+    TokenLimit,
+    ToolCallLimit,
+    ToolCallLimitExceededError,
+)
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import Kind, Order, Scene, in_order, model_limiter, orders
+from tests.scene import Kind, Order, Scene, each_kind, in_order, model_limiter, orders
 from tests.telemetry import Signals, needs_inline, telling
-from tests.tokens import answer, asking, spent, spent_by_agent
+from tests.tokens import TOTAL, answer, asking, spent, spent_by_agent
 
 ROOMY = TokenLimit(run_limit=10**6, thread_limit=10**6)
 
