@@ -239,7 +239,9 @@ def blocks_and_alerts(urls: Mapping[str, str]) -> None:
     expect(status == 403 and json.loads(answer)["detail"]["limit"] == "model", "a call is blocked")
     answer = ask(f"{urls['AGENT_2_PORT']}/threads/mine/messages", {"text": "one"})[1]
     usage = json.loads(ask(f"{urls['AGENT_2_PORT']}/threads/mine/usage")[1])
-    expect(usage["thread"]["model"] == 8 + 2, f"the other replica goes on counting: {answer}")
+    expect(
+        usage["thread"]["model"] == 8 + 2, f"the other replica goes on counting: {answer}, {usage}"
+    )
     query = "/api/v1/query?query=count(langchain_quota_calls_total%7Bdecision=%22blocked%22%7D)"
     eventually(
         "Prometheus has scraped it, with the token",

@@ -167,7 +167,7 @@ def test_replicas_share_threads_and_quotas(
     """Two replicas with the same databases are one service; a lost store is 503."""
     settings = {
         **LIMITS,
-        "DATABASE_URL": postgres_server.database(),
+        "DATABASE_URL": postgres_server.database("SQL_ASCII"),
         "LANGCHAIN_QUOTA_REDIS_URL": redis_server.url,
     }
     with (

@@ -93,8 +93,7 @@ class Answer(BaseModel):
         asked = max(at for at, each in enumerate(messages) if isinstance(each, HumanMessage))
         tools = [each for each in messages[asked:] if isinstance(each, ToolMessage)]
         refusals = [reason for each in tools if (reason := stop_reason(each))]
-        stopped = stop_reason([*messages])
-        return cls(text=messages[-1].text, refusals=refusals, stopped=stopped)
+        return cls(text=messages[-1].text, refusals=refusals, stopped=stop_reason([*messages]))
 
 
 def _run(thread_id: str, user: str, question: Question) -> dict[str, Any]:

@@ -21,11 +21,7 @@ def _validate_model(name: str) -> str:
 
 
 class Settings(BaseSettings):
-    """The settings; docker/README.md explains the variables, which have the names of the fields.
-
-    Raises:
-        ValidationError: Something is missing or wrong.
-    """
+    """The settings; docker/README.md explains the variables, which have the names of the fields."""
 
     model_config = SettingsConfigDict(env_ignore_empty=True, frozen=True)
 

@@ -9,6 +9,7 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from psycopg import AsyncConnection
+from psycopg.conninfo import make_conninfo
 from psycopg.rows import DictRow, dict_row
 from psycopg_pool import AsyncConnectionPool
 
@@ -24,7 +25,8 @@ async def open_threads(url: str) -> AsyncIterator[BaseCheckpointSaver[Any]]:
             yield saver
         return
     async with AsyncConnectionPool[AsyncConnection[DictRow]](
-        url,
+        # From a database without an encoding (SQL_ASCII), text would otherwise come as bytes.
+        make_conninfo(url, client_encoding="utf8"),
         max_size=8,
         check=AsyncConnectionPool.check_connection,  # the server may have been restarted
         kwargs={"autocommit": True, "prepare_threshold": 0, "row_factory": dict_row},
