@@ -7,14 +7,11 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from benchmarks.checked import Used, check
-from benchmarks.report import Result, Table, number
+from benchmarks.checked import unreached, verdict
+from benchmarks.report import Result, Size, Table, number
 from benchmarks.scenes import UNREACHED
-from benchmarks.sizes import Size
-from langchain_quota import MemoryStore, Telemetry, ToolCallLimit
+from langchain_quota import MemoryStore, Telemetry
 from langchain_quota.core.admission import AcquireRequest, CountRef, Demand, Threshold
-from langchain_quota.limits.call import Call
-from langchain_quota.middleware.context import fixed
 from langchain_quota.telemetry import recorder_of
 
 FEW, MANY = 1, 8
@@ -24,54 +21,38 @@ FEW, MANY = 1, 8
 def measure(size: Size) -> Result:
     """Measure."""
     threads = size.remembered
-    few, many = (tracked_bytes(threads, limits) / threads for limits in (FEW, MANY))
-    further = (many - few) / (MANY - FEW)
-    counts = held_bytes(threads, names=False) / threads
-    questions = held_bytes(threads, names=True) / threads
+    few, many = (_tracked(threads, limits) / threads for limits in (FEW, MANY))
+    counts, requests = (_held(threads, names=names) / threads for names in (False, True))
     rows = [
         ["telemetry: a tracked thread with 1 limit", number(few, 0)],
-        ["telemetry: each further limit of the thread", number(further, 0)],
+        ["telemetry: each further limit of the thread", number((many - few) / (MANY - FEW), 0)],
         ["`MemoryStore`: a count", number(counts, 0)],
-        ["`MemoryStore`: a request with 1 limit, for an hour", number(questions - counts, 0)],
+        ["`MemoryStore`: a request with 1 limit, for an hour", number(requests - counts, 0)],
     ]
     note = (
         f"The mean of {threads:,} threads, counts or requests: the bytes that Python has allocated."
     )
-    return Result([Table("Memory", ("item", "bytes"), rows, note)])
+    return Result(Table("Memory", ("item", "bytes"), rows, note), is_of_page=False)
 
 
-def tracked_bytes(threads: int, limits: int) -> int:
+def _tracked(threads: int, limits: int) -> int:
     """The bytes of the table of so many threads, each with so many limits."""
     recorder = recorder_of(Telemetry(registry=CollectorRegistry(), spans="off"))
-    terms = [
-        fixed(ToolCallLimit("search", thread_limit=UNREACHED, name=f"limit-{index}"))
-        for index in range(limits)
-    ]
+    terms = unreached(limits)
 
-    def record(thread: int) -> None:
-        call = Call("tool", "search", "call_1", agent="benchmark", thread_id=f"thread-{thread}")
-        usage = {each.limit.counter: Used(1, 1) for each in terms}
-        recorder.record(check(terms, usage, [call]).verdicts, started=time.time_ns())
+    def record(*numbers: int) -> None:
+        for each in numbers:
+            recorder.record([verdict(terms, f"thread-{each}")], started=time.time_ns())
 
     # The series of the counters are there before.
     record(-1)
-
-    def fill() -> None:
-        for thread in range(threads):
-            record(thread)
-
-    return _allocated(fill)
+    return _allocated(lambda: record(*range(threads)))
 
 
-def held_bytes(questions: int, *, names: bool) -> int:
-    """The bytes that a store takes for so many requests, each with a count of its own.
-
-    Args:
-        questions: How many.
-        names: Whether the requests have names, by which the store remembers them.
-    """
+def _held(requests: int, *, names: bool) -> int:
+    """The bytes of a store after so many requests, each with a count, and perhaps a name."""
     store = MemoryStore()
-    return _allocated(lambda: [ask(store, number, names=names) for number in range(questions)])
+    return _allocated(lambda: [ask(store, number, names=names) for number in range(requests)])
 
 
 def ask(store: MemoryStore, number: int, *, names: bool) -> object:

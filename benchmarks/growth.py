@@ -13,10 +13,9 @@ from langchain_core.tools import StructuredTool
 from prometheus_client import CollectorRegistry
 
 from benchmarks.footprint import ask
-from benchmarks.report import Ratio, Result, Table, number
+from benchmarks.report import Ratio, Result, Size, Table, number
 from benchmarks.scenes import REPORTED, UNREACHED, telemetry
 from benchmarks.scrape import scraped, tracked
-from benchmarks.sizes import Size
 from langchain_quota import (
     MemoryStore,
     ModelCallLimit,
@@ -54,7 +53,7 @@ def measure(size: Size) -> Result:
         "largest inputs: with 1 the cost is proportional to the input, with 0 it is constant."
     )
     table = Table("How costs grow", ("with", "inputs", "CPU µs", "power"), rows, note)
-    return Result([table], ratios, tables_of_page=[table])
+    return Result(table, ratios=ratios)
 
 
 def _growing(tracked_threads: Sequence[int]) -> Iterator[tuple[str, Mapping[int, Compared]]]:

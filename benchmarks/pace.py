@@ -4,9 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.optional import required
-from benchmarks.report import Ratio, Result, Table
-from benchmarks.sizes import Size
+from benchmarks.report import Ratio, Result, Size, Table, required
 
 REQUESTS, MINUTE = 500, 60.0
 
@@ -56,4 +54,4 @@ def measure(size: Size) -> Result:
         Ratio("errors 429 a minute under the pace", 1, max(minutes)),
         Ratio("unused share of the rate under the pace", 0.1, 1 - use),
     ]
-    return Result([table], ratios, tables_of_page=[table])
+    return Result(table, ratios=ratios)

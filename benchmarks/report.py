@@ -1,10 +1,38 @@
-"""What a benchmark hands back, and how it is shown: Markdown, on the terminal and in the report."""
+"""What a benchmark measures, how much, and how it is shown: as Markdown."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
 
 NOTHING = "-"
 """The cell of what there is not."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+        rounds: How often each set-up has its turn.
+        tracked: How many threads there are when metrics are scraped.
+        scrapes: How often.
+        requests: How often a store is asked.
+        remembered: How many threads, counts and requests are kept when their memory is measured.
+        minutes: How many minutes a provider's pace is kept.
+    """
+
+    rounds: int
+    tracked: tuple[int, ...]
+    scrapes: int
+    requests: int
+    remembered: int
+    minutes: int
+
+
+FULL = Size(30, (1_000, 10_000, 100_000), 15, requests=2_000, remembered=5_000, minutes=5)
+QUICK = Size(2, (1_000, 3_000), 3, requests=100, remembered=1_000, minutes=1)
 
 
 @dataclass(frozen=True)
@@ -45,31 +73,19 @@ class Ratio:
         what: What is compared.
         most: The target: at most this.
         measured: What was measured; `None` if it could not be.
-        floor: The same ratio, measured for something that does only what cannot be left out;
-            `None` if there is none.
     """
 
     what: str
     most: float
     measured: float | None
-    floor: float | None = None
-
-    @property
-    def is_missed(self) -> bool:
-        """Whether it was measured, and is over its target."""
-        return self.measured is not None and self.measured > self.most
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The row of the table of targets."""
-        met = "**not met**" if self.is_missed else "met"
-        if self.measured is None:
-            met = "not measured"
-        return (self.what, f"≤ {self.most:.3g}", _short(self.measured), _short(self.floor), met)
-
-
-def _short(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.3g}"
+        met = "not measured"
+        if self.measured is not None:
+            met = "met" if self.measured <= self.most else "**not met**"
+        return (self.what, f"≤ {self.most:.3g}", number(self.measured, 3), met)
 
 
 @dataclass(frozen=True)
@@ -77,28 +93,20 @@ class Result:
     """What a benchmark measured.
 
     Attributes:
-        tables: All measurements.
+        table: The measurements, if there are any.
+        is_of_page: Whether the report has them.
         ratios: The ratios that have a target.
-        of_page: The cells of the table in the report, by set-up and column.
-        tables_of_page: Further tables in the report.
     """
 
-    tables: Sequence[Table] = ()
+    table: Table | None = None
+    is_of_page: bool = True
     ratios: Sequence[Ratio] = ()
-    of_page: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    tables_of_page: Sequence[Table] = ()
 
 
 def targets(ratios: Sequence[Ratio]) -> Table:
     """The table of targets."""
-    columns = ("ratio", "target", "value", "floor", "result")
-    note = (
-        "A ratio of A to B is A divided by B. The overhead is what limits add to a step. The floor "
-        "is the same ratio for something that does only what it must: a middleware with the same "
-        "hooks and no limits, a span without a decision, or a script that runs the same commands "
-        "of Redis. Where the floor is over the target, LangGraph takes more than the target allows."
-    )
-    return Table("Targets", columns, [each.cells for each in ratios], note)
+    columns = ("ratio of A to B", "target", "A divided by B", "result")
+    return Table("Targets", columns, [each.cells for each in ratios])
 
 
 def divided(part: float | None, whole: float | None) -> float | None:
@@ -109,3 +117,16 @@ def divided(part: float | None, whole: float | None) -> float | None:
 def number(value: float | None, digits: int = 2) -> str:
     """A number as a cell."""
     return NOTHING if value is None else f"{value:,.{digits}f}"
+
+
+@contextmanager
+def required() -> Iterator[None]:
+    """Raises what the tests' servers raise where a program or a package is missing.
+
+    Raises:
+        LookupError: It is missing.
+    """
+    try:
+        yield
+    except (ModuleNotFoundError, KeyError, pytest.skip.Exception, pytest.fail.Exception) as error:
+        raise LookupError(str(error)) from error

@@ -1,28 +1,20 @@
 """The agents that are measured: the same steps, held to limits that nothing comes near to."""
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware
 from langchain.agents.middleware import ModelCallLimitMiddleware as LangChainModelLimiter
 from langchain.agents.middleware import ToolCallLimitMiddleware as LangChainToolLimiter
-from langchain.agents.middleware.types import (
-    ExtendedModelResponse,
-    ModelRequest,
-    ModelResponse,
-    hook_config,
-)
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, ToolCall
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.base import BaseCheckpointSaver
-from langgraph.types import Command
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
-from opentelemetry.trace import NoOpTracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from prometheus_client import CollectorRegistry
 
 from benchmarks.by_hand import ObservedModelLimiter, ObservedToolLimiter, Signals
@@ -42,20 +34,6 @@ from langchain_quota import (
 )
 from langchain_quota.features import setup_checks
 from langchain_quota.limits import Limit
-from langchain_quota.middleware.state import (
-    LEDGER,
-    NEW_RUN,
-    RUN_MODEL,
-    RUN_TOOLS,
-    THREAD_MODEL,
-    THREAD_TOOLS,
-    Ledger,
-    ModelCallLimitState,
-    QuotaState,
-    ToolCallLimitState,
-    merge_ledgers,
-)
-from langchain_quota.runtime.compat import untraced
 
 # Most users have none of the packages whose tools need a hook around the model.
 setup_checks._PACKAGES = ()
@@ -69,17 +47,13 @@ EACH: tuple[str | None, ...] = (None, *TOOLS)
 UNREACHED = 1_000_000
 """The number of every limit, in calls."""
 
-Mode = Literal["no SDK", "not sampled", "off", "sampled"]
-"""What becomes of spans: no SDK makes any; the SDK makes, and drops, them; none is asked for; the
-SDK records them, and hands them to nobody."""
+Mode = Literal["not sampled", "off"]
+"""What becomes of spans: the SDK makes, and drops, them; none is asked for."""
 
 Limits = dict[str, Any]
 """The arguments that all limiters have in common."""
 Middlewares = list[AgentMiddleware[Any, Any, Any]]
 Setup = Callable[[Telemetry, Limits], Middlewares]
-
-
-IDLE_HOOKS = "two hooks that do nothing"
 
 REPORTED = UsageMetadata(input_tokens=100, output_tokens=10, total_tokens=110)
 """What a model call has used, where the model says so."""
@@ -122,89 +96,49 @@ class InstantModel(BaseChatModel):
 
 def telemetry(mode: Mode = "not sampled") -> Telemetry:
     """Telemetry of its own registry and tracer provider."""
-    registry = CollectorRegistry()
-    if mode == "no SDK":
-        return Telemetry(registry=registry, tracer_provider=NoOpTracerProvider())
-    return Telemetry(
-        registry=registry,
-        tracer_provider=provider(mode),
-        spans="off" if mode == "off" else "all",
-    )
+    spans: Any = "off" if mode == "off" else "all"
+    return Telemetry(registry=CollectorRegistry(), tracer_provider=provider(), spans=spans)
 
 
-def provider(mode: Mode) -> TracerProvider:
-    """A tracer provider that samples all spans or none; its processor does nothing with them."""
-    sampler = ALWAYS_ON if mode == "sampled" else ALWAYS_OFF
-    made = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+def provider() -> TracerProvider:
+    """A tracer provider that samples no span; its processor would do nothing with them."""
+    made = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
     made.add_span_processor(SpanProcessor())
     return made
 
 
-def _nothing(_telemetry: Telemetry, _limits: Limits) -> Middlewares:
-    return []
+def _separate(
+    model_kind: type[Any],
+    tool_kind: type[Any],
+    options: Callable[[Telemetry], dict[str, Any]] = lambda _: {},
+) -> Callable[..., Setup]:
+    """Set-ups with a middleware for each limit."""
+
+    def of(tools: Sequence[str | None], *, model: bool) -> Setup:
+        def make(telemetry: Telemetry, limits: Limits) -> Middlewares:
+            own = {**options(telemetry), **limits}
+            first: Middlewares = [model_kind(**own)] if model else []
+            return [*first, *(tool_kind(tool_name=name, **own) for name in tools)]
+
+        return make
+
+    return of
 
 
-class _IdleHooks(AgentMiddleware[Any, Any, Any]):
-    """Two hooks that do nothing: they are two nodes, and no more."""
+def _together(kind: type[Any], *budgets: type[TokenLimit | CostLimit]) -> Callable[..., Setup]:
+    """Set-ups with one middleware for all limits."""
 
-    async def abefore_model(self, state: Any, runtime: Any) -> None:
-        return None
+    def of(tools: Sequence[str | None], *, model: bool) -> Setup:
+        def make(telemetry: Telemetry, limits: Limits) -> Middlewares:
+            together: list[Limit] = [ModelCallLimit(**limits)] if model else []
+            together += [ToolCallLimit(name, **limits) for name in tools]
+            together += [each(**limits) for each in budgets]
+            prices = {"instant": Price(input="2.50", output=10)} if CostLimit in budgets else None
+            return [kind(together, telemetry=telemetry, prices=prices)]
 
-    async def aafter_model(self, state: Any, runtime: Any) -> None:
-        return None
+        return make
 
-
-def _idle(_telemetry: Telemetry, _limits: Limits) -> Middlewares:
-    return [_IdleHooks()]
-
-
-def _langchain(tools: Sequence[str | None], *, model: bool) -> Setup:
-    def make(_telemetry: Telemetry, limits: Limits) -> Middlewares:
-        first: Middlewares = [LangChainModelLimiter(**limits)] if model else []
-        return [*first, *(LangChainToolLimiter(tool_name=name, **limits) for name in tools)]
-
-    return make
-
-
-def _observed(tools: Sequence[str | None], *, model: bool) -> Setup:
-    def make(_telemetry: Telemetry, limits: Limits) -> Middlewares:
-        signals = Signals(provider("not sampled"))
-        first: Middlewares = [ObservedModelLimiter(signals, **limits)] if model else []
-        others = (ObservedToolLimiter(signals, tool_name=name, **limits) for name in tools)
-        return [*first, *others]
-
-    return make
-
-
-def _drop_in(tools: Sequence[str | None], *, model: bool) -> Setup:
-    def make(telemetry: Telemetry, limits: Limits) -> Middlewares:
-        first: Middlewares = []
-        if model:
-            first.append(ModelCallLimitMiddleware(telemetry=telemetry, **limits))
-        others = (
-            ToolCallLimitMiddleware(tool_name=name, telemetry=telemetry, **limits) for name in tools
-        )
-        return [*first, *others]
-
-    return make
-
-
-def _together(
-    kind: type[QuotaMiddleware[Any, Any] | InlineQuotaMiddleware[Any, Any]],
-    tools: Sequence[str | None],
-    *,
-    model: bool,
-    budgets: Sequence[type[TokenLimit | CostLimit]] = (),
-) -> Setup:
-    def make(telemetry: Telemetry, limits: Limits) -> Middlewares:
-        first = [ModelCallLimit(**limits)] if model else []
-        together: list[Limit] = [*first]
-        together += [ToolCallLimit(name, **limits) for name in tools]
-        together += [each(**limits) for each in budgets]
-        prices = {"instant": Price(input="2.50", output=10)} if CostLimit in budgets else None
-        return [kind(together, telemetry=telemetry, prices=prices)]
-
-    return make
+    return of
 
 
 def _shared(*, per_user: bool) -> Setup:
@@ -218,200 +152,46 @@ def _shared(*, per_user: bool) -> Setup:
     return make
 
 
-_RUN: dict[str, Any] = {
-    LEDGER: {
-        **NEW_RUN,
-        "run": "r",
-        "turn": "t",
-        "begun_by": {"hooks": None},
-        "store": None,
-        "own": {},
+NONE = "none"
+_SIZES: dict[str, dict[str, Any]] = {
+    "model": {"tools": (), "model": True},
+    "tool": {"tools": ANY, "model": False},
+    "2": {"tools": ANY, "model": True},
+    "8": {"tools": EACH, "model": True},
+}
+"""One limit is on model calls or on all tools together, two are both, eight are those and one on
+each tool."""
+
+_KINDS = {
+    "LangChain": _separate(LangChainModelLimiter, LangChainToolLimiter),
+    "LangChain and telemetry": _separate(
+        ObservedModelLimiter, ObservedToolLimiter, lambda _: {"signals": Signals(provider())}
+    ),
+    "drop-in": _separate(
+        ModelCallLimitMiddleware,
+        ToolCallLimitMiddleware,
+        lambda telemetry: {"telemetry": telemetry},
+    ),
+    "QuotaMiddleware": _together(QuotaMiddleware),
+    "Inline": _together(InlineQuotaMiddleware),
+}
+
+SETUPS: dict[str, Setup] = {
+    NONE: lambda _telemetry, _limits: [],
+    **{
+        f"{kind}, {size}": of(**limits)
+        for kind, of in _KINDS.items()
+        for size, limits in _SIZES.items()
     },
 }
-"""What is written when a run begins."""
-
-_CALL: dict[str, Any] = {
-    THREAD_MODEL: 1,
-    LEDGER: Ledger(counts={"run_model": 1}, final=""),
-}
-"""What is written when a model call is checked."""
-
-_BATCH: dict[str, Any] = {
-    THREAD_TOOLS: {"__all__": 1},
-    LEDGER: Ledger(counts={"run_tools": {"__all__": 1}}, refusals={}),
-}
-"""What is written when tool calls are checked."""
-
-
-class _WritingHooks(AgentMiddleware[Any, Any, Any]):
-    """Two hooks that write the keys that `QuotaMiddleware` writes, and do nothing else."""
-
-    state_schema = QuotaState
-
-    async def abefore_model(self, state: Any, runtime: Any) -> dict[str, Any]:
-        return _CALL
-
-    async def aafter_model(self, state: Any, runtime: Any) -> dict[str, Any]:
-        return _BATCH
-
-
-class _WritingWrap(AgentMiddleware[Any, Any, Any]):
-    """A hook around the model call that writes the keys of `InlineQuotaMiddleware`, and no more.
-
-    It is not `async`, so that LangChain adds no wrapper for tracing, as it adds none to ours.
-    """
-
-    state_schema = QuotaState
-
-    def awrap_model_call(
-        self,
-        request: ModelRequest[Any],
-        handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
-    ) -> Any:
-        return self._write(handler(request))
-
-    async def _write(self, response: Awaitable[ModelResponse[Any]]) -> ExtendedModelResponse[Any]:
-        written = {**_CALL, **_BATCH, LEDGER: merge_ledgers(_CALL[LEDGER], _BATCH[LEDGER])}
-        return ExtendedModelResponse(await response, Command(update=written))
-
-
-class _Beginning(AgentMiddleware[Any, Any, Any]):
-    """The hook in which a run begins: it writes what ours write."""
-
-    def before_agent(self, state: Any, runtime: Any) -> dict[str, Any]:
-        return _RUN
-
-    async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any]:
-        return _RUN
-
-
-class _Wrapping(_Beginning):
-    """Beside it, a hook around the model call that does nothing, traced as little as ours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        vars(self)["awrap_model_call"] = untraced(self, "awrap_model_call")
-
-    async def awrap_model_call(
-        self,
-        request: ModelRequest[Any],
-        handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
-    ) -> Any:
-        return await handler(request)
-
-
-class _ToolHooks(_Beginning):
-    """The hooks of `QuotaMiddleware` with one tool limit: they write its keys, and no more."""
-
-    state_schema = QuotaState
-
-    @hook_config(can_jump_to=["end"])
-    async def aafter_model(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        return _BATCH
-
-
-class _ModelHooks(_Beginning):
-    """The same with model limits only."""
-
-    state_schema = QuotaState
-
-    @hook_config(can_jump_to=["end"])
-    async def abefore_model(self, state: Any, runtime: Any) -> dict[str, Any]:
-        return _CALL
-
-
-class _BothHooks(_ToolHooks, _ModelHooks):
-    """The same with limits on both."""
-
-
-class _InlineHooks(_Beginning):
-    """The hooks of `InlineQuotaMiddleware`: they write its keys, and no more."""
-
-    state_schema = QuotaState
-    awrap_model_call = _WritingWrap.awrap_model_call
-    _write = _WritingWrap._write
-
-
-class _DropInToolHooks(_Beginning):
-    """The hooks of our `ToolCallLimitMiddleware`: they write its keys, and no more."""
-
-    state_schema = ToolCallLimitState
-
-    @hook_config(can_jump_to=["end"])
-    async def aafter_model(self, state: Any, runtime: Any) -> dict[str, Any]:
-        return {**_BATCH, RUN_TOOLS: {"__all__": 1}}
-
-
-class _DropInModelHooks(_Wrapping):
-    """The hooks of our `ModelCallLimitMiddleware`: they write its keys, and no more."""
-
-    state_schema = ModelCallLimitState
-
-    @hook_config(can_jump_to=["end"])
-    async def abefore_model(self, state: Any, runtime: Any) -> dict[str, Any]:
-        return {LEDGER: Ledger(counts={"model_counted": False})}
-
-    async def awrap_model_call(
-        self,
-        request: ModelRequest[Any],
-        handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
-    ) -> Any:
-        written = {THREAD_MODEL: 1, LEDGER: Ledger(counts={"run_model": 1, "model_counted": True})}
-        return ExtendedModelResponse(await handler(request), Command(update=written))
-
-    async def aafter_model(self, state: Any, runtime: Any) -> dict[str, Any]:
-        return {RUN_MODEL: 1}
-
-
-def _floor(*kinds: type[AgentMiddleware[Any, Any, Any]]) -> Setup:
-    def make(_telemetry: Telemetry, _limits: Limits) -> Middlewares:
-        return [kind() for kind in kinds]
-
-    return make
-
-
-NONE = "none"
-TWO_HOOKS = "two hooks that only write"
-WRAP_HOOK = "a wrap hook that only writes"
-SETUPS: dict[str, Setup] = {
-    NONE: _nothing,
-    IDLE_HOOKS: _idle,
-    "LangChain, model": _langchain((), model=True),
-    "LangChain, tool": _langchain(ANY, model=False),
-    "LangChain, 2": _langchain(ANY, model=True),
-    "LangChain, 8": _langchain(EACH, model=True),
-    "LangChain and telemetry, model": _observed((), model=True),
-    "LangChain and telemetry, tool": _observed(ANY, model=False),
-    "LangChain and telemetry, 2": _observed(ANY, model=True),
-    "LangChain and telemetry, 8": _observed(EACH, model=True),
-    "drop-in, model": _drop_in((), model=True),
-    "drop-in, tool": _drop_in(ANY, model=False),
-    "drop-in, 2": _drop_in(ANY, model=True),
-    "drop-in, 8": _drop_in(EACH, model=True),
-    "QuotaMiddleware, tool": _together(QuotaMiddleware, ANY, model=False),
-    "QuotaMiddleware, model": _together(QuotaMiddleware, (), model=True),
-    "QuotaMiddleware, 2": _together(QuotaMiddleware, ANY, model=True),
-    "QuotaMiddleware, 8": _together(QuotaMiddleware, EACH, model=True),
-    "Inline, 1": _together(InlineQuotaMiddleware, ANY, model=False),
-    "Inline, 2": _together(InlineQuotaMiddleware, ANY, model=True),
-    "Inline, 8": _together(InlineQuotaMiddleware, EACH, model=True),
-    TWO_HOOKS: _floor(_WritingHooks),
-    WRAP_HOOK: _floor(_WritingWrap),
-}
-"""The set-ups by name. One limit is on all tools together or on model calls, two are both,
-eight are those and one on each tool."""
-
+"""The set-ups by name."""
 
 BUDGETS: dict[str, Setup] = {
-    "QuotaMiddleware, 8 and tokens": _together(
-        QuotaMiddleware, EACH, model=True, budgets=[TokenLimit]
+    "QuotaMiddleware, 8 and tokens": _together(QuotaMiddleware, TokenLimit)(EACH, model=True),
+    "QuotaMiddleware, 8, tokens, cost": _together(QuotaMiddleware, TokenLimit, CostLimit)(
+        EACH, model=True
     ),
-    "QuotaMiddleware, 8, tokens, cost": _together(
-        QuotaMiddleware, EACH, model=True, budgets=[TokenLimit, CostLimit]
-    ),
-    "Inline, 8 and tokens": _together(
-        InlineQuotaMiddleware, EACH, model=True, budgets=[TokenLimit]
-    ),
+    "Inline, 8 and tokens": _together(InlineQuotaMiddleware, TokenLimit)(EACH, model=True),
 }
 """Set-ups of eight limits with budgets beside them."""
 
@@ -421,47 +201,26 @@ STORED: dict[str, Setup] = {
 }
 """Set-ups of two limits whose counts a store keeps: those of runs, and those of a user's day."""
 
-HOOKS: dict[str, Setup] = {
-    "hooks of QuotaMiddleware, tool": _floor(_ToolHooks),
-    "hooks of QuotaMiddleware, model": _floor(_ModelHooks),
-    "hooks of QuotaMiddleware, 2": _floor(_BothHooks),
-    "hooks of QuotaMiddleware, 8": _floor(_BothHooks),
-    "hooks of Inline, 2": _floor(_InlineHooks),
-    "hooks of Inline, 8": _floor(_InlineHooks),
-    "hooks of drop-in, tool": _floor(_DropInToolHooks),
-    "hooks of drop-in, model": _floor(_DropInModelHooks),
-    "hooks of drop-in, 2": _floor(_DropInModelHooks, _DropInToolHooks),
-}
-"""Set-ups whose hooks are of the same kinds as ours. They write the same keys, and no more."""
-
-
-def middlewares(
-    setup: str, *, has_threads: bool, mode: Mode = "not sampled", store: object = None
-) -> Middlewares:
-    """The middlewares of a set-up; without a checkpointer there are no limits on threads."""
-    limits: Limits = {"run_limit": UNREACHED, **({"store": store} if store else {})}
-    if has_threads:
-        limits["thread_limit"] = UNREACHED
-    return (SETUPS | BUDGETS | STORED | HOOKS)[setup](telemetry(mode), limits)
-
 
 def agent(
     setup: str,
     saver: BaseCheckpointSaver[Any] | None = None,
-    mode: Mode = "not sampled",
     *,
-    reports: bool = False,
     answer: str = "done",
     store: object = None,
 ) -> Any:
-    """An agent of a set-up; its model reports what it has used if it should, or has budgets.
+    """An agent of a set-up; its model reports what it has used if there are budgets.
 
-    Each of its tools gives the answer. By default a `STORED` one has a store in memory.
+    Each of its tools gives the answer. Without a checkpointer there are no limits on threads. By
+    default a `STORED` one has a store in memory.
     """
+    limits: Limits = {"run_limit": UNREACHED, **({"store": store} if store else {})}
+    if saver is not None:
+        limits["thread_limit"] = UNREACHED
     return create_agent(
-        InstantModel(reports=reports or setup in BUDGETS),
+        InstantModel(reports=setup in BUDGETS),
         tools=list(tools(answer)),
-        middleware=middlewares(setup, has_threads=saver is not None, mode=mode, store=store),
+        middleware=(SETUPS | BUDGETS | STORED)[setup](telemetry(), limits),
         checkpointer=saver,
         name="benchmark",
     )

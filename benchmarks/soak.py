@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, BaseMessage
@@ -27,15 +27,15 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 from prometheus_client import CollectorRegistry, generate_latest
 
-from benchmarks.optional import required
-from benchmarks.report import Table, number
-from benchmarks.workloads import verdict
+from benchmarks.checked import unreached, verdict
+from benchmarks.report import Table, number, required
 from langchain_quota import (
     ConcurrencyLimit,
     MemoryStore,
     ModelCallLimit,
     Quota,
     QuotaMiddleware,
+    RedisStore,
     Telemetry,
     TokenLimit,
     ToolCallLimit,
@@ -43,10 +43,7 @@ from langchain_quota import (
 from langchain_quota.telemetry import recorder_of
 from langchain_quota.testing import ScriptedChatModel
 
-if TYPE_CHECKING:
-    from langchain_quota import RedisStore
-
-Store: TypeAlias = "MemoryStore | RedisStore"
+Store = MemoryStore | RedisStore
 
 THREADS = 100_000
 """How many threads metrics know before the first run: as many as they remember."""
@@ -167,7 +164,7 @@ class Traffic:
     async def remember(self, threads: int) -> None:
         """Let metrics know so many threads, as after a long time."""
         await self.run(1)
-        recorder, told = recorder_of(self._telemetry), verdict(2)
+        recorder, told = recorder_of(self._telemetry), verdict(unreached(2))
         for index in range(threads):
             call = told.call._replace(thread_id=f"old-{index}")
             recorder.record([replace(told, call=call)], started=time.time_ns())
@@ -303,8 +300,7 @@ def stores() -> Iterator[list[Store]]:
         directory = running.enter_context(TemporaryDirectory(prefix="soak-"))
         try:
             with required():
-                from langchain_quota import RedisStore  # noqa: PLC0415 - needs redis
-                from tests.server.redis import running_redis  # noqa: PLC0415 - the same
+                from tests.server.redis import running_redis  # noqa: PLC0415 - needs redis
 
                 server = running.enter_context(running_redis(Path(directory)))
                 found.append(RedisStore(server.url, timeout=30))

@@ -9,9 +9,8 @@ import langsmith
 import requests
 from langsmith.run_helpers import tracing_context
 
-from benchmarks.report import Ratio, Result, Table, divided, number
+from benchmarks.report import Ratio, Result, Size, Table, divided, number
 from benchmarks.scenes import NONE, agent, run
-from benchmarks.sizes import Size
 
 STEPS = 30
 ANSWER = "x" * 2_000
@@ -69,7 +68,7 @@ async def _measure(rounds: int) -> Result:
         )
         for setup in OURS[:2]
     ]
-    return Result([table], ratios, tables_of_page=[table])
+    return Result(table, ratios=ratios)
 
 
 async def _traced(rounds: int, *, enabled: bool) -> dict[str, tuple[float, float]]:

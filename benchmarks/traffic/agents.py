@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from random import Random
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
@@ -31,9 +32,6 @@ from langchain_quota.testing import ScriptedChatModel
 
 Profile = Literal["healthy", "busy", "loop", "broken", "incidents"]
 PROFILES: tuple[Profile, ...] = ("healthy", "busy", "loop", "broken", "incidents")
-
-MEANT_TO_BE_HIT = "browse at most 4"
-"""A limit that refuses a fifth of its calls when the service is busy, as it is meant to do."""
 
 THREAD_LIMIT = 20
 """How often a thread may call the tool that its agent is for."""
@@ -88,7 +86,6 @@ def build_agents(
     telemetry: Telemetry,
     *,
     on_decision: Callable[[Decision], None],
-    on_answer: Callable[[str, AIMessage], None],
     speed: float,
 ) -> tuple[Mapping[str, Any], Mapping[str, QuotaMiddleware]]:
     """The agents by their names, and by the same what resets their threads.
@@ -103,7 +100,6 @@ def build_agents(
         saver: Keeps the threads.
         telemetry: Makes visible what limits do.
         on_decision: Sees every decision.
-        on_answer: Sees every answer of a model, and whose it is.
         speed: How many simulated seconds pass in a real one.
     """
 
@@ -142,7 +138,8 @@ def build_agents(
                 quotas=[Quota(THREAD_LIMIT, per="thread", window=hour)],
                 alert=False,
             ),
-            ToolCallLimit("browse", run_limit=4, name=MEANT_TO_BE_HIT, alert=False),
+            # It refuses a fifth of its calls when the service is busy, as it is meant to do.
+            ToolCallLimit("browse", run_limit=4, name="browse at most 4", alert=False),
             ToolCallLimit("lookup", run_limit=3),
         ],
         store=store,
@@ -188,14 +185,6 @@ def build_agents(
         telemetry=telemetry,
     )
 
-    def scripted(name: str) -> ScriptedChatModel:
-        def answer(messages: Sequence[BaseMessage]) -> AIMessage:
-            message = _answer(name, messages)
-            on_answer(name, message)
-            return message
-
-        return ScriptedChatModel(script=answer, keep_calls=0, model=ANSWERS)
-
     quotas = {
         "support": support,
         "researcher": researcher,
@@ -205,7 +194,7 @@ def build_agents(
     }
     agents = {
         name: create_agent(
-            scripted(name),
+            ScriptedChatModel(script=partial(_answer, name), keep_calls=0, model=ANSWERS),
             tools=[_tool(tool, 0.2 / speed) for tool in _TOOLS],
             middleware=[middleware],
             name=name,
@@ -216,15 +205,13 @@ def build_agents(
     return agents, quotas
 
 
-def questions(
-    profile: Profile, *, seconds: float, threads: int, seed: int, events: bool
-) -> list[Question]:
+def questions(profile: Profile, *, seconds: float, threads: int, seed: int) -> list[Question]:
     """What is asked, in order of time: on each thread something about every minute.
 
     Each thread uses the tool that its agent is for evenly, up to a number of calls that it reaches
     after three quarters of the time, but not before five minutes: in a run it makes few. When the
-    service is busy, the first thread of the writer reaches the limit. With
-    events, the three support threads with the highest numbers are reset.
+    service is busy, the first thread of the writer reaches the limit. The three support threads
+    with the highest numbers are reset.
     """
     random = Random(seed)  # noqa: S311 - traffic, no secret
     asked: list[Question] = []
@@ -250,7 +237,7 @@ def questions(
         asked += loops(seconds * 0.3, seconds * 0.7)
     if profile == "incidents":
         asked += loops(300, seconds)
-    if events and turns > 1:
+    if turns > 1:
         own = [each for each in goals if each[1].agent == "support"]
         asked += [thread for _, thread in sorted(own, reverse=True)[:3]]
     return sorted(asked, key=lambda question: question.at)

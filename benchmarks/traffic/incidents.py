@@ -59,11 +59,6 @@ class Told(NamedTuple):
     ended: float | None = None
     """How many simulated seconds after its end the alert was resolved."""
 
-    @property
-    def in_time(self) -> bool:
-        """Whether it was told soon enough."""
-        return self.after is not None and self.after <= self.incident.within
-
 
 def questions() -> Iterator[Question]:
     """What users ask beside the usual: they run into limits, one after the other."""

@@ -5,11 +5,10 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage
+from langchain_core.messages import HumanMessage, RemoveMessage
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
@@ -27,8 +26,6 @@ from langchain_quota import (
 )
 from langchain_quota.telemetry import capturing
 
-_run: ContextVar[int] = ContextVar("_run")
-
 
 class _Written(list[Decision]):
     """Writes down the decisions of a drop-in when they are made, not when the run has ended."""
@@ -39,40 +36,32 @@ class _Written(list[Decision]):
 
     def extend(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
-            self._journal.decided(decision, _run.get())
+            self._journal.decided(decision)
 
 
 async def main(order: Mapping[str, Any]) -> None:
     """Serve metrics and answer questions until standard input ends."""
-    journal = Journal(Path(order["journal"]), replica=order["replica"], life=order["life"])
+    journal = Journal(Path(order["journal"]))
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     store = RedisStore(order["redis"], timeout=order["timeout"])
     postgres = order["postgres"]
     second = PostgresStore(postgres, timeout=order["timeout"]) if postgres else None
 
-    def on_decision(decision: Decision) -> None:
-        journal.decided(decision, _run.get())
-
-    def on_answer(agent: str, message: AIMessage) -> None:
-        journal.answered(agent, message, _run.get())
-
     async def answer(number: int, question: Question) -> None:
-        _run.set(number)
         config: RunnableConfig = {"configurable": {"thread_id": question.thread}}
         agent = agents[question.agent]
         if question.text is None:
             await quotas[question.agent].areset(agent, config)
             journal.write("reset", agent=question.agent, thread=question.thread)
         else:
-            journal.write("run", agent=question.agent, thread=question.thread, run=number)
             # Without what was said before: so a run costs the same however long the test is.
             said = [RemoveMessage(REMOVE_ALL_MESSAGES), HumanMessage(question.text)]
             context = {"user_id": question.user, "tenant": question.tenant}
             with nullcontext() if question.agent in quotas else capturing(_Written(journal)):
                 await agent.ainvoke({"messages": said}, config, context=context, durability="exit")
             used = usage(await agent.aget_state(config))
-            journal.spent(question.agent, question.thread, used, number)
+            journal.spent(question.agent, question.thread, used)
         print(number, flush=True)  # noqa: T201 - an answer to the driver
 
     reader = asyncio.StreamReader()
@@ -86,8 +75,7 @@ async def main(order: Mapping[str, Any]) -> None:
             second,
             saver,
             telemetry,
-            on_decision=on_decision,
-            on_answer=on_answer,
+            on_decision=journal.decided,
             speed=order["speed"],
         )
         with start_metrics_server(port=order["port"], registry=registry) as server:

@@ -1,6 +1,5 @@
 """Runs the service: its processes, its store, and the users who ask."""
 
-import heapq
 import json
 import os
 import signal
@@ -10,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 
 from benchmarks.traffic import incidents
-from benchmarks.traffic.agents import Profile, Question, loops, questions
-from benchmarks.traffic.truth import Journal, Truth
+from benchmarks.traffic.agents import Profile, Question, questions
+from benchmarks.traffic.truth import Truth
 from langchain_quota import PostgresStore
 from tests.forked import ROOT, as_module, start_python
 from tests.server.postgres import running_postgres
@@ -102,8 +102,8 @@ class Traffic:
         redis: The replicas' way to the store.
         events: What happens when users ask, by the simulated second.
         begun: When users began to ask, by the clock.
-        scrape: Waits until all that the replicas counted before was scraped; a graceful restart
-            calls it before it kills.
+        scrape: Waits until all that the replicas counted before was scraped; a restart calls it
+            before it kills.
     """
 
     def __init__(
@@ -123,10 +123,8 @@ class Traffic:
         self._order = order
         self._directory = directory
         self._lifetime = lifetime
-        self._journal = Journal(directory / "driver.jsonl")
         self._changed = threading.Condition()
         self._processes: list[_Process] = []
-        self._lives: list[int] = []
         self._number = 0
         self._failures: list[str] = []
         self._over = False
@@ -151,28 +149,20 @@ class Traffic:
         """What has happened so far."""
         return Truth.read(self._directory)
 
-    def restart(self, replica: int = 0, *, graceful: bool = True, elsewhere: bool = False) -> None:
-        """Kill a replica, and start it again.
+    def restart(self, replica: int = 0, *, elsewhere: bool = False) -> None:
+        """Kill a replica that has answered everything and was scraped, and start it again.
 
         Args:
             replica: Its number, from 0.
-            graceful: Whether it is killed only when it has answered what it was asked, and was
-                scraped after that, if there is a `scrape`.
             elsewhere: Whether it gets another port, as a deployment gives it another address.
         """
         process = self._processes[replica]
         with self._changed:
             process.ready = False
-        scraped = None
-        if graceful:
-            self._wait_until(lambda: not process.asked)
-            if self.scrape is not None:
-                scraped = time.time()
-                self.scrape()
+        self._wait_until(lambda: not process.asked)
+        if self.scrape is not None:
+            self.scrape()
         process.kill()
-        self._journal.write("killed", replica=replica, life=self._lives[replica], scraped=scraped)
-        with self._changed:
-            process.asked.clear()
         self.start(replica, elsewhere=elsewhere)
 
     def deploy(self) -> None:
@@ -180,33 +170,10 @@ class Traffic:
         for replica in range(len(self._processes)):
             self.restart(replica, elsewhere=True)
 
-    def reset(self, agent: str, thread: str) -> None:
-        """Reset what a thread has used, when it is at rest; it must have had a run."""
-        self.ask(Question(0, agent, thread))
-
-    def ask(self, question: Question) -> None:
-        """Ask now, and wait for the answer; replicas take turns."""
-        self._ask(question)
-        self._wait_until(lambda: self._at_rest(question.thread))
-
-    def loop(self, seconds: float) -> None:
-        """Let an agent call a tool again and again on some threads, for simulated seconds."""
-        assert not self._asking[0].done(), "nobody asks any more"
-        now = self._now()
-        with self._changed:
-            for question in loops(now, now + seconds):
-                heapq.heappush(self._asked, question)
-
     def start(self, replica: int, *, elsewhere: bool = True) -> None:
         """Start a replica, again or for the first time, on its port or elsewhere."""
-        if replica == len(self._lives):
-            self._lives.append(0)
-        self._lives[replica] += 1
-        life = self._lives[replica]
         own = {
-            "replica": replica,
-            "life": life,
-            "journal": str(self._directory / f"replica-{replica}-{life}.jsonl"),
+            "journal": str(self._directory / f"{token_hex(8)}.jsonl"),
             "port": 0 if elsewhere else int(self.targets[replica].split(":")[1]),
         }
         log = self._directory / f"replica-{replica}.log"
@@ -242,7 +209,6 @@ class Traffic:
             for process in self._processes:
                 process.kill()
             self._threads.shutdown()
-            self._journal.close()
         assert not self._failures, self._failures
 
     def _listen(self, process: _Process) -> None:
@@ -259,9 +225,7 @@ class Traffic:
 
     def _ask_all(self) -> None:
         """Ask what is to be asked, when its time has come."""
-        while self._asked:
-            with self._changed:
-                question = heapq.heappop(self._asked)
+        for question in self._asked:
             self._pause_until(question.at)
             self._ask(question)
 
@@ -317,7 +281,6 @@ def running_traffic(
     replicas: int = 2,
     threads: int = 70,
     seed: int = 1,
-    events: bool = True,
 ) -> Iterator[Traffic]:
     """Run the service; `Traffic.begin` lets users ask. It stops all that it has started.
 
@@ -334,9 +297,8 @@ def running_traffic(
         replicas: How many processes serve.
         threads: How many threads there are; they belong to 20 users of 4 tenants.
         seed: What users ask is the same for the same seed.
-        events: Whether a replica restarts gracefully and threads are reset meanwhile.
     """
-    asked = questions(profile, seconds=seconds, threads=threads, seed=seed, events=events)
+    asked = questions(profile, seconds=seconds, threads=threads, seed=seed)
     if profile == "incidents":
         asked = sorted([*asked, *incidents.questions()])
     with ExitStack() as servers:
@@ -365,7 +327,7 @@ def running_traffic(
             traffic.events |= {stopped: second.pause, resumed: second.resume}
             traffic.events |= {incidents.RESTART: traffic.restart, incidents.DEPLOY: traffic.deploy}
             traffic.events |= incidents.operations(redis.url)
-        elif events:
+        else:
             traffic.events[seconds * 0.5] = traffic.restart
         try:
             for replica in range(replicas):

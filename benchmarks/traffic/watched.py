@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.traffic.running import Traffic
 from langchain_quota.cli import export
 from langchain_quota.limits.call import STORE
-from langchain_quota.runtime.units import NANODOLLARS, Level
+from langchain_quota.runtime.units import NANODOLLARS
 from tests.server.alertmanager import (
     Webhook,
     alerting_prometheus,
@@ -106,7 +106,7 @@ class Watch:
     def compared(self) -> Iterator[tuple[str, tuple[str, ...], int, int]]:
         """What was counted, by what, in truth, and by Prometheus."""
         truth = self.traffic.truth()
-        threads = Counter((agent,) for agent, _ in truth.threads(Level.EXHAUSTED))
+        threads = Counter((agent,) for agent, _ in truth.exhausted())
         for what, true, told in (
             (
                 "calls",
@@ -131,12 +131,12 @@ class Watch:
             ("threads exhausted", threads, self.exhausted()),
             (
                 "tokens",
-                truth.spent("tokens", "agent"),
+                truth.spent("tokens"),
                 self.totals("langchain_quota_spent_tokens_total", "agent"),
             ),
             (
                 "billionths of a dollar",
-                truth.spent("nanodollars", "agent"),
+                truth.spent("nanodollars"),
                 self.totals(
                     'langchain_quota_spent_dollars_total{limit="cost"}',
                     "agent",
