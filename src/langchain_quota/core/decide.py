@@ -25,10 +25,13 @@ from langchain_quota.limits.call import STORE, Call, Exit, Scope
 class Verdict:
     """What came out for one call: whether it runs, the counts before it, and who refuses it.
 
-    Metrics, spans, logs and all other readers get it, and nobody changes it. It refers to no state,
-    message or request. The public `decision` is made when somebody reads it.
+    Metrics, spans, logs and all other readers get it, and nobody changes it. It may be kept: it
+    refers to no state, message or request. The public `decision` is made when somebody reads it;
+    two verdicts are equal only if they are the same one.
 
     Attributes:
+        call: The call.
+        outcome: Whether it runs.
         plan: What the call must pass, and what it adds to counts.
         places: Where a store keeps the counts, by name.
         before: The counts before the call, by name.
@@ -39,6 +42,9 @@ class Verdict:
         exits: What the refusals of limits do, where it is not their `exit_behavior`.
         frozen: The names of the counts whose subject is frozen.
         cost: What a tool call costs in nanodollars, as limits in dollars know it; else 0.
+        answer: What a person answered before, if one was asked.
+        waited: How long the call has waited for room, in seconds.
+        downgraded_by: The limit that has a model call go to another model; empty for none.
         needs_slot: Whether the call runs only if it gets a slot, about which another verdict says.
     """
 
@@ -117,6 +123,8 @@ class Verdict:
 
     def exit_behavior(self, limit: Limit) -> Exit:
         """Return what a refusal by a limit does, or would do."""
+        # A limit that asks, and does not refuse this call, is shown as one that asks. What `exits`
+        # has for it follows from the refusal of another call.
         is_asking = limit.exit_behavior == "ask" and limit.name not in self.refused
         return limit.exit_behavior if is_asking else self.exits.get(limit.name, limit.exit_behavior)
 

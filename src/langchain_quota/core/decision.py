@@ -230,7 +230,7 @@ class Answer:
 class Decision(NamedTuple):
     """The decision about one call, and the limits that made it.
 
-    Enforcement and telemetry read the same decision.
+    It is made of the verdict that enforcement and telemetry read.
 
     Attributes:
         call: The call.

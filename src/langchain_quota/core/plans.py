@@ -186,6 +186,8 @@ class Plan(NamedTuple):
                 thresholds.append(Threshold(name, STORE, rule.meters[1].counter, -1, enforced))
             for meter in rule.meters:
                 if meter.maximum is not None:
+                    # Admitted is what leaves `keep`, if the call takes `needs`. The rule compares
+                    # with what all limits on the count add together, which may be more.
                     maximum = meter.maximum - meter.keep - meter.needs + amounts[meter.counter]
                     threshold = Threshold(name, meter.scope, meter.counter, maximum, enforced)
                     thresholds.append(threshold)

@@ -20,7 +20,7 @@ STORE: Scope = "store"
 """In place of a scope, if a limit refuses because the store is unavailable."""
 
 FROZEN: Scope = "frozen"
-"""In place of a scope, if a limit refuses because its subject is frozen."""
+"""In place of a scope in metrics, spans and messages, if the subject of a limit is frozen."""
 
 CONCURRENCY: Scope = "concurrency"
 """The scope of calls that run at the same time. Their count includes the blocked call."""

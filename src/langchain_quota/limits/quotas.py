@@ -11,7 +11,15 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, cast
 from zoneinfo import ZoneInfo
 
-from langchain_quota.limits.call import CONCURRENCY, ROOT_RUN, RUN, STORE, THREAD, FromContext
+from langchain_quota.limits.call import (
+    CONCURRENCY,
+    FROZEN,
+    ROOT_RUN,
+    RUN,
+    STORE,
+    THREAD,
+    FromContext,
+)
 from langchain_quota.runtime.arguments import (
     NoHook,
     explain_arguments,
@@ -23,7 +31,7 @@ from langchain_quota.runtime.arguments import (
 from langchain_quota.runtime.units import Dollars, Time, duration
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
-_RESERVED = (RUN, STORE, CONCURRENCY, "frozen", "none")
+_RESERVED = (RUN, STORE, CONCURRENCY, FROZEN, "none")
 _CHOICES = (
     'one of "thread" (counts the calls of a conversation), "root_run" (of an outermost run, with '
     'its sub-agents), "agent" (of all agents with its name), "global" (of all), another name, such '

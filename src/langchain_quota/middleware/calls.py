@@ -1,7 +1,7 @@
 """A step: calls that are checked together, what is asked about them, and what comes back.
 
 step = tool_step(…) or model_step(…)
-step = step.by_state(), or step.answered_by(request, the store's answer), or step.without_store(…)
+step = step.by_state(), or step.by_store(request, its answer), or step.without_store(…)
 change = conclude(step)
 """
 
@@ -105,7 +105,7 @@ class Step(NamedTuple):
     # Makes the same step under other limits.
     make: Callable[[LimitSet, Places], "Step | None"]
     started: int
-    # The limits before grants of a store, and before features have changed them.
+    # The limits before grants of a store, and before features have adjusted the plans.
     original_limits: LimitSet
     # Of tool calls: the middleware, those that wait, and what is charged to them.
     middleware: str = ""

@@ -159,7 +159,7 @@ class Kernel:
         """The middleware's name in the graph."""
         return str(self._middleware.name)
 
-    async def release(
+    async def refund(
         self, mode: Mode, run_ledger: Ledger, step: str, refunds: Mapping[str, Amounts]
     ) -> None:
         """Refund now what the agent's store was charged for calls that do not run."""
@@ -246,7 +246,7 @@ class Kernel:
             change = conclude(step)
             if step.counts and step.counts.refunds and not change.error:
                 name = step.context.step(f"{step.task}.refused")
-                await self.release(mode, step.ledger, name, step.counts.refunds)
+                await self.refund(mode, step.ledger, name, step.counts.refunds)
             for complete in self.on_change_hooks:
                 change = complete(step, change)
             update = await self.record(mode, step, change)

@@ -140,7 +140,7 @@ class ConcurrencySlots(Feature):
         if charge is not None and charge["keys"]:
             self.recorder.record_refunds(refunds_of(call, refunded_limits(charge)))
             refunds = {call_id: charge["keys"]}
-            await self._kernel.release(mode, slots.ledger, slots.context.step("waited"), refunds)
+            await self._kernel.refund(mode, slots.ledger, slots.context.step("waited"), refunds)
         return answer_of_blocked(call_id, call.tool, text, reason)
 
 
