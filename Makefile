@@ -178,7 +178,7 @@ $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.python pyproject.toml constraints.txt
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --editable . --group docs
 	@touch $@
 
 $(VENV)/.dist: $(VENV)/.python pyproject.toml constraints.txt
