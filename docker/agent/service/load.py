@@ -13,9 +13,6 @@ from uuid import uuid4
 
 import httpx
 
-from langchain_quota import QuotaMiddleware, QuotaStoreError, RedisStore
-from service.agent import user_limit
-
 WORDS = ("oak", "ash", "elm", "pine", "birch", "larch", "rowan", "alder", "7", "42")
 THREADS_OF_A_USER = 4
 MORE_CALLS = 10
@@ -29,8 +26,15 @@ def _question() -> str:
     return " ".join(random.choices(words, k=count))
 
 
-async def _play(options: argparse.Namespace, quota: QuotaMiddleware | None) -> Counter[str]:
+async def _play(options: argparse.Namespace) -> Counter[str]:
     """Ask on threads, one question at a time on each, and return the answers by status."""
+    # Whoever gives wrong options need not wait for LangChain.
+    from langchain_quota import QuotaMiddleware, QuotaStoreError, RedisStore  # noqa: PLC0415
+    from service.agent import user_limit  # noqa: PLC0415
+
+    quota = None
+    if os.environ.get("LANGCHAIN_QUOTA_REDIS_URL"):
+        quota = QuotaMiddleware([user_limit(1)], store=RedisStore())
     answers, granted, name, numbers = Counter[str](), set[str](), uuid4().hex[:6], itertools.count()
 
     async def play(delay: float) -> None:
@@ -52,11 +56,10 @@ async def _play(options: argparse.Namespace, quota: QuotaMiddleware | None) -> C
             answers[str(response.status_code)] += 1
             if response.status_code == httpx.codes.FORBIDDEN:
                 return bool(response.json()["detail"]["scope"] != "thread")
-            if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
-                return await grant(user)
+            return response.status_code != httpx.codes.TOO_MANY_REQUESTS or await grant(user)
         except (httpx.HTTPError, QuotaStoreError) as error:
             answers[type(error).__name__] += 1
-        return True
+            return True
 
     async def grant(user: str) -> bool:
         """Grant a user more calls of this hour, if that is new; return whether it is."""
@@ -84,10 +87,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=5, help="most questions a second")
     parser.add_argument("--seconds", type=float, default=60, help="when it stops")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # the exit code of a stop is 0
-    options, quota = parser.parse_args(), None
-    if os.environ.get("LANGCHAIN_QUOTA_REDIS_URL"):
-        quota = QuotaMiddleware([user_limit(1)], store=RedisStore())
-    answers = asyncio.run(_play(options, quota))
+    answers = asyncio.run(_play(parser.parse_args()))
     sys.stdout.write(f"answers by status: {dict(sorted(answers.items()))}\n")
     sys.exit(not answers["200"])
 
