@@ -70,10 +70,10 @@ more: see [how to find one](../observability.md#find-a-refusal-in-a-trace).
 
 _AFTER_SPANS = """
 A span includes the wait for room in a quota, and its event `langchain_quota.waited` carries the
-`seconds`. Two spans have a call under a `ConcurrencyLimit`, whose first one says `waiting`, and an
-allowed call that starts later than its message. The second one includes that wait, and ends it:
-`allowed`, `blocked` or `cancelled`. The tokens and dollars of a model call are in the next call's
-span. A sampler sees all attributes.
+`seconds`. Two kinds of calls have two spans: those under a `ConcurrencyLimit`, and allowed ones
+that start later than others of their message. The first span says `waiting`. The second one
+includes the wait, and says how it ended: `allowed`, `blocked` or `cancelled`. The tokens and
+dollars of a model call are in the next call's span. A sampler sees all attributes.
 
 ## Events in a run's stream
 

@@ -279,9 +279,12 @@ async def test_a_node_that_is_down(tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_the_rights_are_those_that_are_used(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """A user with the page's rights can do all, and each is needed; the password is a variable."""
+    """A user with the page's rights can do all, and each is needed; the password is a variable.
+
+    Without the right to list counts, a customer can be frozen, and is not looked for.
+    """
     password, key = f'{SECRET}: @/?#%20&é"\\', "search:user_id:ann"
     url = f"redis://quota@127.0.0.1:{redis_server.port}"
     monkeypatch.setenv("LANGCHAIN_QUOTA_REDIS_PASSWORD", password)
@@ -302,6 +305,10 @@ def test_the_rights_are_those_that_are_used(
         assert main(["quotas", "show"]) == 0
         assert main(["quotas", "reset", "--yes"]) == 0
         statistics: Any = client.info("commandstats")
+        client.execute_command("ACL", "SETUSER", "quota", "-scan")
+        for action in ("freeze", "thaw"):
+            assert main(["quotas", action, "--per", "tenant", "--subject", "acme"]) == 0
+        assert "warning: this may stop nobody, because" in capsys.readouterr().err
     asked = {each.removeprefix("cmdstat_") for each in statistics} - OF_CONNECTIONS
     assert asked == {each.removeprefix("+") for each in rights}
 

@@ -302,13 +302,14 @@ def _freeze(store: Store, arguments: Namespace, asked: Asked) -> int:
         "not frozen: calls that ask no store, limits with enforce=False, and, with "
         'on_store_error="allow", calls while the store is unavailable'
     )
-    # A customer may have called in a window that is over.
-    kept = store.entries(_pattern(asked)) if arguments.per else ()
-    counts = (key for key in kept if parsed(key) and not key.startswith(":"))
-    if arguments.per and not any(_is_of(key, asked) for key in counts):
+    if arguments.per:
+        # The subject is frozen, also where the user of the server has no right to list counts.
         try:
-            _find(store, asked)
-        except CommandError as error:
+            # A customer may have called in a window that is over.
+            counts = (key for key in store.entries(_pattern(asked)) if parsed(key))
+            if not any(_is_of(key, asked) for key in counts if not key.startswith(":")):
+                _find(store, asked)
+        except (CommandError, QuotaStoreError) as error:
             complain("quotas", f"warning: this may stop nobody, because {error}")
     return 0
 
@@ -317,7 +318,7 @@ def _thaw(store: Store, arguments: Namespace, _: Asked) -> int:
     freeze = run_sync(store.thaw("", arguments.per, arguments.subject, by=arguments.by))
     if freeze is None:
         whose = calls_of(str(CountKey("", arguments.per, arguments.subject)))
-        frozen = [calls_of(grant.key) for grant in store.grants() if not grant.amount]
+        frozen = [calls_of(freeze.key) for freeze in run_sync(store.freezes(""))]
         nearest = " and ".join(get_close_matches(whose, frozen, cutoff=0)) or "nothing"
         raise CommandError(f"not frozen: {whose}; frozen: {nearest}")
     say(f"thawed: {_line(freeze)}")
