@@ -35,9 +35,6 @@ from langchain_quota import (
 from langchain_quota.features import setup_checks
 from langchain_quota.limits import Limit
 
-# Most users have none of the packages whose tools need a hook around the model.
-setup_checks._PACKAGES = ()
-
 TOOLS = ("search", "fetch", "read", "write", "mail", "plan")
 """The tools of the agent; its steps call them in turn."""
 
@@ -214,6 +211,8 @@ def agent(
     Each of its tools gives the answer. Without a checkpointer there are no limits on threads. By
     default a `STORED` one has a store in memory.
     """
+    # Most users have none of the packages whose tools need a hook around the model.
+    setup_checks._PACKAGES = ()
     limits: Limits = {"run_limit": UNREACHED, **({"store": store} if store else {})}
     if saver is not None:
         limits["thread_limit"] = UNREACHED
