@@ -226,6 +226,7 @@ class Play:
 @examples(120)
 @given(history=histories)
 @example(history=(90_000, [("call", 900, 1000), *DELAYS, ("settle", 0, 0), ("call", 1, 1)]))
+@example(history=(7, [("back", 3, 84), ("call", 0, 0)]))
 def test_stores_agree(place: Place, history: tuple[int, list[Step]]) -> None:
     """A server and memory answer the same, and no time has more than the rate and the burst."""
     limit, happens = history
