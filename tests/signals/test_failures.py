@@ -128,6 +128,21 @@ async def test_a_part_that_fails_costs_its_own_signal(
     assert ADA not in failures[0].getMessage()
 
 
+async def test_a_failure_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails outside of every part, here a label for all of them, is counted as well."""
+
+    def fail(*_: object) -> str:
+        raise LookupError
+
+    signals = telling()
+    scene = searching(signals)
+    monkeypatch.setattr("langchain_quota.telemetry.labels.BoundedLabels.__getitem__", fail)
+    await scene.play()
+    assert scene.ran == ["search"]
+    assert sorted(scene.answers()) == [("search", "error"), ("search", "success")]
+    assert signals.value(ERRORS, component="metrics", error_type="LookupError")
+
+
 @pytest.mark.parametrize("part", [row[0] for row in PARTS])
 @pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt])
 async def test_no_part_swallows_an_interrupt(

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from types import MappingProxyType
 from typing import Self
@@ -46,6 +46,7 @@ class Verdict:
         waited: How long the call has waited for room, in seconds.
         downgraded_by: The limit that has a model call go to another model; empty for none.
         needs_slot: Whether the call runs only if it gets a slot, about which another verdict says.
+        first: If this one is about the call's slots alone, the verdict before it.
     """
 
     call: Call
@@ -64,6 +65,7 @@ class Verdict:
     waited: float = 0.0
     downgraded_by: str = ""
     needs_slot: bool = False
+    first: "Verdict | None" = None
     _decision: Decision | None = field(default=None, init=False)
 
     @classmethod
@@ -72,19 +74,6 @@ class Verdict:
     ) -> Self:
         """Return the verdict about an allowed call that is charged to the plan's one limit now."""
         return cls(call, Outcome.ALLOWED, plan, before, (amount,), (True,), places=places)
-
-    def joined(self, slot: "Verdict") -> "Verdict":
-        """Return the verdict about the call by all limits, after that about its slots."""
-        return replace(
-            self,
-            outcome=slot.outcome,
-            plan=Plan.of([*self.plan.rules, *slot.plan.rules]),
-            before={**self.before, **slot.before},
-            amounts=(*self.amounts, *slot.amounts),
-            charged=(*self.charged, *slot.charged),
-            refused={**self.refused, **slot.refused},
-            waited=self.waited + slot.waited,
-        )
 
     @property
     def decision(self) -> Decision:
@@ -95,6 +84,18 @@ class Verdict:
                 self.call, self.outcome, statuses, self.answer, self.waited, self.downgraded_by
             )
         return self._decision
+
+    @property
+    def whole_decision(self) -> Decision:
+        """Public record by all limits on the call: those of the verdict before come first."""
+        if self.first is None:
+            return self.decision
+        before, slots = self.first.decision, self.decision
+        return before._replace(
+            outcome=slots.outcome,
+            limits=(*before.limits, *slots.limits),
+            waited=before.waited + slots.waited,
+        )
 
     @property
     def leading(self) -> int | None:

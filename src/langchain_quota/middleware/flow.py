@@ -344,13 +344,11 @@ class Kernel:
             ended_by=ending,
             task_id=step.context.task(step.task),
             model=change.model or step.model,
+            refunds=change.refunds,
+            ending=reason,
         )
-        if record.is_new and change.refunds:
-            self.recorder.record_refunds(change.refunds)
-        if record.is_new and reason is not None:
-            self.recorder.stream("ended", reason)
         if self.observers.present:
-            made = [one.decision for one in change.verdicts if not one.needs_slot]
+            made = [one.whole_decision for one in change.verdicts if not one.needs_slot]
             await self.observers.notify(mode, made, record)
         return change.update
 

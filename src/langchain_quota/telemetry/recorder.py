@@ -172,21 +172,24 @@ class Recorder:
         ended_by: str = "",
         task_id: str | None = None,
         model: "tuple[BaseChatModel, Mapping[str, object]] | None" = None,
-        whole: Verdict | None = None,
+        refunds: Sequence[Refund] = (),
+        ending: StopReason | None = None,
     ) -> TaskRecord:
         """Record the verdicts about a batch of one agent's calls, unless the task is a re-run.
 
-        A verdict about a slot has the concurrency limits alone, and `whole` has all limits of its
-        call.
+        With them go the refunds of other calls' charges, and why the run ends.
         """
         if not verdicts:
             return TaskRecord(is_new=False)
-        # The check began before the calls waited for room.
-        duration = time.time_ns() - started - int(verdicts[0].waited * 10**9)
         record = self._recent_tasks.add(task_id, [verdict.outcome for verdict in verdicts])
-        if record.is_new:
+        if not record.is_new:
+            return record
+        # Whatever fails between the sinks, which are guarded one by one, does not reach the agent.
+        try:
+            # The check began before the calls waited for room.
+            duration = time.time_ns() - started - int(verdicts[0].waited * 10**9)
             for captured in _captures.get():
-                made = ((whole or one).decision for one in verdicts if not one.needs_slot)
+                made = (one.whole_decision for one in verdicts if not one.needs_slot)
                 self._guard("observer", captured.extend, made)
             receipts = self._guard("observer", open_receipts) if ALL_OPEN else None
             for receipt in receipts or ():
@@ -199,7 +202,14 @@ class Recorder:
             event = DecisionEvent(verdicts, caller, tools, started, duration, error)
             if model is not None:
                 event.model = partial(self._guard, "tracing", _model_name, *model)
-            self._dispatch(event, self._slot_sinks if whole else self._decision_sinks)
+            is_about_slots = verdicts[0].first is not None
+            self._dispatch(event, self._slot_sinks if is_about_slots else self._decision_sinks)
+            if refunds:
+                self.record_refunds(refunds)
+            if ending is not None:
+                self.stream("ended", ending)
+        except Exception as failure:
+            self.record_error("metrics", failure)
         return record
 
     def record_charge(

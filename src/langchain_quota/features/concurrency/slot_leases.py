@@ -10,21 +10,13 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from threading import Event, Thread
 from uuid import uuid4
 
-from langchain_quota.core.admission import (
-    AcquireRequest,
-    AcquireResult,
-    Correction,
-    CountRef,
-    Demand,
-    Threshold,
-)
-from langchain_quota.core.plans import store_counter
+from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, CountRef
+from langchain_quota.core.plans import Plan
 from langchain_quota.limits.call import CONCURRENCY
-from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.sync_async import Mode, run_sync, wait_for
 from langchain_quota.stores.keys import CountKey
@@ -44,19 +36,13 @@ about a half each time, at random, so that workers do not send their requests at
 class Lease:
     """The slot of one call in a store."""
 
-    def __init__(self, store: StoreClient, limits: Collection[ConcurrencyLimit]) -> None:
+    def __init__(self, store: StoreClient, plan: Plan) -> None:
         self.store = store
+        self._demand = plan.demand
         self._counters = {
             count: CountRef(str(CountKey(count, CONCURRENCY, "")), lease=SLOT_LEASE)
-            for count in map(store_counter, limits)
+            for count in plan.demand.amounts
         }
-        thresholds = tuple(
-            Threshold(
-                limit.name, CONCURRENCY, store_counter(limit), limit.max_concurrency, limit.enforce
-            )
-            for limit in limits
-        )
-        self._demands = (Demand(dict.fromkeys(self._counters, 1), thresholds),)
         # The requests that may reserve something: without an answer that is unknown.
         self._open: tuple[str, ...] = ()
         self._has_ended = Event()
@@ -156,7 +142,7 @@ class Lease:
         now = time.monotonic()
         name, released = uuid4().hex, self._release_request().corrections
         self._open = (*self._open, name)
-        request = AcquireRequest(name, name, self._counters, self._demands, corrections=released)
+        request = AcquireRequest(name, name, self._counters, (self._demand,), corrections=released)
         result = await self.store.acquire(mode, request, undo=False)
         if result is not None:
             # The answer says that the older reservations are released.

@@ -15,9 +15,9 @@ from langchain_core.tools import BaseTool
 
 from langchain_quota.core import messages
 from langchain_quota.core.decide import Verdict
-from langchain_quota.core.decision import Outcome
-from langchain_quota.core.plans import Meter, OnStoreError, Plan, Rule, store_counter
-from langchain_quota.core.stops import make_reason, reason_of
+from langchain_quota.core.decision import Outcome, Refund
+from langchain_quota.core.plans import LimitSet, Meter, OnStoreError, Rule, store_counter
+from langchain_quota.core.stops import make_reason
 from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, STORE, Call
@@ -58,7 +58,10 @@ class ConcurrencySlots(Feature):
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
-        self._limits = _concurrency_limits(kernel.limits)
+        self._limits = LimitSet(
+            Rule(limit, (Meter(CONCURRENCY, store_counter(limit), limit.max_concurrency),))
+            for limit in _concurrency_limits(kernel.limits)
+        )
         # The verdicts of the first checks of the newest calls.
         self._checked: Callable[[Hashable], dict[str, Verdict]] = newest_dicts(10_000)
         # The store that leases slots; `None` if this process counts them. The calls of this
@@ -72,7 +75,7 @@ class ConcurrencySlots(Feature):
             return change
         verdicts = [*change.verdicts]
         for index, verdict in enumerate(verdicts):
-            needs_slot = any(limit.matches(verdict.call) for limit in self._limits)
+            needs_slot = bool(self._limits.plan_for(verdict.call).rules)
             if needs_slot and verdict.outcome in (Outcome.ALLOWED, Outcome.WOULD_BLOCK):
                 self._checked(_name(step.ledger, verdict.call))["verdict"] = verdict
                 verdicts[index] = replace(verdict, needs_slot=True)
@@ -82,17 +85,33 @@ class ConcurrencySlots(Feature):
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
         """Make a tool call when it has its slots; if its wait is over first, answer it instead."""
-        tool_call = Call("tool", request.tool_call["name"])
-        limits = {limit.name: limit for limit in self._limits if limit.matches(tool_call)}
-        if not limits:
+        if not self._limits.plan_for(Call("tool", request.tool_call["name"])).rules:
             return await call(request)
-        slots = _SlotRequest(request, limits)
+        slots = _SlotRequest(request, self._step(request))
         try:
             answered = await self._acquire(mode, slots, request.tool)
             return answered or await call(slots.tracked(mode, request))
         finally:
             if slots.end_task():
                 await slots.release(mode)
+
+    def _step(self, request: ToolCallRequest) -> Step:
+        """Return the step in which a tool call gets its slots."""
+        state = request.state if isinstance(request.state, Mapping) else {}
+        name, run_ledger = newest_name(state.get("messages") or ()), ledger(state)
+        context = call_context(running_runtime()).answered_by(name)
+        tool_call, caller = request.tool_call, (context.agent, context.thread_id)
+        call = Call("tool", tool_call["name"], tool_call["id"], 1, *caller)
+        task = f"{self._kernel.name}/{_name(run_ledger, call)}"
+        plan = self._limits.plan_for(call)
+        return Step(
+            *(state, request.runtime, run_ledger, context, task, self._limits, {}, [call], [plan]),
+            *([plan.demand], (0,), {}, self._limits.stops),
+            # The limits on calls at the same time never change.
+            make=lambda *_: None,
+            started=time.time_ns(),
+            original_limits=self._limits,
+        )
 
     def _stream_wait(self, slots: "_SlotRequest", limit: str) -> None:
         """Write an event to the run's stream the first time that a call waits."""
@@ -105,7 +124,7 @@ class ConcurrencySlots(Feature):
         self, mode: Mode, slots: "_SlotRequest", tool: BaseTool | None
     ) -> ToolMessage | None:
         """Wait for a call's slots, and record the decision; return the answer to a blocked call."""
-        call, on_wait = slots.call, partial(self._stream_wait, slots)
+        step, call, on_wait = slots.step, slots.call, partial(self._stream_wait, slots)
         try:
             with self.recorder.waiting(call.agent, slots.waited_for, call.thread_id):
                 await slots.acquire(mode, self._lease_store, tool, on_wait)
@@ -115,56 +134,46 @@ class ConcurrencySlots(Feature):
         if slots.store_unavailable and self._lease_store is not None:
             labels = call.agent, self._lease_store.label, self._kernel.on_store_error
             self.recorder.count(names.STORE_FALLBACKS, *labels)
-        verdict = slots.verdict(self._kernel.on_store_error)
+        unknown = Verdict(call, Outcome.ALLOWED)
+        first = self._checked(_name(step.ledger, call)).get("verdict", unknown)
+        verdict = slots.verdict(first, self._kernel.on_store_error)
         self.recorder.record_slot_waits(verdict, slots.waited_for)
-        name, unknown = _name(slots.ledger, call), Verdict(call, Outcome.ALLOWED)
-        first = self._checked(name).get("verdict", unknown)
-        if verdict.outcome is Outcome.ALLOWED:
-            # A limit in a dry run may refuse the call.
-            verdict = replace(verdict, outcome=first.outcome)
-        whole = first.joined(verdict)
-        task = slots.context.task(f"{self._kernel.name}/{name}")
-        record = self.recorder.record([verdict], started=slots.started, task_id=task, whole=whole)
-        if self._kernel.observers.present:
-            await self._kernel.observers.notify(mode, [whole.decision], record)
         if verdict.outcome is not Outcome.BLOCKED:
+            await self._kernel.record(mode, step, Change([verdict]))
             return None
-        text, call_id = messages.refusal(verdict.decision, slots.limits), str(call.id)
-        reason = reason_of(verdict.outcome.value, verdict.refused_by[0])
-        if slots.has_run:
-            return answer(call_id, call.tool, text, reason)
-        # Refund what a store was charged for the call. The agent's state learns of the refund from
-        # the store's next answer. What the state alone counts is not refunded.
-        batch = slots.ledger.get("batch")
+        text = messages.refusal(verdict.decision, step.limits.by_name)
+        message = (answer if slots.has_run else answer_of_blocked)(str(call.id), call.tool, text)
+        refunds = () if slots.has_run else await self._refund(mode, step, call)
+        await self._kernel.record(mode, step, Change([verdict], {"messages": [message]}, refunds))
+        return message
+
+    async def _refund(self, mode: Mode, step: Step, call: Call) -> Sequence[Refund]:
+        """Refund what a store was charged for a call that has never run."""
+        # The agent's state learns of the refund from the store's next answer. What the state alone
+        # counts is not refunded.
+        batch, call_id = step.ledger.get("batch"), str(call.id)
         charge = None if batch is None else batch["calls"].get(call_id)
-        if charge is not None and charge["keys"]:
-            self.recorder.record_refunds(refunds_of(call, refunded_limits(charge)))
-            refunds = {call_id: charge["keys"]}
-            await self._kernel.refund(mode, slots.ledger, slots.context.step("waited"), refunds)
-        return answer_of_blocked(call_id, call.tool, text, reason)
+        if charge is None or not charge["keys"]:
+            return ()
+        refunds = {call_id: charge["keys"]}
+        await self._kernel.refund(mode, step.ledger, step.context.step("waited"), refunds)
+        return refunds_of(call, refunded_limits(charge))
 
 
 class _SlotRequest:
     """The slots of one call, until its task and the threads of its tool have ended."""
 
-    def __init__(self, request: ToolCallRequest, limits: Mapping[str, ConcurrencyLimit]) -> None:
-        tool_call, state = request.tool_call, request.state
-        state = state if isinstance(state, Mapping) else {}
-        name = newest_name(state.get("messages") or ())
-        self.context = context = call_context(running_runtime()).answered_by(name)
-        self.call = Call(
-            "tool", tool_call["name"], tool_call["id"], 1, context.agent, context.thread_id
-        )
-        self.limits = limits
-        # Empty if the tool's state has none.
-        self.ledger = ledger(state)
+    def __init__(self, request: ToolCallRequest, step: Step) -> None:
+        self.step, (self.call,), (self._plan,) = step, step.calls, step.plans
+        matching = _concurrency_limits([rule.limit for rule in self._plan.rules])
+        self.limits = {limit.name: limit for limit in matching}
         # The runtime is the same if a middleware around this one makes the call again.
         self._runtime = request.runtime
         self.has_run = _started.get(id(self._runtime)) is self._runtime
-        self._created_at, self.started = time.monotonic(), time.time_ns()
+        self._created_at = time.monotonic()
         self.waits = False
         self.waited_for = next(
-            (limit for limit in limits if limits[limit].enforce), next(iter(limits))
+            (limit for limit in self.limits if self.limits[limit].enforce), next(iter(self.limits))
         )
         # How many calls run in each count, without this one.
         self._running: Mapping[str, int] = {}
@@ -210,7 +219,7 @@ class _SlotRequest:
                 return
         if store is None:
             return
-        lease = Lease(store, self.limits.values())
+        lease = Lease(store, self._plan)
         result = await lease.acquire(mode, deadline, lambda: on_wait(self.waited_for))
         self.waits |= lease.waits
         if result is None:
@@ -251,29 +260,28 @@ class _SlotRequest:
                 self.waits, self.waited_for = True, name
                 self._refused += [] if slot.acquired else [name]
 
-    def verdict(self, outage: OnStoreError) -> Verdict:
-        """Return the verdict about the call, even while the store is unavailable."""
+    def verdict(self, first: Verdict, outage: OnStoreError) -> Verdict:
+        """Return the verdict about the call after its first one, even without the store."""
         refused = self._refused
         if self.store_unavailable:
             refused = [*self.limits] if outage == "block" else []
-        outcome = Outcome.ALLOWED
+        # A limit in a dry run may have refused the call before.
+        outcome = first.outcome
         if refused:
             enforced = any(self.limits[name].enforce for name in refused)
             outcome = Outcome.BLOCKED if enforced else Outcome.WOULD_BLOCK
-        counts = {name: store_counter(limit) for name, limit in self.limits.items()}
+        counts = self._plan.demand.amounts
         return Verdict(
             self.call,
             outcome,
-            Plan.of(
-                Rule(limit, (Meter(CONCURRENCY, counts[name], limit.max_concurrency),))
-                for name, limit in self.limits.items()
-            ),
-            {count: self._running.get(count, 0) for count in counts.values()},
+            self._plan,
+            {count: self._running.get(count, 0) for count in counts},
             # The counts include this call.
-            [1] * len(counts),
-            [False] * len(counts),
+            [1] * len(self._plan.rules),
+            [False] * len(self._plan.rules),
             refused=dict.fromkeys(refused, STORE if self.store_unavailable else CONCURRENCY),
             waited=self.age if self.waits else 0.0,
+            first=first,
         )
 
     def tracked(self, mode: Mode, request: ToolCallRequest) -> ToolCallRequest:
