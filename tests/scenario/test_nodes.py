@@ -105,6 +105,31 @@ async def test_around_the_model_only_if_needed(
     assert [span.name for span in signals.spans()] == ["check_quota model"]
 
 
+@pytest.mark.parametrize(
+    ("options", "is_wrapped"),
+    [
+        ({}, False),
+        ({"exit_behavior": "end", "enforce": False}, False),
+        ({"exit_behavior": "end"}, True),
+        ({"give_up_after": 2}, True),
+    ],
+)
+def test_around_the_model_only_if_a_limit_ends_runs(
+    *, options: Any, is_wrapped: bool, signals: Signals, monkeypatch: Any
+) -> None:
+    """Where limits on tools end no run, nothing is led back, and no model call is wrapped."""
+    monkeypatch.setattr("langchain_quota.features.setup_checks._PACKAGES", ())
+    limit = ToolCallLimit(run_limit=9, **options)
+    built: list[Any] = [QuotaMiddleware([limit], telemetry=signals.telemetry)]
+    if options.keys() <= {"exit_behavior"}:
+        drop_in = ToolCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry, **options)
+        built.append(drop_in)
+    for middleware in built:
+        for hook in ("wrap_model_call", "awrap_model_call"):
+            is_base = getattr(type(middleware), hook) is getattr(AgentMiddleware, hook)
+            assert is_base is not is_wrapped
+
+
 HOOKS = ("before_model", "abefore_model", "after_model", "aafter_model")
 MARK: Any = hook_config(can_jump_to=["end"])
 UNMARKED: Any = hook_config()

@@ -13,7 +13,7 @@ from langchain_quota.features.run_telemetry import Unchecked
 from langchain_quota.features.setup_checks import CountWarnings, DeepAgents
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ExitBehavior, ModelCallLimit, ToolCallLimit
-from langchain_quota.middleware.base import ContextT, LimitMiddleware, WrittenResponse
+from langchain_quota.middleware.base import ContextT, LimitMiddleware, WrittenResponse, may_end_runs
 from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Change, Step, Update, model_counts
 from langchain_quota.middleware.conclude import conclude_model, conclude_tools, end_again
 from langchain_quota.middleware.context import call_context
@@ -117,6 +117,8 @@ class ToolCallLimitMiddleware(
         self.run_limit = run_limit
         self.exit_behavior = exit_behavior
         self._on_pending = on_pending
+        if not may_end_runs(self.limits):
+            self.remove_hooks(["wrap_model_call"])
 
     @hook_config(can_jump_to=["end"])
     def after_model(

@@ -1,7 +1,6 @@
 """QuotaMiddleware: many limits in one middleware, checked together."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, ClassVar, Generic, TypedDict
 
 from langchain.agents.middleware.types import (
@@ -33,7 +32,7 @@ from langchain_quota.middleware.base import (
     LimitMiddleware,
     WrittenResponse,
     check_store,
-    is_own,
+    may_end_runs,
 )
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.conclude import end_again
@@ -202,11 +201,7 @@ class QuotaMiddleware(
             checks_inline="model" in self.checking_nodes(),
             model_mode="admitted" if any("model" in limit.kinds for limit in limits) else None,
         )
-        # LangChain makes a node for each hook that the class overrides, and a wrapper around each
-        # model and tool call. A subclass of the user's own keeps all hooks.
-        if is_own(type(self)):
-            package_class: Any = type(self)
-            self.__class__ = _with_hooks(package_class, _unneeded(self.kernel, self.feature_kinds))
+        self.remove_hooks(_unneeded(self.kernel, self.feature_kinds))
 
     @hook_config(can_jump_to=["end"])
     def before_model(
@@ -303,8 +298,8 @@ def _unneeded(kernel: Kernel, kinds: Sequence[type[Feature]]) -> tuple[str, ...]
         *(kernel.learn_tools_hooks, kernel.shape_request_hooks, kernel.around_model_hooks),
         *(kernel.check_rerun_hooks, kernel.checks_inline),
         kernel.after_model_hooks and not has_node,
-        # Otherwise, something that leads an ended run back would call the model.
-        "before_model" not in needed,
+        # Something that leads an ended run back must not call the model.
+        may_end_runs(kernel.limits) and "before_model" not in needed,
     ]
     needs = {
         "wrap_model_call": any(around_model),
@@ -313,12 +308,3 @@ def _unneeded(kernel: Kernel, kinds: Sequence[type[Feature]]) -> tuple[str, ...]
     }
     needed.update(hook for hook, is_needed in needs.items() if is_needed)
     return tuple(hook for hook in _OPTIONAL if hook not in needed)
-
-
-@cache
-def _with_hooks(cls: type, unneeded: tuple[str, ...]) -> type:
-    """Return the same class without some hooks."""
-    hooks = [*unneeded, *(f"a{hook}" for hook in unneeded)]
-    removed = {hook: vars(AgentMiddleware)[hook] for hook in hooks}
-    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls,), {**named, **removed}) if unneeded else cls

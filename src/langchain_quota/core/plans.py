@@ -152,6 +152,13 @@ def run_counter(limit: Limit) -> str:
     return f"{store_counter(limit)}/{RUN}"
 
 
+def stops_after(limit: Limit) -> int | None:
+    """Return how many refusals of a limit stop a run's calls; `None` if it never stops them."""
+    if not limit.enforce:
+        return None
+    return limit.give_up_after if limit.exit_behavior == "continue" else 1
+
+
 class Plan(NamedTuple):
     """All that a call must pass, and what it adds to counts: the same for all calls of a tool."""
 
@@ -208,10 +215,9 @@ class LimitSet:
         self.rules = tuple(rules)
         self.by_name = {rule.limit.name: rule.limit for rule in self.rules}
         self.stops = {
-            name: 1 if limit.exit_behavior != "continue" else limit.give_up_after or 0
+            name: after
             for name, limit in self.by_name.items()
-            if limit.enforce
-            and (limit.exit_behavior != "continue" or limit.give_up_after is not None)
+            if (after := stops_after(limit)) is not None
         }
         """The limits whose refusals stop a batch, and after how many in a run."""
         self.budgets = tuple(rule for rule in self.rules if rule.is_budget)

@@ -1,6 +1,7 @@
 """The base of all middlewares: LangChain's hooks, which call the kernel, and how runs begin."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache
 from inspect import currentframe
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +20,7 @@ from langgraph.types import Command
 from langsmith.utils import tracing_is_enabled
 
 from langchain_quota.core.decision import Refund
+from langchain_quota.core.plans import stops_after
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ConcurrencyLimit
@@ -184,9 +186,30 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
     async def _call_model(self, mode: Mode, request: Request, handler: Handler) -> Response:  # noqa: ARG002 - for subclasses
         return await handler(request)
 
+    def remove_hooks(self, hooks: Sequence[str]) -> None:
+        """Remove hooks that are not needed from this object's class."""
+        # LangChain makes a node for each hook that the class overrides, and a wrapper around each
+        # model and tool call. A subclass of the user's own keeps all hooks.
+        if is_own(type(self)):
+            package_class: Any = type(self)
+            self.__class__ = _without_hooks(package_class, tuple(hooks))
+
     def checking_nodes(self) -> tuple[str, ...]:
         """Return the graph nodes in which calls are checked."""
         return f"{self.name}.before_model", f"{self.name}.after_model"
+
+
+@cache
+def _without_hooks(cls: type, hooks: tuple[str, ...]) -> type:
+    """Return the same class without some hooks."""
+    removed = {hook: vars(AgentMiddleware)[hook] for hook in [*hooks, *(f"a{h}" for h in hooks)]}
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (cls,), {**named, **removed}) if hooks else cls
+
+
+def may_end_runs(limits: Sequence[Limit]) -> bool:
+    """Return whether one of the limits may end a run."""
+    return any(stops_after(limit) is not None for limit in limits)
 
 
 class WrittenResponse(ModelResponse[Any], ExtendedModelResponse[Any]):
