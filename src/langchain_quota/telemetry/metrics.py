@@ -112,31 +112,32 @@ class Metrics:
     def count_decisions(self, event: DecisionEvent) -> None:
         """Count verdicts for the calls and for each limit that matches one, and time the check."""
         agent, kind = event.caller.agent, event.verdicts[0].call.kind
-        shared = any(verdict.plan.shared for verdict in event.verdicts)
-        # The duration is below 0 if the system's clock was set back during the check.
-        seconds, refused = max(0, event.duration) / 1e9, False
+        refused = shared = False
         with self._lock:
-            self._decision_seconds[kind, "store" if shared else "state"].observe(seconds)
+            # Calls come first: they are counted even if counting for a limit fails.
             for index, verdict in enumerate(event.verdicts):
-                exemplar, tool = event.exemplars.get(index), event.tools[index]
-                self._calls[agent, kind, tool, verdict.outcome].inc(
-                    not verdict.needs_slot, exemplar
-                )
+                calls = self._calls[agent, kind, event.tools[index], verdict.outcome]
+                calls.inc(not verdict.needs_slot, event.exemplars.get(index))
+                shared = shared or verdict.plan.shared
                 if verdict.downgraded_by:
                     downgraded = self._counters[names.DOWNGRADED.name]
                     downgraded[agent, limit_label(verdict.downgraded_by)].inc()
+            # The duration is below 0 if the system's clock was set back during the check.
+            seconds = max(0, event.duration) / 1e9
+            self._decision_seconds[kind, "store" if shared else "state"].observe(seconds)
             for index, verdict in enumerate(event.verdicts):
                 exemplar, tool = event.exemplars.get(index), event.tools[index]
-                columns = zip(verdict.plan.rules, verdict.amounts, verdict.charged, strict=True)
-                for rule, amount, charged in columns:
+                for number, rule in enumerate(verdict.plan.rules):
                     limit = rule.limit
-                    if limit.unit == "nanodollars" and amount:
+                    if verdict.cost and limit.unit == "nanodollars" and verdict.amounts[number]:
                         labels = agent, limit_label(limit.name), tool, Outcome.ALLOWED
-                        tool_spend = self._counters[names.TOOL_SPENT.name][labels]
-                        tool_spend.inc(in_base_unit(amount, limit.unit), exemplar)
+                        dollars = in_base_unit(verdict.amounts[number], limit.unit)
+                        self._counters[names.TOOL_SPENT.name][labels].inc(dollars, exemplar)
                     charges = self._charges_of(agent, rule)
-                    is_deferred = limit.name in verdict.deferred and not limit.enforce
-                    if charged or (is_deferred and limit.name not in verdict.refused):
+                    in_dry_run = limit.name in verdict.deferred and not limit.enforce
+                    if verdict.charged[number] or (
+                        in_dry_run and limit.name not in verdict.refused
+                    ):
                         charges.inc(verdict.call.amount, exemplar)
                 # A refusal without a scope comes from the store's outage, and from no limit.
                 for status in verdict.refused_by if verdict.refused else ():

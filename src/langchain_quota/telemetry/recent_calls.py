@@ -29,16 +29,16 @@ class RecentCalls:
         self.minutes: dict[int, list[int]] = {}
         """The minutes, each with its allowed calls and its blocked ones."""
 
-    def count(self, event: DecisionEvent, now: float) -> None:
-        """Count the calls of verdicts; a charge has no tools, and counts none."""
+    def count(self, verdict: Verdict, now: float) -> None:
+        """Count the call of a verdict."""
+        # Whether a call that needs a slot runs is decided later.
+        if verdict.outcome is Outcome.SKIPPED or verdict.needs_slot:
+            return
         minute = int(now // 60)
         if minute not in self.minutes:
             kept = {at: n for at, n in self.minutes.items() if at > minute - MINUTES}
             self.minutes = {**kept, minute: [0, 0]}
-        for verdict in event.verdicts if event.tools else ():
-            # Whether a call that needs a slot runs is decided later.
-            if verdict.outcome is not Outcome.SKIPPED and not verdict.needs_slot:
-                self.minutes[minute][verdict.outcome is Outcome.BLOCKED] += 1
+        self.minutes[minute][verdict.outcome is Outcome.BLOCKED] += 1
 
     def keep_refusals(self, event: DecisionEvent) -> None:
         """Keep what limits have refused, with the traces of the calls."""

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Sequence
 from datetime import UTC
-from functools import lru_cache
 from typing import Literal
 
 from opentelemetry import trace
@@ -142,8 +141,7 @@ class Tracing:
             # Use the bounded label of the metrics in the name, because backends group spans by it.
             span = tracer.start_span(
                 f"check_quota tool {event.tools[index]}" if is_tool else "check_quota model",
-                attributes=self._attributes(event, verdict, error)
-                | ({DECISION: WAITING} if verdict.needs_slot else event.attributes),
+                attributes=self._attributes(event, verdict, error),
                 start_time=event.started,
             )
             if verdict.waited:
@@ -187,12 +185,13 @@ class Tracing:
         attributes |= {DOWNGRADED_BY: limit_label(cause)} if cause else {}
         _add_called(attributes, event, call)
         if leading is not None:
-            attributes |= of_rules[leading]
-            _add_limit(attributes, verdict, leading)
+            attributes |= of_rules[leading][0]
+            _add_limit(attributes, verdict, leading, of_rules[leading][1])
             limit = verdict.plan.rules[leading].limit.name
             subject = event.subjects.get((limit, verdict.refused.get(limit, NONE)))
             if subject is not None:
                 attributes[SUBJECT] = subject
+        attributes |= {DECISION: WAITING} if verdict.needs_slot else event.attributes
         if verdict.answer is not None:
             rules = verdict.plan.rules[leading : leading + 1] if leading is not None else ()
             _add_answer(attributes, verdict.answer, rules)
@@ -217,41 +216,42 @@ def _add_called(attributes: Attributes, event: DecisionEvent, call: Call) -> Non
         attributes[REQUEST_MODEL] = label(model)
 
 
-def _span_of(plan: Plan) -> tuple[Attributes, list[Attributes]]:
+_RulePart = tuple[Attributes, Sequence[tuple[str, Scope, str]]]
+"""Attributes of a rule, and its counts: the counter, the scope, and the name of what is used."""
+
+
+def _span_of(plan: Plan) -> tuple[Attributes, list[_RulePart]]:
     """Return the attributes of all spans of a plan's calls, and of those that a rule leads."""
-    of_rules: list[Attributes] = []
+    of_rules: list[_RulePart] = []
     for limit, meters, *_ in plan.rules:
         of_rule: Attributes = {LIMIT: limit_label(limit.name), SCOPE: NONE}
         of_rule[EXIT_BEHAVIOR] = limit.exit_behavior
         if limit.unit != "calls":
             of_rule[UNIT] = UNIT_LABELS[limit.unit]
-        for meter in meters:
-            if meter.maximum is not None:
-                of_rule[_keys_of(meter.scope)[1]] = in_base_unit(meter.maximum, limit.unit)
-        of_rules.append(of_rule)
+        for scope, maximum in ((meter.scope, meter.maximum) for meter in meters):
+            if maximum is not None:
+                of_rule[LIMIT_OF.format(scope=scope)] = in_base_unit(maximum, limit.unit)
+        counts = [(meter.counter, meter.scope, USED.format(scope=meter.scope)) for meter in meters]
+        of_rules.append((of_rule, counts))
     names = tuple([limit_label(rule.limit.name) for rule in plan.rules])
     return {**GUARDRAIL, LIMITS: names}, of_rules
 
 
-def _add_limit(attributes: Attributes, verdict: Verdict, index: int) -> None:
+def _add_limit(
+    attributes: Attributes, verdict: Verdict, index: int, counts: Sequence[tuple[str, Scope, str]]
+) -> None:
     """Add what is used of the limit that leads a verdict, and what it refuses."""
-    (limit, meters, *_), scope = verdict.plan.rules[index], None
+    limit, amount, refused_at = verdict.plan.rules[index].limit, verdict.amounts[index], None
     if limit.name in verdict.refused:
-        scope = attributes[SCOPE] = verdict.decision.limits[index].refusal_scope or NONE
+        refused_at = verdict.decision.limits[index].refusal_scope
+        attributes[SCOPE] = refused_at or NONE
     if verdict.exits:
         attributes[EXIT_BEHAVIOR] = verdict.exit_behavior(limit)
-    for meter in meters:
+    for counter, scope, used in counts:
         # Without the store, the use of the thread's other runs is unknown.
-        if scope != STORE or meter.scope != THREAD:
-            count = verdict.before[meter.counter] + verdict.amounts[index]
-            used, _ = _keys_of(meter.scope)
+        if refused_at != STORE or scope != THREAD:
+            count = verdict.before[counter] + amount
             attributes[used] = count if limit.unit == "calls" else in_base_unit(count, limit.unit)
-
-
-@lru_cache
-def _keys_of(scope: Scope) -> tuple[str, str]:
-    """Return the names of the attributes for what is used in a scope, and for its limit."""
-    return USED.format(scope=scope), LIMIT_OF.format(scope=scope)
 
 
 def _add_answer(attributes: Attributes, answer: Answer, leading: Sequence[Rule]) -> None:

@@ -93,21 +93,22 @@ class UsageTable(Collector):
         """Add the verdicts about calls of one agent and thread, in order."""
         now, caller = time.time(), event.caller
         # A charge has no tools.
-        thread, is_charge = None, not event.tools
+        thread, is_charge, has_quotas = None, not event.tools, False
         with self._lock:
             # Forget idle subjects first, so that one which comes back gets a new label.
             self._forget(now)
             if caller.thread is not None:
                 thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
-                for verdict in event.verdicts:
+            for verdict in event.verdicts:
+                has_quotas = has_quotas or bool(verdict.plan.quotas)
+                if thread is not None:
                     for index in range(len(verdict.plan.rules)):
                         self._record(thread, verdict, index, now, is_charge=is_charge)
-            self._recent.count(event, now)
-            # What the call of a charge costs is known to `spend`.
-            for verdict in event.verdicts:
-                if verdict.cost and not is_charge:
+                if not is_charge:
+                    self._recent.count(verdict, now)
+                    # What the call of a charge costs is known to `spend`.
                     self._add_cost(verdict.cost, thread, now)
-        if any(verdict.plan.quotas for verdict in event.verdicts):
+        if has_quotas:
             self._record_quotas(event, thread, now, is_charge=is_charge)
         if self._path is not None:
             self._write_soon()
