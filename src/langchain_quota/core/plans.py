@@ -278,6 +278,8 @@ class LimitSet:
 
 def demands_of(calls: Sequence[Call], plans: Sequence[Plan]) -> tuple[list[Demand], list[int]]:
     """Return what the calls would add to counts, and for each call the index of its demand."""
+    if len(plans) == 1:
+        return [plans[0].demand], [0]
     # Calls that share an id are one call to the agent, so they are admitted together.
     demands: list[Demand] = []
     index_of: list[int] = []

@@ -302,56 +302,65 @@ def tool_step(  # noqa: PLR0913 - what a hook knows
     run_ledger = ledger(state)
     final = run_ledger.get("final")
     context = context.answered_by(waiting.message.name)
-    calls = [
-        Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
-        for call in waiting.calls
-    ]
-    plans = [limits.plan_for(call) for call in calls]
-    matched = {str(call.id) for call, plan in zip(calls, plans, strict=True) if plan.rules}
+    every, calls, plans, matched = list[Call](), list[Call](), list[Plan](), set[str]()
+    for asked in waiting.calls:
+        call = Call("tool", asked["name"], asked["id"], 1, context.agent, context.thread_id)
+        plan = limits.plan_for(call)
+        every.append(call)
+        if plan.rules:
+            matched.add(str(call.id))
+        # After the last call of a budget no tool runs.
+        if (plan.rules or every_call) and not final:
+            calls.append(call)
+            plans.append(plan)
     if not (every_call or final or matched or _has_charged(limits, waiting, run_ledger)):
         return None
-    # After the last call of a budget no tool runs.
-    pairs = () if final else zip(calls, plans, strict=True)
-    checked = [(call, plan) for call, plan in pairs if plan.rules or every_call]
     counts = ToolCounts.of(state, run_ledger, waiting.message.id)
     used: dict[str, int] = {}
-    for _, plan in checked:
+    for plan in plans:
         for rule in plan.rules:
             thread, run, *_ = rule.meters
             if thread.counter not in used:
                 used[thread.counter], used[run.counter] = counts.used(rule.limit.counter, matched)
     # With the structured response the run ends anyway.
-    stops: dict[str, int] = {}
-    if limits.stops and not waiting.structured:
-        refusals = (run_ledger.get("refusals") or {}).get(middleware, {})
-        stops = {
-            name: max(1, n - refusals.get(name, 0))
-            for name, n in limits.stops.items()
-            if limits.by_name[name].unit == "calls"
-        }
+    has_stops = limits.stops and not waiting.structured
+    stops = _tool_stops(limits, run_ledger, middleware) if has_stops else {}
     renewed: Sequence[Correction] = ()
     if counts.calls:
-        # What a store charged for these calls before. The names are the same if the request is made
-        # again, so that no refund is made twice.
-        read = read_keys(places)
-        keys = {call_id: counts.forget_keys(call_id, read) for call_id in sorted(matched)}
-        step = context.step(task or middleware)
-        charges = {call_id: amounts for call_id, amounts in keys.items() if amounts}
-        renewed = refund_corrections(step, charges)
-    checked_calls, checked_plans = [call for call, _ in checked], [plan for _, plan in checked]
-    asked = state, runtime, context
+        renewed = _renewed(counts, read_keys(places), matched, context.step(task or middleware))
+    given: Any = {"middleware": middleware, "every_call": every_call, "task": task}
     return Step(
         *(state, runtime, run_ledger, context, task or middleware, limits, places),
-        *(checked_calls, checked_plans, *demands_of(checked_calls, checked_plans), used, stops),
-        make=partial(tool_step, *asked, middleware=middleware, every_call=every_call, task=task),
+        *(calls, plans, *demands_of(calls, plans), used, stops),
+        make=partial(tool_step, state, runtime, context, **given),
         started=time.time_ns(),
         original_limits=limits,
         middleware=middleware,
         pending=waiting,
-        every_call=calls,
+        every_call=every,
         counts=counts,
         renewed=renewed,
     )
+
+
+def _tool_stops(limits: LimitSet, run_ledger: Ledger, middleware: str) -> dict[str, int]:
+    """Return the limits on tool calls that stop a run's calls, and after how many refusals now."""
+    refusals = (run_ledger.get("refusals") or {}).get(middleware, {})
+    return {
+        name: max(1, after - refusals.get(name, 0))
+        for name, after in limits.stops.items()
+        if limits.by_name[name].unit == "calls"
+    }
+
+
+def _renewed(
+    counts: ToolCounts, keys: Sequence[str], matched: set[str], step: str
+) -> Sequence[Correction]:
+    """Return the refunds of what a store charged for calls before, which it charges again now."""
+    # The names are the same if the request is made again, so that no refund is made twice.
+    charged = {call_id: counts.forget_keys(call_id, keys) for call_id in sorted(matched)}
+    charges = {call_id: amounts for call_id, amounts in charged.items() if amounts}
+    return refund_corrections(step, charges)
 
 
 def _has_charged(limits: LimitSet, waiting: PendingCalls, run_ledger: Ledger) -> bool:

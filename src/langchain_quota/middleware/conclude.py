@@ -1,6 +1,5 @@
 """Turn results of checks into answers to blocked calls, state updates, refunds and exceptions."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from uuid import uuid4
 
@@ -21,12 +20,14 @@ from langchain_quota.middleware.state import (
     LEDGER,
     THREAD_MODEL,
     THREAD_TOOLS,
+    Charge,
     Ledger,
     State,
     ToolBatch,
     ToolCounts,
     ledger,
     merge_ledgers,
+    new_charge,
     run_model,
     thread_model,
     with_work,
@@ -254,9 +255,8 @@ def _tool_error(breaches: Sequence[Breach]) -> ToolCallLimitExceededError:
 def _charge(step: Step, counts: ToolCounts, verdicts: Sequence[Verdict]) -> list[Refund]:
     """Charge allowed calls, and refund what other middlewares charged for blocked ones."""
     refunds: list[Refund] = []
-    amounts: dict[tuple[str, str], int] = {}
-    charged: dict[str, dict[str, int]] = {}
-    paid: dict[str, Counter[str]] = {}
+    # Calls that share an id are charged together.
+    ran: dict[str, Charge] = {}
     for verdict in verdicts:
         call, call_id = verdict.call, str(verdict.call.id)
         if verdict.outcome in _NOT_RUN:
@@ -264,25 +264,26 @@ def _charge(step: Step, counts: ToolCounts, verdicts: Sequence[Verdict]) -> list
             continue
         # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
         # charged to that limit, and so never refunded by its name.
+        charge = ran[call_id] = ran.get(call_id) or new_charge()
         added: dict[str, int] = {}
-        columns = zip(verdict.plan.rules, verdict.amounts, verdict.charged, strict=True)
-        for (limit, *_), amount, is_charged in [row for row in columns if row[0].limit.counted]:
+        for number, rule in enumerate(verdict.plan.rules):
+            limit = rule.limit
+            if not limit.counted:
+                continue
             # Limits that share a counter add the most to it.
-            cost = amount if limit.unit == "nanodollars" else 0
+            cost = verdict.amounts[number] if limit.unit == "nanodollars" else 0
             added[limit.counter] = max(cost or call.amount, added.get(limit.counter, 0))
-            if is_charged:
-                names = charged.setdefault(call_id, {})
+            if verdict.charged[number]:
+                names = charge["limits"].setdefault(step.middleware, {})
                 names[limit.name] = names.get(limit.name, 0) + call.amount
             if cost:
-                paid.setdefault(call_id, Counter())[limit.name] += cost
+                costs = charge.setdefault("costs", {})
+                costs[limit.name] = costs.get(limit.name, 0) + cost
         for counter, amount in added.items():
-            amounts[call_id, counter] = amounts.get((call_id, counter), 0) + amount
-    for (call_id, counter), amount in amounts.items():
-        counts.charge(call_id, counter, amount)
-    for call_id, names in charged.items():
-        counts.calls[call_id]["limits"].setdefault(step.middleware, {}).update(names)
-    for call_id, costs in paid.items():
-        counts.calls[call_id]["costs"] = dict(costs)
+            charge["counters"][counter] = charge["counters"].get(counter, 0) + amount
+    for call_id, charge in ran.items():
+        if charge["counters"]:
+            counts.charge(call_id, charge)
     return refunds
 
 
@@ -342,14 +343,14 @@ def _answers(
     verdicts: Sequence[Verdict], step: Step, pending: PendingCalls, skipped: str
 ) -> list[AnyMessage]:
     """Return one answer for each call that does not run, blocked ones first."""
-    # If the calls had no ids, the message comes first, with ids for them.
     answers: dict[str, AnyMessage] = {}
-    for outcome in _NOT_RUN:
-        for verdict in verdicts:
-            call_id = str(verdict.call.id)
-            if verdict.outcome is outcome and call_id not in answers:
-                text = skipped
-                if outcome is Outcome.BLOCKED:
-                    text = messages.refusal(verdict.decision, step.limits.by_name)
-                answers[call_id] = answer_of_blocked(call_id, verdict.call.tool, text)
+    stopped = [verdict for verdict in verdicts if verdict.outcome in _NOT_RUN]
+    for verdict in sorted(stopped, key=lambda each: each.outcome is Outcome.SKIPPED):
+        call_id = str(verdict.call.id)
+        if call_id not in answers:
+            text = skipped
+            if verdict.outcome is Outcome.BLOCKED:
+                text = messages.refusal(verdict.decision, step.limits.by_name)
+            answers[call_id] = answer_of_blocked(call_id, verdict.call.tool, text)
+    # If the calls had no ids, the message comes first, with ids for them.
     return [*([pending.message] if pending.replaces else []), *answers.values()]

@@ -56,6 +56,11 @@ class Charge(TypedDict):
     """What a paid call costs, in nanodollars, by limit."""
 
 
+def new_charge() -> Charge:
+    """Return what is charged to a call that is charged nothing yet."""
+    return {"counters": {}, "limits": {}, "keys": {}}
+
+
 class ToolBatch(TypedDict):
     """The newest tool calls that were checked: those of one AIMessage."""
 
@@ -288,15 +293,22 @@ class ToolCounts:
 
     def of_call(self, call_id: str) -> Charge:
         """Return the charges of a call."""
-        return self.calls.setdefault(call_id, {"counters": {}, "limits": {}, "keys": {}})
+        return self.calls.setdefault(call_id, new_charge())
 
-    def charge(self, call_id: str, counter: str, amount: int) -> None:
-        """Charge a call to a counter, which counts it once, however many limits it has."""
-        counters = self.of_call(call_id)["counters"]
-        added = max(0, amount - counters.get(counter, 0))
-        counters[counter] = counters.get(counter, 0) + added
-        self.thread[counter] = self.thread.get(counter, 0) + added
-        self.run[counter] = self.run.get(counter, 0) + added
+    def charge(self, call_id: str, new: Charge) -> None:
+        """Charge a call to counters, which count it once, however many middlewares limit it."""
+        charge = self.calls.setdefault(call_id, new)
+        for counter, amount in new["counters"].items():
+            before = 0 if charge is new else charge["counters"].get(counter, 0)
+            if amount > before:
+                charge["counters"][counter] = amount
+                self.thread[counter] = self.thread.get(counter, 0) + amount - before
+                self.run[counter] = self.run.get(counter, 0) + amount - before
+        if charge is not new:
+            for middleware, names in new["limits"].items():
+                charge["limits"].setdefault(middleware, {}).update(names)
+            if "costs" in new:
+                charge["costs"] = new["costs"]
 
     def refund(self, call_id: str) -> list[tuple[str, int, int]]:
         """Refund a call; return each limit's name, its calls, and its nanodollars."""
