@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from cProfile import Profile
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +15,8 @@ from langchain_quota import QuotaMiddleware
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
+from langchain_quota.runtime import queues
+from langchain_quota.runtime.queues import Waiter
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.memory import MemoryStore
 from tests.scene import PATIENCE, until
@@ -40,18 +42,36 @@ class Clock:
 
 
 class Passing(Clock):
-    """A clock that passes while calls wait, once they may."""
+    """A clock that passes while calls wait for room or their start, once they may."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.may = threading.Event()
         self.may.set()
-        for module in ("features.waiting", "agents.rate_limiter"):
-            patch.setattr(f"langchain_quota.{module}.wait_for", self.wait)
+        patch_pauses(patch, self.wait)
 
-    async def wait(self, form: str, seconds: float, *_: object) -> None:
+    async def wait(self, form: str, seconds: float) -> None:
         await until(self.may.is_set) if form else self.may.wait(PATIENCE)
         self.now += seconds
+
+
+def patch_pauses(
+    patch: pytest.MonkeyPatch, wait: Callable[[str, float], Awaitable[object]]
+) -> None:
+    """Have calls wait in another way, but for those that wait behind others."""
+    sleep = Waiter.sleep
+
+    def is_behind(waiter: Waiter) -> bool:
+        standing = (each._queues.get(waiter.queue, ()) for each in queues._queues.values())
+        return any(number < waiter.number for queue in standing for number in queue)
+
+    async def pause(waiter: Waiter, seconds: float) -> None:
+        if seconds > queues.LOOKS_AGAIN and is_behind(waiter):
+            await sleep(waiter, seconds)
+        else:
+            await wait("async" if isinstance(waiter._woken, asyncio.Event) else "", seconds)
+
+    patch.setattr(Waiter, "sleep", pause)
 
 
 def quota(

@@ -27,7 +27,7 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.testing import captured_decisions
 from tests import scene as scenes
 from tests.scene import PATIENCE, Form, Kind, Scene, asking, both_forms, recording, texts, until
-from tests.stores import DAY, NOON, Clock, FickleStore, Passing
+from tests.stores import DAY, NOON, Clock, FickleStore, Passing, patch_pauses
 from tests.telemetry import Signals, attributes, paid
 
 WHO: ContextVar[int] = ContextVar("who")
@@ -65,9 +65,9 @@ class Stepped(Clock):
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        patch.setattr("langchain_quota.features.waiting.wait_for", self.wait)
+        patch_pauses(patch, self.wait)
 
-    async def wait(self, form: str, seconds: float, *_: object) -> None:
+    async def wait(self, form: str, seconds: float) -> None:
         target = self.now + seconds
         while self.now < target:
             await asyncio.sleep(0.001) if form else time.sleep(0.001)  # noqa: ASYNC251 - in the sync form
@@ -249,13 +249,13 @@ async def test_room_that_comes_early(
         await scene.play()
     key = store.usages("search:global:*")[0].key
 
-    async def wait(_: str, seconds: float, *__: object) -> None:
+    async def wait(_: str, seconds: float) -> None:
         pauses.append(seconds)
         await asyncio.sleep(0)
         if waits(3, signals):
             store.grant(key, 3) if early == "grant" else store.reset([key])
 
-    monkeypatch.setattr("langchain_quota.features.waiting.wait_for", wait)
+    patch_pauses(monkeypatch, wait)
     scenes = [
         Scene(signals, asking("search"), [limit], store=store, thread_id=str(each))
         for each in range(3)

@@ -26,9 +26,9 @@ from langchain_quota.limits.options import MODEL, TOTAL_TOKENS
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.arguments import validate_count, validate_name
-from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Waiter, queues_of, semaphore_of
+from langchain_quota.runtime.queues import LOOKS_AGAIN, Waiter, queues_of
 from langchain_quota.runtime.store_errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import Mode, run_sync, wait_for
+from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.keys import CountKey, seconds_until_room
 from langchain_quota.telemetry import recorder_of
@@ -76,22 +76,19 @@ class WaitingRoom:
         """Wait until a call is charged, for so many seconds at most; return how long it waited."""
         *_, (key, *_) = self.rates.values()
         started_at = time.monotonic()
-        slot = await semaphore_of(self.client.store, key).acquire(call.mode, 1, seconds)
-        has_waited, missing = slot.waits, math.inf
         waiter, queues = Waiter(call.mode), queues_of(self.client.store)
+
+        async def charge() -> float:
+            # Only the first call asks the store.
+            is_next = queues.is_next(waiter, [key])
+            return min(await self._charge(call), LOOKS_AGAIN) if is_next else math.inf
+
         queues.move(waiter, key)
         try:
-            while slot.acquired and (missing := await self._charge(call)) > 0:
-                rest = started_at + seconds - time.monotonic()
-                if rest <= 0:
-                    break
-                has_waited = True
-                await wait_for(call.mode, min(missing, rest, LOOKS_AGAIN), waiter)
+            call.is_charged = await waiter.retry(charge, started_at + seconds)
         finally:
-            queues.move(waiter)
-            slot.release()
-        call.is_charged = missing <= 0
-        return time.monotonic() - started_at if has_waited else 0.0
+            queues.leave(waiter)
+        return time.monotonic() - started_at if waiter.has_waited else 0.0
 
     async def _charge(self, call: Call, more: int = 0) -> float:
         """Charge a call, if there is room; return the seconds until there is, at most 0 if so.

@@ -10,33 +10,29 @@ import math
 import time
 from collections import Counter as Counts
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from secrets import token_hex
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota.core.admission import (
-    AcquireRequest,
-    AcquireResult,
-    Correction,
-    Demand,
-    Threshold,
-)
+from langchain_quota.core.admission import AcquireRequest, Correction, Demand, Threshold
 from langchain_quota.core.plans import Meter, Place
 from langchain_quota.core.stops import make_reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind, Scope
 from langchain_quota.limits.options import counts_calls
-from langchain_quota.middleware.calls import Step
+from langchain_quota.middleware.calls import Change, Step, refund_corrections
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, StepCheck, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import feature_ledger, ledger, refunded_limits
 from langchain_quota.middleware.store_client import StoreClient
-from langchain_quota.runtime.semaphores import LOOKS_AGAIN, Queues, Waiter, queues_of
-from langchain_quota.runtime.sync_async import Mode, fork_safe_lock, wait_for
+from langchain_quota.runtime.queues import LOOKS_AGAIN, Queues, Waiter, queues_of
+from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 from langchain_quota.stores.counts import ExpiringDict
 from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.keys import seconds_until_room
@@ -107,54 +103,60 @@ class Waiting(Feature):
         deadline = started_at + min(self._max_waits[limit] for limit, _ in waits)
         queues = queues_of(self.store.store)
         quotas = {_queue_of(*waited): quota for quota, waited in waits.items()}
-        wait = _Wait(deadline, queues, quotas, Waiter(mode), *next(iter(waits)))
-        checked: Step | None = None
-        delayed: Collection[str] = ()
+        wait = _Wait(step, deadline, queues, quotas, Waiter(mode), *next(iter(waits)))
+        attempt, waiting = partial(self._attempt, mode, wait, acquire), partial(self._waiting, wait)
+        is_over = False
         try:
-            checked = await self._check_when_room(mode, step, wait, acquire)
-            checked, delayed = self._save_start_times(checked, wait.seconds_since(started_at))
-            return checked._replace(waited=wait.seconds_since(started_at))
+            if not await wait.waiter.retry(attempt, deadline, waiting):
+                await self._check_now(mode, wait, acquire)
+            is_over = True
+            return wait.step._replace(waited=wait.seconds_since(started_at))
         finally:
-            queues.move(wait.waiter)
+            queues.leave(wait.waiter)
             waited = wait.seconds_since(started_at)
-            for outcome in _wait_outcomes(checked or step, wait, delayed, is_over=bool(checked)):
+            for outcome in self._wait_outcomes(wait, is_over=is_over):
                 self.recorder.record_wait(step.context.agent, wait.limit, outcome, waited)
 
-    async def _check_when_room(
-        self, mode: Mode, step: Step, wait: "_Wait", acquire: StepCheck
-    ) -> Step:
-        may_wait, caller = True, step.context
-        while may_wait:
-            may_wait = await self._wait_for_turn(step, wait)
-            if wait.has_waited:
-                step = await self._rebuild(mode, step)
-            # Let a refusal by a limit with `wait` stop all calls: then none is charged, so that
-            # they can be checked again later.
-            stops = step.stops
-            if may_wait:
-                waiting = {**stops, **dict.fromkeys(self._max_waits, 1)}
-                step = step._replace(stops=waiting, outage_stops=stops)
-            step, later_calls = self._allow_later_starts(step, wait.deadline)
-            step = await acquire(mode, step)
-            if not (may_wait and step.result.stopped and step.answered):
-                return step
-            pause, last, quota = self._find_missing_room(step, stops, later_calls)
-            may_wait = time.monotonic() + last <= wait.deadline and not step.result.frozen
-            if may_wait:
-                wait.limit, wait.scope = quota
-                self._begin_wait(step, wait, step.result)
-                meter = _meters_by_scope(step)[quota]
-                wait.queues.move(wait.waiter, _queue_of(meter, step.places[meter.counter]))
-                with self.recorder.waiting(caller.agent, wait.limit, caller.thread_id):
-                    await wait_for(mode, min(pause, LOOKS_AGAIN), wait.waiter)
-        # Check once more with the step's own stops, so that the limit's `exit_behavior` decides
-        # what a refusal does.
-        step, _ = self._allow_later_starts(await self._rebuild(mode, step), wait.deadline)
-        return await acquire(mode, step)
+    async def _attempt(self, mode: Mode, wait: "_Wait", acquire: StepCheck) -> float:
+        """Check the calls if it is their turn; return in how many seconds to do so again."""
+        with self._counted(wait):
+            if not wait.queues.is_next(wait.waiter, sorted(wait.quotas)):
+                wait.limit, wait.scope = wait.quotas[wait.waiter.queue]
+                return math.inf
+        step = await self._rebuild(mode, wait.step) if wait.waiter.has_waited else wait.step
+        # Let a refusal by a limit with `wait` stop all calls: then none is charged, so that they
+        # can be checked again later.
+        stops = step.stops
+        waiting = {**stops, **dict.fromkeys(self._max_waits, 1)}
+        step = step._replace(stops=waiting, outage_stops=stops)
+        step, later_calls = self._allow_later_starts(step, wait.deadline)
+        wait.step = step = await acquire(mode, step)
+        if not (step.result.stopped and step.answered):
+            return 0.0
+        pause, last, quota = self._find_missing_room(step, stops, later_calls)
+        if time.monotonic() + last > wait.deadline or step.result.frozen:
+            await self._check_now(mode, wait, acquire)
+            return 0.0
+        wait.limit, wait.scope = quota
+        meter = _meters_by_scope(step)[quota]
+        wait.queues.move(wait.waiter, _queue_of(meter, step.places[meter.counter]))
+        return min(pause, LOOKS_AGAIN)
 
-    def _begin_wait(self, step: Step, wait: "_Wait", result: AcquireResult | None = None) -> None:
-        """Note that calls wait, and write an event to the run's stream the first time."""
-        if self.recorder.streams and not wait.has_waited:
+    async def _check_now(self, mode: Mode, wait: "_Wait", acquire: StepCheck) -> None:
+        """Check calls that wait no longer, with their own stops: so `exit_behavior` decides."""
+        step, _ = self._allow_later_starts(await self._rebuild(mode, wait.step), wait.deadline)
+        wait.step = await acquire(mode, step)
+
+    def _counted(self, wait: "_Wait") -> AbstractContextManager[None]:
+        """Return the context in which the calls of a step are counted as waiting."""
+        caller = wait.step.context
+        return self.recorder.waiting(caller.agent, wait.limit, caller.thread_id)
+
+    @contextmanager
+    def _waiting(self, wait: "_Wait") -> Iterator[None]:
+        """Write an event to the run's stream before the first wait, and count the wait."""
+        if self.recorder.streams and not wait.waiter.has_waited:
+            step, result = wait.step, wait.step.result
             meter = _meters_by_scope(step)[wait.limit, wait.scope]
             place = step.places[meter.counter]
             reason = make_reason(
@@ -162,28 +164,14 @@ class Waiting(Feature):
                 wait.limit,
                 wait.scope,
                 subject=self.recorder.subject_label(wait.scope, place.subject),
-                used=None if result is None else result.used[meter.counter],
+                used=result.used[meter.counter] if step.answered else None,
                 threshold=meter.maximum,
                 unit=next(one.unit for one in self._kernel.limits if one.name == wait.limit),
                 resets_at=place.resets_at,
             )
             self.recorder.stream("waiting", reason)
-        wait.has_waited = True
-
-    async def _wait_for_turn(self, step: Step, wait: "_Wait") -> bool:
-        """Wait behind earlier calls of the same quotas; return whether they left in time."""
-        seconds, caller = 0.0, step.context
-        while True:
-            with self.recorder.waiting(caller.agent, wait.limit, caller.thread_id):
-                if seconds > 0:
-                    await wait.waiter.sleep(seconds)
-                if wait.queues.is_next(wait.waiter, sorted(wait.quotas)):
-                    return True
-            wait.limit, wait.scope = wait.quotas[wait.waiter.queue]
-            self._begin_wait(step, wait)
-            seconds = wait.deadline - time.monotonic()
-            if seconds <= 0:
-                return False
+        with self._counted(wait):
+            yield
 
     async def _rebuild(self, mode: Mode, step: Step) -> Step:
         """Return a step of the same calls, with limits and windows as they are now."""
@@ -272,11 +260,36 @@ class Waiting(Feature):
         pause, _, quota = max(missing, key=itemgetter(0), default=never)
         return pause, max([pause, *(last for _, last, _ in missing)]), quota
 
-    def _save_start_times(self, step: Step, waited: float) -> tuple[Step, Collection[str]]:
-        """Save when tool calls start, if they cannot all start now, and return their ids."""
+    def _wait_outcomes(self, wait: "_Wait", *, is_over: bool) -> Iterator[str]:
+        """Yield the outcome of each call's wait, but not of calls that start later."""
+        step = wait.step
+        delayed = self._start_times(step) if is_over else ()
+        for call, plan, index in zip(step.calls, step.plans, step.index_of, strict=True):
+            matches = any(rule.limit.name == wait.limit for rule in plan.rules)
+            if not matches or str(call.id) in delayed:
+                continue
+            if not is_over:
+                yield "cancelled"
+            # In an outage nobody waits.
+            elif step.answered:
+                yield "blocked" if wait.limit in step.result.refused[index] else "allowed"
+
+    def on_change(self, step: Step, change: Change) -> Change:
+        """Save when the tool calls of a message start, if they cannot all start now."""
+        starts = self._start_times(step)
+        if not starts or step.sent is None:
+            return change
+        source = {"message": step.message, "name": step.sent.attempt_id, "by": self._id}
+        return change.saving(self.name, {**source, "starts": starts, "waited": step.waited})
+
+    def _start_times(self, step: Step) -> Mapping[str, tuple[float, str, Scope]]:
+        """Return in how many seconds each tool call starts, and for which quota, by its id.
+
+        It is empty if all can start now.
+        """
         result = step.result
-        if step.pending is None or step.sent is None or not step.answered or result.stopped:
-            return step, ()
+        if step.pending is None or not step.answered or result.stopped:
+            return {}
         levels: dict[str, float] = {**result.drained_in}
         starts: dict[str, tuple[float, str, Scope]] = {}
         for call, plan, index in zip(step.calls, step.plans, step.index_of, strict=True):
@@ -293,10 +306,7 @@ class Waiting(Feature):
                 starts[str(call.id)] = max(start, starts.get(str(call.id), start))
             for counter, spacing in {meter.counter: meter.spacing for _, meter in smooth}.items():
                 levels[counter] += spacing
-        if not any(seconds for seconds, *_ in starts.values()):
-            return step, ()
-        source = {"message": step.message, "name": step.sent.attempt_id, "by": self._id}
-        return step.saving(self.name, {**source, "starts": starts, "waited": waited}), starts
+        return starts if any(seconds for seconds, *_ in starts.values()) else {}
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
@@ -309,33 +319,38 @@ class Waiting(Feature):
         start = entries.get("starts", {}).get(call_id)
         if not (newest and charge and start and entries["message"] == newest["message"]):
             return await call(request)
-        name, (delay, limit, scope) = f"{entries['name']}/{call_id}", start
-        refund = Correction(name, {key: -amount for key, amount in charge["keys"].items()})
-        is_resumed = entries["by"] != self._id or self._cancelled.get(name, 0) is not None
-        caller, outcome = call_context(running_runtime()), "cancelled"
+        (refund,) = refund_corrections(entries["name"], {call_id: charge["keys"]})
+        is_resumed = entries["by"] != self._id or self._cancelled.get(refund.id, 0) is not None
+        caller, (delay, limit, scope) = call_context(running_runtime()), start
         called = Call("tool", request.tool_call["name"], call_id, 1, caller.agent, caller.thread_id)
-        started_at, has_waited = time.monotonic(), False
+        started_at, waiter, outcome = time.monotonic(), Waiter(mode), "cancelled"
+
+        async def seconds_to_start() -> float:
+            return self._seconds_to_start(entries["name"], delay)
+
+        @contextmanager
+        def waiting() -> Iterator[None]:
+            if not waiter.has_waited:
+                self.recorder.stream("waiting", make_reason("waiting", limit, scope))
+            with self.recorder.waiting(caller.agent, limit):
+                yield
+
         try:
-            while seconds := self._seconds_to_start(entries["name"], delay):
-                if not has_waited:
-                    self.recorder.stream("waiting", make_reason("waiting", limit, scope))
-                has_waited = True
-                with self.recorder.waiting(caller.agent, limit):
-                    await wait_for(mode, seconds)
+            await waiter.retry(seconds_to_start, math.inf, waiting)
             outcome = "allowed"
         except BaseException:
             if not is_resumed:
-                self._cancelled.put(name, True, started_at)
+                self._cancelled.put(refund.id, True, started_at)
                 self.store.settle_soon(AcquireRequest("", "", corrections=(refund,)))
                 self.recorder.record_refunds(refunds_of(called, refunded_limits(charge)))
             raise
         finally:
-            waits = has_waited and time.monotonic() - started_at, entries.get("waited", 0.0)
-            self.recorder.record_start(called, limit, outcome, *waits)
+            waited = waiter.has_waited and time.monotonic() - started_at
+            self.recorder.record_start(called, limit, outcome, waited, entries.get("waited", 0.0))
         if is_resumed:
             # The call may have been refunded. The store makes each correction once, so this pair
             # leaves it charged once.
-            again = Correction(f"{name}/again", charge["keys"])
+            again = Correction(f"{refund.id}/again", charge["keys"])
             self.store.settle_soon(AcquireRequest("", "", corrections=(refund, again)))
         return await call(request)
 
@@ -357,6 +372,7 @@ class Waiting(Feature):
 class _Wait:
     """A step that waits: until when, the quotas by their queues, and the one it waits for now."""
 
+    step: Step
     # By `time.monotonic`.
     deadline: float
     queues: Queues
@@ -364,11 +380,10 @@ class _Wait:
     waiter: Waiter
     limit: str
     scope: Scope
-    has_waited: bool = False
 
     def seconds_since(self, started_at: float) -> float:
         """Return how long the step has waited; 0 if it never waited."""
-        return time.monotonic() - started_at if self.has_waited else 0.0
+        return time.monotonic() - started_at if self.waiter.has_waited else 0.0
 
 
 def _max_waits(limits: Sequence[Limit]) -> dict[str, float]:
@@ -384,20 +399,6 @@ def _meters_by_scope(step: Step) -> dict[tuple[str, Scope], Meter]:
     """Return the meters of the calls, by limit and scope."""
     rules = (rule for plan in step.plans for rule in plan.rules)
     return {(rule.limit.name, meter.scope): meter for rule in rules for meter in rule.meters}
-
-
-def _wait_outcomes(
-    step: Step, wait: _Wait, delayed: Collection[str], *, is_over: bool
-) -> Iterator[str]:
-    """Yield the outcome of each call's wait, without calls that start later; none in an outage."""
-    for call, plan, index in zip(step.calls, step.plans, step.index_of, strict=True):
-        matches = any(rule.limit.name == wait.limit for rule in plan.rules)
-        if not matches or str(call.id) in delayed:
-            continue
-        if not is_over:
-            yield "cancelled"
-        elif step.answered:
-            yield "blocked" if wait.limit in step.result.refused[index] else "allowed"
 
 
 def _queue_of(meter: Meter, place: Place) -> str:

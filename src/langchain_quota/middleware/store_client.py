@@ -18,7 +18,7 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
-from langchain_quota.runtime.semaphores import queues_of
+from langchain_quota.runtime.queues import queues_of
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import (
     Mode,

@@ -1,9 +1,7 @@
 """Sync and async variants of a method, values of event loops and keys, and fork-safe locks."""
 
-import asyncio
 import os
 import threading
-import time
 from asyncio import AbstractEventLoop, get_running_loop
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable
 from threading import RLock
@@ -52,16 +50,6 @@ def run_sync(coroutine: Coroutine[object, None, T]) -> T:
     raise RuntimeError(
         "this sync method needs an event loop: use its async variant, such as `ainvoke`"
     )
-
-
-async def wait_for(mode: Mode, seconds: float, waiter: Any = None) -> None:
-    """Wait for some seconds, in the event loop or in this thread, or until a waiter is woken."""
-    if waiter is not None:
-        await waiter.sleep(seconds)
-    elif mode:
-        await asyncio.sleep(seconds)
-    else:
-        time.sleep(seconds)  # noqa: ASYNC251 - in sync mode
 
 
 def pop_closed_loops(values: WeakKeyDictionary[AbstractEventLoop, T]) -> list[T]:

@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from threading import Event, Thread
 from uuid import uuid4
 
@@ -18,7 +19,8 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correc
 from langchain_quota.core.plans import Plan
 from langchain_quota.limits.call import CONCURRENCY
 from langchain_quota.middleware.store_client import StoreClient
-from langchain_quota.runtime.sync_async import Mode, run_sync, wait_for
+from langchain_quota.runtime.queues import Waiter
+from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores.keys import CountKey
 
 SLOT_LEASE = 60
@@ -49,29 +51,31 @@ class Lease:
         # The task or thread that renews the lease.
         self._renewer: asyncio.Task[None] | Thread | None = None
         self._is_renewing = False
-        self.waits = False
         # When the request for the current reservation was sent; infinite without a reservation.
         self._reserved_at = math.inf
 
     async def acquire(
-        self, mode: Mode, deadline: float, on_wait: Callable[[], object]
+        self,
+        mode: Mode,
+        waiter: Waiter,
+        deadline: float,
+        waiting: Callable[[], AbstractContextManager[object]],
     ) -> AcquireResult | None:
         """Wait for a slot; return the store's newest answer, or `None` if it is unavailable."""
-        # The deadline is a time of `time.monotonic`. `on_wait` is called before the first wait.
+        result: AcquireResult | None = None
         pause = MIN_PAUSE
-        try:
+
+        async def reserve() -> float:
+            nonlocal result, pause
             result = await self._reserve(mode)
-            while result is not None and not result.admitted[0]:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    break
-                if not self.waits:
-                    on_wait()
-                self.waits = True
-                jittered = pause * random.uniform(0.5, 1)  # noqa: S311 - no secret
-                await wait_for(mode, min(remaining, jittered))
-                pause = min(MAX_PAUSE, pause * 1.5)
-                result = await self._reserve(mode)
+            if result is None or result.admitted[0]:
+                return 0.0
+            jittered = pause * random.uniform(0.5, 1)  # noqa: S311 - no secret
+            pause = min(MAX_PAUSE, pause * 1.5)
+            return jittered
+
+        try:
+            await waiter.retry(reserve, deadline, waiting)
         except BaseException:
             await self.end(mode)
             raise

@@ -1,9 +1,11 @@
 """Make tool calls wait for a slot of each concurrency limit, run, and release the slots."""
 
 import asyncio
+import math
 import sys
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from typing import ParamSpec, TypeVar
@@ -31,7 +33,7 @@ from langchain_quota.middleware.history import answer, answer_of_blocked, newest
 from langchain_quota.middleware.state import Ledger, ledger, refunded_limits
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
-from langchain_quota.runtime.semaphores import Slot, semaphore_of
+from langchain_quota.runtime.queues import Waiter, queues_of
 from langchain_quota.runtime.sync_async import Mode, newest_dicts, run_sync
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import names
@@ -87,7 +89,7 @@ class ConcurrencySlots(Feature):
         """Make a tool call when it has its slots; if its wait is over first, answer it instead."""
         if not self._limits.plan_for(Call("tool", request.tool_call["name"])).rules:
             return await call(request)
-        slots = _SlotRequest(request, self._step(request))
+        slots = _SlotRequest(mode, request, self._step(request), self._lease_store)
         try:
             answered = await self._acquire(mode, slots, request.tool)
             return answered or await call(slots.tracked(mode, request))
@@ -113,21 +115,23 @@ class ConcurrencySlots(Feature):
             original_limits=self._limits,
         )
 
-    def _stream_wait(self, slots: "_SlotRequest", limit: str) -> None:
-        """Write an event to the run's stream the first time that a call waits."""
-        if not slots.waits:
+    @contextmanager
+    def _waiting(self, slots: "_SlotRequest", limit: str) -> Iterator[None]:
+        """Write an event to the run's stream before the first wait of a call."""
+        if not slots.waiter.has_waited:
             maximum = slots.limits[limit].max_concurrency
             reason = make_reason("waiting", limit, CONCURRENCY, threshold=maximum)
             self.recorder.stream("waiting", reason)
+        yield
 
     async def _acquire(
         self, mode: Mode, slots: "_SlotRequest", tool: BaseTool | None
     ) -> ToolMessage | None:
         """Wait for a call's slots, and record the decision; return the answer to a blocked call."""
-        step, call, on_wait = slots.step, slots.call, partial(self._stream_wait, slots)
+        step, call, waiting = slots.step, slots.call, partial(self._waiting, slots)
         try:
             with self.recorder.waiting(call.agent, slots.waited_for, call.thread_id):
-                await slots.acquire(mode, self._lease_store, tool, on_wait)
+                await slots.acquire(mode, tool, waiting)
         except BaseException:
             self.recorder.record_wait(call.agent, slots.waited_for, "cancelled", slots.age)
             raise
@@ -163,7 +167,9 @@ class ConcurrencySlots(Feature):
 class _SlotRequest:
     """The slots of one call, until its task and the threads of its tool have ended."""
 
-    def __init__(self, request: ToolCallRequest, step: Step) -> None:
+    def __init__(
+        self, mode: Mode, request: ToolCallRequest, step: Step, store: StoreClient | None
+    ) -> None:
         self.step, (self.call,), (self._plan,) = step, step.calls, step.plans
         matching = _concurrency_limits([rule.limit for rule in self._plan.rules])
         self.limits = {limit.name: limit for limit in matching}
@@ -171,16 +177,18 @@ class _SlotRequest:
         self._runtime = request.runtime
         self.has_run = _started.get(id(self._runtime)) is self._runtime
         self._created_at = time.monotonic()
-        self.waits = False
+        self._store, self._queues = store, queues_of(store and store.store)
+        self.waiter = Waiter(mode)
         self.waited_for = next(
             (limit for limit in self.limits if self.limits[limit].enforce), next(iter(self.limits))
         )
         # How many calls run in each count, without this one.
-        self._running: Mapping[str, int] = {}
+        self._running: dict[str, int] = {}
+        # The counts that had no free slot when the call came.
+        self._full: set[str] = set()
         # The limits that refuse the call, or would if they were enforced.
         self._refused: list[str] = []
         self.store_unavailable = False
-        self._slots: list[Slot] = []
         self._lease: Lease | None = None
         self._has_task_ended = False
         self._threads: list[None] = []
@@ -190,16 +198,20 @@ class _SlotRequest:
         """Time since it was created, in seconds."""
         return time.monotonic() - self._created_at
 
+    @property
+    def waits(self) -> bool:
+        """Whether the call did not get all slots at once."""
+        return bool(self._full) or self.waiter.has_waited
+
     async def acquire(
         self,
         mode: Mode,
-        store: StoreClient | None,
         tool: BaseTool | None,
-        on_wait: Callable[[str], object],
+        waiting: Callable[[str], AbstractContextManager[object]],
     ) -> None:
         """Wait for the slots: in this process, and in a store that leases them.
 
-        `on_wait` is called with a limit's name before a wait.
+        `waiting` returns the context of a wait for a limit, by its name.
         """
         # The shortest `wait` of the limits holds.
         waits = [limit.seconds for limit in self.limits.values() if limit.enforce]
@@ -209,29 +221,27 @@ class _SlotRequest:
             for name, limit in self.limits.items()
         }
         for count, maximum in self._needs().items():
-            semaphore = semaphore_of(store and store.store, count)
+            take = partial(self._take, count, maximum)
             limit = limits.get((count, maximum or 0), "")
-            seconds = deadline - time.monotonic()
-            slot = await semaphore.acquire(mode, maximum, seconds, partial(on_wait, limit))
-            self._slots.append(slot)
-            self._note_slot(count, slot)
-            if not slot.acquired:
+            has_slot = await self.waiter.retry(take, deadline, partial(waiting, limit))
+            self._note_slot(count, maximum, has_slot=has_slot)
+            if not has_slot:
+                self._queues.move(self.waiter)
                 return
-        if store is None:
+        if self._store is None:
             return
-        lease = Lease(store, self._plan)
-        result = await lease.acquire(mode, deadline, lambda: on_wait(self.waited_for))
-        self.waits |= lease.waits
+        lease = Lease(self._store, self._plan)
+        result = await lease.acquire(mode, self.waiter, deadline, lambda: waiting(self.waited_for))
         if result is None:
             self.store_unavailable = True
             return
-        self._running, self._refused = result.used, [*result.refused[0]]
+        self._running, self._refused = {**result.used}, [*result.refused[0]]
         enforced = (name for name in self._refused if self.limits[name].enforce)
         self.waited_for = next(enforced, self.waited_for)
         if result.admitted[0]:
             self._lease = lease
             # A thread may outlive the event loop.
-            in_thread = "sync" in store.forms and compat.runs_in_thread(tool)
+            in_thread = "sync" in self._store.forms and compat.runs_in_thread(tool)
             lease.start_renewal("" if in_thread else mode)
 
     def _needs(self) -> Mapping[str, int | None]:
@@ -248,17 +258,24 @@ class _SlotRequest:
                 needs.setdefault(count, None)
         return needs
 
-    def _note_slot(self, count: str, slot: Slot) -> None:
-        """Note how many calls of a count run in this process, and which limits refuse the call."""
-        self._running = {**self._running, count: slot.running}
+    async def _take(self, count: str, maximum: int | None) -> float:
+        """Take a slot of a count in this process; return 0 if the call has got it."""
+        has_slot, running = self._queues.take(self.waiter, count, maximum)
+        self._running.setdefault(count, running)
+        if not has_slot:
+            self._full.add(count)
+        return 0.0 if has_slot else math.inf
+
+    def _note_slot(self, count: str, maximum: int | None, *, has_slot: bool) -> None:
+        """Note which limits on a count of this process refuse the call, or let it wait."""
         for name, limit in self.limits.items():
             if store_counter(limit) != count:
                 continue
-            if not limit.enforce and slot.running >= limit.max_concurrency:
+            if not limit.enforce and self._running[count] >= limit.max_concurrency:
                 self._refused.append(name)
-            if limit.enforce and slot.waits and limit.max_concurrency == slot.maximum:
-                self.waits, self.waited_for = True, name
-                self._refused += [] if slot.acquired else [name]
+            if limit.enforce and count in self._full and limit.max_concurrency == maximum:
+                self.waited_for = name
+                self._refused += [] if has_slot else [name]
 
     def verdict(self, first: Verdict, outage: OnStoreError) -> Verdict:
         """Return the verdict about the call after its first one, even without the store."""
@@ -324,8 +341,7 @@ class _SlotRequest:
             if self._lease is not None:
                 await self._lease.end(mode)
         finally:
-            for slot in self._slots:
-                slot.release()
+            self._queues.leave(self.waiter)
 
 
 def _name(run_ledger: Ledger, call: Call) -> str:
