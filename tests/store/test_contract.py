@@ -430,8 +430,11 @@ class TestSmooth:
         """About a thousand requests hold a part at most; the next one is an error."""
         key = f"{KEY}:60~9999"
         held = [batch({key: 1}, leases={key: LONG}) for _ in range(1001)]
-        for request in held[:990]:
-            store.acquire(request)
+
+        async def hold() -> None:
+            await asyncio.gather(*map(store.aacquire, held[:990]))
+
+        asyncio.run(hold())
         with pytest.raises(QuotaStoreError, match=f"1000 requests hold a part of '{key}'"):
             [*map(store.acquire, held[990:])]
         store.acquire(correcting(settlement(held[0], {key: 0})))
