@@ -139,9 +139,11 @@ class FickleStore:
     async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         return self.peek(keys)
 
-    # Those of a MemoryStore call the methods above.
-    aacquire: Any = MemoryStore.aacquire
-    areset: Any = MemoryStore.areset
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        return self.acquire(request)
+
+    async def areset(self, keys: Sequence[str]) -> None:
+        self.reset(keys)
 
     def _fail(self) -> None:
         if self.down:

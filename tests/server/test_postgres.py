@@ -378,6 +378,7 @@ class TestBatches:
         broken, stray = calls("odd", 1), calls("email", 1)
         stray = replace(stray, demands=(Demand({"no counter": 1}),))
         await store.aacquire(broken)
+        broken = replace(broken, corrections=(Correction("never", {"search": 5}),))
         change = "UPDATE langchain_quota SET value = '[]' WHERE prefix = %s AND kind = 'result'"
         beside.execute(change, [store.prefix])
         undo = correcting(Correction("undo", attempt_id=before.attempt_id))

@@ -4,11 +4,16 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
+from itertools import chain, islice
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from uuid import uuid4
 
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits.options import MODEL, UNITS, whole_amount
 from langchain_quota.limits.quotas import CalendarWindow, parse_window
 from langchain_quota.runtime.arguments import validate_type
@@ -24,8 +29,11 @@ from langchain_quota.runtime.units import (
     in_base_unit,
 )
 from langchain_quota.stores import QuotaUsage
+from langchain_quota.stores.counts import check_request
 from langchain_quota.stores.keys import (
+    COUNT,
     DEFAULT_NAMES,
+    NOTES,
     CountKey,
     check_keys,
     dimension_of,
@@ -34,6 +42,12 @@ from langchain_quota.stores.keys import (
     read_emission_interval,
     unit_of,
 )
+
+if TYPE_CHECKING:
+    from langchain_quota.stores.memory import Tables
+
+PAGE = 500
+"""How many keys a listing reads at a time."""
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""
@@ -47,6 +61,11 @@ MAX_AMOUNT = MAX_DOLLARS * NANODOLLARS
 """The most that one grant gives: Redis adds in Lua, exactly up to 2**53."""
 
 logger = logging.getLogger("langchain_quota")
+
+T = TypeVar("T")
+
+Operation: TypeAlias = Callable[["Tables", Sequence[str]], T]
+"""What is done to tables, with some keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +119,62 @@ class SupportsGrants(ABC):
     clock: Callable[[], float] = time.time
     """The time, in seconds since the Unix epoch."""
 
+    @abstractmethod
+    async def _acquire(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
+        """Admit each call of a batch, in one atomic step."""
+
+    @abstractmethod
+    async def _run(
+        self, mode: Mode, keys: Sequence[str], operation: Operation[T], *, reads: bool = False
+    ) -> list[T]:
+        """Run another operation on keys in one atomic step for each prefix; return its results.
+
+        With `reads` it changes nothing.
+        """
+
+    @abstractmethod
+    def _keys(self, kind: str, pattern: str) -> Iterable[str]:
+        """Return the keys of a kind that match, and maybe others."""
+
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
+        check_request(request)
+        return run_sync(self._acquire("", request))
+
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        """`acquire`, without blocking the event loop."""
+        check_request(request)
+        return await self._acquire("a", request)
+
     def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """Return what is counted under keys, in their order; `None` where nothing is."""
-        check_keys(keys)
         return run_sync(self._peek("", keys))
 
     async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
         """`peek`, without blocking the event loop."""
-        check_keys(keys)
         return await self._peek("a", keys)
+
+    async def _peek(self, mode: Mode, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
+        check_keys(keys)
+        results = await self._run(mode, keys, lambda tables, some: tables.peek(some), reads=True)
+        return tuple(map(ChainMap(*results).get, keys))
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
-        check_keys(keys, of_counts=True)
         run_sync(self._reset("", keys))
 
     async def areset(self, keys: Sequence[str]) -> None:
         """`reset`, without blocking the event loop."""
-        check_keys(keys, of_counts=True)
         await self._reset("a", keys)
+
+    async def _reset(self, mode: Mode, keys: Sequence[str]) -> None:
+        check_keys(keys, of_counts=True)
+        await self._run(mode, keys, lambda tables, some: tables.reset(some))
+
+    def entries(self, pattern: str) -> dict[str, QuotaUsage | None]:
+        """Return what is kept for counts under the keys that match; `None` for what is no count."""
+        pages = self._listed(COUNT, pattern, lambda tables, some: tables.entries(some))
+        return dict(chain.from_iterable(page.items() for page in pages))
 
     def usages(self, pattern: str = "*") -> list[QuotaUsage]:
         """Return what is counted under the keys that match a glob pattern, sorted by key.
@@ -224,8 +280,17 @@ class SupportsGrants(ABC):
             QuotaStoreError: The store failed.
             TypeError: The store serves no sync calls.
         """
-        grants = map(as_listed, self._active_grants(pattern))
-        return sorted(grants, key=lambda grant: (grant.key, grant.given_at))
+        pages = self._listed(NOTES, pattern, lambda tables, some: tables.grants(some))
+        grants = map(as_listed, chain.from_iterable(pages))
+        return sorted(set(grants), key=lambda grant: (grant.key, grant.given_at))
+
+    def _listed(self, kind: str, pattern: str, operation: Operation[T]) -> list[T]:
+        """Return what is read of the keys that match, some at a time."""
+        keys = (key for key in self._keys(kind, pattern) if fnmatchcase(key, pattern))
+        pages: list[T] = []
+        while some := [*islice(keys, PAGE)]:
+            pages += run_sync(self._run("", some, operation, reads=True))
+        return pages
 
     async def freeze(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -262,9 +327,11 @@ class SupportsGrants(ABC):
             _log("thawed", replace(ended, by=by))
         return ended
 
-    async def freezes(self, mode: Mode, prefix: str = "") -> list[Grant]:  # noqa: ARG002 - in memory
+    async def freezes(self, mode: Mode, prefix: str = "") -> list[Grant]:
         """Return the freezes under a prefix, as `grants` does."""
-        return self.grants(freezes_key(prefix))
+        keys = [freezes_key(prefix)]
+        [freezes] = await self._run(mode, keys, lambda tables, _: tables.grants(keys), reads=True)
+        return [*map(as_listed, freezes)]
 
     def _counted(self, text: str, window: timedelta | str | CalendarWindow | None) -> str:
         """Return the key of a count; if a window is given, of the present one."""
@@ -276,27 +343,13 @@ class SupportsGrants(ABC):
         values = key.counter, key.dimension, key.subject, parse_window(window)
         return str(CountKey.at(*values, self.clock(), prefix=key.prefix))
 
-    @abstractmethod
-    async def _peek(self, mode: Mode, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]: ...
-
-    @abstractmethod
-    async def _reset(self, mode: Mode, keys: Sequence[str]) -> None: ...
-
-    @abstractmethod
-    def entries(self, pattern: str) -> dict[str, QuotaUsage | None]:
-        """Return what is kept for counts under the keys that match; `None` for what is no count."""
-
-    @abstractmethod
-    def _active_grants(self, pattern: str) -> list[Grant]:
-        """Return the grants that have not ended, under the keys that match, in any order."""
-
-    @abstractmethod
     async def _grant(self, mode: Mode, grant: Grant) -> tuple[Grant | None, bool]:
-        """Return the stored grant and whether it is new; `None` if it would have ended."""
+        [answer] = await self._run(mode, [grant.key], lambda tables, _: tables.grant(grant))
+        return answer
 
-    @abstractmethod
     async def _revoke(self, mode: Mode, key: str, name: str) -> Grant | None:
-        """End a grant and return it; `None` if there is none."""
+        [ended] = await self._run(mode, [key], lambda tables, _: tables.revoke(key, name))
+        return ended
 
     async def _give(  # noqa: PLR0913, PLR0917 - those of `grant`
         self,

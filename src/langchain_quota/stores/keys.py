@@ -26,6 +26,9 @@ MAX_LENGTH = 64
 DEFAULT_NAMES = {TOTAL_TOKENS: "tokens", NANODOLLARS: "cost", MILLISECONDS: "time"}
 """The names of limits of the model that are not the end of their counters."""
 
+COUNT, NOTES = "count", "notes"
+"""What is kept under the key of a count: itself, and who gave its grants."""
+
 _IDLE_AT_MOST = {RUN: RUN_IDLE, ROOT_RUN: ROOT_RUN_IDLE}
 _SHORTENED = 40
 _SAFE = ",@"  # beside letters, digits and _.-~: tools that share a count, and addresses

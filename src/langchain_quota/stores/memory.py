@@ -2,11 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from langchain_quota.core.admission import (
     AcquireRequest,
@@ -24,16 +23,17 @@ from langchain_quota.stores.counts import (
     Counts,
     ExpiringDict,
     check_held,
-    check_request,
     demands_in_drain_time,
     idle_seconds,
     level_of,
     replay,
     smallest_limits,
 )
-from langchain_quota.stores.grants import Grant, SupportsGrants, in_utc
+from langchain_quota.stores.grants import Grant, Operation, in_utc
 from langchain_quota.stores.keys import (
+    COUNT,
     FREEZES,
+    NOTES,
     drain_time,
     drained_amount,
     freeze_entry,
@@ -45,15 +45,19 @@ from langchain_quota.stores.keys import (
 )
 from langchain_quota.stores.rate_limiting import RateLimiting
 
+RESULT, ATTEMPT, CORRECTION, SETTLEMENT = "result", "attempt", "corrected", "settled"
+"""What is kept beside counts and the notes of their grants."""
+
 _REMEMBERED_AT_MOST = 100_000
 """A result takes about three times the memory of a count."""
-
 
 ROLLOVER = "rollover"
 """The name of the entry of what rolled over from the window before."""
 
 _NEVER = 2**52
 """A time that never comes, in seconds."""
+
+T = TypeVar("T")
 
 
 class Attempt(NamedTuple):
@@ -67,7 +71,260 @@ REFUSED = Attempt("", [])
 """An attempt that was corrected: it is refused if it arrives later."""
 
 
-class MemoryStore(SupportsGrants, RateLimiting):
+class Tables:
+    """What is kept, and what each operation does to it at one moment.
+
+    A `MemoryStore` keeps all in one; a server, the rows from which one is made for an operation.
+    """
+
+    def __init__(self, max_keys: int, idle: int) -> None:
+        self.now = 0.0
+        """The moment, in seconds since the Unix epoch."""
+        remembered = min(max_keys, _REMEMBERED_AT_MOST)
+        self.counts = Counts(max_keys, idle)
+        # Who gave each grant of a count, and why, by id.
+        self.notes: ExpiringDict[dict[str, Grant]] = ExpiringDict()
+        self._results: ExpiringDict[AcquireResult] = ExpiringDict(remembered)
+        self._attempts: ExpiringDict[Attempt] = ExpiringDict(remembered)
+        self._corrected: ExpiringDict[bool] = ExpiringDict(remembered)
+        self._settled: ExpiringDict[bool] = ExpiringDict(remembered)
+        self.by_kind: dict[str, ExpiringDict[Any]] = {
+            COUNT: self.counts,
+            NOTES: self.notes,
+            RESULT: self._results,
+            ATTEMPT: self._attempts,
+            CORRECTION: self._corrected,
+            SETTLEMENT: self._settled,
+        }
+
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
+        now = self.now
+        for correction in request.corrections:
+            self._correct(correction, now)
+        if self._attempts.get(request.attempt_id, now) == REFUSED:
+            raise QuotaStoreError("the attempt was corrected before it arrived")
+        stored = self._results.get(request.idempotency_key, now)
+        return self._admit(request, now) if stored is None else replay(stored, request)
+
+    def peek(self, keys: Iterable[str]) -> dict[str, QuotaUsage | None]:
+        """Return what is counted under keys."""
+        return {key: self._use(key, self.now) for key in keys}
+
+    def entries(self, keys: Iterable[str]) -> dict[str, QuotaUsage | None]:
+        """Return what is counted under those of the keys that have something."""
+        return {key: use for key, use in self.peek(keys).items() if use is not None}
+
+    def reset(self, keys: Sequence[str]) -> None:
+        """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
+        self.counts.make_room(keys, self.now)
+        for key in keys:
+            count = self.counts.get(key, self.now)
+            count = self.counts.write(key, count, 0, window_end(key), self.now)
+            count.entries = {n: each for n, each in count.entries.items() if each.amount <= 0}
+
+    def delay(self, key: str, microseconds: int) -> None:
+        """Have a count drain no sooner than in so many microseconds."""
+        now = self.now
+        self.counts.make_room([key], now)
+        count = self.counts.get(key, now)
+        level = max(microseconds, level_of(count, now))
+        count = self.counts.write(key, count, level, None, now)
+        # What was held before gives back nothing of the delay.
+        for name, entry in count.entries.items():
+            count.entries[name] = entry._replace(place=entry.place - microseconds)
+
+    def grant(self, grant: Grant) -> tuple[Grant | None, bool]:
+        """Return the stored grant and whether it is new; `None` if it would have ended."""
+        now, key, until = self.now, grant.key, grant.ends or 0
+        notes = self._notes_of(key, now - CORRECTED)
+        # A freeze takes the place of an earlier one.
+        if grant.id in notes and grant.amount:
+            return notes[grant.id], False
+        if until <= now:
+            return None, False
+        notes[grant.id] = grant
+        last = max(note.ends or 0 for note in notes.values())
+        self.notes.put(key, notes, last + CORRECTED, now)
+        # The count's idle time is reset, as after a charge.
+        count = self.counts.get(key, now)
+        used, ends = (count.used, count.ends) if count else (None, window_end(key))
+        count = self.counts.write(key, count, used, ends, now, until)
+        self.counts.droppable.pop(key, None)
+        entry = grant_entry(grant.id)
+        count.drop(entry, now)
+        count.grant(entry, grant.amount or 1, until, grant.amount)
+        return grant, True
+
+    def revoke(self, key: str, name: str) -> Grant | None:
+        """End a grant and return it; `None` if there is none."""
+        grant, count = self._notes_of(key, self.now).get(name), self.counts.get(key, self.now)
+        if grant is not None:
+            grant = self.notes.all[key][0][name] = replace(grant, until=in_utc(int(self.now)))
+            if count is not None:
+                count.drop(grant_entry(name), self.now)
+        return grant
+
+    def grants(self, keys: Iterable[str]) -> list[Grant]:
+        """Return the grants under keys that have not ended."""
+        return [grant for key in keys for grant in self._notes_of(key, self.now).values()]
+
+    def _notes_of(self, key: str, now: float) -> dict[str, Grant]:
+        """Return the grants that have not ended, by id."""
+        notes, _ = self.notes.all.get(key, ({}, 0))
+        return {name: grant for name, grant in notes.items() if (grant.ends or 0) > now}
+
+    def _use(self, key: str, now: float) -> QuotaUsage | None:
+        count = self.counts.get(key, now)
+        if count is None or is_freezes(key) or (count.used is None and not count.raised):
+            return None
+        used, rolled = drained_amount(key, level_of(count, now)), count.entries.get(ROLLOVER)
+        ends = window_end(key) if count.ends is None else count.ends
+        return QuotaUsage(
+            key, used, count.limit, ends, count.raised, None if rolled is None else -rolled.amount
+        )
+
+    def _correct(self, correction: Correction, now: float) -> None:
+        done = self._settled if correction.settles else self._corrected
+        if done.get(correction.id, now):
+            return
+        lasts = REMEMBERED if correction.settles else CORRECTED
+        done.put(correction.id, True, now + lasts, now)
+        if correction.attempt_id:
+            self._undo(correction.attempt_id, now)
+        if self._results.get(correction.idempotency_key, now) is None:
+            for key, amount in correction.amounts.items():
+                count, added = self.counts.get(key, now), drain_time(key, amount)
+                if count is not None and correction.settles:
+                    drained = count.drop(hold_entry(correction.settles), now)
+                    added = max(0, added - drained) if added > 0 else added
+                if added > 0:
+                    used = level_of(count, now, key, correction.starts.get(key, 0))
+                    # Calls that have run are counted even if the store is full.
+                    count = self.counts.write(key, count, used + added, window_end(key), now)
+                    count.limit = correction.limits.get(key, count.limit)
+                elif count is not None and count.used is not None:
+                    count.lower(-added)
+
+    def _undo(self, attempt_id: str, now: float) -> None:
+        name, charged = self._attempts.get(attempt_id, now) or REFUSED
+        self._attempts.put(attempt_id, REFUSED, now + REMEMBERED, now)
+        if self._results.get(name, now) is not None:
+            self._results.remove(name)
+        for key, amount, is_held in charged:
+            count = self.counts.get(key, now)
+            if count is not None and is_held:
+                count.drop(hold_entry(name), now, amount)
+            elif count is not None and count.used is not None:
+                count.lower(amount)
+
+    def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
+        counters = request.counters
+        self.roll_over(request)
+        used, granted, new, drained_in = {}, {}, {}, {}
+        counts: dict[str, Count | None] = {}
+        for name, counter in counters.items():
+            key, used[name] = counter.key, counter.used
+            if key is None:
+                continue
+            count = counts[key] = self.counts.get(key, now)
+            used[name] = level_of(count, now, key, counter.used)
+            if "~" in key and read_emission_interval(key):
+                drained_in[name] = used[name]
+            if count is not None and count.raised:
+                granted[name] = count.raised
+                new[name] = count.fresh
+        frozen, freezes = self._frozen(counters, now)
+        demands = demands_in_drain_time(request) if drained_in else request.demands
+        result = admit(demands, used, request.stops, granted, frozen)
+        charged = result.charged(demands)
+        if freezes or drained_in or new:
+            used |= {n: drained_amount(counters[n].key, time) for n, time in drained_in.items()}
+            result = replace(
+                result,
+                newly_granted={name: amount for name, amount in new.items() if amount},
+                drained_in=drained_in,
+                freezes=freezes,
+            )
+        self._charge(request, charged, result, counts, now)
+        for name in result.newly_granted:
+            count, _ = self.counts.all[counters[name].key or ""]
+            count.fresh, count.checked = 0, count.checked + 1
+        return result
+
+    def _frozen(self, counters: Mapping[str, CountRef], now: float) -> tuple[list[str], int]:
+        """Return the names of the counters whose subjects are frozen, and how many freezes are."""
+        row, _ = self.counts.all.get(FREEZES, (None, 0))
+        # What has ended stays there: in a database, requests do not lock this row.
+        freezes = {n for n, entry in row.entries.items() if entry.until > now} if row else set()
+        if not freezes:
+            return [], 0
+        frozen = []
+        for name, counter in counters.items():
+            freeze = freeze_entry(counter.key or "")
+            if freeze and not freezes.isdisjoint((freeze, grant_entry(FREEZES))):
+                frozen.append(name)
+        return frozen, len(freezes)
+
+    def roll_over(self, request: AcquireRequest) -> None:
+        """Fix what rolls over to counts with the first request of their windows."""
+        now = self.now
+        for counter in request.counters.values():
+            key, rollover = counter.key, counter.rollover
+            if key is None or rollover is None:
+                continue
+            count, previous = self.counts.get(key, now), self.counts.get(rollover.previous, now)
+            if count is None or ROLLOVER not in count.entries:
+                self.counts.make_room([key], now)
+                rest = rollover.of((previous.used or 0) if previous else 0)
+                until, level = rollover.kept_until + GRACE, level_of(count, now, key, counter.used)
+                count = self.counts.write(key, count, level, window_end(key), now, until)
+                # It ends with its count.
+                count.grant(ROLLOVER, rest, _NEVER)
+
+    def _charge(
+        self,
+        request: AcquireRequest,
+        charged: Mapping[str, int],
+        result: AcquireResult,
+        counts: dict[str, Count | None],
+        now: float,
+    ) -> None:
+        charges = [
+            (counter, counter.key, amount)
+            for name, amount in charged.items()
+            if amount and (counter := request.counters[name]).key is not None
+        ]
+        if not charges:
+            return
+        limits, attempt = smallest_limits(request), Attempt(request.idempotency_key, [])
+        only_here = {counter.key for counter in request.counters.values() if not counter.mirrored}
+        self.counts.make_room([key for _, key, _ in charges], now)
+        hold = ""
+        for counter, key, _ in charges:
+            if counter.lease is not None:
+                hold, count = hold or hold_entry(request.idempotency_key), counts[key]
+                if count is not None and count.changed_at is not None and hold not in count.entries:
+                    check_held(key, len(count.entries))
+        for counter, key, amount in charges:
+            # Another counter with this key may have been charged just now.
+            used = level_of(counts[key], now, key, counter.used) + amount
+            ends = None if counter.expires_at is None else math.ceil(counter.expires_at)
+            count = counts[key] = self.counts.write(key, counts[key], used, ends, now)
+            count.limit = limits.get(key)
+            self.counts.droppable.pop(key, None)
+            if key not in only_here and not count.raised:
+                self.counts.droppable[key] = None
+            if counter.lease is not None:
+                count.hold(hold, amount, int(now) + counter.lease + 1)
+            attempt.charged.append((key, amount, counter.lease is not None))
+        if request.idempotency_key:
+            self._results.put(request.idempotency_key, result, now + REMEMBERED, now)
+        if request.attempt_id:
+            self._attempts.put(request.attempt_id, attempt, now + REMEMBERED, now)
+
+
+class MemoryStore(RateLimiting):
     """A `QuotaStore` in the memory of one process; its threads and event loops share it.
 
     It never waits for anything but its own lock, so the async forms are the same as the sync ones.
@@ -106,261 +363,36 @@ class MemoryStore(SupportsGrants, RateLimiting):
     ) -> None:
         validate_count("max_keys", max_keys, least=1, what="a whole number")
         self._idle = idle_seconds(idle_ttl)
-        self._counts = Counts(max_keys, self._idle)
-        remembered = min(max_keys, _REMEMBERED_AT_MOST)
-        self._results: ExpiringDict[AcquireResult] = ExpiringDict(remembered)
-        self._attempts: ExpiringDict[Attempt] = ExpiringDict(remembered)
-        self._corrected: ExpiringDict[bool] = ExpiringDict(remembered)
-        self._settled: ExpiringDict[bool] = ExpiringDict(remembered)
-        # Who gave each grant of a count, and why, by id.
-        self._notes: ExpiringDict[dict[str, Grant]] = ExpiringDict()
+        self._tables = Tables(max_keys, self._idle)
         self.clock = clock
         self._lock = fork_safe_lock()
 
     def __repr__(self) -> str:
-        return f"MemoryStore(keys={len(self._counts.all)}, max_keys={self._counts.max_keys})"
+        counts = self._tables.counts
+        return f"MemoryStore(keys={len(counts.all)}, max_keys={counts.max_keys})"
 
     @property
     def occupancy(self) -> Occupancy:
         """How full it is."""
-        counts = self._counts
+        counts = self._tables.counts
         return Occupancy(len(counts.all), len(counts.droppable), counts.max_keys)
 
-    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
-        """`acquire`; it does not block."""
-        return self.acquire(request)
-
-    def acquire(self, request: AcquireRequest) -> AcquireResult:
-        """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
-        check_request(request)
+    async def _acquire(self, _: Mode, request: AcquireRequest) -> AcquireResult:
         with self._lock:
-            now = self.clock()
-            for correction in request.corrections:
-                self._correct(correction, now)
-            if self._attempts.get(request.attempt_id, now) == REFUSED:
-                raise QuotaStoreError("the attempt was corrected before it arrived")
-            stored = self._results.get(request.idempotency_key, now)
-            return self._admit(request, now) if stored is None else replay(stored, request)
+            self._tables.now = self.clock()
+            return self._tables.acquire(request)
 
-    async def _peek(self, _: Mode, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        with self._lock:
-            now = self.clock()
-            return tuple(self._use(key, now) for key in keys)
-
-    async def _reset(self, _: Mode, keys: Sequence[str]) -> None:
-        with self._lock:
-            now = self.clock()
-            self._counts.make_room(keys, now)
-            for key in keys:
-                count = self._counts.get(key, now)
-                count = self._counts.write(key, count, 0, window_end(key), now)
-                count.entries = {n: each for n, each in count.entries.items() if each.amount <= 0}
-
-    def entries(self, pattern: str) -> dict[str, QuotaUsage | None]:
-        """Return what is counted under the keys that match; `None` for what has expired."""
-        with self._lock:
-            now = self.clock()
-            keys = [key for key in self._counts.all if fnmatchcase(key, pattern)]
-            return {key: self._use(key, now) for key in keys}
-
-    async def _delay(self, _: Mode, key: str, microseconds: int) -> None:
-        with self._lock:
-            now = self.clock()
-            self._counts.make_room([key], now)
-            count = self._counts.get(key, now)
-            level = max(microseconds, level_of(count, now))
-            count = self._counts.write(key, count, level, None, now)
-            # What was held before gives back nothing of the delay.
-            for name, entry in count.entries.items():
-                count.entries[name] = entry._replace(place=entry.place - microseconds)
-
-    async def _grant(self, _: Mode, grant: Grant) -> tuple[Grant | None, bool]:
-        with self._lock:
-            now, key, until = self.clock(), grant.key, grant.ends or 0
-            notes = self._notes_of(key, now - CORRECTED)
-            # A freeze takes the place of an earlier one.
-            if grant.id in notes and grant.amount:
-                return notes[grant.id], False
-            if until <= now:
-                return None, False
-            notes[grant.id] = grant
-            last = max(note.ends or 0 for note in notes.values())
-            self._notes.put(key, notes, last + CORRECTED, now)
-            # The count's idle time is reset, as after a charge.
-            count = self._counts.get(key, now)
-            used, ends = (count.used, count.ends) if count else (None, window_end(key))
-            count = self._counts.write(key, count, used, ends, now, until)
-            self._counts.droppable.pop(key, None)
-            entry = grant_entry(grant.id)
-            count.drop(entry, now)
-            count.grant(entry, grant.amount or 1, until, grant.amount)
-            return grant, True
-
-    async def _revoke(self, _: Mode, key: str, name: str) -> Grant | None:
-        with self._lock:
-            now = self.clock()
-            grant, count = self._notes_of(key, now).get(name), self._counts.get(key, now)
-            if grant is not None:
-                grant = self._notes.all[key][0][name] = replace(grant, until=in_utc(int(now)))
-                if count is not None:
-                    count.drop(grant_entry(name), now)
-            return grant
-
-    def _active_grants(self, pattern: str) -> list[Grant]:
-        with self._lock:
-            now = self.clock()
-            keys = [key for key in self._notes.all if fnmatchcase(key, pattern)]
-            return [grant for key in keys for grant in self._notes_of(key, now).values()]
-
-    def _notes_of(self, key: str, now: float) -> dict[str, Grant]:
-        """Return the grants that have not ended, by id."""
-        notes, _ = self._notes.all.get(key, ({}, 0))
-        return {name: grant for name, grant in notes.items() if (grant.ends or 0) > now}
-
-    def _use(self, key: str, now: float) -> QuotaUsage | None:
-        count = self._counts.get(key, now)
-        if count is None or is_freezes(key) or (count.used is None and not count.raised):
-            return None
-        used, rolled = drained_amount(key, level_of(count, now)), count.entries.get(ROLLOVER)
-        ends = window_end(key) if count.ends is None else count.ends
-        return QuotaUsage(
-            key, used, count.limit, ends, count.raised, None if rolled is None else -rolled.amount
-        )
-
-    def _correct(self, correction: Correction, now: float) -> None:
-        done = self._settled if correction.settles else self._corrected
-        if done.get(correction.id, now):
-            return
-        lasts = REMEMBERED if correction.settles else CORRECTED
-        done.put(correction.id, True, now + lasts, now)
-        if correction.attempt_id:
-            self._undo(correction.attempt_id, now)
-        if self._results.get(correction.idempotency_key, now) is None:
-            for key, amount in correction.amounts.items():
-                count, added = self._counts.get(key, now), drain_time(key, amount)
-                if count is not None and correction.settles:
-                    drained = count.drop(hold_entry(correction.settles), now)
-                    added = max(0, added - drained) if added > 0 else added
-                if added > 0:
-                    used = level_of(count, now, key, correction.starts.get(key, 0))
-                    # Calls that have run are counted even if the store is full.
-                    count = self._counts.write(key, count, used + added, window_end(key), now)
-                    count.limit = correction.limits.get(key, count.limit)
-                elif count is not None and count.used is not None:
-                    count.lower(-added)
-
-    def _undo(self, attempt_id: str, now: float) -> None:
-        name, charged = self._attempts.get(attempt_id, now) or REFUSED
-        self._attempts.put(attempt_id, REFUSED, now + REMEMBERED, now)
-        if name in self._results.all:
-            self._results.remove(name)
-        for key, amount, is_held in charged:
-            count = self._counts.get(key, now)
-            if count is not None and is_held:
-                count.drop(hold_entry(name), now, amount)
-            elif count is not None and count.used is not None:
-                count.lower(amount)
-
-    def _admit(self, request: AcquireRequest, now: float) -> AcquireResult:
-        counters = request.counters
-        self._roll_over(request, now)
-        used, granted, new, drained_in = {}, {}, {}, {}
-        counts: dict[str, Count | None] = {}
-        for name, counter in counters.items():
-            key, used[name] = counter.key, counter.used
-            if key is None:
-                continue
-            count = counts[key] = self._counts.get(key, now)
-            used[name] = level_of(count, now, key, counter.used)
-            if "~" in key and read_emission_interval(key):
-                drained_in[name] = used[name]
-            if count is not None and count.raised:
-                granted[name] = count.raised
-                new[name] = count.fresh
-        frozen, freezes = self._frozen(counters, now)
-        demands = demands_in_drain_time(request) if drained_in else request.demands
-        result = admit(demands, used, request.stops, granted, frozen)
-        charged = result.charged(demands)
-        if freezes or drained_in or new:
-            used |= {n: drained_amount(counters[n].key, time) for n, time in drained_in.items()}
-            result = replace(
-                result,
-                newly_granted={name: amount for name, amount in new.items() if amount},
-                drained_in=drained_in,
-                freezes=freezes,
-            )
-        self._charge(request, charged, result, counts, now)
-        for name in result.newly_granted:
-            count, _ = self._counts.all[counters[name].key or ""]
-            count.fresh, count.checked = 0, count.checked + 1
-        return result
-
-    def _frozen(self, counters: Mapping[str, CountRef], now: float) -> tuple[list[str], int]:
-        """Return the names of the counters whose subjects are frozen, and how many freezes are."""
-        row, _ = self._counts.all.get(FREEZES, (None, 0))
-        # What has ended stays there: in a database, requests do not lock this row.
-        freezes = {n for n, entry in row.entries.items() if entry.until > now} if row else set()
-        if not freezes:
-            return [], 0
-        frozen = []
-        for name, counter in counters.items():
-            freeze = freeze_entry(counter.key or "")
-            if freeze and not freezes.isdisjoint((freeze, grant_entry(FREEZES))):
-                frozen.append(name)
-        return frozen, len(freezes)
-
-    def _roll_over(self, request: AcquireRequest, now: float) -> None:
-        """Fix what rolls over to counts with the first request of their windows."""
-        for counter in request.counters.values():
-            key, rollover = counter.key, counter.rollover
-            if key is None or rollover is None:
-                continue
-            count, previous = self._counts.get(key, now), self._counts.get(rollover.previous, now)
-            if count is None or ROLLOVER not in count.entries:
-                self._counts.make_room([key], now)
-                rest = rollover.of((previous.used or 0) if previous else 0)
-                until, level = rollover.kept_until + GRACE, level_of(count, now, key, counter.used)
-                count = self._counts.write(key, count, level, window_end(key), now, until)
-                # It ends with its count.
-                count.grant(ROLLOVER, rest, _NEVER)
-
-    def _charge(
+    async def _run(
         self,
-        request: AcquireRequest,
-        charged: Mapping[str, int],
-        result: AcquireResult,
-        counts: dict[str, Count | None],
-        now: float,
-    ) -> None:
-        charges = [
-            (counter, counter.key, amount)
-            for name, amount in charged.items()
-            if amount and (counter := request.counters[name]).key is not None
-        ]
-        if not charges:
-            return
-        limits, attempt = smallest_limits(request), Attempt(request.idempotency_key, [])
-        only_here = {counter.key for counter in request.counters.values() if not counter.mirrored}
-        self._counts.make_room([key for _, key, _ in charges], now)
-        hold = ""
-        for counter, key, _ in charges:
-            if counter.lease is not None:
-                hold, count = hold or hold_entry(request.idempotency_key), counts[key]
-                if count is not None and count.changed_at is not None and hold not in count.entries:
-                    check_held(key, len(count.entries))
-        for counter, key, amount in charges:
-            # Another counter with this key may have been charged just now.
-            used = level_of(counts[key], now, key, counter.used) + amount
-            ends = None if counter.expires_at is None else math.ceil(counter.expires_at)
-            count = counts[key] = self._counts.write(key, counts[key], used, ends, now)
-            count.limit = limits.get(key)
-            self._counts.droppable.pop(key, None)
-            if key not in only_here and not count.raised:
-                self._counts.droppable[key] = None
-            if counter.lease is not None:
-                count.hold(hold, amount, int(now) + counter.lease + 1)
-            attempt.charged.append((key, amount, counter.lease is not None))
-        if request.idempotency_key:
-            self._results.put(request.idempotency_key, result, now + REMEMBERED, now)
-        if request.attempt_id:
-            self._attempts.put(request.attempt_id, attempt, now + REMEMBERED, now)
+        _: Mode,
+        keys: Sequence[str],
+        operation: Operation[T],
+        *,
+        reads: bool = False,  # noqa: ARG002 - of a subclass
+    ) -> list[T]:
+        with self._lock:
+            self._tables.now = self.clock()
+            return [operation(self._tables, keys)]
+
+    def _keys(self, kind: str, _: str) -> list[str]:
+        return [*self._tables.by_kind[kind].all]

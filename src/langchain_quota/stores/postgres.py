@@ -15,18 +15,10 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
-from langchain_quota.stores.keys import Prefix
-from langchain_quota.stores.rows import (
-    COUNT,
-    FROZEN,
-    NOTES,
-    READING,
-    Name,
-    Rows,
-    names_of,
-    names_of_operation,
-)
-from langchain_quota.stores.server import PAGE, PREFIX, Answers, Argument, Batch, ServerStore
+from langchain_quota.stores.grants import PAGE
+from langchain_quota.stores.keys import COUNT, NOTES, Prefix
+from langchain_quota.stores.rows import FROZEN, Name, Rows
+from langchain_quota.stores.server import PREFIX, Batch, ServerStore
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGresult
@@ -170,53 +162,52 @@ class PostgresStore(ServerStore):
         await self._set_up("a")
 
     async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
-        async def work() -> AcquireResult:
-            if mode:
-                batch = self._batches.get(prefix)
-                if batch is None or not batch.is_open:
-                    batch = self._batches[prefix] = Batch(partial(self._send, mode, prefix))
-                return await batch.answer(request)
-            (answer,) = await self._send(mode, prefix, lambda: [request])
-            if isinstance(answer, BaseException):
-                raise answer
-            return answer
-
-        return await self._in_time(mode, work)
+        if mode:
+            batch = self._batches.get(prefix)
+            if batch is None or not batch.is_open:
+                batch = self._batches[prefix] = Batch(partial(self._send, mode, prefix))
+            return await batch.answer(request)
+        (answer,) = await self._send(mode, prefix, lambda: [request])
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
     async def _send(
         self, mode: Mode, prefix: str, take: Callable[[], Sequence[AcquireRequest]]
     ) -> Sequence[AcquireResult | BaseException]:
         """Admit requests one after the other, in one transaction."""
 
-        async def work(connection: "Connection") -> Sequence[AcquireResult | BaseException]:
-            requests = take()
-            names = set[Name]().union(*map(names_of, requests))
-            rows = await self._read(connection, prefix, names, _BEGIN)
-            while not (more := rows.undone(requests)) <= names:
+        def admit(rows: Rows, _: object) -> Sequence[AcquireResult | BaseException]:
+            return [*map(rows.answer, take())]
+
+        return await self._change(mode, prefix, admit)
+
+    async def _change(
+        self,
+        mode: Mode,
+        prefix: str,
+        operation: Callable[[Rows, Sequence[str]], T],
+        keys: Sequence[str] = (),
+        *,
+        reads: bool = False,
+    ) -> T:
+        async def work(connection: "Connection") -> T:
+            rows, read, begin = Rows(self._idle), set[Name](), "" if reads else _BEGIN
+            answer = operation(rows, keys)
+            while not rows.names <= read:
+                read |= rows.names
+                rows = await self._read(connection, prefix, read, begin)
+                answer = operation(rows, keys)
                 # From the beginning, since locks are taken in one order.
-                names |= more
-                rows = await self._read(connection, prefix, names, f"ROLLBACK; {_BEGIN}")
-            answers = [*map(rows.answer, requests)]
-            await self._write(connection, prefix, rows)
-            return answers
+                begin = begin and f"ROLLBACK; {_BEGIN}"
+            if begin:
+                await self._write(connection, prefix, rows)
+            return answer
 
         return await self._tried(mode, work)
 
-    async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], argument: Argument
-    ) -> Answers:
-        async def work(connection: "Connection") -> Answers:
-            begin = "" if op in READING else _BEGIN
-            rows = await self._read(connection, prefix, names_of_operation(op, keys), begin)
-            answers = rows.operate(op, keys, argument)
-            if begin:
-                await self._write(connection, prefix, rows)
-            return answers
-
-        return await self._within(mode, work)
-
-    def _keys(self, kind: str, pattern: str) -> Iterator[str]:
-        prefix, last = str(self.prefix), "0" * 32
+    def _scan(self, prefix: str, kind: str, pattern: str) -> Iterator[str]:
+        last = "0" * 32
         head = json.dumps(re.split(r"[*?\[]", pattern, maxsplit=1)[0])[:-1]
 
         async def page(connection: "Connection") -> list[tuple[str, str]]:
@@ -268,7 +259,7 @@ class PostgresStore(ServerStore):
             return Rows(self._idle, time, read)
 
     async def _write(self, connection: "Connection", prefix: str, rows: Rows) -> None:
-        written, gone, moment, quoted = [], [], rows.clock(), self._connections.quoted
+        written, gone, moment, quoted = [], [], rows.now, self._connections.quoted
         for (kind, name), text, expires in rows.changed():
             identity = _id(prefix, (kind, name))
             if text is None:

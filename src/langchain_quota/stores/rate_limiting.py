@@ -2,17 +2,17 @@
 
 import math
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from langchain_quota.runtime.sync_async import Mode, run_sync
+from langchain_quota.stores.grants import SupportsGrants
 from langchain_quota.stores.keys import drain_time, read_emission_interval
 
 if TYPE_CHECKING:
     from langchain_quota.agents.rate_limiter import RateLimiter
-    from langchain_quota.stores import QuotaStore
 
 
-class RateLimiting:
+class RateLimiting(SupportsGrants):
     """A store that delays counts, and makes rate limiters."""
 
     def delay(self, key: str, seconds: float, *, burst: int = 0) -> None:
@@ -29,15 +29,17 @@ class RateLimiting:
             QuotaStoreError: The store failed, or did not answer in time.
             ValueError: The key is not that of a smooth count.
         """
-        run_sync(self._delay("", key, _delay_time(key, seconds, burst)))
+        run_sync(self._delay("", key, seconds, burst))
 
     async def adelay(self, key: str, seconds: float, *, burst: int = 0) -> None:
         """`delay`, without blocking the event loop."""
-        await self._delay("a", key, _delay_time(key, seconds, burst))
+        await self._delay("a", key, seconds, burst)
 
-    async def _delay(self, mode: Mode, key: str, microseconds: int) -> None:
-        """Have a count drain no sooner than in so many microseconds."""
-        raise NotImplementedError
+    async def _delay(self, mode: Mode, key: str, seconds: float, burst: int) -> None:
+        if not read_emission_interval(key):
+            raise ValueError(f"key must be that of a smooth count, not {key!r}")
+        microseconds = math.ceil(max(0.0, seconds) * 10**6) + drain_time(key, burst)
+        await self._run(mode, [key], lambda tables, _: tables.delay(key, microseconds))
 
     def rate_limiter(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -83,12 +85,4 @@ class RateLimiting:
         """
         from langchain_quota.agents.rate_limiter import RateLimiter  # noqa: PLC0415 - LangChain's
 
-        store = cast("QuotaStore", self)
-        return RateLimiter(store, name, window, requests, tokens, burst, reserve)
-
-
-def _delay_time(key: str, seconds: float, burst: int) -> int:
-    """Return in how many microseconds a count drains that admits nothing for some seconds."""
-    if not read_emission_interval(key):
-        raise ValueError(f"key must be that of a smooth count, not {key!r}")
-    return math.ceil(max(0.0, seconds) * 10**6) + drain_time(key, burst)
+        return RateLimiter(self, name, window, requests, tokens, burst, reserve)

@@ -1,22 +1,23 @@
 """Counts in Redis, shared by all processes and machines that use it."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import IDLE_TTL
-from langchain_quota.stores.keys import Prefix
+from langchain_quota.stores.grants import PAGE, Operation
+from langchain_quota.stores.keys import COUNT, Prefix
 from langchain_quota.stores.redis_rows import RedisRows, key_of, pattern_of, place_of, read_rows
 from langchain_quota.stores.redis_script import SCRIPTS, read_result, write_acquire
-from langchain_quota.stores.rows import COUNT, READING, Name, names_of, names_of_operation
-from langchain_quota.stores.server import PAGE, PREFIX, Answers, Argument, ServerStore
+from langchain_quota.stores.rows import Name
+from langchain_quota.stores.server import PREFIX, ServerStore
 
 if TYPE_CHECKING:
     from langchain_quota.stores.redis_clients import AsyncClient, SyncClient
@@ -93,90 +94,49 @@ class RedisStore(ServerStore):
         self._server = self._clients = clients(source, timeout)
 
     async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
-        # What is wrong with a request is no failure of Redis.
         arguments = write_acquire(prefix, request, self._idle)
-
-        async def work() -> AcquireResult:
-            if any(correction.attempt_id for correction in request.corrections):
-                # Each is made once: the script finds it made.
-                await self._undo(mode, prefix, request)
-            for _ in range(_TRIES):
-                reply = await self._clients.run(mode, SCRIPTS["acquire"], arguments)
-                with self._reading():
-                    result = read_result(request, reply)
-                if result is not None:
-                    return result
-                await self._roll_over(mode, prefix, request)
-            raise QuotaStoreError(f"{self!r}: what rolled over was lost {_TRIES} times")
-
-        return await self._in_time(mode, work)
-
-    async def _undo(self, mode: Mode, prefix: str, request: AcquireRequest) -> None:
-        """Make the corrections of a request, which may undo what other attempts have charged."""
-        corrections = AcquireRequest("", "", corrections=request.corrections)
-        names = names_of(corrections)
-
-        def undo(rows: RedisRows) -> object:
-            names.update(rows.undone([corrections]))
-            return rows.answer(corrections)
-
-        answer = await self._change(mode, prefix, names, undo)
-        if isinstance(answer, Exception):
-            raise answer
-
-    async def _roll_over(self, mode: Mode, prefix: str, request: AcquireRequest) -> None:
-        """Fix what rolls over to the counts of a request."""
-        rolling = [each for each in request.counters.values() if each.rollover and each.key]
-        counters = AcquireRequest("", "", dict(zip(map(str, rolling), rolling, strict=True)))
-        await self._change(mode, prefix, names_of(counters), lambda rows: rows.roll_over(counters))
-
-    async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], argument: Argument
-    ) -> Answers:
-        names = names_of_operation(op, keys)
-
-        def operate(rows: RedisRows) -> Answers:
-            return rows.operate(op, keys, argument)
-
-        async def work() -> Answers:
-            return await self._change(mode, prefix, names, operate, op)
-
-        return await self._in_time(mode, work)
+        if any(correction.attempt_id for correction in request.corrections):
+            # They undo what attempts have charged. Each is made once: the script finds it made.
+            corrections = AcquireRequest("", "", corrections=request.corrections)
+            await self._change(mode, prefix, lambda tables, _: tables.acquire(corrections))
+        for _ in range(_TRIES):
+            reply = await self._clients.run(mode, SCRIPTS["acquire"], arguments)
+            with self._reading():
+                result = read_result(request, reply)
+            if result is not None:
+                return result
+            await self._change(mode, prefix, lambda tables, _: tables.roll_over(request))
+        raise QuotaStoreError(f"{self!r}: what rolled over was lost {_TRIES} times")
 
     async def _change(
         self,
         mode: Mode,
         prefix: str,
-        names: set[Name],
-        compute: Callable[[RedisRows], T],
-        op: str = "",
+        operation: Operation[T],
+        keys: Sequence[str] = (),
+        *,
+        reads: bool = False,
     ) -> T:
-        """Return what is computed of rows, and write what it changes; `names` may grow."""
-        order, reply, written = list[Name](), None, (b"written", "written")
+        rows, read, order, given = RedisRows(self._idle), set[Name](), list[Name](), list[Any]()
         for _ in range(_TRIES):
-            if len(order) < len(names):
-                order, reply = sorted(names, key=lambda name: (name[0] != COUNT, name)), None
-            places = {place_of(prefix, name): name for name in order}
-            counts = sum(kind == COUNT for kind, _ in places.values())
-            given: list[int | bytes | str] = [len(places), *places, counts, int(op == "peek")]
-            if reply is None:
-                reply = await self._clients.run(mode, SCRIPTS["rows"], [*given, "[]"])
-            with self._reading():
-                time, read = read_rows(reply, [*places.values()])
-                rows = RedisRows(self._idle, time, read)
-            answer = compute(rows)
-            if len(order) < len(names):
-                continue
-            changes = [] if op in READING else rows.changes([*places.values()])
-            if not changes:
+            answer = operation(rows, keys)
+            changes = []
+            if not rows.names <= read:
+                read |= rows.names
+                places = {place_of(prefix, name): name for name in sorted(read, key=_counts_first)}
+                order = [*places.values()]
+                counts = sum(kind == COUNT for kind, _ in order)
+                given = [len(places), *places, counts, int(reads)]
+            elif reads or not (changes := rows.changes(order)):
                 return answer
             reply = await self._clients.run(mode, SCRIPTS["rows"], [*given, json.dumps(changes)])
-            if reply in written:
+            if reply in (b"written", "written"):
                 return answer
+            with self._reading():
+                rows = RedisRows(self._idle, *read_rows(reply, order))
         raise QuotaStoreError(f"{self!r}: others were faster {_TRIES} times")
 
-    def _keys(self, kind: str, pattern: str) -> Iterator[str]:
-        prefix = str(self.prefix)
+    def _scan(self, prefix: str, kind: str, pattern: str) -> Iterator[str]:
         opened = run_sync(self._in_time("", partial(self._clients.opened, "")))
         client = cast("SyncClient", opened)
         names = client.scan_iter(pattern_of(prefix, kind, pattern), count=PAGE)
@@ -187,3 +147,7 @@ class RedisStore(ServerStore):
 
         while found := run_sync(self._in_time("", some)):
             yield from (key for name in found if (key := key_of(prefix, kind, name)) is not None)
+
+
+def _counts_first(name: Name) -> tuple[bool, Name]:
+    return name[0] != COUNT, name

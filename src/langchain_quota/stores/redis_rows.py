@@ -12,19 +12,9 @@ from math import inf
 from typing import Any
 
 from langchain_quota.stores.counts import Count, Entry
-from langchain_quota.stores.keys import digest
-from langchain_quota.stores.memory import ROLLOVER
-from langchain_quota.stores.rows import (
-    ATTEMPT,
-    COUNT,
-    NOTES,
-    OLD_GRANTS,
-    RESULT,
-    Name,
-    Rows,
-    check_count,
-    read_value,
-)
+from langchain_quota.stores.keys import COUNT, NOTES, digest
+from langchain_quota.stores.memory import ATTEMPT, RESULT, ROLLOVER
+from langchain_quota.stores.rows import OLD_GRANTS, Name, Rows, check_count, read_value
 
 MAX_COUNT = 2**53 - 1
 """The largest count, start and amount: scripts compute in floating point."""
@@ -98,7 +88,7 @@ class RedisRows(Rows):
                 changes.append([number, False, last, ["", old or "", new or ""]])
             elif name in changed:
                 parts = [*_parts(old or {}, new or {})]
-                changes.append([number, name in self._odd, last, *parts])
+                changes.append([number, name in self.odd, last, *parts])
         return changes if changed else []
 
 

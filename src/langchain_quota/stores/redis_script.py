@@ -20,6 +20,7 @@ from langchain_quota.stores.counts import (
     smallest_limits,
 )
 from langchain_quota.stores.keys import (
+    COUNT,
     FREEZES,
     digest,
     drain_time,
@@ -33,7 +34,7 @@ from langchain_quota.stores.keys import (
 )
 from langchain_quota.stores.memory import REFUSED
 from langchain_quota.stores.redis_rows import FIELDS, MAX_COUNT, name_of
-from langchain_quota.stores.rows import COUNT, OLD_GRANTS
+from langchain_quota.stores.rows import OLD_GRANTS
 from langchain_quota.stores.server import ANOTHER_FORM
 
 _NONE = -1

@@ -6,27 +6,22 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from fnmatch import fnmatchcase
-from itertools import islice
+from functools import partial
 from textwrap import shorten
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from weakref import ref
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.store_errors import UNREADABLE, EventLoopBlockedError, QuotaStoreError
-from langchain_quota.runtime.sync_async import Mode, run_sync
-from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.counts import check_request, idle_seconds
-from langchain_quota.stores.grants import Grant, SupportsGrants, as_listed
-from langchain_quota.stores.keys import Prefix, check_prefix, freezes_key, keys_of, prefix_of
+from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.stores.counts import idle_seconds
+from langchain_quota.stores.grants import Operation
+from langchain_quota.stores.keys import Prefix, check_prefix, keys_of, prefix_of
 from langchain_quota.stores.rate_limiting import RateLimiting
 
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
-
-PAGE = 500
-"""How many keys a listing reads at a time."""
 
 _TICKS = 16
 """The number of ticks of a timeout. Connecting takes about as many turns of the event loop."""
@@ -45,12 +40,6 @@ ANOTHER_FORM = (
 
 Q = TypeVar("Q")
 T = TypeVar("T")
-
-Answers = list[Any]
-"""Of peek: keys and uses; of others: grants, and whether each is new."""
-
-Argument = Grant | str | int | None
-"""Of grant: what to grant; of revoke: its id; of delay: the microseconds until a count is 0."""
 
 
 def unreadable(kind: str, name: str) -> QuotaStoreError:
@@ -83,7 +72,7 @@ class Server:
         """Close those of the running event loop."""
 
 
-class ServerStore(SupportsGrants, RateLimiting):
+class ServerStore(RateLimiting):
     """A store in a server; a subclass knows how an operation is made there."""
 
     _server: Server
@@ -127,32 +116,45 @@ class ServerStore(SupportsGrants, RateLimiting):
         self._server.close()
         await self._server.aclose()
 
-    def acquire(self, request: AcquireRequest) -> AcquireResult:
-        """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
-        check_request(request)
-        return run_sync(self._admit("", self._prefix_of(request), request))
+    async def _acquire(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
+        prefix = self._prefix_of(request)
+        return await self._in_time(mode, lambda: self._admit(mode, prefix, request))
 
-    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
-        """`acquire`, without blocking the event loop."""
-        check_request(request)
-        return await self._admit("a", self._prefix_of(request), request)
+    async def _run(
+        self, mode: Mode, keys: Sequence[str], operation: Operation[T], *, reads: bool = False
+    ) -> list[T]:
+        results = []
+        for prefix, some in self._by_prefix(keys).items() if keys else ():
+            work = partial(self._change, mode, prefix, operation, some, reads=reads)
+            results.append(await self._in_time(mode, work))
+        return results
+
+    def _keys(self, kind: str, pattern: str) -> Iterator[str]:
+        if not isinstance(self.prefix, str):
+            raise ValueError(  # noqa: TRY004 - it is no wrong type
+                "the prefix of this store is a function: list the keys of one prefix with "
+                f"{type(self).__name__}(…, prefix='acme')"
+            )
+        return self._scan(self.prefix, kind, pattern)
 
     @abstractmethod
     async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
-        """Acquire; a failure of the server is a QuotaStoreError."""
+        """Acquire; a failure of the server is raised as its client raises it."""
 
     @abstractmethod
-    async def _operate(
-        self, mode: Mode, prefix: str, op: str, keys: Sequence[str], argument: Argument
-    ) -> Answers:
-        """Make one step of another operation.
-
-        What it answers: "peek" each key under which something is kept, and its use, `None` if it is
-        no count; "grant" and "revoke" a grant, and whether it is new; "grants" all of them.
-        """
+    async def _change(
+        self,
+        mode: Mode,
+        prefix: str,
+        operation: Operation[T],
+        keys: Sequence[str] = (),
+        *,
+        reads: bool = False,
+    ) -> T:
+        """Run another operation on the rows that it needs, and write what it changes."""
 
     @abstractmethod
-    def _keys(self, kind: str, pattern: str) -> Iterator[str]:
+    def _scan(self, prefix: str, kind: str, pattern: str) -> Iterator[str]:
         """Return the keys of a kind that match, and maybe others."""
 
     def _prefix_of(self, request: AcquireRequest) -> str:
@@ -162,62 +164,6 @@ class ServerStore(SupportsGrants, RateLimiting):
         if rest:
             raise ValueError(f"a request must have one prefix: {first[1][0]!r}, {rest[0][1][0]!r}")
         return first[0]
-
-    async def _peek(self, mode: Mode, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        usages = dict(await self._each(mode, "peek", keys))
-        for key, use in usages.items():
-            if use is None:
-                raise unreadable("count", key)
-        return tuple(map(usages.get, keys))
-
-    async def _reset(self, mode: Mode, keys: Sequence[str]) -> None:
-        await self._each(mode, "reset", keys)
-
-    async def _delay(self, mode: Mode, key: str, microseconds: int) -> None:
-        await self._each(mode, "delay", [key], microseconds)
-
-    async def _grant(self, mode: Mode, grant: Grant) -> tuple[Grant | None, bool]:
-        results = await self._each(mode, "grant", [grant.key], grant)
-        return results[0] if results else (None, False)
-
-    async def _revoke(self, mode: Mode, key: str, name: str) -> Grant | None:
-        ended = await self._each(mode, "revoke", [key], name)
-        return ended[0][0] if ended else None
-
-    def entries(self, pattern: str) -> dict[str, QuotaUsage | None]:
-        """Return what is kept for counts under the keys that match; `None` for what is no count."""
-        return dict(self._listed("count", pattern, "peek"))
-
-    def _active_grants(self, pattern: str) -> list[Grant]:
-        grants = self._listed("notes", pattern, "grants")
-        return [*{(grant.key, grant.id): grant for grant, _ in grants}.values()]
-
-    async def freezes(self, mode: Mode, prefix: str = "") -> list[Grant]:
-        """Return the freezes under a prefix, as `grants` does."""
-        frozen = await self._each(mode, "grants", [freezes_key(prefix)])
-        return [as_listed(grant) for grant, _ in frozen]
-
-    async def _each(
-        self, mode: Mode, op: str, keys: Sequence[str], argument: Argument = None
-    ) -> Answers:
-        """Return the results of one step for each prefix of the keys."""
-        results: Answers = []
-        for prefix, some in self._by_prefix(keys).items() if keys else ():
-            results += await self._operate(mode, prefix, op, some, argument)
-        return results
-
-    def _listed(self, kind: str, pattern: str, op: str) -> Answers:
-        """Return what is read of the keys that match, some at a time."""
-        results: Answers = []
-        if not isinstance(self.prefix, str):
-            raise ValueError(  # noqa: TRY004 - it is no wrong type
-                "the prefix of this store is a function: list the keys of one prefix with "
-                f"{type(self).__name__}(…, prefix='acme')"
-            )
-        keys = (key for key in self._keys(kind, pattern) if fnmatchcase(key, pattern))
-        while some := [*islice(keys, PAGE)]:
-            results += run_sync(self._each("", op, some))
-        return results
 
     def _by_prefix(self, keys: Sequence[str]) -> Mapping[str, Sequence[str]]:
         if isinstance(self.prefix, str):
