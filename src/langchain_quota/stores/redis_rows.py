@@ -8,13 +8,14 @@ entry is a field of its own, with its three numbers.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import inf
 from typing import Any
 
 from langchain_quota.stores.counts import Count, Entry
 from langchain_quota.stores.keys import COUNT, NOTES, digest
 from langchain_quota.stores.memory import ATTEMPT, RESULT, ROLLOVER
-from langchain_quota.stores.rows import OLD_GRANTS, Name, Rows, check_count, read_value
+from langchain_quota.stores.rows import OLD_GRANTS, Name, Rows, check_count, plain, read_value
 
 MAX_COUNT = 2**53 - 1
 """The largest count, start and amount: scripts compute in floating point."""
@@ -23,10 +24,13 @@ NUMBERS = ("used", "expires", "next_end", "raised", "fresh", "checked", "at", "l
 """The numbers of a count, of which acquire.lua reads the first seven."""
 FIELDS = (*NUMBERS, ROLLOVER)
 """What is read of a count whose other entries do not matter."""
+_ABSENT = {"next_end": inf, "raised": 0, "fresh": 0, "checked": 0}
+"""What a number is that is not written, if it is not `None`."""
 _ADDED = ("used", "raised", "fresh")
 """To what others change meanwhile, the difference is added, unless the count drains."""
 
 
+@lru_cache(maxsize=4096)
 def name_of(prefix: str, kind: str, key: str) -> bytes:
     """Return the name of what is kept of a kind for a key, which may begin with the prefix."""
     # The prefix is the hash tag, by which a cluster finds the node.
@@ -106,37 +110,19 @@ def _parts(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[list[Any]
 def _read_count(fields: Mapping[str, str]) -> tuple[float, Count]:
     numbers = {name: int(fields[name]) for name in NUMBERS if name in fields}
     entries = {n: Entry(*map(int, text.split())) for n, text in fields.items() if " " in text}
-    limit, ends, next_end = (numbers.get(name, -1) for name in ("limit", "ends", "next_end"))
     if max(map(abs, numbers.values())) > MAX_COUNT:
         raise ValueError("it is no count")
-    return numbers["expires"], check_count(
-        Count(
-            numbers.get("used"),
-            None if limit < 0 else limit,
-            None if ends < 0 else ends,
-            entries,
-            inf if next_end < 0 else next_end,
-            numbers.get("at"),
-            numbers.get("raised", 0),
-            numbers.get("fresh", 0),
-            numbers.get("checked", 0),
-        )
-    )
+    expires, at = numbers.pop("expires"), numbers.pop("at", None)
+    for name in ("limit", "ends", "next_end"):
+        if numbers.get(name, 0) < 0:
+            del numbers[name]
+    return expires, check_count(Count(**numbers, entries=entries, changed_at=at))
 
 
 def _write_count(count: Count, expires: float) -> dict[str, str]:
-    numbers = {
-        "used": count.used,
-        "raised": count.raised or None,
-        "fresh": count.fresh or None,
-        "checked": count.checked or None,
-        "limit": count.limit,
-        "ends": count.ends,
-        "expires": int(min(expires, MAX_COUNT)),
-        "next_end": None if count.next_end == inf else int(count.next_end),
-        "at": count.changed_at,
-    }
-    fields = {name: str(min(n, MAX_COUNT)) for name, n in numbers.items() if n is not None}
+    kept = {**plain(count), "expires": expires, "at": count.changed_at}
+    numbers = {name: kept[name] for name in NUMBERS if kept[name] != _ABSENT.get(name)}
+    fields = {name: str(int(min(number, MAX_COUNT))) for name, number in numbers.items()}
     return fields | {name: " ".join(map(str, entry)) for name, entry in count.entries.items()}
 
 

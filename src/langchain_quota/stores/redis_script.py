@@ -71,7 +71,7 @@ SCRIPTS = {name: _script(name) for name in ("acquire", "rows")}
 def write_acquire(prefix: str, request: AcquireRequest, idle: int) -> list[int | bytes | str]:
     """Return the number of keys, the keys and the arguments of acquire.lua for a request."""
     # The freezes come first, and counts last, with numbers of their own.
-    places = {_name(prefix, COUNT, FREEZES): 1, _name(prefix, OLD_GRANTS, FREEZES): 2}
+    places = {name_of(prefix, COUNT, FREEZES): 1, name_of(prefix, OLD_GRANTS, FREEZES): 2}
     counts: dict[bytes, int] = {}
     rules: list[str] = []
     counters: list[str] = []
@@ -84,7 +84,7 @@ def write_acquire(prefix: str, request: AcquireRequest, idle: int) -> list[int |
         return places.setdefault(name_of(prefix, kind, digest(name)), len(places) + 1)
 
     def count(key: str, ends: int | None) -> int:
-        number = counts.setdefault(_name(prefix, COUNT, key), len(counts) + 1)
+        number = counts.setdefault(name_of(prefix, COUNT, key), len(counts) + 1)
         if number > len(rules):
             rules.append(f"{_clamped(ends)},{_rule(key, idle)}")
         return number
@@ -173,11 +173,6 @@ def _threshold(threshold: Threshold) -> tuple[str, str]:
     # It may be below 0, and grants may raise it.
     bound = max(-MAX_COUNT, min(maximum, MAX_COUNT))
     return f"{bound},{'true' if enforced else 'false'}", json.dumps([limit, scope])
-
-
-@lru_cache(maxsize=4096)
-def _name(prefix: str, kind: str, key: str) -> bytes:
-    return name_of(prefix, kind, key)
 
 
 @lru_cache(maxsize=4096)

@@ -145,7 +145,7 @@ def _count(*, entries: Mapping[str, Sequence[int]], **value: Any) -> Count:
     return check_count(Count(**value, entries={n: Entry(*each) for n, each in entries.items()}))
 
 
-def plain(value: Any) -> object:
+def plain(value: Any) -> Any:
     """Return a dataclass or a time as JSON has it."""
     if isinstance(value, datetime):
         return value.isoformat()
