@@ -15,9 +15,9 @@ from weakref import WeakSet
 
 try:
     import psycopg
-    from psycopg import errors, pq, waiting
+    from psycopg import errors, generators, pq, waiting
     from psycopg.conninfo import conninfo_to_dict
-    from psycopg.pq.abc import PGconn, PGresult
+    from psycopg.pq.abc import PGresult
     from psycopg.rows import TupleRow
     from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 except ImportError as missing:
@@ -39,6 +39,7 @@ _INTERVAL = 0.1
 
 Pool = ConnectionPool[Any] | AsyncConnectionPool[Any]
 Connection = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
+_Query = Generator[waiting.Wait, waiting.Ready | int, list[PGresult]]
 _stalled: WeakSet[Connection] = WeakSet()
 
 
@@ -55,38 +56,17 @@ def connections(source: object, timeout: float) -> "Connections":
     return _OwnedConnections(source, timeout)
 
 
-def _sent(
-    pgconn: PGconn, statements: bytes, seconds: float
-) -> Generator[waiting.Wait, waiting.Ready | int, list[PGresult]]:
-    ends = monotonic() + seconds
-    results: list[PGresult] = []
-    pgconn.send_query(statements)
-    while pgconn.flush():
-        if (yield waiting.Wait.RW) & waiting.Ready.R:
-            _consume(pgconn)
+def _in_time(query: _Query, seconds: float) -> _Query:
+    """Run a query; raise a `TimeoutError` when it still waits after some seconds."""
+    ends, ready = monotonic() + seconds, None
     while True:
-        while pgconn.is_busy():
-            if (yield waiting.Wait.R):
-                _consume(pgconn)
-            elif monotonic() > ends:
-                raise TimeoutError
-        result = pgconn.get_result()
-        if result is None:
+        try:
+            ready = yield query.send(ready)  # type: ignore[arg-type] # it begins with None
+        except StopIteration as done:
+            results: list[PGresult] = done.value
             return results
-        if result.status == pq.ExecStatus.FATAL_ERROR:
-            raise errors.error_from_result(result)
-        results.append(result)
-
-
-def _consume(pgconn: PGconn) -> None:
-    try:
-        pgconn.consume_input()
-    except psycopg.OperationalError:
-        # What the server said before it closed the connection says more.
-        result = pgconn.get_result()
-        if result is not None and result.error_field(pq.DiagnosticField.SQLSTATE):
-            raise errors.error_from_result(result) from None
-        raise
+        if not ready and monotonic() > ends:
+            raise TimeoutError
 
 
 def _is_open(connection: Connection) -> bool:
@@ -140,12 +120,26 @@ class Connections(Server, ABC):
 
     async def send(self, connection: Connection, statements: str) -> list[PGresult]:
         """Send statements together, and return the server's results."""
-        # Not its own `wait`: if a caller is cancelled, that one waits for a server that hangs.
-        is_sync, pgconn = isinstance(connection, psycopg.Connection), connection.pgconn
-        sent = _sent(pgconn, statements.encode(), self._timeout if is_sync else math.inf)
-        if is_sync:
-            return waiting.wait_selector(sent, pgconn.socket, interval=_INTERVAL)
-        return await waiting.wait_async(sent, pgconn.socket, interval=_INTERVAL)
+        pgconn = connection.pgconn
+        pgconn.send_query(statements.encode())
+        query = generators.execute(pgconn)
+        try:
+            if isinstance(connection, psycopg.Connection):
+                query = _in_time(query, self._timeout)
+                results = waiting.wait_selector(query, pgconn.socket, interval=_INTERVAL)
+            else:
+                # Not its own `wait`: if a caller is cancelled, that waits for a server that hangs.
+                results = await waiting.wait_async(query, pgconn.socket, interval=_INTERVAL)
+        except psycopg.OperationalError:
+            # What the server said before it closed the connection says more.
+            last = pgconn.get_result()
+            if last is None or not last.error_field(pq.DiagnosticField.SQLSTATE):
+                raise
+            results = [last]
+        for result in results:
+            if result.status == pq.ExecStatus.FATAL_ERROR:
+                raise errors.error_from_result(result)
+        return results
 
     async def commit(self, connection: Connection, statements: str) -> None:
         """Send what ends a transaction, if the server has not ended it."""
