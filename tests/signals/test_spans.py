@@ -324,11 +324,11 @@ async def test_a_span_begins_before_the_wait(
     """A call's span covers its wait for room in a quota, so no time of the run is unexplained."""
     clock, waits = Clock(), list[int]()
 
-    async def passing(_: str, seconds: float, *__: object) -> None:
+    async def passing(_: object, seconds: float) -> None:
         clock.now += seconds
         waits.append(time.time_ns())
 
-    monkeypatch.setattr("langchain_quota.features.waiting.wait_for", passing)
+    monkeypatch.setattr("langchain_quota.runtime.queues.Waiter.sleep", passing)
     quota = Quota(1, per="global", window="1m", smooth=True)
     limit = ModelCallLimit(quotas=[quota], wait=timedelta(hours=1))
     store = MemoryStore(clock=clock)
