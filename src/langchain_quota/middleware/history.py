@@ -141,11 +141,11 @@ def repaired(state: State, *, is_shared: bool) -> list[AnyMessage] | None:
             answered.add(message.tool_call_id)
         if not isinstance(message, AIMessage):
             continue
-        named = identified(message, answered)
-        calls = _unanswered(named, answered, state)
-        answered = set()
-        if not calls:
+        before, answered = answered, set()
+        if before.issuperset([call["id"] for call in message.tool_calls]):
             continue
+        named = identified(message, before)
+        calls = _unanswered(named, before, state)
         has_changed = True
         end = index + 1
         while end < len(history) and isinstance(history[end], ToolMessage):

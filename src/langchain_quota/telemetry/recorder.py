@@ -122,6 +122,7 @@ class Recorder:
         self._has_checked_settings = False
         self._estimated_models: set[str] = set()
         self._recent_tasks = RecentTasks()
+        self._newest_model: tuple[object, object] = None, None
         self.streams = False
 
         def sinks(spans: Sink, count: Sink) -> Sinks:
@@ -201,7 +202,7 @@ class Recorder:
             tools = [self._shared.tools[caller.agent, verdict.call.tool] for verdict in verdicts]
             event = DecisionEvent(verdicts, caller, tools, started, duration, error)
             if model is not None:
-                event.model = partial(self._guard, "tracing", _model_name, *model)
+                event.model = partial(self._guard, "tracing", self._model_name, *model)
             is_about_slots = verdicts[0].first is not None
             self._dispatch(event, self._slot_sinks if is_about_slots else self._decision_sinks)
             if refunds:
@@ -399,6 +400,16 @@ class Recorder:
             self.record_error(component, error)
         return CallerLabels(bounded, name, thread)
 
+    def _model_name(self, model: "BaseChatModel", settings: Mapping[str, object]) -> str | None:
+        """Return the name of the model that a call with these settings reaches."""
+        newest, name = self._newest_model
+        if settings or model is not newest:
+            name = compat.model_parameters(model, settings).get("ls_model_name")
+            if not settings:
+                # To ask a model takes long, and an agent has one for all its calls.
+                self._newest_model = model, name
+        return None if name is None else str(name)
+
     def store_label(self, name: str) -> str:
         """Return the label of a shared store."""
         return self._guard("metrics", self._shared.stores.__getitem__, ("", name)) or UNNAMED
@@ -406,9 +417,3 @@ class Recorder:
     def model_label(self, model: str | None) -> str:
         """Return the label of a model."""
         return self._guard("metrics", self._shared.models.__getitem__, ("", model)) or UNNAMED
-
-
-def _model_name(model: "BaseChatModel", settings: Mapping[str, object]) -> str | None:
-    """Return the name of the model that a call with these settings reaches."""
-    name = compat.model_parameters(model, settings).get("ls_model_name")
-    return None if name is None else str(name)
