@@ -27,7 +27,7 @@ from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.conclude import end_again, ending_message, refunds_of
 from langchain_quota.middleware.context import CallContext, call_context, running_config
-from langchain_quota.middleware.damage import DamageNamed
+from langchain_quota.middleware.damage import DAMAGES, raise_if_damaged
 from langchain_quota.middleware.feature import Feature, Handler, Request, Response
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import repaired, since, unfinished_calls
@@ -152,13 +152,11 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         Raises:
             RuntimeError: Another middleware of this agent counts its model calls, too.
         """
-        with DamageNamed(state):
-            return begin_run(self.kernel, "", state, runtime)
+        return begin_run(self.kernel, "", state, runtime)
 
     async def abefore_agent(self, state: StateT, runtime: Runtime[ContextT]) -> Update | None:
         """Call `before_agent` without blocking the event loop."""
-        with DamageNamed(state):
-            return begin_run(self.kernel, "a", state, runtime)
+        return begin_run(self.kernel, "a", state, runtime)
 
     def wrap_model_call(
         self,
@@ -232,7 +230,14 @@ def begin_run(kernel: Kernel, mode: Mode, state: State, runtime: object) -> Upda
     """Begin a new run, and return the update; see `LimitMiddleware.before_agent`."""
     # Around the model call, another middleware could take the error for one of the model.
     kernel.observers.check(mode)
-    context = call_context(runtime)
+    try:
+        return _begin_run(kernel, state, call_context(runtime))
+    except DAMAGES as error:
+        raise_if_damaged(state, error)
+        raise
+
+
+def _begin_run(kernel: Kernel, state: State, context: CallContext) -> Update:
     compat.note_tracers(running_config().get("callbacks"))
     update: Update = {}
     history = state.get("messages") or ()

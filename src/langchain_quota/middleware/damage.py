@@ -1,7 +1,5 @@
 """Name the key where a hook fails at a thread's checkpoint that is damaged."""
 
-from typing import NamedTuple
-
 from pydantic import TypeAdapter, ValidationError
 
 # Pydantic does not read that of `typing` before Python 3.12.
@@ -26,21 +24,17 @@ class _Kept(TypedDict, total=False):
     langchain_quota: _Ledger | None
 
 
-class DamageNamed(NamedTuple):
-    """A block that reads a state. If it fails and the state is damaged, a `ValueError` says so."""
+DAMAGES = (*UNREADABLE, ArithmeticError)
+"""What a hook raises at a state that is damaged, among other causes."""
 
-    state: State
 
-    def __enter__(self) -> None:
-        """Begin the block."""
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, (*UNREADABLE, ArithmeticError)):
-            try:
-                TypeAdapter(_Kept).validate_python({**self.state}, strict=True)
-            except ValidationError as damage:
-                first = damage.errors()[0]
-                raise ValueError(
-                    f"{'.'.join(map(str, first['loc']))} is damaged in the checkpoint of this "
-                    f"thread: {first['msg']}. Begin another thread, or correct it there"
-                ) from error
+def raise_if_damaged(state: State, error: Exception) -> None:
+    """Raise a `ValueError` that names the damaged key, if that is why a hook failed."""
+    try:
+        TypeAdapter(_Kept).validate_python({**state}, strict=True)
+    except ValidationError as damage:
+        first = damage.errors()[0]
+        raise ValueError(
+            f"{'.'.join(map(str, first['loc']))} is damaged in the checkpoint of this "
+            f"thread: {first['msg']}. Begin another thread, or correct it there"
+        ) from error

@@ -29,7 +29,7 @@ from langchain_quota.middleware.context import (
     call_context,
     running_agent,
 )
-from langchain_quota.middleware.damage import DamageNamed
+from langchain_quota.middleware.damage import DAMAGES, raise_if_damaged
 from langchain_quota.middleware.feature import (
     Feature,
     FeatureOptions,
@@ -229,7 +229,7 @@ class Kernel:
         conclude: Conclude,
     ) -> Update | None:
         """Check the calls of a step, record the decisions, and return the update or raise."""
-        with DamageNamed(state):
+        try:
             # After the last call of a budget no tool runs, even where no limit is on tools.
             if kind not in self.kinds and not (kind == "tool" and ledger(state).get("final")):
                 return None
@@ -250,9 +250,12 @@ class Kernel:
             for complete in self.on_change_hooks:
                 change = complete(step, change)
             update = await self.record(mode, step, change)
-            if change.error is not None:
-                raise with_work(change.error, state)
-            return update
+        except DAMAGES as error:
+            raise_if_damaged(state, error)
+            raise
+        if change.error is not None:
+            raise with_work(change.error, state)
+        return update
 
     async def after_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
         """Pass the newest state to features, then check the newest tool calls."""
