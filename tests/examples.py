@@ -33,5 +33,5 @@ settings.load_profile("tests")
 
 
 def examples(deep: int) -> settings:
-    """So many examples in `make test-all`, and a quarter of them in `make test`."""
-    return settings(max_examples=max(10, deep // 4) if DEPTH == "quick" else deep)
+    """So many examples in `make test-all`, and an eighth of them in `make test`."""
+    return settings(max_examples=max(6, deep // 8) if DEPTH == "quick" else deep)

@@ -219,7 +219,7 @@ def is_named(shape: Shape) -> bool:
 
 
 @pytest.mark.timeout(3600)
-@settings(max_examples=10 if DEPTH == "quick" else 1000)
+@settings(max_examples=6 if DEPTH == "quick" else 1000)
 @given(
     shape=shapes(3, [way for way in WAYS if way not in UNSEEN]),
     most=st.integers(0, 6),

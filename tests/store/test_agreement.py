@@ -618,6 +618,13 @@ def _kept_for_the_next_window() -> list[Step]:
     return [request, [KEYS[2]], 86_400, again]
 
 
+def _refunded_too_much() -> list[Step]:
+    """No count falls below 0."""
+    request = AcquireRequest("i", "x", {"a": CountRef(KEYS[1])}, (Demand({"a": 2}),))
+    refund = AcquireRequest("", "", corrections=(Correction("s", {KEYS[1]: -3}),))
+    return [request, refund]
+
+
 def _ended_in_reverse() -> list[Step]:
     """Holds of a count that drains are settled in another order than they began."""
     held: list[Step] = [drains(name, [10_000], 9, 99) for name in "ijk"]
@@ -631,6 +638,7 @@ def _ended_in_reverse() -> list[Step]:
 @example(steps=_held_longest())
 @example(steps=_granted_again())
 @example(steps=_kept_for_the_next_window())
+@example(steps=_refunded_too_much())
 @example(steps=_ended_in_reverse())
 def test_all_agree(place: Place, steps: list[Step]) -> None:
     """The same requests get the same answers, and leave the same counts, limits and windows."""
