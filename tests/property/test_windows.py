@@ -1,12 +1,10 @@
 """Windows of the calendar, at random times in random zones, against dateutil's recurrences.
 
-What is left of a limit, and rolls over, in random zones and stores, is as in a plain model.
+What is left of a limit, and rolls over, in random zones, is as in a plain model.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing
 from datetime import datetime, timedelta
 from decimal import Decimal
 from functools import partial
@@ -14,27 +12,16 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 from zoneinfo import ZoneInfo, available_timezones
 
-import pytest
 from dateutil.rrule import DAILY, HOURLY, MONTHLY, WEEKLY, rrule
 from dateutil.tz import datetime_ambiguous, datetime_exists
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from langchain_quota import (
-    CostLimit,
-    Decision,
-    MemoryStore,
-    PostgresStore,
-    Quota,
-    RedisStore,
-    ToolCallLimit,
-)
+from langchain_quota import CostLimit, Decision, MemoryStore, Quota, ToolCallLimit
 from langchain_quota.core.admission import AcquireRequest, Correction
 from langchain_quota.limits.quotas import CALENDAR
 from tests.examples import examples
 from tests.scene import Form, Scene
-from tests.server.postgres import time_of
-from tests.server.redis import RedisServer, let_pass, time_from
 from tests.stores import Clock
 from tests.telemetry import paid, telling
 
@@ -123,10 +110,9 @@ def test_windows_follow_one_another(name: str, cycle: Cycle, now: int) -> None:
 
 LIMIT, ROLLOVER = 5, 3
 START = 3 * 10**9
-"""When a history begins: so late that Redis, by its own clock, forgets nothing meanwhile."""
+"""When a history begins at the earliest."""
 Step = tuple[str, str, int]
 """What happens, to which tenant, and an amount: of calls, or of tenths of a window."""
-Wait = Callable[[float], None] | None
 WINDOWS: list[tuple[str, str | int | None]] = [
     *(("6h", None), ("hour", None), ("day", None)),
     *(("week", "sunday"), ("month", 1), ("month", 31)),
@@ -161,12 +147,10 @@ histories = st.builds(
     st.booleans(),
 )
 LATE = [("run", 4), ("wait", 8), ("run", 1), ("late", 8), ("run", 8), ("wait", 20), ("run", 1)]
-refunded_late = example(
-    History(
-        [(what, "acme", amount) for what, amount in LATE],
-        *(("day", None), "Europe/Berlin", 3_005_463_600, "sync"),
-        money=False,
-    )
+REFUNDED_LATE = History(
+    [(what, "acme", amount) for what, amount in LATE],
+    *(("day", None), "Europe/Berlin", 3_005_463_600, "sync"),
+    money=False,
 )
 """A call is refunded in the next window, on a day on which clocks are set forward."""
 
@@ -176,12 +160,9 @@ class World:
 
     Args:
         history: What happens.
-        store: Where the agent counts.
-        clock: The store's clock.
-        wait: Lets seconds pass there, if that takes more than the clock.
     """
 
-    def __init__(self, history: History, store: Any, clock: Clock, wait: Wait = None) -> None:
+    def __init__(self, history: History) -> None:
         (window, starts), money = history.window, history.money
         self.one: Any = Decimal("0.01") if money else 1
         self.unit = 10**7 if money else 1
@@ -192,8 +173,8 @@ class World:
         if money:
             kind = partial(CostLimit, tool_prices={"search": "0.01"})
         options: Any = {"prices": lambda used: Decimal(used.total_tokens) / 100} if money else {}
-        store.clock = clock
-        self.store, self.clock, self.wait, self.history = store, clock, wait, history
+        self.clock, self.history = Clock(history.now), history
+        self.store = MemoryStore(clock=self.clock)
         # By tenant and the end of a window.
         self.used, self.granted = Counter[Any](), Counter[Any]()
         self.rolled, self.grants = dict[Any, int](), dict[str, Any]()
@@ -203,7 +184,7 @@ class World:
             telling(spans="off"),
             self.answer,
             [kind(quotas=[self.quota], name="limit")],
-            store=store,
+            store=self.store,
             form=history.form,
             on_decision=self.decisions.append,
             **options,
@@ -261,11 +242,7 @@ class World:
         if what == "run":
             await self.run(amount)
         elif what == "wait":
-            seconds = (window.end - window.begin) * amount // 10 + 1
-            if self.wait is None:
-                self.clock.now += seconds
-            else:
-                self.wait(seconds)
+            self.clock.now += (window.end - window.begin) * amount // 10 + 1
         elif what == "grant":
             granted = await self.call("grant", amount * self.one)
             self.grants[self.tenant] = granted.id, self.now
@@ -301,38 +278,7 @@ class World:
 
 @examples(100)
 @given(history=histories)
-@refunded_late
+@example(history=REFUNDED_LATE)
 def test_rollover(history: History) -> None:
     """Of any runs, grants, revocations, resets and late charges, each window has what is said."""
-    clock = Clock(history.now)
-    asyncio.run(World(history, MemoryStore(clock=clock), clock).play())
-
-
-@pytest.mark.rest
-@examples(60)
-@given(history=histories)
-@refunded_late
-def test_rollover_in_redis(redis_server: RedisServer, history: History) -> None:
-    """The same in Redis, where every count expires."""
-    clock, history = Clock(history.now), history._replace(form="sync")
-    with redis_server.client() as client, time_from("now"):
-        client.flushall()
-        wait = partial(let_pass, client, "now", clock)
-        wait(0)
-        store = RedisStore(client, prefix=uuid4().hex)
-        asyncio.run(World(history, store, clock, wait).play())
-        assert all(client.expiretime(name) > clock.now for name in client.keys("*:count:*"))
-
-
-@pytest.mark.rest
-@examples(60)
-@given(history=histories)
-@refunded_late
-def test_rollover_in_postgres(postgres_url: str, history: History) -> None:
-    """The same in PostgreSQL."""
-    clock, history = Clock(history.now), history._replace(form="sync")
-    with (
-        closing(PostgresStore(postgres_url, prefix=uuid4().hex, timeout=60)) as store,
-        time_of(clock),
-    ):
-        asyncio.run(World(history, store, clock).play())
+    asyncio.run(World(history).play())
