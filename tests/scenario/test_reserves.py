@@ -49,20 +49,6 @@ def watching(store: Any) -> tuple[list[dict[str, int]], During]:
     return seen, During(lambda: seen.append(counts(store)))
 
 
-async def test_what_is_held_becomes_what_was_used(signals: Signals) -> None:
-    """During a call its reserve is held of each budget; afterwards what it used is charged."""
-    store = memory()
-    seen, during = watching(store)
-    quotas = [Quota(1000, per="user_id", window=DAY)]
-    limit = TokenLimit(run_limit=1000, thread_limit=1000, quotas=quotas, reserve=70)
-    script = [answer(60, "search"), answer(40)]
-    await Scene(signals, script, [limit, during], store=store).play(context=ANN)
-    keys = (THREAD, f"{TOTAL}:user_id:ann:{TODAY}")
-    assert seen == [dict.fromkeys(keys, 70), dict.fromkeys(keys, 130)]
-    assert counts(store) == dict.fromkeys(keys, 100)
-    assert run_counts(store, TOTAL) == [100]
-
-
 @pytest.mark.parametrize("computed", [False, True], ids=["numbers", "functions"])
 @pytest.mark.parametrize("reserves", [(25, 70), (70, None)], ids=str)
 async def test_limits_on_one_count_hold_the_most_that_one_reserves(

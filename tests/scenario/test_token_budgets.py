@@ -171,17 +171,6 @@ async def test_an_error_shows_whether_the_call_may_be_paid(
     assert spent_by_agent(signals).get("unnamed", 0) == (5 if is_paid else 0)
 
 
-async def test_a_last_answer_that_says_nothing_is_replaced(signals: Signals) -> None:
-    """A last call that asks for tools ends the run with a text that says what is used up."""
-    limit = TokenLimit(run_limit=100, exit_behavior="finalize", keep=30)
-    scene = Scene(signals, [answer(80, "search"), answer(10, "search", text="")], [limit])
-    await scene.play()
-    assert scene.last_text().endswith(
-        "Token limits exceeded: run limit (80/100 tokens, the rest was kept for the last answer)"
-    )
-    assert len(scene.model.calls) == 2
-
-
 @orders(2)
 async def test_beside_a_second_limit_of_models(order: Order, signals: Signals) -> None:
     """A second middleware that counts model calls is an error, which says what to do."""
