@@ -88,8 +88,11 @@ async def test_one_that_raises(form: Form, function: Any, kind: Kind, signals: S
     scene.check()
 
 
-@pytest.mark.parametrize("function", [aby_plan, ByPlan()], ids=["function", "object"])
-@pytest.mark.parametrize("kind", [ModelCallLimit, ToolCallLimit])
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [(ModelCallLimit, aby_plan), (ToolCallLimit, ByPlan())],
+    ids=["function", "object"],
+)
 async def test_an_async_one_under_invoke(kind: Any, function: Any, signals: Signals) -> None:
     """An async function under `invoke` is a clear error, and no coroutine is left behind."""
     with warnings.catch_warnings(action="ignore"):
@@ -99,7 +102,7 @@ async def test_an_async_one_under_invoke(kind: Any, function: Any, signals: Sign
     match = "run_limit of limit 'budget' is async: call the agent with ainvoke"
     with pytest.raises(RuntimeError, match=match):
         await scene.play(context={"plan": "free"})
-    gc.collect()  # a coroutine that was never awaited warns here, and warnings are errors
+    gc.collect(1)  # a coroutine that was never awaited warns here, and warnings are errors
     assert scene.ran == []
 
 

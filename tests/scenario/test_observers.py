@@ -131,7 +131,7 @@ async def test_an_async_one_under_invoke(kind: Kind, sort: str, signals: Signals
     with pytest.raises(RuntimeError, match=r"on_decision=.* is async: call the agent with ainvoke"):
         await scene.play()
     assert (scene.model.calls, scene.ran, seen) == ((), [], [])
-    gc.collect()  # a coroutine that was never awaited warns here, and warnings are errors
+    gc.collect(1)  # a coroutine that was never awaited warns here, and warnings are errors
 
 
 @pytest.mark.parametrize("goes_on", [True, False], ids=["the same run", "another turn"])

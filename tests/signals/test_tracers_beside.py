@@ -173,7 +173,7 @@ async def test_beside_langsmith(form: Form, kind: Kind, signals: Signals) -> Non
         scene = scene_of(signals, kind, form)
         assert [each.content for each in (await scene.play())["messages"]] == answers
     # A coroutine that nobody awaits is told when it is collected, and fails the test.
-    gc.collect()
+    gc.collect(1)
     assert scene.usage() == plain.usage()
     runs = kept.runs
     assert {each["ends"] for each in runs.values()} == {1}
