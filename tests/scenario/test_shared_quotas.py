@@ -18,7 +18,7 @@ from tests.telemetry import Signals
 class Context:
     """What a run knows of its caller."""
 
-    user_id: str | None = None
+    user_id: UUID | None = None
 
 
 USER = Quota(2, per="user_id", window=DAY)
@@ -59,21 +59,6 @@ async def test_functions(form: Form, per: Any, number: Any, signals: Signals) ->
     # A number that was computed is not exported as the limit.
     labels = {"agent": "unnamed", "limit": "tool:search", "scope": "tenant"}
     assert signals.samples("langchain_quota_limit", **labels) == {}
-
-
-async def test_limits_on_one_count(signals: Signals) -> None:
-    """Quotas of several limits that are one count are charged once, and each has its own number."""
-    store = MemoryStore()
-    also = Quota(1, per=lambda *_: "ann", name="user_id", window=DAY)
-    limits = [
-        ToolCallLimit("search", quotas=[USER]),
-        ToolCallLimit("search", name="also", quotas=[also], enforce=False),
-    ]
-    scene = Scene(signals, THREE, limits, store=store, context=ANN)
-    await scene.play()
-    assert len(scene.ran) == 2
-    assert list(counts(store).values()) == [2]
-    assert scene.metric("also", "would_block", "user_id") == 2
 
 
 ACME = {"tenant": "acme"}
@@ -122,22 +107,6 @@ async def test_what_tells_no_count(
         assert signals.value("langchain_quota_errors_total", **labels) == 1
 
 
-HOSTILE = [
-    *("ann", "ann:86400:20454", "ann%3A86400%3A20454", "Ann", "*", "{ann}", "ann\n", "\ud800"),
-    *("ä" * 1000, "ä" * 1001, "ä" * 1000 + "1", "a b", "a+b"),
-]
-
-
-async def test_users_that_look_alike(signals: Signals) -> None:
-    """No user's id, however it is written, reaches the count of another."""
-    store = MemoryStore()
-    scene = Scene(signals, THREE, [ToolCallLimit("search", quotas=[USER])], store=store)
-    for user in (*HOSTILE, 7, "7", UUID(int=7), str(UUID(int=7))):
-        await scene.play(context=Context(user) if user == "*" else {"user_id": user})
-    assert len(scene.ran) == 2 * (len(HOSTILE) + 2)
-    assert list(counts(store).values()) == [2] * (len(HOSTILE) + 2)
-
-
 THREAD = "search:thread:thread-1"
 
 
@@ -151,7 +120,7 @@ async def test_reset(form: Form, signals: Signals) -> None:
         ModelCallLimit(thread_limit=9),
     ]
     scene = Scene(signals, asking("search", "search", "calc"), limits, store=store, form=form)
-    await scene.play(context=ANN, thread_id="thread-2")
+    await scene.play(context=Context(UUID(int=7)), thread_id="thread-2")
     await scene.play(thread_id="thread-1")
     await scene.play()
     assert len(scene.ran) == 6
@@ -159,7 +128,7 @@ async def test_reset(form: Form, signals: Signals) -> None:
     used = usage(scene.agent.get_state(CONFIG))
     assert (dict(used.tools), used.model, dict(used.run_tools)) == ({}, 0, {})
     assert counts(store) == {
-        "search:user_id:ann": 4,
+        f"search:user_id:{UUID(int=7)}": 4,
         "search:thread:thread-2": 2,
         f"calc:thread:thread-2:{TODAY}": 1,
         "model:thread:thread-2": 2,
