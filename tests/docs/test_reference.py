@@ -59,8 +59,6 @@ DESCRIBED = re.findall(r"(?m)^::: (\S+)\.(\w+)$", REFERENCE)
 """The names that the reference describes, each with its home."""
 METRICS, SPANS = MADE["reference/metrics.md"], MADE["reference/telemetry.md"]
 LOGS = (DOCS / "observability.md").read_text()
-CODE = {path: path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))}
-NODES = [node for text in CODE.values() for node in ast.walk(ast.parse(text))]
 
 AGENT, THREAD, USER, PER, TOOL, MODEL = "boss", "anna", "ada", "user_id", "search", "gpt-5"
 LIMITED = "bert"
@@ -422,7 +420,9 @@ def test_environment_variables() -> None:
     text = " ".join(" ".join(row.values()) for row in rows("Environment variables", REFERENCE))
     page = [each for each in quoted(text) if re.fullmatch(r"[A-Z]+(_[A-Z]+)+", each)]
     named = re.compile(r"(LANGCHAIN|PROMETHEUS|OTEL)(_[A-Z]+)+")
-    values = [str(node.value) for node in NODES if isinstance(node, ast.Constant)]
+    code = (path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    nodes = (node for text in code for node in ast.walk(ast.parse(text)))
+    values = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
     same(page, filter(named.fullmatch, values))
 
 

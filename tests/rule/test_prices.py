@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -29,13 +29,18 @@ KNOWN = {
     *("gemini-2.5-pro", "mistral-large-latest", "deepseek-chat"),
     "anthropic.claude-sonnet-4-5-20250929-v1:0",
 }
-ALL = [
-    (provider.id, model)
-    for provider in get_snapshot().providers
-    for model in [*(each.id for each in provider.models), *KNOWN]
-    if provider.find_model(model, all_providers=get_snapshot().providers)
-]
-"""All models of the list, and those that a provider has of others."""
+
+
+@cache
+def listed() -> list[tuple[str, str]]:
+    """All models of the list, and those that a provider has of others."""
+    providers = get_snapshot().providers
+    return [
+        (provider.id, model)
+        for provider in providers
+        for model in [*(each.id for each in provider.models), *KNOWN]
+        if provider.find_model(model, all_providers=providers)
+    ]
 
 
 def theirs(usage: ModelUsage, at: datetime) -> Decimal:
@@ -67,7 +72,7 @@ def theirs(usage: ModelUsage, at: datetime) -> Decimal:
 @st.composite
 def usages(draw: st.DrawFn) -> ModelUsage:
     """A run of any model of the list: its details are parts of the whole."""
-    provider, model = draw(st.sampled_from(ALL))
+    provider, model = draw(st.sampled_from(listed()))
     sizes = st.integers(0, 400_000)
     read, written, sounds, text, reasoning, spoken, said = (draw(sizes) for _ in range(7))
     return ModelUsage(
