@@ -1,6 +1,6 @@
 """A shared store charges once what runs once, and takes back what does not run.
 
-Hooks run again, or never come to their end; calls are refused, edited or answered by others.
+Hooks run again, or never come to their end; calls are refused by others.
 """
 
 import gc
