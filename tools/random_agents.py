@@ -133,7 +133,7 @@ USERS: list[Callable[[], Any]] = [
 """The middlewares of the user's."""
 FORMS = ("Quota", "Quota", "Quota", "InlineQuota", "drop-in", "Graph")
 NAMES = ("search", "search", ("search", "calc"), "ask")
-ENDS = {"exit_behavior": ("end", "error", "finalize", "ask", "ask"), "near": (0.5, 1.0)}
+ENDS = {"exit_behavior": ("end", "error", "finalize", "ask", "ask"), "near": (0.5, 1.0, (0.5, 0.9))}
 TOOL = {"exit_behavior": ("end", "error", "ask", "ask"), "tool_name": NAMES}
 TOKENS = {"tokens": ("input", "output"), "reserve": (20,)}
 LIMITS: list[tuple[str, Any, dict[str, Any]]] = [

@@ -109,6 +109,8 @@ OF_BOTH: Rows = [
     (TypeError, f"run_limit {WHOLE} '5': write 5", {"run_limit": "5"}),
     (TypeError, "near must be a number, not '0.5'", {**RUN, "near": "0.5"}),
     *each(ValueError, "above 0 and at most 1, not {!r}", "near", 0, -0.1, 1.1, math.nan),
+    (ValueError, "near must be above 0 and at most 1, not 50", {**RUN, "near": (0.5, 50)}),
+    *((TypeError, f"near must be a number, not {x!r}", {**RUN, "near": x}) for x in ((), [0.5])),
     (TypeError, "enforce must be True or False, not 1", {**RUN, "enforce": 1}),
     (TypeError, "name must be a string, not 5", {**RUN, "name": 5}),
     *each(ValueError, "printable characters, not {!r}", "name", "n" * 65, "a\nb", "\ud800", "\x00"),
@@ -390,6 +392,7 @@ FUNCTIONS = [
     (Telemetry, "thread_label", "thread_id"),
     (_labelled, "subject_label of 'team'", "subject"),
     (_middleware, "on_decision", "decision"),
+    (_middleware, "on_near", "event"),
     (_middleware, "prices", "usage"),
 ]
 AT_ONCE = {"message", "reserve", "key", "thread_label", "subject_label of 'team'", "prices"}

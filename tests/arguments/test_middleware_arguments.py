@@ -89,6 +89,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ([SEARCH], {"on_decision": each}, TypeError, OBSERVERS)
         for each in (None, [observer, "log"], {observer})
     ),
+    ([SEARCH], {"on_near": [observer]}, TypeError, "on_near must be a function or None"),
     *(([SEARCH], {"store": x}, TypeError, f"{STORE}, not") for x in (5, HalfAStore(), MemoryStore)),
     ([SEARCH], {"store": URL}, TypeError, f"{STORE}, not a string: RedisStore(url) is one"),
     ([SEARCH], {"on_store_error": "DENY"}, ValueError, "Invalid on_store_error: 'DENY'"),

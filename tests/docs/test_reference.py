@@ -165,7 +165,8 @@ class Seen:
         # Each kind of quota is used up; what is left is looked up; windows end.
         for per in ("thread", "agent", "global", "root_run", PER):
             window = None if per == "root_run" else timedelta(days=1)
-            shared = ToolCallLimit(TOOL, quotas=[Quota(5, per=per, window=window)])
+            quota = Quota(5, per=per, window=window)
+            shared = ToolCallLimit(TOOL, quotas=[quota], near=(0.5, 0.8))
             options = {"store": MemoryStore(), "tell_model": True}
             thread = LIMITED if per == "thread" else THREAD
             scene = await self.play(searches, shared, thread_id=thread, **options)

@@ -50,7 +50,7 @@ from langchain_quota.runtime.arguments import explain_arguments, validate_choice
 from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
 from langchain_quota.stores import QuotaStore
 from langchain_quota.telemetry import Telemetry
-from langchain_quota.telemetry.observers import Observer
+from langchain_quota.telemetry.observers import NearFunction, Observer
 
 
 class SharedOptions(TypedDict, total=False):
@@ -59,6 +59,7 @@ class SharedOptions(TypedDict, total=False):
     tell_model: bool
     hide_exhausted: bool
     on_decision: Observer | Sequence[Observer]
+    on_near: NearFunction | None
     on_store_error: OnStoreError
     prices: Prices | Mapping[str, Price] | None
     unknown_price: UnknownPrice
@@ -93,6 +94,11 @@ class QuotaMiddleware(
         on_decision: One function or several, sync or async, called with every `Decision` before
             the agent goes on. An exception in one is counted and logged. Async functions need the
             agent's async methods.
+        on_near: A function, sync or async, that gets a `QuotaEvent` when a count has newly used a
+            share of its limit: each of the limit's `near`, else that of the `Telemetry`. With a
+            store, one of its processes is told. It is called in a thread of its own, after the
+            charge, and never waited for; at most 100 events wait, and further ones are dropped and
+            counted. Its `subject` is the user, customer or thread itself.
         store: Counts quotas and threads where runs, workers and tenants share them: a
             `MemoryStore` in one process, a `RedisStore` or `PostgresStore` in many. `thread_limit`
             is then exact for concurrent runs of a thread, and needs a thread id but no
@@ -164,6 +170,7 @@ class QuotaMiddleware(
         tell_model: bool = False,
         hide_exhausted: bool = False,
         on_decision: Observer | Sequence[Observer] = (),
+        on_near: NearFunction | None = None,
         store: QuotaStore | None = None,
         on_store_error: OnStoreError = "block",
         prices: Prices | Mapping[str, Price] | None = None,
@@ -189,6 +196,7 @@ class QuotaMiddleware(
             store=store,
             on_store_error=on_store_error,
             on_decision=on_decision,
+            on_near=on_near,
             stream_events=stream_events,
             options=FeatureOptions(
                 tell_model=tell_model,

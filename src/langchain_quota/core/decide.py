@@ -157,7 +157,7 @@ class Verdict:
             charged=charged,
             deferred=limit.name in self.deferred,
             enforced=limit.enforce,
-            near=limit.near,
+            near=limit.near_share,
             alert=limit.alert,
             computed=tuple([meter.scope for meter in rule.meters if meter.computed]),
             shared=rule.shared,

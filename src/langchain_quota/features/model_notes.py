@@ -130,7 +130,7 @@ def _remaining(limits: LimitSet, counts: Mapping[str, int], *, near: float) -> s
         numbers = [(count, maximum) for count, maximum in limited if maximum is not None]
         if not limit.enforce or not numbers:
             continue
-        share = near if limit.near is None else limit.near
+        share = limit.near_share or near
         nears = any(level(*number, share) is not Level.OK for number in numbers)
         repeats = isinstance(limit, RepeatLimit)
         if repeats and (limit.run_limit == 1 or not nears):

@@ -51,7 +51,9 @@ class ToolCallLimit(CallLimit[int]):
         name: The limit's name in metrics and spans, 1 to 64 printable characters. By default
             `tool:<tools>`, `tool:*` for all tools, or `tool:*-<excluded>`.
         near: The used share, above 0 and at most 1, from which this limit counts as near; by
-            default that of the `Telemetry`.
+            default that of the `Telemetry`. Or several, `(0.5, 0.8, 0.95)`, of which each is told
+            once to the log, the stream and `on_near`, after what was used, not reserved. It is told
+            again after a reset, in a new window, or if a grant has made it a larger number.
         enforce: Whether the limit blocks calls. `False` is a dry run: the limit checks and counts
             every call, and a call that it would block runs, as `would_block`. Without a number it
             is a meter, which only counts.

@@ -94,7 +94,7 @@ class LimitOptions:
     """The tools that the limit names; empty for all tools."""
     exclude: Sequence[str] = ()
     grant: object = None
-    near: float | None = None
+    near: float | tuple[float, ...] | None = None
     give_up_after: int | None = None
     wait: Time | None = None
     reserve: object = None
@@ -105,6 +105,12 @@ class LimitOptions:
     def seconds(self: _Fields) -> float:
         """Longest time that a call waits, in seconds."""
         return parse_milliseconds("wait", self.wait or 0) / 1000
+
+    @property
+    def near_share(self: _Fields) -> float | None:
+        """Share from which the limit counts as near: of several the lowest."""
+        near: float | None = min(self.near) if isinstance(self.near, tuple) else self.near
+        return near
 
     @property
     def named_tools(self: _Fields) -> tuple[str, ...]:
@@ -132,7 +138,7 @@ class LimitOptions:
             "reserve": partial(_validate_reserve, self.unit),
             "keep": amount,
             "message": _validate_message,
-            "near": validate_share,
+            "near": _validate_near,
             "give_up_after": partial(validate_count, least=1),
             "wait": parse_milliseconds,
         }
@@ -188,7 +194,7 @@ class CallLimit(LimitOptions, Generic[Amount]):
     grant: Amount | None = None
     message: str | Callable[["Decision"], str] | None = None
     name: str = ""
-    near: float | None = None
+    near: float | tuple[float, ...] | None = None
     enforce: bool = True
     alert: bool = True
     quotas: Sequence[Quota] = ()
@@ -272,6 +278,11 @@ def _validate_reserve(unit: Unit, argument: str, value: object) -> None:
         validate_sync_function(argument, value, "request")
     else:
         validate_amount(unit, argument, value)
+
+
+def _validate_near(argument: str, value: Any) -> None:
+    for share in value if isinstance(value, tuple) and value else (value,):
+        validate_share(argument, share)
 
 
 def _validate_message(argument: str, value: object) -> None:

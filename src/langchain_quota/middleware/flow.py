@@ -44,6 +44,7 @@ from langchain_quota.middleware.feature import (
     ToolHandler,
     overriding,
 )
+from langchain_quota.middleware.near import NearShares
 from langchain_quota.middleware.state import Amounts, Ledger, State, ledger, with_work
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.arguments import UserLine
@@ -51,7 +52,7 @@ from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import Telemetry, names, recorder_of
-from langchain_quota.telemetry.observers import Observer, Observers
+from langchain_quota.telemetry.observers import NearFunction, Observer, Observers
 
 ModelMode = Literal["admitted", "returned"]
 Conclude = Callable[[Step], Change]
@@ -67,6 +68,7 @@ class Kernel:
         store: Where runs share counts, if they do.
         on_store_error: What happens to calls while the store is unavailable.
         on_decision: The user's functions that get every decision.
+        on_near: The user's function that is told of shares that are used.
         options: The settings of features, by name.
         feature_kinds: The features that it may have, in the order in which they are called.
         model_mode: When this middleware counts model calls; `None` if it does not.
@@ -91,6 +93,7 @@ class Kernel:
         store: QuotaStore | None = None,
         on_store_error: OnStoreError = "block",
         on_decision: Observer | Sequence[Observer] = (),
+        on_near: NearFunction | None = None,
         options: FeatureOptions | None = None,
         feature_kinds: Sequence[type[Feature]] = (),
         model_mode: ModelMode | None = None,
@@ -108,6 +111,7 @@ class Kernel:
         self.recorder.watch_limits(limits, in_memory=isinstance(store, MemoryStore))
         self.observers = Observers(on_decision, self.recorder)
         self.store = None if store is None else StoreClient(store, self.recorder)
+        self.near = NearShares(limits, on_near, self.recorder, self.store)
         self.on_store_error: OnStoreError = on_store_error
         self.options = options or FeatureOptions()
         # What follows from a result; the drop-ins have their own.
@@ -353,7 +357,18 @@ class Kernel:
         if self.observers.present:
             made = [one.whole_decision for one in change.verdicts if not one.needs_slot]
             await self.observers.notify(mode, made, record)
+        if self.near.present and record.is_new:
+            return await self._tell_near(mode, step, change)
         return change.update
+
+    async def _tell_near(self, mode: Mode, step: Step, change: Change) -> Update | None:
+        """Tell of shares that calls have newly used, and return the update."""
+        # While the store is unavailable, nobody knows what was told.
+        if step.sent is not None and not step.answered:
+            return change.update
+        told = {**step.ledger.get("near", {})}
+        await self.near.tell(mode, change.verdicts, told)
+        return change.writing(Ledger(near=told)).update if told else change.update
 
     async def call_model(
         self, mode: Mode, request: Request, handler: Handler, written: Update

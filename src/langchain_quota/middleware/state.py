@@ -99,6 +99,8 @@ class Ledger(TypedDict, total=False):
     """The newest tool calls, and what is charged to them."""
     refusals: dict[str, dict[str, int]]
     """Refusals in this run, by middleware and name, of limits with `give_up_after`."""
+    near: dict[str, int]
+    """How much of thread limits was told as near, by limit and counter, without a store."""
     final: str
     """The run's final text if this step's model call is its last and has no answer; else empty."""
     final_reason: StopReason
@@ -427,6 +429,11 @@ def _calls(counts: Mapping[str, int]) -> Mapping[str, int]:
 UNUSED: State = {
     THREAD_TOOLS: {},
     THREAD_MODEL: 0,
-    LEDGER: {**NEW_RUN, "counts": {**NEW_RUN["counts"], "thread_model": 0}, "batch": None},
+    LEDGER: {
+        **NEW_RUN,
+        "counts": {**NEW_RUN["counts"], "thread_model": 0},
+        "batch": None,
+        "near": {},
+    },
 }
 """The counts of a thread that has used nothing; features have their own."""

@@ -140,6 +140,16 @@ class StoreClient:
             uses = {usage.key: usage for usage in usages if usage is not None}
         return uses  # noqa: RET504 - the same
 
+    async def mark(
+        self, mode: Mode, key: str, limit: str, thresholds: Sequence[int]
+    ) -> tuple[int | None, int] | None:
+        """Mark what use has passed, as a store's `mark`; `None` if it is unavailable."""
+        assert isinstance(self.store, SupportsGrants)  # noqa: S101 - for the type checker
+        marked: tuple[int | None, int] | None = None
+        with self._asking("mark"):
+            marked = await self.store.mark(mode, key, limit, thresholds)
+        return marked  # noqa: RET504 - the context suppresses exceptions
+
     async def delay(self, mode: Mode, key: str, seconds: float, burst: int = 0) -> None:
         """Have a smooth count admit nothing for some seconds, if the store answers."""
         store = self.store

@@ -347,6 +347,17 @@ class SupportsGrants(ABC):
         [answer] = await self._run(mode, [grant.key], lambda tables, _: tables.grant(grant))
         return answer
 
+    async def mark(
+        self, mode: Mode, key: str, limit: str, thresholds: Sequence[int]
+    ) -> tuple[int | None, int]:
+        """Mark the highest threshold that a limit's settled use has passed, until it is reset.
+
+        Return the use, if that is higher than what was marked, else `None`; and the mark, or 0.
+        """
+        of_count = key, limit, thresholds
+        [marked] = await self._run(mode, [key], lambda tables, _: tables.mark(*of_count))
+        return marked
+
     async def _revoke(self, mode: Mode, key: str, name: str) -> Grant | None:
         [ended] = await self._run(mode, [key], lambda tables, _: tables.revoke(key, name))
         return ended

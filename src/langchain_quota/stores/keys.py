@@ -268,6 +268,9 @@ def check_keys(keys: object, *, of_counts: bool = False) -> None:
         CountKey.parse(key)
 
 
+NEAR = "near:"
+"""How the names of entries begin that mark which share of a limit was told."""
+
 FREEZES = "::"
 """The key of a prefix's freezes, and the name of the freeze of all subjects."""
 

@@ -21,6 +21,7 @@ from langchain_quota.stores import CORRECTED, GRACE, IDLE_TTL, REMEMBERED, Occup
 from langchain_quota.stores.counts import (
     Count,
     Counts,
+    Entry,
     ExpiringDict,
     check_held,
     demands_in_drain_time,
@@ -33,7 +34,9 @@ from langchain_quota.stores.grants import Grant, Operation, in_utc
 from langchain_quota.stores.keys import (
     COUNT,
     FREEZES,
+    NEAR,
     NOTES,
+    digest,
     drain_time,
     drained_amount,
     freeze_entry,
@@ -121,7 +124,24 @@ class Tables:
         for key in keys:
             count = self.counts.get(key, self.now)
             count = self.counts.write(key, count, 0, window_end(key), self.now)
-            count.entries = {n: each for n, each in count.entries.items() if each.amount <= 0}
+            count.entries = {
+                name: each
+                for name, each in count.entries.items()
+                if each.amount <= 0 and not name.startswith(NEAR)
+            }
+
+    def mark(self, key: str, limit: str, thresholds: Sequence[int]) -> tuple[int | None, int]:
+        """Mark which threshold a limit's settled use has passed; see `SupportsGrants.mark`."""
+        count, entry = self.counts.get(key, self.now), f"{NEAR}{digest(limit)}"
+        if count is None or count.used is None:
+            return None, 0
+        used = count.used - sum(max(0, each.amount) for each in count.entries.values())
+        marked = count.entries.get(entry, Entry(0, _NEVER)).place
+        passed = max((number for number in thresholds if number <= used), default=0)
+        if passed <= marked:
+            return None, marked
+        count.entries[entry] = Entry(0, _NEVER, passed)
+        return used, passed
 
     def delay(self, key: str, microseconds: int) -> None:
         """Have a count drain no sooner than in so many microseconds."""

@@ -161,8 +161,13 @@ class Metrics:
                     verdict.before[counter] + added >= first for counter, first in near[index]
                 ):
                     status = verdict.decision.limits[index]
-                    levels = status.threshold_events(self._near_share)
-                    event.notices += [(verdict, status, scope, level) for scope, level in levels]
+                    # Of several shares, each is told once by `record_near`.
+                    told = isinstance(rule.limit.near, tuple)
+                    event.notices += [
+                        (verdict, status, scope, level)
+                        for scope, level in status.threshold_events(self._near_share)
+                        if level is Level.EXHAUSTED or not told
+                    ]
         for _, status, scope, reached in event.notices:
             if reached is not None:
                 labels = event.caller.agent, limit_label(status.limit), scope, reached
@@ -177,7 +182,7 @@ class Metrics:
                 if meter.maximum is not None
             ]
             for rule in plan.rules
-            for share in (self._near_share if rule.limit.near is None else rule.limit.near,)
+            for share in (rule.limit.near_share or self._near_share,)
         ]
         return near
 
@@ -287,7 +292,7 @@ class Metrics:
             _ = self._counters[names.QUESTIONS.name][agent, name, "asked"]
         # A limit in dry run stops no call, so nobody is near it.
         if limit.enforce:
-            near = self._near_share if limit.near is None else limit.near
+            near = limit.near_share or self._near_share
             alert = str(limit.alert).lower()
             self._gauges[names.LIMIT_NEAR.name].labels(agent, name, alert).set(near)
 

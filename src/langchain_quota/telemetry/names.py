@@ -343,9 +343,9 @@ LABELS = {
     "state": "ok, near, exhausted | how much is used",
     "store": "MemoryStore | kind and server, such as redis cache:6379, without user and database; "
     "or the class of your own store or client",
-    "operation": "acquire, peek, reset, delay | calls are checked and charged; somebody reads what "
-    "is left, or once a minute who is frozen; `reset`; a provider asks for a pause, or has less "
-    "left than was counted",
+    "operation": "acquire, peek, reset, delay, mark | calls are checked and charged; somebody "
+    "reads what is left, or once a minute who is frozen; `reset`; a provider asks for a pause, or "
+    "has less left than was counted; a call has used a share that is told once",
     "outcome of store_seconds": "ok, error, timeout | whether the store answered. A blocked event "
     "loop counts as `timeout`",
     "outcome of long_tool_calls_total": "cancelled, left_running, dry_run | the async tool was "

@@ -1,5 +1,7 @@
-"""What `on_decision` names: functions that are called with every decision, such as a log."""
+"""What `on_decision` and `on_near` name: functions that are called with decisions and events."""
 
+import asyncio
+import atexit
 import inspect
 import json
 import time
@@ -8,6 +10,8 @@ from logging import Handler, LogRecord, makeLogRecord
 from logging.handlers import RotatingFileHandler
 from os import SEEK_END, PathLike
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Self
 
 from langchain_quota.core.decision import Decision
@@ -18,11 +22,19 @@ from langchain_quota.runtime.arguments import (
     validate_sync_function,
     validate_type,
 )
-from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 from langchain_quota.runtime.units import in_base_unit
 from langchain_quota.telemetry.recorder import Recorder, TaskRecord
+from langchain_quota.telemetry.stream import QuotaEvent
 
 Observer = Callable[[Decision], Awaitable[None] | None]
+NearFunction = Callable[[QuotaEvent], Awaitable[None] | None]
+
+MOST_WAITING = 100
+"""How many events wait for `on_near`; further ones are dropped, and counted."""
+
+_LAST_WAIT = 5.0
+"""How long the end of the process waits for `on_near`, in seconds."""
 
 
 class DecisionLog:
@@ -166,6 +178,44 @@ class Observers:
                 result.close()
             if inspect.isawaitable(result):
                 raise _async_error(observer)
+
+
+class NearObserver:
+    """Calls `on_near` in a thread of its own: one that hangs holds up no agent."""
+
+    def __init__(self, on_near: NearFunction, recorder: Recorder) -> None:
+        validate_type("on_near", on_near, Callable, "a function or None")
+        validate_function("on_near", on_near, "event")
+        self._function, self._recorder, self._lock = on_near, recorder, fork_safe_lock()
+        self._worker: Thread | None = None
+
+    def __call__(self, event: QuotaEvent) -> None:
+        """Have the function called with an event; raise `Full` if too many wait."""
+        with self._lock:
+            # A forked child has no thread, and its parent tells what has waited.
+            if self._worker is None or not self._worker.is_alive():
+                self._waiting = Queue[QuotaEvent](MOST_WAITING)
+                self._worker = Thread(target=self._work, args=(self._waiting,), daemon=True)
+                self._worker.start()
+                atexit.register(_finish, self._waiting)
+            self._waiting.put_nowait(event)
+
+    def _work(self, waiting: Queue[QuotaEvent]) -> None:
+        while True:
+            try:
+                result = self._function(waiting.get())
+                if inspect.iscoroutine(result):
+                    asyncio.run(result)
+            except Exception as error:
+                self._recorder.record_error("observer", error)
+            waiting.task_done()
+
+
+def _finish(waiting: Queue[QuotaEvent]) -> None:
+    """Wait for what was told before the process ends, but not for one that hangs."""
+    until = time.monotonic() + _LAST_WAIT
+    while waiting.unfinished_tasks and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def _async_error(observer: Observer) -> RuntimeError:

@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, ParamSpec, Self
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import Decision, Outcome, Refund
 from langchain_quota.core.plans import Rule
-from langchain_quota.core.stops import StopReason
+from langchain_quota.core.stops import StopReason, reason_of
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import STORE, Call
+from langchain_quota.limits.call import RUN, STORE, THREAD, Call
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import QuotaWarning, UserLine
 from langchain_quota.runtime.sync_async import fork_safe_lock
+from langchain_quota.runtime.units import Level
 from langchain_quota.telemetry import logs, names, stream
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitGrant, LimitSpend
 from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label, limit_label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.receipts import ALL_OPEN, open_receipts
+from langchain_quota.telemetry.stream import QuotaEvent
 from langchain_quota.telemetry.tracing import DECISION, LIMIT, Tracing
 from langchain_quota.telemetry.workers import Freeze
 
@@ -252,6 +254,33 @@ class Recorder:
         labels = self.model_label(model), price, "estimated" if estimated else "reported"
         self._guard("metrics", self._metrics.count_spend, caller, spent, *labels)
         self._guard("threads", self._usage.spend, caller, spent)
+
+    def record_near(
+        self,
+        verdict: Verdict,
+        index: int,
+        number: int,
+        used: int,
+        observer: Callable[[QuotaEvent], None] | None,
+    ) -> None:
+        """Record that a limit's count has newly used a share; `log` guards it."""
+        call, status = verdict.call, verdict.decision.limits[index]
+        count = status.counts[number]._replace(used=used)
+        status, scope = status._replace(counts=(count,)), count.scope
+        reason = partial(reason_of, verdict.outcome.value, status, scope)
+        # A crossing of a single share is recorded with the decision.
+        if isinstance(verdict.plan.rules[index].limit.near, tuple):
+            subject = self.subject_label(scope, count.subject)
+            event = DecisionEvent([verdict], self._labels_of(call.agent, call.thread_id))
+            event.subjects |= {(status.limit, scope): subject} if subject else {}
+            event.notices.append((verdict, status, scope, Level.NEAR))
+            self.count(names.CROSSINGS, call.agent, limit_label(status.limit), scope, Level.NEAR)
+            logs.log_notices(event)
+            self.stream("near", reason(subject))
+        if observer is not None:
+            whose = {THREAD: call.thread_id, RUN: None}.get(scope, count.subject)
+            reason = partial(reason, str(whose) if whose else None)
+            observer(QuotaEvent(langchain_quota_event="near", **reason()))
 
     def begin_series(self, agent: str | None, limits: Sequence[Limit]) -> None:
         """Create the series of an agent's limits at 0."""

@@ -361,7 +361,7 @@ class UsageTable(Collector):
         """Return the share from which a limit is near, or `None` in dry run: no call is stopped."""
         if not limit.enforce:
             return None
-        return self._near if limit.near is None else limit.near
+        return limit.near_share or self._near
 
     def _key_of(self, agent: str, verdict: Verdict, quota: Meter) -> tuple[Key, str | None]:
         """Return the key of a quota's subject, and its label if the subject is new."""

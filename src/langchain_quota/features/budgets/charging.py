@@ -171,7 +171,7 @@ class Charging:
         self._counters = [counter for counter in BUDGETS if counter in counters]
         self._pricing = pricing
         self._store = kernel.store
-        self._recorder = kernel.recorder
+        self._recorder, self._near = kernel.recorder, kernel.near
 
     async def charge(
         self,
@@ -216,7 +216,10 @@ class Charging:
             )
         if is_call or mode is not None:
             # Otherwise, the next hook records it.
-            self._record(step, answer, before, total, is_call=is_call)
+            charges = self._record(step, answer, before, total, is_call=is_call)
+            # While the store is unavailable, so are its marks. The state only adds to budgets.
+            if self._near.present and mode is not None and (answer or self._store is None):
+                await self._near.tell(mode, charges, {})
         return written
 
     def _record(
@@ -227,8 +230,8 @@ class Charging:
         total: Mapping[str, int],
         *,
         is_call: bool,
-    ) -> None:
-        """Record the charges of budgets."""
+    ) -> list[Verdict]:
+        """Record the charges of budgets, and return them."""
         limits, places, call = step.limits, step.places, step.call
         counts: Mapping[str, int] = {}
         if answer is not None:
@@ -242,6 +245,7 @@ class Charging:
         elif self._store is not None:
             # The counts of quotas are not known.
             limits = limits.without_store("allow")
+        charges = []
         for budget in limits.budgets:
             amount = total.get(budget.limit.counter, 0)
             before_call = {
@@ -250,6 +254,8 @@ class Charging:
             }
             charge = Verdict.of_charge(call, Plan.of([budget]), before_call, amount, places)
             self._recorder.record_charge(charge, is_call=is_call)
+            charges.append(charge)
+        return charges
 
     async def settle(self, mode: Mode | None, sent: AcquireRequest | None) -> AcquireResult | None:
         """Make corrections in the store, and return its result, or `None` without one."""
