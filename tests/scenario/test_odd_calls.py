@@ -11,7 +11,8 @@ from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph.message import add_messages
 
-from langchain_quota import ToolCallLimit
+from langchain_quota import ConcurrencyLimit, ToolCallLimit
+from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from tests.scene import ABANDONED, Kind, Scene, check_history, texts, tool_limiter
 from tests.telemetry import Signals
@@ -174,3 +175,29 @@ async def test_a_kind_of_limit_that_matches_by_something_else(signals: Signals) 
     names = ("calc", "mcp_read", "mcp_write")
     scene = await Scene(signals, script, [BeginningLimit(run_limit=1)], tools=names).played()
     assert scene.ran == ["calc", "mcp_read", "calc"]
+
+
+MADE = '''
+def search() -> None:
+    """Search."""
+
+class Look(BaseTool):
+    name: str = "look"
+    description: str = "Look."
+
+    def _run(self) -> None:
+        pass
+'''
+
+
+async def test_tools_that_exec_has_made(signals: Signals) -> None:
+    """Functions and methods without a module are tools like any other."""
+    made: dict[str, Any] = {"BaseTool": BaseTool}
+    exec(MADE, made)  # noqa: S102 - the text above
+    assert made["search"].__module__ is None
+    tools = [StructuredTool.from_function(made["search"]), made["Look"]()]
+    limits: list[Limit] = [ToolCallLimit(run_limit=3), ConcurrencyLimit(max_concurrency=1)]
+    script = [["search", "look"], ["search", "look"], "done"]
+    scene = Scene(signals, script, limits, tools=tools)
+    await scene.play()
+    assert sorted(status for _, status in scene.answers()) == ["error", *["success"] * 3]

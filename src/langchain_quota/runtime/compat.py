@@ -144,7 +144,7 @@ def runs_in_thread(tool: object, mode: str = "a") -> bool:
     methods = (getattr(type(tool), name, None) for name in _RUN_METHODS)
     has_coroutine = mode and getattr(tool, "coroutine", None)
     return not has_coroutine and all(
-        getattr(method, "__module__", "").startswith("langchain_core.") for method in methods
+        str(getattr(method, "__module__", None)).startswith("langchain_core.") for method in methods
     )
 
 
@@ -372,7 +372,9 @@ def interpreter_settings(function: object) -> tuple[list[str], bool] | None:
     langchain-quickjs: the function of its tool, in the package `langchain_quickjs`, is a closure
     over its middleware, which has the tools as `_ptc`, and `_subagents`.
     """
-    if not (inspect.isfunction(function) and function.__module__.startswith("langchain_quickjs.")):
+    # What `exec` has made may have no module.
+    module = str(getattr(function, "__module__", None))
+    if not (inspect.isfunction(function) and module.startswith("langchain_quickjs.")):
         return [], False
     settings = vars(inspect.getclosurevars(function).nonlocals.get("middleware", object))
     if not {"_ptc", "_subagents"} <= settings.keys():
