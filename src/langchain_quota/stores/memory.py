@@ -397,6 +397,10 @@ class MemoryStore(RateLimiting):
         counts = self._tables.counts
         return Occupancy(len(counts.all), len(counts.droppable), counts.max_keys)
 
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        """`acquire`, also that of a subclass; it does not block."""
+        return self.acquire(request)
+
     async def _acquire(self, _: Mode, request: AcquireRequest) -> AcquireResult:
         with self._lock:
             self._tables.now = self.clock()
