@@ -346,26 +346,26 @@ class TestMarks:
 
     async def test_of_what_is_used(self, store: Store) -> None:
         """The highest threshold is marked, once for each limit, by what is not only reserved."""
-        assert await store.mark("a", KEY, "calls", [1]) == (None, 0)
+        assert await store.mark(KEY, "calls", [1]) == (None, 0)
         held = batch({KEY: 40}, leases={KEY: LONG})
         store.acquire(calls(KEY, 55))
         store.acquire(held)
-        assert await store.mark("a", KEY, "calls", [50, 80, 95]) == (55, 50)
-        assert await store.mark("a", KEY, "calls", [50, 80, 95]) == (None, 50)
+        assert await store.mark(KEY, "calls", [50, 80, 95]) == (55, 50)
+        assert await store.mark(KEY, "calls", [50, 80, 95]) == (None, 50)
         store.acquire(correcting(settlement(held, {KEY: 43})))
-        assert await store.mark("a", KEY, "calls", [50, 80, 95]) == (98, 95)
-        assert await store.mark("a", KEY, "other", [50, 100]) == (98, 50)
+        assert await store.mark(KEY, "calls", [50, 80, 95]) == (98, 95)
+        assert await store.mark(KEY, "other", [50, 100]) == (98, 50)
         assert used(store, KEY) == [98]
 
     async def test_until_a_reset(self, store: Store) -> None:
         """A reset forgets what was told, and keeps grants; neither raises the other."""
         store.grant(KEY, 7, window=None)
         store.acquire(calls(KEY, 8))
-        assert await store.mark("a", KEY, "calls", [5]) == (8, 5)
+        assert await store.mark(KEY, "calls", [5]) == (8, 5)
         store.reset([KEY])
-        assert await store.mark("a", KEY, "calls", [5]) == (None, 0)
+        assert await store.mark(KEY, "calls", [5]) == (None, 0)
         store.acquire(calls(KEY, 6))
-        assert await store.mark("a", KEY, "calls", [5]) == (6, 5)
+        assert await store.mark(KEY, "calls", [5]) == (6, 5)
         (usage,) = store.peek([KEY])
         assert usage is not None
         assert usage.granted == 7
@@ -373,7 +373,7 @@ class TestMarks:
     async def test_at_once(self, store: Store) -> None:
         """Of many who ask at the same moment, one is to tell."""
         store.acquire(calls(KEY, 9))
-        asked = [store.mark("a", KEY, "calls", [5]) for _ in range(9)]
+        asked = [store.mark(KEY, "calls", [5]) for _ in range(9)]
         assert sorted(await asyncio.gather(*asked), key=str) == [(9, 5)] + [(None, 5)] * 8
 
 

@@ -14,8 +14,9 @@ from urllib.parse import quote
 import pytest
 import redis
 import redis.asyncio
+from langchain_core.tools import tool
 
-from langchain_quota import Quota, ToolCallLimit
+from langchain_quota import ConcurrencyLimit, Quota, ToolCallLimit
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores.redis import RedisStore
@@ -226,6 +227,26 @@ class TestClientsOfYourOwn:
             for ask in (lambda: store.acquire(calls("search", 1)), store.usages):
                 with pytest.raises(TypeError, match=r"URL, or a client of redis$"):
                     ask()
+
+    async def test_an_event_loop_in_a_sync_tool(
+        self, redis_server: RedisServer, signals: Signals
+    ) -> None:
+        """What a sync tool awaits in an event loop of its own is asked in the async form."""
+
+        @tool
+        def search() -> str:
+            """Search."""
+
+            async def ask() -> str:
+                async with redis.asyncio.Redis.from_url(redis_server.url) as client:
+                    store = RedisStore(client, prefix=redis_server.prefix(), timeout=LONG)
+                    return str((await store.aacquire(calls("search", 1))).used)
+
+            return asyncio.run(ask())
+
+        limit = ConcurrencyLimit("search", max_concurrency=1)
+        scene = Scene(signals, asking("search"), [limit], form="sync", tools=[search])
+        assert (await scene.play())["messages"][-2].text == "{'search': 0}"
 
 
 class TestKeys:

@@ -43,9 +43,9 @@ from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, as_async, fork_safe_lock, run_sync
 from langchain_quota.runtime.units import Time, parse_milliseconds
 from langchain_quota.stores import QuotaStore
+from langchain_quota.stores.base import BaseStore
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.stores.rate_limiting import RateLimiting
 from langchain_quota.telemetry import Telemetry, names, recorder_of
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.recorder import Recorder
@@ -216,7 +216,7 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
     ) -> None:
         super().__init__()
         check_store(store, ())
-        if store is not None and not isinstance(store, RateLimiting):
+        if store is not None and not isinstance(store, BaseStore):
             raise TypeError(f"store must have the method delay, as RedisStore has, not {store!r}")
         check_fixed_prefix(store)
         self._wait = parse_milliseconds("wait", wait) / 1000

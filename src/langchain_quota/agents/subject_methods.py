@@ -282,7 +282,7 @@ class SubjectMethods:
             QuotaStoreError: The store was unavailable. The subject may be frozen nevertheless.
         """
         options = {"until": until, "reason": reason, "by": by}
-        run_sync(self._freeze("", "freeze", subject, prefix, **options))
+        run_sync(self._freeze("freeze", subject, prefix, **options))
 
     async def afreeze(
         self,
@@ -295,18 +295,18 @@ class SubjectMethods:
     ) -> None:
         """Call `freeze` without blocking the event loop."""
         options = {"until": until, "reason": reason, "by": by}
-        await self._freeze("a", "freeze", subject, prefix, **options)
+        await self._freeze("freeze", subject, prefix, **options)
 
     def thaw(self, *, by: str = "", prefix: str | None = None, **subject: Id) -> bool:
         """End what `freeze` with the same subject began; return whether it was frozen."""
-        return run_sync(self._freeze("", "thaw", subject, prefix, by=by))
+        return run_sync(self._freeze("thaw", subject, prefix, by=by))
 
     async def athaw(self, *, by: str = "", prefix: str | None = None, **subject: Id) -> bool:
         """Call `thaw` without blocking the event loop."""
-        return await self._freeze("a", "thaw", subject, prefix, by=by)
+        return await self._freeze("thaw", subject, prefix, by=by)
 
     async def _freeze(
-        self, mode: Mode, op: str, subject: Mapping[str, Id], prefix: str | None, **options: Any
+        self, op: str, subject: Mapping[str, Id], prefix: str | None, **options: Any
     ) -> bool:
         store, client = self._granting(), self.kernel.store
         enforced = [limit for limit in self.kernel.limits if limit.counted and limit.enforce]
@@ -322,7 +322,7 @@ class SubjectMethods:
         if client is not None and callable(client.prefix):
             options["prefix"] = check_prefix("prefix", prefix)
         change = store.freeze if op == "freeze" else store.thaw
-        return await change(mode, per, text, **options) is not None
+        return await change(per, text, **options) is not None
 
     async def _left(self, mode: Mode, name: CountName) -> Balance:
         client, limit, meter, place = await self._find(mode, name, reads=True)

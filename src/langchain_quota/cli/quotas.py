@@ -296,7 +296,7 @@ def _grants(store: Store, arguments: Namespace, asked: Asked) -> int:
 def _freeze(store: Store, arguments: Namespace, asked: Asked) -> int:
     until = arguments.for_time and datetime.now(UTC) + arguments.for_time
     options = {"until": until, "reason": arguments.reason, "by": arguments.by}
-    freeze = run_sync(store.freeze("", arguments.per, arguments.subject, **options))
+    freeze = run_sync(store.freeze(arguments.per, arguments.subject, **options))
     say(f"frozen: {_line(freeze)}")
     say(
         "not frozen: calls that ask no store, limits with enforce=False, and, with "
@@ -315,10 +315,10 @@ def _freeze(store: Store, arguments: Namespace, asked: Asked) -> int:
 
 
 def _thaw(store: Store, arguments: Namespace, _: Asked) -> int:
-    freeze = run_sync(store.thaw("", arguments.per, arguments.subject, by=arguments.by))
+    freeze = run_sync(store.thaw(arguments.per, arguments.subject, by=arguments.by))
     if freeze is None:
         whose = calls_of(str(CountKey("", arguments.per, arguments.subject)))
-        frozen = [calls_of(freeze.key) for freeze in run_sync(store.freezes(""))]
+        frozen = [calls_of(freeze.key) for freeze in run_sync(store.freezes())]
         nearest = " and ".join(get_close_matches(whose, frozen, cutoff=0)) or "nothing"
         raise CommandError(f"not frozen: {whose}; frozen: {nearest}")
     say(f"thawed: {_line(freeze)}")

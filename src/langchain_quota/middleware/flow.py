@@ -358,16 +358,16 @@ class Kernel:
             made = [one.whole_decision for one in change.verdicts if not one.needs_slot]
             await self.observers.notify(mode, made, record)
         if self.near.present and record.is_new:
-            return await self._tell_near(mode, step, change)
+            return await self._tell_near(step, change)
         return change.update
 
-    async def _tell_near(self, mode: Mode, step: Step, change: Change) -> Update | None:
+    async def _tell_near(self, step: Step, change: Change) -> Update | None:
         """Tell of shares that calls have newly used, and return the update."""
         # While the store is unavailable, nobody knows what was told.
         if step.sent is not None and not step.answered:
             return change.update
         told = {**step.ledger.get("near", {})}
-        await self.near.tell(mode, change.verdicts, told)
+        await self.near.tell(change.verdicts, told)
         return change.writing(Ledger(near=told)).update if told else change.update
 
     async def call_model(

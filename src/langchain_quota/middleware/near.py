@@ -7,7 +7,7 @@ from langchain_quota.core.decide import Verdict
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import THREAD
 from langchain_quota.middleware.store_client import StoreClient
-from langchain_quota.runtime.sync_async import Mode, newest_dicts
+from langchain_quota.runtime.sync_async import newest_dicts
 from langchain_quota.runtime.units import near_threshold
 from langchain_quota.stores.grants import SupportsGrants
 from langchain_quota.telemetry.observers import NearFunction, NearObserver
@@ -41,7 +41,7 @@ class NearShares:
         self.present = bool(self._shares)
         """Whether there is anything to tell."""
 
-    async def tell(self, mode: Mode, verdicts: Sequence[Verdict], told: dict[str, int]) -> None:
+    async def tell(self, verdicts: Sequence[Verdict], told: dict[str, int]) -> None:
         """Tell of what charged calls have newly used; add to `told` what the thread is to know."""
         # What was told is marked beside the count: in the store, or in the ledger.
         for verdict, index, number, thresholds in self._charged(verdicts):
@@ -62,7 +62,7 @@ class NearShares:
                 is_known = passed <= known.get("mark", 0) and now < known.get("until", 0)
                 if not passed or (is_known and before >= passed):
                     continue
-                used, mark = await self._store.mark(mode, place.key, name, thresholds) or (None, 0)
+                used, mark = await self._store.mark(place.key, name, thresholds) or (None, 0)
                 known |= {"mark": mark, "until": now + _KNOWN_FOR}
             if used is not None:
                 what = verdict, index, number, used, self._observer

@@ -28,10 +28,10 @@ from langchain_quota.runtime.sync_async import (
     run_sync,
 )
 from langchain_quota.stores import QuotaStore, QuotaUsage
+from langchain_quota.stores.base import BaseStore
 from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import CountKey, keys_of, prefix_of
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.stores.rate_limiting import RateLimiting
 from langchain_quota.stores.server import ServerStore
 from langchain_quota.telemetry import logs, names
 from langchain_quota.telemetry.recorder import Recorder
@@ -108,7 +108,8 @@ class StoreClient:
                     self._freezes[source] = state
                     one_prefix = str(prefix) if callable(self.prefix) else ""
                     with self._asking("peek"):
-                        frozen = [*map(_freeze_of, await self.store.freezes(mode, one_prefix))]
+                        reading = self.store.freezes(one_prefix)
+                        frozen = [*map(_freeze_of, await reading if mode else run_sync(reading))]
                 self._recorder.record_freezes(source, frozen)
         return result
 
@@ -141,19 +142,19 @@ class StoreClient:
         return uses  # noqa: RET504 - the same
 
     async def mark(
-        self, mode: Mode, key: str, limit: str, thresholds: Sequence[int]
+        self, key: str, limit: str, thresholds: Sequence[int]
     ) -> tuple[int | None, int] | None:
         """Mark what use has passed, as a store's `mark`; `None` if it is unavailable."""
         assert isinstance(self.store, SupportsGrants)  # noqa: S101 - for the type checker
         marked: tuple[int | None, int] | None = None
         with self._asking("mark"):
-            marked = await self.store.mark(mode, key, limit, thresholds)
+            marked = await self.store.mark(key, limit, thresholds)
         return marked  # noqa: RET504 - the context suppresses exceptions
 
     async def delay(self, mode: Mode, key: str, seconds: float, burst: int = 0) -> None:
         """Have a smooth count admit nothing for some seconds, if the store answers."""
         store = self.store
-        assert isinstance(store, RateLimiting)  # noqa: S101 - for the type checker: it has the method
+        assert isinstance(store, BaseStore)  # noqa: S101 - for the type checker: it has the method
         with self._asking("delay"):
             await call_variant(mode, store.delay, store.adelay, key, seconds, burst=burst)
 

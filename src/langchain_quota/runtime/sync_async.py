@@ -39,17 +39,37 @@ def as_async(call: Callable[P, T]) -> Callable[P, Awaitable[T]]:
     return called
 
 
+_thread = threading.local()
+"""Its `sync_in` is the event loop, or `None`, in which the thread runs a coroutine in sync mode."""
+
+
 def run_sync(coroutine: Coroutine[object, None, T]) -> T:
     """Run a coroutine that never suspends, and return its result."""
+    before = getattr(_thread, "sync_in", _thread)
+    _thread.sync_in = _running_loop()
     try:
         coroutine.send(None)
     except StopIteration as done:
         result: T = done.value
         return result
+    finally:
+        _thread.sync_in = before
     coroutine.close()
     raise RuntimeError(
         "this sync method needs an event loop: use its async variant, such as `ainvoke`"
     )
+
+
+def _running_loop() -> AbstractEventLoop | None:
+    try:
+        return get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def current_mode() -> Mode:
+    """Return the mode of the running code: sync in `run_sync`, but not in an event loop in that."""
+    return "" if getattr(_thread, "sync_in", _thread) is _running_loop() else "a"
 
 
 def pop_closed_loops(values: WeakKeyDictionary[AbstractEventLoop, T]) -> list[T]:

@@ -2,22 +2,17 @@
 
 import logging
 import math
-import time
-from abc import ABC, abstractmethod
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from fnmatch import fnmatchcase
-from itertools import chain, islice
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from itertools import chain
+from typing import Any
 from uuid import uuid4
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits.options import MODEL, UNITS, whole_amount
 from langchain_quota.limits.quotas import CalendarWindow, parse_window
 from langchain_quota.runtime.arguments import validate_type
-from langchain_quota.runtime.sync_async import Mode, run_sync
+from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.runtime.units import (
     MAX_DOLLARS,
     NANODOLLARS,
@@ -28,26 +23,17 @@ from langchain_quota.runtime.units import (
     format_amount,
     in_base_unit,
 )
-from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.counts import check_request
+from langchain_quota.stores.base import BaseStore
 from langchain_quota.stores.keys import (
-    COUNT,
     DEFAULT_NAMES,
     NOTES,
     CountKey,
-    check_keys,
     dimension_of,
     freezes_key,
     idle_time,
     read_emission_interval,
     unit_of,
 )
-
-if TYPE_CHECKING:
-    from langchain_quota.stores.memory import Tables
-
-PAGE = 500
-"""How many keys a listing reads at a time."""
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""
@@ -61,11 +47,6 @@ MAX_AMOUNT = MAX_DOLLARS * NANODOLLARS
 """The most that one grant gives: Redis adds in Lua, exactly up to 2**53."""
 
 logger = logging.getLogger("langchain_quota")
-
-T = TypeVar("T")
-
-Operation: TypeAlias = Callable[["Tables", Sequence[str]], T]
-"""What is done to tables, with some keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,84 +93,8 @@ class Grant:
         return None if self.until is None else math.floor(self.until.timestamp())
 
 
-class SupportsGrants(ABC):
-    """A store that gives grants: what is asked is checked here; a subclass says how it is kept."""
-
-    _idle: int
-    clock: Callable[[], float] = time.time
-    """The time, in seconds since the Unix epoch."""
-
-    @abstractmethod
-    async def _acquire(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
-        """Admit each call of a batch, in one atomic step."""
-
-    @abstractmethod
-    async def _run(
-        self, mode: Mode, keys: Sequence[str], operation: Operation[T], *, reads: bool = False
-    ) -> list[T]:
-        """Run another operation on keys in one atomic step for each prefix; return its results.
-
-        With `reads` it changes nothing.
-        """
-
-    @abstractmethod
-    def _keys(self, kind: str, pattern: str) -> Iterable[str]:
-        """Return the keys of a kind that match, and maybe others."""
-
-    def acquire(self, request: AcquireRequest) -> AcquireResult:
-        """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
-        check_request(request)
-        return run_sync(self._acquire("", request))
-
-    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
-        """`acquire`, without blocking the event loop."""
-        check_request(request)
-        return await self._acquire("a", request)
-
-    def peek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        """Return what is counted under keys, in their order; `None` where nothing is."""
-        return run_sync(self._peek("", keys))
-
-    async def apeek(self, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        """`peek`, without blocking the event loop."""
-        return await self._peek("a", keys)
-
-    async def _peek(self, mode: Mode, keys: Sequence[str]) -> tuple[QuotaUsage | None, ...]:
-        check_keys(keys)
-        results = await self._run(mode, keys, lambda tables, some: tables.peek(some), reads=True)
-        return tuple(map(ChainMap(*results).get, keys))
-
-    def reset(self, keys: Sequence[str]) -> None:
-        """Set counts to 0, and keep the keys; see `QuotaStore.reset`."""
-        run_sync(self._reset("", keys))
-
-    async def areset(self, keys: Sequence[str]) -> None:
-        """`reset`, without blocking the event loop."""
-        await self._reset("a", keys)
-
-    async def _reset(self, mode: Mode, keys: Sequence[str]) -> None:
-        check_keys(keys, of_counts=True)
-        await self._run(mode, keys, lambda tables, some: tables.reset(some))
-
-    def entries(self, pattern: str) -> dict[str, QuotaUsage | None]:
-        """Return what is kept for counts under the keys that match; `None` for what is no count."""
-        pages = self._listed(COUNT, pattern, lambda tables, some: tables.entries(some))
-        return dict(chain.from_iterable(page.items() for page in pages))
-
-    def usages(self, pattern: str = "*") -> list[QuotaUsage]:
-        """Return what is counted under the keys that match a glob pattern, sorted by key.
-
-        A server is asked for some keys at a time, and serves others in between: a count that is
-        made or removed meanwhile may be missing. Keys of others that hold no count are left out.
-
-        Args:
-            pattern: As in Python's `fnmatch.fnmatchcase`.
-
-        Raises:
-            QuotaStoreError: The store failed, or did not answer in time.
-            TypeError: The store serves no sync calls.
-        """
-        return sorted(filter(None, self.entries(pattern).values()), key=lambda usage: usage.key)
+class SupportsGrants(BaseStore):
+    """A store that gives grants, and freezes subjects."""
 
     def grant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -230,7 +135,8 @@ class SupportsGrants(ABC):
             ValueError: An argument is out of bounds, no count can have the key, or the grant would
                 have ended already.
         """
-        return run_sync(self._give("", key, amount, window, until, reason, by, id))
+        options: Any = {"window": window, "until": until, "reason": reason, "by": by, "id": id}
+        return run_sync(self.agrant(key, amount, **options))
 
     async def agrant(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -244,7 +150,41 @@ class SupportsGrants(ABC):
         id: str | None = None,  # noqa: A002 - as the field is called
     ) -> Grant:
         """`grant`, without blocking the event loop."""
-        return await self._give("a", key, amount, window, until, reason, by, id)
+        name = uuid4().hex if id is None else id
+        _check_texts(key=key, reason=reason, by=by, id=name)
+        if not name:
+            raise ValueError("id must not be empty: leave it out for a new one")
+        now, counted = self.clock(), self._counted(key, window)
+        if read_emission_interval(counted):
+            raise ValueError(
+                f"a smooth quota takes no grants: raise its limit or its burst, not {counted!r}"
+            )
+        _check_until(until)
+        parsed = CountKey.parse(counted)
+        whole = whole_amount(parsed.unit, "amount", amount)
+        if not 0 < whole <= MAX_AMOUNT:
+            maximum = format_amount(MAX_AMOUNT, parsed.unit)
+            raise ValueError(f"amount must be above 0, and at most {maximum}, not {amount!r}")
+        grant = Grant(counted, whole, name, in_utc(now), until, reason, by)
+        ends = [end for end in (grant.ends, parsed.ends) if end is not None]
+        last = math.ceil(now) + idle_time(counted, self._idle)
+        grant = replace(grant, until=in_utc(min(ends, default=last)))
+        counter = _COUNTERS.get(parsed.counter, f"{MODEL}.{parsed.counter}")
+        # A tool may have such a name, too.
+        if counter in UNITS or (window == "" and parsed.window is None):
+            [use] = await self.apeek([counted])
+            if use is None:
+                remedy = "give the quota's window, window=quota.period, or window=None for none"
+                if counter in UNITS:
+                    remedy = f"write {str(replace(parsed, counter=counter))!r}"
+                raise ValueError(f"nothing is counted under {counted!r}: {remedy}")
+        stored, is_new = await self._grant(grant)
+        if stored is None:
+            when = f" after {grant.until.isoformat()}" if grant.until else ""
+            raise ValueError(f"nothing can be granted under {counted!r}{when}: that time is over")
+        if is_new:
+            _log("granted", stored)
+        return stored
 
     def revoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
         """End a grant now. What was used with it stays counted.
@@ -261,11 +201,16 @@ class SupportsGrants(ABC):
             TypeError: An argument has the wrong type.
             ValueError: The key is not that of a count.
         """
-        return run_sync(self._end("", key, id))
+        return run_sync(self.arevoke(key, id))
 
     async def arevoke(self, key: str, id: str) -> Grant | None:  # noqa: A002 - the same
         """`revoke`, without blocking the event loop."""
-        return await self._end("a", key, id)
+        _check_texts(key=key, id=id)
+        CountKey.parse(key)
+        ended = await self._revoke(key, id)
+        if ended is not None:
+            _log("revoked", ended)
+        return ended
 
     def grants(self, pattern: str = "*") -> list[Grant]:
         """Return the grants that have not ended, sorted by key and time; see `usages`.
@@ -284,17 +229,8 @@ class SupportsGrants(ABC):
         grants = map(as_listed, chain.from_iterable(pages))
         return sorted(set(grants), key=lambda grant: (grant.key, grant.given_at))
 
-    def _listed(self, kind: str, pattern: str, operation: Operation[T]) -> list[T]:
-        """Return what is read of the keys that match, some at a time."""
-        keys = (key for key in self._keys(kind, pattern) if fnmatchcase(key, pattern))
-        pages: list[T] = []
-        while some := [*islice(keys, PAGE)]:
-            pages += run_sync(self._run("", some, operation, reads=True))
-        return pages
-
     async def freeze(  # noqa: PLR0913 - keyword-only, with defaults
         self,
-        mode: Mode,
         per: str,
         subject: str,
         *,
@@ -310,27 +246,25 @@ class SupportsGrants(ABC):
             raise ValueError(f"a freeze needs per and subject, or neither: {per!r}, {subject!r}")
         times = in_utc(self.clock()), until or _LAST
         freeze = Grant(freezes_key(prefix), 0, str(CountKey("", per, subject)), *times, reason, by)
-        stored, _ = await self._grant(mode, freeze)
+        stored, _ = await self._grant(freeze)
         if stored is None:
             raise ValueError(f"until must be later than now, not {until}")
         freeze = as_listed(stored)
         _log("frozen", freeze)
         return freeze
 
-    async def thaw(
-        self, mode: Mode, per: str, subject: str, *, by: str = "", prefix: str = ""
-    ) -> Grant | None:
+    async def thaw(self, per: str, subject: str, *, by: str = "", prefix: str = "") -> Grant | None:
         """End a freeze, and return it; `None` if there is none."""
-        ended = await self._revoke(mode, freezes_key(prefix), str(CountKey("", per, subject)))
+        ended = await self._revoke(freezes_key(prefix), str(CountKey("", per, subject)))
         if ended is not None:
             ended = as_listed(ended)
             _log("thawed", replace(ended, by=by))
         return ended
 
-    async def freezes(self, mode: Mode, prefix: str = "") -> list[Grant]:
+    async def freezes(self, prefix: str = "") -> list[Grant]:
         """Return the freezes under a prefix, as `grants` does."""
         keys = [freezes_key(prefix)]
-        [freezes] = await self._run(mode, keys, lambda tables, _: tables.grants(keys), reads=True)
+        [freezes] = await self._run(keys, lambda tables, _: tables.grants(keys), reads=True)
         return [*map(as_listed, freezes)]
 
     def _counted(self, text: str, window: timedelta | str | CalendarWindow | None) -> str:
@@ -343,78 +277,21 @@ class SupportsGrants(ABC):
         values = key.counter, key.dimension, key.subject, parse_window(window)
         return str(CountKey.at(*values, self.clock(), prefix=key.prefix))
 
-    async def _grant(self, mode: Mode, grant: Grant) -> tuple[Grant | None, bool]:
-        [answer] = await self._run(mode, [grant.key], lambda tables, _: tables.grant(grant))
+    async def _grant(self, grant: Grant) -> tuple[Grant | None, bool]:
+        [answer] = await self._run([grant.key], lambda tables, _: tables.grant(grant))
         return answer
 
-    async def mark(
-        self, mode: Mode, key: str, limit: str, thresholds: Sequence[int]
-    ) -> tuple[int | None, int]:
+    async def mark(self, key: str, limit: str, thresholds: Sequence[int]) -> tuple[int | None, int]:
         """Mark the highest threshold that a limit's settled use has passed, until it is reset.
 
         Return the use, if that is higher than what was marked, else `None`; and the mark, or 0.
         """
         of_count = key, limit, thresholds
-        [marked] = await self._run(mode, [key], lambda tables, _: tables.mark(*of_count))
+        [marked] = await self._run([key], lambda tables, _: tables.mark(*of_count))
         return marked
 
-    async def _revoke(self, mode: Mode, key: str, name: str) -> Grant | None:
-        [ended] = await self._run(mode, [key], lambda tables, _: tables.revoke(key, name))
-        return ended
-
-    async def _give(  # noqa: PLR0913, PLR0917 - those of `grant`
-        self,
-        mode: Mode,
-        text: str,
-        amount: Dollars | Time,
-        window: timedelta | str | CalendarWindow | None,
-        until: datetime | None,
-        reason: str,
-        by: str,
-        name: str | None,
-    ) -> Grant:
-        name = uuid4().hex if name is None else name
-        _check_texts(key=text, reason=reason, by=by, id=name)
-        if not name:
-            raise ValueError("id must not be empty: leave it out for a new one")
-        now, counted = self.clock(), self._counted(text, window)
-        if read_emission_interval(counted):
-            raise ValueError(
-                f"a smooth quota takes no grants: raise its limit or its burst, not {counted!r}"
-            )
-        _check_until(until)
-        key = CountKey.parse(counted)
-        whole = whole_amount(key.unit, "amount", amount)
-        if not 0 < whole <= MAX_AMOUNT:
-            maximum = format_amount(MAX_AMOUNT, key.unit)
-            raise ValueError(f"amount must be above 0, and at most {maximum}, not {amount!r}")
-        grant = Grant(counted, whole, name, in_utc(now), until, reason, by)
-        ends = [end for end in (grant.ends, key.ends) if end is not None]
-        last = math.ceil(now) + idle_time(counted, self._idle)
-        grant = replace(grant, until=in_utc(min(ends, default=last)))
-        counter = _COUNTERS.get(key.counter, f"{MODEL}.{key.counter}")
-        # A tool may have such a name, too.
-        if counter in UNITS or (window == "" and key.window is None):
-            [use] = await self._peek(mode, [counted])
-            if use is None:
-                remedy = "give the quota's window, window=quota.period, or window=None for none"
-                if counter in UNITS:
-                    remedy = f"write {str(replace(key, counter=counter))!r}"
-                raise ValueError(f"nothing is counted under {counted!r}: {remedy}")
-        stored, is_new = await self._grant(mode, grant)
-        if stored is None:
-            when = f" after {grant.until.isoformat()}" if grant.until else ""
-            raise ValueError(f"nothing can be granted under {counted!r}{when}: that time is over")
-        if is_new:
-            _log("granted", stored)
-        return stored
-
-    async def _end(self, mode: Mode, key: str, name: str) -> Grant | None:
-        _check_texts(key=key, id=name)
-        CountKey.parse(key)
-        ended = await self._revoke(mode, key, name)
-        if ended is not None:
-            _log("revoked", ended)
+    async def _revoke(self, key: str, name: str) -> Grant | None:
+        [ended] = await self._run([key], lambda tables, _: tables.revoke(key, name))
         return ended
 
 

@@ -16,21 +16,23 @@ from langchain_quota.core.admission import (
 )
 from langchain_quota.runtime.arguments import validate_count
 from langchain_quota.runtime.store_errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
+from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.stores import CORRECTED, GRACE, IDLE_TTL, REMEMBERED, Occupancy, QuotaUsage
+from langchain_quota.stores.base import Operation
 from langchain_quota.stores.counts import (
     Count,
     Counts,
     Entry,
     ExpiringDict,
     check_held,
+    check_request,
     demands_in_drain_time,
     idle_seconds,
     level_of,
     replay,
     smallest_limits,
 )
-from langchain_quota.stores.grants import Grant, Operation, in_utc
+from langchain_quota.stores.grants import Grant, SupportsGrants, in_utc
 from langchain_quota.stores.keys import (
     COUNT,
     FREEZES,
@@ -46,7 +48,6 @@ from langchain_quota.stores.keys import (
     read_emission_interval,
     window_end,
 )
-from langchain_quota.stores.rate_limiting import RateLimiting
 
 RESULT, ATTEMPT, CORRECTION, SETTLEMENT = "result", "attempt", "corrected", "settled"
 """What is kept beside counts and the notes of their grants."""
@@ -344,7 +345,7 @@ class Tables:
             self._attempts.put(request.attempt_id, attempt, now + REMEMBERED, now)
 
 
-class MemoryStore(RateLimiting):
+class MemoryStore(SupportsGrants):
     """A `QuotaStore` in the memory of one process; its threads and event loops share it.
 
     It never waits for anything but its own lock, so the async forms are the same as the sync ones.
@@ -401,18 +402,19 @@ class MemoryStore(RateLimiting):
         """`acquire`, also that of a subclass; it does not block."""
         return self.acquire(request)
 
-    async def _acquire(self, _: Mode, request: AcquireRequest) -> AcquireResult:
+    def acquire(self, request: AcquireRequest) -> AcquireResult:
+        """Admit each call of a batch against all of its limits; see `QuotaStore.acquire`."""
+        check_request(request)
         with self._lock:
             self._tables.now = self.clock()
             return self._tables.acquire(request)
 
     async def _run(
         self,
-        _: Mode,
         keys: Sequence[str],
         operation: Operation[T],
         *,
-        reads: bool = False,  # noqa: ARG002 - of a subclass
+        reads: bool = False,  # noqa: ARG002
     ) -> list[T]:
         with self._lock:
             self._tables.now = self.clock()

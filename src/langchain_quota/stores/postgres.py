@@ -8,14 +8,14 @@ from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from math import ceil
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.store_errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import Mode, run_sync
+from langchain_quota.runtime.sync_async import current_mode, run_sync
 from langchain_quota.stores import IDLE_TTL
-from langchain_quota.stores.grants import PAGE
+from langchain_quota.stores.base import PAGE, Operation
 from langchain_quota.stores.keys import COUNT, NOTES, Prefix
 from langchain_quota.stores.rows import FROZEN, Name, Rows
 from langchain_quota.stores.server import PREFIX, Batch, ServerStore
@@ -155,41 +155,31 @@ class PostgresStore(ServerStore):
         Raises:
             QuotaStoreError: The store failed, or the user may not make a table.
         """
-        run_sync(self._set_up(""))
+        run_sync(self.asetup())
 
     async def asetup(self) -> None:
         """`setup`, without blocking the event loop."""
-        await self._set_up("a")
+        await self._within(lambda connection: self._connections.send(connection, _SETUP))
 
-    async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
-        if mode:
+    async def _admit(self, prefix: str, request: AcquireRequest) -> AcquireResult:
+        if current_mode():
             batch = self._batches.get(prefix)
             if batch is None or not batch.is_open:
-                batch = self._batches[prefix] = Batch(partial(self._send, mode, prefix))
+                batch = self._batches[prefix] = Batch(partial(self._send, prefix))
             return await batch.answer(request)
-        (answer,) = await self._send(mode, prefix, lambda: [request])
+        (answer,) = await self._send(prefix, lambda: [request])
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
     async def _send(
-        self, mode: Mode, prefix: str, take: Callable[[], Sequence[AcquireRequest]]
+        self, prefix: str, take: Callable[[], Sequence[AcquireRequest]]
     ) -> Sequence[AcquireResult | BaseException]:
         """Admit requests one after the other, in one transaction."""
-
-        def admit(rows: Rows, _: object) -> Sequence[AcquireResult | BaseException]:
-            return [*map(rows.answer, take())]
-
-        return await self._change(mode, prefix, admit)
+        return await self._change(prefix, lambda rows, _: [*map(cast(Rows, rows).answer, take())])
 
     async def _change(
-        self,
-        mode: Mode,
-        prefix: str,
-        operation: Callable[[Rows, Sequence[str]], T],
-        keys: Sequence[str] = (),
-        *,
-        reads: bool = False,
+        self, prefix: str, operation: Operation[T], keys: Sequence[str] = (), *, reads: bool = False
     ) -> T:
         async def work(connection: "Connection") -> T:
             rows, read, begin = Rows(self._idle), set[Name](), "" if reads else _BEGIN
@@ -204,7 +194,7 @@ class PostgresStore(ServerStore):
                 await self._write(connection, prefix, rows)
             return answer
 
-        return await self._tried(mode, work)
+        return await self._tried(work)
 
     def _scan(self, prefix: str, kind: str, pattern: str) -> Iterator[str]:
         last = "0" * 32
@@ -218,22 +208,19 @@ class PostgresStore(ServerStore):
                 return [(row, str(json.loads(name))) for row, name in _table(results)]
 
         while last:
-            rows = run_sync(self._within("", page))
+            rows = run_sync(self._within(page))
             yield from (name for _, name in rows)
             last = rows[-1][0] if len(rows) == PAGE else ""
 
-    async def _set_up(self, mode: Mode) -> None:
-        await self._within(mode, lambda connection: self._connections.send(connection, _SETUP))
-
-    async def _within(self, mode: Mode, work: "Callable[[Connection], Awaitable[T]]") -> T:
+    async def _within(self, work: "Callable[[Connection], Awaitable[T]]") -> T:
         """Do some work with a connection, in time."""
-        return await self._in_time(mode, lambda: self._tried(mode, work))
+        return await self._in_time(lambda: self._tried(work))
 
-    async def _tried(self, mode: Mode, work: "Callable[[Connection], Awaitable[T]]") -> T:
+    async def _tried(self, work: "Callable[[Connection], Awaitable[T]]") -> T:
         """Do some work with a connection, again if the server ends the transaction."""
         for _ in range(_TRIES):
             with suppress(self._connections.ended):
-                async with self._connections.taken(mode) as connection:
+                async with self._connections.taken() as connection:
                     return await work(connection)
         raise QuotaStoreError(f"{self!r}: the server ended {_TRIES} transactions")
 

@@ -26,7 +26,7 @@ except ImportError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.runtime.sync_async import Mode, PerLoop
+from langchain_quota.runtime.sync_async import PerLoop, current_mode
 from langchain_quota.stores.server import Server
 
 _CONNECTIONS = 10
@@ -115,7 +115,7 @@ class Connections(Server, ABC):
         self._timeout = timeout
 
     @abstractmethod
-    def taken(self, mode: Mode) -> AbstractAsyncContextManager[Connection]:
+    def taken(self) -> AbstractAsyncContextManager[Connection]:
         """Yield a connection that nobody else uses meanwhile."""
 
     async def send(self, connection: Connection, statements: str) -> list[PGresult]:
@@ -176,7 +176,7 @@ class _UserConnections(Connections):
         self._pool = pool
 
     @asynccontextmanager
-    async def taken(self, _: Mode) -> AsyncIterator[Connection]:
+    async def taken(self) -> AsyncIterator[Connection]:
         pool = self._pool
         if isinstance(pool, AsyncConnectionPool):
             async with pool.connection(self._timeout) as taken, _closed_by_failures(taken):
@@ -257,14 +257,14 @@ class _OwnedConnections(Connections):
         )
 
     @asynccontextmanager
-    async def taken(self, mode: Mode) -> AsyncIterator[Connection]:
-        idle = await self._loops.get() if mode else self._of_process()
+    async def taken(self) -> AsyncIterator[Connection]:
+        idle = await self._loops.get() if current_mode() else self._of_process()
         if isinstance(idle.permits, asyncio.Semaphore):
             await idle.permits.acquire()
         elif not idle.permits.acquire(timeout=self._timeout):
             raise TimeoutError
         try:
-            connection = idle.take() or await self._connected(mode)
+            connection = idle.take() or await self._connected()
             try:
                 async with _closed_by_failures(connection):
                     yield connection
@@ -279,8 +279,8 @@ class _OwnedConnections(Connections):
     async def aclose(self) -> None:
         await self._loops.close()
 
-    async def _connected(self, mode: Mode) -> Connection:
-        if mode:
+    async def _connected(self) -> Connection:
+        if current_mode():
             return await _AsyncConnection.connect(self._source, **_OPTIONS)
         # libpq waits for no less than 2 seconds.
         patience = max(2, math.ceil(self._timeout))

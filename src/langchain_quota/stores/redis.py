@@ -4,15 +4,14 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.store_errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import Mode, run_sync
+from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.stores import IDLE_TTL
-from langchain_quota.stores.grants import PAGE, Operation
+from langchain_quota.stores.base import PAGE, Operation
 from langchain_quota.stores.keys import COUNT, Prefix
 from langchain_quota.stores.redis_rows import RedisRows, key_of, pattern_of, place_of, read_rows
 from langchain_quota.stores.redis_script import SCRIPTS, read_result, write_acquire
@@ -93,29 +92,23 @@ class RedisStore(ServerStore):
         super().__init__(prefix, timeout, idle_ttl)
         self._server = self._clients = clients(source, timeout)
 
-    async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
+    async def _admit(self, prefix: str, request: AcquireRequest) -> AcquireResult:
         arguments = write_acquire(prefix, request, self._idle)
         if any(correction.attempt_id for correction in request.corrections):
             # They undo what attempts have charged. Each is made once: the script finds it made.
             corrections = AcquireRequest("", "", corrections=request.corrections)
-            await self._change(mode, prefix, lambda tables, _: tables.acquire(corrections))
+            await self._change(prefix, lambda tables, _: tables.acquire(corrections))
         for _ in range(_TRIES):
-            reply = await self._clients.run(mode, SCRIPTS["acquire"], arguments)
+            reply = await self._clients.run(SCRIPTS["acquire"], arguments)
             with self._reading():
                 result = read_result(request, reply)
             if result is not None:
                 return result
-            await self._change(mode, prefix, lambda tables, _: tables.roll_over(request))
+            await self._change(prefix, lambda tables, _: tables.roll_over(request))
         raise QuotaStoreError(f"{self!r}: what rolled over was lost {_TRIES} times")
 
     async def _change(
-        self,
-        mode: Mode,
-        prefix: str,
-        operation: Operation[T],
-        keys: Sequence[str] = (),
-        *,
-        reads: bool = False,
+        self, prefix: str, operation: Operation[T], keys: Sequence[str] = (), *, reads: bool = False
     ) -> T:
         rows, read, order, given = RedisRows(self._idle), set[Name](), list[Name](), list[Any]()
         for _ in range(_TRIES):
@@ -129,7 +122,7 @@ class RedisStore(ServerStore):
                 given = [len(places), *places, counts, int(reads)]
             elif reads or not (changes := rows.changes(order)):
                 return answer
-            reply = await self._clients.run(mode, SCRIPTS["rows"], [*given, json.dumps(changes)])
+            reply = await self._clients.run(SCRIPTS["rows"], [*given, json.dumps(changes)])
             if reply in (b"written", "written"):
                 return answer
             with self._reading():
@@ -137,15 +130,14 @@ class RedisStore(ServerStore):
         raise QuotaStoreError(f"{self!r}: others were faster {_TRIES} times")
 
     def _scan(self, prefix: str, kind: str, pattern: str) -> Iterator[str]:
-        opened = run_sync(self._in_time("", partial(self._clients.opened, "")))
-        client = cast("SyncClient", opened)
+        client = run_sync(self._in_time(self._clients.opened))
         names = client.scan_iter(pattern_of(prefix, kind, pattern), count=PAGE)
 
         async def some() -> list[bytes | str]:
             with self._reading():
                 return [*islice(names, PAGE)]
 
-        while found := run_sync(self._in_time("", some)):
+        while found := run_sync(self._in_time(some)):
             yield from (key for name in found if (key := key_of(prefix, kind, name)) is not None)
 
 

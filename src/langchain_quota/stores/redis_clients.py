@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs, quote, urlsplit
 
 try:
@@ -23,7 +23,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from langchain_quota.runtime.store_errors import UNREADABLE
-from langchain_quota.runtime.sync_async import Mode, PerLoop
+from langchain_quota.runtime.sync_async import PerLoop, current_mode
 from langchain_quota.stores.grants import logger
 from langchain_quota.stores.redis_script import Script
 from langchain_quota.stores.server import Batch, Server
@@ -49,16 +49,6 @@ AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
 
 _Pool = TypeVar("_Pool", bound=redis.ConnectionPool | redis.asyncio.ConnectionPool)
-
-
-class ScriptClient(Protocol):
-    """A client that runs scripts; an async one returns replies to await."""
-
-    def eval(self, *arguments: Argument) -> object:
-        """Run a script by its text."""
-
-    def evalsha(self, *arguments: Argument) -> object:
-        """Run a script that the server knows, by its hash."""
 
 
 def clients(source: object, timeout: float) -> "Clients":
@@ -90,27 +80,26 @@ class Clients(Server, ABC):
     has_warned = False
 
     @abstractmethod
-    async def opened(self, mode: Mode) -> ScriptClient:
-        """Return a client that runs scripts in a mode."""
+    async def opened(self) -> Any:
+        """Return a client that runs scripts in the current mode; an async one awaits replies."""
 
-    async def run(self, mode: Mode, script: Script, arguments: Sequence[Argument]) -> object:
+    async def run(self, script: Script, arguments: Sequence[Argument]) -> object:
         """Run a script, load it first if the server does not know it, and return the reply."""
-        client = await self.opened(mode)
+        client = await self.opened()
         try:
-            reply = client.evalsha(script.sha, *arguments)
-            reply = await cast("Awaitable[object]", reply) if mode else reply
+            reply = await _awaited(client.evalsha(script.sha, *arguments))
         except exceptions.NoScriptError:
             reply = await _awaited(client.eval(script.text, *arguments))
         except UNREADABLE as error:
             # The client could not read the reply. Elsewhere such an error is a fault of ours.
             raise exceptions.InvalidResponse(f"{type(error).__name__}: {error}") from error
         if not self.has_warned:
-            await self.warn_of_eviction(mode)
+            await self.warn_of_eviction()
         return reply
 
-    async def warn_of_eviction(self, mode: Mode) -> None:
+    async def warn_of_eviction(self) -> None:
         """Warn of a server that may evict counts, if its user may ask it."""
-        self.has_warned, client = True, await self.opened(mode)
+        self.has_warned, client = True, await self.opened()
         with suppress(*self.failed):
             reply = await _awaited(client.eval("return redis.call('INFO', 'memory')", 0))
             policy = re.search("maxmemory_policy:([a-z-]+)", str(reply))
@@ -156,13 +145,13 @@ class _UserClients(Clients):
         self.name = f"{type(client).__module__.split('.client')[0]}.{type(client).__name__}"
         self.secrets = _secrets(client.get_connection_kwargs())
         self.forms = ("async",) if isinstance(client, AsyncClient) else ("sync",)
-        self._client = cast("ScriptClient", client)
+        self._client: Any = client
         self._cluster = client if isinstance(client, redis.asyncio.RedisCluster) else None
         if isinstance(client, redis.asyncio.Redis):
             self._client = _PipeliningClient(client, client.connection_pool.max_connections)
         self._asking: asyncio.Task[object] | None = None
 
-    async def opened(self, _: Mode) -> ScriptClient:
+    async def opened(self) -> Any:
         # Without the nodes, redis-py sends first requests of a cluster to any node, and closes
         # connections that others use when these nodes answer that they do not have the key. The
         # client forgets the nodes when it is closed. Callers do not wait for connections: while a
@@ -237,8 +226,8 @@ class _OwnedClients(Clients):
         self.secrets = (url, *_secrets(pool.connection_kwargs))
         self.name = re.sub("^([^/]*//).*@", r"\1", url.partition("?")[0])
 
-    async def opened(self, mode: Mode) -> ScriptClient:
-        return await self._loops.get() if mode else cast("ScriptClient", self._sync)
+    async def opened(self) -> Any:
+        return await self._loops.get() if current_mode() else self._sync
 
     def close(self) -> None:
         self._sync.close()

@@ -14,11 +14,11 @@ from weakref import ref
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.store_errors import UNREADABLE, EventLoopBlockedError, QuotaStoreError
-from langchain_quota.runtime.sync_async import Mode
-from langchain_quota.stores.counts import idle_seconds
-from langchain_quota.stores.grants import Operation
+from langchain_quota.runtime.sync_async import current_mode
+from langchain_quota.stores.base import Operation
+from langchain_quota.stores.counts import check_request, idle_seconds
+from langchain_quota.stores.grants import SupportsGrants
 from langchain_quota.stores.keys import Prefix, check_prefix, keys_of, prefix_of
-from langchain_quota.stores.rate_limiting import RateLimiting
 
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
@@ -72,7 +72,7 @@ class Server:
         """Close those of the running event loop."""
 
 
-class ServerStore(RateLimiting):
+class ServerStore(SupportsGrants):
     """A store in a server; a subclass knows how an operation is made there."""
 
     _server: Server
@@ -116,17 +116,19 @@ class ServerStore(RateLimiting):
         self._server.close()
         await self._server.aclose()
 
-    async def _acquire(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        """`acquire`, without blocking the event loop."""
+        check_request(request)
         prefix = self._prefix_of(request)
-        return await self._in_time(mode, lambda: self._admit(mode, prefix, request))
+        return await self._in_time(lambda: self._admit(prefix, request))
 
     async def _run(
-        self, mode: Mode, keys: Sequence[str], operation: Operation[T], *, reads: bool = False
+        self, keys: Sequence[str], operation: Operation[T], *, reads: bool = False
     ) -> list[T]:
         results = []
         for prefix, some in self._by_prefix(keys).items() if keys else ():
-            work = partial(self._change, mode, prefix, operation, some, reads=reads)
-            results.append(await self._in_time(mode, work))
+            work = partial(self._change, prefix, operation, some, reads=reads)
+            results.append(await self._in_time(work))
         return results
 
     def _keys(self, kind: str, pattern: str) -> Iterator[str]:
@@ -138,18 +140,12 @@ class ServerStore(RateLimiting):
         return self._scan(self.prefix, kind, pattern)
 
     @abstractmethod
-    async def _admit(self, mode: Mode, prefix: str, request: AcquireRequest) -> AcquireResult:
+    async def _admit(self, prefix: str, request: AcquireRequest) -> AcquireResult:
         """Acquire; a failure of the server is raised as its client raises it."""
 
     @abstractmethod
     async def _change(
-        self,
-        mode: Mode,
-        prefix: str,
-        operation: Operation[T],
-        keys: Sequence[str] = (),
-        *,
-        reads: bool = False,
+        self, prefix: str, operation: Operation[T], keys: Sequence[str] = (), *, reads: bool = False
     ) -> T:
         """Run another operation on the rows that it needs, and write what it changes."""
 
@@ -174,9 +170,10 @@ class ServerStore(RateLimiting):
             keys_by_prefix.setdefault(prefix_of(key), []).append(key)
         return keys_by_prefix
 
-    async def _in_time(self, mode: Mode, work: Callable[[], Awaitable[T]]) -> T:
+    async def _in_time(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do some work with the server, in time; if that fails, it is a QuotaStoreError."""
-        server, wanted = self._server, "async" if mode else "sync"
+        server, mode = self._server, current_mode()
+        wanted = "async" if mode else "sync"
         if wanted not in server.forms:
             raise TypeError(
                 f"{server.name} serves no {wanted} calls: give {type(self).__name__} "

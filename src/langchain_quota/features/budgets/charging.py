@@ -219,7 +219,7 @@ class Charging:
             charges = self._record(step, answer, before, total, is_call=is_call)
             # While the store is unavailable, so are its marks. The state only adds to budgets.
             if self._near.present and mode is not None and (answer or self._store is None):
-                await self._near.tell(mode, charges, {})
+                await self._near.tell(charges, {})
         return written
 
     def _record(
