@@ -10,6 +10,7 @@ from uuid import UUID
 
 from langchain_quota.core.plans import Meter, Place, Rule, store_counter
 from langchain_quota.features.budgets.budgets import receipt_of
+from langchain_quota.features.model_notes import added_to
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ROOT_RUN, THREAD
 from langchain_quota.limits.quotas import Quota
@@ -21,7 +22,6 @@ from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
 from langchain_quota.runtime.units import UNIT_LABELS, Dollars, Time, exact_amount
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.counts import added_to
 from langchain_quota.stores.grants import Grant, SupportsGrants
 from langchain_quota.stores.keys import CountKey, check_prefix
 from langchain_quota.telemetry.receipts import Receipt

@@ -16,13 +16,16 @@ from uuid import uuid4
 
 from langchain_quota.cli import CommandError, complain, one_line, printable, say, table
 from langchain_quota.cli.arguments import STORE_VARIABLE
-from langchain_quota.limits.call import ROOT_RUN, RUN
+from langchain_quota.limits.call import CONCURRENCY, ROOT_RUN, RUN
+from langchain_quota.limits.options import UNITS
+from langchain_quota.runtime.arguments import ALL_TOOLS
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount, in_base_unit
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.grants import Grant, calls_of, in_utc
 from langchain_quota.stores.keys import (
+    DEFAULT_NAMES,
     MAX_LENGTH,
     CountKey,
     dimension_of,
@@ -187,8 +190,17 @@ def _find(store: Store, asked: Asked, *granted: str) -> tuple[Mapping[str, Quota
 def _names(text: str) -> dict[str, str]:
     """Return the names of a count by the options that choose it; a freeze is of no limit."""
     key = CountKey.parse(text)
-    limit = key.counter and key.limit_name
+    limit = key.counter and _limit_name(key)
     return {"limit": limit, "per": key.dimension, "subject": key.subject, "key": text}
+
+
+def _limit_name(key: CountKey) -> str:
+    """Return the name that a limit on a count has, unless it is given another."""
+    if key.counter in UNITS:
+        return DEFAULT_NAMES.get(key.counter, key.counter.removeprefix("model."))
+    tools = key.counter.removeprefix(",")
+    tools = f"*{tools.removeprefix(ALL_TOOLS)}" if tools.startswith(ALL_TOOLS) else tools
+    return f"{CONCURRENCY if key.dimension == CONCURRENCY else 'tool'}:{tools}"
 
 
 def _asked(arguments: Namespace) -> Asked:

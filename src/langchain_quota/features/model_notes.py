@@ -6,7 +6,7 @@ from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 
 from langchain_quota.core.admission import admit
-from langchain_quota.core.plans import LimitSet, read_keys, run_counter, thread_counter
+from langchain_quota.core.plans import LimitSet, Places, read_keys, run_counter, thread_counter
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import RepeatLimit
@@ -24,7 +24,6 @@ from langchain_quota.middleware.state import State, ledger, run_tools, thread_to
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.runtime.units import Level, as_dollars, as_time, level
 from langchain_quota.stores import QuotaUsage
-from langchain_quota.stores.counts import added_to
 
 LAST_CALL = (
     "This is the last model call of this budget: no tool can be called any more. "
@@ -46,6 +45,18 @@ _SPENT = {
     UNCACHED_TOKENS: "uncached tokens",
 }
 """The names of budgets of tokens in a note."""
+
+
+def added_to(places: Places, usages: Mapping[str, QuotaUsage]) -> dict[str, int]:
+    """Return what grants and rollover add to counts, by name; what will roll over included."""
+    added = {}
+    for name, place in places.items():
+        usage = usages.get(place.key)
+        added[name] = usage.granted if usage else 0
+        if place.rollover is not None and (usage is None or usage.rolled_over is None):
+            previous = usages.get(place.rollover.previous)
+            added[name] += place.rollover.of(previous.used if previous else 0)
+    return added
 
 
 class ModelNotes(Feature):

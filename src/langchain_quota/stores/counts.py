@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from heapq import heapify, heappop, heappush
@@ -10,10 +10,9 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Demand
-from langchain_quota.core.plans import Places
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.store_errors import QuotaStoreError
-from langchain_quota.stores import GRACE, QuotaUsage
+from langchain_quota.stores import GRACE
 from langchain_quota.stores.keys import drain_time, idle_time, read_emission_interval
 
 MAX_HELD = 1000
@@ -70,18 +69,6 @@ def check_fits(counters: int, calls: int, request: AcquireRequest) -> None:
     """Check that a remembered result has as many counters and calls as the request."""
     if (counters, calls) != (len(request.counters), len(request.demands)):
         raise QuotaStoreError("the idempotency key was given to a batch of another form before")
-
-
-def added_to(places: Places, usages: Mapping[str, QuotaUsage]) -> dict[str, int]:
-    """Return what grants and rollover add to counts, by name; what will roll over included."""
-    added = {}
-    for name, place in places.items():
-        usage = usages.get(place.key)
-        added[name] = usage.granted if usage else 0
-        if place.rollover is not None and (usage is None or usage.rolled_over is None):
-            previous = usages.get(place.rollover.previous)
-            added[name] += place.rollover.of(previous.used if previous else 0)
-    return added
 
 
 def check_request(request: object) -> None:

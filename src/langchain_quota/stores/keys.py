@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
 from langchain_quota.core.admission import AcquireRequest
-from langchain_quota.limits.call import CONCURRENCY, ROOT_RUN, RUN
+from langchain_quota.limits.call import ROOT_RUN, RUN
 from langchain_quota.limits.options import MILLISECONDS, NANODOLLARS, TOTAL_TOKENS, UNITS
 from langchain_quota.limits.quotas import CalendarWindow, around
-from langchain_quota.runtime.arguments import ALL_TOOLS, validate_type
+from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.units import Unit
 from langchain_quota.stores import ROOT_RUN_IDLE, RUN_IDLE
 
@@ -128,15 +128,6 @@ class CountKey:
     def unit(self) -> Unit:
         """What is counted."""
         return UNITS.get(self.counter, "calls")
-
-    @property
-    def limit_name(self) -> str:
-        """The name that a limit on the count has, unless it is given another."""
-        if self.counter in UNITS:
-            return DEFAULT_NAMES.get(self.counter, self.counter.removeprefix("model."))
-        tools = self.counter.removeprefix(",")
-        tools = f"*{tools.removeprefix(ALL_TOOLS)}" if tools.startswith(ALL_TOOLS) else tools
-        return f"{CONCURRENCY if self.dimension == CONCURRENCY else 'tool'}:{tools}"
 
     @property
     def ends(self) -> int | None:
