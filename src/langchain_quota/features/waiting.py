@@ -31,9 +31,9 @@ from langchain_quota.middleware.feature import Feature, StepCheck, ToolAnswer, T
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import feature_ledger, ledger, refunded_limits
 from langchain_quota.middleware.store_client import StoreClient
+from langchain_quota.runtime.expiring_dict import ExpiringDict
 from langchain_quota.runtime.queues import LOOKS_AGAIN, Queues, Waiter, queues_of
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
-from langchain_quota.stores.counts import ExpiringDict
 from langchain_quota.stores.grants import in_utc
 from langchain_quota.stores.keys import seconds_until_room
 

@@ -25,8 +25,8 @@ from langchain_quota.runtime.arguments import (
     validate_sync_function,
     validate_type,
 )
+from langchain_quota.runtime.expiring_dict import ExpiringDict
 from langchain_quota.runtime.units import PER_BASE_UNIT, Unit
-from langchain_quota.stores.counts import ExpiringDict
 from langchain_quota.telemetry.logs import logger
 
 _Headers = list[tuple[bytes, bytes]]

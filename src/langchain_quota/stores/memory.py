@@ -15,6 +15,7 @@ from langchain_quota.core.admission import (
     admit,
 )
 from langchain_quota.runtime.arguments import validate_count
+from langchain_quota.runtime.expiring_dict import ExpiringDict
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.stores import CORRECTED, GRACE, IDLE_TTL, REMEMBERED, Occupancy, QuotaUsage
@@ -23,7 +24,6 @@ from langchain_quota.stores.counts import (
     Count,
     Counts,
     Entry,
-    ExpiringDict,
     check_held,
     check_request,
     demands_in_drain_time,

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
+from langchain_quota.runtime.event_loops import Batch
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import current_mode, run_sync
 from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.base import PAGE, Operation
 from langchain_quota.stores.keys import COUNT, NOTES, Prefix
 from langchain_quota.stores.rows import FROZEN, Name, Rows
-from langchain_quota.stores.server import PREFIX, Batch, ServerStore
+from langchain_quota.stores.server import PREFIX, ServerStore
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGresult

@@ -22,11 +22,12 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
+from langchain_quota.runtime.event_loops import Batch
 from langchain_quota.runtime.store_errors import UNREADABLE
 from langchain_quota.runtime.sync_async import PerLoop, current_mode
 from langchain_quota.stores.grants import logger
 from langchain_quota.stores.redis_script import Script
-from langchain_quota.stores.server import Batch, Server
+from langchain_quota.stores.server import Server
 
 URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 """The environment variable with the URL of the server."""
