@@ -228,7 +228,9 @@ def test_quotas_in_the_memory_of_several_workers(lives: int, tmp_path: Path) -> 
     """A second worker says once, if the first lives, that each of them allows the whole quota."""
     logged, steps = list[str](), [(SEARCH, "t1", 1)]
     worked(tmp_path, (0, [*[FORKS] * lives, *steps]), (5, steps * 2), logged=logged)
-    assert sum("write store=RedisStore()" in line for line in logged) == lives
+    # So does the first one, if it writes its file while the second one lives.
+    said = sum("write store=RedisStore()" in line for line in logged)
+    assert said in ((1, 2) if lives else (0,))
 
 
 LINKED = """
