@@ -70,7 +70,8 @@ async def test_every_request_is_accepted(
     Nor is it sent the data that says why a limit stopped a call.
     """
     limits, script, streamed, options = SITUATIONS[situation]
-    for kind in KINDS:
+    # Where nothing raises, the inline one sends the same: tests/property/test_forms.py.
+    for kind in KINDS if situation == "error" else KINDS[:1]:
         server.play(*script)
         model = api(server.url, streaming=streamed)
         given = {"tools": [search, calc], "system_prompt": "Be brief.", **options}
