@@ -58,15 +58,18 @@ class Passing(Clock):
 def patch_pauses(
     patch: pytest.MonkeyPatch, wait: Callable[[str, float], Awaitable[object]]
 ) -> None:
-    """Have calls wait in another way, but for those that wait behind others."""
+    """Have calls wait in another way, but for those that wait behind others or for a slot."""
     sleep = Waiter.sleep
 
-    def is_behind(waiter: Waiter) -> bool:
-        standing = (each._queues.get(waiter.queue, ()) for each in queues._queues.values())
-        return any(number < waiter.number for queue in standing for number in queue)
+    def is_kept(waiter: Waiter) -> bool:
+        for each in queues._queues.values():
+            standing = each._queues.get(waiter.queue, {})
+            if waiter.number in standing:
+                return min(standing) < waiter.number or each._taken[waiter.queue] > 0
+        return False
 
     async def pause(waiter: Waiter, seconds: float) -> None:
-        if seconds > queues.LOOKS_AGAIN and is_behind(waiter):
+        if seconds > queues.LOOKS_AGAIN and is_kept(waiter):
             await sleep(waiter, seconds)
         else:
             await wait("async" if isinstance(waiter._woken, asyncio.Event) else "", seconds)

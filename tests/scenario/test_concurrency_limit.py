@@ -349,12 +349,13 @@ async def test_a_lost_slot_is_reported(
     playing = asyncio.create_task(scene.play())
     await until(lambda: len(store.asked) > 2)
     assert told() == 0
-    # In one turn of the event loop: nothing is renewed meanwhile.
     if taken:
-        clock.now += 62
-        other = store.asked[-1]
-        other = replace(other, idempotency_key="other", attempt_id="other", corrections=())
-        assert store.kept.acquire(other).admitted == (True,)
+        # Nothing is renewed meanwhile.
+        with store.kept._lock:
+            clock.now += 62
+            other = store.asked[-1]
+            other = replace(other, idempotency_key="other", attempt_id="other", corrections=())
+            assert store.kept.acquire(other).admitted == (True,)
     else:
         monkeypatch.setattr(f"{leases}.SLOT_LEASE", 0.0)
     await until(lambda: told() > 0)
@@ -377,7 +378,10 @@ def taken(store: Any) -> int:
 async def test_a_call_that_runs_long_keeps_its_place(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lease is renewed while a call runs, also in a thread whose run is cancelled."""
+    """Its lease is renewed, in one request with all others of the process, until it ends.
+
+    This holds for agents of their own, and for a thread whose run is cancelled.
+    """
     monkeypatch.setattr("langchain_quota.features.concurrency.slot_leases.RENEWAL", 0.01)
     clock = Clock()
     store = FickleStore(MemoryStore(clock=clock))
@@ -394,10 +398,32 @@ async def test_a_call_that_runs_long_keeps_its_place(
         clock.now += SLOT_LEASE + 2
         # Without renewals all would be free now.
         await until(lambda: taken(store) == CAP)
-    for each in (browser, in_threads):
-        each.may_end.set()
+    await until(lambda: len(store.asked[-1].demands) == CAP)
+    browser.may_end.set()
+    await until(lambda: taken(store) == CAP - 1)
+    await until(lambda: len(store.asked[-1].demands) == CAP - 1)
+    in_threads.may_end.set()
     await asyncio.wait(runs)
     await until(lambda: taken(store) == 0)
+
+
+async def test_a_store_without_a_sync_form(
+    signals: Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its event loop renews the leases of its calls."""
+    monkeypatch.setattr("langchain_quota.features.concurrency.slot_leases.RENEWAL", 0.01)
+    clock, browser = Clock(), Browser(ends=False)
+    store: Any = FickleStore(MemoryStore(clock=clock))
+    store.forms = ("async",)
+    agents = [agent_of(signals, browser.tool, most=CAP, store=store) for _ in range(2)]
+    runs = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents]
+    await until(lambda: browser.running == 2)
+    for _ in range(2):
+        clock.now += SLOT_LEASE + 2
+        await until(lambda: taken(store) == 2)
+    browser.may_end.set()
+    await asyncio.gather(*runs)
+    assert taken(store) == 0
 
 
 @pytest.mark.parametrize("stored", [False, True])

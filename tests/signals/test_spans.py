@@ -38,7 +38,7 @@ from langchain_quota import (
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Form, Kind, Scene, both_forms
-from tests.stores import DAY, RESETS, Clock, FickleStore
+from tests.stores import DAY, RESETS, Clock, FickleStore, patch_pauses
 from tests.telemetry import Signals, attributes, needs_inline, paid, telling
 
 KINDS_OF_SPANS = {"openinference.span.kind": "GUARDRAIL", "langfuse.observation.type": "guardrail"}
@@ -324,11 +324,11 @@ async def test_a_span_begins_before_the_wait(
     """A call's span covers its wait for room in a quota, so no time of the run is unexplained."""
     clock, waits = Clock(), list[int]()
 
-    async def passing(_: object, seconds: float) -> None:
+    async def passing(_: str, seconds: float) -> None:
         clock.now += seconds
         waits.append(time.time_ns())
 
-    monkeypatch.setattr("langchain_quota.runtime.queues.Waiter.sleep", passing)
+    patch_pauses(monkeypatch, passing)
     quota = Quota(1, per="global", window="1m", smooth=True)
     limit = ModelCallLimit(quotas=[quota], wait=timedelta(hours=1))
     store = MemoryStore(clock=clock)

@@ -5,7 +5,6 @@ charged nothing before; those of one process go in the order in which they came.
 """
 
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -75,7 +74,6 @@ class WaitingRoom:
     async def enter(self, call: Call, seconds: float) -> float:
         """Wait until a call is charged, for so many seconds at most; return how long it waited."""
         *_, (key, *_) = self.rates.values()
-        started_at = time.monotonic()
         waiter, queues = Waiter(call.mode), queues_of(self.client.store)
 
         async def charge() -> float:
@@ -85,10 +83,10 @@ class WaitingRoom:
 
         queues.move(waiter, key)
         try:
-            call.is_charged = await waiter.retry(charge, started_at + seconds)
+            call.is_charged = await waiter.retry(charge, waiter.came_at + seconds)
         finally:
             queues.leave(waiter)
-        return time.monotonic() - started_at if waiter.has_waited else 0.0
+        return waiter.waited
 
     async def _charge(self, call: Call, more: int = 0) -> float:
         """Charge a call, if there is room; return the seconds until there is, at most 0 if so.

@@ -99,23 +99,21 @@ class Waiting(Feature):
         }
         if not waits:
             return await acquire(mode, step)
-        started_at = time.monotonic()
-        deadline = started_at + min(self._max_waits[limit] for limit, _ in waits)
-        queues = queues_of(self.store.store)
+        waiter, queues = Waiter(mode), queues_of(self.store.store)
+        deadline = waiter.came_at + min(self._max_waits[limit] for limit, _ in waits)
         quotas = {_queue_of(*waited): quota for quota, waited in waits.items()}
-        wait = _Wait(step, deadline, queues, quotas, Waiter(mode), *next(iter(waits)))
+        wait = _Wait(step, deadline, queues, quotas, waiter, *next(iter(waits)))
         attempt, waiting = partial(self._attempt, mode, wait, acquire), partial(self._waiting, wait)
         is_over = False
         try:
-            if not await wait.waiter.retry(attempt, deadline, waiting):
+            if not await waiter.retry(attempt, deadline, waiting):
                 await self._check_now(mode, wait, acquire)
             is_over = True
-            return wait.step._replace(waited=wait.seconds_since(started_at))
+            return wait.step._replace(waited=waiter.waited)
         finally:
-            queues.leave(wait.waiter)
-            waited = wait.seconds_since(started_at)
+            queues.leave(waiter)
             for outcome in self._wait_outcomes(wait, is_over=is_over):
-                self.recorder.record_wait(step.context.agent, wait.limit, outcome, waited)
+                self.recorder.record_wait(step.context.agent, wait.limit, outcome, waiter.waited)
 
     async def _attempt(self, mode: Mode, wait: "_Wait", acquire: StepCheck) -> float:
         """Check the calls if it is their turn; return in how many seconds to do so again."""
@@ -323,7 +321,7 @@ class Waiting(Feature):
         is_resumed = entries["by"] != self._id or self._cancelled.get(refund.id, 0) is not None
         caller, (delay, limit, scope) = call_context(running_runtime()), start
         called = Call("tool", request.tool_call["name"], call_id, 1, caller.agent, caller.thread_id)
-        started_at, waiter, outcome = time.monotonic(), Waiter(mode), "cancelled"
+        waiter, outcome = Waiter(mode), "cancelled"
 
         async def seconds_to_start() -> float:
             return self._seconds_to_start(entries["name"], delay)
@@ -340,13 +338,13 @@ class Waiting(Feature):
             outcome = "allowed"
         except BaseException:
             if not is_resumed:
-                self._cancelled.put(refund.id, True, started_at)
+                self._cancelled.put(refund.id, True, waiter.came_at)
                 self.store.settle_soon(AcquireRequest("", "", corrections=(refund,)))
                 self.recorder.record_refunds(refunds_of(called, refunded_limits(charge)))
             raise
         finally:
-            waited = waiter.has_waited and time.monotonic() - started_at
-            self.recorder.record_start(called, limit, outcome, waited, entries.get("waited", 0.0))
+            waits = waiter.waited, entries.get("waited", 0.0)
+            self.recorder.record_start(called, limit, outcome, *waits)
         if is_resumed:
             # The call may have been refunded. The store makes each correction once, so this pair
             # leaves it charged once.
@@ -380,10 +378,6 @@ class _Wait:
     waiter: Waiter
     limit: str
     scope: Scope
-
-    def seconds_since(self, started_at: float) -> float:
-        """Return how long the step has waited; 0 if it never waited."""
-        return time.monotonic() - started_at if self.waiter.has_waited else 0.0
 
 
 def _max_waits(limits: Sequence[Limit]) -> dict[str, float]:

@@ -24,6 +24,9 @@ from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 P = ParamSpec("P")
 T = TypeVar("T")
 
+WaitContext = Callable[[], AbstractContextManager[object]]
+"""Returns the context of a wait, such as one that counts it."""
+
 LOOKS_AGAIN = 1.0
 """After how many seconds the first call of a queue looks for room that others have made."""
 
@@ -152,13 +155,18 @@ class Waiter:
             self.wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.wake)
         self.number, self.queue = next(_arrivals), ""
         self.slots: list[str] = []
-        self.has_waited = False
+        self.came_at, self.has_waited = time.monotonic(), False
+
+    @property
+    def waited(self) -> float:
+        """Seconds since it came; 0 if it has never waited."""
+        return time.monotonic() - self.came_at if self.has_waited else 0.0
 
     async def retry(
         self,
         attempt: Callable[[], Awaitable[float]],
         deadline: float,
-        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+        waiting: WaitContext = nullcontext,
     ) -> bool:
         """Make attempts until one succeeds; return False if the time is over before.
 
@@ -166,7 +174,7 @@ class Waiter:
             attempt: Returns 0, or less, if it has succeeded, and else after how many seconds the
                 next one makes sense, unless the call is woken before.
             deadline: A time of `time.monotonic`.
-            waiting: Returns the context of a wait.
+            waiting: The context of each wait.
         """
         while (pause := await attempt()) > 0:
             remaining = deadline - time.monotonic()

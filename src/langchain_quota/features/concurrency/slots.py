@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from typing import ParamSpec, TypeVar
@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 
 from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import ToolMessage
-from langchain_core.tools import BaseTool
 
 from langchain_quota.core import messages
 from langchain_quota.core.decide import Verdict
@@ -33,7 +32,7 @@ from langchain_quota.middleware.history import answer, answer_of_blocked, newest
 from langchain_quota.middleware.state import Ledger, ledger, refunded_limits
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
-from langchain_quota.runtime.queues import Waiter, queues_of
+from langchain_quota.runtime.queues import WaitContext, Waiter, queues_of
 from langchain_quota.runtime.sync_async import Mode, newest_dicts, run_sync
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import names
@@ -91,7 +90,7 @@ class ConcurrencySlots(Feature):
             return await call(request)
         slots = _SlotRequest(mode, request, self._step(request), self._lease_store)
         try:
-            answered = await self._acquire(mode, slots, request.tool)
+            answered = await self._acquire(mode, slots)
             return answered or await call(slots.tracked(mode, request))
         finally:
             if slots.end_task():
@@ -116,24 +115,24 @@ class ConcurrencySlots(Feature):
         )
 
     @contextmanager
-    def _waiting(self, slots: "_SlotRequest", limit: str) -> Iterator[None]:
+    def _waiting(self, slots: "_SlotRequest") -> Iterator[None]:
         """Write an event to the run's stream before the first wait of a call."""
         if not slots.waiter.has_waited:
+            limit = slots.waited_for
             maximum = slots.limits[limit].max_concurrency
             reason = make_reason("waiting", limit, CONCURRENCY, threshold=maximum)
             self.recorder.stream("waiting", reason)
         yield
 
-    async def _acquire(
-        self, mode: Mode, slots: "_SlotRequest", tool: BaseTool | None
-    ) -> ToolMessage | None:
+    async def _acquire(self, mode: Mode, slots: "_SlotRequest") -> ToolMessage | None:
         """Wait for a call's slots, and record the decision; return the answer to a blocked call."""
         step, call, waiting = slots.step, slots.call, partial(self._waiting, slots)
         try:
             with self.recorder.waiting(call.agent, slots.waited_for, call.thread_id):
-                await slots.acquire(mode, tool, waiting)
+                await slots.acquire(mode, waiting)
         except BaseException:
-            self.recorder.record_wait(call.agent, slots.waited_for, "cancelled", slots.age)
+            waited = slots.waited_for, "cancelled", slots.waiter.waited
+            self.recorder.record_wait(call.agent, *waited)
             raise
         if slots.store_unavailable and self._lease_store is not None:
             labels = call.agent, self._lease_store.label, self._kernel.on_store_error
@@ -176,16 +175,12 @@ class _SlotRequest:
         # The runtime is the same if a middleware around this one makes the call again.
         self._runtime = request.runtime
         self.has_run = _started.get(id(self._runtime)) is self._runtime
-        self._created_at = time.monotonic()
         self._store, self._queues = store, queues_of(store and store.store)
         self.waiter = Waiter(mode)
-        self.waited_for = next(
-            (limit for limit in self.limits if self.limits[limit].enforce), next(iter(self.limits))
-        )
+        enforced = (limit.name for limit in matching if limit.enforce)
+        self.waited_for = next(enforced, matching[0].name)
         # How many calls run in each count, without this one.
         self._running: dict[str, int] = {}
-        # The counts that had no free slot when the call came.
-        self._full: set[str] = set()
         # The limits that refuse the call, or would if they were enforced.
         self._refused: list[str] = []
         self.store_unavailable = False
@@ -193,56 +188,33 @@ class _SlotRequest:
         self._has_task_ended = False
         self._threads: list[None] = []
 
-    @property
-    def age(self) -> float:
-        """Time since it was created, in seconds."""
-        return time.monotonic() - self._created_at
-
-    @property
-    def waits(self) -> bool:
-        """Whether the call did not get all slots at once."""
-        return bool(self._full) or self.waiter.has_waited
-
-    async def acquire(
-        self,
-        mode: Mode,
-        tool: BaseTool | None,
-        waiting: Callable[[str], AbstractContextManager[object]],
-    ) -> None:
-        """Wait for the slots: in this process, and in a store that leases them.
-
-        `waiting` returns the context of a wait for a limit, by its name.
-        """
+    async def acquire(self, mode: Mode, waiting: WaitContext) -> None:
+        """Wait for the slots: in this process, and in a store that leases them."""
         # The shortest `wait` of the limits holds.
         waits = [limit.seconds for limit in self.limits.values() if limit.enforce]
-        deadline = self._created_at + min(waits, default=0)
-        limits = {
-            (store_counter(limit), limit.max_concurrency): name
-            for name, limit in self.limits.items()
-        }
+        deadline = self.waiter.came_at + min(waits, default=0)
         for count, maximum in self._needs().items():
             take = partial(self._take, count, maximum)
-            limit = limits.get((count, maximum or 0), "")
-            has_slot = await self.waiter.retry(take, deadline, partial(waiting, limit))
-            self._note_slot(count, maximum, has_slot=has_slot)
+            has_slot = await self.waiter.retry(take, deadline, waiting)
+            self._refused = [
+                limit
+                for limit, _, counter, most, enforced in self._plan.demand.thresholds
+                if not enforced and self._running.get(counter, 0) >= most
+            ]
             if not has_slot:
+                self._refused += self._enforced(count, maximum)
                 self._queues.move(self.waiter)
                 return
         if self._store is None:
             return
-        lease = Lease(self._store, self._plan)
-        result = await lease.acquire(mode, self.waiter, deadline, lambda: waiting(self.waited_for))
+        self._lease = Lease(self._store, self._plan)
+        result = await self._lease.acquire(mode, self.waiter, deadline, waiting)
         if result is None:
             self.store_unavailable = True
             return
         self._running, self._refused = {**result.used}, [*result.refused[0]]
         enforced = (name for name in self._refused if self.limits[name].enforce)
         self.waited_for = next(enforced, self.waited_for)
-        if result.admitted[0]:
-            self._lease = lease
-            # A thread may outlive the event loop.
-            in_thread = "sync" in self._store.forms and compat.runs_in_thread(tool)
-            lease.start_renewal("" if in_thread else mode)
 
     def _needs(self) -> Mapping[str, int | None]:
         """Return the counts in which the call needs a slot, with each enforced maximum."""
@@ -258,24 +230,19 @@ class _SlotRequest:
                 needs.setdefault(count, None)
         return needs
 
+    def _enforced(self, count: str, maximum: int | None) -> list[str]:
+        """Return the enforced limits on a count that have this maximum."""
+        thresholds = self._plan.demand.thresholds
+        return [one.limit for one in thresholds if one[2:] == (count, maximum, True)]
+
     async def _take(self, count: str, maximum: int | None) -> float:
         """Take a slot of a count in this process; return 0 if the call has got it."""
         has_slot, running = self._queues.take(self.waiter, count, maximum)
         self._running.setdefault(count, running)
-        if not has_slot:
-            self._full.add(count)
-        return 0.0 if has_slot else math.inf
-
-    def _note_slot(self, count: str, maximum: int | None, *, has_slot: bool) -> None:
-        """Note which limits on a count of this process refuse the call, or let it wait."""
-        for name, limit in self.limits.items():
-            if store_counter(limit) != count:
-                continue
-            if not limit.enforce and self._running[count] >= limit.max_concurrency:
-                self._refused.append(name)
-            if limit.enforce and count in self._full and limit.max_concurrency == maximum:
-                self.waited_for = name
-                self._refused += [] if has_slot else [name]
+        if has_slot:
+            return 0.0
+        self.waited_for = self._enforced(count, maximum)[-1]
+        return math.inf
 
     def verdict(self, first: Verdict, outage: OnStoreError) -> Verdict:
         """Return the verdict about the call after its first one, even without the store."""
@@ -297,7 +264,7 @@ class _SlotRequest:
             [1] * len(self._plan.rules),
             [False] * len(self._plan.rules),
             refused=dict.fromkeys(refused, STORE if self.store_unavailable else CONCURRENCY),
-            waited=self.age if self.waits else 0.0,
+            waited=self.waiter.waited,
             first=first,
         )
 
