@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import anyio
 import pytest
 from langchain.agents.middleware import AgentMiddleware
 from langchain_core.messages import AIMessage, ToolCall
@@ -26,6 +27,7 @@ from langchain_quota import (
     Quota,
     QuotaMiddleware,
     RepeatLimit,
+    TimeLimit,
     ToolCallLimit,
 )
 from tests.scene import PATIENCE, Kind, Scene, asking, either, recording, texts, until
@@ -312,6 +314,25 @@ def test_an_event_loop_that_ends_before_the_thread_of_its_tool(signals: Signals)
         browser.may_end.set()
         asyncio.run(until(lambda: has_room(signals)))
     assert browser.ran == 1
+
+
+async def test_a_reader_who_hangs_up(signals: Signals) -> None:
+    """A tool that LangGraph leaves running has its slot as long, and no longer than its limit."""
+    browser = Browser(ends=False)
+    limits: list[Any] = [ConcurrencyLimit("browser", max_concurrency=1), TimeLimit(call_limit=0.5)]
+    scene = Scene(signals, asking("browser"), limits, tools=[browser.tool], checkpointer=None)
+
+    async def read() -> None:
+        async for _ in scene.agent.astream(ASKED, stream_mode="custom"):
+            pass
+
+    # As Starlette does it.
+    async with anyio.create_task_group() as group:
+        group.start_soon(read)
+        await until(lambda: browser.running)
+        group.cancel_scope.cancel()
+    await until(lambda: not browser.running)
+    await until(lambda: has_room(signals))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
