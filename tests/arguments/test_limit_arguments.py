@@ -189,12 +189,17 @@ OF_DOLLARS: Rows = [
     *each(ValueError, f"{MONEY}, not {{!r}}", "run_limit", Decimal("NaN"), math.nan, math.inf),
     *each(ValueError, "at most nine decimal places", "run_limit", 1e-10, 0.1 + 0.2, "0.0000000001"),
 ]
+ONE_CALL = {"call_limit": 9, "tokens": "input"}
 OF_TOKENS: Rows = [
     (ValueError, "reserve=3 must be at most burst=2 of", {"quotas": [SMALL], "reserve": 3}),
     *((TypeError, f"{x} must be a whole number", {**LAST, **KEEP, x: "5"}) for x in AMOUNTS),
     (TypeError, "limit of quota 'global' must be a whole number", IN_DOLLARS),
     (ValueError, "limit of quota 'x' must be 0 or more, not -1", {"quotas": [Quota(-1, per="x")]}),
     (ValueError, "Invalid tokens: 'cached'", {**RUN, "tokens": "cached"}),
+    (ValueError, "call_limit=9 needs tokens='input'", {"call_limit": 9}),
+    (ValueError, "call_limit must be 1 or more, not 0", {**ONE_CALL, "call_limit": 0}),
+    (ValueError, "cannot be used with exit", {**ASKS, **ONE_CALL}),
+    (ValueError, "needs a number beside call_limit=", {**ONE_CALL, "exit_behavior": "finalize"}),
 ]
 # A price may be finer than what is counted, and is exact.
 OF_PRICES: Rows = [

@@ -190,6 +190,8 @@ class Seen:
     async def play_budgets(self) -> None:
         """Limits of tokens and dollars: some use is estimated, some has no price."""
         shared = [Quota(5, per="global")]
+        large = TokenLimit(name=OF_TOKENS, call_limit=1, tokens="input")
+        await self.play(["done"], large, thread_id=LIMITED)
         for limit in (
             TokenLimit(name=OF_TOKENS, thread_limit=5, run_limit=5, quotas=shared),
             CostLimit(

@@ -162,7 +162,7 @@ class Verdict:
             computed=tuple([meter.scope for meter in rule.meters if meter.computed]),
             shared=rule.shared,
             unit=limit.unit,
-            needs=rule.meters[0].needs if needs else 0,
+            needs=next((one.needs for one in rule.meters if needs and one.scope == refused_at), 0),
         )
 
     def _count(self, meter: Meter, amount: int) -> CountStatus:
@@ -271,7 +271,6 @@ def find_breaches(
             continue
         verdict, refusal = next(iter(refusals.values()))
         counts = [(meter, result.used[meter.counter] + demand[meter.counter]) for meter in meters]
-        needs = meters[0].needs if rule.is_budget else 0
         breaches.append(
             Breach(
                 rule,
@@ -284,7 +283,8 @@ def find_breaches(
                 tuple(
                     (meter, count, verdict.place_of(meter).resets_at)
                     for meter, count in counts
-                    if meter.maximum is not None and count + needs > meter.maximum - meter.keep
+                    if meter.maximum is not None
+                    and count + meter.needs * rule.is_budget > meter.maximum - meter.keep
                 ),
             )
         )

@@ -127,7 +127,8 @@ class Rule(NamedTuple):
     def without_store(self, outage: OnStoreError) -> "Rule":
         """Return the rule while the store is unavailable: without its quotas."""
         blocks_all = outage == "block" and self.shared
-        return self._replace(meters=self.meters[:2], blocks_all=blocks_all)
+        meters = tuple(meter for meter in self.meters if not meter.per)
+        return self._replace(meters=meters, blocks_all=blocks_all)
 
 
 def read_keys(places: Places) -> list[str]:

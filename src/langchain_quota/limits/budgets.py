@@ -24,6 +24,7 @@ from langchain_quota.runtime.arguments import (
     parse_tool_names,
     short_repr,
     validate_choice,
+    validate_count,
     validate_share,
     validate_sync_function,
     validate_type,
@@ -133,6 +134,9 @@ class TokenLimit(Budget[int]):
         tokens: Which tokens are counted: those of the prompt (`"input"`, with cached ones), those
             of the answer (`"output"`, with reasoning), both (`"total"`), or both without those that
             the provider reads from its cache (`"uncached"`).
+        call_limit: How many tokens one request may have, from 1; `None` for any number. It needs
+            `tokens="input"`. A larger request is blocked before the provider gets it. Its size is
+            estimated from its bytes, scaled by what the provider has reported of the last request.
         reserve: How many tokens of the budget a call reserves while it runs, from 1; `None` for
             none. When the call is done, the tokens that it used replace them. A call is blocked if
             its reserve is more than what is left. A number must not exceed any limit or quota,
@@ -172,13 +176,24 @@ class TokenLimit(Budget[int]):
     """What is counted."""
 
     tokens: TokenKind = "total"
+    call_limit: int | None = None
     counter: str = field(init=False, repr=False)
     """The key under which tokens are counted: limits with one counter share its count."""
 
     def __post_init__(self) -> None:
         validate_choice("tokens", self.tokens, get_args(TokenKind))
         self._validate_options("tokens" if self.tokens == "total" else f"{self.tokens}_tokens")
-        self._check_budget()
+        if self.call_limit is not None:
+            validate_count("call_limit", self.call_limit, least=1)
+            if self.tokens != "input" or self.exit_behavior == "ask":
+                raise ValueError(
+                    f"call_limit={self.call_limit!r} needs tokens='input', and cannot be used with "
+                    "exit_behavior='ask'"
+                )
+        if self.call_limit is None or counts_calls(self):
+            self._check_budget()
+        elif self.keep is not None or self.exit_behavior == "finalize":
+            raise ValueError("exit_behavior='finalize' needs a number beside call_limit=")
         self._set(counter=_COUNTERS[self.tokens])
 
 

@@ -22,6 +22,9 @@ STORE: Scope = "store"
 FROZEN: Scope = "frozen"
 """In place of a scope in metrics, spans and messages, if the subject of a limit is frozen."""
 
+CALL: Scope = "call"
+"""One request, which is as large as it is, whatever was used before."""
+
 CONCURRENCY: Scope = "concurrency"
 """The scope of calls that run at the same time. Their count includes the blocked call."""
 

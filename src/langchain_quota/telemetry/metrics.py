@@ -10,7 +10,8 @@ from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import LimitStatus, Outcome, Refund
 from langchain_quota.core.plans import Plan, Rule
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import CONCURRENCY, RUN, THREAD
+from langchain_quota.limits.budgets import TokenLimit
+from langchain_quota.limits.call import CALL, CONCURRENCY, RUN, THREAD
 from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.runtime.compat import without_created
 from langchain_quota.runtime.sync_async import fork_safe_lock
@@ -93,6 +94,8 @@ class Metrics:
                 else:
                     _ = self._charges[agent, name, NONE, Outcome.ALLOWED]
                     _ = self._counters[names.RUNS_ENDED.name][agent, name]
+                if isinstance(limit, TokenLimit) and limit.call_limit is not None:
+                    _ = self._refusals[agent, name, CALL, Outcome.BLOCKED]
                 for scope in (scope for scope, number in numbers.items() if number is not None):
                     _ = self._refusals[agent, name, scope, Outcome.BLOCKED]
                     _ = self._counters[names.CROSSINGS.name][agent, name, scope, Level.NEAR]

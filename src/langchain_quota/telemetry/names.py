@@ -329,13 +329,13 @@ LABELS = {
     "decision of wait_seconds": "allowed, blocked, would_block, cancelled | it runs after the "
     "wait; it is refused after it; it runs now, although a dry run would make it wait; its run was "
     "cancelled. Only the limit that made it wait counts the wait",
-    "scope of limit_decisions_total": "thread, run, agent, global, root_run, concurrency, frozen, "
-    "none | what refused the call: of several, thread before run, and run before quotas, by their "
-    "names, such as `user_id`. `none`: a charge or a refund",
-    "scope of crossings_total limit granted_total": "thread, run, agent, global, root_run | the "
-    "part of the limit, or the one that a grant raises",
+    "scope of limit_decisions_total": "thread, run, call, agent, global, root_run, concurrency, "
+    "frozen, none | what refused the call: of several, thread before run, and run before quotas, "
+    "by their names, such as `user_id`. `none`: a charge or a refund",
+    "scope of crossings_total limit granted_total": "thread, run, call, agent, global, root_run | "
+    "the part of the limit, or the one that a grant raises",
     "scope of subjects": "thread, agent, global | the kind of subject",
-    "scope of thread_blocked_total thread_timestamp_seconds": "thread, run, agent, global, "
+    "scope of thread_blocked_total thread_timestamp_seconds": "thread, run, call, agent, global, "
     "root_run, concurrency, frozen | what refused the calls",
     "scope of subject_*": "agent, global, frozen | the quota's name, or `frozen`",
     "scope of frozen_timestamp_seconds": "all | a name such as `user_id`, `thread`, or `all`. The "

@@ -38,7 +38,8 @@ SUBJECT = "langchain_quota.subject"
 SCOPE = "langchain_quota.scope"
 """What refused the call, as in the metrics; `none` if that limit allowed it.
 
-One of `thread`, `run`, `agent`, `global`, `root_run`, `concurrency`, `frozen`, `store`, `none`.
+One of `thread`, `run`, `call`, `agent`, `global`, `root_run`, `concurrency`, `frozen`, `store`,
+`none`.
 """
 EXIT_BEHAVIOR = "langchain_quota.exit_behavior"
 """What a refusal by that limit does; `continue` or `end` after a person was asked.

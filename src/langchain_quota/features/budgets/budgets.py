@@ -82,6 +82,7 @@ class Budgets(Feature):
     #   calls.
     # - `admitted`: the first check of a model call whose decision is not recorded yet, see
     #   `first_check`.
+    # - `size`: what the provider has reported of the newest request, and the estimate of it.
     # - `error`: what is raised after the model's step: the counts, the limits, and the text.
     name = OWN
     shapes_requests = True
@@ -268,6 +269,7 @@ class Budgets(Feature):
                 memory["made"] = True
         runs = own_runs.runs() if own_runs else []
         entries = {**await charge(mode, runs=runs, work=work), "admitted": None}
+        entries |= self._second_check.measured(request, runs)
         written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), Ledger(own={self.name: entries}))
         for run in runs:
             if run.usage.estimated and run.succeeded:

@@ -5,7 +5,7 @@ is too little left.
 """
 
 from asyncio import CancelledError
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from secrets import token_hex
@@ -15,7 +15,7 @@ from uuid import uuid4
 from langchain_core.messages import AIMessage
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
-from langchain_quota.core.plans import LimitSet, Plan, Rule, run_counter
+from langchain_quota.core.plans import LimitSet, Meter, Plan, Rule, run_counter
 from langchain_quota.features.budgets.charging import (
     OWN,
     ChargeContext,
@@ -23,10 +23,12 @@ from langchain_quota.features.budgets.charging import (
     TaskMemory,
     settlements,
 )
+from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
-from langchain_quota.features.budgets.usage import asked_of
+from langchain_quota.features.budgets.usage import asked_of, estimated_size
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import STORE
+from langchain_quota.limits.budgets import TokenLimit
+from langchain_quota.limits.call import CALL, STORE
 from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Change, Step, Update, model_step
 from langchain_quota.middleware.conclude import conclude_model, final_call
 from langchain_quota.middleware.context import call_context
@@ -38,6 +40,8 @@ from langchain_quota.middleware.state import (
     Counts,
     Entries,
     Ledger,
+    State,
+    feature_ledger,
     ledger,
     merge_ledgers,
 )
@@ -52,6 +56,9 @@ After that the amount is released, for example because the process has died. A c
 longer is charged nevertheless, but others may have used its amount by then. Clients of providers
 give up after 600 seconds by default.
 """
+
+_DENSEST = 2
+"""How many times the estimated tokens a text may have."""
 
 
 def first_check(step: Step, change: Change) -> Entries:
@@ -91,8 +98,13 @@ class SecondCheck:
         reserving = [
             limit for limit in kernel.limits if getattr(limit, "reserve", None) is not None
         ]
-        self.has_reserves = bool(reserving)
-        """Whether a call asks for its reserve when its request is known."""
+        self._call_limits = [
+            limit
+            for limit in kernel.limits
+            if isinstance(limit, TokenLimit) and limit.call_limit is not None
+        ]
+        self.has_reserves = bool(reserving or self._call_limits)
+        """Whether a call asks for its reserve, or for its size, when its request is known."""
         self.waits = any(map(_is_waiting, reserving))
         """Whether calls wait for room here, and not in the first check."""
 
@@ -158,6 +170,15 @@ class SecondCheck:
             bound = computed(reserve(request)) if callable(reserve) else reserve or 0
             amount = self._pricing.most(budget.limit, bound)
             reserving.append(budget.with_meters(amount=amount, lease=lease))
+        sizes = {}
+        for limit in self._call_limits:
+            rule = next((one for one in reserving if one.limit is limit), None)
+            rule = rule or Rule.of(limit, thread=None, run=None)
+            sizes[f"{CALL} {limit.counter}"] = 0
+            size = self._size(request, charge.state)
+            meter = Meter(CALL, f"{CALL} {limit.counter}", limit.call_limit, amount=size)
+            reserving = [one for one in reserving if one.limit is not limit]
+            reserving.append(rule._replace(meters=(*rule.meters, meter)))
         places = charge.places
         if self.waits and not is_retry:
             # Attempts of one call count as one call, and the first check has counted the run's.
@@ -173,7 +194,8 @@ class SecondCheck:
         model = None if request.model is None else (request.model, request.model_settings)
         step = model_step(*asked, charge.limits, places, task=task, model=model)
         limits = LimitSet(reserving)
-        return step.using(self._charging.late.counts(step.state)).with_plans(
+        used = {**self._charging.late.counts(step.state), **sizes}
+        return step.using(used).with_plans(
             [Plan.of(reserving)],
             limits=limits,
             stops=limits.stops,
@@ -183,6 +205,23 @@ class SecondCheck:
                 request, charge._replace(limits=limits, places=places), is_retry=is_retry
             ),
         )
+
+    def _size(self, request: Request, state: State) -> int:
+        """Estimate a request's tokens, scaled as the provider's report was to the last estimate."""
+        reported, estimated = feature_ledger(state, OWN).get("size") or (1, 1)
+        # Text is not that much denser: the rest is what the provider adds to every request.
+        added = max(0, reported - _DENSEST * estimated)
+        return int(added - (-estimated_size(request) * (reported - added) // estimated))
+
+    def measured(self, request: Request, runs: Sequence[ModelRun]) -> Entries:
+        """Return what the provider has reported of a request, beside the estimate."""
+        reports = (
+            run.usage.input_tokens
+            for run in reversed(runs if self._call_limits else ())
+            if run.succeeded and not (run.usage.estimated or run.usage.cached)
+        )
+        reported = next(reports, 0)
+        return {"size": [reported, estimated_size(request)]} if reported else {}
 
     async def _refuse(self, mode: Mode, step: Step, first: Mapping[str, Any] | None) -> Update:
         """Return the update of a refused call; an error in it is raised after the model's step."""
@@ -234,12 +273,13 @@ def _result_of_both_checks(step: Step, first: Mapping[str, Any]) -> tuple[Step, 
         if name not in (OF_THREAD, OF_RUN)
     }
     reserving = {rule.limit.name: rule for rule in step.limits.budgets}
-    both = LimitSet(
-        reserving.get(rule.limit.name)
+    original = step.original_limits.raised(first["granted"]).rules
+    rules = {
         # Without the store, no quota has checked it.
-        or rule._replace(meters=tuple(meter for meter in rule.meters if meter.counter in used))
-        for rule in step.original_limits.raised(first["granted"]).rules
-    )
+        rule.limit.name: rule._replace(meters=tuple(m for m in rule.meters if m.counter in used))
+        for rule in original
+    }
+    both = LimitSet({**rules, **reserving}.values())
     refused, frozen = first["refused"] | {**second.refused[0]}, (*first["frozen"], *second.frozen)
     result = AcquireResult(used, (refused,), (True,), frozen=frozen)
     whole = step.with_plans([Plan.of(both.rules)], limits=both, result=result)

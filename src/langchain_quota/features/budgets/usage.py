@@ -82,12 +82,7 @@ def max_usage(request: Request) -> ModelUsage:
     tools: list[Any] = []
     input_tokens = reported
     if not reported:
-        sent = [*([request.system_message] if request.system_message else []), *request.messages]
-        tools = [t if isinstance(t, dict) else convert_to_openai_tool(t) for t in request.tools]
-        form: Any = request.response_format
-        if form is not None:
-            specs = ToolStrategy(getattr(form, "schema", form)).schema_specs
-            tools += [spec.json_schema for spec in specs]
+        sent, tools = _sent(request)
         input_tokens = _MOST_FOR_TOOLS if tools else 0
     size, media = _size(sent, tools)
     input_tokens += size + sum(max(MOST_PER_MEDIUM, medium) for medium in media)
@@ -102,6 +97,22 @@ def max_usage(request: Request) -> ModelUsage:
         total_tokens=input_tokens + output_tokens,
         estimated=True,
     )
+
+
+def _sent(request: Request) -> tuple[Sequence[AnyMessage], list[Any]]:
+    """Return all messages of a request, and its tools as a provider gets them."""
+    sent = [*([request.system_message] if request.system_message else []), *request.messages]
+    tools = [t if isinstance(t, dict) else convert_to_openai_tool(t) for t in request.tools]
+    form: Any = request.response_format
+    if form is not None:
+        specs = ToolStrategy(getattr(form, "schema", form)).schema_specs
+        tools += [spec.json_schema for spec in specs]
+    return sent, tools
+
+
+def estimated_size(request: Request) -> int:
+    """Estimate the tokens of a request's prompt."""
+    return max(1, estimated_tokens(*_sent(request)))
 
 
 def asked_of(model: BaseChatModel, settings: Mapping[str, Any]) -> ModelUsage:
