@@ -176,6 +176,8 @@ OF_BUDGETS: Rows = [
     (ValueError, "reserve=6 must be at most run_limit", {**RUN, "reserve": 6}),
     (ValueError, "must be at most limit=3 of quota 'user_id'", {**USERS, "reserve": 4}),
     (ValueError, "needs enforce=True", {**LAST, **KEEP, "enforce": False}),
+    (ValueError, "min_output_tokens=5 needs a function", {**RUN, "min_output_tokens": 5}),
+    (ValueError, "min_output_tokens must be 1 or more", {**RUN, "min_output_tokens": 0}),
     (TypeError, "downgrade_to must be a chat model", {**RUN, "downgrade_to": "gpt"}),
     (ValueError, "downgrade_at must be above 0", {**RUN, "downgrade_at": 0}),
     (ValueError, "needs enforce=True", {**RUN, "downgrade_to": CHEAP, "enforce": False}),

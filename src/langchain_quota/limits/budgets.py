@@ -57,11 +57,12 @@ class Budget(ModelLimit[Amount]):
     """The base of limits on what model calls use."""
 
     reserve: Amount | Callable[[Any], ModelUsage | Amount] | None = None
+    min_output_tokens: int | None = None
     keep: Amount | None = None
     downgrade_to: Any = field(default=None, hash=False, repr=False)
     downgrade_at: float = 0.8
 
-    def _check_budget(self) -> None:
+    def _check_budget(self) -> None:  # noqa: C901 - one check after the other
         """Check that the budget allows a call, and that its first call is not its last."""
         self._validate_numbers()
         validate_share("downgrade_at", self.downgrade_at)
@@ -72,6 +73,10 @@ class Budget(ModelLimit[Amount]):
             )
         if self.downgrade_to is not None and not self.enforce:
             raise ValueError("downgrade_to needs enforce=True")
+        if self.min_output_tokens is not None and not callable(self.reserve):
+            raise ValueError(
+                f"min_output_tokens={self.min_output_tokens!r} needs a function: reserve=max_usage"
+            )
         if self.reserve is not None and self.exit_behavior == "ask":
             raise ValueError(
                 f"reserve={self.reserve!r} cannot be used with exit_behavior='ask': leave it out"
@@ -145,6 +150,9 @@ class TokenLimit(Budget[int]):
             is charged its reserve, or an estimate if that is higher. With `enforce=False` nothing
             is reserved. List the middleware after those that retry or fall back. Otherwise all
             attempts of a call share one reserve, and can exceed the budget.
+        min_output_tokens: With `reserve=max_usage`: a call that does not fit is made with a lower
+            `max_tokens`, if what is left allows at least so many; by default it is blocked. Its
+            answer may be cut off. A call that thinks, or has a structured response, is not changed.
         exit_behavior: What happens when the limit is reached; see `ModelCallLimit`. `"ask"` needs
             `reserve=None`.
         keep: How many tokens are kept for the last answer, from 1. `"finalize"` needs it, and it
@@ -296,6 +304,8 @@ class TimeLimit(Budget[Time]):
     """The key under which time is counted: limits with one counter share its count."""
     reserve: ClassVar[None] = None  # type: ignore[misc]  # nobody knows how long a call takes
     """Nothing is reserved for a call."""
+    min_output_tokens: ClassVar[None] = None  # type: ignore[misc]  # time is no matter of length
+    """No answer is shortened."""
     wait: ClassVar[None] = None  # type: ignore[misc]  # no provider limits time in a window
     """Calls never wait for time."""
     downgrade_to: ClassVar[None] = None  # type: ignore[misc]  # another model may be slower

@@ -99,6 +99,7 @@ class LimitOptions:
     wait: Time | None = None
     reserve: object = None
     keep: object = None
+    min_output_tokens: int | None = None
     tool_prices: Mapping[str, object] = MappingProxyType({})
 
     @property
@@ -137,6 +138,7 @@ class LimitOptions:
             "grant": amount,
             "reserve": partial(_validate_reserve, self.unit),
             "keep": amount,
+            "min_output_tokens": partial(validate_count, least=1),
             "message": _validate_message,
             "near": _validate_near,
             "give_up_after": partial(validate_count, least=1),

@@ -5,6 +5,7 @@ is too little left.
 """
 
 from asyncio import CancelledError
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -25,10 +26,10 @@ from langchain_quota.features.budgets.charging import (
 )
 from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
-from langchain_quota.features.budgets.usage import asked_of, estimated_size
+from langchain_quota.features.budgets.usage import asked_of, estimated_size, shortened
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import TokenLimit
-from langchain_quota.limits.call import CALL, STORE
+from langchain_quota.limits.call import CALL, STORE, ModelUsage
 from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Change, Step, Update, model_step
 from langchain_quota.middleware.conclude import conclude_model, final_call
 from langchain_quota.middleware.context import call_context
@@ -119,11 +120,17 @@ class SecondCheck:
         """Reserve all that the call can use, or make it the run's last; `None` if it is refused."""
         # Return who is charged, too: a call may have waited until windows or limits changed.
         kernel, last = self._kernel, bool(ledger(charge.state).get("final"))
+        is_shortened = False
         while True:
             shaped = await kernel.shape_request(mode, request)
             step = self._reserving_step(shaped, charge, is_retry=first is None)
             step = await kernel.check(mode, step)
             charge = charge._replace(limits=step.original_limits, places=step.places)
+            if not (all(step.result.admitted) or is_shortened):
+                is_shortened, shorter = True, self._shortened(shaped, step)
+                if shorter is not None:
+                    request = request.override(model_settings=shorter.model_settings)
+                    continue
             if last or all(step.result.admitted) or not _may_be_the_last(step):
                 break
             # Ask for a call without tools, the last one of its budget.
@@ -222,6 +229,35 @@ class SecondCheck:
         )
         reported = next(reports, 0)
         return {"size": [reported, estimated_size(request)]} if reported else {}
+
+    def _shortened(self, request: Request, step: Step) -> Request | None:
+        """Return a request for the longest answer that fits; `None` if none does."""
+        (refused,), used = step.result.refused, step.result.used
+        rules: list[Any] = [
+            rule
+            for rule in step.plans[0].rules
+            if rule.limit.enforce and rule.limit.name in refused
+        ]
+        floors = [int(rule.limit.min_output_tokens or 0) for rule in rules]
+        if not all(floors) or step.result.frozen or {STORE, CALL} & {*refused.values()}:
+            return None
+        usage = computed(rules[0].limit.reserve(request))
+        if not isinstance(usage, ModelUsage):
+            return None
+
+        def exceeds(tokens: int) -> bool:
+            total = usage.input_tokens + tokens
+            bound = replace(usage, output_tokens=tokens, total_tokens=total)
+            return any(
+                used[meter.counter] + self._pricing.most(rule.limit, bound) > meter.maximum
+                for rule in rules
+                for meter in rule.meters
+                if meter.maximum is not None and meter.scope != CALL
+            )
+
+        longest, floor = usage.output_tokens, max(floors)
+        fitting = bisect_left(range(longest), True, lo=min(floor, longest), key=exceeds) - 1
+        return shortened(request, longest, fitting) if fitting >= floor else None
 
     async def _refuse(self, mode: Mode, step: Step, first: Mapping[str, Any] | None) -> Update:
         """Return the update of a refused call; an error in it is raised after the model's step."""

@@ -54,6 +54,7 @@ _MEDIA = {
 }
 _CALLS = {"tool_use", "tool_call", "function_call"}
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict")
+_THINKING = ("thinking", "thinking_budget", "thinking_level", "reasoning", "reasoning_effort")
 
 
 def max_usage(request: Request) -> ModelUsage:
@@ -202,7 +203,8 @@ def _newest_report(
 def _settings(model: BaseChatModel, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Yield where a call's settings may be, the winning ones first: the body is sent as it is."""
     attributes = {
-        name: getattr(model, name, None) for name in ("n", "service_tier", "speed", *_MAX_TOKENS)
+        name: getattr(model, name, None)
+        for name in ("n", "service_tier", "speed", *_MAX_TOKENS, *_THINKING)
     }
     body = settings.get("extra_body", getattr(model, "extra_body", None))
     return [body or {}, settings, attributes, getattr(model, "model_kwargs", None) or {}]
@@ -211,15 +213,34 @@ def _settings(model: BaseChatModel, settings: Mapping[str, Any]) -> list[Mapping
 def _max_tokens(model: BaseChatModel, settings: Mapping[str, Any]) -> int:
     """Return the limit of an answer; the higher of two, if it is not known which one holds."""
     body, *rest = _settings(model, settings)
-    fields = type(model).model_fields
-    # With ChatOpenAI's Responses API the model's own limit wins over `max_tokens`.
-    alias = fields["max_tokens"].alias if "max_tokens" in fields else None
-    names = [alias] if alias in _MAX_TOKENS else [name for name in _MAX_TOKENS if name in fields]
-    wins = _limits([settings], (names or ["max_tokens"])[:1])
+    wins = _limits([settings], [_setting_of(model)])
     profile: Mapping[str, Any] = model.profile or {}
     default: int = profile.get("max_output_tokens") or DEFAULT_MAX_TOKENS
     limits = [*_limits([body], _MAX_TOKENS), *(wins or _limits(rest, _MAX_TOKENS))]
     return max(limits, default=default)
+
+
+def _setting_of(model: BaseChatModel) -> str:
+    """Return the setting that limits the answer of one call."""
+    fields = type(model).model_fields
+    # With ChatOpenAI's Responses API the model's own limit wins over `max_tokens`.
+    alias = fields["max_tokens"].alias if "max_tokens" in fields else None
+    own = [alias] if alias in _MAX_TOKENS else [name for name in _MAX_TOKENS if name in fields]
+    return str((own or ["max_tokens"])[0])
+
+
+def shortened(request: Request, longest: int, tokens: int) -> Request | None:
+    """Return a request for an answer of so many tokens; `None` if that is not to be changed."""
+    model, settings, setting = request.model, request.model_settings, _setting_of(request.model)
+    if request.response_format is not None or setting == "num_predict":
+        # A part of a structured response is of no use, and Ollama takes no setting of a call.
+        return None
+    if any(one.get(name) for one in _settings(model, settings) for name in _THINKING):
+        return None
+    shorter = {**settings, setting: tokens}
+    # Nor is one with several answers, or with a limit of its body.
+    is_known = (_max_tokens(model, settings), _max_tokens(model, shorter)) == (longest, tokens)
+    return request.override(model_settings=shorter) if is_known else None
 
 
 def _limits(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[int]:
