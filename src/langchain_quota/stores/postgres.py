@@ -18,7 +18,7 @@ from langchain_quota.runtime.sync_async import current_mode, run_sync
 from langchain_quota.stores import IDLE_TTL
 from langchain_quota.stores.base import PAGE, Operation
 from langchain_quota.stores.keys import COUNT, NOTES, Prefix
-from langchain_quota.stores.rows import FROZEN, Name, Rows
+from langchain_quota.stores.rows import FROZEN, Name, Rows, names_of
 from langchain_quota.stores.server import PREFIX, ServerStore
 
 if TYPE_CHECKING:
@@ -160,7 +160,8 @@ class PostgresStore(ServerStore):
 
     async def asetup(self) -> None:
         """`setup`, without blocking the event loop."""
-        await self._within(lambda connection: self._connections.send(connection, _SETUP))
+        make = partial(self._connections.send, statements=_SETUP)
+        await self._in_time(lambda: self._tried(make))
 
     async def _admit(self, prefix: str, request: AcquireRequest) -> AcquireResult:
         if current_mode():
@@ -177,20 +178,31 @@ class PostgresStore(ServerStore):
         self, prefix: str, take: Callable[[], Sequence[AcquireRequest]]
     ) -> Sequence[AcquireResult | BaseException]:
         """Admit requests one after the other, in one transaction."""
-        return await self._change(prefix, lambda rows, _: [*map(cast(Rows, rows).answer, take())])
+        return await self._change(
+            prefix,
+            lambda rows, _: [*map(cast(Rows, rows).answer, take())],
+            names=lambda: set().union(*map(names_of, take())),
+        )
 
     async def _change(
-        self, prefix: str, operation: Operation[T], keys: Sequence[str] = (), *, reads: bool = False
+        self,
+        prefix: str,
+        operation: Operation[T],
+        keys: Sequence[str] = (),
+        *,
+        reads: bool = False,
+        names: Callable[[], set[Name]] = set,
     ) -> T:
         async def work(connection: "Connection") -> T:
-            rows, read, begin = Rows(self._idle), set[Name](), "" if reads else _BEGIN
+            read, begin = names(), "" if reads else _BEGIN
+            rows = await self._read(connection, prefix, read, begin) if read else Rows(self._idle)
             answer = operation(rows, keys)
             while not rows.names <= read:
-                read |= rows.names
-                rows = await self._read(connection, prefix, read, begin)
-                answer = operation(rows, keys)
                 # From the beginning, since locks are taken in one order.
-                begin = begin and f"ROLLBACK; {_BEGIN}"
+                again = f"ROLLBACK; {begin}" if begin and read else begin
+                read |= rows.names
+                rows = await self._read(connection, prefix, read, again)
+                answer = operation(rows, keys)
             if begin:
                 await self._write(connection, prefix, rows)
             return answer
@@ -209,13 +221,9 @@ class PostgresStore(ServerStore):
                 return [(row, str(json.loads(name))) for row, name in _table(results)]
 
         while last:
-            rows = run_sync(self._within(page))
+            rows = run_sync(self._in_time(lambda: self._tried(page)))
             yield from (name for _, name in rows)
             last = rows[-1][0] if len(rows) == PAGE else ""
-
-    async def _within(self, work: "Callable[[Connection], Awaitable[T]]") -> T:
-        """Do some work with a connection, in time."""
-        return await self._in_time(lambda: self._tried(work))
 
     async def _tried(self, work: "Callable[[Connection], Awaitable[T]]") -> T:
         """Do some work with a connection, again if the server ends the transaction."""

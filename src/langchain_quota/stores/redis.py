@@ -116,7 +116,8 @@ class RedisStore(ServerStore):
             changes = []
             if not rows.names <= read:
                 read |= rows.names
-                places = {place_of(prefix, name): name for name in sorted(read, key=_counts_first)}
+                counts_first = sorted(read, key=lambda name: (name[0] != COUNT, name))
+                places = {place_of(prefix, name): name for name in counts_first}
                 order = [*places.values()]
                 counts = sum(kind == COUNT for kind, _ in order)
                 given = [len(places), *places, counts, int(reads)]
@@ -139,7 +140,3 @@ class RedisStore(ServerStore):
 
         while found := run_sync(self._in_time(some)):
             yield from (key for name in found if (key := key_of(prefix, kind, name)) is not None)
-
-
-def _counts_first(name: Name) -> tuple[bool, Name]:
-    return name[0] != COUNT, name

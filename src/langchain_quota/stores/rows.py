@@ -13,8 +13,8 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.counts import Count, Entry
 from langchain_quota.stores.grants import Grant
-from langchain_quota.stores.keys import COUNT, FREEZES, NOTES, is_freezes
-from langchain_quota.stores.memory import ATTEMPT, RESULT, Attempt, Tables
+from langchain_quota.stores.keys import COUNT, FREEZES, NOTES, is_freezes, keys_of
+from langchain_quota.stores.memory import ATTEMPT, CORRECTION, RESULT, SETTLEMENT, Attempt, Tables
 from langchain_quota.stores.server import unreadable
 
 Name = tuple[str, str]
@@ -31,7 +31,7 @@ class Rows(Tables):
     """The tables of the rows that one operation needs, at the time of their server.
 
     An operation is run on what has been read, and again on more while it looks for more: so it is
-    written once, every store with rows agrees with it, and nobody says what it needs.
+    written once, every store with rows agrees with it, and nobody need say what it needs.
     """
 
     def __init__(self, idle: int, now: float = 0.0, read: Mapping[Name, Any] | None = None) -> None:
@@ -39,21 +39,21 @@ class Rows(Tables):
         self.idle, self.now = idle, now
         self.names: set[Name] = set()
         """The names of what was looked for."""
-        self.read = dict(read or {})
+        self.read: dict[Name, Any] = {}
         """What was read, as the server keeps it; without what cannot be read."""
         self.odd: set[Name] = set()
         for kind, table in self.by_kind.items():
-            table.all = _Table(self, kind)
-        for (kind, name), row in [*self.read.items()]:
+            table.all = _Table(kind, self.names, self.odd)
+        for (kind, name), row in (read or {}).items():
             try:
                 expires, value = self.decode(kind, row)
                 if kind == NOTES:
                     # A store whose prefix is a function has it in its keys.
                     value = {note: replace(grant, key=name) for note, grant in value.items()}
                 self.by_kind[kind].all[name] = value, +expires
+                self.read[kind, name] = row
             except (TypeError, ValueError, LookupError):
                 self.odd.add((kind, name))
-                del self.read[kind, name]
 
     def decode(self, kind: str, row: Any) -> tuple[float, Any]:
         """Return when a row expires, and what it keeps; fail if others have written it."""
@@ -82,9 +82,10 @@ class Rows(Tables):
 
     def reset(self, keys: Sequence[str]) -> None:
         """Set counts to 0, and what is no count, too."""
-        odd, self.odd = self.odd, set()
+        odd = self.odd.copy()
+        self.odd.clear()
         super().reset(keys)
-        self.odd = odd
+        self.odd.update(odd)
 
     def changed(self) -> Iterator[tuple[Name, Any, float]]:
         """Return each changed row, and when it expires; `None` for one that is gone."""
@@ -101,19 +102,33 @@ class Rows(Tables):
 class _Table(dict[str, Any]):
     """Rows of a kind: says what was looked for, and fails for what others have written there."""
 
-    def __init__(self, rows: Rows, kind: str) -> None:
+    def __init__(self, kind: str, names: set[Name], odd: set[Name]) -> None:
         super().__init__()
-        self._rows, self._kind = rows, kind
+        # Not the rows themselves: without a cycle, they need no garbage collector.
+        self._kind, self._names, self._odd = kind, names, odd
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a row that was read."""
         if name or self._kind == COUNT:
             kinds = (self._kind, OLD_GRANTS) if self._kind == NOTES or is_freezes(name) else ()
             for kind in kinds or (self._kind,):
-                self._rows.names.add((kind, name))
-                if (kind, name) in self._rows.odd:
+                self._names.add((kind, name))
+                if (kind, name) in self._odd:
                     raise unreadable(kind, name)
         return super().get(name, default)
+
+
+def names_of(request: AcquireRequest) -> set[Name]:
+    """Return the names of what a request looks for, mostly: what else it needs is read later."""
+    names = {(RESULT, request.idempotency_key), (ATTEMPT, request.attempt_id)}
+    for correction in request.corrections:
+        names |= {
+            (SETTLEMENT if correction.settles else CORRECTION, correction.id),
+            (RESULT, correction.idempotency_key),
+            (ATTEMPT, correction.attempt_id or ""),
+        }
+    names |= {(COUNT, key) for key in keys_of(request)}
+    return {name for name in names if name[1]} | FROZEN
 
 
 def read_value(kind: str, value: Any) -> Any:
