@@ -42,6 +42,7 @@ OTHERS = (
     "langfuse",
     "langgraph_supervisor",
     "langgraph_swarm",
+    "pydantic_settings",
 )
 """Packages of pages that the oldest environment does not have."""
 
