@@ -163,6 +163,9 @@ histories = st.tuples(
 DELAYS: list[Step] = [("delay", 640, 0), ("delay", 1000, 0), ("delay", 640, 0)]
 """The longest one holds, and what was held reopens nothing."""
 
+LATER: list[Step] = [("wait", 207, 159), ("call", 0, 0)]
+"""After the clock has gone back, somebody only looks at the count, and time goes on."""
+
 
 class Play:
     """A history, played on stores that share a clock and must agree."""
@@ -227,6 +230,8 @@ class Play:
 @given(history=histories)
 @example(history=(90_000, [("call", 900, 1000), *DELAYS, ("settle", 0, 0), ("call", 1, 1)]))
 @example(history=(7, [("back", 3, 84), ("call", 0, 0)]))
+@example(history=(7, [("delay", 450, 0), ("back", 456, 267), ("settle", 0, 0), *LATER]))
+@example(history=(7, [("delay", 450, 0), ("back", 456, 267), ("call", 0, 0), *LATER]))
 def test_stores_agree(place: Place, history: tuple[int, list[Step]]) -> None:
     """A server and memory answer the same, and no time has more than the rate and the burst."""
     limit, happens = history

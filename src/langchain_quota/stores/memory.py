@@ -196,7 +196,11 @@ class Tables:
         return {name: grant for name, grant in notes.items() if (grant.ends or 0) > now}
 
     def _use(self, key: str, now: float) -> QuotaUsage | None:
-        count = self.counts.get(key, now)
+        # A server writes nothing when it reads: the count does not follow a clock that goes back.
+        kept, expires = self.counts.all.get(key, (None, now))
+        count = None if kept is None or expires <= now else replace(kept, entries={**kept.entries})
+        if count is not None:
+            count.update(now)
         if count is None or is_freezes(key) or (count.used is None and not count.raised):
             return None
         used, rolled = drained_amount(key, level_of(count, now)), count.entries.get(ROLLOVER)
