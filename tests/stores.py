@@ -111,6 +111,17 @@ def calls_made(function: Callable[[], object]) -> int:
     return sum(each.callcount for each in profile.getstats())
 
 
+class DownStore(MemoryStore):
+    """A store of our own that answers no async request while it is down."""
+
+    down = False
+
+    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
+        if self.down:
+            raise QuotaStoreError("the store is down")
+        return self.acquire(request)
+
+
 class FickleStore:
     """A store that fails while it is down; whether it has heard of what fails is up to the test."""
 

@@ -1,5 +1,6 @@
 """How large one request may be: it is stopped before the provider says that it is too large."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,9 +38,7 @@ async def test_a_request_that_has_grown(kind: Kind, signals: Signals) -> None:
     """A tool's answer makes the next request too large: the provider does not get it."""
     script = [["read_file"], "never"]
     scene = Scene(signals, script, [CEILING], kind=kind, tools=[read_file])
-    result = await scene.play()
-    reason = stop_reason(result)
-    assert reason is not None
+    reason: Any = stop_reason(await scene.play())
     assert (reason["limit"], reason["scope"], reason["threshold"]) == ("input_tokens", "call", 1000)
     assert scene.last_text().startswith(TOO_LARGE)
     assert len(scene.model.calls) == 1
@@ -104,22 +103,21 @@ async def test_no_report_of_a_caller_counts(signals: Signals) -> None:
     assert stop_reason(result) is not None
 
 
-@pytest.mark.parametrize("enforce", [True, False])
-async def test_error_and_dry_run(signals: Signals, *, enforce: bool) -> None:
-    """It raises as other limits do, with the work so far; a dry run makes the call, and says so."""
-    how: Any = {} if not enforce else {"exit_behavior": "error"}
-    limit = TokenLimit(call_limit=1000, tokens="input", enforce=enforce, **how)
-    scene = Scene(signals, [["read_file"], "done"], [limit], tools=[read_file])
-    if enforce:
-        with pytest.raises(ModelCallLimitExceededError, match="call limit") as raised:
-            await scene.play()
-        assert len(raised.value.messages or ()) >= 3
-        return
-    await scene.play()
-    assert [each.outcome for each in scene.decisions if each.call.kind == "model"] == [
-        "allowed",
-        "would_block",
-    ]
+async def test_an_error(signals: Signals) -> None:
+    """It raises as other limits do, with the work so far."""
+    limit = replace(CEILING, exit_behavior="error")
+    scene = Scene(signals, [["read_file"], "never"], [limit], tools=[read_file])
+    with pytest.raises(ModelCallLimitExceededError, match="call limit") as raised:
+        await scene.play()
+    assert len(raised.value.messages or ()) >= 3
+
+
+async def test_a_dry_run(signals: Signals) -> None:
+    """It makes the call, and says what it would have done."""
+    limit = replace(CEILING, enforce=False)
+    scene = await Scene(signals, [["read_file"], "done"], [limit], tools=[read_file]).played()
+    models = [each.outcome for each in scene.decisions if each.call.kind == "model"]
+    assert models == ["allowed", "would_block"]
     assert scene.metric("input_tokens", "would_block", "call") == 1
 
 

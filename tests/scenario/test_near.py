@@ -6,59 +6,56 @@ from threading import Event
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware
+from langchain.agents.middleware import wrap_model_call
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, ToolCallLimit
-from langchain_quota.core.admission import AcquireRequest, AcquireResult
-from langchain_quota.errors import QuotaStoreError
-from langchain_quota.limits import Limit
 from tests.forked import run_python
-from tests.scene import (
-    ANN,
-    Form,
-    Kind,
-    Scene,
-    both_forms,
-    each_kind,
-    searching,
-    tool_limiter,
-    until,
-)
-from tests.stores import DAY, Clock, FickleStore
+from tests.scene import ANN, Form, Kind, Scene, both_forms, each_kind, searching, until
+from tests.scene import tool_limiter as drop_in
+from tests.stores import DAY, Clock, DownStore, FickleStore
 from tests.telemetry import Signals, paid, telling
 
 MOST_WAITING = 100
 """How many events wait for a function that is slow."""
 SHARES = (0.5, 0.8, 0.95)
-OF_ANN = Quota(20, per="user_id", window=DAY)
 
 
-class Webhook(list[tuple[str | None, float | None]]):
-    """Notes whom it is told of, and how much they have used."""
+def per_user(most: int, near: Any = SHARES) -> ToolCallLimit:
+    return ToolCallLimit("search", quotas=[Quota(most, per="user_id", window=DAY)], near=near)
 
-    def __call__(self, event: Any) -> None:
+
+class Watched(Scene):
+    """An agent that searches, and notes whom it is told of, and how much they have used."""
+
+    def __init__(
+        self, signals: Signals, *limits: Any, script: Any = searching, **options: Any
+    ) -> None:
+        self.noted = list[tuple[str | None, float | None]]()
+        options = {"on_near": self.note, "context": ANN, **options}
+        super().__init__(signals, script, limits, **options)
+
+    def note(self, event: Any) -> None:
         assert event["langchain_quota_event"] == "near"
-        self.append((event["subject"], event["used"]))
+        self.noted.append((event["subject"], event["used"]))
 
-
-async def told(webhook: Webhook, *expected: tuple[str | None, float]) -> None:
-    await until(lambda: len(webhook) >= len(expected))
-    assert webhook == [*expected]
+    async def told(self, *expected: tuple[str | None, float]) -> None:
+        await until(lambda: len(self.noted) >= len(expected))
+        assert self.noted == [*expected]
 
 
 @each_kind
 async def test_a_customer_is_told_of_in_time(kind: Kind, signals: Signals) -> None:
     """A customer's quota is told at each share, once, though threads and agents share it."""
-    webhook, store = Webhook(), MemoryStore()
-    limits = [ToolCallLimit("search", quotas=[OF_ANN], near=SHARES)]
-    options: Any = {"kind": kind, "store": store, "context": ANN, "on_near": webhook}
-    scenes = [Scene(signals, searching, limits, **options) for _ in range(2)]
-    for number in range(10):
-        await scenes[number % 2].play("2", thread_id=number)
-    await told(webhook, ("ann", 10), ("ann", 16), ("ann", 20))
-    await scenes[0].play("2")
-    scenes[0].check_requests()
-    assert len(webhook) == 3
+    options: Any = {"kind": kind, "store": MemoryStore()}
+    first = Watched(signals, per_user(20), **options)
+    second = Watched(signals, per_user(20), on_near=first.note, **options)
+    for number in range(5):
+        await first.play("2", thread_id=f"first {number}")
+        await second.play("2", thread_id=f"second {number}")
+    await first.told(("ann", 10), ("ann", 16), ("ann", 20))
+    await first.play("2")
+    first.check_requests()
+    assert len(first.noted) == 3
     crossings = {"agent": "unnamed", "limit": "tool:search", "scope": "user_id"}
     name = "langchain_quota_crossings_total"
     assert signals.value(name, level="near", **crossings) == 3
@@ -67,34 +64,32 @@ async def test_a_customer_is_told_of_in_time(kind: Kind, signals: Signals) -> No
 
 async def test_only_what_is_used_is_told(signals: Signals) -> None:
     """A reserve that comes near is nothing to tell of: it is mostly given back."""
-    webhook, store, seen = Webhook(), MemoryStore(), list[Any]()
-    limit = TokenLimit(quotas=[Quota(100, per="user_id")], reserve=60, near=SHARES)
+    store, seen = MemoryStore(), list[Any]()
+    first, second = (
+        TokenLimit(quotas=[Quota(100, per="user_id")], reserve=reserve, near=SHARES)
+        for reserve in (30, 60)
+    )
     # Another call holds the rest while this one is charged.
-    other = Scene(signals, [paid(45)], [limit], store=store, context=ANN, on_near=webhook)
+    other = Watched(signals, second, script=[paid(45)], store=store, thread_id="2")
 
-    async def play() -> None:
+    @wrap_model_call
+    async def meanwhile(request: Any, handler: Any) -> Any:
         seen.append(store.usages()[0].used)
-        await other.play(thread_id="2")
+        await other.play()
+        return await handler(request)
 
-    class Meanwhile(AgentMiddleware[Any, Any]):
-        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-            await play()
-            return await handler(request)
-
-    first = TokenLimit(quotas=[Quota(100, per="user_id")], reserve=30, near=SHARES)
-    options: Any = {"store": store, "context": ANN, "on_near": webhook}
-    await Scene(signals, [paid(10)], [first, Meanwhile()], **options).play()
+    options: Any = {"store": store, "on_near": other.note}
+    await Watched(signals, first, meanwhile, script=[paid(10)], **options).play()
     assert seen == [30]
-    await told(webhook, ("ann", 55))
+    await other.told(("ann", 55))
 
 
 @pytest.mark.parametrize("how", ["reset", "window", "grant"])
 async def test_it_is_told_again(how: str, signals: Signals) -> None:
     """A reset, a new window and a grant let a share be used again: then it is told again."""
-    webhook, clock = Webhook(), Clock()
+    clock = Clock()
     store = MemoryStore(clock=clock)
-    limit = ToolCallLimit("search", quotas=[OF_ANN], near=SHARES)
-    scene = Scene(signals, searching, [limit], store=store, context=ANN, on_near=webhook)
+    scene = Watched(signals, per_user(20), store=store)
     await scene.play("12")
     (usage,) = store.usages()
     if how == "reset":
@@ -105,64 +100,59 @@ async def test_it_is_told_again(how: str, signals: Signals) -> None:
         clock.now += 24 * 3600
     await scene.play("7")
     await scene.play("4")
-    await told(webhook, ("ann", 12), ("ann", 23 if how == "grant" else 11))
+    await scene.told(("ann", 12), ("ann", 23 if how == "grant" else 11))
 
 
 @both_forms
 async def test_a_thread_without_a_store(form: Form, signals: Signals) -> None:
     """The thread's state knows what was told, also of a call that was refunded; a reset ends it."""
-    webhook = Webhook()
-
-    limits = [ToolCallLimit("search", thread_limit=4, near=(0.5, 1))]
-    later = tool_limiter(telling(), "search", run_limit=1)
-    scene = Scene(signals, searching, [later, *limits], form=form, on_near=webhook)
+    limit = ToolCallLimit("search", thread_limit=4, near=(0.5, 1))
+    scene = Watched(signals, drop_in(telling(), "search", run_limit=1), limit, form=form)
     # Hooks after the model run in reverse: what the drop-in blocks was charged before.
     await scene.play("2")
-    assert scene.used(limits[0]) == (1, 1)
-    await told(webhook, ("thread-1", 2))
+    assert scene.used(limit) == (1, 1)
+    await scene.told(("thread-1", 2))
     await scene.play("1")
-    assert scene.used(limits[0]) == (2, 1)
+    assert scene.used(limit) == (2, 1)
     await scene.play("1")
     await scene.reset()
-    assert len(webhook) == 1
+    assert len(scene.noted) == 1
     await scene.play("2")
-    await told(webhook, ("thread-1", 2), ("thread-1", 2))
+    await scene.told(("thread-1", 2), ("thread-1", 2))
 
 
 async def test_a_jump_over_several_shares(signals: Signals) -> None:
     """Whoever uses several shares at once is told of once; a smaller share is not told later."""
-    webhook = Webhook()
-    limits: list[Limit] = [TokenLimit(thread_limit=100, near=SHARES), ModelCallLimit(run_limit=9)]
-    scene = Scene(signals, [paid(90), paid(6)], limits, on_near=webhook)
+    limits = TokenLimit(thread_limit=100, near=SHARES), ModelCallLimit(run_limit=9)
+    scene = Watched(signals, *limits, script=[paid(90), paid(6)])
     await scene.play()
     await scene.play()
-    await told(webhook, ("thread-1", 90), ("thread-1", 96))
+    await scene.told(("thread-1", 90), ("thread-1", 96))
 
 
 async def test_one_share_and_none(signals: Signals) -> None:
     """Limits with one share, or that of the telemetry, are told once, too; dry runs are not."""
-    webhook = Webhook()
     limits = [
         ToolCallLimit("search", run_limit=5, near=0.4),
         ToolCallLimit("calc", run_limit=5),
         ToolCallLimit(run_limit=9, enforce=False, near=SHARES),
     ]
-    script = [["search", "calc"]] * 4
-    await Scene(signals, [*script, "done"], limits, on_near=webhook).play()
-    await told(webhook, (None, 2), (None, 4))
+    scene = Watched(signals, *limits, script=[*[["search", "calc"]] * 4, "done"])
+    await scene.play()
+    await scene.told((None, 2), (None, 4))
 
 
 async def test_a_webhook_that_hangs(signals: Signals) -> None:
     """It holds up no run; what waits behind it is bounded, and what is dropped is counted."""
-    began, released, webhook = Event(), Event(), Webhook()
+    began, released = Event(), Event()
 
     def hang(event: Any) -> None:
         began.set()
         released.wait()
-        webhook(event)
+        scene.note(event)
 
-    limits = [ToolCallLimit("search", run_limit=2, near=SHARES)]
-    scene = Scene(signals, searching, limits, on_near=hang, thread_id=None, checkpointer=None)
+    limit = ToolCallLimit("search", run_limit=2, near=SHARES)
+    scene = Watched(signals, limit, on_near=hang, thread_id=None, checkpointer=None)
     await scene.play("1")
     await asyncio.to_thread(began.wait)
     for _ in range(MOST_WAITING + 2):
@@ -170,37 +160,36 @@ async def test_a_webhook_that_hangs(signals: Signals) -> None:
     errors = {"component": "observer", "error_type": "Full"}
     assert signals.value("langchain_quota_errors_total", **errors) == 2
     released.set()
-    await until(lambda: len(webhook) == MOST_WAITING + 1)
+    await until(lambda: len(scene.noted) == MOST_WAITING + 1)
 
 
-async def test_functions_that_are_async_or_fail(signals: Signals) -> None:
+@both_forms
+async def test_functions_that_are_async_or_fail(form: Form, signals: Signals) -> None:
     """An async function is awaited, in sync runs, too; what it raises is counted, and no more."""
-    webhook = Webhook()
 
     async def tell(event: Any) -> None:
         await asyncio.sleep(0)
-        webhook(event)
+        scene.note(event)
         raise ConnectionError
 
-    limits = [ToolCallLimit("search", run_limit=2, near=(0.5, 1.0))]
-    await Scene(signals, searching, limits, form="sync", on_near=tell).play("1")
-    await Scene(signals, searching, limits, on_near=tell).play("1")
-    await told(webhook, (None, 1), (None, 1))
+    limit = ToolCallLimit("search", run_limit=2, near=(0.5, 1.0))
+    scene = Watched(signals, limit, form=form, on_near=tell)
+    await scene.play("1")
+    await scene.told((None, 1))
     errors = {"component": "observer", "error_type": "ConnectionError"}
-    await until(lambda: signals.value("langchain_quota_errors_total", **errors) == 2)
+    await until(lambda: signals.value("langchain_quota_errors_total", **errors) == 1)
 
 
 async def test_log_and_stream(caplog: pytest.LogCaptureFixture) -> None:
     """Without a function, the log and the stream are told at each share, with the subject."""
     signals = telling(subject_label={"user_id": str})
-    limits = [ToolCallLimit("search", quotas=[Quota(4, per="user_id")], near=(0.5, 0.75))]
-    options: Any = {"store": MemoryStore(), "context": ANN, "stream_events": True}
-    scene = Scene(signals, searching, limits, **options)
+    options: Any = {"store": MemoryStore(), "stream_events": True, "on_near": None}
+    scene = Watched(signals, per_user(4, (0.5, 0.75)), **options)
     with caplog.at_level(logging.INFO, "langchain_quota"):
-        asked = [{"messages": [("user", number)]} for number in "21"]
-        events = [each for given in asked for each in await scene.updates(given, "custom")]
-    seen = [(each["langchain_quota_event"], each["subject"], each["used"]) for each in events]
-    assert seen == [("near", "ann", 2), ("near", "ann", 3)]
+        for number in "21":
+            for event in await scene.updates({"messages": [("user", number)]}, "custom"):
+                scene.note(event)
+    await scene.told(("ann", 2), ("ann", 3))
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition("thread-1', ")[2] for line in lines if "near" in line] == [
         "2 of 4 (quota 'user_id' of 'ann')",
@@ -208,39 +197,21 @@ async def test_log_and_stream(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-class Broken(MemoryStore):
-    """A store that fails while it is down."""
-
-    down = False
-
-    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
-        if self.down:
-            raise QuotaStoreError("down")
-        return self.acquire(request)
-
-
 async def test_a_store_of_the_users_own(signals: Signals) -> None:
     """A store that marks nothing has the call that crosses a share tell of it."""
-    webhook, store = Webhook(), FickleStore(MemoryStore())
-    limit = ToolCallLimit("search", quotas=[Quota(4, per="user_id")], near=(0.5, 1))
-    scene = Scene(signals, searching, [limit], on_near=webhook, store=store, context=ANN)
+    scene = Watched(signals, per_user(4, (0.5, 1)), store=FickleStore(MemoryStore()))
     await scene.play("3")
     await scene.play("1")
-    await told(webhook, ("ann", 2), ("ann", 4))
+    await scene.told(("ann", 2), ("ann", 4))
 
 
 async def test_an_outage(signals: Signals) -> None:
     """While the store is unavailable nothing is told; the next call tells what was missed."""
-    webhook, store = Webhook(), Broken()
-    limit = ToolCallLimit("search", quotas=[Quota(4, per="user_id")], near=(0.5,))
-    options: Any = {"store": store, "context": ANN, "on_store_error": "allow"}
-    scene = Scene(signals, searching, [limit], on_near=webhook, **options)
-    await scene.play("1")
-    store.down = True
-    await scene.play("1")
-    store.down = False
-    await scene.play("1")
-    await told(webhook, ("ann", 3))
+    store = DownStore()
+    scene = Watched(signals, per_user(4, (0.5,)), store=store, on_store_error="allow")
+    for store.down in (False, True, False):
+        await scene.play("1")
+    await scene.told(("ann", 3))
 
 
 def test_the_process_ends() -> None:

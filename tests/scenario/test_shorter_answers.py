@@ -5,6 +5,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from langchain.agents.middleware import wrap_model_call
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
 from pydantic import Field
@@ -26,6 +27,7 @@ from tests.tokens import GLOBAL, During, answer
 
 LONGEST = 16_000
 """The longest answer of the model, which is more than its budget."""
+LIMIT = TokenLimit(run_limit=10_000, reserve=max_usage, min_output_tokens=500)
 
 
 class Asked(ScriptedChatModel):
@@ -34,64 +36,57 @@ class Asked(ScriptedChatModel):
     asked: list[Any] = Field(default_factory=list)
     max_tokens: int | None = None
     thinking: Any = None
+    profile: Any = Field(default_factory=lambda: {"max_output_tokens": LONGEST})
 
     def _generate(self, messages: Any, *given: Any, **settings: Any) -> Any:
         self.asked.append(settings.get("max_tokens"))
         return super()._generate(messages, *given, **settings)
 
 
-def model(*script: AIMessage, **options: Any) -> Asked:
-    options.setdefault("profile", {"max_output_tokens": LONGEST})
-    return Asked(script=[*script, "never"], **options)
+async def played(
+    signals: Signals, *items: Any, script: Any = None, model: Any = None, **options: Any
+) -> tuple[list[Any], Any]:
+    """For how long answers a run has asked, and why it stopped."""
+    asks = Asked(script=[*(script or [answer(2_000)]), "never"], **(model or {}))
+    scene = Scene(signals, asks, items, **options)
+    reason = stop_reason(await scene.play())
+    scene.check_requests()
+    return asks.asked, reason
 
 
 @each_kind
 async def test_the_last_calls_of_a_budget(kind: Kind, signals: Signals) -> None:
     """At 0 of 10,000 a call asks for what is left, and is blocked when that is below the floor."""
-    limit = TokenLimit(run_limit=10_000, reserve=max_usage, min_output_tokens=500)
-    asks = model(answer(2_000, "search"), answer(4_000, "search"))
-    scene = Scene(signals, asks, [limit], kind=kind)
-    reason = stop_reason(await scene.play())
-    first, second = asks.asked
+    script = [answer(2_000, "search"), answer(4_000, "search")]
+    (first, second), reason = await played(signals, LIMIT, script=script, kind=kind)
     assert 8_000 < first < 10_000
     assert 5_000 < second < 6_000
-    assert reason is not None
     assert (reason["scope"], reason["used"]) == ("run", 6_000)
-    scene.check_requests()
 
 
 async def test_it_holds_what_is_left(signals: Signals) -> None:
     """The shorter answer is as long as it can be: with it, the quota is held to the last token."""
     store, held = MemoryStore(), list[Any]()
     limit = TokenLimit(quotas=[Quota(10_000, per="global")], reserve=max_usage, min_output_tokens=1)
-    asks = model(answer(2_000))
     during = During(lambda: held.append(counts(store)[GLOBAL]))
-    await Scene(signals, asks, [limit, during], store=store).play()
+    await played(signals, limit, during, store=store)
     assert (held, counts(store)[GLOBAL]) == ([10_000], 2_000)
-    fits = model(answer(2_000), profile={"max_output_tokens": 10})
-    await Scene(signals, fits, [limit], store=store).play()
-    assert fits.asked == [None]
+    fits = {"profile": {"max_output_tokens": 10}}
+    assert (await played(signals, limit, model=fits, store=store))[0] == [None]
 
 
 async def test_the_floor(signals: Signals) -> None:
     """An answer that may be as long as the floor is asked for; a token less is blocked."""
-    limit = TokenLimit(run_limit=10_000, reserve=max_usage, min_output_tokens=1)
-    asks = model(answer(2_000))
-    await Scene(signals, asks, [limit]).play()
-    (longest,) = asks.asked
+    (longest,), _ = await played(signals, replace(LIMIT, min_output_tokens=1))
     for floor, asked in ((longest, [longest]), (longest + 1, [])):
-        asks = model(answer(2_000))
-        await Scene(signals, asks, [replace(limit, min_output_tokens=floor)]).play()
-        assert asks.asked == asked
+        assert (await played(signals, replace(LIMIT, min_output_tokens=floor)))[0] == asked
 
 
 async def test_dollars(signals: Signals) -> None:
     """Of a budget in dollars, the price says how long the answer may be."""
     limit = CostLimit(run_limit="0.05", reserve=max_usage, min_output_tokens=100)
-    asks = model(answer(2_000))
-    given: Any = {"prices": lambda usage: Decimal(usage.output_tokens * 10) / 10**6}
-    assert stop_reason(await Scene(signals, asks, [limit], **given).play()) is None
-    assert asks.asked == [5_000]
+    prices: Any = lambda usage: Decimal(usage.output_tokens * 10) / 10**6  # noqa: E731
+    assert await played(signals, limit, prices=prices) == ([5_000], None)
 
 
 @pytest.mark.parametrize(
@@ -100,32 +95,24 @@ async def test_dollars(signals: Signals) -> None:
         ({}, {"min_output_tokens": None}),
         ({}, {"run_limit": 20_000, "reserve": lambda _: 21_000}),
         ({}, {"reserve": lambda _: ModelUsage(input_tokens=10_001, output_tokens=LONGEST)}),
-        ({"thinking": {"type": "enabled", "budget_tokens": 4_000}}, {}),
+        ({"model": {"thinking": {"type": "enabled", "budget_tokens": 4_000}}}, {}),
         ({"response_format": Weather}, {}),
     ],
     ids=["off", "a number", "input", "thinking", "structured"],
 )
 async def test_where_no_answer_is_shortened(given: Any, limits: Any, signals: Signals) -> None:
     """It is off by default, and nothing is cut from thought or from structure."""
-    options = {"run_limit": 10_000, "reserve": max_usage, "min_output_tokens": 500, **limits}
-    made = {key: value for key, value in given.items() if key == "response_format"}
-    asks = model(answer(2_000), **{key: value for key, value in given.items() if key not in made})
-    reason = stop_reason(await Scene(signals, asks, [TokenLimit(**options)], **made).play())
-    assert (asks.asked, reason and reason["scope"]) == ([], "run")
+    asked, reason = await played(signals, replace(LIMIT, **limits), **given)
+    assert (asked, reason and reason["scope"]) == ([], "run")
 
 
 async def test_all_that_refuse_must_agree(signals: Signals) -> None:
     """Another limit that refuses the call without such a floor blocks it."""
-    limits = [
-        TokenLimit(run_limit=10_000, reserve=max_usage, min_output_tokens=500),
-        TokenLimit(thread_limit=9_000, reserve=max_usage, name="other"),
-    ]
-    asks = model(answer(2_000))
-    assert stop_reason(await Scene(signals, asks, limits).play()) is not None
-    assert asks.asked == []
-    both = [limits[0], replace(limits[1], min_output_tokens=800)]
-    assert stop_reason(await Scene(signals, asks, both).play()) is None
-    (asked,) = asks.asked
+    other = TokenLimit(thread_limit=9_000, reserve=max_usage, name="other")
+    asked, reason = await played(signals, LIMIT, other)
+    assert (asked, reason is None) == ([], False)
+    (asked,), reason = await played(signals, LIMIT, replace(other, min_output_tokens=800))
+    assert reason is None
     assert 7_000 < asked < 9_000
 
 
@@ -145,13 +132,11 @@ async def test_each_providers_setting(name: str, signals: Signals) -> None:
     )
     seen: list[Any] = []
 
-    class Seen(During):
-        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-            seen.append(request.model_settings)
-            return AIMessage("done", usage_metadata=answer(10).usage_metadata)
+    @wrap_model_call
+    async def answering(request: Any, handler: Any) -> Any:
+        seen.append(request.model_settings)
+        return AIMessage("done", usage_metadata=answer(10).usage_metadata)
 
-    limit = TokenLimit(run_limit=10_000, reserve=max_usage, min_output_tokens=500)
-    scene = Scene(signals, made, [limit, Seen(str)])
-    await scene.play()
+    await Scene(signals, made, [LIMIT, answering]).play()
     (settings,) = seen
     assert list(settings) == [SETTINGS[name]]
