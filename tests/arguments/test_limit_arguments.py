@@ -190,6 +190,11 @@ OF_DOLLARS: Rows = [
     *each(ValueError, f"{MONEY}, not {{!r}}", "run_limit", "-1", -0.5, "Infinity", TOO_MUCH),
     *each(ValueError, f"{MONEY}, not {{!r}}", "run_limit", Decimal("NaN"), math.nan, math.inf),
     *each(ValueError, "at most nine decimal places", "run_limit", 1e-10, 0.1 + 0.2, "0.0000000001"),
+    (ValueError, "tool_prices['search'] must be from 0", {**RUN, "tool_prices": {"search": -1}}),
+    (ValueError, "at most nine decimal", {**RUN, "tool_prices": {"search": "0.0000000001"}}),
+    (ValueError, "tool_prices must be the name of a tool, not ''", {**RUN, "tool_prices": {"": 1}}),
+    (TypeError, "tool_prices must be a table of prices by tool", {**RUN, "tool_prices": ["a"]}),
+    (TypeError, "tool_prices['search']", {**RUN, "tool_prices": {"search": lambda: 1}}),
 ]
 ONE_CALL = {"call_limit": 9, "tokens": "input"}
 OF_TOKENS: Rows = [

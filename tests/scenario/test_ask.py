@@ -24,7 +24,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import captured_decisions
 from tests.scene import ANN, CONFIG, Form, Scene, asking, both_forms, check_history, delegate, texts
-from tests.stores import DAY
+from tests.stores import DAY, DownStore
 from tests.telemetry import Signals
 from tests.tokens import answer as spending
 
@@ -285,50 +285,15 @@ async def test_an_exhausted_tool_is_offered(signals: Signals) -> None:
     assert scene.offers(tool_search=1)
 
 
-class FailingStore(MemoryStore):
-    """Fails while it is `down`, and gives no grants to keys in which `refuses` is."""
-
-    down = False
-    refuses: str | None = None
-
-    async def aacquire(self, request: Any) -> Any:
-        if self.down:
-            raise QuotaStoreError("the store is down")
-        return self.acquire(request)
-
-    async def agrant(self, key: str, *args: Any, **options: Any) -> Any:
-        if self.refuses is not None and self.refuses in key:
-            raise QuotaStoreError("the store is down")
-        return await super().agrant(key, *args, **options)
-
-
 @pytest.mark.parametrize(("outage", "ran"), [("block", 0), ("allow", 1)])
 async def test_no_store_before_the_question(signals: Signals, outage: Any, ran: int) -> None:
     """Nobody is asked for what could not be granted: the calls are refused, or allowed."""
-    store, script = FailingStore(), [["search"], ["search"], ["search"], "done"]
+    store, script = DownStore(), [["search"], ["search"], ["search"], "done"]
     scene = Asking(signals, script, [THREAD], store=store, on_store_error=outage)
     store.down = True
     result = await scene.play()
     assert scene.questions() == []
     assert (scene.ran, result["messages"][-1].content) == (["search"] * ran, "done")
-
-
-@pytest.mark.parametrize("both", [False, True])
-async def test_no_store_behind_the_answer(signals: Signals, *, both: bool) -> None:
-    """A grant that fails is an error; the run is resumed again, with the same answer."""
-    store, of_run = FailingStore(), replace(SEARCH, name="run")
-    limits = [of_run, THREAD] if both else [THREAD]
-    scene = await Asking(signals, [["search"] * 2, "done"], limits, store=store).played()
-    store.refuses = ":thread:"
-    with pytest.raises(QuotaStoreError):
-        await scene.resume(amount(2))
-    assert [each.amount for each in store.grants()] == [2] * both
-    store.refuses = None
-    await scene.go_on()
-    assert scene.questions() == []
-    assert scene.ran == ["search"] * 2
-    assert [each.amount for each in store.grants()] == [2] * len(limits)
-    assert scene.count("questions_total", limit=limits[0].name, event="approve") == 1
 
 
 async def test_what_cannot_be_asked(signals: Signals) -> None:
@@ -438,16 +403,31 @@ async def test_killed_after_the_answer(shared: Shared, at: Moment, again: Any) -
     await shared.check_end(again)
 
 
+def fail() -> None:
+    raise QuotaStoreError("the store is down")
+
+
 @pytest.mark.parametrize("at", ["grants", "granted"])
 async def test_answered_while_the_store_is_down(shared: Shared, at: Moment) -> None:
     """An answer is kept when the store has not answered, heard of the grant or not."""
-
-    def fail() -> None:
-        raise QuotaStoreError("the store is down")
-
     with pytest.raises(QuotaStoreError, match="when the store answers; the answer is kept"):
         await shared.process(at, fail).resume(APPROVED)
     await shared.check_end()
+
+
+async def test_the_store_goes_down_between_two_grants(signals: Signals) -> None:
+    """Of two limits one is granted more; the run is resumed again, and so is the other one."""
+    store, limits = DisturbedStore(), [replace(SEARCH, name="run"), THREAD]
+    scene = await Asking(signals, [["search"] * 2, "done"], limits, store=store).played()
+    store.at, store.happens = "granted", fail
+    with pytest.raises(QuotaStoreError):
+        await scene.resume(amount(2))
+    assert [each.amount for each in store.grants()] == [2]
+    await scene.go_on()
+    assert scene.questions() == []
+    assert scene.ran == ["search"] * 2
+    assert [each.amount for each in store.grants()] == [2, 2]
+    assert scene.count("questions_total", limit="run", event="approve") == 1
 
 
 @pytest.mark.parametrize("at", ["grants", "checked"])

@@ -504,22 +504,6 @@ async def test_a_providers_own_tools(
     assert all(f"{each!r}" in caplog.text for each in named)
 
 
-@pytest.mark.parametrize(
-    ("prices", "error", "said"),
-    [
-        ({"search": -1}, ValueError, r"tool_prices\['search'\] must be from 0"),
-        ({"search": "0.0000000001"}, ValueError, "at most nine decimal places"),
-        ({"": 1}, ValueError, "tool_prices must be the name of a tool, not ''"),
-        (["search"], TypeError, "tool_prices must be a table of prices by tool"),
-        ({"search": lambda: 1}, TypeError, r"tool_prices\['search'\]"),
-    ],
-)
-def test_bad_prices(prices: Any, error: type[Exception], said: str) -> None:
-    """A price that cannot be used fails where it is given."""
-    with pytest.raises(error, match=said):
-        CostLimit(run_limit=1, tool_prices=prices)
-
-
 async def test_a_price_that_fails(signals: Signals) -> None:
     """Without its price a call does not run: the error reaches the caller, and names the limit."""
     due, limit = Due(), CostLimit(run_limit=1, tool_prices={"search": lambda _: "cheap"})

@@ -6,7 +6,7 @@ import pytest
 
 from langchain_quota import ModelCallLimit, ToolCallLimit
 from langchain_quota.limits import Limit
-from tests.scene import Order, Scene, in_order, orders, texts
+from tests.scene import Scene
 from tests.telemetry import Signals
 
 EXITS: Any = ("continue", "end", "error")
@@ -52,21 +52,6 @@ async def test_what_it_refuses(limit: Limit, signals: Signals) -> None:
     # It is never near or exhausted, and alarms nobody.
     assert set(signals.samples("langchain_quota_crossings_total").values()) == {0}
     assert signals.samples("langchain_quota_limit_near_ratio") == {}
-
-
-@orders(2)
-async def test_beside_one_that_bites(order: Order, signals: Signals) -> None:
-    """Two thresholds over one count, the lower in a dry run: allowed, would block, blocked."""
-    limits = (
-        ToolCallLimit("search", name="trial", message="A dry run.", **TRIED),
-        ToolCallLimit("search", run_limit=2, name="real", message="For real."),
-    )
-    scene = await Scene(signals, [["search"] * 3, "done"], in_order(order, *limits)).played()
-    assert scene.ran == ["search", "search"]
-    assert scene.state()["thread_tool_call_count"] == {"search": 2}
-    assert [scene.calls(each, "search") for each in OUTCOMES] == [1, 1, 1]
-    assert (metrics(scene, "trial"), metrics(scene, "real")) == ([1, 2, 0], [2, 0, 1])
-    assert sorted(texts(scene.result)) == ["For real.", "search ran", "search ran"]
 
 
 async def test_what_the_one_that_bites_says(signals: Signals) -> None:

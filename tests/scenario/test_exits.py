@@ -158,6 +158,7 @@ def own_words(decision: Decision) -> str:
                 ToolCallLimit(run_limit=0, message="Enough."),
                 ToolCallLimit("search", run_limit=0, name="soft"),
                 ToolCallLimit("search", thread_limit=0, name="hard"),
+                ToolCallLimit(run_limit=0, message="A dry run.", name="trial", enforce=False),
                 ToolCallLimit(run_limit=9, thread_limit=9, message="Nothing.", name="large"),
             ],
             f"Enough. {REFUSED}",

@@ -398,17 +398,13 @@ class Budget:
 
 
 async def test_a_stream_that_is_left_is_charged_what_was_held(signals: Signals) -> None:
-    """A stream that is left or cancelled in the middle is charged its reserve: nothing is told."""
+    """A stream that is left in the middle is charged its reserve: nothing is told."""
     budget = Budget(signals, Streamed(script=[]))
     stream = budget.agent.astream(ASKED, stream_mode="messages")
     async for _ in stream:
         break
     assert counts(budget.store) == {GLOBAL: 500, DOLLARS: 500}
     await stream.aclose()
-    assert budget.charged() == {GLOBAL: 500, DOLLARS: 500}
-    model = Streamed(script=[], begun=asyncio.Event())
-    budget = Budget(signals, model)
-    await cancel_at(model.begun, budget.agent.ainvoke(ASKED, stream_mode="messages"))
     assert budget.charged() == {GLOBAL: 500, DOLLARS: 500}
 
 

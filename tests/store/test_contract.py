@@ -83,16 +83,6 @@ class TestAcquire:
             store.acquire(batch({KEY: 5}, leases={KEY: LONG}, key=""))
         assert used(store, KEY) == [None]
 
-    def test_a_reset_count_forgets_what_is_held(self, store: Store) -> None:
-        """What settles it charges what was used."""
-        before = batch({KEY: 60}, leases={KEY: LONG})
-        store.acquire(before)
-        store.reset([KEY])
-        assert used(store, KEY) == [0]
-        store.acquire(batch({KEY: 5}))
-        store.acquire(correcting(settlement(before, {KEY: 20})))
-        assert used(store, KEY) == [25]
-
 
 class TestCounts:
     """What is kept under keys."""
@@ -248,12 +238,6 @@ class TestAtOnce:
     async def test_tasks(self, store: Store) -> None:
         """More tasks than there are connections, on one event loop: exactly 100 are admitted."""
         assert await admitted(store, 300) == 100
-
-    def test_threads(self, store: Store) -> None:
-        """More threads than there are connections, each asking twice: exactly 100 are admitted."""
-        asked = [calls("search", 1) for _ in range(120)]
-        with ThreadPoolExecutor(60) as threads:
-            assert sum(each.admitted[0] for each in threads.map(store.acquire, asked)) == 100
 
     def test_event_loops(self, store: Store) -> None:
         """One store on several event loops, each in its thread: exactly 100 are admitted."""
