@@ -57,21 +57,28 @@ class Tree:
         limit = ToolCallLimit("search", quotas=[Quota(self.most, per="root_run")])
         return QuotaMiddleware([limit], store=self.store, telemetry=self.telemetry)
 
+    def limits(self) -> list[Any]:
+        """The middlewares of the next agent."""
+        return [self.quota()]
+
     def search(self) -> BaseTool:
         return recording("search", self.ran)
 
+    def answer(self, name: str, tools: list[str]) -> Turn:
+        """What the model of an agent says that asks for tools, or is done."""
+        return tools or "done"
+
     def agent(self, searches: int, *children: BaseTool, name: str = "", **options: Any) -> Any:
         """An agent that searches, and asks others, all at once; then it is done."""
+        wanted = ["search"] * searches + [each.name for each in children]
 
         def script(messages: Sequence[BaseMessage]) -> Turn:
-            if messages[-1].type == "tool":
-                return "done"
-            return ["search"] * searches + [each.name for each in children]
+            return self.answer(name, [] if messages[-1].type == "tool" else wanted)
 
         return create_agent(
             ScriptedChatModel(script=script),
             [self.search(), *children],
-            middleware=[self.quota()],
+            middleware=self.limits(),
             name=name or None,
             **options,
         )
@@ -102,8 +109,8 @@ class Billed(Tree):
     calls: Counter[str] = field(default_factory=Counter)
     asked: int = 0
 
-    def limits(self, kind: str) -> list[Any]:
-        """The middlewares of an agent."""
+    def limits(self) -> list[Any]:
+        kind = self.limited[len(self.names) % len(self.limited)]
         given: dict[str, Any] = {"telemetry": self.telemetry}
         if kind == "search":
             return [self.quota()]
@@ -112,26 +119,16 @@ class Billed(Tree):
             return [QuotaMiddleware(meters, prices=price, charge_all_models=True, **given)]
         return [QuotaMiddleware([ModelCallLimit(run_limit=9)], **given)] if kind == "calls" else []
 
+    def answer(self, name: str, tools: list[str]) -> Turn:
+        used = 10 + len(self.names) + self.calls[name]
+        self.calls[name] += 1
+        self.tokens[name] += used
+        self.asked += tools.count("search")
+        return answer(used, *tools)
+
     def agent(self, searches: int, *children: BaseTool, name: str = "", **options: Any) -> Any:
-        name = f"{name or 'agent'}-{len(self.names)}"
-        self.names.append(name)
-
-        def script(messages: Sequence[BaseMessage]) -> Turn:
-            used = 10 + len(self.names) + self.calls[name]
-            self.calls[name] += 1
-            self.tokens[name] += used
-            if messages[-1].type == "tool":
-                return answer(used)
-            self.asked += searches
-            return answer(used, *["search"] * searches, *(child.name for child in children))
-
-        return create_agent(
-            ScriptedChatModel(script=script),
-            [self.search(), *children],
-            middleware=self.limits(self.limited[len(self.names) % len(self.limited)]),
-            name=name,
-            **options,
-        )
+        self.names.append(f"{name or 'agent'}-{len(self.names)}")
+        return super().agent(searches, *children, name=self.names[-1], **options)
 
 
 def in_a_thread(function: Callable[..., Any], *args: Any, **more: Any) -> Any:

@@ -158,7 +158,6 @@ OF_CAPS: Rows = [
     (ValueError, "exclude=['fetch'] needs all tools", {**TOOLS, "exclude": ["fetch"]}),
 ]
 OF_BUDGETS: Rows = [
-    (ValueError, "At least one limit must be specified", {}),
     (ValueError, "run_limit must be", {"run_limit": -1}),
     (ValueError, "reserve must be above 0", {**RUN, "reserve": 0}),
     (ValueError, "rollover of quota 'team' must be above 0, not 0", {"quotas": [NOTHING]}),
@@ -167,7 +166,6 @@ OF_BUDGETS: Rows = [
     (ValueError, "exit_behavior='finalize' needs keep=: ", LAST),
     (ValueError, "keep=1 needs exit_behavior='finalize'", {**RUN, **KEEP}),
     (ValueError, "keep=1 needs exit_behavior='finalize'", {**ASKS, **KEEP}),
-    (ValueError, "grant=2 needs exit_behavior='ask'", {**RUN, "grant": 2}),
     (ValueError, "grant must be above 0, not 0", {**ASKS, "grant": 0}),
     (ValueError, "reserve=2 cannot be used with exit_behavior='ask'", {**ASKS, "reserve": 2}),
     (ValueError, "must be at least reserve=2: ", {**LAST, **KEEP, "reserve": 2}),

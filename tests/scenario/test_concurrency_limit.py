@@ -18,7 +18,6 @@ import pytest
 from langchain.agents.middleware import AgentMiddleware
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
-from langchain_core.tools import tool as as_tool
 
 from langchain_quota import (
     ConcurrencyLimit,
@@ -499,24 +498,19 @@ async def test_while_the_store_is_away(signals: Signals, outage: Any) -> None:
 @pytest.mark.parametrize("caps", [(1, 3), (3, 1)])
 async def test_the_lowest_of_two_caps_holds(caps: tuple[int, int], signals: Signals) -> None:
     """Of one tool no more calls run at once than the lower cap allows, and they run in order."""
-    running, most, order = 0, 0, ""
+    browser, order = Browser(), list[str]()
 
-    @as_tool("search")
-    async def slow(text: str) -> str:
-        """Search for a text for a while."""
-        nonlocal running, most, order
-        running, order = running + 1, order + text
-        most = max(most, running)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        running -= 1
-        return "found"
+    async def browse(text: str) -> str:
+        order.append(text)
+        return await browser.aopen()
 
-    limits = [ConcurrencyLimit("search", max_concurrency=each, name=f"cap-{each}") for each in caps]
-    script = asking(*(("search", {"text": each}) for each in "abcd"))
-    scene = await Scene(signals, script, limits, tools=[slow]).played()
-    assert scene.answers() == [("search", "success")] * 4
-    assert (most, order) == (1, "abcd")
+    limits = [
+        ConcurrencyLimit("browser", max_concurrency=each, name=f"cap-{each}") for each in caps
+    ]
+    script = asking(*(("browser", {"text": each}) for each in "abcd"))
+    scene = await Scene(signals, script, limits, tools=[tool(None, browse)]).played()
+    assert texts(scene.result) == ["seen"] * 4
+    assert (browser.most, order) == (1, [*"abcd"])
 
 
 @pytest.mark.parametrize("waits", [(0, 3600), (3600, 0)])

@@ -338,15 +338,6 @@ def by_model(_: Any) -> Decimal:
     return Decimal("0.01")
 
 
-class Listed(ScriptedChatModel):
-    """A model that is in the list of prices."""
-
-    provider: str = "openai"
-
-    def _get_ls_params(self, stop: Any = None, **kwargs: Any) -> LangSmithParams:
-        return {**super()._get_ls_params(stop=stop, **kwargs), "ls_provider": self.provider}
-
-
 Due = dict[str, int]
 """What was to be paid when a tool began, by call."""
 
@@ -495,7 +486,7 @@ async def test_a_providers_own_tools(
     metadata = {"model_name": model, "grounding_metadata": sources[0] if sources else None}
     said = answer(1_000, input_tokens=1_000, output_tokens=0)
     said = said.model_copy(update={"content": parts, "response_metadata": metadata})
-    listed = Listed(model=model, provider=provider, script=[said] * 2)
+    listed = OwnModel(model=model, provider=provider, script=[said] * 2)
     scene = Scene(signals, listed, [CostLimit(thread_limit=1)])
     for _ in range(2):
         await scene.play()

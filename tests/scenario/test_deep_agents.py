@@ -41,8 +41,10 @@ from tests.telemetry import Signals, needs_inline
 # Among the oldest versions there is none.
 deepagents = pytest.importorskip("deepagents")
 
-LOOK = "Look for it."
-RESEARCHER = {"name": "researcher", "description": "Searches.", "system_prompt": "Search."}
+CREATE = deepagents.create_deep_agent
+TASK = "Find it!"
+SPEC = {"description": "Helps.", "system_prompt": "Help."}
+RESEARCHER = {"name": "researcher", **SPEC}
 FORK = {"name": "fork", "description": "Goes on.", "mode": "fork"}
 REMOTE = {"name": "remote", "description": "Far away.", "graph_id": "remote"}
 
@@ -51,16 +53,19 @@ kinds = pytest.mark.parametrize(
 )
 
 
+def task(name: str = "general-purpose") -> tuple[str, dict[str, Any]]:
+    return "task", {"description": TASK, "subagent_type": name}
+
+
 def asking(
     *names: str, main: Sequence[ToolRequest] = (), child: Any = ("search", "search")
 ) -> Callable[[Sequence[BaseMessage]], Turn]:
     """A script by which the main agent asks sub-agents, and each does one thing."""
-    tasks = [("task", {"description": LOOK, "subagent_type": name}) for name in names]
 
     def script(messages: Sequence[BaseMessage]) -> Turn:
         if messages[-1].type != "human":
             return "done"
-        return child if LOOK in messages[-1].text else [*main, *tasks]
+        return child if TASK in messages[-1].text else [*main, *map(task, names)]
 
     return script
 
@@ -74,7 +79,7 @@ def searches(signals: Signals, limit: int = 3, **options: Any) -> QuotaMiddlewar
 def deep(signals: Signals, quota: Any, *names: str, **options: Any) -> Scene:
     """A deep agent under limits that asks these sub-agents, each of which searches twice."""
     leave_out = options.pop("leave_out", ())
-    create = with_limits(deepagents.create_deep_agent, quota, leave_out=leave_out)
+    create = with_limits(CREATE, quota, leave_out=leave_out)
     return Scene(signals, asking(*names), tools=["search"], create=create, **options)
 
 
@@ -123,11 +128,11 @@ async def test_general_purpose_is_as_deepagents_makes_it(option: str, signals: S
         "permissions": [deepagents.FilesystemPermission(**denied)],
         "middleware": [Prompted("SummarizationMiddleware")],
     }
-    limited = with_limits(deepagents.create_deep_agent, searches(signals, 9))
+    limited = with_limits(CREATE, searches(signals, 9))
     skill = {"content": "---\nname: knots\ndescription: Knots.\n---\nTie.\n", "encoding": "utf-8"}
     given = {"messages": [("user", "Go!")], "files": {"/skills/knots/SKILL.md": skill}}
     sent = []
-    for create in (deepagents.create_deep_agent, limited):
+    for create in (CREATE, limited):
         write = ("write_file", {"file_path": "/notes.txt", "content": "Nothing."})
         model = ScriptedChatModel(script=asking("general-purpose", child=[write, "search"]))
         own: dict[str, Any] = {"system_prompt": "Help.", option: options[option]}
@@ -196,7 +201,7 @@ async def test_what_is_left_out(signals: Signals) -> None:
     await scene.play()
     assert len(scene.ran) + len(ran) == 6
     # It is left out of that agent alone.
-    bare = Scene(signals, asking(), [quota], create=deepagents.create_deep_agent)
+    bare = Scene(signals, asking(), [quota], create=CREATE)
     with pytest.warns(QuotaWarning, match="no limits of langchain-quota: 'general-purpose'"):
         await bare.play()
 
@@ -206,7 +211,7 @@ def test_bad_arguments(signals: Signals) -> None:
 
     What runs elsewhere, or cannot be seen into, must be left out.
     """
-    create, quota = deepagents.create_deep_agent, searches(signals)
+    create, quota = CREATE, searches(signals)
     opaque = compiled(RunnableLambda(lambda state: {"messages": [("ai", "Nothing.")]}))
     bad: list[tuple[Any, str]] = [
         ([quota], r"and a QuotaMiddleware, not .* and \[.*: write with_limits\("),
@@ -283,16 +288,8 @@ async def test_what_is_made(kind: Any, signals: Signals) -> None:
     assert spec["middleware"] == MINE
 
 
-CREATE = deepagents.create_deep_agent
-TASK = "Find it!"
-SPEC = {"description": "Helps.", "system_prompt": "Help."}
-
 bare = pytest.mark.filterwarnings("ignore:the sub-agents that the tool 'task'")
 """Agents whose sub-agents have no limits."""
-
-
-def task(name: str = "general-purpose") -> tuple[str, dict[str, Any]]:
-    return "task", {"description": TASK, "subagent_type": name}
 
 
 class Deep(Scene):

@@ -275,25 +275,18 @@ async def test_names(signals: Signals) -> None:
     assert found == [("outer", "allowed"), ("inner", "allowed"), ("inner", "blocked")] * 2
 
 
-def test_tools_that_nothing_limits(signals: Signals) -> None:
-    """A blocked call that nothing would answer is an error, which says what to do."""
+def test_mistakes(signals: Signals) -> None:
+    """Each says what to do: tools without limits, a call outside of a run, a bound model, no store.
+
+    A blocked call would get no answer of such tools, and a thread limit would end with the process.
+    """
     quota = GraphQuota([ToolCallLimit(run_limit=0)], telemetry=signals.telemetry)
     app = graph_of(model_node(quota.model(ScriptedChatModel(script=[["search"]]))))
     with pytest.raises(RuntimeError, match=r"limits\.tools"):
         app.invoke(HELLO)
-
-
-def test_outside_of_a_run(signals: Signals) -> None:
-    """A limited model that no graph calls is an error, which says where to call it."""
-    limited = GraphQuota([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
+    model = ScriptedChatModel(script=["hi"])
     with pytest.raises(RuntimeError, match="call it in a node, a task or an entrypoint"):
-        limited.model(ScriptedChatModel(script=["hi"])).invoke("hi")
-
-
-def test_arguments(signals: Signals) -> None:
-    """A bound model is refused; a thread limit without a store warns."""
-    quota = GraphQuota([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
-    model = ScriptedChatModel(script=[])
+        quota.model(model).invoke("hi")
     wrong: list[Any] = [model.bind_tools([]), model.with_fallbacks([model]), 3]
     for each in wrong:
         with pytest.raises(TypeError, match=r"without tools bound.*with_fallbacks"):

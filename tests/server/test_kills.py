@@ -27,7 +27,7 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.limits import Limit
 from langchain_quota.testing import Turn
 from tests.forked import ROOT, calling, start_python
-from tests.scene import Kind, Scene, check_history
+from tests.scene import ABANDONED, Kind, Scene, check_history
 from tests.server.redis import RedisServer
 from tests.telemetry import needs_inline, telling
 
@@ -35,7 +35,6 @@ RUN_LIMIT, THREAD_LIMIT, MODEL_LIMIT = 5, 23, 6
 CONCURRENCY = 2
 """How many tools the model asks for at once."""
 DONE = "done"
-ABANDONED = "This tool call was not completed: the run that made it was stopped."
 STEP = 0.003
 """How long a tool takes at most, in seconds."""
 KILLS = 14
