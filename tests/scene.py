@@ -77,6 +77,7 @@ either = pytest.mark.parametrize("kind", ["quota", _INLINE])
 """Calls are checked before their own step, or in it: two bodies, as the argument `kind`."""
 each_kind = pytest.mark.parametrize("kind", ["quota", _INLINE, "graph"])
 """The same, and in a graph that is written by hand."""
+each_middleware = pytest.mark.parametrize("kind", ["quota", "drop-in", _INLINE])
 
 SKIPPED = (
     "This tool call was not run: the run was stopped because another tool call of the same "

@@ -47,6 +47,11 @@ class Signals:
             if each.name == name and labels.items() <= each.labels.items()
         }
 
+    def errors(self, component: str, error_type: str) -> float:
+        """How often a component has failed so."""
+        labels = {"component": component, "error_type": error_type}
+        return self.value("langchain_quota_errors_total", **labels) or 0
+
     def spans(self) -> list[ReadableSpan]:
         """The finished spans, in order."""
         return list(self.exporter.get_finished_spans())

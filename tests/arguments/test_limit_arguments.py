@@ -216,12 +216,10 @@ OF_REPEATS: Rows = [
     (ValueError, "run_limit must be 1 or more, not 0", {"run_limit": 0}),
     (ValueError, "run_limit must be 100 or less", {"run_limit": 101}),
     *each(TypeError, "run_limit must be a whole", "run_limit", None, True, 2.5, "3"),
-    (ValueError, "give_up_after must be 1 or more, not 0", {"give_up_after": 0}),
     (ValueError, "Invalid exit_behavior: 'finalize'", {"exit_behavior": "finalize"}),
     (ValueError, "Invalid exit_behavior: 'ask'. Choose one of continue", {"exit_behavior": "ask"}),
     (ValueError, "needs all tools: leave tools out", {"tools": "a", "exclude": "b"}),
     (ValueError, "tools must be the name of a tool, not ''", {"tools": ""}),
-    (ValueError, "needs exit_behavior='continue'", {"give_up_after": 2, "exit_behavior": "end"}),
 ]
 OF_TIME: Rows = [
     (TypeError, "has no argument 'wait'", {**RUN, "wait": 5}),

@@ -362,13 +362,9 @@ async def test_a_lost_slot_is_reported(
     limit = ConcurrencyLimit("browser", max_concurrency=1)
     scene = Scene(signals, asking("browser"), [limit], store=store, tools=[browser.tool])
 
-    def told() -> float:
-        labels = {"component": "store", "error_type": "LostLeaseError"}
-        return signals.value("langchain_quota_errors_total", **labels) or 0
-
     playing = asyncio.create_task(scene.play())
     await until(lambda: len(store.asked) > 2)
-    assert told() == 0
+    assert signals.errors("store", "LostLeaseError") == 0
     if taken:
         # Nothing is renewed meanwhile.
         with store.kept._lock:
@@ -378,13 +374,13 @@ async def test_a_lost_slot_is_reported(
             assert store.kept.acquire(other).admitted == (True,)
     else:
         monkeypatch.setattr(f"{leases}.SLOT_LEASE", 0.0)
-    await until(lambda: told() > 0)
+    await until(lambda: signals.errors("store", "LostLeaseError") > 0)
     before = len(store.asked)
     monkeypatch.setattr(f"{leases}.SLOT_LEASE", 60)
     await until(lambda: len(store.asked) > before + 2)
     browser.may_end.set()
     await playing
-    assert told() == 1 or not taken
+    assert signals.errors("store", "LostLeaseError") == 1 or not taken
     said = [each.getMessage() for each in caplog.records]
     (line,) = [each for each in said if "lost its place" in each]
     assert "'browser'" in line

@@ -80,8 +80,7 @@ async def test_one_that_raises(form: Form, function: Any, kind: Kind, signals: S
     scene = Scene(signals, [["search"], ["search"], "done"], [limit], kind=kind, form=form)
     with pytest.raises(PlanError, match="the plans are down"):
         await scene.play(context={"plan": "unknown"})
-    labels = {"component": "dynamic_limit", "error_type": "PlanError"}
-    assert signals.value("langchain_quota_errors_total", **labels) == 1
+    assert signals.errors("dynamic_limit", "PlanError") == 1
     assert (scene.ran, len(scene.model.calls)) == ([], 1)
     await scene.play(context={"plan": "free"})
     assert scene.ran == ["search"]

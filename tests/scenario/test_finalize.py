@@ -18,8 +18,8 @@ from langchain_quota import (
 )
 from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit
-from tests.scene import FINALIZED, INVALID, VALID, Kind, Scene, Weather, either
-from tests.telemetry import Signals, needs_inline
+from tests.scene import FINALIZED, INVALID, VALID, Kind, Scene, Weather, each_middleware, either
+from tests.telemetry import Signals
 
 LAST = "last model call"
 TWO = ModelCallLimit(run_limit=2, exit_behavior="finalize")
@@ -134,16 +134,13 @@ async def test_structured_by_a_tool(strategy: Any, signals: Signals) -> None:
 
 EXITS = ["continue", "end", "error"]
 each_exit = pytest.mark.parametrize("exit_behavior", EXITS)
-each_kind = pytest.mark.parametrize(
-    "kind", ["drop-in", "quota", pytest.param("inline", marks=needs_inline)]
-)
 
 
 def scene_of(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
     return Scene(signals, script, limits, response_format=ToolStrategy(Weather), **options)
 
 
-@each_kind
+@each_middleware
 @each_exit
 async def test_a_refusal_beside_it(exit_behavior: Any, kind: Kind, signals: Signals) -> None:
     """Beside a delivered answer a refusal only refuses: no error, no last word; the rest runs."""

@@ -322,11 +322,7 @@ def test_pauses(status: int | None, headers: dict[str, str], pause: float | None
 
 
 def test_errors() -> None:
-    """Botocore's have a dictionary in place of a response, Gemini's a cause with the pause."""
+    """Botocore's have a dictionary in place of a response."""
     error: Any = Exception("An error occurred (ThrottlingException)")
     error.response = {"ResponseMetadata": {"HTTPStatusCode": 429, "HTTPHeaders": {"Date": "now"}}}
     assert provider_limits.read_error(error) == (429, {"date": "now"})
-    error = Exception("Error calling model")
-    cause: Any = Exception("429 RESOURCE_EXHAUSTED {'retryDelay': '1.5s'}")
-    cause.code, error.__cause__ = 429, cause
-    assert provider_limits.read_error(error) == (429, {"retry-after": "1.5"})

@@ -157,8 +157,7 @@ async def test_a_webhook_that_hangs(signals: Signals) -> None:
     await asyncio.to_thread(began.wait)
     for _ in range(MOST_WAITING + 2):
         await scene.play("1")
-    errors = {"component": "observer", "error_type": "Full"}
-    assert signals.value("langchain_quota_errors_total", **errors) == 2
+    assert signals.errors("observer", "Full") == 2
     released.set()
     await until(lambda: len(scene.noted) == MOST_WAITING + 1)
 
@@ -176,8 +175,7 @@ async def test_functions_that_are_async_or_fail(form: Form, signals: Signals) ->
     scene = Watched(signals, limit, form=form, on_near=tell)
     await scene.play("1")
     await scene.told((None, 1))
-    errors = {"component": "observer", "error_type": "ConnectionError"}
-    await until(lambda: signals.value("langchain_quota_errors_total", **errors) == 1)
+    await until(lambda: signals.errors("observer", "ConnectionError") == 1)
 
 
 async def test_log_and_stream(caplog: pytest.LogCaptureFixture) -> None:

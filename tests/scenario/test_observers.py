@@ -17,7 +17,6 @@ from tests.scene import Form, Kind, Scene, cancel_at, either, recording
 from tests.telemetry import Signals
 
 Seen = tuple[str, str]
-FAILED = {"component": "observer", "error_type": "BillingError"}
 
 
 class BillingError(Exception):
@@ -115,7 +114,7 @@ async def test_a_hook_that_runs_again(
     expected = [("calc", "skipped"), ("search", "blocked")]
     assert tale(scene.decisions) == expected
     assert tale(seen) == expected
-    assert signals.value("langchain_quota_errors_total", **FAILED) == 2
+    assert signals.errors("observer", "BillingError") == 2
     assert [each.levelname for each in caplog.records].count("ERROR") == 1
 
 
@@ -154,7 +153,7 @@ async def test_a_cancelled_run(*, goes_on: bool, signals: Signals) -> None:
     await (scene.go_on() if goes_on else scene.play())
     assert finished == (["search", "calc"] if goes_on else ["search"])
     assert scene.last_text() == "done"
-    assert signals.value("langchain_quota_errors_total", **FAILED) is None
+    assert signals.errors("observer", "BillingError") == 0
     assert scene.used(limits[0]) == ((2, 2) if goes_on else (0, 0))
 
 

@@ -29,6 +29,7 @@ from langchain_quota import (
 from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
+from tests.scenario.test_model_pace import Refused
 from tests.scene import ANN, Kind, Scene, cancel_at, either
 from tests.stores import DAY, TODAY, Clock, FickleStore, counts, quota, run_counts
 from tests.telemetry import Signals
@@ -408,14 +409,8 @@ async def test_a_stream_that_is_left_is_charged_what_was_held(signals: Signals) 
     assert budget.charged() == {GLOBAL: 500, DOLLARS: 500}
 
 
-class RateLimitError(Exception):
-    """What a provider answers that has not begun."""
-
-    status_code = 429
-
-
 @pytest.mark.parametrize(
-    ("error", "held"), [(KeyboardInterrupt, 500), (TimeoutError, 500), (RateLimitError, 0)]
+    ("error", "held"), [(KeyboardInterrupt, 500), (TimeoutError, 500), (Refused, 0)]
 )
 def test_an_interrupted_call_is_charged_what_was_held(
     signals: Signals, error: type[BaseException], held: int

@@ -103,8 +103,7 @@ async def test_what_tells_no_count(
     assert (scene.ran, counts(store)) == ([], {})
     assert scene.metric("tool:search", "allowed") == 0
     if error is KeyError:
-        labels = {"component": "dynamic_limit", "error_type": "KeyError"}
-        assert signals.value("langchain_quota_errors_total", **labels) == 1
+        assert signals.errors("dynamic_limit", "KeyError") == 1
 
 
 THREAD = "search:thread:thread-1"

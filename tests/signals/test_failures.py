@@ -140,7 +140,7 @@ async def test_a_failure_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> N
     await scene.play()
     assert scene.ran == ["search"]
     assert sorted(scene.answers()) == [("search", "error"), ("search", "success")]
-    assert signals.value(ERRORS, component="metrics", error_type="LookupError")
+    assert signals.errors("metrics", "LookupError")
 
 
 @pytest.mark.parametrize("part", [row[0] for row in PARTS])

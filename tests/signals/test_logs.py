@@ -234,8 +234,7 @@ async def test_a_full_disk(signals: Signals) -> None:
     with suppress(OSError):  # what is left to write fails again
         writes.close()
     scene.check()
-    labels = {"component": "observer", "error_type": "OSError"}
-    assert signals.value("langchain_quota_errors_total", **labels) == 2
+    assert signals.errors("observer", "OSError") == 2
 
 
 def test_arguments(tmp_path: Path) -> None:

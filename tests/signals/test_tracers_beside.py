@@ -25,15 +25,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from langchain_quota import ModelCallLimit, QuotaMiddleware, ToolCallLimit
 from langchain_quota.limits import Limit
 from tests.forked import run_python
-from tests.scene import CONFIG, Form, Kind, Scene, both_forms
-from tests.telemetry import Signals, needs_inline, telling
+from tests.scene import CONFIG, Form, Kind, Scene, both_forms, each_middleware
+from tests.telemetry import Signals, telling
 
 GENAI = "opentelemetry.instrumentation.genai.langchain"
 LIMITS: list[Limit] = [ModelCallLimit(run_limit=9), ToolCallLimit("search", run_limit=2)]
 KEY = "pk-lf-of-the-tests"
-each_kind = pytest.mark.parametrize(
-    "kind", ["quota", "drop-in", pytest.param("inline", marks=needs_inline)]
-)
 
 
 def script(messages: Any) -> Any:
@@ -160,7 +157,7 @@ class Kept(requests.Session):
 
 
 @both_forms
-@each_kind
+@each_middleware
 async def test_beside_langsmith(form: Form, kind: Kind, signals: Signals) -> None:
     """A traced run is as one that is not; each call is in the one trace, a model's in our hook."""
     kept = Kept()
@@ -226,13 +223,10 @@ async def traced(*items: Any, kind: Kind = "quota", **options: Any) -> Sizes:
 
 
 @has_policy
-@pytest.mark.parametrize(
-    ("kind", "items"),
-    [("quota", ROOMY), pytest.param("inline", ROOMY, marks=needs_inline), ("drop-in", ROOMY)],
-)
-async def test_a_trace_is_little_larger(kind: Kind, items: Any) -> None:
+@each_middleware
+async def test_a_trace_is_little_larger(kind: Kind) -> None:
     """Hooks repeat no history: a trace has at most 1.1 times the bytes of one without limits."""
-    sizes, none = await traced(*items, kind=kind), await traced()
+    sizes, none = await traced(*ROOMY, kind=kind), await traced()
     assert 0 < none.total < sizes.total <= 1.1 * none.total
     assert sizes.inputs
     assert {dumps(each) for each in sizes.inputs} == {"{}"}

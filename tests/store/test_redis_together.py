@@ -110,37 +110,21 @@ async def test_eager_tasks(store: RedisStore) -> None:
     assert sorted(result.used["search"] for result in results) == [*range(CALLERS)]
 
 
-class TestCancelled:
-    """A caller who goes takes nothing from the others, and the last one leaves nothing behind."""
-
-    async def test_others_are_answered(self, redis_server: RedisServer) -> None:
-        """All but one of a pipeline are cancelled; the one gets its own answer."""
-        async with held_up(redis_server, b"}:count:last") as (way, store):
-            alone, *tasks, last = asking(store, *["search"] * (CALLERS - 1), "last")
-            assert await asyncio.to_thread(way.held.wait, LONG)
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            assert all(task.cancelled() for task in tasks)
-            way.open()
-            assert (await last).used == {"last": 0}
-            assert (await alone).used["search"] in range(CALLERS)
-
-    @pytest.mark.parametrize("turns", range(3))
-    async def test_no_task_stays(self, store: RedisStore, turns: int) -> None:
-        """All are cancelled, before the pipeline begins or later: it ends, and a new one begins."""
-        before = asyncio.all_tasks()
-        tasks = asking(store, *["search"] * CALLERS)
-        # After one turn all have asked, and the pipeline has not begun.
-        for _ in range(1 + turns):
-            await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        assert all(task.cancelled() for task in tasks)
-        assert asyncio.all_tasks() == before
-        results = await asyncio.gather(*asking(store, *["later"] * CALLERS))
-        assert sorted(result.used["later"] for result in results) == [*range(CALLERS)]
+@pytest.mark.parametrize("turns", range(3))
+async def test_no_task_stays(store: RedisStore, turns: int) -> None:
+    """All are cancelled, before the pipeline begins or later: it ends, and a new one begins."""
+    before = asyncio.all_tasks()
+    tasks = asking(store, *["search"] * CALLERS)
+    # After one turn all have asked, and the pipeline has not begun.
+    for _ in range(1 + turns):
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert all(task.cancelled() for task in tasks)
+    assert asyncio.all_tasks() == before
+    results = await asyncio.gather(*asking(store, *["later"] * CALLERS))
+    assert sorted(result.used["later"] for result in results) == [*range(CALLERS)]
 
 
 async def test_each_has_its_own_time(redis_server: RedisServer) -> None:
