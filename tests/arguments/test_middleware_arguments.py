@@ -166,8 +166,7 @@ async def test_a_copy_calls_itself(copied: Any, signals: Signals) -> None:
     original = Calling([limit], store=store, telemetry=signals.telemetry)
     for each, outcome in ((original, "allowed"), (copied(original), "blocked")):
         Calling.called = []
-        scene = Scene(signals, [["search"], "done"], [each])
-        await scene.play()
+        scene = await Scene(signals, [["search"], "done"], [each]).played()
         assert (Calling.called, scene.calls(outcome, "search")) == ([each] * 2, 1)
     assert counts(store) == {"search:global:": 1}
 

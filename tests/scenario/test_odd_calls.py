@@ -198,6 +198,5 @@ async def test_tools_that_exec_has_made(signals: Signals) -> None:
     tools = [StructuredTool.from_function(made["search"]), made["Look"]()]
     limits: list[Limit] = [ToolCallLimit(run_limit=3), ConcurrencyLimit(max_concurrency=1)]
     script = [["search", "look"], ["search", "look"], "done"]
-    scene = Scene(signals, script, limits, tools=tools)
-    await scene.play()
+    scene = await Scene(signals, script, limits, tools=tools).played()
     assert sorted(status for _, status in scene.answers()) == ["error", *["success"] * 3]

@@ -246,8 +246,7 @@ async def test_a_call_that_another_middleware_refuses(signals: Signals) -> None:
         [tool_limiter(signals, "search", run_limit=1), repeats],
     ]
     for items in stacks:
-        scene = Scene(signals, [*[["search"]] * 4, *numbered_calls, "done"], items)
-        await scene.play()
+        scene = await Scene(signals, [*[["search"]] * 4, *numbered_calls, "done"], items).played()
         assert scene.last_text() == "done"
 
 
@@ -286,8 +285,7 @@ async def test_beside_a_store(fallback: Any, signals: Signals) -> None:
     searches = ToolCallLimit("search", quotas=[Quota(9, per="global")])
     options = {"on_store_error": fallback} if store.down else {}
     middleware = quota(signals, searches, RepeatLimit(2), store=store, **options)
-    scene = Scene(signals, [["calc", "search"]] * 3 + ["done"], [middleware])
-    await scene.play()
+    scene = await Scene(signals, [["calc", "search"]] * 3 + ["done"], [middleware]).played()
     assert sorted(scene.ran) == ["calc"] * 2 + ([] if fallback == "block" else ["search"] * 2)
     assert [each.used for each in store.usages()] == ([] if store.down else [2])
 

@@ -80,8 +80,7 @@ async def test_a_reserve_refuses_for_its_own_limit_only(signals: Signals, *, enf
         TokenLimit(quotas=quotas, reserve=70, enforce=enforce, name="other"),
     ]
     script = [answer(10, "search"), answer(15, "search"), answer(10), answer(1)]
-    scene = Scene(signals, script, [*limits, during], store=store)
-    await scene.play()
+    scene = await Scene(signals, script, [*limits, during], store=store).played()
     await scene.play()
     held = 70 if enforce else 0
     assert [each.get(GLOBAL, 0) for each in seen][:2] == [held, 10 + held]

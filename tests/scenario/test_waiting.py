@@ -401,8 +401,7 @@ async def test_who_does_not_wait(signals: Signals, clock: Passing) -> None:
     for action, ran in (("block", ["calc"]), ("allow", ["calc", "search"])):
         store = FickleStore(MemoryStore())
         store.down = True
-        scene = Scene(signals, script, [search], store=store, on_store_error=action)
-        await scene.play()
+        scene = await Scene(signals, script, [search], store=store, on_store_error=action).played()
         assert sorted(scene.ran) == ran
 
 

@@ -150,8 +150,7 @@ async def test_each_unit_has_metrics_of_its_own(signals: Signals) -> None:
         ModelCallLimit(run_limit=9),
     ]
     prices = {"gpt": Price(input="1", output="1")}
-    scene = Scene(signals, model, limits, prices=prices)
-    await scene.play()
+    scene = await Scene(signals, model, limits, prices=prices).played()
     expected: dict[str, Series] = {
         "limit": {
             ("unnamed", "model", "run", "calls"): 9,
@@ -258,8 +257,7 @@ async def test_tools_are_bounded_by_agent() -> None:
     for agent in ("boss", "clerk"):
         invented = [*ODD, *(f"invented-{index}-{agent}" for index in range(100))]
         called = ["search", "calc", *invented, "limited", "left_out"]
-        scene = Scene(signals, asking(*called), limits, name=agent)
-        await scene.play()
+        await Scene(signals, asking(*called), limits, name=agent).play()
     calls = signals.samples(CALLS, kind="tool", decision="allowed")
     assert {tool for _, tool in calls} == {
         *("search", "calc", "limited", "left_out", "_other"),

@@ -170,8 +170,7 @@ async def test_a_label_that_is_no_string() -> None:
 
 async def test_a_limit_beyond_all_floats(signals: Signals) -> None:
     """What cannot be computed of a limit is counted as a failure, and the agent goes on."""
-    scene = Scene(signals, ["done"], [ModelCallLimit(thread_limit=10**400)])
-    await scene.play()
+    scene = await Scene(signals, ["done"], [ModelCallLimit(thread_limit=10**400)]).played()
     assert scene.calls("allowed") == 1
     assert generate_latest(signals.registry)
     assert ("metrics", "OverflowError") in signals.samples(ERRORS)

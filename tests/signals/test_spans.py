@@ -48,9 +48,7 @@ OF_TOOL = {**OF_RUN, "kind": "tool", "gen_ai.tool.name": "search"}
 
 async def played(signals: Signals, script: Any, *limits: Limit, **options: Any) -> Scene:
     """A run of an agent with a name."""
-    scene = Scene(signals, script, limits, **{"name": "researcher", **options})
-    await scene.play()
-    return scene
+    return await Scene(signals, script, limits, **{"name": "researcher", **options}).played()
 
 
 def decisions(signals: Signals) -> list[str]:
@@ -332,8 +330,7 @@ async def test_a_span_begins_before_the_wait(
     quota = Quota(1, per="global", window="1m", smooth=True)
     limit = ModelCallLimit(quotas=[quota], wait=timedelta(hours=1))
     store = MemoryStore(clock=clock)
-    scene = Scene(signals, ["done", "done"], [limit], store=store)
-    await scene.play()
+    scene = await Scene(signals, ["done", "done"], [limit], store=store).played()
     await scene.play()
     span = signals.decision_spans()[-1]
     assert {(span.start_time or 0) < each < (span.end_time or 0) for each in waits} == {True}

@@ -480,8 +480,7 @@ class TestOddReplies:
         """The line of an outage with an unreadable reply shows where the reply was read."""
         limit = ToolCallLimit("search", quotas=[Quota(1, per="global")])
         with proxy(redis_server.port) as way, opened(redis_server, way.url) as store:
-            scene = Scene(signals, asking("search"), [limit], store=store)
-            await scene.play()
+            scene = await Scene(signals, asking("search"), [limit], store=store).played()
             way.fail(replaced(b"$7\r\nnothing\r\n"))
             await scene.play()
             await store.aclose()
