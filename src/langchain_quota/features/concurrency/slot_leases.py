@@ -97,7 +97,8 @@ class Reservations:
         """Renew a lease from now on, until it ends, with all others."""
         with _lock:
             self.leases[lease] = None
-            if self._renewer is not None:
+            renewer = self._renewer
+            if isinstance(renewer, Thread):
                 return
             if "sync" in self.store.forms:
                 # A thread is on time even if the event loop stands still, or has ended.
@@ -105,8 +106,11 @@ class Reservations:
                 thread = Thread(target=run, name=name, daemon=True)
                 thread.start()
                 self._renewer = thread
-            else:
-                self._renewer = asyncio.get_running_loop().create_task(self._renew("a"))
+                return
+            # A loop that was closed may have had the same id.
+            loop = asyncio.get_running_loop()
+            if renewer is None or renewer.get_loop() is not loop:
+                self._renewer = loop.create_task(self._renew("a"))
 
     async def _renew(self, mode: Mode) -> None:
         try:
