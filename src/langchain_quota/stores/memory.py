@@ -197,8 +197,8 @@ class Tables:
 
     def _use(self, key: str, now: float) -> QuotaUsage | None:
         # A server writes nothing when it reads: the count does not follow a clock that goes back.
-        kept, expires = self.counts.all.get(key, (None, now))
-        count = None if kept is None or expires <= now else replace(kept, entries={**kept.entries})
+        kept = ExpiringDict.get(self.counts, key, now)
+        count = kept and replace(kept, entries={**kept.entries})
         if count is not None:
             count.update(now)
         if count is None or is_freezes(key) or (count.used is None and not count.raised):

@@ -177,14 +177,13 @@ class SecondCheck:
             bound = computed(reserve(request)) if callable(reserve) else reserve or 0
             amount = self._pricing.most(budget.limit, bound)
             reserving.append(budget.with_meters(amount=amount, lease=lease))
-        sizes = {}
+        sizes = {f"{CALL} {limit.counter}": 0 for limit in self._call_limits}
+        size = self._size(request, charge.state) if sizes else 0
         for limit in self._call_limits:
             rule = next((one for one in reserving if one.limit is limit), None)
+            reserving = [one for one in reserving if one is not rule]
             rule = rule or Rule.of(limit, thread=None, run=None)
-            sizes[f"{CALL} {limit.counter}"] = 0
-            size = self._size(request, charge.state)
             meter = Meter(CALL, f"{CALL} {limit.counter}", limit.call_limit, amount=size)
-            reserving = [one for one in reserving if one.limit is not limit]
             reserving.append(rule._replace(meters=(*rule.meters, meter)))
         places = charge.places
         if self.waits and not is_retry:
