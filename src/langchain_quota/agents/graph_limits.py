@@ -14,15 +14,16 @@ from langchain_core.runnables import RunnableConfig, ensure_config
 from langchain_core.runnables.config import merge_configs, var_child_runnable_config
 from langgraph.errors import GraphInterrupt
 
-from langchain_quota.agents.inline import InlineState, make_model_call
+from langchain_quota.agents.inline import InlineQuotaMiddleware, InlineState, make_model_call
 from langchain_quota.agents.quota import QuotaMiddleware, SharedOptions
 from langchain_quota.core.stops import STOP, StopReason
+from langchain_quota.features.run_telemetry import RunHistograms
 from langchain_quota.limits import Limit
 from langchain_quota.middleware.base import begin_run
 from langchain_quota.middleware.calls import Step, Update
 from langchain_quota.middleware.conclude import end_again
 from langchain_quota.middleware.context import as_json, call_context, digest, running_runtime
-from langchain_quota.middleware.feature import Handler, Request
+from langchain_quota.middleware.feature import Feature, Handler, Request, StepCheck
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import pending_calls, repaired
 from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run
@@ -88,21 +89,30 @@ class _Run:
         return "jump_to" in update
 
 
-class _GraphKernel(Kernel):
+class _StoredQuestions(Feature):
     """Stores which questions people are asked, and drops answers that are no longer needed."""
 
-    graph: "GraphLimits"
-    knows_run_end = False
+    _graph: "GraphLimits"
 
-    async def admit(self, mode: Mode, step: Step) -> Step:
-        question = step.message or (step.question if self.graph.asks else "")
+    @classmethod
+    def create(cls, kernel: Kernel) -> "_StoredQuestions":
+        """Return the feature."""
+        feature = cls(kernel)
+        assert isinstance(kernel.middleware, GraphLimits)  # noqa: S101 - for the type checker
+        feature._graph = kernel.middleware
+        return feature
+
+    async def admit(self, mode: Mode, step: Step, admit: StepCheck) -> Step:
+        """Store the question, or drop a person's answer to it once it is not needed."""
+        graph = self._graph
+        question = step.message or (step.question if graph.asks else "")
         try:
-            step = await super().admit(mode, step)
+            step = await admit(mode, step)
         except GraphInterrupt:
-            await self.graph.sequence.add(mode, "asked", question)
+            await graph.sequence.add(mode, "asked", question)
             raise
         if step.answer is None:
-            await self.graph.drop_answer(mode, question)
+            await graph.drop_answer(mode, question)
         return step
 
 
@@ -110,8 +120,11 @@ class GraphLimits(QuotaMiddleware):
     """Checks the calls of a graph."""
 
     name = "GraphQuota"
-    kernel: _GraphKernel
-    kernel_kind = _GraphKernel
+    # Nothing says when a run of a graph ends.
+    feature_kinds = (
+        _StoredQuestions,
+        *(kind for kind in InlineQuotaMiddleware.feature_kinds if kind is not RunHistograms),
+    )
 
     def __init__(
         self,
@@ -123,7 +136,6 @@ class GraphLimits(QuotaMiddleware):
         **options: Unpack[SharedOptions],
     ) -> None:
         super().__init__(limits, store=store, **options)
-        self.kernel.graph = self
         self.agent, self._is_shared = agent, shared
         self.kernel.runs_tools = False
         asking = {limit.kind for limit in limits if limit.exit_behavior == "ask"}

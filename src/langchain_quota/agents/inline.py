@@ -10,6 +10,7 @@ from langchain.agents.middleware.types import ResponseT
 from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, RemoveMessage, ToolMessage
 
 from langchain_quota.agents.quota import QuotaMiddleware
+from langchain_quota.features.reruns import Reruns, ToolReruns
 from langchain_quota.middleware.base import ContextT, WrittenResponse
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Handler, Request, Response
@@ -113,6 +114,9 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
         >>> quota = InlineQuotaMiddleware([ModelCallLimit(run_limit=10)])
     """
 
+    feature_kinds = tuple(
+        ToolReruns if kind is Reruns else kind for kind in QuotaMiddleware.feature_kinds
+    )
     why_nobody_is_asked = "needs QuotaMiddleware: an interrupted run would call the model again"
 
     # LangChain makes no node for a hook that is its own base class's.

@@ -144,7 +144,6 @@ class QuotaMiddleware(
     state_schema: type[QuotaState] = QuotaState
     feature_kinds: ClassVar[Sequence[type[Feature]]] = (
         CountWarnings,
-        RootRuns,
         Reruns,
         Questions,
         Repeats,
@@ -152,6 +151,7 @@ class QuotaMiddleware(
         Waiting,
         ConcurrencySlots,
         Budgets,
+        RootRuns,
         ModelNotes,
         DeepAgents,
         MisspelledTools,
@@ -270,9 +270,6 @@ class QuotaMiddleware(
         # Add what is left to the request, offer only usable tools, and charge what is used.
         self.kernel.learn_tools(request)
         written: Update = {}
-        for rerun in self.kernel.check_rerun_hooks:
-            if (refused := await rerun(mode, request)) is not None:
-                return WrittenResponse(None, refused)
         response = await self.kernel.call_model(mode, request, handler, written)
         if response is None or written:
             return WrittenResponse(response, written)
@@ -304,7 +301,7 @@ def _unneeded(kernel: Kernel, kinds: Sequence[type[Feature]]) -> tuple[str, ...]
     has_node = "after_model" in needed
     around_model: list[object] = [
         *(kernel.learn_tools_hooks, kernel.shape_request_hooks, kernel.around_model_hooks),
-        *(kernel.check_rerun_hooks, kernel.checks_inline),
+        kernel.checks_inline,
         kernel.after_model_hooks and not has_node,
         # Something that leads an ended run back must not call the model.
         may_end_runs(kernel.limits) and "before_model" not in needed,

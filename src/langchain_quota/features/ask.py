@@ -20,8 +20,8 @@ from langchain_quota.limits.call import STORE, THREAD, Scope
 from langchain_quota.limits.options import whole_amount
 from langchain_quota.middleware.calls import Step
 from langchain_quota.middleware.context import call_context, running_config, running_runtime
-from langchain_quota.middleware.feature import Feature
-from langchain_quota.middleware.flow import Kernel
+from langchain_quota.middleware.feature import Feature, StepCheck
+from langchain_quota.middleware.flow import STORE_UNAVAILABLE, Kernel
 from langchain_quota.middleware.state import FeatureData, State, feature_ledger
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.store_errors import QuotaStoreError
@@ -44,12 +44,6 @@ if TYPE_CHECKING:
 
 ACTION = "raise_limits"
 """The name of the action that a person approves or rejects."""
-
-STORE_UNAVAILABLE = (
-    "the store could not be asked, and the answer of a person waits for it: resume the run again "
-    "when the store answers; the answer is kept"
-)
-"""The message if the store that has to grant a person's answer is unavailable."""
 
 _ANSWERS = (
     '{"decisions": [{"type": "approve"}]}, or with "reject", or with "approve" and an "amount"'
@@ -97,19 +91,17 @@ class Questions(Feature):
             of_thread = {name: n for name, n in grants.items() if name.endswith(f"/{THREAD}")}
             feature_data[self.name] = {"granted": of_thread}
 
-    def adjust_limits(self, state: State, limits: LimitSet, places: Places) -> LimitSet:
+    def limits(self, state: State, limits: LimitSet, places: Places) -> LimitSet:
         """Raise limits by what people have granted in the thread's state."""
         grants = _state_grants(state).items()
         return limits.raised({name: amount for name, amount in grants if name not in places})
 
-    def on_store_unavailable(self, step: Step) -> None:
-        """Raise in a run that is resumed with an answer; it can be resumed again."""
-        # Nothing is undone: a store answers a repeated request as it answered the first one.
-        if step.answer is not None or (step.limits.asking and compat.is_answered()):
-            raise QuotaStoreError(STORE_UNAVAILABLE)
-
-    async def recheck_stopped(self, mode: Mode, step: Step) -> Step:
+    async def admit(self, mode: Mode, step: Step, admit: StepCheck) -> Step:
         """Ask a person about refused calls, if a grant helps; check the step again."""
+        step = await admit(mode, step)
+        # The second check of a model call, around the model, asks nobody.
+        if not step.result.stopped or step.task != self._kernel.name:
+            return step
         offers = _find_offers(step)
         grants: Sequence[_Offer] = ()
         if offers:
@@ -127,7 +119,7 @@ class Questions(Feature):
         # A store that has charged the request answers the same when the run is resumed again.
         new_grants = {grant.counter: grant.amount for grant in grants if grant.key is None}
         raised = step.original_limits.raised(new_grants)
-        rebuilt = self._kernel.adjust_plans(step.rebuilt(raised, step.places))
+        rebuilt = await self._kernel.prepared(mode, step.rebuilt(raised, step.places))
         if new_grants:
             total = Counter(_state_grants(step.state)) + Counter(new_grants)
             rebuilt = rebuilt.saving(self.name, {"granted": dict(total)})

@@ -17,6 +17,7 @@ from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import since
 from langchain_quota.middleware.state import State, ledger
+from langchain_quota.runtime.sync_async import Mode
 
 _JSON = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
@@ -45,7 +46,7 @@ class Repeats(Feature):
             counters[thread_counter(limit)] = counters[run_counter(limit)] = max(counts, default=0)
         return counters
 
-    def adjust_plans(self, step: Step) -> Step:
+    async def prepare(self, mode: Mode, step: Step) -> Step:  # noqa: ARG002 - as for every feature
         """Check each call by how often it, or its failure, occurred before."""
         if step.pending is None or not step.calls:
             return step

@@ -17,14 +17,16 @@ from langgraph.runtime import ExecutionInfo
 
 from langchain_quota.limits.call import Kind
 from langchain_quota.middleware.calls import Change, Step, Update
-from langchain_quota.middleware.context import (
-    CallContext,
-    NodeRuntime,
-    digest,
-    running_config,
-    running_runtime,
+from langchain_quota.middleware.context import NodeRuntime, digest, running_config, running_runtime
+from langchain_quota.middleware.feature import (
+    Feature,
+    ModelCall,
+    Request,
+    Response,
+    StepCheck,
+    ToolAnswer,
+    ToolHandler,
 )
-from langchain_quota.middleware.feature import Feature, Request, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import (
     LEDGER,
@@ -58,19 +60,23 @@ class Reruns(Feature):
         # By checkpoint: what was read of the step that resumes there, and the tasks that know it.
         self._steps: Callable[[Hashable], dict[str, Any]] = newest_dicts(1_000)
 
-    async def name_attempt(self, mode: Mode, runtime: object, context: CallContext) -> CallContext:
-        """Rename the running task if it was finished before, and its calls cannot be claimed."""
-        info = getattr(runtime, "execution_info", None)
-        if info is None or (not self._kernel.checks_inline and self._claims(info.task_id)):
-            return context
-        attempt, _ = await self._find_earlier_run(mode, info)
-        return context._replace(task_id=f"{context.task_id}/{attempt}") if attempt else context
-
-    def adjust_plans(self, step: Step) -> Step:
+    async def prepare(self, mode: Mode, step: Step) -> Step:  # noqa: ARG002 - as for every feature
         """Let a refusal of a call that runs again block it only: nobody is asked, no run ends."""
         return step._replace(stops={}) if _RERUN in step.state else step
 
-    def on_change(self, step: Step, change: Change) -> Change:
+    async def admit(self, mode: Mode, step: Step, admit: StepCheck) -> Step:
+        """Rename the running task if it was finished before, and its calls cannot be claimed."""
+        info, context = getattr(step.runtime, "execution_info", None), step.context
+        is_claimed = info is not None and bool(self._claims(info.task_id))
+        # A request with a name of its own is never repeated.
+        if info is not None and not step.name and (self._kernel.checks_inline or not is_claimed):
+            attempt, _ = await self._find_earlier_run(mode, info)
+            if attempt:
+                name = f"{context.task_id}/{attempt}"
+                step = step._replace(context=context._replace(task_id=name))
+        return await admit(mode, step)
+
+    def conclude(self, step: Step, change: Change) -> Change:
         """Name the check in the state."""
         kind: Kind = "model" if step.pending is None else "tool"
         if step.sent is not None and step.context.task_id is not None:
@@ -83,12 +89,17 @@ class Reruns(Feature):
             return change.saving(self.name, {kind: ""})
         return change
 
-    async def check_rerun(self, mode: Mode, request: Request) -> Update | None:
-        """Check a model call that runs again; return the update that ends a blocked run."""
+    async def around_model(
+        self, mode: Mode, request: Request, call: ModelCall, written: Update
+    ) -> Response | None:
+        """Check a model call that runs again; add the update that ends a blocked run."""
         runtime = await self._rerun_runtime(mode, "model", request.state)
         state = {**request.state, _RERUN: True}
         update = runtime and await self._kernel.check_model_call(mode, state, runtime)
-        return update if update and update.pop("jump_to", None) else None
+        if update and update.pop("jump_to", None):
+            written.update(update)
+            return None
+        return await call(request)
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
@@ -159,6 +170,12 @@ class Reruns(Feature):
         if check:
             runs_again |= self._claims((check, call_id)).setdefault("by", step) != step
         return running_runtime(f"again/{attempt}") if runs_again else None
+
+
+class ToolReruns(Reruns):
+    """Checks tool calls that run again, where each model call is checked around the model."""
+
+    around_model = Feature.around_model
 
 
 async def _finished_tasks(

@@ -12,7 +12,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ROOT_RUN
 from langchain_quota.middleware.calls import Change, Step
 from langchain_quota.middleware.context import CallContext
-from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
+from langchain_quota.middleware.feature import Feature, StepCheck, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.root_run import (
     StoreSequence,
@@ -44,7 +44,9 @@ class RootRuns(Feature):
         if not cls.needed_hooks(kernel.limits):
             return None
         watch_root_runs()
-        return cls(kernel)
+        feature = cls(kernel)
+        kernel.resolver.root_run_subject = feature._subject
+        return feature
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
@@ -57,9 +59,7 @@ class RootRuns(Feature):
         if feature_ledger(state, self.name):
             feature_data[self.name] = {**self.unused}
 
-    async def root_run_subject(
-        self, mode: Mode, state: State, caller: CallContext, prefix: str
-    ) -> str:
+    async def _subject(self, mode: Mode, state: State, caller: CallContext, prefix: str) -> str:
         """Return the subject under which a store counts the calls of the running node."""
         run, entries = root_run(), feature_ledger(state, self.name)
         subject: str | None = entries.get("root_run")
@@ -84,16 +84,17 @@ class RootRuns(Feature):
             log_lost()
         return run.subject
 
-    def adjust_plans(self, step: Step) -> Step:
+    async def prepare(self, mode: Mode, step: Step) -> Step:  # noqa: ARG002 - as for every feature
         """Add what the root run has used to the counts of the step."""
         run = root_run()
         return step if run is None else step.using(used_by(run, step.places))
 
-    def on_store_result(self, step: Step) -> Step:
+    async def admit(self, mode: Mode, step: Step, admit: StepCheck) -> Step:
         """Learn what the store has counted of the root run."""
+        step = await admit(mode, step)
         # Reservations are not counted yet: the use is learned when they are settled.
         run, used = root_run(), step.result.used
-        if run is not None and run.subject is not None:
+        if run is not None and run.subject is not None and step.answered:
             charged = step.result.charged(step.demands)
             run.learn_used(
                 {
@@ -106,7 +107,7 @@ class RootRuns(Feature):
             )
         return step
 
-    def on_change(self, step: Step, change: Change) -> Change:
+    def conclude(self, step: Step, change: Change) -> Change:
         """Save what a resumed run needs to continue with the same counts."""
         run = root_run()
         if run is None:

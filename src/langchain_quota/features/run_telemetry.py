@@ -144,7 +144,7 @@ class Unchecked(Feature):
         """Note that the running agent's newest model call is checked, and its tool calls."""
         self._note(state.get("messages") or (), models=1)
 
-    def on_change(self, step: Step, change: Change) -> Change:
+    def conclude(self, step: Step, change: Change) -> Change:
         """Note tool calls that are checked, though the model call that asks for them is not."""
         if step.pending is not None:
             self._note([step.pending.message], models=0)
@@ -179,9 +179,8 @@ class RunHistograms(Feature):
 
     @classmethod
     def create(cls, kernel: Kernel) -> "RunHistograms | None":
-        """Return the feature, or `None` without histograms, or where no run ends."""
-        is_on = kernel.recorder.has_run_histograms and kernel.knows_run_end
-        return cls(kernel) if is_on else None
+        """Return the feature if the telemetry has histograms of runs."""
+        return cls(kernel) if kernel.recorder.has_run_histograms else None
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)

@@ -74,7 +74,7 @@ class Waiting(Feature):
         self._id = token_hex(8)
         self._lock = fork_safe_lock()
 
-    def on_store_result(self, step: Step) -> Step:
+    def _with_resets(self, step: Step) -> Step:
         """Set `resets_at` of smooth quotas to the time when the next call fits."""
         result, places = step.result, {**step.places}
         if not result.drained_in:
@@ -89,7 +89,7 @@ class Waiting(Feature):
             places[name] = place._replace(resets_at=in_utc(now + wait))
         return step._replace(places=places)
 
-    async def check_step(self, mode: Mode, step: Step, acquire: StepCheck) -> Step:
+    async def admit(self, mode: Mode, step: Step, admit: StepCheck) -> Step:
         """Check a step when there is room for it, or when it may wait no longer."""
         waits = {
             quota: (meter, place)
@@ -98,16 +98,16 @@ class Waiting(Feature):
             if meter.per and (meter.spacing or place.resets_at)
         }
         if not waits:
-            return await acquire(mode, step)
+            return self._with_resets(await admit(mode, step))
         waiter, queues = Waiter(mode), queues_of(self.store.store)
         deadline = waiter.came_at + min(self._max_waits[limit] for limit, _ in waits)
         quotas = {_queue_of(*waited): quota for quota, waited in waits.items()}
         wait = _Wait(step, deadline, queues, quotas, waiter, *next(iter(waits)))
-        attempt, waiting = partial(self._attempt, mode, wait, acquire), partial(self._waiting, wait)
+        attempt, waiting = partial(self._attempt, mode, wait, admit), partial(self._waiting, wait)
         is_over = False
         try:
             if not await waiter.retry(attempt, deadline, waiting):
-                await self._check_now(mode, wait, acquire)
+                await self._check_now(mode, wait, admit)
             is_over = True
             return wait.step._replace(waited=waiter.waited)
         finally:
@@ -115,7 +115,7 @@ class Waiting(Feature):
             for outcome in self._wait_outcomes(wait, is_over=is_over):
                 self.recorder.record_wait(step.context.agent, wait.limit, outcome, waiter.waited)
 
-    async def _attempt(self, mode: Mode, wait: "_Wait", acquire: StepCheck) -> float:
+    async def _attempt(self, mode: Mode, wait: "_Wait", admit: StepCheck) -> float:
         """Check the calls if it is their turn; return in how many seconds to do so again."""
         with self._counted(wait):
             if not wait.queues.is_next(wait.waiter, sorted(wait.quotas)):
@@ -128,22 +128,22 @@ class Waiting(Feature):
         waiting = {**stops, **dict.fromkeys(self._max_waits, 1)}
         step = step._replace(stops=waiting, outage_stops=stops)
         step, later_calls = self._allow_later_starts(step, wait.deadline)
-        wait.step = step = await acquire(mode, step)
+        wait.step = step = self._with_resets(await admit(mode, step))
         if not (step.result.stopped and step.answered):
             return 0.0
         pause, last, quota = self._find_missing_room(step, stops, later_calls)
         if time.monotonic() + last > wait.deadline or step.result.frozen:
-            await self._check_now(mode, wait, acquire)
+            await self._check_now(mode, wait, admit)
             return 0.0
         wait.limit, wait.scope = quota
         meter = _meters_by_scope(step)[quota]
         wait.queues.move(wait.waiter, _queue_of(meter, step.places[meter.counter]))
         return min(pause, LOOKS_AGAIN)
 
-    async def _check_now(self, mode: Mode, wait: "_Wait", acquire: StepCheck) -> None:
+    async def _check_now(self, mode: Mode, wait: "_Wait", admit: StepCheck) -> None:
         """Check calls that wait no longer, with their own stops: so `exit_behavior` decides."""
         step, _ = self._allow_later_starts(await self._rebuild(mode, wait.step), wait.deadline)
-        wait.step = await acquire(mode, step)
+        wait.step = self._with_resets(await admit(mode, step))
 
     def _counted(self, wait: "_Wait") -> AbstractContextManager[None]:
         """Return the context in which the calls of a step are counted as waiting."""
@@ -175,7 +175,7 @@ class Waiting(Feature):
         """Return a step of the same calls, with limits and windows as they are now."""
         kind: Kind = "model" if step.pending is None else "tool"
         resolved = await self._kernel.resolve_limits(mode, kind, step.state, step.runtime)
-        return self._kernel.adjust_plans(step.rebuilt(*resolved))
+        return await self._kernel.prepared(mode, step.rebuilt(*resolved))
 
     def _allow_later_starts(self, step: Step, deadline: float) -> tuple[Step, Mapping[str, int]]:
         """Raise the thresholds of smooth quotas for all calls but the first.
@@ -272,7 +272,7 @@ class Waiting(Feature):
             elif step.answered:
                 yield "blocked" if wait.limit in step.result.refused[index] else "allowed"
 
-    def on_change(self, step: Step, change: Change) -> Change:
+    def conclude(self, step: Step, change: Change) -> Change:
         """Save when the tool calls of a message start, if they cannot all start now."""
         starts = self._start_times(step)
         if not starts or step.sent is None:

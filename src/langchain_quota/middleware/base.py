@@ -97,8 +97,6 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
 
     feature_kinds: ClassVar[Sequence[type[Feature]]] = ()
     """Kinds of features, in the order in which they are called."""
-    kernel_kind: ClassVar[type[Kernel]] = Kernel
-    """Class of the kernel."""
     _parts: Sequence[str] = ()
     trace_policy = compat.small_traces()
     """What traces show of the hooks."""
@@ -125,7 +123,7 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         super().__init__()
         self.limits = limits
         self._parts = [part for part in parts if part]
-        self.kernel = self.kernel_kind(self, limits, feature_kinds=self.feature_kinds, **settings)
+        self.kernel = Kernel(self, limits, feature_kinds=self.feature_kinds, **settings)
         if tracing_is_enabled():
             compat.TRACED.set()
         else:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from secrets import token_hex
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from langchain_core.language_models import BaseChatModel
@@ -107,12 +108,13 @@ class Step(NamedTuple):
     started: int
     # The limits before grants of a store, and before features have adjusted the plans.
     original_limits: LimitSet
-    # Of tool calls: the middleware, those that wait, and what is charged to them.
+    # Of tool calls: the middleware, those that wait, what is charged to them, and what a store
+    # charged before, which it charges again now.
     middleware: str = ""
     pending: PendingCalls | None = None
     every_call: Sequence[Call] = ()
     counts: ToolCounts | None = None
-    renewed: Sequence[Correction] = ()
+    renewed: Mapping[str, Amounts] = MappingProxyType({})
     # The model that a model call is to reach, with its settings, if that is known before it.
     model: Model | None = None
     # The name of a request that is never repeated; by default the task's name.
@@ -161,7 +163,7 @@ class Step(NamedTuple):
         """Return a step of the same calls under other limits; its check began with this one."""
         step = self.make(limits, places)
         assert step is not None  # noqa: S101 - for the type checker: the calls wait
-        return step._replace(started=self.started)
+        return step._replace(started=self.started, context=self.context)
 
     def by_state(self) -> "Step":
         """Return the step with the result by the state's counts."""
@@ -190,7 +192,8 @@ class Step(NamedTuple):
             counters=counters,
             demands=tuple(self.demands),
             stops=self.stops,
-            corrections=tuple(self.renewed),
+            # The names are the same if the request is made again, so no refund is made twice.
+            corrections=refund_corrections(self.context.step(self.task), self.renewed),
         )
 
     def by_store(self, sent: AcquireRequest, result: AcquireResult) -> "Step":
@@ -325,9 +328,10 @@ def tool_step(  # noqa: PLR0913 - what a hook knows
     # With the structured response the run ends anyway.
     has_stops = limits.stops and not waiting.structured
     stops = _tool_stops(limits, run_ledger, middleware) if has_stops else {}
-    renewed: Sequence[Correction] = ()
+    renewed: Mapping[str, Amounts] = {}
     if counts.calls:
-        renewed = _renewed(counts, read_keys(places), matched, context.step(task or middleware))
+        charged = {call: counts.forget_keys(call, read_keys(places)) for call in sorted(matched)}
+        renewed = {call: amounts for call, amounts in charged.items() if amounts}
     given: Any = {"middleware": middleware, "every_call": every_call, "task": task}
     return Step(
         *(state, runtime, run_ledger, context, task or middleware, limits, places),
@@ -351,16 +355,6 @@ def _tool_stops(limits: LimitSet, run_ledger: Ledger, middleware: str) -> dict[s
         for name, after in limits.stops.items()
         if limits.by_name[name].unit == "calls"
     }
-
-
-def _renewed(
-    counts: ToolCounts, keys: Sequence[str], matched: set[str], step: str
-) -> Sequence[Correction]:
-    """Return the refunds of what a store charged for calls before, which it charges again now."""
-    # The names are the same if the request is made again, so that no refund is made twice.
-    charged = {call_id: counts.forget_keys(call_id, keys) for call_id in sorted(matched)}
-    charges = {call_id: amounts for call_id, amounts in charged.items() if amounts}
-    return refund_corrections(step, charges)
 
 
 def _has_charged(limits: LimitSet, waiting: PendingCalls, run_ledger: Ledger) -> bool:

@@ -186,8 +186,8 @@ class LimitResolver:
         """The kinds of calls whose limits follow from thread, run, names and the time alone."""
         self.fixed: dict[Kind | None, tuple[LimitSet, Places]] = {}
         """Limits whose maximum never changes, by kind of call."""
-        self.subject_hooks: Sequence[Subject] = ()
-        """The functions of features that name the root run."""
+        self.root_run_subject: Subject | None = None
+        """Names the root run, if a quota needs it."""
         if store is None and len(self._numbers) == len(limits):
             self.fixed = {
                 kind: (LimitSet(self._numbers[limit.name] for limit in of_kind), {})
@@ -206,8 +206,8 @@ class LimitResolver:
         store = self._store
         prefix = "" if store is None else prefix_now(store.prefix, state, runtime)
         subject = ""
-        for root_run in self.subject_hooks:
-            subject = await root_run(mode, state, caller, prefix)
+        if self.root_run_subject is not None:
+            subject = await self.root_run_subject(mode, state, caller, prefix)
         now = None if store is None else store.clock()
         moment = _ResolutionContext(mode, state, runtime, caller, prefix, subject, now)
         newest: dict[str, Any] = {}

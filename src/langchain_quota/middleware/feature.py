@@ -17,7 +17,6 @@ from langchain_quota.core.plans import LimitSet, Places
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Change, Step, Update
-from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.state import FeatureData, State
 from langchain_quota.runtime.sync_async import Mode
 
@@ -91,49 +90,23 @@ class Feature:
     def end_run(self, state: State, runtime: object) -> None:
         """Use the final state of a run that has ended, and was not interrupted."""
 
-    async def root_run_subject(
-        self, mode: Mode, state: State, caller: CallContext, prefix: str
-    ) -> str:
-        """Return the subject under which a store counts a root run."""
-        raise NotImplementedError
-
-    async def name_attempt(self, mode: Mode, runtime: object, context: CallContext) -> CallContext:
-        """Return the context in which calls are checked, perhaps with another name of the task."""
-        return context
-
-    def adjust_limits(self, state: State, limits: LimitSet, places: Places) -> LimitSet:
-        """Return the limits as they are now, perhaps changed."""
-        return limits
-
-    async def before_model_check(
-        self, mode: Mode, state: State, runtime: object, limits: LimitSet, places: Places
-    ) -> None:
-        """Learn what other calls have used, before a model call is checked."""
-
     def state_counts(self, state: State) -> Mapping[str, int]:
         """Return counts that only this feature can know, by the name of the counter."""
         raise NotImplementedError
 
-    def adjust_plans(self, step: Step) -> Step:
-        """Return the step before it is checked, perhaps with other plans."""
+    def limits(self, state: State, limits: LimitSet, places: Places) -> LimitSet:
+        """Return the limits as they are now, perhaps changed."""
+        return limits
+
+    async def prepare(self, mode: Mode, step: Step) -> Step:
+        """Return a step before it is checked, perhaps with other plans or counts."""
         return step
 
-    async def check_step(self, mode: Mode, step: Step, acquire: StepCheck) -> Step:
+    async def admit(self, mode: Mode, step: Step, admit: StepCheck) -> Step:
         """Check a step; return the newest step of the same calls, with its result."""
-        return await acquire(mode, step)
+        return await admit(mode, step)
 
-    def on_store_result(self, step: Step) -> Step:
-        """Return the step after a store's answer, perhaps changed."""
-        return step
-
-    def on_store_unavailable(self, step: Step) -> None:
-        """Handle an unavailable store; an exception keeps the call from being checked."""
-
-    async def recheck_stopped(self, mode: Mode, step: Step) -> Step:
-        """Check a stopped step again."""
-        return step
-
-    def on_change(self, step: Step, change: Change) -> Change:
+    def conclude(self, step: Step, change: Change) -> Change:
         """Return the change that follows from a step, perhaps completed."""
         return change
 
@@ -143,10 +116,6 @@ class Feature:
     async def shape_request(self, mode: Mode, request: Request) -> Request:
         """Return the request that the model gets."""
         return request
-
-    async def check_rerun(self, mode: Mode, request: Request) -> Update | None:
-        """Check a model call that runs again; return the update that ends a blocked run."""
-        return None
 
     async def around_model(
         self, mode: Mode, request: Request, call: ModelCall, written: Update

@@ -4,7 +4,7 @@ from collections import Counter as Counts
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import is_
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from langchain.agents.middleware.types import ToolCallRequest
 
@@ -47,12 +47,20 @@ from langchain_quota.middleware.feature import (
 from langchain_quota.middleware.near import NearShares
 from langchain_quota.middleware.state import Amounts, Ledger, State, ledger, with_work
 from langchain_quota.middleware.store_client import StoreClient
+from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import UserLine
+from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import Telemetry, names, recorder_of
 from langchain_quota.telemetry.observers import NearFunction, Observer, Observers
+
+STORE_UNAVAILABLE = (
+    "the store could not be asked, and the answer of a person waits for it: resume the run again "
+    "when the store answers; the answer is kept"
+)
+"""The message if the store that has to grant a person's answer is unavailable."""
 
 ModelMode = Literal["admitted", "returned"]
 Conclude = Callable[[Step], Change]
@@ -80,9 +88,6 @@ class Kernel:
     Raises:
         TypeError: `telemetry` has the wrong type.
     """
-
-    knows_run_end: ClassVar[bool] = True
-    """Whether `end_run` is called when a run ends; nothing says when a run of a graph does."""
 
     def __init__(  # noqa: PLR0913 - keyword-only, with defaults
         self,
@@ -117,7 +122,7 @@ class Kernel:
         # What follows from a result; the drop-ins have their own.
         self.conclude_model: Conclude = conclude_model
         self.conclude_tools: Conclude = conclude_tools
-        self._middleware = middleware
+        self.middleware = middleware
         self.model_mode = model_mode
         """When the middleware counts model calls; `None` if it does not."""
         self._checks_every_call = checks_every_call
@@ -131,28 +136,21 @@ class Kernel:
         created = [kind.create(self) for kind in feature_kinds]
         features = [feature for feature in created if feature is not None]
         self._feature_shapes_requests = any(feature.shapes_requests for feature in features)
-        self.after_model_hooks = overriding(features, Feature.after_model)
-        self.on_store_result_hooks = overriding(features, Feature.on_store_result)
-        self.around_model_hooks = overriding(features, Feature.around_model)
-        self.around_tool_hooks = overriding(features, Feature.around_tool)
         self.begin_run_hooks = overriding(features, Feature.begin_run)
         self.end_run_hooks = overriding(features, Feature.end_run)
-        self.name_attempt_hooks = overriding(features, Feature.name_attempt)
-        self.adjust_plans_hooks = overriding(features, Feature.adjust_plans)
-        self.on_change_hooks = overriding(features, Feature.on_change)
         self.state_counts_hooks = overriding(features, Feature.state_counts)
-        self.check: StepCheck = self.acquire
-        """Checks a step, perhaps after a wait."""
-        for check_step in reversed(overriding(features, Feature.check_step)):
-            self.check = partial(check_step, acquire=self.check)
-        self.before_model_check_hooks = overriding(features, Feature.before_model_check)
+        self.limits_hooks = overriding(features, Feature.limits)
+        self.prepare_hooks = overriding(features, Feature.prepare)
+        self.admit: StepCheck = self.acquire
+        """Checks a step, perhaps after a wait and a question to a person."""
+        for admit in reversed(overriding(features, Feature.admit)):
+            self.admit = partial(admit, admit=self.admit)
+        self.conclude_hooks = overriding(features, Feature.conclude)
         self.learn_tools_hooks = overriding(features, Feature.learn_tools)
-        self.adjust_limits_hooks = overriding(features, Feature.adjust_limits)
-        self.recheck_stopped_hooks = overriding(features, Feature.recheck_stopped)
-        self.check_rerun_hooks = overriding(features, Feature.check_rerun)
-        self.resolver.subject_hooks = overriding(features, Feature.root_run_subject)
         self.shape_request_hooks = overriding(features, Feature.shape_request)
-        self.on_store_unavailable_hooks = overriding(features, Feature.on_store_unavailable)
+        self.around_model_hooks = overriding(features, Feature.around_model)
+        self.after_model_hooks = overriding(features, Feature.after_model)
+        self.around_tool_hooks = overriding(features, Feature.around_tool)
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:
         """Share the kernel with a copy of its middleware: locks and clients have no copies."""
@@ -161,7 +159,7 @@ class Kernel:
     @cached_property
     def name(self) -> str:
         """The middleware's name in the graph."""
-        return str(self._middleware.name)
+        return str(self.middleware.name)
 
     async def refund(
         self, mode: Mode, run_ledger: Ledger, step: str, refunds: Mapping[str, Amounts]
@@ -203,8 +201,8 @@ class Kernel:
             caller = caller or call_context(runtime)
             resolved = await self.resolver.resolve(mode, kind, state, runtime, caller)
         limits, places = resolved
-        for change in self.adjust_limits_hooks:
-            limits = change(state, limits, places)
+        for adjust in self.limits_hooks:
+            limits = adjust(state, limits, places)
         return limits, places
 
     async def check_model_call(
@@ -239,19 +237,15 @@ class Kernel:
                 return None
             context = call_context(runtime)
             limits, places = await self.resolve_limits(mode, kind, state, runtime, context)
-            for prepare in self.before_model_check_hooks if kind == "model" else ():
-                await prepare(mode, state, runtime, limits, places)
-            for name_attempt in self.name_attempt_hooks:
-                context = await name_attempt(mode, runtime, context)
             step = make(state, runtime, context, limits, places)
             if step is None:
                 return None
-            step = await self.admit(mode, self.adjust_plans(step))
+            step = await self.admit(mode, await self.prepared(mode, step))
             change = conclude(step)
             if step.counts and step.counts.refunds and not change.error:
                 name = step.context.step(f"{step.task}.refused")
                 await self.refund(mode, step.ledger, name, step.counts.refunds)
-            for complete in self.on_change_hooks:
+            for complete in self.conclude_hooks:
                 change = complete(step, change)
             update = await self.record(mode, step, change)
         except DAMAGES as error:
@@ -272,18 +266,10 @@ class Kernel:
         for after_model in self.after_model_hooks:
             after_model(state, saved=saved)
 
-    def adjust_plans(self, step: Step) -> Step:
-        """Return a step with the plans that the features change."""
-        for adjust in self.adjust_plans_hooks:
-            step = adjust(step)
-        return step
-
-    async def admit(self, mode: Mode, step: Step) -> Step:
-        """Return a step with its result, perhaps after a wait and a question to a person."""
-        step = await self.check(mode, step)
-        if step.result.stopped:
-            for recheck in self.recheck_stopped_hooks:
-                step = await recheck(mode, step)
+    async def prepared(self, mode: Mode, step: Step) -> Step:
+        """Return a step with what the features know of its calls."""
+        for prepare in self.prepare_hooks:
+            step = await prepare(mode, step)
         return step
 
     async def acquire(self, mode: Mode, step: Step) -> Step:
@@ -301,14 +287,14 @@ class Kernel:
         if result.newly_granted:
             new = step.limits.newly_raised(result.newly_granted)
             self.recorder.record_grants(step.context.agent, new)
-        for answered in self.on_store_result_hooks:
-            step = answered(step)
         return step
 
     def _without_store(self, step: Step, sent: AcquireRequest, store: StoreClient) -> Step:
         """Check a step while the store is unavailable; allowed calls are charged there later."""
-        for unanswered in self.on_store_unavailable_hooks:
-            unanswered(step)
+        if step.answer is not None or (step.limits.asking and compat.is_answered()):
+            # A run that is resumed with a person's answer can be resumed again. Nothing is undone:
+            # a store answers a repeated request as it answered the first one.
+            raise QuotaStoreError(STORE_UNAVAILABLE)
         calls = sum(plan.shared for plan in step.plans)
         step = step.without_store(sent, self.on_store_error)
         # A reservation is not charged: the use is charged when it is known.

@@ -143,14 +143,12 @@ class Budgets(Feature):
         self._late.forget(state)
         feature_data[self.name] = {**self._late.of(state), **_NEW_RUN}
 
-    async def before_model_check(
-        self, mode: Mode, state: State, runtime: Any, limits: LimitSet, places: Places
-    ) -> None:
+    async def _charge_others(self, mode: Mode, step: ChargeContext) -> None:
         """Charge what tools, sub-agents and other middlewares have used."""
         graph = running_graph() if self._charges_all else None
         if graph is not None:
             charge = self._charging.charge
-            graph.step = _step(_counts_in(state), limits, places, model_context(state, runtime))
+            graph.step = step._replace(state=_counts_in(step.state))
             graph.charge = lambda step, runs: run_sync(charge(None, step, runs))
             runs = graph.take()
             if runs:
@@ -160,10 +158,11 @@ class Budgets(Feature):
         """Return the budgets' use in the state."""
         return self._late.counts(state)
 
-    def adjust_plans(self, step: Step) -> Step:
+    async def prepare(self, mode: Mode, step: Step) -> Step:
         """Know what is used of the budgets; ask for the prices of paid tool calls."""
         if step.pending is not None:
             return self._pay_tools(step, step.pending.calls)
+        await self._charge_others(mode, _step(step.state, step.limits, step.places, step.context))
         self._late.forget(step.state)
         step = step.using(self._late.counts(step.state))
         if entries := self._late.of(step.state):
@@ -192,7 +191,7 @@ class Budgets(Feature):
         )
         return step.with_plans(plans, used=used)
 
-    def on_change(self, step: Step, change: Change) -> Change:
+    def conclude(self, step: Step, change: Change) -> Change:
         """Choose another model; leave the decision to `around_model` if there is a reserve."""
         if step.pending is not None or change.error or "jump_to" in (change.update or {}):
             return change
@@ -240,9 +239,9 @@ class Budgets(Feature):
         """Reserve what the call can use, make it, and charge what it has used."""
         kernel, state, runtime = self._kernel, request.state, request.runtime
         limits, places = await kernel.resolve_limits(mode, "model", state, runtime)
-        await self.before_model_check(mode, state, runtime, limits, places)
         context = model_context(state, runtime)
         step, task = _step(state, limits, places, context), context.task(kernel.name)
+        await self._charge_others(mode, step)
         memory = {} if task is None else self._memory(task)
         # The first check does not know what earlier attempts of the same task have used.
         is_retry = "made" in memory

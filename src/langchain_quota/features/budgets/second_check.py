@@ -124,7 +124,7 @@ class SecondCheck:
         while True:
             shaped = await kernel.shape_request(mode, request)
             step = self._reserving_step(shaped, charge, is_retry=first is None)
-            step = await kernel.check(mode, step)
+            step = await kernel.admit(mode, step)
             charge = charge._replace(limits=step.original_limits, places=step.places)
             if not (all(step.result.admitted) or is_shortened):
                 is_shortened, shorter = True, self._shortened(shaped, step)

@@ -70,7 +70,7 @@ class ConcurrencySlots(Feature):
         in_process = self.store is None or isinstance(self.store.store, MemoryStore)
         self._lease_store = None if in_process else self.store
 
-    def on_change(self, step: Step, change: Change) -> Change:
+    def conclude(self, step: Step, change: Change) -> Change:
         """Leave the verdicts about allowed calls that need slots to the hook around their tool."""
         if step.pending is None or not self._kernel.runs_tools:
             return change
