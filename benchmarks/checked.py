@@ -10,7 +10,8 @@ from langchain_quota.core.plans import LimitSet, Place, Places, Rule, demands_of
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ToolCallLimit
 from langchain_quota.middleware.calls import Step
-from langchain_quota.middleware.context import CallContext, fixed
+from langchain_quota.middleware.context import CallContext
+from langchain_quota.middleware.resolver import fixed
 from langchain_quota.middleware.state import Ledger
 
 

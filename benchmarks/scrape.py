@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.checked import verdict
 from benchmarks.report import Ratio, Result, Size, Table, divided, number
 from langchain_quota import Telemetry, ToolCallLimit, metrics_app, quota_app
-from langchain_quota.middleware.context import fixed
+from langchain_quota.middleware.resolver import fixed
 from langchain_quota.telemetry import recorder_of
 
 LIMIT, NEAR, FEW = 100, 90, 10

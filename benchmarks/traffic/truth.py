@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 from langchain_quota.core.decision import Decision, LimitStatus
 from langchain_quota.limits.call import STORE, THREAD
 from langchain_quota.limits.options import NANODOLLARS, TOTAL_TOKENS
-from langchain_quota.middleware.state import ThreadUsage
+from langchain_quota.middleware.thread_usage import ThreadUsage
 from langchain_quota.runtime.units import Unit
 from langchain_quota.telemetry.labels import NONE
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from langchain_quota.limits.calls import RepeatLimit as RepeatLimit
     from langchain_quota.limits.calls import ToolCallLimit as ToolCallLimit
     from langchain_quota.limits.quotas import Quota as Quota
-    from langchain_quota.middleware.state import usage as usage
+    from langchain_quota.middleware.thread_usage import usage as usage
     from langchain_quota.ops.exposition import metrics_app as metrics_app
     from langchain_quota.ops.exposition import start_metrics_server as start_metrics_server
     from langchain_quota.ops.otlp import export_metrics as export_metrics
@@ -71,7 +71,7 @@ else:
         "agents.drop_ins": ("ModelCallLimitMiddleware", "ToolCallLimitMiddleware"),
         "agents.model_pace": ("ModelPaceMiddleware",),
         "agents.quota": ("QuotaMiddleware",),
-        "middleware.state": ("usage",),
+        "middleware.thread_usage": ("usage",),
         "stores.memory": ("MemoryStore",),
         "stores.postgres": ("PostgresStore",),
         "stores.redis": ("RedisStore",),

@@ -12,7 +12,7 @@ from langchain_quota.runtime.store_errors import QuotaStoreError as QuotaStoreEr
 
 if TYPE_CHECKING:
     from langchain_quota.core.decision import Decision
-    from langchain_quota.middleware.state import ThreadUsage
+    from langchain_quota.middleware.thread_usage import ThreadUsage
 
 
 class _CopiedError(Exception):

@@ -21,7 +21,7 @@ EXPRESSIONS = [
     ("core/provider_limits.py", "_DELAY", "search", "retryDelay", "."),
     ("core/provider_limits.py", "_LIMIT", "fullmatch", "x-ratelimit-limit-", "requests"),
     ("features/budgets/prices.py", "_BEDROCK", "match", "", "a-"),
-    ("features/budgets/usage.py", "re.compile('gemini-[12]')", "search", "", "gemini-"),
+    ("features/budgets/reports.py", "re.compile('gemini-[12]')", "search", "", "gemini-"),
     ("limits/quotas.py", "_SCOPE_NAME", "fullmatch", "", "a_"),
     ("runtime/units.py", "_DURATION", "fullmatch", "", "1"),
     ("stores/keys.py", "_PLAIN", "fullmatch", "", "a:"),

@@ -14,8 +14,8 @@ from langchain_quota.features.model_notes import added_to
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ROOT_RUN, THREAD
 from langchain_quota.limits.quotas import Quota
-from langchain_quota.middleware.context import quota_meter, subject_text
 from langchain_quota.middleware.flow import Kernel
+from langchain_quota.middleware.resolver import quota_meter, subject_text
 from langchain_quota.middleware.root_run import StoreSequence
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.arguments import validate_type

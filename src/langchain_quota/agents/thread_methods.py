@@ -17,7 +17,8 @@ from langchain_quota.limits.call import THREAD
 from langchain_quota.limits.options import whole_amount
 from langchain_quota.limits.quotas import CalendarWindow
 from langchain_quota.middleware.base import ContextT, LimitMiddleware
-from langchain_quota.middleware.context import CompiledGraph, prefix_in
+from langchain_quota.middleware.context import CompiledGraph
+from langchain_quota.middleware.resolver import prefix_in
 from langchain_quota.middleware.state import LEDGER, UNUSED
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync

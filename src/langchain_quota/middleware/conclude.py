@@ -30,8 +30,8 @@ from langchain_quota.middleware.state import (
     new_charge,
     run_model,
     thread_model,
-    with_work,
 )
+from langchain_quota.middleware.thread_usage import with_work
 from langchain_quota.runtime import compat
 
 _NOT_RUN = (Outcome.BLOCKED, Outcome.SKIPPED)

@@ -23,12 +23,7 @@ from langchain_quota.middleware.calls import (
     tool_step,
 )
 from langchain_quota.middleware.conclude import add_reasons, conclude_model, conclude_tools
-from langchain_quota.middleware.context import (
-    CallContext,
-    LimitResolver,
-    call_context,
-    running_agent,
-)
+from langchain_quota.middleware.context import CallContext, call_context, running_agent
 from langchain_quota.middleware.damage import DAMAGES, raise_if_damaged
 from langchain_quota.middleware.feature import (
     Feature,
@@ -45,8 +40,10 @@ from langchain_quota.middleware.feature import (
     overriding,
 )
 from langchain_quota.middleware.near import NearShares
-from langchain_quota.middleware.state import Amounts, Ledger, State, ledger, with_work
+from langchain_quota.middleware.resolver import LimitResolver
+from langchain_quota.middleware.state import Amounts, Ledger, State, ledger
 from langchain_quota.middleware.store_client import StoreClient
+from langchain_quota.middleware.thread_usage import with_work
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import UserLine
 from langchain_quota.runtime.store_errors import QuotaStoreError

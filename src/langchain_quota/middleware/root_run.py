@@ -26,12 +26,8 @@ from langgraph.types import Command
 from langchain_quota.core.admission import AcquireRequest, CountRef, Demand
 from langchain_quota.core.plans import Places
 from langchain_quota.limits.call import ROOT_RUN
-from langchain_quota.middleware.context import (
-    CallContext,
-    prefix_now,
-    running_config,
-    running_runtime,
-)
+from langchain_quota.middleware.context import CallContext, running_config, running_runtime
+from langchain_quota.middleware.resolver import prefix_now
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode

@@ -8,16 +8,15 @@ client take it along. When there are none, a task of the event loop sends it alo
 import asyncio
 import atexit
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count, islice
 from typing import ClassVar, Self
 from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
+from langchain_quota.middleware.corrections import MAX_PENDING, CorrectionQueue, shared_prefix
 from langchain_quota.runtime.queues import queues_of
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import (
@@ -30,18 +29,12 @@ from langchain_quota.runtime.sync_async import (
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.base import BaseStore
 from langchain_quota.stores.grants import Grant, SupportsGrants
-from langchain_quota.stores.keys import CountKey, keys_of, prefix_of
+from langchain_quota.stores.keys import CountKey, keys_of
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.stores.server import ServerStore
 from langchain_quota.telemetry import logs, names
 from langchain_quota.telemetry.recorder import Recorder
 from langchain_quota.telemetry.workers import Freeze
-
-MAX_PENDING = 10_000
-"""The most corrections that wait for the store to come back."""
-
-MAX_CORRECTIONS_AT_ONCE = 5
-"""The most corrections that one request carries: so they at most double its cost."""
 
 _FIRST, _LONGEST = 1.0, 30.0
 """How long a task waits before it sends for the first time, and at most, in seconds."""
@@ -97,7 +90,7 @@ class StoreClient:
         with self._asking("acquire", sent if undo else None):
             result = await self._send(mode, sent)
             if not result.replayed:
-                prefix = _prefix(keys_of(sent)) if callable(self.prefix) else self.prefix
+                prefix = shared_prefix(keys_of(sent)) if callable(self.prefix) else self.prefix
                 source, frozen = f"{self.label} {prefix}", None
                 # Read who is frozen once a minute, and when their number has changed.
                 state = result.freezes, result.freezes and time.monotonic() // 60
@@ -239,7 +232,7 @@ class StoreClient:
         """Send a request, and before it the corrections that it needs, and return the result."""
         if not self._corrections.waiting:
             return _checked(await self._ask(mode, sent), sent)
-        last, answer, prefix = False, AcquireResult({}), _prefix([*reset, *keys_of(sent)])
+        last, answer, prefix = False, AcquireResult({}), shared_prefix([*reset, *keys_of(sent)])
         # The counts that the caller has, or corrects.
         keys = {*reset, *(counter.key or "" for counter in sent.counters.values() if counter.used)}
         keys.update(*(correction.amounts for correction in sent.corrections))
@@ -308,108 +301,6 @@ def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
     if {len(result.admitted), len(result.refused)} != {len(request.demands)}:
         raise QuotaStoreError("the store's answer does not say of each call what refuses it")
     return result
-
-
-class CorrectionQueue:
-    """Corrections that the store has not confirmed, the oldest first."""
-
-    def __init__(self) -> None:
-        self._lock = fork_safe_lock()
-        self.waiting: dict[str, Correction] = {}
-        # Their ids in the order of arrival, by what a request looks for.
-        self._index: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-        self._numbers = count()
-        self._travelling: set[str] = set()
-
-    def prefixes(self) -> list[str]:
-        """Return the prefixes of the keys of corrections."""
-        with self._lock:
-            return [text for kind, text in self._index if kind == "prefix"]
-
-    def add(self, corrections: Sequence[Correction]) -> int:
-        """Keep corrections; how many old ones were dropped for them."""
-        with self._lock:
-            for correction in corrections:
-                self._remove(correction.id)
-                self.waiting[correction.id] = correction
-                for word in _words(correction):
-                    self._index[word][correction.id] = next(self._numbers)
-            dropped = [*islice(self.waiting, max(0, len(self.waiting) - MAX_PENDING))]
-            for name in dropped:
-                self._remove(name)
-        return len(dropped)
-
-    @contextmanager
-    def carried(
-        self, prefix: str, keys: Collection[str] = (), name: str = ""
-    ) -> Iterator[tuple[tuple[Correction, ...], bool]]:
-        """Return the corrections to send next, and whether a request can be sent with them.
-
-        They are forgotten unless sending them fails.
-        """
-        with self._lock:
-            corrections, last = self._next(prefix, set(keys), name)
-        complete = False
-        try:
-            yield corrections, last
-            complete = True
-        finally:
-            with self._lock:
-                for correction in corrections:
-                    self._travelling.discard(correction.id)
-                    if complete:
-                        self._remove(correction.id)
-
-    def _next(
-        self, prefix: str, keys: Collection[str], name: str
-    ) -> tuple[tuple[Correction, ...], bool]:
-        # The store must first get the corrections of the request's earlier attempts, and those of
-        # keys whose counts the caller has or corrects; the oldest first, for its `starts` is the
-        # right start. Others of the prefix are carried by one request at a time: else every caller
-        # would send the same ones to a store that has just come back. The node of another prefix
-        # may be down.
-        maximum = MAX_CORRECTIONS_AT_ONCE
-        for correction_id in self._found(("name", name)):
-            # The calls that an earlier attempt admitted did not run.
-            correction = self.waiting[correction_id]
-            self.waiting[correction_id] = replace(
-                correction, amounts=dict.fromkeys(correction.amounts, 0)
-            )
-        first = self._found(("name", name), *(("key", key) for key in keys), maximum=maximum + 1)
-        further: list[str] = []
-        if len(first) < maximum and not self._travelling:
-            of_prefix = self._found(("prefix", prefix), maximum=2 * maximum)
-            further = [correction_id for correction_id in of_prefix if correction_id not in first][
-                : maximum - len(first)
-            ]
-        self._travelling.update(further)
-        sent = tuple(self.waiting[correction_id] for correction_id in (*first[:maximum], *further))
-        return sent, len(first) <= maximum
-
-    def _found(self, *words: tuple[str, str], maximum: int | None = None) -> list[str]:
-        """Return the ids of the oldest corrections under some words."""
-        ids: dict[str, int] = {}
-        for word in words:
-            ids.update(islice(self._index.get(word, {}).items(), maximum))
-        return sorted(ids, key=ids.__getitem__)[:maximum]
-
-    def _remove(self, name: str) -> None:
-        correction = self.waiting.pop(name, None)
-        for word in _words(correction) if correction else ():
-            self._index[word].pop(name, None)
-            if not self._index[word]:
-                del self._index[word]
-
-
-def _prefix(keys: Sequence[str]) -> str:
-    return prefix_of(keys[0]) if keys else ""
-
-
-def _words(correction: Correction) -> list[tuple[str, str]]:
-    prefix = _prefix([*correction.amounts, *correction.starts])
-    name = correction.idempotency_key
-    words = [("prefix", prefix), *(("key", key) for key in correction.starts)]
-    return [*words, ("name", name)] if name else words
 
 
 @atexit.register

@@ -24,7 +24,8 @@ from langchain_quota.runtime.arguments import (
 )
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 from langchain_quota.runtime.units import in_base_unit
-from langchain_quota.telemetry.recorder import Recorder, TaskRecord
+from langchain_quota.telemetry.recent_tasks import TaskRecord
+from langchain_quota.telemetry.recorder import Recorder
 from langchain_quota.telemetry.stream import QuotaEvent
 
 Observer = Callable[[Decision], Awaitable[None] | None]

@@ -4,12 +4,10 @@ The sinks are metrics, spans, the usage of threads and other subjects, and logs.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Self
 
@@ -21,7 +19,6 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import RUN, STORE, THREAD, Call
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import QuotaWarning, UserLine
-from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import Level
 from langchain_quota.telemetry import logs, names, stream
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitGrant, LimitSpend
@@ -29,6 +26,7 @@ from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label, limit_label
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.receipts import ALL_OPEN, open_receipts
+from langchain_quota.telemetry.recent_tasks import RecentTasks, TaskRecord
 from langchain_quota.telemetry.stream import QuotaEvent
 from langchain_quota.telemetry.tracing import DECISION, LIMIT, Tracing
 from langchain_quota.telemetry.workers import Freeze
@@ -55,43 +53,6 @@ def capturing(decisions: list[Decision]) -> Iterator[None]:
         yield
     finally:
         _captures.reset(token)
-
-
-@dataclass(slots=True)
-class TaskRecord:
-    """The newest event that was recorded for a task."""
-
-    event: object = None
-    notified: int = 0
-    """Number of times that an observer was called with a decision."""
-    is_new: bool = True
-    """False once the same event is recorded again."""
-
-
-class RecentTasks:
-    """The records of the newest tasks, as LangGraph runs a failed task again in a resumed run."""
-
-    MAX_TASKS = 10_000
-
-    def __init__(self) -> None:
-        self._records: OrderedDict[str, TaskRecord] = OrderedDict()
-        self._lock = fork_safe_lock()
-
-    def add(self, task_id: str | None, event: object = None) -> TaskRecord:
-        """Return a new record of the event, or the task's record if its last event was the same."""
-        if task_id is None:
-            return TaskRecord(event)
-        with self._lock:
-            last = self._records.get(task_id)
-            if last is not None and last.event == event:
-                last.is_new = False
-                return last
-            record = self._records[task_id] = TaskRecord(event)
-            if last is not None:
-                self._records.move_to_end(task_id)
-            if len(self._records) > self.MAX_TASKS:
-                self._records.popitem(last=False)
-        return record
 
 
 class Recorder:

@@ -59,8 +59,8 @@ from langchain_quota.middleware.state import (
     feature_ledger,
     ledger,
     merge_ledgers,
-    with_work,
 )
+from langchain_quota.middleware.thread_usage import with_work
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, run_sync

@@ -19,7 +19,7 @@ from langchain_quota.core.decide import Verdict
 from langchain_quota.core.plans import LimitSet, Places, Plan
 from langchain_quota.features.budgets.model_runs import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
-from langchain_quota.features.budgets.usage import charged_tokens
+from langchain_quota.features.budgets.reports import charged_tokens
 from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Call
 from langchain_quota.limits.options import BUDGETS, MILLISECONDS, NANODOLLARS
 from langchain_quota.middleware.flow import Kernel

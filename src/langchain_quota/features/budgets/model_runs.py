@@ -24,13 +24,12 @@ from langchain_core.tracers.context import register_configure_hook
 from langgraph.errors import GraphInterrupt
 from langgraph.types import Command
 
+from langchain_quota.features.budgets.reports import is_paid, reported_usage
 from langchain_quota.features.budgets.usage import (
     as_json,
     asked_in,
     estimated_tokens,
-    is_paid,
     likely_tokens,
-    reported_usage,
 )
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.middleware.context import running_config

@@ -12,7 +12,7 @@ from typing import cast
 from langchain_core.messages import ToolCall
 
 from langchain_quota.errors import UnknownPriceError
-from langchain_quota.features.budgets.usage import charged_tokens
+from langchain_quota.features.budgets.reports import charged_tokens
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, Price, Prices, UnknownPrice
 from langchain_quota.limits.call import ModelUsage
