@@ -17,7 +17,7 @@ from uuid import uuid4
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, CountRef
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.plans import LimitSet, Places, Plan
-from langchain_quota.features.budgets.model_runs import ModelRun
+from langchain_quota.features.budgets.model_run import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.reports import charged_tokens
 from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Call

@@ -24,7 +24,7 @@ from langchain_quota.features.budgets.charging import (
     TaskMemory,
     settlements,
 )
-from langchain_quota.features.budgets.model_runs import ModelRun
+from langchain_quota.features.budgets.model_run import ModelRun
 from langchain_quota.features.budgets.prices import Pricing
 from langchain_quota.features.budgets.usage import asked_of, estimated_size, shortened
 from langchain_quota.limits import Limit
