@@ -27,7 +27,6 @@ from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label,
 from langchain_quota.telemetry.names import MetricSpec
 from langchain_quota.telemetry.receipts import ALL_OPEN, open_receipts
 from langchain_quota.telemetry.recent_tasks import RecentTasks, TaskRecord
-from langchain_quota.telemetry.slow_checks import log_slow_check
 from langchain_quota.telemetry.stream import QuotaEvent
 from langchain_quota.telemetry.tracing import DECISION, LIMIT, Tracing
 from langchain_quota.telemetry.workers import Freeze
@@ -94,8 +93,7 @@ class Recorder:
             first = ("threads", usage.record_decisions), ("tracing", spans)
             return *first, ("metrics", count), ("metrics", metrics.count_crossings)
 
-        checks = sinks(tracing.make_spans, metrics.count_decisions)
-        self._decision_sinks = *checks, ("observer", log_slow_check)
+        self._decision_sinks = sinks(tracing.make_spans, metrics.count_decisions)
         self._charge_sinks = sinks(tracing.set_active_exemplar, metrics.count_charge)
         self._slot_sinks = sinks(tracing.make_spans, metrics.count_slot_decision)
 
