@@ -170,10 +170,12 @@ def test_response_hooks(mode: str) -> None:
     openai, anthropic = map(pytest.importorskip, ("langchain_openai", "langchain_anthropic"))
     key = {"api_key": "none", "model": "some"}
     for model in (openai.ChatOpenAI(**key), anthropic.ChatAnthropic(**key)):
-        compat.response_hooks(model, mode).append(print)
-        assert print in compat.response_hooks(model, mode)
-        compat.response_hooks(model, mode).remove(print)
-    assert compat.response_hooks(ScriptedChatModel(script=[]), mode) == []
+        hooks = compat.response_hooks(model, mode)
+        assert hooks is not None
+        hooks.append(print)
+        assert hooks is compat.response_hooks(model, mode)
+        hooks.remove(print)
+    assert compat.response_hooks(ScriptedChatModel(script=[]), mode) is None
 
 
 def test_is_in_node_and_task_namespace() -> None:

@@ -15,15 +15,8 @@ from langchain.agents.middleware import (
 )
 from langchain_core.messages import AIMessage, BaseMessage
 
-from langchain_quota import (
-    MemoryStore,
-    ModelPaceMiddleware,
-    Quota,
-    QuotaMiddleware,
-    QuotaWarning,
-    ToolCallLimit,
-)
-from langchain_quota.core import provider_limits
+from langchain_quota import MemoryStore, ModelPaceMiddleware, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota.core.provider_limits import read_error, read_headers
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore
 from langchain_quota.testing import ScriptedChatModel
@@ -147,7 +140,7 @@ async def test_a_freeze_of_all(signals: Signals) -> None:
 
 
 async def test_what_calls_take(signals: Signals) -> None:
-    """A call takes what others used, without the cached; after its wait, too, up to a minute."""
+    """A call takes what others used, without the cached; one that found no room takes nothing."""
     store = MemoryStore(clock=Clock())
     limits = {"input_tokens": "1000", "requests": "6000"}
     ways = [(f"anthropic_ratelimit_{unit}", most) for unit, most in limits.items()]
@@ -161,7 +154,7 @@ async def test_what_calls_take(signals: Signals) -> None:
     assert taken == [0, 600_000, 1_800_000]
     await together(scene, 99)
     (total,) = counts(store).values()
-    assert 60 * 10**6 <= total <= 62 * 10**6
+    assert 55 * 10**6 <= total <= 57 * 10**6
     assert len(played.times) == 102
 
 
@@ -187,8 +180,11 @@ async def test_paces_are_bounded(signals: Signals, monkeypatch: pytest.MonkeyPat
         script, name = [Refused(retry_after="60")], request.messages[-1].text
         return await handler(request.override(model=ScriptedChatModel(script=script, model=name)))
 
-    scene = paced(signals, Played(), None, choose, wait=0.01)
+    store = MemoryStore()
+    scene = paced(signals, Played(), store, choose, wait=0.01)
     for name in ("a", "b", "a", "c", "a", "b"):
+        # What the store has forgotten, only this process may know.
+        store.reset([usage.key for usage in store.usages()])
         with pytest.raises(Refused):
             await scene.play(name)
     waits = signals.samples(f"{WAITS}_sum", agent="unnamed", decision="allowed")
@@ -247,19 +243,6 @@ async def test_a_store_that_fails_or_forgets(signals: Signals) -> None:
     assert played.keeps(0.05, 0.05)
 
 
-async def test_clients_that_retry(signals: Signals) -> None:
-    """A client that repeats refused calls by itself is warned of, once."""
-
-    class Repeating(ScriptedChatModel):
-        max_retries: int = 2
-
-    pace = ModelPaceMiddleware(telemetry=signals.telemetry)
-    scene = Scene(signals, Repeating(script=["a", "b"], model="gpt"), [pace])
-    with pytest.warns(QuotaWarning, match="gpt repeats calls by itself.*max_retries=0"):
-        await scene.play()
-    await scene.play()
-
-
 @pytest.mark.parametrize("headers", ["text", None, [("a", "b")], {"x-ratelimit-limit-tokens": 5j}])
 async def test_what_is_no_header(signals: Signals, headers: object) -> None:
     """Whatever an integration puts in the place of headers, the answer arrives."""
@@ -271,14 +254,14 @@ async def test_what_is_no_header(signals: Signals, headers: object) -> None:
 def test_limits() -> None:
     """Each limit is read with what is left of it; the tighter of Anthropic's is not read twice."""
     openai = {"x-ratelimit-limit-tokens": "90000", "x-ratelimit-remaining-tokens": "75000"}
-    assert provider_limits.read_limits(openai) == {"total_tokens": (90_000, 75_000)}
+    assert read_headers(200, openai)[0] == {"total_tokens": (90_000, 75_000)}
     anthropic = {
         f"anthropic-ratelimit-{unit}-{part}": value
         for unit in ("input-tokens", "output-tokens", "tokens", "requests")
         for part, value in (("limit", "80"), ("remaining", "20"), ("reset", "2026-11-27T04:00:15Z"))
     }
     units = "input_tokens", "output_tokens", "requests"
-    assert provider_limits.read_limits(anthropic) == dict.fromkeys(units, (80, 20))
+    assert read_headers(200, anthropic)[0] == dict.fromkeys(units, (80, 20))
 
 
 @pytest.mark.parametrize(
@@ -293,11 +276,10 @@ def test_limits() -> None:
 )
 def test_what_is_left_out(headers: dict[str, str]) -> None:
     """Half of a limit, nonsense, or a limit of something else is no limit to keep."""
-    assert provider_limits.read_limits(headers) == {}
+    assert read_headers(None, headers) == ({}, None)
 
 
-NOW, LATER = "Sun, 06 Nov 1994 08:49:37 GMT", "Sun, 06 Nov 1994 08:51:07 GMT"
-LONG_AGO = "1 Jan 0001 00:00:00 +9999999999999"
+LATER = "Fri, 27 Nov 2099 04:00:00 GMT"
 
 
 @pytest.mark.parametrize(
@@ -306,23 +288,20 @@ LONG_AGO = "1 Jan 0001 00:00:00 +9999999999999"
         (429, {"retry-after": "7"}, 7.0),
         (503, {"retry-after": "0.25"}, 0.25),
         (429, {"retry-after": "1e9"}, 300.0),
-        *((429, {"retry-after": text}, 0.0) for text in ("-1", "nan", "tomorrow", LONG_AGO)),
-        (429, {"retry-after": LATER, "date": NOW}, 90.0),
-        (503, {"retry-after": "Sun Nov  6 08:51:07 1994", "date": NOW}, 90.0),
-        (503, {"retry-after": LATER}, 0.0),
-        (429, {"retry-after": "Fri, 27 Nov 2099 04:00:00 GMT"}, 300.0),
+        *((429, {"retry-after": text}, 0.0) for text in ("-1", "nan", "tomorrow", LATER)),
+        (503, {"retry-after": LATER}, None),
         (503, {"retry-after-ms": "250", "retry-after": "1"}, 0.25),
         (429, {"retry-after-ms": "soon", "retry-after": "7"}, 7.0),
         *((429, {}, 0.0), (529, {}, None), (200, {"retry-after": "7"}, None), (None, {}, None)),
     ],
 )
 def test_pauses(status: int | None, headers: dict[str, str], pause: float | None) -> None:
-    """A pause is seconds, milliseconds or a date, and bounded; an error 429 always asks for one."""
-    assert provider_limits.read_pause(status, headers) == pause
+    """A pause is seconds or milliseconds, and bounded; an error 429 always asks for one."""
+    assert read_headers(status, headers) == ({}, pause)
 
 
 def test_errors() -> None:
     """Botocore's have a dictionary in place of a response."""
     error: Any = Exception("An error occurred (ThrottlingException)")
     error.response = {"ResponseMetadata": {"HTTPStatusCode": 429, "HTTPHeaders": {"Date": "now"}}}
-    assert provider_limits.read_error(error) == (429, {"date": "now"})
+    assert read_error(error) == (429, {"date": "now"})

@@ -7,40 +7,28 @@ a pause that an error asks for, the calls come evenly.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
 from hashlib import sha256
 from typing import Any, Generic
 
-from langchain.agents.middleware.types import (
-    AgentMiddleware,
-    ModelRequest,
-    ModelResponse,
-    ResponseT,
-)
+from langchain.agents.middleware.types import ResponseT
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import BaseMessage
 
 from langchain_quota.agents.rate_limiter import Call, Rate, WaitingRoom, check_fixed_prefix
-from langchain_quota.core.provider_limits import (
-    TOO_MANY_REQUESTS,
-    lower_names,
-    read_error,
-    read_limits,
-    read_pause,
-)
-from langchain_quota.middleware.base import ContextT, check_store
+from langchain_quota.core.provider_limits import TOO_MANY_REQUESTS, read_error, read_headers
+from langchain_quota.middleware.base import ContextT, ModelCallMiddleware, check_store
 from langchain_quota.middleware.context import running_agent
 from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
-from langchain_quota.runtime.arguments import UserLine, explain_arguments
+from langchain_quota.runtime.arguments import explain_arguments
 from langchain_quota.runtime.store_errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import Mode, as_async, fork_safe_lock, run_sync
+from langchain_quota.runtime.sync_async import Mode, fork_safe_lock, run_sync
 from langchain_quota.runtime.units import Time, parse_milliseconds
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.base import BaseStore
@@ -72,14 +60,14 @@ _MAX_PACES = 1_000
 class _Pace(WaitingRoom):
     """The waiting room of a model, by what this process knows of the provider's limits."""
 
-    def __init__(self, client: StoreClient | None, recorder: Recorder, key: str) -> None:
-        client = client or StoreClient(MemoryStore(), recorder)
+    def __init__(self, client: StoreClient, recorder: Recorder, key: str, label: str) -> None:
         # The count drains by a microsecond in each microsecond.
         super().__init__(client, {"pace": Rate(key, int(_ROOM * 10**6))})
-        self._recorder, self._key = recorder, key
-        self._drained_at, self._lock = 0.0, fork_safe_lock()
-        self.label = ""
+        self._recorder, self._key, self._drained_at = recorder, key, 0.0
+        self.label = label
         """The provider's and the model's name in telemetry."""
+        # The series tells alerts from the start which limits are providers'.
+        recorder.count(names.PROVIDER_REFUSALS, running_agent(), label, amount=0)
         self._limits: dict[str, float] = {}
         """The provider's limits a minute, by what they count."""
         self._use = {"requests": 1.0}
@@ -98,47 +86,27 @@ class _Pace(WaitingRoom):
         shares = (self._use.get(unit, 0.0) / limit for unit, limit in self._limits.items())
         return min(_ROOM, max(shares) * _MINUTE)
 
-    async def enter_in_time(self, call: Call, seconds: float) -> None:
-        """Wait until there is room for a call, but for so many seconds at most."""
-        agent, started_at = running_agent(), time.monotonic()
-        waited, outcome = None, "cancelled"
-        try:
-            with self._recorder.waiting(agent, self.label):
-                waited = await self.enter(call, seconds)
-                if not call.is_charged:
-                    # It is made nevertheless. An empty bucket lacks no more than a minute.
-                    await self._charge(call, int((_MINUTE - _ROOM + self._cost) * 10**6))
-            outcome = "allowed"
-        finally:
-            waited = time.monotonic() - started_at if waited is None else waited
-            self._recorder.record_wait(agent, self.label, outcome, waited)
-
-    async def _charge(self, call: Call, more: int = 0) -> float:
-        cost, now = self._cost, time.monotonic()
-        room = _ROOM + more / 10**6 - cost
+    async def _charge(self, call: Call) -> float:
+        cost, level, now = self._cost, self._level, time.monotonic()
         # What this process knows still holds if the store does not answer, has lost its counts, or
         # has a clock that jumps.
-        if self._level > room:
-            return self._level - room
-        end = now + self._level + cost
+        missing = level + cost - _ROOM
+        if missing > 0:
+            return missing
         call.amounts = {"pace": int(cost * 10**6)}
         with suppress(QuotaStoreError):
-            missing = await super()._charge(call, more)
-            in_store = now + room + missing
-            if missing > 0:
-                self._advance(in_store)
-                return max(missing, self._level - room)
-            if end - in_store - cost > _TOLERANCE:
-                await self.client.delay(call.mode, self._key, end - time.monotonic())
-            end = max(end, in_store + cost)
-        self._advance(end)
-        return 0.0
+            missing = await super()._charge(call)
+            in_store = missing + _ROOM - cost
+            if level - in_store > _TOLERANCE:
+                await self.client.delay(call.mode, self._key, level + cost)
+            level = max(level, in_store)
+        end = now + level + (cost if missing <= 0 else 0)
+        self._drained_at = max(self._drained_at, end)
+        return missing
 
-    async def learn(
-        self, mode: Mode, status: int | None, headers: Mapping[str, str], at: float
-    ) -> None:
+    async def learn(self, mode: Mode, status: int | None, headers: object, at: float) -> None:
         """Move the count forward to what headers say, which was true at a time."""
-        limits, pause = read_limits(headers), read_pause(status, headers)
+        limits, pause = read_headers(status, headers)
         self._limits |= {unit: limit for unit, (limit, _) in limits.items()}
         end = at + max((1 - left / limit for limit, left in limits.values()), default=0) * _MINUTE
         if status == TOO_MANY_REQUESTS:
@@ -148,7 +116,7 @@ class _Pace(WaitingRoom):
             end = max(end, at + pause + _ROOM)
         seconds = end - time.monotonic()
         if seconds - self._level > (_TOLERANCE if pause is None else 0):
-            self._advance(end)
+            self._drained_at = end
             await self.client.delay(mode, self._key, seconds)
 
     def learn_tokens(self, message: BaseMessage) -> None:
@@ -161,25 +129,15 @@ class _Pace(WaitingRoom):
                 mean = self._use.get(unit, tokens[unit])
                 self._use[unit] = mean + _LEARNING * (tokens[unit] - mean)
 
-    def _advance(self, end: float) -> None:
-        # When the count will be 0, on the monotonic clock, only moves forward.
-        with self._lock:
-            self._drained_at = max(self._drained_at, end)
 
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _PacedCall(Call):
-    """A call, its pace, and whether its HTTP client has shown us its answers."""
-
-    pace: _Pace
-    is_seen: bool = False
-
-
-_running: ContextVar[_PacedCall | None] = ContextVar("langchain_quota_paced_call", default=None)
+_running: ContextVar[tuple[_Pace, Mode] | None] = ContextVar("langchain_quota_paced", default=None)
+"""The pace of the running model call, and its mode."""
 
 
 @explain_arguments("ModelPaceMiddleware(store=RedisStore(), wait=60)")
-class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]):
+class ModelPaceMiddleware(
+    ModelCallMiddleware[Any, ContextT, ResponseT], Generic[ContextT, ResponseT]
+):
     """Keeps model calls within the rate limits that their provider names.
 
     Answers and errors say what is left of the provider's limits on requests and tokens a minute, in
@@ -205,8 +163,6 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         >>> pace = ModelPaceMiddleware(store=MemoryStore(), wait=60)
     """
 
-    trace_policy = compat.small_traces()
-
     def __init__(
         self,
         *,
@@ -221,78 +177,54 @@ class ModelPaceMiddleware(AgentMiddleware[Any, ContextT, ResponseT], Generic[Con
         check_fixed_prefix(store)
         self._wait = parse_milliseconds("wait", wait) / 1000
         self._recorder = recorder_of(telemetry)
-        client = None if store is None else StoreClient(store, self._recorder)
+        client = StoreClient(MemoryStore() if store is None else store, self._recorder)
         self._paces = lru_cache(_MAX_PACES)(partial(_Pace, client, self._recorder))
         self._lock = fork_safe_lock()
-        self._created_at = UserLine.of_caller()
 
-    def wrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
-    ) -> ModelResponse[ResponseT]:
-        """Make a model call when the provider has room for it."""
-        return run_sync(self._call("", request, as_async(handler)))
-
-    async def awrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
-    ) -> ModelResponse[ResponseT]:
-        """Call `wrap_model_call` without blocking the event loop."""
-        return await self._call("a", request, handler)
-
-    async def _call(self, mode: Mode, request: Request, handler: Handler) -> Response:
-        pace = self._pace_of(request)
-        call = _PacedCall({}, mode, pace=pace)
-        await pace.enter_in_time(call, self._wait)
-        hooks = compat.response_hooks(request.model, mode)
+    async def _wrap_model_call(self, mode: Mode, request: Request, handler: Handler) -> Response:
+        pace, call = self._pace_of(request), Call({}, mode)
+        agent, outcome = running_agent(), "cancelled"
+        try:
+            with self._recorder.waiting(agent, pace.label):
+                await pace.enter(call, self._wait)
+            outcome = "allowed"
+        finally:
+            self._recorder.record_wait(agent, pace.label, outcome, call.waited)
+        hooks, own = compat.response_hooks(request.model, mode), _HOOKS[mode]
         with self._lock:
-            if _HOOKS[mode] not in hooks:
-                hooks.append(_HOOKS[mode])
-        started_at, token = time.monotonic(), _running.set(call)
+            if hooks is not None and own not in hooks:
+                hooks.append(own)
+        started_at, token = time.monotonic(), _running.set((pace, mode))
         try:
             response = await handler(request)
         except Exception as error:
-            if not call.is_seen:
+            if hooks is None:
                 await pace.learn(mode, *read_error(error), time.monotonic())
             raise
         finally:
             _running.reset(token)
         for message in response.result:
             pace.learn_tokens(message)
-            if not call.is_seen:
+            if hooks is None:
                 # The headers may have come with the first token, and the bucket refills since.
-                headers = lower_names(message.response_metadata.get("headers"))
+                headers = message.response_metadata.get("headers")
                 await pace.learn(mode, None, headers, started_at)
         return response
 
     def _pace_of(self, request: Request) -> _Pace:
         """Return the pace of the model that a request reaches with its key, at its address."""
         parameters = compat.model_parameters(request.model, request.model_settings)
-        model = str(parameters.get("ls_model_name"))
-        provider = parameters.get("ls_provider")
+        provider, model = parameters.get("ls_provider"), str(parameters.get("ls_model_name"))
         of_provider = f"{provider}/" if provider else ""
-        account = _account_digest(request.model)
-        subject = f"{of_provider}{model}" + (f"~{account}" if account else "")
+        subject = f"{of_provider}{model}~{_account_digest(request.model)}"
         key = CountKey.at("pace", "provider", subject, timedelta(seconds=1), 0, limit=10**6)
+        label = limit_label(f"{of_provider}{self._recorder.model_label(model)}")
         with self._lock:  # so that threads share a new one
-            pace = self._paces(str(key))
-        if not pace.label:
-            pace.label = limit_label(f"{of_provider}{self._recorder.model_label(model)}")
-            # The series tells alerts from the start which limits are providers'.
-            self._recorder.count(names.PROVIDER_REFUSALS, running_agent(), pace.label, amount=0)
-            if getattr(request.model, "max_retries", 0) != 0:
-                self._created_at.warn(
-                    f"the client of {pace.label} repeats calls by itself, and these do not wait: "
-                    "give the model max_retries=0, and list "
-                    "ModelRetryMiddleware(initial_delay=0) before ModelPaceMiddleware"
-                )
-        return pace
+            return self._paces(str(key), label)
 
 
 def _account_digest(model: BaseChatModel) -> str:
-    """Return a digest of a chat model's API key and address; empty if it shows neither."""
+    """Return a digest of a chat model's API key and address, if it shows them."""
     shown: list[tuple[str, str]] = []
     for name in sorted(type(model).model_fields):
         # Integrations: `openai_api_key`, `openai_api_base`, `anthropic_api_url`, `azure_endpoint`.
@@ -300,16 +232,14 @@ def _account_digest(model: BaseChatModel) -> str:
             value: Any = getattr(model, name, None)
             text = value.get_secret_value() if hasattr(value, "get_secret_value") else value
             shown += [(name, text)] if isinstance(text, str) else []
-    return sha256(repr(shown).encode()).hexdigest()[:12] if shown else ""
+    return sha256(repr(shown).encode()).hexdigest()[:12]
 
 
 async def _on_response(mode: Mode, response: Any) -> None:
     """Learn from a response that the HTTP client of a paced call in this mode has received."""
-    call = _running.get()
-    if call is not None and call.mode == mode:
-        call.is_seen = True
-        headers = lower_names(response.headers)
-        await call.pace.learn(mode, response.status_code, headers, time.monotonic())
+    pace, of_call = _running.get() or (None, mode)
+    if pace is not None and of_call == mode:
+        await pace.learn(mode, response.status_code, response.headers, time.monotonic())
 
 
 _HOOKS: Mapping[Mode, Callable[[Any], object]] = {

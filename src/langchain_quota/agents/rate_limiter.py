@@ -20,7 +20,7 @@ from langchain_core.outputs import LLMResult
 from langchain_core.rate_limiters import BaseRateLimiter
 
 from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Demand, Threshold
-from langchain_quota.core.provider_limits import read_error, read_pause
+from langchain_quota.core.provider_limits import read_error, read_headers
 from langchain_quota.limits.options import MODEL, TOTAL_TOKENS
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.store_client import StoreClient
@@ -54,6 +54,8 @@ class Call:
     mode: Mode = ""
     name: str = field(default_factory=lambda: uuid4().hex)
     is_charged: bool = False
+    waited: float = 0.0
+    """How many seconds it has waited."""
 
 
 def check_fixed_prefix(store: object) -> None:
@@ -71,8 +73,8 @@ class WaitingRoom:
     def __init__(self, client: StoreClient, rates: Mapping[str, Rate]) -> None:
         self.client, self.rates = client, rates
 
-    async def enter(self, call: Call, seconds: float) -> float:
-        """Wait until a call is charged, for so many seconds at most; return how long it waited."""
+    async def enter(self, call: Call, seconds: float) -> None:
+        """Wait until a call is charged, for so many seconds at most."""
         *_, (key, *_) = self.rates.values()
         waiter, queues = Waiter(call.mode), queues_of(self.client.store)
 
@@ -86,20 +88,18 @@ class WaitingRoom:
             call.is_charged = await waiter.retry(charge, waiter.came_at + seconds)
         finally:
             queues.leave(waiter)
-        return waiter.waited
+            call.waited = waiter.waited
 
-    async def _charge(self, call: Call, more: int = 0) -> float:
+    async def _charge(self, call: Call) -> float:
         """Charge a call, if there is room; return the seconds until there is, at most 0 if so.
-
-        `more` than the rates allow may come at once.
 
         Raises:
             QuotaStoreError: The store is unavailable.
         """
-        rates = {name: rate._replace(burst=rate.burst + more) for name, rate in self.rates.items()}
-        thresholds = (Threshold(name, "rate", name, rate.burst) for name, rate in rates.items())
-        counters = {name: CountRef(rate.key, lease=rate.lease) for name, rate in rates.items()}
-        amounts = {name: call.amounts[name] for name in rates}
+        rates = self.rates.items()
+        thresholds = (Threshold(name, "rate", name, rate.burst) for name, rate in rates)
+        counters = {name: CountRef(rate.key, lease=rate.lease) for name, rate in rates}
+        amounts = {name: call.amounts[name] for name in self.rates}
         demands = (Demand(amounts, tuple(thresholds)),)
         request = AcquireRequest(call.name, uuid4().hex, counters, demands)
         result = await self.client.acquire(call.mode, request)
@@ -107,7 +107,7 @@ class WaitingRoom:
             raise QuotaStoreError("the store of the rates is unavailable: the log says why")
         missing = max(
             seconds_until_room(rate.key, result.drained_in[name], rate.burst - amounts[name])
-            for name, rate in rates.items()
+            for name, rate in rates
         )
         # The store counts by its own clock.
         return min(0.0, missing) if result.admitted[0] else max(0.001, missing)
@@ -150,8 +150,6 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
             raise ValueError("name must not be empty")
         if requests is None and tokens is None:
             raise ValueError("give the limiter requests=, tokens=, or both")
-        if reserve is not None:
-            validate_count("reserve", reserve, least=1)
         check_fixed_prefix(store)
         rates: dict[str, Rate] = {}
         for counter, limit, most in ((MODEL, requests, burst), (TOTAL_TOKENS, tokens, tokens)):
@@ -165,6 +163,7 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
         self._room = WaitingRoom(StoreClient(store, recorder_of(None)), rates)
         self._name, self._reserve, self._tokens = name, reserve, tokens
         if reserve is not None:
+            validate_count("reserve", reserve, least=1)
             self._check_reserve(reserve)
         self._calls: OrderedDict[UUID, _LimitedCall] = OrderedDict()
 
@@ -220,7 +219,7 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
         """Let no call begin before the time that a provider's error names."""
         call = self._calls.pop(run_id, _LimitedCall({}, limiter=self))
         call.is_new = False
-        pause = read_pause(*read_error(error))
+        pause = read_headers(*read_error(error))[1]
         if call.is_charged and pause is not None:
             for rate in self._room.rates.values():
                 await self._room.client.delay(call.mode, rate.key, pause, burst=rate.burst)

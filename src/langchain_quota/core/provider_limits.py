@@ -9,8 +9,6 @@ lower case here.
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 
 TOO_MANY_REQUESTS = 429
 _UNAVAILABLE = (503, 529)
@@ -53,45 +51,32 @@ def read_error(error: BaseException) -> tuple[int | None, dict[str, str]]:
     return None, {}
 
 
-def read_limits(headers: Mapping[str, str]) -> dict[str, tuple[float, float]]:
-    """Return each limit and what is left of it, by what it counts: `requests`, `total_tokens`, ….
+def read_headers(
+    status: int | None, headers: object
+) -> tuple[dict[str, tuple[float, float]], float | None]:
+    """Return the limits that headers name, and for how many seconds nothing should be sent.
 
-    What cannot be read is left out.
+    Each limit comes with what is left of it, by what it counts: `requests`, `total_tokens`, ….
+    What cannot be read is left out. A pause is at most 300 seconds; `None` is none.
     """
-    limits = {}
-    for name, text in headers.items():
+    limits, said = {}, lower_names(headers)
+    for name, text in said.items():
         if match := _LIMIT.fullmatch(name):
             unit = (match[1] or match[2]).replace("-", "_")
             limit = _number(text)
-            left = _number(headers.get(name.replace("-limit", "-remaining"), ""))
+            left = _number(said.get(name.replace("-limit", "-remaining")))
             if limit is not None and left is not None and max(1, left) <= limit < 2**53:
                 limits["total_tokens" if unit == "tokens" else unit] = limit, left
-    return limits
+    pause, milliseconds = (_number(said.get(f"retry-after{unit}")) for unit in ("", "-ms"))
+    if milliseconds is not None:
+        pause = milliseconds / 1000
+    if status == TOO_MANY_REQUESTS or (status in _UNAVAILABLE and pause is not None):
+        return limits, min(pause or 0.0, _MAX_PAUSE)
+    return limits, None
 
 
-def read_pause(status: int | None, headers: Mapping[str, str]) -> float | None:
-    """Return for how many seconds nothing should be sent, at most 300; `None` for no pause."""
-    text = headers.get("retry-after", "")
-    milliseconds = _number(headers.get("retry-after-ms", ""))
-    seconds = _number(text) if milliseconds is None else milliseconds / 1000
-    if seconds is None and (until := _date(text)):
-        # By the provider's own clock, if it is shown.
-        now = _date(headers.get("date", "")) or datetime.now(UTC)
-        seconds = max(0.0, (until - now).total_seconds())
-    if status == TOO_MANY_REQUESTS or (status in _UNAVAILABLE and seconds is not None):
-        return min(seconds or 0.0, _MAX_PAUSE)
-    return None
-
-
-def _number(text: str) -> float | None:
+def _number(text: str | None) -> float | None:
     with suppress(ValueError):
-        number = float(text)
+        number = float(text or "")
         return number if number >= 0 else None  # `None` for NaN, too
-    return None
-
-
-def _date(text: str) -> datetime | None:
-    with suppress(ValueError, OverflowError):
-        date = parsedate_to_datetime(text)
-        return date if date.tzinfo else date.replace(tzinfo=UTC)
     return None

@@ -86,7 +86,33 @@ class MiddlewareName(str):
         return is_same
 
 
-class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
+class ModelCallMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
+    """A middleware around model calls, which says once for both modes what it does there."""
+
+    trace_policy = compat.small_traces()
+    """What traces show of the hooks."""
+
+    def wrap_model_call(
+        self,
+        request: ModelRequest[ContextT],
+        handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
+    ) -> ModelResponse[ResponseT]:
+        """Make a model call with all that belongs to it."""
+        return run_sync(self._wrap_model_call("", request, as_async(handler)))
+
+    async def awrap_model_call(
+        self,
+        request: ModelRequest[ContextT],
+        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
+    ) -> ModelResponse[ResponseT]:
+        """Call `wrap_model_call` without blocking the event loop."""
+        return await self._wrap_model_call("a", request, handler)
+
+    async def _wrap_model_call(self, mode: Mode, request: Request, handler: Handler) -> Response:
+        raise NotImplementedError
+
+
+class LimitMiddleware(ModelCallMiddleware[StateT, ContextT, ResponseT]):
     """A middleware that limits agents.
 
     Args:
@@ -98,8 +124,6 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
     feature_kinds: ClassVar[Sequence[type[Feature]]] = ()
     """Kinds of features, in the order in which they are called."""
     _parts: Sequence[str] = ()
-    trace_policy = compat.small_traces()
-    """What traces show of the hooks."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raise a `TypeError` if LangChain would ignore that an override ends the run."""
@@ -156,23 +180,8 @@ class LimitMiddleware(AgentMiddleware[StateT, ContextT, ResponseT]):
         """Call `before_agent` without blocking the event loop."""
         return begin_run(self.kernel, "a", state, runtime)
 
-    def wrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], ModelResponse[ResponseT]],
-    ) -> ModelResponse[ResponseT]:
-        """Make a model call with all that belongs to it, unless a limit has ended the run."""
-        return run_sync(self._wrap_model_call("", request, as_async(handler)))
-
-    async def awrap_model_call(
-        self,
-        request: ModelRequest[ContextT],
-        handler: Callable[[ModelRequest[ContextT]], Awaitable[ModelResponse[ResponseT]]],
-    ) -> ModelResponse[ResponseT]:
-        """Call `wrap_model_call` without blocking the event loop."""
-        return await self._wrap_model_call("a", request, handler)
-
     async def _wrap_model_call(self, mode: Mode, request: Request, handler: Handler) -> Response:
+        # Unless a limit has ended the run.
         update = end_again(request.state, request.runtime)
         if update is None:
             return await self._call_model(mode, request, handler)

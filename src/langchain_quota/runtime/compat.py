@@ -168,10 +168,10 @@ def model_parameters(model: "BaseChatModel", settings: Mapping[str, Any]) -> Map
     return cast("Mapping[str, object]", model._get_ls_params(**settings))
 
 
-def response_hooks(model: "BaseChatModel", mode: str) -> list[Callable[..., Any]]:
+def response_hooks(model: "BaseChatModel", mode: str) -> list[Callable[..., Any]] | None:
     """Return the functions that a chat model's HTTP client calls with each response.
 
-    The list is that of the client, so a function can be added; where none is known, it is new.
+    The list is that of the client, so a function can be added; `None` if no such client is known.
 
     langchain-openai: the SDK's clients are `root_client` and `root_async_client`.
     langchain-anthropic: they are `_client` and `_async_client`. Both SDKs: a client has an HTTP
@@ -182,7 +182,7 @@ def response_hooks(model: "BaseChatModel", mode: str) -> list[Callable[..., Any]
         hooks = getattr(client, "event_hooks", None)
         if isinstance(hooks, dict):
             return cast("list[Callable[..., Any]]", hooks["response"])
-    return []
+    return None
 
 
 # LangGraph
