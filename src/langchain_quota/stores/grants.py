@@ -2,11 +2,11 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from langchain_quota.limits.options import MODEL, UNITS, whole_amount
@@ -23,7 +23,7 @@ from langchain_quota.runtime.units import (
     format_amount,
     in_base_unit,
 )
-from langchain_quota.stores.base import BaseStore
+from langchain_quota.stores.base import BaseStore, T
 from langchain_quota.stores.keys import (
     DEFAULT_NAMES,
     NOTES,
@@ -34,6 +34,9 @@ from langchain_quota.stores.keys import (
     read_emission_interval,
     unit_of,
 )
+
+if TYPE_CHECKING:
+    from langchain_quota.stores.memory import Tables
 
 MAX_TEXT = 1000
 """How long an id, a reason and a name may be: they are kept with the count, and logged."""
@@ -178,7 +181,7 @@ class SupportsGrants(BaseStore):
                 if counter in UNITS:
                     remedy = f"write {str(replace(parsed, counter=counter))!r}"
                 raise ValueError(f"nothing is counted under {counted!r}: {remedy}")
-        stored, is_new = await self._grant(grant)
+        stored, is_new = await self._at(counted, lambda tables: tables.grant(grant))
         if stored is None:
             when = f" after {grant.until.isoformat()}" if grant.until else ""
             raise ValueError(f"nothing can be granted under {counted!r}{when}: that time is over")
@@ -207,7 +210,7 @@ class SupportsGrants(BaseStore):
         """`revoke`, without blocking the event loop."""
         _check_texts(key=key, id=id)
         CountKey.parse(key)
-        ended = await self._revoke(key, id)
+        ended = await self._at(key, lambda tables: tables.revoke(key, id))
         if ended is not None:
             _log("revoked", ended)
         return ended
@@ -246,7 +249,7 @@ class SupportsGrants(BaseStore):
             raise ValueError(f"a freeze needs per and subject, or neither: {per!r}, {subject!r}")
         times = in_utc(self.clock()), until or _LAST
         freeze = Grant(freezes_key(prefix), 0, str(CountKey("", per, subject)), *times, reason, by)
-        stored, _ = await self._grant(freeze)
+        stored, _ = await self._at(freeze.key, lambda tables: tables.grant(freeze))
         if stored is None:
             raise ValueError(f"until must be later than now, not {until}")
         freeze = as_listed(stored)
@@ -255,7 +258,8 @@ class SupportsGrants(BaseStore):
 
     async def thaw(self, per: str, subject: str, *, by: str = "", prefix: str = "") -> Grant | None:
         """End a freeze, and return it; `None` if there is none."""
-        ended = await self._revoke(freezes_key(prefix), str(CountKey("", per, subject)))
+        key, name = freezes_key(prefix), str(CountKey("", per, subject))
+        ended = await self._at(key, lambda tables: tables.revoke(key, name))
         if ended is not None:
             ended = as_listed(ended)
             _log("thawed", replace(ended, by=by))
@@ -277,22 +281,17 @@ class SupportsGrants(BaseStore):
         values = key.counter, key.dimension, key.subject, parse_window(window)
         return str(CountKey.at(*values, self.clock(), prefix=key.prefix))
 
-    async def _grant(self, grant: Grant) -> tuple[Grant | None, bool]:
-        [answer] = await self._run([grant.key], lambda tables, _: tables.grant(grant))
-        return answer
-
     async def mark(self, key: str, limit: str, thresholds: Sequence[int]) -> tuple[int | None, int]:
         """Mark the highest threshold that a limit's settled use has passed, until it is reset.
 
         Return the use, if that is higher than what was marked, else `None`; and the mark, or 0.
         """
-        of_count = key, limit, thresholds
-        [marked] = await self._run([key], lambda tables, _: tables.mark(*of_count))
-        return marked
+        return await self._at(key, lambda tables: tables.mark(key, limit, thresholds))
 
-    async def _revoke(self, key: str, name: str) -> Grant | None:
-        [ended] = await self._run([key], lambda tables, _: tables.revoke(key, name))
-        return ended
+    async def _at(self, key: str, change: "Callable[[Tables], T]") -> T:
+        """Make a change of what is kept under one key, and return its result."""
+        [result] = await self._run([key], lambda tables, _: change(tables))
+        return result
 
 
 def _check_texts(**arguments: object) -> None:

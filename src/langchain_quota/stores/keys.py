@@ -70,15 +70,6 @@ class CountKey:
     limit: int | None = None
     """In place of an index, for a count that drains: how many calls or tokens do in a window."""
 
-    def __post_init__(self) -> None:
-        ends = self.limit if self.index is None else self.index
-        if (self.window is None) != (ends is None):
-            raise ValueError(f"window={self.window!r} cannot be used with index={self.index!r}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be 1 or more, not {self.window!r}")
-        if self.offset:
-            timezone(timedelta(seconds=self.offset))  # else it is too large
-
     @classmethod
     def at(  # noqa: PLR0913 - the parts of a key
         cls,
@@ -122,6 +113,7 @@ class CountKey:
             raise ValueError(no_key) from error
         numbers = (None if group is None else int(group) for group in groups[4:])
         window, index, offset, limit = numbers
+        timezone(timedelta(seconds=offset or 0))  # else it is too large
         return cls(counter, dimension, subject, window, index, prefix, offset, limit)
 
     @property

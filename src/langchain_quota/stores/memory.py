@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from langchain_quota.core.admission import (
     AcquireRequest,
@@ -19,7 +19,7 @@ from langchain_quota.runtime.expiring_dict import ExpiringDict
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.stores import CORRECTED, GRACE, IDLE_TTL, REMEMBERED, Occupancy, QuotaUsage
-from langchain_quota.stores.base import Operation
+from langchain_quota.stores.base import Operation, T
 from langchain_quota.stores.counts import (
     Count,
     Counts,
@@ -60,8 +60,6 @@ ROLLOVER = "rollover"
 
 _NEVER = 2**52
 """A time that never comes, in seconds."""
-
-T = TypeVar("T")
 
 
 class Attempt(NamedTuple):

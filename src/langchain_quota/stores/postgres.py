@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from math import ceil
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
@@ -16,7 +16,7 @@ from langchain_quota.runtime.event_loops import Batch
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import current_mode, run_sync
 from langchain_quota.stores import IDLE_TTL
-from langchain_quota.stores.base import PAGE, Operation
+from langchain_quota.stores.base import PAGE, Operation, T
 from langchain_quota.stores.keys import COUNT, NOTES, Prefix
 from langchain_quota.stores.rows import FROZEN, Name, Rows, names_of
 from langchain_quota.stores.server import PREFIX, ServerStore
@@ -89,8 +89,6 @@ _ROUNDED = 3600
 _TRIES = 3
 """How often a request is tried if the server ends its transactions."""
 
-T = TypeVar("T")
-
 
 class PostgresStore(ServerStore):
     """A `QuotaStore` in PostgreSQL, for all processes and machines that use the same prefix.
@@ -116,9 +114,6 @@ class PostgresStore(ServerStore):
             the total, without time in which the event loop was blocked; for a sync operation it is
             each wait for the server, and connecting may take 2 seconds.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
-
-    Attributes:
-        forms: The forms that it serves: `"sync"`, `"async"`; a pool of your own has one of them.
 
     Raises:
         TypeError: An argument has the wrong type.

@@ -26,7 +26,7 @@ except ImportError as missing:
         name=missing.name,
     ) from missing
 
-from langchain_quota.runtime.sync_async import PerLoop, current_mode
+from langchain_quota.runtime.sync_async import PerLoop, as_async, current_mode
 from langchain_quota.stores.server import Server
 
 _CONNECTIONS = 10
@@ -192,27 +192,19 @@ class _Idle:
 
     def __init__(self, permits: asyncio.Semaphore | threading.Semaphore) -> None:
         self.permits = permits
-        self._connections: list[Connection] = []
+        self.connections: list[Connection] = []
 
     def take(self) -> Connection | None:
         """Return a connection that the server has not closed, if there is one."""
-        while self._connections:
-            connection = self._connections.pop()
+        while self.connections:
+            connection = self.connections.pop()
             if _is_open(connection):
                 return connection
         return None
 
-    def give(self, connection: Connection) -> None:
-        """Keep one for others, unless it failed."""
-        if not connection.closed:
-            self._connections.append(connection)
-
     def close(self) -> None:
-        while self._connections:
-            self._connections.pop().pgconn.finish()
-
-    async def aclose(self) -> None:
-        self.close()
+        while self.connections:
+            self.connections.pop().pgconn.finish()
 
 
 class _SyncConnection(psycopg.Connection[TupleRow]):
@@ -253,7 +245,7 @@ class _OwnedConnections(Connections):
         # By process: those of a forked child's parent are not the child's.
         self._threads: dict[int, _Idle] = {}
         self._loops = PerLoop(
-            lambda: _Idle(asyncio.Semaphore(_CONNECTIONS)), _Idle.aclose, _Idle.close
+            lambda: _Idle(asyncio.Semaphore(_CONNECTIONS)), as_async(_Idle.close), _Idle.close
         )
 
     @asynccontextmanager
@@ -269,7 +261,8 @@ class _OwnedConnections(Connections):
                 async with _closed_by_failures(connection):
                     yield connection
             finally:
-                idle.give(connection)
+                if not connection.closed:
+                    idle.connections.append(connection)
         finally:
             idle.permits.release()
 

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.stores import IDLE_TTL
-from langchain_quota.stores.base import PAGE, Operation
+from langchain_quota.stores.base import PAGE, Operation, T
 from langchain_quota.stores.keys import COUNT, Prefix
 from langchain_quota.stores.redis_rows import RedisRows, key_of, pattern_of, place_of, read_rows
 from langchain_quota.stores.redis_script import SCRIPTS, read_result, write_acquire
@@ -27,8 +27,6 @@ with suppress(ModuleNotFoundError):
 
 _TRIES = 100
 """How often what is rare is tried while others write the same rows."""
-
-T = TypeVar("T")
 
 
 class RedisStore(ServerStore):
@@ -62,9 +60,6 @@ class RedisStore(ServerStore):
             the total, without time in which the event loop was blocked; for a sync operation it is
             each wait for the network. Nothing is tried twice.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
-
-    Attributes:
-        forms: The forms that it serves: `"sync"`, `"async"`; a client of your own has one of them.
 
     Raises:
         TypeError: An argument has the wrong type.

@@ -44,7 +44,6 @@ _CONNECTIONS = 32
 # Otherwise every connection reads the version of redis from a file, on the event loop.
 _DRIVER = {"driver_info": redis.DriverInfo()} if hasattr(redis, "DriverInfo") else {}
 
-Argument = int | bytes | str
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
@@ -84,7 +83,7 @@ class Clients(Server, ABC):
     async def opened(self) -> Any:
         """Return a client that runs scripts in the current mode; an async one awaits replies."""
 
-    async def run(self, script: Script, arguments: Sequence[Argument]) -> object:
+    async def run(self, script: Script, arguments: Sequence[int | bytes | str]) -> object:
         """Run a script, load it first if the server does not know it, and return the reply."""
         client = await self.opened()
         try:

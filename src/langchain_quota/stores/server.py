@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from textwrap import shorten
-from typing import TypeVar
 from weakref import ref
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
@@ -16,7 +15,7 @@ from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.event_loops import Ticker
 from langchain_quota.runtime.store_errors import UNREADABLE, EventLoopBlockedError, QuotaStoreError
 from langchain_quota.runtime.sync_async import current_mode
-from langchain_quota.stores.base import Operation
+from langchain_quota.stores.base import Operation, T
 from langchain_quota.stores.counts import check_request, idle_seconds
 from langchain_quota.stores.grants import SupportsGrants
 from langchain_quota.stores.keys import Prefix, check_prefix, keys_of, prefix_of
@@ -32,8 +31,6 @@ ANOTHER_FORM = (
     "another prefix"
 )
 """What the error of a row says that is not read."""
-
-T = TypeVar("T")
 
 
 def unreadable(kind: str, name: str) -> QuotaStoreError:
