@@ -5,12 +5,13 @@ import errno
 import os
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self
+from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import REGISTRY, CollectorRegistry, Metric, make_asgi_app, start_http_server
@@ -21,8 +22,11 @@ from langchain_quota.runtime.arguments import validate_switch, validate_type
 from langchain_quota.runtime.sync_async import as_async, run_sync
 from langchain_quota.telemetry.instruments import usage_of
 from langchain_quota.telemetry.logs import logger
-from langchain_quota.telemetry.usage import UsageTable
+from langchain_quota.telemetry.reading import UsageReader
 from langchain_quota.telemetry.workers import is_alive, shared_directory
+
+HOSTS_VARIABLE = "LANGCHAIN_QUOTA_METRICS_HOSTS"
+"""The environment variable with the host names to answer to, separated by commas."""
 
 ADDR_VARIABLE = "LANGCHAIN_QUOTA_METRICS_ADDR"
 """The environment variable with the default address to bind."""
@@ -38,7 +42,7 @@ class _WorkersCollector(MultiProcessCollector):
     def __init__(self, registry: CollectorRegistry, directory: Path) -> None:
         super().__init__(None, str(directory))  # type: ignore[no-untyped-call]  # no types there
         self._registry = registry
-        self._table_of_others = UsageTable(None, directory, web.log_unreadable)
+        self._others = UsageReader(directory, web.log_unreadable)
 
     def collect(self) -> Iterator[Metric]:
         """Render the metrics of all workers, by this worker's settings, else by another's."""
@@ -46,7 +50,7 @@ class _WorkersCollector(MultiProcessCollector):
         files = [file for file in Path(self._path).glob("*.db") if _size(file)]
         current = [str(file) for file in files if not _is_outdated(file)]
         yield from self.merge(current, accumulate=True)  # type: ignore[no-untyped-call]
-        yield from (usage_of(self._registry) or self._table_of_others).collect()
+        yield from (usage_of(self._registry) or self._others).collect()
 
 
 def _size(file: Path) -> int:
@@ -197,7 +201,7 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         ) from error
 
     if metrics := httpd.get_app():
-        httpd.set_app(web.guard(site.before(metrics) if page else metrics, hosts))
+        httpd.set_app(_guard(site.before(metrics) if page else metrics, hosts))
     if isinstance(httpd.socket, ssl.SSLSocket):
         # Shake hands in each connection's own thread, because a silent client must not stop others.
         httpd.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
@@ -214,10 +218,10 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
 
 def _parse_hosts(hosts: Sequence[str] | None, *, is_local: bool) -> Sequence[str] | None:
     """Return the host names that are given or in the environment; `None` for all."""
-    variable = os.environ.get(web.HOSTS_VARIABLE, "").replace(" ", "")
+    variable = os.environ.get(HOSTS_VARIABLE, "").replace(" ", "")
     if hosts is None:
         hosts = variable.split(",") if variable else () if is_local else None
-    if isinstance(hosts, str) or any(web.parse_host(name) != name for name in hosts or ()):
+    if isinstance(hosts, str) or any(_parse_host(name) != name for name in hosts or ()):
         must = 'be names in small letters, without a port, such as ["host.docker.internal"]'
         raise ValueError(f"allowed_hosts must {must}, not {hosts!r}")
     return hosts
@@ -246,6 +250,37 @@ def _check_certificates(certfile: str, keyfile: str | None, client_cafile: str |
             f"cannot serve metrics with {certfile=!s} {keyfile=!s} {client_cafile=!s}: "
             f"{error.strerror or error}",
         ) from error
+
+
+def _guard(app: web.WsgiApp, hosts: Sequence[str] | None) -> web.WsgiApp:
+    """Return an app that answers only to addresses, localhost and these hosts; `None`: to all."""
+
+    def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        # An attacker may let a name of theirs point to this machine (DNS rebinding).
+        name = _parse_host(environ.get("HTTP_HOST", ""))
+        if hosts is not None and name not in hosts and not _is_this_machine(name):
+            start("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
+            remedy = f"give this name in allowed_hosts=[…] or {HOSTS_VARIABLE}"
+            return [f"Use 127.0.0.1 or localhost, or {remedy}.\n".encode()]
+        if not web.accepts_gzip(environ.get("HTTP_ACCEPT_ENCODING", "")):
+            environ["HTTP_ACCEPT_ENCODING"] = ""  # prometheus_client does not look at the weight
+        return app(environ, start)
+
+    return guarded
+
+
+def _parse_host(host: str) -> str:
+    """Return the name in a host that may have a port, in small letters."""
+    with suppress(ValueError):
+        return urlsplit(f"//{host}").hostname or ""
+    return ""
+
+
+def _is_this_machine(name: str) -> bool:
+    """Return True for an address or localhost: names that no foreign DNS server resolves."""
+    with suppress(ValueError):
+        return name == "localhost" or bool(ip_address(name))
+    return False
 
 
 class _MetricsApp:

@@ -8,11 +8,9 @@ import re
 import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -24,22 +22,9 @@ from langchain_quota.runtime.units import NANODOLLARS, UNIT_LABELS, Level, in_ba
 from langchain_quota.telemetry.instruments import usage_of
 from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.logs import logger
-from langchain_quota.telemetry.reading import (
-    BLOCKED_NOW,
-    EVERYBODY,
-    HOURS,
-    Reading,
-    current_numbers,
-    in_slices,
-    rate,
-    still_refuses,
-)
-from langchain_quota.telemetry.recent_calls import MINUTES
-from langchain_quota.telemetry.usage import UsageTable
-from langchain_quota.telemetry.workers import Subject, Use, shared_directory
-
-HOSTS_VARIABLE = "LANGCHAIN_QUOTA_METRICS_HOSTS"
-"""The environment variable with the host names to answer to, separated by commas."""
+from langchain_quota.telemetry.reading import EVERYBODY, KINDS, Reading, UsageReader, rate
+from langchain_quota.telemetry.refusals import still_refuses
+from langchain_quota.telemetry.workers import BLOCKED_NOW, Subject, Use, in_slices, shared_directory
 
 SCHEMA = 1
 """The version of `/quota.json`: it changes when a field is changed or removed."""
@@ -77,6 +62,7 @@ class _Row(NamedTuple):
     """A conversation with all its agents, or the subject of a quota."""
 
     # The garbage collector would stop all threads for many objects, so JSON is kept as text.
+    kind: str
     json: str
     text: str
     """What the filter searches."""
@@ -85,8 +71,8 @@ class _Row(NamedTuple):
     """The sort keys, in the order of `_SORTS`."""
 
 
-def _rows_of(reading: Reading, shown: Sequence[Subject]) -> Iterator[tuple[str, _Row]]:
-    """Return the rows of subjects with their kinds; a conversation of several agents is one row."""
+def _rows_of(reading: Reading, shown: Sequence[Subject]) -> Iterator[_Row]:
+    """Return the rows of subjects; a conversation of several agents is one row."""
     merged: dict[tuple[str, str], list[Subject]] = {}
     refusals = reading.last_refusals()
     for part in shown:
@@ -94,13 +80,14 @@ def _rows_of(reading: Reading, shown: Sequence[Subject]) -> Iterator[tuple[str, 
         name = part.label or ("" if subject == EVERYBODY else agent)
         merged.setdefault((scope, name), []).append(part)
     for (scope, name), parts in merged.items():
-        row = _row_of(scope, name, parts, reading.now, refusals[scope, name][:10])
-        yield "threads" if scope == THREAD else "subjects", row
+        yield _row_of(scope, name, parts, reading, refusals[scope, name][:10])
 
 
-def _row_of(scope: str, name: str, parts: list[Subject], now: float, last: list[Json]) -> _Row:
+def _row_of(
+    scope: str, name: str, parts: list[Subject], reading: Reading, last: list[Json]
+) -> _Row:
     limits = [
-        _limit_of(part.key[0], limit, use, now, is_thread=scope == THREAD)
+        _limit_of(part, limit, use, reading)
         for part in parts
         for limit, use in list(part.uses.items())
     ]
@@ -114,7 +101,7 @@ def _row_of(scope: str, name: str, parts: list[Subject], now: float, last: list[
     refused.sort(key=lambda limit: (not limit["blocked_by"]["holds"], -limit["blocked_at"]))
     by = {"limit": refused[0]["limit"], **refused[0]["blocked_by"]} if refused else None
     reached = {limit["state"] for limit in limits}
-    if blocked_at and now - blocked_at < BLOCKED_NOW:
+    if blocked_at and reading.now - blocked_at < BLOCKED_NOW:
         reached.add("blocked")
     states = [state for state in _STATES if state in reached]
     row: Json = {
@@ -145,15 +132,13 @@ def _row_of(scope: str, name: str, parts: list[Subject], now: float, last: list[
         -(row["cost"] or 0),
     )
     words = (name, scope, *row["agents"], *(limit["limit"] for limit in limits))
-    return _Row(_as_json(row), "\n".join(words).casefold(), tuple(states), keys)
+    kind, text = KINDS[scope != THREAD], "\n".join(words).casefold()
+    return _Row(kind, _as_json(row), text, tuple(states), keys)
 
 
-def _limit_of(agent: str, limit: str, use: Use, now: float, *, is_thread: bool) -> Json:
-    _, state = rate(use, now, is_thread=is_thread)
-    numbers = sorted(
-        current_numbers(use.numbers, now, is_thread=is_thread),
-        key=lambda number: -number[0] / number[1],
-    )
+def _limit_of(subject: Subject, limit: str, use: Use, reading: Reading) -> Json:
+    agent, scope, name = subject.key
+    numbers, state = rate(use, reading.now, is_thread=scope == THREAD)
     return {
         "limit": limit_label(limit),
         "agent": agent,
@@ -170,8 +155,8 @@ def _limit_of(agent: str, limit: str, use: Use, now: float, *, is_thread: bool) 
         ],
         "blocked": sum(use.blocked.values()),
         "blocked_at": use.refused,
-        "blocked_by": use.refusal and {**use.refusal, "holds": still_refuses(use, now)},
-        "waiting": use.waiting,
+        "blocked_by": use.refusal and {**use.refusal, "holds": still_refuses(use, reading.now)},
+        "waiting": reading.waiting[agent, name, limit] if scope == THREAD else 0,
         "checked_at": use.decided or None,
     }
 
@@ -188,6 +173,29 @@ def _share(limit: Json) -> float:
 def log_unreadable(error: Exception) -> None:
     """Log an error where no telemetry counts errors yet."""
     logger.error("the metrics of other workers cannot be read", exc_info=error)
+
+
+def _figures(reading: Reading, dashboards_url: str | None) -> Json:
+    """Return what the page shows of all rows."""
+    totals: Json = {
+        state: {kind: len(reading.states[kind][state]) for kind in KINDS} for state in _STATES[:-1]
+    }
+    totals["waiting"], totals["frozen"] = reading.waiting.total(), len(reading.frozen)
+    totals["calls"] = {name: reading.periods(name) for name in ("allowed", "blocked")}
+    hours = [max(0, cost) / NANODOLLARS for cost in reading.periods("nanodollars")]
+    is_paid = bool(reading.totals["nanodollars"])
+    totals["cost"] = {"dollars": sum(hours), "hours": hours} if is_paid else None
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "at": reading.now,
+        "started_at": reading.started if reading.processes else None,
+        "processes": reading.processes,
+        "blocked_now_seconds": BLOCKED_NOW,
+        "dashboards_url": dashboards_url,
+        "totals": totals,
+        "unnamed": sorted(reading.unnamed),
+    }
 
 
 _PAGE = Path(__file__).with_name("page.html").read_bytes()
@@ -214,7 +222,7 @@ _HEADERS = {
 
 
 class Page:
-    """The page and its data, for a server of any kind."""
+    """The page and its data, for a server of any kind; an instance is an ASGI app."""
 
     def __init__(self, registry: CollectorRegistry, *, dashboards_url: str | None = None) -> None:
         validate_type("registry", registry, CollectorRegistry, "a CollectorRegistry")
@@ -225,7 +233,7 @@ class Page:
         self._registry = registry
         self._dashboards_url = dashboards_url
         # In a process that checks no calls, this table reads what the workers write.
-        self._others = UsageTable(None, shared_directory(), log_unreadable)
+        self._others = UsageReader(shared_directory(), log_unreadable)
         self._lock = fork_safe_lock()
         self._until = 0.0
 
@@ -255,61 +263,36 @@ class Page:
             # tenth of a core.
             began = time.monotonic()
             if began >= self._until:
-                self._compute((usage_of(self._registry) or self._others).read())
+                self._reading = reading = (usage_of(self._registry) or self._others).read()
+                # What is exported, and what else readers have searched for.
+                self._rows = {"": [*in_slices(_rows_of(reading, reading.rows))]}
+                self._figures = _figures(reading, self._dashboards_url)
                 took = time.monotonic() - began
                 self._until = began + took + min(max(1.0, 9 * took), _MAX_AGE)
-            rows, hidden, reading, searched = self._rows, self._hidden, self._reading, self._found
-            figures = {**self._all, "now": time.time()}
+            rows, reading = self._rows, self._reading
+            figures = {**self._figures, "now": time.time()}
         find, state = values.get("find", "").casefold(), values.get("state")
         sort, count = values.get("sort", "state"), int(values.get("rows", 50))
         index = _SORTS.index(sort.removeprefix("-"))
         parts = [_as_json(figures)[:-1]]
-        if find and find not in searched:
-            searched[find] = [*_rows_of(reading, reading.search(find))]
-        for kind, exported in rows.items():
-            others = [row for other, row in searched.get(find, ()) if other == kind]
-            matching = [
-                row
-                for row in (*exported, *others)
-                if find in row.text and (not state or state in row.states)
-            ]
-            matching.sort(key=lambda row: row.keys[index], reverse=sort.startswith("-"))
+        if find not in rows:
+            rows[find] = [*_rows_of(reading, reading.search(find))]
+        matching = [
+            row
+            for row in (*rows[""], *(rows[find] if find else ()))
+            if find in row.text and (not state or state in row.states)
+        ]
+        matching.sort(key=lambda row: row.keys[index], reverse=sort.startswith("-"))
+        for kind in KINDS:
+            of_kind = [row.json for row in matching if row.kind == kind]
             part = {
-                "exported": len(exported),
-                "hidden": hidden[kind],
-                "found": len(matching),
+                "exported": sum(row.kind == kind for row in rows[""]),
+                "hidden": reading.hidden[kind],
+                "found": len(of_kind),
             }
-            shown = ",".join(row.json for row in matching[:count])
+            shown = ",".join(of_kind[:count])
             parts.append(f'"{kind}":{_as_json(part)[:-1]},"rows":[{shown}]}}')
         return ",".join(parts) + "}"
-
-    def _compute(self, reading: Reading) -> None:
-        self._rows: dict[str, list[_Row]] = {"threads": [], "subjects": []}
-        for kind, row in in_slices(_rows_of(reading, reading.rows)):
-            self._rows[kind].append(row)
-        self._reading, self._found = reading, dict[str, list[tuple[str, _Row]]]()
-        self._hidden = {kind: reading.hidden[kind == "threads"] for kind in self._rows}
-        totals: Json = {
-            state: {kind: len(reading.states[kind == "threads", state]) for kind in self._rows}
-            for state in _STATES[:-1]
-        }
-        first = int(reading.now // 3600) - HOURS + 1
-        hours = [max(0, reading.costs[first + hour]) / NANODOLLARS for hour in range(HOURS)]
-        totals["waiting"], totals["frozen"] = reading.waiting, len(reading.frozen)
-        minutes = range(int(reading.now // 60) - MINUTES + 1, int(reading.now // 60) + 1)
-        totals["calls"] = {kind: [n[at] for at in minutes] for kind, n in reading.calls.items()}
-        totals["cost"] = {"dollars": sum(hours), "hours": hours} if reading.costs else None
-        self._all = {
-            "schema": SCHEMA,
-            "version": __version__,
-            "at": reading.now,
-            "started_at": reading.started if reading.processes else None,
-            "processes": reading.processes,
-            "blocked_now_seconds": BLOCKED_NOW,
-            "dashboards_url": self._dashboards_url,
-            "totals": totals,
-            "unnamed": sorted(reading.unnamed),
-        }
 
     def before(self, metrics: WsgiApp) -> WsgiApp:
         """Return a WSGI app that answers browsers at `/`, and all others with the metrics."""
@@ -327,47 +310,6 @@ class Page:
 
         return app
 
-
-def accepts_gzip(header: str) -> bool:
-    """Return whether an `Accept-Encoding` names gzip, and not with the weight 0."""
-    codings = (coding.partition(";q=") for coding in header.lower().replace(" ", "").split(","))
-    return any(name == "gzip" and (not q or q.strip("0.")) for name, _, q in codings)
-
-
-def guard(app: WsgiApp, hosts: Sequence[str] | None) -> WsgiApp:
-    """Return an app that answers only to addresses, localhost and these hosts; `None`: to all."""
-
-    def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        # An attacker may let a name of theirs point to this machine (DNS rebinding).
-        name = parse_host(environ.get("HTTP_HOST", ""))
-        if hosts is not None and name not in hosts and not _is_this_machine(name):
-            start("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
-            remedy = f"give this name in allowed_hosts=[…] or {HOSTS_VARIABLE}"
-            return [f"Use 127.0.0.1 or localhost, or {remedy}.\n".encode()]
-        if not accepts_gzip(environ.get("HTTP_ACCEPT_ENCODING", "")):
-            environ["HTTP_ACCEPT_ENCODING"] = ""  # prometheus_client does not look at the weight
-        return app(environ, start)
-
-    return guarded
-
-
-def parse_host(host: str) -> str:
-    """Return the name in a host that may have a port, in small letters."""
-    with suppress(ValueError):
-        return urlsplit(f"//{host}").hostname or ""
-    return ""
-
-
-def _is_this_machine(name: str) -> bool:
-    """Return True for an address or localhost: names that no foreign DNS server resolves."""
-    with suppress(ValueError):
-        return name == "localhost" or bool(ip_address(name))
-    return False
-
-
-class _QuotaApp(Page):
-    """An ASGI app: an instance, not a function, so that Starlette takes it as a route."""
-
     async def __call__(self, scope: MutableMapping[str, Any], _: object, send: Send) -> None:
         """Answer one request, off the event loop."""
         if scope["type"] == "websocket":
@@ -384,6 +326,12 @@ class _QuotaApp(Page):
         await send({"type": "http.response.start", "status": int(status[:3]), "headers": raw})
         sent = b"" if scope["method"] == "HEAD" else body
         await send({"type": "http.response.body", "body": sent})
+
+
+def accepts_gzip(header: str) -> bool:
+    """Return whether an `Accept-Encoding` names gzip, and not with the weight 0."""
+    codings = (coding.partition(";q=") for coding in header.lower().replace(" ", "").split(","))
+    return any(name == "gzip" and (not q or q.strip("0.")) for name, _, q in codings)
 
 
 # By Starlette's types, `mount` takes an app of its own types, so the arguments are open.
@@ -411,4 +359,4 @@ def quota_app(
         >>> app = Starlette()
         >>> app.mount("/quota", quota_app())
     """
-    return _QuotaApp(registry, dashboards_url=dashboards_url)
+    return Page(registry, dashboards_url=dashboards_url)

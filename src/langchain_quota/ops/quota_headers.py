@@ -7,8 +7,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from decimal import Decimal
-from fractions import Fraction
 from math import ceil
 from typing import Any
 from urllib.parse import quote as percent_encoded
@@ -26,7 +24,7 @@ from langchain_quota.runtime.arguments import (
     validate_type,
 )
 from langchain_quota.runtime.expiring_dict import ExpiringDict
-from langchain_quota.runtime.units import PER_BASE_UNIT, Unit
+from langchain_quota.runtime.units import from_exact
 from langchain_quota.telemetry.logs import logger
 
 _Headers = list[tuple[bytes, bytes]]
@@ -198,7 +196,9 @@ class QuotaHeadersMiddleware:
             policy, end = _policy(limit.name, scope), balance.resets_at
             # JSON escapes ASCII text as structured fields do.
             name = json.dumps(policy)
-            most, left = (_whole(amount, limit.unit) for amount in (balance.limit, balance.left))
+            amounts = (from_exact(amount, limit.unit) for amount in (balance.limit, balance.left))
+            # Structured fields have no larger integers than 15 digits.
+            most, left = (min(10**15 - 1, amount) for amount in amounts)
             # The policy of a smooth quota is its rate, and its balance that of the burst.
             window = f";w={key.window}" if key.window else ""
             policies.append(f'{name};q={key.limit or most};qu="{limit.unit}"{window}')
@@ -228,11 +228,6 @@ def _outlasts_run(status: LimitStatus) -> bool:
 def _policy(limit: str, scope: str | None) -> str:
     """Return the name of a policy, in ASCII, as structured fields need it."""
     return percent_encoded(f"{limit}/{scope}", safe=_PRINTABLE)
-
-
-def _whole(amount: Decimal | int, unit: Unit) -> int:
-    """Return an amount in its unit; structured fields have no larger integers than 15 digits."""
-    return min(10**15 - 1, int(Fraction(amount) * PER_BASE_UNIT.get(unit, 1)))
 
 
 async def _send_json(

@@ -132,6 +132,11 @@ def exact_amount(amount: int, unit: Unit) -> int | Decimal:
     return Decimal(f"{whole}.{rest:0{places}d}".rstrip("0").removesuffix("."))
 
 
+def from_exact(amount: int | Decimal, unit: Unit) -> int:
+    """Return an amount of `exact_amount` as it is counted."""
+    return int(Fraction(amount) * PER_BASE_UNIT.get(unit, 1))
+
+
 def rate_of(spacing: float, unit: Unit, window: int) -> tuple[float, str]:
     """Return an even rate as users write it, or else in the shortest unit in which it is whole.
 

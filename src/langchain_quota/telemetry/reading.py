@@ -6,30 +6,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
 from itertools import islice
-from math import inf
 from operator import itemgetter
-from typing import TypeVar
+from pathlib import Path
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD
+from langchain_quota.limits.call import THREAD
 from langchain_quota.runtime.units import Level, in_base_unit, level
-from langchain_quota.telemetry import names
+from langchain_quota.telemetry import names, workers
 from langchain_quota.telemetry.labels import limit_label
-from langchain_quota.telemetry.workers import (
-    Key,
-    Number,
-    OnError,
-    Snapshot,
-    Subject,
-    Use,
-    merge,
-    merge_two,
-)
-
-BLOCKED_NOW = 300
-"""For how many seconds after its last blocked call a subject counts as blocked now."""
+from langchain_quota.telemetry.workers import Key, Number, Subject, Use, in_slices, merge_two
 
 STAYS = 15 * 60
 """For how many seconds a series is exported at least, while its subject is in the table."""
@@ -37,16 +26,10 @@ STAYS = 15 * 60
 MAX_NEW = 50
 """Maximum of threads, and of other subjects, whose series begin with one scrape."""
 
-HOURS = 24
-"""The number of hours for which costs are kept."""
-
-SLICE = 256
-"""The number of subjects that are read or written without a pause."""
-
-_PAUSE = 0.0001
 _HOUR = 3600
 
-T = TypeVar("T")
+KINDS = ("threads", "subjects")
+"""The kinds of rows: of threads, and of the subjects of quotas."""
 
 Series = tuple[str, str, str, Level]
 """The label of an agent, a limit, a scope and a level."""
@@ -63,43 +46,48 @@ _METRICS = {
 }
 """The metrics of use, limit, times and refusals, for threads (`True`) and other subjects."""
 
+_FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+
 
 class Reading:
     """The subjects of all processes at one moment, bounded for the export."""
 
     def __init__(
-        self, snapshots: Sequence[Snapshot], on_error: OnError, *, is_scrape: bool = False
+        self,
+        snapshots: Sequence[workers.Snapshot],
+        on_error: workers.OnError,
+        *,
+        is_scrape: bool = False,
     ) -> None:
         self.now = now = time.time()
         self.processes = len(snapshots)
         self.started = min((snapshot.started for snapshot in snapshots), default=now)
         """When the first process began."""
-        self.waiting = sum(snapshot.waiting for snapshot in snapshots)
-        """The number of calls that wait now."""
+        self.waiting = Counter[tuple[Any, ...]]()
+        """The number of calls that wait now, by agent, thread and limit."""
+        for *call, count in (row for snapshot in snapshots for row in snapshot.waiting):
+            self.waiting[*call,] += count
         answers = (snapshot.frozen for snapshot in snapshots)
         self.frozen = max(answers, key=itemgetter(0), default=(0.0, ()))[1]
         """Who is frozen, by the store's newest answer."""
-        self.costs = Counter[int]()
-        """Nanodollars by the hour since the Unix epoch, for the last 24 hours."""
-        for hour, amount in (cost for snapshot in snapshots for cost in snapshot.costs):
-            if hour > now // 3600 - HOURS:
-                self.costs[hour] += amount
-        self.calls = {"allowed": Counter[int](), "blocked": Counter[int]()}
-        """Calls by the minute since the Unix epoch."""
-        for minute, allowed, blocked in (one for snapshot in snapshots for one in snapshot.calls):
-            self.calls["allowed"][minute] += allowed
-            self.calls["blocked"][minute] += blocked
+        self.totals = {name: Counter[int]() for name in workers.PERIODS}
+        """The amounts of `workers.PERIODS`, by the number of the period."""
+        for name, total in ((n, snap.totals[n]) for snap in snapshots for n in snap.totals):
+            seconds, kept = workers.PERIODS[name]
+            for period, amount in total:
+                if period > now // seconds - kept:
+                    self.totals[name][period] += amount
         self._refusals = [refusal for snapshot in snapshots for refusal in snapshot.refusals]
         self.unnamed: set[str] = set()
         """The names of quotas whose subjects have no label."""
-        self.states = defaultdict[tuple[bool, str], set[str]](set)
-        """All subjects that are `blocked` now, `exhausted` or `near`: threads (`True`) or not."""
+        self.states = {kind: defaultdict[str, set[str]](set) for kind in KINDS}
+        """All subjects that are `blocked` now, `exhausted` or `near`."""
         self.tracked = Counter[Series]()
         """The number of all subjects, by what they have used of a limit."""
         self.exported = Counter[Series]()
         """The number of those that are in `rows`."""
-        self.hidden = Counter[bool]()
-        """The number of subjects that are not in `rows`: threads (`True`), and others."""
+        self.hidden = Counter[str]()
+        """The number of subjects that are not in `rows`, by their kind."""
         rows = [row for snapshot in snapshots for row in snapshot.exports if now - row[4] < _HOUR]
         rows.sort(key=itemgetter(4))
         self._latest = rows[-1][4] if rows else 0.0
@@ -112,10 +100,12 @@ class Reading:
         Subjects of an agent with one label are one row, with the numbers of the first one.
         """
 
-    def _read(self, snapshots: Sequence[Snapshot], on_error: OnError) -> Sequence[Subject]:
+    def _read(
+        self, snapshots: Sequence[workers.Snapshot], on_error: workers.OnError
+    ) -> Sequence[Subject]:
         bounds = snapshots[0]
         threads, of_quotas, named = list[Subject](), list[Subject](), set[str]()
-        for subject in in_slices(merge(snapshots)):
+        for subject in in_slices(workers.merge(snapshots)):
             if self.now - subject.last <= bounds.ttl:
                 (threads if subject.key[1] == THREAD else of_quotas).append(subject)
                 (self.unnamed if subject.label is None else named).add(subject.key[1])
@@ -130,7 +120,7 @@ class Reading:
         ):
             rated = self._rate_all(subjects, on_error)
             top = self._choose(rated, len(subjects), bound, stays=stays)
-            self.hidden[subjects is threads] += len(subjects) - len(top)
+            self.hidden[KINDS[subjects is not threads]] += len(subjects) - len(top)
             self._named += subjects if bound else ()
             for _, subject, reached in top:
                 self.exported.update(reached)
@@ -153,12 +143,18 @@ class Reading:
     def last_refusals(self) -> defaultdict[tuple[str, str | None], list[dict[str, object]]]:
         """Return the last refusals by the scope and the label of their rows, the newest first."""
         rows = defaultdict[tuple[str, str | None], list[dict[str, object]]](list)
-        for _, thread, quota, shown in sorted(self._refusals, key=itemgetter(0))[::-1]:
-            rows[THREAD, thread].append(shown)
-            rows[quota[0], quota[1]].append(shown)
+        for shown_by, shown in sorted(self._refusals, key=lambda refusal: refusal[1]["at"])[::-1]:
+            for scope, label in shown_by:
+                rows[scope, label].append(shown)
         return rows
 
-    def _rate_all(self, subjects: Iterable[Subject], on_error: OnError) -> Iterator[_Rated]:
+    def periods(self, name: str) -> list[int]:
+        """Return a total of each of its last periods, the running one included."""
+        seconds, kept = workers.PERIODS[name]
+        running = int(self.now // seconds)
+        return [self.totals[name][period] for period in range(running - kept + 1, running + 1)]
+
+    def _rate_all(self, subjects: Iterable[Subject], on_error: workers.OnError) -> Iterator[_Rated]:
         # Yield them singly: for a list of many, the garbage collector would stop all threads.
         for subject in in_slices(subjects):
             try:
@@ -174,25 +170,26 @@ class Reading:
         highest = refused = 0.0
         # Copy, because a concurrent decision may add a limit.
         for limit, use in list(subject.uses.items()):
-            number, use_level = rate(use, self.now, is_thread=is_thread)
-            if number is not None and use_level is not None:
+            numbers, use_level = rate(use, self.now, is_thread=is_thread)
+            if use_level is not None:
                 reached.append((agent, limit, scope, use_level))
+                used, maximum, _, _ = numbers[0]
                 # It fails here if a limit is too large for a metric, not where it is rendered.
-                highest = max(highest, number[0] / float(number[1]))
+                highest = max(highest, used / float(maximum))
             refused = max(refused, use.refused or 0.0)
         self.tracked.update(reached)
         levels = {use_level for _, _, _, use_level in reached}
         # Strings, for many new tuples would have the garbage collector stop all threads.
         if not is_thread:
             name = f"{scope} {name}"
-        urgency = 0, last, last
+        states, urgency = self.states[KINDS[not is_thread]], (0, last, last)
         if Level.EXHAUSTED in levels:
-            self.states[is_thread, Level.EXHAUSTED].add(name)
+            states[Level.EXHAUSTED].add(name)
         elif Level.NEAR in levels:
-            self.states[is_thread, Level.NEAR].add(name)
+            states[Level.NEAR].add(name)
             urgency = 1, highest, last
-        if self.now - refused < BLOCKED_NOW:
-            self.states[is_thread, "blocked"].add(name)
+        if self.now - refused < workers.BLOCKED_NOW:
+            states["blocked"].add(name)
             urgency = _BLOCKED, refused, last
         return urgency, subject, reached
 
@@ -231,113 +228,130 @@ class Reading:
         return sorted(chosen.values(), key=itemgetter(0), reverse=True)[:bound]
 
 
-class Families(dict[str, Metric]):
-    """The families of what subjects have used, by name, with their samples."""
+class UsageReader(Collector):
+    """Reads what the processes of a directory know, and renders it as metrics."""
 
-    def __init__(self) -> None:
-        kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-        super().__init__(
-            (spec.name, kinds[spec.kind](spec.name, spec.help, labels=spec.labels))
-            for spec in names.METRICS
-            if spec.is_of_table
-        )
+    def __init__(self, directory: Path | None, on_error: workers.OnError) -> None:
+        self._directory, self._on_error = directory, on_error
+        self._own_path: Path | None = None
+        # Once a series exists, it is exported, even at 0.
+        self._series: dict[tuple[str, str, str], None] = {}
 
-    def add_all(self, reading: Reading, series: Iterable[tuple[str, str, str]]) -> None:
-        """Add the samples of a reading; `series` has what is exported even at 0."""
-        for row in reading.rows:
-            for limit, use in list(row.uses.items()):
-                self._add_use(row, limit, use, reading.now)
-        for agent, limit, scope in series:
-            labels = {"agent": agent, "limit": limit_label(limit), "scope": scope}
-            for state in Level:
-                visible = reading.exported[agent, limit, scope, state]
-                hidden = reading.tracked[agent, limit, scope, state] - visible
-                self._add(names.SUBJECTS, {**labels, "state": state, "shown": "true"}, visible)
-                self._add(names.SUBJECTS, {**labels, "state": state, "shown": "false"}, hidden)
-        self._add(names.FROZEN, {}, len(reading.frozen))
-        # Subjects without a label may look the same, and no series may come twice.
-        for who, times in {(*row[:3],): row[3:] for row in reading.frozen[:100]}.items():
-            labels = dict(zip(names.FROZEN_TIMES.labels, who, strict=False))
-            for event, when in zip(("since", "until"), times, strict=True):
-                self._add_time(names.FROZEN_TIMES, labels, event, when)
-        self._add(names.START_TIME, {}, reading.started)
+    def _own_snapshots(self) -> list[workers.Snapshot]:
+        """Return what this process knows now; nothing in one that checks no calls."""
+        return []
 
-    def _add_use(self, row: Subject, limit: str, use: Use, now: float) -> None:
-        agent, scope, _ = row.key
-        is_thread, unit, label = scope == THREAD, use.unit, row.label or ""
-        used_specs, limit_specs, times, blocked = _METRICS[is_thread]
-        labels = {"agent": agent, "limit": limit_label(limit)}
-        if is_thread:
-            labels["thread_id"] = label
-            known = (use.refusal or {}).items()
-            why = {name: text for name, text in known if text and name in {"scope", "subject"}}
-            self._add_time(times, {**labels, **why}, "refusal", use.refused)
-            # Export from 0 on, because `increase()` does not see the first value of a series.
-            if unit != "calls":
-                self._add(names.THREAD_SPENT[unit], labels, in_base_unit(use.spent, unit))
-        else:
-            labels |= {"scope": scope, "subject": label}
-        number, _ = rate(use, now, is_thread=is_thread)
-        if number is not None:
-            used, maximum, ends, _ = number
-            self._add(used_specs[unit], labels, in_base_unit(used, unit))
-            self._add(limit_specs[unit], labels, in_base_unit(maximum, unit))
-            self._add_time(times, labels, "reset", ends)
-        if number is not None or is_thread:
-            self._add_time(times, labels, "decision", use.decided)
-        for scope, count in use.blocked.items():
-            self._add(blocked, {**labels, "scope": scope}, count)
+    def describe(self) -> Iterator[Metric]:
+        """Return the families without samples, for the registry's check for duplicates."""
+        return iter(_families().values())
 
-    def _add(self, spec: names.MetricSpec, labels: dict[str, str], value: float) -> None:
-        # The metrics of a thread share a dict of labels. `add_metric` would copy it for each.
-        self[spec.name].samples.append(Sample(spec.name, labels, value))
+    def collect(self) -> Iterator[Metric]:
+        """Render the subjects of all processes, by the settings of this one, else of another."""
+        reading = self.read(is_scrape=True)
+        if not reading.processes:
+            return
+        self._series |= dict.fromkeys(series[:3] for series in reading.tracked)
+        families = _families()
+        # Copy, because a concurrent scrape may add series.
+        for sample in _samples(reading, list(self._series)):
+            families[sample.name].samples.append(sample)
+        yield from families.values()
 
-    def _add_time(
-        self, spec: names.MetricSpec, labels: dict[str, str], event: str, when: float | None
-    ) -> None:
-        # Round to milliseconds, because a tenth of what a scrape transfers is times.
-        if when:
-            self._add(spec, {**labels, "event": event}, round(when, 3))
+    def read(self, *, is_scrape: bool = False) -> Reading:
+        """Return what all processes know now, bounded for the export."""
+        snapshots = self._own_snapshots()
+        if self._directory is not None:
+            snapshots += workers.read_others(self._directory, self._own_path, self._on_error)
+        return Reading(snapshots, self._on_error, is_scrape=is_scrape)
 
 
-def in_slices(items: Iterable[T]) -> Iterator[T]:
-    """Yield items, and pause after some of them, so that no event loop waits for this thread."""
-    # Python takes the interpreter from a busy thread only after 5 ms, and each step of an event
-    # loop may have to wait that long. A thread that sleeps gives it away at once.
-    for index, item in enumerate(items, 1):
-        if not index % SLICE:
-            time.sleep(_PAUSE)
-        yield item
+def _families() -> dict[str, Metric]:
+    """Return the families of what subjects have used, by name, without samples."""
+    specs = [spec for spec in names.METRICS if spec.is_of_table]
+    return {
+        spec.name: _FAMILIES[spec.kind](spec.name, spec.help, labels=spec.labels) for spec in specs
+    }
 
 
-def rate(use: Use, now: float, *, is_thread: bool) -> tuple[Number | None, Level | None]:
-    """Return the number with the highest used share, and its level if the limit is enforced."""
-    numbers = use.numbers
-    if len(numbers) == 1 and numbers[0][2] is None:
-        number = numbers[0] if numbers[0][1] else None
+def _samples(reading: Reading, series: Iterable[tuple[str, str, str]]) -> Iterator[Sample]:
+    """Return the samples of a reading; `series` has what is exported even at 0."""
+    for row in reading.rows:
+        for limit, use in list(row.uses.items()):
+            yield from _samples_of(row, limit, use, reading.now)
+    for agent, limit, scope in series:
+        labels = {"agent": agent, "limit": limit_label(limit), "scope": scope}
+        for state in Level:
+            visible = reading.exported[agent, limit, scope, state]
+            hidden = reading.tracked[agent, limit, scope, state] - visible
+            for shown, count in (("true", visible), ("false", hidden)):
+                yield _sample(names.SUBJECTS, {**labels, "state": state, "shown": shown}, count)
+    yield _sample(names.FROZEN, {}, len(reading.frozen))
+    # Subjects without a label may look the same, and no series may come twice.
+    for who, (since, until) in {(*row[:3],): row[3:] for row in reading.frozen[:100]}.items():
+        labels = dict(zip(names.FROZEN_TIMES.labels, who, strict=False))
+        yield from _times(names.FROZEN_TIMES, labels, since=since, until=until)
+    yield _sample(names.START_TIME, {}, reading.started)
+
+
+def _samples_of(row: Subject, limit: str, use: Use, now: float) -> Iterator[Sample]:
+    """Return the samples of what a subject has used of a limit."""
+    agent, scope, _ = row.key
+    is_thread, unit, label = scope == THREAD, use.unit, row.label or ""
+    used_specs, limit_specs, times, blocked = _METRICS[is_thread]
+    # The samples share a dict of labels. `add_metric` would copy it for each.
+    labels = {"agent": agent, "limit": limit_label(limit)}
+    if is_thread:
+        labels["thread_id"] = label
+        known = (use.refusal or {}).items()
+        why = {name: text for name, text in known if text and name in {"scope", "subject"}}
+        yield from _times(times, {**labels, **why}, refusal=use.refused)
+        # Export from 0 on, because `increase()` does not see the first value of a series.
+        if unit != "calls":
+            yield _sample(names.THREAD_SPENT[unit], labels, in_base_unit(use.spent, unit))
     else:
-        running = current_numbers(numbers, now, is_thread=is_thread)
-        number = max(running, key=lambda number: number[0] / number[1], default=None)
-    if number is None or use.near is None:
-        return number, None
-    return number, level(number[0], number[1], use.near)
+        labels |= {"scope": scope, "subject": label}
+    numbers, _ = rate(use, now, is_thread=is_thread)
+    for used, maximum, ends, _ in numbers[:1]:
+        yield _sample(used_specs[unit], labels, in_base_unit(used, unit))
+        yield _sample(limit_specs[unit], labels, in_base_unit(maximum, unit))
+        yield from _times(times, labels, reset=ends)
+    if numbers or is_thread:
+        yield from _times(times, labels, decision=use.decided)
+    for scope, count in use.blocked.items():
+        yield _sample(blocked, {**labels, "scope": scope}, count)
 
 
-def still_refuses(use: Use, now: float) -> bool:
-    """Return whether the last refusal of a limit still holds, as far as is known."""
-    refusal, refused = use.refusal or {}, use.refused or 0.0
-    # A run is over soon after its limit has refused a call.
-    lasts = 60 if refusal.get("scope") in (RUN, ROOT_RUN) else BLOCKED_NOW
-    return now - refused < lasts and now < (refusal.get("resets_at") or inf)
+def _sample(spec: names.MetricSpec, labels: dict[str, str], value: float) -> Sample:
+    return Sample(spec.name, labels, value)
 
 
-def current_numbers(numbers: Sequence[Number], now: float, *, is_thread: bool) -> Iterator[Number]:
-    """Return the numbers of windows that have not ended; an ended window of a thread has used 0."""
-    for used, limit, ends, scope in numbers:
-        if limit and (ends is None or ends > now):
-            yield used, limit, ends, scope
-        elif limit and is_thread:
-            yield 0, limit, None, scope
+def _times(
+    spec: names.MetricSpec, labels: dict[str, str], **times: float | None
+) -> Iterator[Sample]:
+    """Return the samples of the events that have a time."""
+    for event, when in times.items():
+        if when:
+            # Round to milliseconds, because a tenth of what a scrape transfers is times.
+            yield _sample(spec, {**labels, "event": event}, round(when, 3))
+
+
+def rate(use: Use, now: float, *, is_thread: bool) -> tuple[Sequence[Number], Level | None]:
+    """Return the numbers of windows that have not ended, and their level if they are enforced.
+
+    The number with the highest used share comes first. An ended window of a thread has used 0.
+    """
+    numbers = use.numbers
+    if len(numbers) != 1 or numbers[0][2] is not None or not numbers[0][1]:
+        numbers = [
+            (used, limit, ends, scope) if is_running else (0, limit, None, scope)
+            for used, limit, ends, scope in numbers
+            if limit and ((is_running := ends is None or ends > now) or is_thread)
+        ]
+        numbers.sort(key=lambda number: -number[0] / number[1])
+    if not numbers or use.near is None:
+        return numbers, None
+    used, limit, _, _ = numbers[0]
+    return numbers, level(used, limit, use.near)
 
 
 def digest(subject: str) -> str:

@@ -8,18 +8,15 @@ import atexit
 import os
 import secrets
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from threading import Timer
 from weakref import WeakSet
 
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
-
 from langchain_quota.core.decide import Verdict
-from langchain_quota.core.decision import Refund
+from langchain_quota.core.decision import Outcome, Refund
 from langchain_quota.core.plans import Meter, Plan, Rule
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD, Call
@@ -27,9 +24,9 @@ from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.telemetry import workers
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
 from langchain_quota.telemetry.logs import logger
-from langchain_quota.telemetry.reading import HOURS, Families, Reading, digest, in_slices
-from langchain_quota.telemetry.recent_calls import RecentCalls, ended, note_outcome
-from langchain_quota.telemetry.workers import Export, Key, Number, OnError, Snapshot, Subject, Use
+from langchain_quota.telemetry.reading import Reading, UsageReader, digest
+from langchain_quota.telemetry.refusals import ended, note_outcome, refusals_of
+from langchain_quota.telemetry.workers import Key, Number, Subject, Use
 
 MAX_TRACKED = 100_000
 """Maximum of threads and other subjects in the table; the longest idle ones go first."""
@@ -37,33 +34,26 @@ MAX_TRACKED = 100_000
 INTERVAL = 1.0
 """Minimum time from one write of a worker's file to the next, in seconds."""
 
-SubjectLabel = Callable[[str, str], str | None]
-"""A function from a quota's name and a subject to its label, or `None` if it must not be shown."""
-
 _BOUNDED = ("agent", "global")
 """The `per` of quotas with one subject for each agent, which always has series."""
 
 
-class UsageTable(Collector):
+class UsageTable(UsageReader):
     """The sink that keeps what subjects have used of their limits, from the newest decisions."""
 
     def __init__(
         self,
-        settings: Snapshot | None,
+        settings: workers.Snapshot,
         directory: Path | None,
-        on_error: OnError,
+        on_error: workers.OnError,
         *,
-        near: float = 1.0,
-        subject_label: SubjectLabel | None = None,
+        near: float,
+        subject_label: Callable[[str, str], str | None],
     ) -> None:
-        # A process that only answers scrapes has no settings, because it checks no calls.
+        super().__init__(directory, on_error)
         self._settings = settings
-        self._directory = directory
-        self._on_error = on_error
         self._near = near
         self._subject_label = subject_label
-        # Once a series exists, it is exported, even at 0.
-        self._series: dict[tuple[str, str, str], None] = {}
         self.counts_in_memory = False
         """Whether a `MemoryStore` counts quotas; until other workers are known."""
         self._lock = fork_safe_lock()
@@ -76,18 +66,17 @@ class UsageTable(Collector):
         """Begin an empty table, as in a forked process, whose parent exports its own subjects."""
         # The longest idle subjects come first.
         self._subjects: OrderedDict[Key, Subject] = OrderedDict()
-        # Nanodollars by the hour since the Unix epoch, and the number of calls that wait.
-        self._costs = Counter[int]()
-        self._waiting, self._exports = 0, list[Export]()
-        self._recent = RecentCalls()
+        self._totals = {name: Counter[int]() for name in workers.PERIODS}
+        # How many calls wait now, by the labels of agent and thread, and by limit.
+        self._waiting = Counter[tuple[str, str, str]]()
+        self._refusals, self._exports = deque[workers.Refusal](maxlen=500), list[workers.Export]()
         # Who is frozen, by store and prefix, and when a store answered last.
         self._frozen = dict[str, Sequence[workers.Freeze]]()
         self._answered = 0.0
         self._is_due = False
         self._written = 0.0
-        self._path: Path | None = None
         if self._directory is not None:
-            self._path = self._directory / workers.FILES.replace("*", secrets.token_hex(8))
+            self._own_path = self._directory / workers.FILES.replace("*", secrets.token_hex(8))
 
     def record_decisions(self, event: DecisionEvent) -> None:
         """Add the verdicts about calls of one agent and thread, in order."""
@@ -105,12 +94,16 @@ class UsageTable(Collector):
                     for index in range(len(verdict.plan.rules)):
                         self._record(thread, verdict, index, now, is_charge=is_charge)
                 if not is_charge:
-                    self._recent.count(verdict, now)
+                    # Whether a call that needs a slot runs is decided later.
+                    if verdict.outcome is not Outcome.SKIPPED and not verdict.needs_slot:
+                        is_blocked = verdict.outcome is Outcome.BLOCKED
+                        self._add("blocked" if is_blocked else "allowed", 1, now)
                     # What the call of a charge costs is known to `spend`.
-                    self._add_cost(verdict.cost, thread, now)
+                    if verdict.cost:
+                        self._add_cost(verdict.cost, thread, now)
         if has_quotas:
             self._record_quotas(event, thread, now, is_charge=is_charge)
-        if self._path is not None:
+        if self._own_path is not None:
             self._write_soon()
 
     def _record_quotas(
@@ -146,7 +139,7 @@ class UsageTable(Collector):
     def keep_refusals(self, event: DecisionEvent) -> None:
         """Keep what limits have refused, with the traces of the calls."""
         with self._lock:
-            self._recent.keep_refusals(event)
+            self._refusals += refusals_of(event)
         self._write_soon()
 
     def refund(self, caller: CallerLabels, refunds: Sequence[Refund]) -> None:
@@ -169,11 +162,13 @@ class UsageTable(Collector):
 
     def change_waiting(self, caller: CallerLabels, limit: str, change: int) -> None:
         """Change the number of calls that wait now for a limit."""
+        key = caller.agent, caller.thread or "", limit
         with self._lock:
-            self._waiting = max(0, self._waiting + change)
+            self._waiting[key] += change
+            if self._waiting[key] <= 0:
+                del self._waiting[key]
             if thread := self._change_thread(caller):
-                use = thread.uses.get(limit) or thread.uses.setdefault(limit, Use())
-                use.waiting = max(0, use.waiting + change)
+                thread.uses.setdefault(limit, Use())
         self._write_soon()
 
     def record_freezes(self, source: str, frozen: Sequence[workers.Freeze] | None) -> None:
@@ -214,7 +209,7 @@ class UsageTable(Collector):
 
     def write(self) -> None:
         """Write the file of this process, if others read it, and report a failure."""
-        if self._path is None or self._settings is None:
+        if self._own_path is None:
             return
         with self._writing:
             # Set the time before `_is_due`, because the next write waits from this time on.
@@ -222,9 +217,8 @@ class UsageTable(Collector):
             self._is_due = False
             try:
                 self._warn_of_workers()
-                snapshot = self._snapshot(self._settings)
-                lines = [self._line_of(subject) for subject in in_slices(snapshot.subjects)]
-                workers.write(self._path, snapshot, lines)
+                [snapshot] = self._own_snapshots()
+                workers.write(self._own_path, snapshot, self._lock)
             except Exception as error:
                 self._on_error(error)
 
@@ -232,8 +226,7 @@ class UsageTable(Collector):
         """Warn once if quotas are counted in memory, and another process has a file, and lives."""
         if not self.counts_in_memory or self._directory is None:
             return
-        others = workers.read_others(self._directory, self._path, self._on_error)
-        if any(other.pid != os.getpid() and workers.is_alive(other.pid) for other in others):
+        if workers.has_others(self._directory, self._own_path, self._on_error):
             self.counts_in_memory = False
             logger.warning(
                 "several workers count quotas in a MemoryStore, and each allows the whole: write "
@@ -242,77 +235,55 @@ class UsageTable(Collector):
 
     def end(self) -> None:
         """Write the file for the last time, if it has subjects."""
-        if self._subjects or self._costs:
+        if self._subjects or self._totals["nanodollars"]:
             self.write()
 
-    def describe(self) -> Iterator[Metric]:
-        """Return the families without samples, for the registry's check for duplicates."""
-        return iter(Families().values())
-
-    def collect(self) -> Iterator[Metric]:
-        """Render the subjects of all processes, by the settings of this one, else of another."""
-        reading = self.read(is_scrape=True)
-        if not reading.processes:
-            return
-        self._exports = [(*key, *times) for key, times in reading.exports.items()]
-        # Others go on with it, whoever answers the next scrape.
-        self._write_soon()
-        self._series |= dict.fromkeys(series[:3] for series in reading.tracked)
-        families = Families()
-        # Copy, because a concurrent scrape may add series.
-        families.add_all(reading, list(self._series))
-        yield from families.values()
-
     def read(self, *, is_scrape: bool = False) -> Reading:
-        """Return what all processes know now, bounded for the export."""
-        snapshots: list[Snapshot] = []
-        if self._settings is not None:
-            snapshots.append(self._snapshot(self._settings))
-        if self._directory is not None:
-            snapshots += workers.read_others(self._directory, self._path, self._on_error)
-        return Reading(snapshots, self._on_error, is_scrape=is_scrape)
+        """Return what all processes know now, and keep what a scrape exports."""
+        reading = super().read(is_scrape=is_scrape)
+        if is_scrape:
+            self._exports = [(*key, *times) for key, times in reading.exports.items()]
+            # Others go on with it, whoever answers the next scrape.
+            self._write_soon()
+        return reading
 
-    def _snapshot(self, settings: Snapshot) -> Snapshot:
+    def _own_snapshots(self) -> list[workers.Snapshot]:
         """Return what this process knows now."""
         with self._lock:
-            return settings._replace(
+            snapshot = self._settings._replace(
                 pid=os.getpid(),
-                waiting=self._waiting,
-                costs=[*self._costs.items()],
+                waiting=[(*key, count) for key, count in self._waiting.items()],
+                totals={name: [*total.items()] for name, total in self._totals.items()},
                 frozen=(self._answered, [*chain(*self._frozen.values())]),
-                calls=[[minute, *counts] for minute, counts in self._recent.minutes.items()],
-                refusals=[*self._recent.refusals],
+                refusals=[*self._refusals],
                 exports=self._exports,
                 # In any order: an OrderedDict in its order takes 30 times as long, under the lock.
                 subjects=list(dict.values(self._subjects))[::-1],
             )
-
-    def _line_of(self, subject: Subject) -> str:
-        """Return the line of a subject in the file."""
-        line = subject.line
-        if not line:
-            # Lock for one subject at a time, because decisions wait for this lock.
-            with self._lock:
-                line = subject.line = workers.line_of(subject)
-        return line
+        return [snapshot]
 
     def _add_cost(self, amount: int, thread: Subject | None, now: float) -> None:
         """Add nanodollars to the cost of this hour, and to that of a thread."""
-        if not amount:
-            return
-        hour = int(now // 3600)
-        self._costs[hour] += amount
-        for past in [past for past in self._costs if past <= hour - HOURS]:
-            del self._costs[past]
-        if thread is not None:
-            thread.cost += amount
+        if amount:
+            self._add("nanodollars", amount, now)
+            if thread is not None:
+                thread.cost += amount
+
+    def _add(self, name: str, amount: int, now: float) -> None:
+        """Add an amount to the total of a minute or an hour."""
+        total, (seconds, kept) = self._totals[name], workers.PERIODS[name]
+        period = int(now // seconds)
+        if period not in total:
+            for past in [past for past in total if past <= period - kept]:
+                del total[past]
+        total[period] += amount
 
     def _forget(self, now: float) -> None:
         """Forget subjects that are idle or too many."""
-        subjects, ttl = self._subjects, self._settings.ttl if self._settings else 0.0
+        subjects = self._subjects
         while subjects:
             oldest = next(iter(subjects.values()))
-            if len(subjects) <= MAX_TRACKED and now - oldest.last <= ttl:
+            if len(subjects) <= MAX_TRACKED and now - oldest.last <= self._settings.ttl:
                 return
             subjects.popitem(last=False)
 
@@ -369,14 +340,14 @@ class UsageTable(Collector):
         key = (agent, quota.scope, digest(subject))
         if quota.per in _BOUNDED:
             return key, ""
-        if key in self._subjects or self._subject_label is None:
+        if key in self._subjects:
             return key, None
         # Call the user's function outside the lock, because it may be slow.
         return key, self._subject_label(quota.scope, subject)
 
     def _write_soon(self) -> None:
         """Write a second after the last write, in a new thread, so that no event loop waits."""
-        if self._path is None:
+        if self._own_path is None:
             return
         with self._lock:
             is_due, self._is_due = self._is_due, True

@@ -5,15 +5,15 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from langchain_quota.runtime.compat import is_multiprocess
 from langchain_quota.runtime.units import Unit
-from langchain_quota.telemetry.recent_calls import Refusal
 
 Key = tuple[str, str, str]
 """The agent's label, the scope, and the label of a thread or the hash of another subject."""
@@ -29,10 +29,27 @@ Export = Sequence[Any]
 Freeze = tuple[str, str, str, float, float | None]
 """What a frozen subject is, its name or label, by whom, since when, and until when."""
 
+Refusal = tuple[Sequence[tuple[str, str | None]], dict[str, Any]]
+"""The scopes and labels of the rows that show a refusal, and what they show."""
+
 OnError = Callable[[Exception], None]
 
-FILES = "langchain_quota.usage-6.*.json"
+FILES = "langchain_quota.usage-7.*.json"
 """Pattern of the files' names, with the version of their format. prometheus_client's are `*.db`."""
+
+BLOCKED_NOW = 300
+"""For how many seconds after its last blocked call a subject counts as blocked now."""
+
+PERIODS = {"allowed": (60, 60), "blocked": (60, 60), "nanodollars": (3600, 24)}
+"""The totals of calls and costs: the length of their periods in seconds, and how many are kept."""
+
+
+SLICE = 256
+"""The number of subjects that are read or written without a pause."""
+
+_PAUSE = 0.0001
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -51,8 +68,6 @@ class Use:
     spent: int = 0
     refusal: dict[str, Any] | None = None
     """What the limit refused last, and until when, as the page shows it."""
-    waiting: int = 0
-    """The number of calls that wait now."""
 
 
 @dataclass(slots=True)
@@ -86,14 +101,15 @@ class Snapshot(NamedTuple):
     max_subjects: int
     ttl: float
     pid: int = 0
-    waiting: int = 0
-    """The number of calls that wait now, with or without a thread."""
-    costs: Sequence[tuple[int, int]] = ()
-    """The cost of each of the last 24 hours: the hour since the Unix epoch, and nanodollars."""
+    waiting: Sequence[Sequence[Any]] = ()
+    """The labels of an agent and a thread, a limit, and the number of calls that wait now for it.
+
+    The label is empty where there is no thread.
+    """
+    totals: Mapping[str, Sequence[tuple[int, int]]] = MappingProxyType({})
+    """The amount of each of `PERIODS`, which is numbered from the Unix epoch."""
     frozen: tuple[float, Sequence[Freeze]] = 0.0, ()
     """When a store answered last, and who was frozen then in all of them."""
-    calls: Sequence[Sequence[int]] = ()
-    """Minutes since the Unix epoch, each with its allowed calls and its blocked ones."""
     refusals: Sequence[Refusal] = ()
     """The last refusals."""
     exports: Sequence[Export] = ()
@@ -101,7 +117,17 @@ class Snapshot(NamedTuple):
     subjects: Sequence[Subject] = ()
 
 
-def line_of(subject: Subject) -> str:
+def in_slices(items: Iterable[T]) -> Iterator[T]:
+    """Yield items, and pause after some of them, so that no event loop waits for this thread."""
+    # Python takes the interpreter from a busy thread only after 5 ms, and each step of an event
+    # loop may have to wait that long. A thread that sleeps gives it away at once.
+    for index, item in enumerate(items, 1):
+        if not index % SLICE:
+            time.sleep(_PAUSE)
+        yield item
+
+
+def _line_of(subject: Subject) -> str:
     """Return a subject as a line of the file."""
     uses = {
         limit: [getattr(use, name) for name in Use.__slots__] for limit, use in subject.uses.items()
@@ -117,8 +143,16 @@ def _parse_subject(line: str) -> Subject:
     return Subject(tuple(key), label, last, {limit: Use(*use) for limit, use in uses.items()}, cost)
 
 
-def write(path: Path, snapshot: Snapshot, lines: Iterable[str]) -> None:
+def write(path: Path, snapshot: Snapshot, lock: AbstractContextManager[object]) -> None:
     """Replace the whole file at once, so that nobody reads half of it."""
+    lines = [json.dumps(snapshot[:-1])]
+    for subject in in_slices(snapshot.subjects):
+        line = subject.line
+        if not line:
+            # Lock for one subject at a time, because decisions wait for this lock.
+            with lock:
+                line = subject.line = _line_of(subject)
+        lines.append(line)
     unfinished = path.with_suffix(".new")
     try:
         # Only the owner may read the file, because it has the ids of threads. What others put there
@@ -126,7 +160,7 @@ def write(path: Path, snapshot: Snapshot, lines: Iterable[str]) -> None:
         unfinished.unlink(missing_ok=True)
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="ascii") as file:  # noqa: PTH123 - a descriptor
-            file.write("\n".join((json.dumps(snapshot[:-1]), *lines)))
+            file.write("\n".join(lines))
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -143,19 +177,22 @@ def read_others(directory: Path, own_path: Path | None, on_error: OnError) -> It
                 on_error(error)
 
 
+def has_others(directory: Path, own_path: Path | None, on_error: OnError) -> bool:
+    """Return whether another process has a file, and lives."""
+    others = read_others(directory, own_path, on_error)
+    return any(other.pid != os.getpid() and is_alive(other.pid) for other in others)
+
+
 def _read(path: Path) -> Snapshot:
     """Read the file of a process, without its subjects if the file is older than their `ttl`."""
     with path.open(encoding="ascii") as file:
         snapshot = Snapshot(*json.loads(next(file)))
         if not is_alive(snapshot.pid):
-            snapshot = snapshot._replace(waiting=0)
+            # No call of a process that was killed waits any more.
+            snapshot = snapshot._replace(waiting=())
         if time.time() - os.fstat(file.fileno()).st_mtime > snapshot.ttl:
             return snapshot
-        subjects = list(map(_parse_subject, file))
-        if not snapshot.waiting:
-            # No call of a process that was killed waits any more.
-            subjects = list(map(_without_waiting, subjects))
-        return snapshot._replace(subjects=subjects)
+        return snapshot._replace(subjects=list(map(_parse_subject, file)))
 
 
 def is_alive(pid: int) -> bool:
@@ -167,13 +204,6 @@ def is_alive(pid: int) -> bool:
             except ProcessLookupError:
                 return False
     return True
-
-
-def _without_waiting(subject: Subject) -> Subject:
-    if not any(use.waiting for use in subject.uses.values()):
-        return subject
-    uses = {limit: replace(use, waiting=0) for limit, use in subject.uses.items()}
-    return replace(subject, uses=uses)
 
 
 def merge(snapshots: Sequence[Snapshot]) -> Sequence[Subject]:
@@ -206,7 +236,6 @@ def merge_two(first: Subject, second: Subject, *, by_time: bool = True) -> Subje
             refused=refused.refused,
             spent=main.spent + (other.spent if other.unit == main.unit else 0),
             refusal=refused.refusal,
-            waiting=main.waiting + other.waiting,
         )
     label, last = first.label or second.label, max(first.last, second.last)
     return Subject(first.key, label, last, uses, first.cost + second.cost)
