@@ -11,9 +11,8 @@ from uuid import UUID
 from langchain_quota.core.plans import Meter, Place, Rule, store_counter
 from langchain_quota.features.budgets.budgets import receipt_of
 from langchain_quota.features.model_notes import added_to
-from langchain_quota.limits import Limit
+from langchain_quota.limits import Limit, choose_quota
 from langchain_quota.limits.call import ROOT_RUN, THREAD
-from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.resolver import quota_meter, subject_text
 from langchain_quota.middleware.root_run import StoreSequence
@@ -368,7 +367,7 @@ class SubjectMethods:
         if limit is None:
             names = ", ".join(map(repr, limits))
             raise ValueError(f"no limit has the name {name.limit!r}: choose one of {names}")
-        quota = _quota(limit, name)
+        quota = choose_quota(limit, name.quota, name.subject)
         if client is None:
             raise ValueError(
                 f"limit {limit.name!r} counts in the agent's state: call "
@@ -393,28 +392,3 @@ class SubjectMethods:
         now = client.clock()
         found = quota_meter(limit, quota, number, subject, prefix=prefix, now=now)
         return client, limit, *found
-
-
-def _quota(limit: Limit, name: CountName) -> Quota | None:
-    """Return the quota that the names choose; `None` for the thread's limit."""
-    choices: list[tuple[str, str, Quota | None]] = [(q.name, q.dimension, q) for q in limit.quotas]
-    if limit.thread_limit is not None:
-        choices.append((THREAD, THREAD, None))
-    if not choices:
-        raise ValueError(f"limit {limit.name!r} has no quota and no thread_limit to choose")
-    chosen = [
-        quota
-        for scope, per, quota in choices
-        if {per} - {"global"} == name.subject.keys() and name.quota in (None, scope)
-    ]
-    if len(chosen) == 1:
-        return chosen[0]
-    several = len({per for _, per, _ in choices}) < len(choices)
-    forms = [
-        ", ".join([f"quota={scope!r}"] * several + [f"{per}=…"] * (per != "global"))
-        for scope, per, _ in choices
-    ]
-    expected = " or ".join(form or "no subject" for form in forms)
-    names = {**name.subject, **({"quota": name.quota} if name.quota is not None else {})}
-    shown = ", ".join(f"{key}={value!r}" for key, value in names.items()) or "no subject"
-    raise ValueError(f"limit {limit.name!r} needs {expected}; given: {shown}")

@@ -1,6 +1,7 @@
 """Methods of middlewares: reset the counts of a thread, or of another subject."""
 
 from datetime import timedelta
+from inspect import isfunction
 from typing import Any, overload
 
 from langchain.agents.middleware.types import ResponseT
@@ -131,10 +132,9 @@ class ThreadMethods(SubjectMethods, LimitMiddleware[Any, ContextT, ResponseT]):
 
 
 for _kind in (SubjectMethods, ThreadMethods):
-    for _name in ("left", "aleft", "grant", "agrant", "revoke", "arevoke", "reset", "areset"):
-        if _name in vars(_kind):
-            # Python's errors about arguments name the method, and not a class that is internal.
-            vars(_kind)[_name].__qualname__ = _name
+    for _method in filter(isfunction, vars(_kind).values()):
+        # Python's errors about arguments name the method, and not a class that is internal.
+        _method.__qualname__ = _method.__name__
 
 
 def _is(node: str, hook: str) -> bool:

@@ -1,9 +1,10 @@
 """The limits that a user sets, frozen and validated."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from langchain_quota.limits.budgets import CostLimit, TimeLimit, TokenLimit
+from langchain_quota.limits.call import THREAD
 from langchain_quota.limits.calls import (
     ConcurrencyLimit,
     ModelCallLimit,
@@ -28,6 +29,31 @@ Limit = (
 def is_dynamic(limit: Limit) -> bool:
     """Return whether the limit of a thread or run is a function."""
     return callable(limit.thread_limit) or callable(limit.run_limit)
+
+
+def choose_quota(limit: Limit, name: str | None, subject: Mapping[str, object]) -> Quota | None:
+    """Return the quota of a limit that the names choose; `None` for the thread's limit."""
+    choices: list[tuple[str, str, Quota | None]] = [(q.name, q.dimension, q) for q in limit.quotas]
+    if limit.thread_limit is not None:
+        choices.append((THREAD, THREAD, None))
+    if not choices:
+        raise ValueError(f"limit {limit.name!r} has no quota and no thread_limit to choose")
+    chosen = [
+        quota
+        for scope, per, quota in choices
+        if {per} - {"global"} == subject.keys() and name in (None, scope)
+    ]
+    if len(chosen) == 1:
+        return chosen[0]
+    several = len({per for _, per, _ in choices}) < len(choices)
+    forms = [
+        ", ".join([f"quota={scope!r}"] * several + [f"{per}=…"] * (per != "global"))
+        for scope, per, _ in choices
+    ]
+    expected = " or ".join(form or "no subject" for form in forms)
+    names = subject if name is None else {**subject, "quota": name}
+    shown = ", ".join(f"{key}={value!r}" for key, value in names.items()) or "no subject"
+    raise ValueError(f"limit {limit.name!r} needs {expected}; given: {shown}")
 
 
 def check_together(limits: Sequence[Limit]) -> None:
