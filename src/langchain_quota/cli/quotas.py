@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from difflib import get_close_matches
-from typing import Any
 from uuid import uuid4
 
 from langchain_quota.cli import CommandError, complain, one_line, printable, say, table
@@ -24,19 +23,9 @@ from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount, in_base_unit
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.grants import Grant, calls_of, in_utc
-from langchain_quota.stores.keys import (
-    DEFAULT_NAMES,
-    MAX_LENGTH,
-    CountKey,
-    dimension_of,
-    parsed,
-    read_emission_interval,
-    unit_of,
-    window_end,
-)
+from langchain_quota.stores.keys import DEFAULT_NAMES, MAX_LENGTH, CountKey, parsed
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
-from langchain_quota.stores.server import PREFIX
 
 Store = RedisStore | PostgresStore
 _OF_REDIS = ("redis://", "rediss://", "unix://")
@@ -53,11 +42,10 @@ _DECLINED = _BROKEN = 1
 
 def run(arguments: Namespace) -> int:
     """Run an action on the store's counts, and return the exit code."""
-    prefix = arguments.prefix
     if arguments.store is not None and _PASSWORD.search(arguments.store):
         fault = "--store has a password, which others on this machine can see"
         raise CommandError(f"{fault}: set {STORE_VARIABLE} instead")
-    url: Any = arguments.store or os.environ.get(STORE_VARIABLE) or None
+    url = arguments.store or os.environ.get(STORE_VARIABLE) or None
     in_postgres = str(url).startswith(("postgres://", "postgresql://"))
     scheme = re.match("[a-zA-Z]+://", url or "")
     if url and not in_postgres and (not scheme or scheme[0] not in _OF_REDIS):
@@ -65,9 +53,9 @@ def run(arguments: Namespace) -> int:
         wrong = f", not {scheme[0]}…" if scheme else ""
         raise CommandError(f"{name} must be {', '.join(_OF_REDIS)} or postgresql://…{wrong}")
     try:
-        prefix = PREFIX if prefix is None else prefix
-        kind = PostgresStore if in_postgres else RedisStore
-        with closing(kind(url, prefix=prefix, timeout=_TIMEOUT)) as store:
+        prefix = {} if arguments.prefix is None else {"prefix": arguments.prefix}
+        kind: Callable[..., Store] = PostgresStore if in_postgres else RedisStore
+        with closing(kind(url, timeout=_TIMEOUT, **prefix)) as store:
             return _ACTIONS[arguments.action](store, arguments, _asked(arguments))
     except (QuotaStoreError, ValueError, ModuleNotFoundError) as error:
         raise CommandError(one_line(error)) from error
@@ -90,10 +78,15 @@ def _show(store: Store, arguments: Namespace, asked: Asked) -> int:
 
 def _share(usage: QuotaUsage) -> float:
     """Return the used share of a limit: 0 without a limit, and for a smooth quota."""
-    if usage.limit is None or read_emission_interval(usage.key):
+    limit = _limit(usage)
+    if limit is None or CountKey.parse(usage.key).limit:
         return 0.0
-    limit = usage.limit + usage.granted
     return usage.used / limit if limit else math.inf
+
+
+def _limit(usage: QuotaUsage) -> int | None:
+    """Return a count's limit with what is added to it; `None` without a limit."""
+    return None if usage.limit is None else usage.limit + usage.granted
 
 
 _SORTS: dict[str, Callable[[QuotaUsage], float]] = {
@@ -107,17 +100,17 @@ _SORTS: dict[str, Callable[[QuotaUsage], float]] = {
 def _object(text: str, **amounts: int | None) -> dict[str, object]:
     """Return what a key says and amounts in its unit, as `--json` prints them."""
     limit, per, subject, _ = _names(text).values()
-    names, unit = {"key": text, "counted": limit, "per": per, "subject": subject}, unit_of(text)
+    names = {"key": text, "counted": limit, "per": per, "subject": subject}
+    unit = CountKey.parse(text).unit
     shown = {name: amount and in_base_unit(amount, unit) for name, amount in amounts.items()}
     return {**names, "unit": UNIT_LABELS[unit], **shown}
 
 
 def _usage_object(usage: QuotaUsage) -> dict[str, object]:
-    used, granted, limit = usage.used, usage.granted, usage.limit
-    limit = None if limit is None else limit + granted
+    used, limit = usage.used, _limit(usage)
     left = None if limit is None else max(0, limit - used)
     resets_at = None if usage.expires_at is None else in_utc(usage.expires_at).isoformat()
-    added = {"granted": granted, "rolled_over": usage.rolled_over}
+    added = {"granted": usage.granted, "rolled_over": usage.rolled_over}
     amounts = _object(usage.key, used=used, limit=limit, left=left, **added)
     return {**amounts, "resets_at": resets_at}
 
@@ -168,7 +161,7 @@ def _find(store: Store, asked: Asked, *granted: str) -> tuple[Mapping[str, Quota
         and parsed(key)
         # A key without a counter holds the number of a thread's newest root run.
         and not key.startswith(":")
-        and dimension_of(key) not in hidden
+        and _names(key)["per"] not in hidden
         # One that is over is kept for clocks that differ, and for what rolls over.
         and (usage.expires_at or math.inf) > time.time()
         and _is_of(key, asked)
@@ -235,23 +228,24 @@ def _pattern(asked: Asked) -> str:
 def _only(keys: Collection[str]) -> str:
     """Return the only key; if there are several, the error says which."""
     if len(keys) > 1:
-        each = (f"--key {key} (until {_format_time(window_end(key), key)})" for key in keys)
+        each = (
+            f"--key {key} (until {_format_time(CountKey.parse(key).ends, key)})" for key in keys
+        )
         raise CommandError(f"several match: add {' or '.join(each)}")
     return next(iter(keys))
 
 
 def _row(usage: QuotaUsage) -> tuple[str, ...]:
-    names, unit = _cells(usage.key), unit_of(usage.key)
-    limit = "-" if usage.limit is None else format_amount(usage.limit + usage.granted, unit)
-    drains = read_emission_interval(usage.key)
-    until = "it drains" if drains else _format_time(usage.expires_at, usage.key)
-    return (*names, format_amount(usage.used, unit), limit, until)
+    key, limit = CountKey.parse(usage.key), _limit(usage)
+    most = "-" if limit is None else format_amount(limit, key.unit)
+    until = "it drains" if key.limit else _format_time(usage.expires_at, usage.key)
+    return (*_cells(usage.key), format_amount(usage.used, key.unit), most, until)
 
 
 def _grant(store: Store, arguments: Namespace, asked: Asked) -> int:
     granted = (grant.key for grant in store.grants(_pattern(asked)) if grant.amount)
     key = _only(_find(store, asked, *granted)[0])
-    text, unit = arguments.amount, unit_of(key)
+    text, unit = arguments.amount, CountKey.parse(key).unit
     if not text.isascii() or (unit not in PER_BASE_UNIT and not text.isdecimal()):
         number = "a number" if unit in PER_BASE_UNIT else "a whole number"
         raise CommandError(f"amount must be {number} of {UNIT_LABELS[unit]}, not {text!r}")
