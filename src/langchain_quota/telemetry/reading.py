@@ -8,7 +8,6 @@ from heapq import nlargest
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -63,20 +62,20 @@ class Reading:
         self.processes = len(snapshots)
         self.started = min((snapshot.started for snapshot in snapshots), default=now)
         """When the first process began."""
-        self.waiting = Counter[tuple[Any, ...]]()
+        self.waiting = Counter[tuple[str, str, str]]()
         """The number of calls that wait now, by agent, thread and limit."""
-        for *call, count in (row for snapshot in snapshots for row in snapshot.waiting):
-            self.waiting[*call,] += count
         answers = (snapshot.frozen for snapshot in snapshots)
         self.frozen = max(answers, key=itemgetter(0), default=(0.0, ()))[1]
         """Who is frozen, by the store's newest answer."""
         self.totals = {name: Counter[int]() for name in workers.PERIODS}
         """The amounts of `workers.PERIODS`, by the number of the period."""
-        for name, total in ((n, snap.totals[n]) for snap in snapshots for n in snap.totals):
-            seconds, kept = workers.PERIODS[name]
-            for period, amount in total:
-                if period > now // seconds - kept:
-                    self.totals[name][period] += amount
+        for snapshot in snapshots:
+            for agent, thread, limit, count in snapshot.waiting:
+                self.waiting[agent, thread, limit] += count
+            for name, (seconds, kept) in workers.PERIODS.items():
+                first = now // seconds - kept + 1
+                amounts = {period: n for period, n in snapshot.totals[name] if period >= first}
+                self.totals[name].update(amounts)
         self._refusals = [refusal for snapshot in snapshots for refusal in snapshot.refusals]
         self.unnamed: set[str] = set()
         """The names of quotas whose subjects have no label."""

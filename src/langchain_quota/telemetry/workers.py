@@ -101,7 +101,7 @@ class Snapshot(NamedTuple):
     max_subjects: int
     ttl: float
     pid: int = 0
-    waiting: Sequence[Sequence[Any]] = ()
+    waiting: Sequence[tuple[str, str, str, int]] = ()
     """The labels of an agent and a thread, a limit, and the number of calls that wait now for it.
 
     The label is empty where there is no thread.
