@@ -35,6 +35,9 @@ LOOPBACK = "127.0.0.1"
 
 _MAX_PORT = 65_535
 
+_WsgiApp = Callable[..., Iterable[bytes]]
+"""An app for a server of the standard library: of the request, and of what starts the response."""
+
 
 class _WorkersCollector(MultiProcessCollector):
     """A collector of the metrics of all workers, also for a process that checks no calls."""
@@ -201,7 +204,7 @@ def start_metrics_server(  # noqa: PLR0913 - the server's settings, all with def
         ) from error
 
     if metrics := httpd.get_app():
-        httpd.set_app(_guard(site.before(metrics) if page else metrics, hosts))
+        httpd.set_app(_site(metrics, site if page else None, hosts))
     if isinstance(httpd.socket, ssl.SSLSocket):
         # Shake hands in each connection's own thread, because a silent client must not stop others.
         httpd.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
@@ -252,21 +255,33 @@ def _check_certificates(certfile: str, keyfile: str | None, client_cafile: str |
         ) from error
 
 
-def _guard(app: web.WsgiApp, hosts: Sequence[str] | None) -> web.WsgiApp:
-    """Return an app that answers only to addresses, localhost and these hosts; `None`: to all."""
+def _site(metrics: _WsgiApp, page: web.Page | None, hosts: Sequence[str] | None) -> _WsgiApp:
+    """Return an app that answers browsers at `/` with the page, and all others with the metrics.
 
-    def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    It answers only to addresses, localhost and these hosts; `None`: to all.
+    """
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         # An attacker may let a name of theirs point to this machine (DNS rebinding).
-        name = _parse_host(environ.get("HTTP_HOST", ""))
-        if hosts is not None and name not in hosts and not _is_this_machine(name):
+        host = _parse_host(environ.get("HTTP_HOST", ""))
+        if hosts is not None and host not in hosts and not _is_this_machine(host):
             start("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
             remedy = f"give this name in allowed_hosts=[…] or {HOSTS_VARIABLE}"
             return [f"Use 127.0.0.1 or localhost, or {remedy}.\n".encode()]
-        if not web.accepts_gzip(environ.get("HTTP_ACCEPT_ENCODING", "")):
+        keys = ("HTTP_ACCEPT", "QUERY_STRING", "HTTP_ACCEPT_ENCODING")
+        accept, query, encoding = (environ.get(key, "") for key in keys)
+        name = environ["PATH_INFO"].removeprefix("/")
+        # Whoever scrapes `/` gets metrics.
+        is_of_page = name == "quota.json" or (not name and "text/html" in accept)
+        if page is not None and environ["REQUEST_METHOD"] == "GET" and is_of_page:
+            status, headers, body = page.answer(name, query, encoding)
+            start(status, list(headers.items()))
+            return [body]
+        if not web.accepts_gzip(encoding):
             environ["HTTP_ACCEPT_ENCODING"] = ""  # prometheus_client does not look at the weight
-        return app(environ, start)
+        return metrics(environ, start)
 
-    return guarded
+    return answer
 
 
 def _parse_host(host: str) -> str:

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -52,8 +52,6 @@ Response = tuple[str, dict[str, str], bytes]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-WsgiApp = Callable[..., Iterable[bytes]]
-"""An app for a server of the standard library: of the request, and of what starts the response."""
 
 _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -293,22 +291,6 @@ class Page:
             shown = ",".join(of_kind[:count])
             parts.append(f'"{kind}":{_as_json(part)[:-1]},"rows":[{shown}]}}')
         return ",".join(parts) + "}"
-
-    def before(self, metrics: WsgiApp) -> WsgiApp:
-        """Return a WSGI app that answers browsers at `/`, and all others with the metrics."""
-
-        def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-            name, accept = environ["PATH_INFO"].removeprefix("/"), environ.get("HTTP_ACCEPT", "")
-            # Whoever scrapes `/` gets metrics.
-            is_page = name == "quota.json" or (not name and "text/html" in accept)
-            if environ["REQUEST_METHOD"] != "GET" or not is_page:
-                return metrics(environ, start)
-            keys = ("QUERY_STRING", "HTTP_ACCEPT_ENCODING")
-            status, headers, body = self.answer(name, *(environ.get(key, "") for key in keys))
-            start(status, list(headers.items()))
-            return [body]
-
-        return app
 
     async def __call__(self, scope: MutableMapping[str, Any], _: object, send: Send) -> None:
         """Answer one request, off the event loop."""
