@@ -382,7 +382,7 @@ async def test_a_lost_slot_is_reported(
     await playing
     assert signals.errors("store", "LostLeaseError") == 1 or not taken
     said = [each.getMessage() for each in caplog.records]
-    (line,) = [each for each in said if "lost its place" in each]
+    (line,) = [each for each in said if "lost its slot" in each]
     assert "'browser'" in line
 
 

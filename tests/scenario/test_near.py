@@ -20,8 +20,12 @@ MOST_WAITING = 100
 SHARES = (0.5, 0.8, 0.95)
 
 
+def limited(quota: Quota, near: Any = SHARES) -> ToolCallLimit:
+    return ToolCallLimit("search", quotas=[quota], near=near)
+
+
 def per_user(most: int, near: Any = SHARES) -> ToolCallLimit:
-    return ToolCallLimit("search", quotas=[Quota(most, per="user_id", window=DAY)], near=near)
+    return limited(Quota(most, per="user_id", window=DAY), near)
 
 
 class Watched(Scene):
@@ -196,11 +200,17 @@ async def test_log_and_stream(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_a_store_of_the_users_own(signals: Signals) -> None:
-    """A store that marks nothing has the call that crosses a share tell of it."""
-    scene = Watched(signals, per_user(4, (0.5, 1)), store=FickleStore(MemoryStore()))
-    await scene.play("3")
-    await scene.play("1")
-    await scene.told(("ann", 2), ("ann", 4))
+    """A store that marks nothing has the call that crosses a share tell of it, in each window."""
+    clock = Clock()
+    store = FickleStore(MemoryStore(clock=clock))
+    of_thread = Quota(4, per="thread", window=DAY)
+    for limit, who in ((per_user(4, (0.5, 1)), "ann"), (limited(of_thread, (0.5, 1)), "thread-1")):
+        scene = Watched(signals, limit, store=store)
+        await scene.play("3")
+        await scene.play("1")
+        clock.now += 24 * 3600
+        await scene.play("2")
+        await scene.told((who, 2), (who, 4), (who, 2))
 
 
 async def test_an_outage(signals: Signals) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,8 +10,17 @@ from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.sampling import Sampler
 from prometheus_client import Counter, generate_latest
 
-from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
+from langchain_quota import (
+    ConcurrencyLimit,
+    Decision,
+    MemoryStore,
+    ModelCallLimit,
+    Quota,
+    TokenLimit,
+    ToolCallLimit,
+)
 from tests.scene import Form, Scene
+from tests.stores import FickleStore
 from tests.telemetry import Signals, telling
 
 LOGGER = logging.getLogger("langchain_quota")
@@ -174,3 +184,40 @@ async def test_a_limit_beyond_all_floats(signals: Signals) -> None:
     assert scene.calls("allowed") == 1
     assert generate_latest(signals.registry)
     assert ("metrics", "OverflowError") in signals.samples(ERRORS)
+
+
+def message_that_fails(_: Decision) -> str:
+    raise ZeroDivisionError("boom")
+
+
+FAILS: Any = {"message": message_that_fails}
+
+
+@pytest.mark.parametrize(
+    ("limit", "outcomes"),
+    [
+        (ToolCallLimit("search", run_limit=1, **FAILS), {"blocked": 1, "skipped": 2}),
+        (ModelCallLimit(run_limit=0, **FAILS), {"blocked": 1}),
+        (TokenLimit(run_limit=5, reserve=lambda _: 10, **FAILS), {"blocked": 1}),
+        (ConcurrencyLimit("calc", max_concurrency=1, **FAILS), {"blocked": 1}),
+    ],
+)
+async def test_a_message_that_fails(
+    limit: Any, outcomes: Mapping[str, int], signals: Signals
+) -> None:
+    """An error in a limit's message ends the run; the refusal that it is for is recorded."""
+    kind = "tool" if "tool" in limit.kinds else "model"
+    limits = [limit, ToolCallLimit("calc", run_limit=1)] if kind == "tool" else [limit]
+    script = [["search", "search", "calc"]] if kind == "tool" else ["done"]
+    store = FickleStore(MemoryStore()) if isinstance(limit, ConcurrencyLimit) else None
+    if store is not None:
+        # No slot is to be had, and the counts of the run are not asked for.
+        limits, script, store.down = [limit], [["calc"]], True
+    scene = Scene(signals, script, limits, store=store)
+    with pytest.raises(ZeroDivisionError, match="boom") as raised:
+        await scene.play()
+    assert raised.value.__notes__[0] == f"raised by the message of limit {limit.name!r}"
+    for outcome, number in outcomes.items():
+        found = signals.samples("langchain_quota_calls_total", kind=kind, decision=outcome)
+        assert sum(found.values()) == number
+    assert [each.status.description for each in signals.decision_spans()].count("boom") == 1

@@ -215,7 +215,9 @@ class ModelCallLimitMiddleware(
             alert=alert,
             name="" if limit_name is None else limit_name,
         )
-        super().__init__((limit,), parts=(limit_name,), telemetry=telemetry, model_mode="returned")
+        super().__init__(
+            (limit,), parts=(limit_name,), telemetry=telemetry, counts_models="returned"
+        )
         self.kernel.conclude_model = partial(conclude_model, charging=False)
         self.thread_limit = thread_limit
         self.run_limit = run_limit

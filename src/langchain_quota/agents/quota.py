@@ -207,7 +207,7 @@ class QuotaMiddleware(
             ),
             why_nobody_is_asked=self.why_nobody_is_asked,
             checks_inline="model" in self.checking_nodes(),
-            model_mode="admitted" if any("model" in limit.kinds for limit in limits) else None,
+            counts_models="admitted" if any("model" in limit.kinds for limit in limits) else None,
         )
         self.remove_hooks(_unneeded(self.kernel, self.feature_kinds))
 

@@ -1,1 +1,1 @@
-"""The rule that admits calls, and the decisions that follow. No LangChain in it."""
+"""The rule that admits calls, and the decisions, texts and reasons that follow; no LangChain."""

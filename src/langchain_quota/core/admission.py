@@ -2,7 +2,7 @@
 
 A count has a name. A threshold is a number that a count must not exceed. `admit` finds for each
 call the limits that refuse it, and their scopes. Only `admit`, and a store's copy of it, admits
-calls.
+calls. Only the slots of one process are counted elsewhere, in `runtime/queues.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -46,7 +46,7 @@ class Verdict:
         waited: How long the call has waited for room, in seconds.
         downgraded_by: The limit that has a model call go to another model; empty for none.
         needs_slot: Whether the call runs only if it gets a slot, about which another verdict says.
-        first: If this one is about the call's slots alone, the verdict before it.
+        before_slots: If this one is about the call's slots alone, the verdict before it.
     """
 
     call: Call
@@ -65,7 +65,7 @@ class Verdict:
     waited: float = 0.0
     downgraded_by: str = ""
     needs_slot: bool = False
-    first: "Verdict | None" = None
+    before_slots: "Verdict | None" = None
     _decision: Decision | None = field(default=None, init=False)
 
     @classmethod
@@ -88,9 +88,9 @@ class Verdict:
     @property
     def whole_decision(self) -> Decision:
         """Public record by all limits on the call: those of the verdict before come first."""
-        if self.first is None:
+        if self.before_slots is None:
             return self.decision
-        before, slots = self.first.decision, self.decision
+        before, slots = self.before_slots.decision, self.decision
         return before._replace(
             outcome=slots.outcome,
             limits=(*before.limits, *slots.limits),

@@ -1,4 +1,4 @@
-"""The frozen record of one checked call, with the limits that it was checked against."""
+"""The records of a checked call: the decision, its limits and counts, an answer, a refund."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,11 +46,12 @@ class CountStatus(NamedTuple):
         subject: Whose calls a quota counts; empty for all.
         resets_at: When a quota's window ends, in its zone; `None` if it lasts until it is reset.
             For a smooth quota: when the next call fits.
-        per: What a quota counts by: `"thread"`, `"agent"`, `"global"`, or a name in
+        per: What a quota counts by: `"thread"`, `"agent"`, `"global"`, `"root_run"`, or a name in
             `runtime.context`. If `per` is a function, the quota's name. Empty if it is no quota.
         smooth: Whether the count drains at an even rate.
         spacing: For a smooth quota, how many microseconds its rate has from one call, or token, to
             the next.
+        granted: What grants and rollover have added to its maximum.
         window: For a smooth quota, its window in seconds: the time in which its limit drains.
 
     Examples:
@@ -98,8 +99,8 @@ class LimitStatus(NamedTuple):
         scope: The scope that is exhausted or frozen; `None` for none. If several are exhausted,
             the first.
         charged: Whether the call is charged to this limit by this decision.
-        deferred: Whether the call runs now and is counted when it has returned, as every call is
-            in budgets of tokens and money.
+        deferred: Whether the call runs now and is counted when it has returned, as model calls are
+            in budgets.
         enforced: Whether its refusals block calls. In a dry run a call that it refuses runs and is
             counted.
         near: The limit's own near share; `None` for that of the telemetry.

@@ -1,10 +1,10 @@
-"""The texts that the model and the user read when a call is blocked.
+"""The texts that the model, the user and a person who is asked read at a limit.
 
 The default texts of blocked calls and of final messages are those of LangChain's limiters:
 applications match on them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from langchain_quota.core.decide import Breach
@@ -68,8 +68,7 @@ def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
     """Return the final text of a run that ends at limits: every limit that was hit, with counts."""
     # It is never blank: providers refuse a message without text, and supervisors pass on another.
     texts = [
-        _custom_final(breach.rule.limit.message, breach.decision)
-        or reached(breach, is_last=is_last)
+        _custom_final(breach.rule.limit, breach.decision) or reached(breach, is_last=is_last)
         for breach in breaches
     ]
     return " ".join(dict.fromkeys(texts))
@@ -96,7 +95,7 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
     # Tool counts are as if the refused calls had run; model counts are those before the call.
     limit = breach.rule.limit
     if breach.reason in {"frozen", "store"}:
-        return _unchecked(limit, breach.reason)
+        return _undecided(limit, breach.reason)
     if isinstance(limit, RepeatLimit):
         repeats, _ = _why(limit, breach.decision)
         return f"{repeats}."
@@ -127,9 +126,9 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
 
 def _refusal(limit: Limit, decision: Decision, status: LimitStatus) -> str:
     if limit.message is not None:
-        return _custom(limit.message, decision)
+        return _custom(limit, decision)
     if status.reason in {"frozen", "store"}:
-        return _unchecked(limit, status.reason)
+        return _undecided(limit, status.reason)
     if (count := status.count_of(CONCURRENCY)) is not None:
         maximum = count.limit
         return (
@@ -174,7 +173,7 @@ def _why(limit: Limit, decision: Decision) -> tuple[str, str]:
     )
 
 
-def _unchecked(limit: Limit, reason: str | None) -> str:
+def _undecided(limit: Limit, reason: str | None) -> str:
     if reason == "frozen":
         return "The call was not run: an operator has stopped calls like it until further notice."
     if limit.unit != "calls":
@@ -210,10 +209,16 @@ def _when(moment: datetime) -> str:
     return f"{moment.isoformat()} ({utc})" if moment.utcoffset() else utc
 
 
-def _custom_final(message: str | Callable[[Decision], str] | None, decision: Decision) -> str:
-    text = "" if message is None else _custom(message, decision)
+def _custom_final(limit: Limit, decision: Decision) -> str:
+    text = _custom(limit, decision)
     return text if text.strip() else ""
 
 
-def _custom(message: str | Callable[[Decision], str], decision: Decision) -> str:
-    return message(decision) if callable(message) else message
+def _custom(limit: Limit, decision: Decision) -> str:
+    """Return a limit's own text; empty if it has none."""
+    message = limit.message or ""
+    try:
+        return message(decision) if callable(message) else message
+    except Exception as error:
+        error.add_note(f"raised by the message of limit {limit.name!r}")
+        raise

@@ -89,7 +89,7 @@ class Rule(NamedTuple):
         meters = tuple(
             Meter(
                 scope,
-                f"{store_counter(limit)}/{scope}",
+                counter,
                 value
                 if value is None
                 else whole_amount(limit.unit, f"{scope}_limit of limit {limit.name!r}", value),
@@ -97,9 +97,9 @@ class Rule(NamedTuple):
                 amount=int(limit.unit == "calls"),
                 computed=callable(argument),
             )
-            for scope, value, argument in (
-                (THREAD, thread, limit.thread_limit),
-                (RUN, run, limit.run_limit),
+            for scope, counter, value, argument in (
+                (THREAD, thread_counter(limit), thread, limit.thread_limit),
+                (RUN, run_counter(limit), run, limit.run_limit),
             )
         )
         keep = getattr(limit, "keep", None)

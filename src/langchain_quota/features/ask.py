@@ -91,7 +91,7 @@ class Questions(Feature):
             of_thread = {name: n for name, n in grants.items() if name.endswith(f"/{THREAD}")}
             feature_data[self.name] = {"granted": of_thread}
 
-    def limits(self, state: State, limits: LimitSet, places: Places) -> LimitSet:
+    def adjust_limits(self, state: State, limits: LimitSet, places: Places) -> LimitSet:
         """Raise limits by what people have granted in the thread's state."""
         grants = _state_grants(state).items()
         return limits.raised({name: amount for name, amount in grants if name not in places})
@@ -126,7 +126,9 @@ class Questions(Feature):
         # Nobody is asked about calls that are still refused.
         asking = rebuilt.limits.asking
         stops = {name: n for name, n in step.stops.items() if name not in asking}
-        return await self._kernel.acquire(mode, rebuilt._replace(answer=step.answer, stops=stops))
+        return await self._kernel.admit_by_counts(
+            mode, rebuilt._replace(answer=step.answer, stops=stops)
+        )
 
     def _ask_person(
         self, step: Step, offers: Sequence["_Offer"]

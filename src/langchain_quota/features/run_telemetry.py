@@ -15,7 +15,7 @@ from langgraph.errors import GraphInterrupt
 
 from langchain_quota.core.plans import run_counter
 from langchain_quota.limits.call import Kind
-from langchain_quota.limits.options import counts_calls
+from langchain_quota.limits.options import has_number
 from langchain_quota.middleware.calls import Change, Step, model_context, model_counts
 from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
@@ -185,7 +185,7 @@ class RunHistograms(Feature):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
         # A RepeatLimit counts nothing that adds up, and a ConcurrencyLimit has no number for a run.
-        self._limits = [limit for limit in kernel.limits if limit.counted and counts_calls(limit)]
+        self._limits = [limit for limit in kernel.limits if limit.counted and has_number(limit)]
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - as for every feature
         """Create the series at 0, because `increase()` does not see the first value of a series."""

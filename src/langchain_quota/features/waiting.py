@@ -23,7 +23,7 @@ from langchain_quota.core.plans import Meter, Place
 from langchain_quota.core.stops import make_reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind, Scope
-from langchain_quota.limits.options import counts_calls
+from langchain_quota.limits.options import has_number
 from langchain_quota.middleware.calls import Change, Step, refund_corrections
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
@@ -385,7 +385,7 @@ def _max_waits(limits: Sequence[Limit]) -> dict[str, float]:
     return {
         limit.name: limit.seconds
         for limit in limits
-        if counts_calls(limit) and limit.enforce and getattr(limit, "wait", None) is not None
+        if has_number(limit) and limit.enforce and getattr(limit, "wait", None) is not None
     }
 
 

@@ -15,7 +15,7 @@ from langchain_quota.limits.options import (
     UNCACHED_TOKENS,
     Amount,
     ModelLimit,
-    counts_calls,
+    has_number,
     validate_amount,
     whole_amount,
 )
@@ -198,7 +198,7 @@ class TokenLimit(Budget[int]):
                     f"call_limit={self.call_limit!r} needs tokens='input', and cannot be used with "
                     "exit_behavior='ask'"
                 )
-        if self.call_limit is None or counts_calls(self):
+        if self.call_limit is None or has_number(self):
             self._check_budget()
         elif self.keep is not None or self.exit_behavior == "finalize":
             raise ValueError("exit_behavior='finalize' needs a number beside call_limit=")
@@ -318,7 +318,7 @@ class TimeLimit(Budget[Time]):
         self._validate_options("time")
         if self.call_limit is not None:
             validate_amount(self.unit, "call_limit", self.call_limit)
-        if self.call_limit is None or counts_calls(self):
+        if self.call_limit is None or has_number(self):
             self._check_budget()
         elif self.keep is not None or self.exit_behavior != "end":
             raise ValueError(

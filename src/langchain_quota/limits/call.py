@@ -43,7 +43,8 @@ class Call(NamedTuple):
         kind: `"model"` or `"tool"`.
         tool: The tool's name as the model gave it; `None` for a model call.
         id: The tool call's id; `None` for a model call.
-        amount: How many calls it counts as; a whole number from 1.
+        amount: How many calls it counts as: 1 for a call that is checked, perhaps more in a
+            `Refund`.
         agent: The name of the agent that makes the call, if it has one.
         thread_id: The thread's id as the caller gave it. `None` if there is no thread. Also `None`
             if the agent runs inside another agent, and its use cannot be told from the other's.

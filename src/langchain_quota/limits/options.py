@@ -73,9 +73,9 @@ class LimitOptions:
     """The base of all kinds of limits."""
 
     # A kind also has `kind`, `run_limit`, `exit_behavior`, `counter`, `message`, `name`, `enforce`
-    # and `alert`, as a field or for the whole class. Limits with one counter share a count, so two
-    # kinds must not use the same counter. A kind's `__post_init__` calls `_validate_options`.
-    # `Limit` lists all kinds.
+    # and `alert`, as a field or for the whole class, and `_exits`; `unit` and `counted` if they are
+    # not those below. Limits with one counter share a count, so two kinds must not use the same
+    # counter. A kind's `__post_init__` calls `_validate_options`. `Limit` lists all kinds.
 
     __slots__ = ()
 
@@ -86,6 +86,7 @@ class LimitOptions:
     _exits: ClassVar[object]
     """The exit behaviours that the kind knows."""
     wrap_tool_call: ClassVar[object] = NoHook("{}(…)")
+    """LangChain looks here if a limit is listed as a middleware: the error says what to write."""
 
     # The defaults of a kind that does not have the option.
     thread_limit: object = None
@@ -214,7 +215,7 @@ class CallLimit(LimitOptions, Generic[Amount]):
             )
         if self.exit_behavior == "ask" and any(quota.smooth for quota in self.quotas):
             raise ValueError("exit_behavior='ask' cannot be used with a smooth quota: use wait")
-        if not counts_calls(self):
+        if not has_number(self):
             raise ValueError(
                 "At least one limit must be specified: thread_limit, run_limit or quotas. To only "
                 "count, write enforce=False"
@@ -243,7 +244,7 @@ class ModelLimit(CallLimit[Amount]):
     exit_behavior: ModelExitBehavior = "end"
 
 
-def counts_calls(limit: Any) -> bool:
+def has_number(limit: Any) -> bool:
     """Return whether a limit has a number of calls, tokens, dollars or time, or is a meter."""
     if limit.quotas or limit.thread_limit is not None or limit.run_limit is not None:
         return True

@@ -58,7 +58,7 @@ class CalendarWindow:
     tz: str
     day: int = 0  # of the week or month, from 0
 
-    def near(self, here: datetime) -> Iterator[datetime]:
+    def starts_around(self, here: datetime) -> Iterator[datetime]:
         """Yield the starts of some windows before and after a time, by the zone's clock."""
         hour = here.replace(minute=0, second=0, microsecond=0)
         midnight = hour.replace(hour=0)
@@ -271,7 +271,7 @@ def around(window: CalendarWindow, now: int) -> tuple[int, int, int]:
     """Return the start and end of the window at a moment, and the zone's offset at its end."""
     zone = _zone(window.tz)
     times = 2 if window.unit == "hour" else 1  # an hour that comes twice is two windows
-    near = window.near(_local_time(now, zone))
+    near = window.starts_around(_local_time(now, zone))
     starts = [moment for local in near for moment in _moments(local, zone)[:times]]
     end = min(start for start in starts if start > now)
     offset = datetime.fromtimestamp(end, zone).utcoffset() or timedelta(0)

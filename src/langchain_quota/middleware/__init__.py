@@ -1,1 +1,1 @@
-"""The middlewares: the code that LangChain calls."""
+"""The kernel behind all middlewares, and LangChain's hooks that call it."""

@@ -181,7 +181,7 @@ class LimitMiddleware(ModelCallMiddleware[StateT, ContextT, ResponseT]):
         return begin_run(self.kernel, "a", state, runtime)
 
     async def _wrap_model_call(self, mode: Mode, request: Request, handler: Handler) -> Response:
-        # Unless a limit has ended the run.
+        # A run that a limit has ended makes no more model calls.
         update = end_again(request.state, request.runtime)
         if update is None:
             return await self._call_model(mode, request, handler)
@@ -311,9 +311,9 @@ def _refund_stopped_calls(kernel: Kernel, state: State, context: CallContext) ->
 
 def _also_begun(kernel: Kernel, begun_by: Mapping[str, str | None]) -> dict[str, str | None]:
     """Return the middlewares that have begun a run, this one included."""
-    begun = {**begun_by, kernel.name: kernel.model_mode}
+    begun = {**begun_by, kernel.name: kernel.counts_models}
     counting = [mode for mode in begun.values() if mode is not None]
-    if kernel.model_mode is None or len(counting) == 1 or {*counting} == {"returned"}:
+    if kernel.counts_models is None or len(counting) == 1 or {*counting} == {"returned"}:
         return begun
     raise RuntimeError(
         f"{kernel.name} and another middleware of this agent both count its model calls: put "

@@ -51,10 +51,10 @@ OF_RUN = f"{MODEL}/{RUN}"
 _UNASKED = AcquireResult({})
 
 
-def refund_corrections(step: str, refunds: Mapping[str, Amounts]) -> tuple[Correction, ...]:
+def refund_corrections(name: str, refunds: Mapping[str, Amounts]) -> tuple[Correction, ...]:
     """Return the corrections that refund calls in a store, each once in a step."""
     return tuple(
-        Correction(f"{step}/{call_id}", {key: -amount for key, amount in amounts.items()})
+        Correction(f"{name}/{call_id}", {key: -amount for key, amount in amounts.items()})
         for call_id, amounts in refunds.items()
     )
 

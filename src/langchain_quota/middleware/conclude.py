@@ -223,6 +223,15 @@ def conclude_tools(step: Step) -> Change:
     return Change(verdicts, update, refunds)
 
 
+def not_concluded(step: Step, error: Exception) -> Change:
+    """Return what is recorded if a text of the user's own fails: refusals, and nothing runs."""
+    verdicts, _ = step.decide()
+    return Change(
+        [one if one.refused else Verdict(one.call, Outcome.SKIPPED) for one in verdicts],
+        error=error,
+    )
+
+
 def _finalized(step: Step, pending: PendingCalls) -> Change:
     """Skip all tools after the last model call of the budget, and end the run with its text."""
     verdicts = [Verdict(call, Outcome.SKIPPED) for call in step.every_call]

@@ -1,4 +1,4 @@
-"""The caller, its agent, thread and run, and the limits that depend on them."""
+"""The caller of a hook: its agent, thread, run and task."""
 
 import json
 from collections.abc import Mapping
@@ -23,13 +23,20 @@ NodeRuntime = Runtime[Any]
 class CallContext(NamedTuple):
     """The agent and thread of a hook's call; inside a tool, they may be those of its caller."""
 
+    # Who telemetry says makes the call.
     agent: str | None = None
+    # Of the running task: its id, and the namespace that tells which graphs it is in.
     task_id: str | None = None
+    # The thread in which the run's state is saved, even if another agent's run is saved there.
     run_thread_id: object = None
     checkpoint_ns: str = ""
+    # Whether a checkpointer keeps the state for the thread's next run.
     remembers: bool = True
+    # Names a sub-agent's run that no checkpoint outlives, by the tasks around it.
     invocation: str = ""
+    # The thread of the call; `None` in a tool, where it could be the caller's.
     thread_id: object = None
+    # The agent's name, if it is known to be its own, and not its caller's.
     own_name: str | None = None
 
     @property
@@ -49,16 +56,16 @@ class CallContext(NamedTuple):
             return self
         return self._replace(thread_id=self.run_thread_id, own_name=self.agent)
 
-    def task(self, middleware: str) -> str | None:
-        """Return the name of a middleware's work inside a task of the graph."""
-        return None if self.task_id is None else f"{self.task_id}/{middleware}"
+    def task(self, work: str) -> str | None:
+        """Return the name of some work inside a task of the graph."""
+        return None if self.task_id is None else f"{self.task_id}/{work}"
 
-    def step(self, middleware: str) -> str:
-        """Return a unique name of a middleware's work in this task; the same in a re-run."""
+    def step(self, work: str) -> str:
+        """Return a unique name of some work in this task; the same in a re-run."""
         # Outside of a graph every call is a step of its own.
         if self.task_id is None:
             return uuid4().hex
-        return digest(str(self.run_thread_id), self.checkpoint_ns, self.task_id, middleware)
+        return digest(str(self.run_thread_id), self.checkpoint_ns, self.task_id, work)
 
     def run(self) -> str:
         """Return the name of the run that begins in this task; the same in a re-run."""

@@ -60,7 +60,7 @@ class Feature:
     """Data of a thread that has used nothing."""
 
     shapes_requests: ClassVar[bool] = False
-    """Whether its `around_model` shapes the request, because it needs the final one."""
+    """Whether its `around_model` calls `Kernel.shape_request`, to know the final request."""
 
     @classmethod
     def create(cls, kernel: "Kernel") -> "Feature | None":
@@ -85,7 +85,7 @@ class Feature:
         """Learn the tools that an agent offers its model."""
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:
-        """Add to the data of features that a new run writes."""
+        """Write what a new run begins with: `feature_data[self.name]`."""
 
     def end_run(self, state: State, runtime: object) -> None:
         """Use the final state of a run that has ended, and was not interrupted."""
@@ -94,7 +94,7 @@ class Feature:
         """Return counts that only this feature can know, by the name of the counter."""
         raise NotImplementedError
 
-    def limits(self, state: State, limits: LimitSet, places: Places) -> LimitSet:
+    def adjust_limits(self, state: State, limits: LimitSet, places: Places) -> LimitSet:
         """Return the limits as they are now, perhaps changed."""
         return limits
 
@@ -111,7 +111,10 @@ class Feature:
         return change
 
     def after_model(self, state: State, *, saved: bool) -> None:
-        """Use the state after the model's step; raise what that step could not raise."""
+        """Use the state after the model's step; raise what that step could not raise.
+
+        `saved` is false in the model's own node, whose update the graph may still drop.
+        """
 
     async def shape_request(self, mode: Mode, request: Request) -> Request:
         """Return the request that the model gets."""

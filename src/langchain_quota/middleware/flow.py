@@ -22,7 +22,12 @@ from langchain_quota.middleware.calls import (
     refund_corrections,
     tool_step,
 )
-from langchain_quota.middleware.conclude import add_reasons, conclude_model, conclude_tools
+from langchain_quota.middleware.conclude import (
+    add_reasons,
+    conclude_model,
+    conclude_tools,
+    not_concluded,
+)
 from langchain_quota.middleware.context import CallContext, call_context, running_agent
 from langchain_quota.middleware.damage import DAMAGES, raise_if_damaged
 from langchain_quota.middleware.feature import (
@@ -59,7 +64,7 @@ STORE_UNAVAILABLE = (
 )
 """The message if the store that has to grant a person's answer is unavailable."""
 
-ModelMode = Literal["admitted", "returned"]
+WhenCounted = Literal["admitted", "returned"]
 Conclude = Callable[[Step], Change]
 
 
@@ -76,7 +81,7 @@ class Kernel:
         on_near: The user's function that is told of shares that are used.
         options: The settings of features, by name.
         feature_kinds: The features that it may have, in the order in which they are called.
-        model_mode: When this middleware counts model calls; `None` if it does not.
+        counts_models: When this middleware counts model calls; `None` if it does not.
         checks_every_call: Whether tool calls that no limit matches are recorded, too.
         why_nobody_is_asked: What the middleware needs instead, if no limit of it can ask a person.
         checks_inline: Whether calls are checked in the model's own node.
@@ -98,7 +103,7 @@ class Kernel:
         on_near: NearFunction | None = None,
         options: FeatureOptions | None = None,
         feature_kinds: Sequence[type[Feature]] = (),
-        model_mode: ModelMode | None = None,
+        counts_models: WhenCounted | None = None,
         checks_every_call: bool = True,
         why_nobody_is_asked: str = "",
         checks_inline: bool = False,
@@ -120,7 +125,7 @@ class Kernel:
         self.conclude_model: Conclude = conclude_model
         self.conclude_tools: Conclude = conclude_tools
         self.middleware = middleware
-        self.model_mode = model_mode
+        self.counts_models = counts_models
         """When the middleware counts model calls; `None` if it does not."""
         self._checks_every_call = checks_every_call
         self.why_nobody_is_asked = why_nobody_is_asked
@@ -136,9 +141,9 @@ class Kernel:
         self.begin_run_hooks = overriding(features, Feature.begin_run)
         self.end_run_hooks = overriding(features, Feature.end_run)
         self.state_counts_hooks = overriding(features, Feature.state_counts)
-        self.limits_hooks = overriding(features, Feature.limits)
+        self.adjust_limits_hooks = overriding(features, Feature.adjust_limits)
         self.prepare_hooks = overriding(features, Feature.prepare)
-        self.admit: StepCheck = self.acquire
+        self.admit: StepCheck = self.admit_by_counts
         """Checks a step, perhaps after a wait and a question to a person."""
         for admit in reversed(overriding(features, Feature.admit)):
             self.admit = partial(admit, admit=self.admit)
@@ -159,14 +164,14 @@ class Kernel:
         return str(self.middleware.name)
 
     async def refund(
-        self, mode: Mode, run_ledger: Ledger, step: str, refunds: Mapping[str, Amounts]
+        self, mode: Mode, run_ledger: Ledger, name: str, refunds: Mapping[str, Amounts]
     ) -> None:
         """Refund now what the agent's store was charged for calls that do not run."""
         # Another middleware may have charged them. Its store is only found in the process in which
         # the run began.
         client = self.store or StoreClient.by_name.get(run_ledger.get("store") or "")
         if client is not None:
-            sent = AcquireRequest("", "", corrections=refund_corrections(step, refunds))
+            sent = AcquireRequest("", "", corrections=refund_corrections(name, refunds))
             await client.settle(mode, sent)
 
     def end_run(self, state: State, runtime: object) -> None:
@@ -198,7 +203,7 @@ class Kernel:
             caller = caller or call_context(runtime)
             resolved = await self.resolver.resolve(mode, kind, state, runtime, caller)
         limits, places = resolved
-        for adjust in self.limits_hooks:
+        for adjust in self.adjust_limits_hooks:
             limits = adjust(state, limits, places)
         return limits, places
 
@@ -238,7 +243,11 @@ class Kernel:
             if step is None:
                 return None
             step = await self.admit(mode, await self.prepared(mode, step))
-            change = conclude(step)
+            try:
+                change = conclude(step)
+            except Exception as error:  # noqa: BLE001 - a text of the user's own may raise anything
+                raise_if_damaged(state, error)
+                change = not_concluded(step, error)
             if step.counts and step.counts.refunds and not change.error:
                 name = step.context.step(f"{step.task}.refused")
                 await self.refund(mode, step.ledger, name, step.counts.refunds)
@@ -269,7 +278,7 @@ class Kernel:
             step = await prepare(mode, step)
         return step
 
-    async def acquire(self, mode: Mode, step: Step) -> Step:
+    async def admit_by_counts(self, mode: Mode, step: Step) -> Step:
         """Check a step by the store's counts, or by the state's if the store has none of them."""
         if self.store is None or not any(plan.shared for plan in step.plans):
             return step.by_state()

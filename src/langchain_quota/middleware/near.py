@@ -54,7 +54,7 @@ class NearShares:
                 counted = f"{name}/{counter}"
                 if not before < passed > told.get(counted, 0):
                     continue
-                if counter.endswith(THREAD):
+                if counter.endswith(f"/{THREAD}"):
                     told[counted] = passed
             else:
                 # The store is asked only above a share that this process does not know as told.

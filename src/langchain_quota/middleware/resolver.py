@@ -21,7 +21,7 @@ from langchain_quota.core.plans import (
 )
 from langchain_quota.limits import Limit, is_dynamic
 from langchain_quota.limits.call import ROOT_RUN, RUN, THREAD, Kind
-from langchain_quota.limits.options import counts_calls, whole_amount
+from langchain_quota.limits.options import has_number, whole_amount
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.context import CallContext
 from langchain_quota.middleware.state import State, ledger
@@ -47,9 +47,7 @@ class LimitResolver:
     ) -> None:
         # Limits on concurrency have a feature of their own.
         self.of_kind: dict[Kind | None, list[Limit]] = {
-            kind: [
-                limit for limit in limits if counts_calls(limit) and kind in {*limit.kinds, None}
-            ]
+            kind: [limit for limit in limits if has_number(limit) and kind in {*limit.kinds, None}]
             for kind in ("model", "tool", None)
         }
         self.recorder = recorder

@@ -177,7 +177,10 @@ def name_in_tool(request: ToolCallRequest) -> None:
 
 
 class StoreSequence:
-    """Numbers that a store keeps beside the counts, so that another process finds them."""
+    """Numbers that a store keeps beside the counts, so that another process finds them.
+
+    They number a thread's root runs, and note what a graph has asked and checked.
+    """
 
     def __init__(self, store: StoreClient, prefix: str | None = None) -> None:
         self._store = store

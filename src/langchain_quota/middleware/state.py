@@ -31,7 +31,7 @@ State = Mapping[str, Any]
 """A graph's state, by key."""
 
 Amounts = dict[str, int]
-"""Numbers of calls, by a store's key."""
+"""Amounts by name, such as a store's key, in the unit of what is counted."""
 
 Entries = dict[str, Any]
 """Data of one feature in the ledger."""

@@ -44,7 +44,7 @@ _BUGS = (TypeError, AttributeError, LookupError, NameError)
 
 
 class LostLeaseError(QuotaStoreError):
-    """A store has not held a call's place all the time."""
+    """A store has not kept a call's slot all the time."""
 
 
 class StoreClient:
@@ -107,7 +107,7 @@ class StoreClient:
         return result
 
     async def settle(self, mode: Mode, sent: AcquireRequest) -> AcquireResult | None:
-        """Charge what was used in place of what was held: now, or later if it cannot be sent."""
+        """Send corrections: now, or later if the store does not answer."""
         result: AcquireResult | None = None
         try:
             result = await self.acquire(mode, sent, undo=False)
@@ -179,8 +179,8 @@ class StoreClient:
 
     def lose(self, count: str) -> None:
         """Record that a lease was over before its call."""
-        why = "its worker stood still, or the store did not answer: others may run in its place"
-        error = LostLeaseError(f"a running call of {count!r} lost its place, for {why}")
+        why = "its worker stood still, or the store did not answer: others may run in its slot"
+        error = LostLeaseError(f"a running call of {count!r} lost its slot, for {why}")
         self._recorder.record_error("store", error)
 
     def _make_later(self, corrections: Sequence[Correction]) -> None:

@@ -30,8 +30,9 @@ class ThreadUsage:
         run_tools: Tool calls of its newest run, by what is counted.
         run_model: Model calls of its newest run.
         spent: What the calls of the thread have used of its budgets, by
-            `"model.total_tokens"`, `"model.input_tokens"`, `"model.output_tokens"` and
-            `"model.nanodollars"`, and its time by `"model.milliseconds"`.
+            `"model.total_tokens"`, `"model.input_tokens"`, `"model.output_tokens"`,
+            `"model.uncached_tokens"` and `"model.nanodollars"`, and its time by
+            `"model.milliseconds"`.
         run_spent: What those of its newest run have used, under the same names.
 
     Examples:

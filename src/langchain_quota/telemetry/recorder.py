@@ -166,7 +166,7 @@ class Recorder:
             event = DecisionEvent(verdicts, caller, tools, started, duration, error)
             if model is not None:
                 event.model = partial(self._guard, "tracing", self._model_name, *model)
-            is_about_slots = verdicts[0].first is not None
+            is_about_slots = verdicts[0].before_slots is not None
             self._dispatch(event, self._slot_sinks if is_about_slots else self._decision_sinks)
             if refunds:
                 self.record_refunds(refunds)

@@ -1,1 +1,1 @@
-"""Budgets of tokens and money."""
+"""Budgets of tokens, money and time."""

@@ -44,7 +44,7 @@ from langchain_quota.features.budgets.second_check import SecondCheck, first_che
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import CostLimit, TokenLimit, UnknownPrice
 from langchain_quota.limits.call import Call, ModelUsage
-from langchain_quota.limits.options import MILLISECONDS, counts_calls
+from langchain_quota.limits.options import MILLISECONDS, has_number
 from langchain_quota.middleware.calls import Change, Step, Update, model_context
 from langchain_quota.middleware.context import CallContext, running_runtime
 from langchain_quota.middleware.feature import Feature, ModelCall, Request, ToolAnswer, ToolHandler
@@ -119,7 +119,7 @@ class Budgets(Feature):
         limits = kernel.limits
         self._kernel = kernel
         self._pricing = Pricing(kernel)
-        counters = {limit.counter for limit in limits if counts_calls(limit)}
+        counters = {limit.counter for limit in limits if has_number(limit)}
         self._charging = Charging(kernel, counters, self._pricing)
         self._late = self._charging.late
         self._downgrades = {
@@ -318,7 +318,7 @@ def _mode_after(mode: Mode, error: BaseException) -> Mode | None:
 
 def _of_time(limits: Sequence[Limit]) -> bool:
     """Return whether one of the limits has a number for the time that calls work."""
-    return any(limit.unit == "milliseconds" and counts_calls(limit) for limit in limits)
+    return any(limit.unit == "milliseconds" and has_number(limit) for limit in limits)
 
 
 def _counts_in(state: State) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import TokenLimit
 from langchain_quota.limits.call import CALL, STORE, ModelUsage
 from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Change, Step, Update, model_step
-from langchain_quota.middleware.conclude import conclude_model, final_call
+from langchain_quota.middleware.conclude import conclude_model, final_call, not_concluded
 from langchain_quota.middleware.context import call_context
 from langchain_quota.middleware.feature import Request
 from langchain_quota.middleware.flow import Kernel
@@ -261,7 +261,11 @@ class SecondCheck:
     async def _refuse(self, mode: Mode, step: Step, first: Mapping[str, Any] | None) -> Update:
         """Return the update of a refused call; an error in it is raised after the model's step."""
         # Raised here, it would lose the update, and other middlewares would retry the call.
-        change = conclude_model(step)
+        try:
+            change = conclude_model(step)
+        except Exception as failure:
+            await self._kernel.record(mode, step, not_concluded(step, failure))
+            raise
         update: Update = {**(change.update or {})}
         update.pop("jump_to", None)
         error: Any = change.error

@@ -144,7 +144,11 @@ class ConcurrencySlots(Feature):
         if verdict.outcome is not Outcome.BLOCKED:
             await self._kernel.record(mode, step, Change([verdict]))
             return None
-        text = messages.refusal(verdict.decision, step.limits.by_name)
+        try:
+            text = messages.refusal(verdict.decision, step.limits.by_name)
+        except Exception as error:
+            await self._kernel.record(mode, step, Change([verdict], error=error))
+            raise
         message = (answer if slots.has_run else answer_of_blocked)(str(call.id), call.tool, text)
         refunds = () if slots.has_run else await self._refund(mode, step, call)
         await self._kernel.record(mode, step, Change([verdict], {"messages": [message]}, refunds))
@@ -265,7 +269,7 @@ class _SlotRequest:
             [False] * len(self._plan.rules),
             refused=dict.fromkeys(refused, STORE if self.store_unavailable else CONCURRENCY),
             waited=self.waiter.waited,
-            first=first,
+            before_slots=first,
         )
 
     def tracked(self, mode: Mode, request: ToolCallRequest) -> ToolCallRequest:
