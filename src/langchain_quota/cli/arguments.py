@@ -22,19 +22,10 @@ SORTS = ("name", "share", "used", "reset")
 
 _OWN_LABELS = frozenset(
     {
-        *(
-            "action",
-            "agent",
-            "alert",
-            "by",
-            "component",
-            "counts",
-            "decision",
-            "error_type",
-            "event",
-        ),
-        *("kind", "le", "level", "limit", "model", "operation", "outcome", "price", "scope"),
-        *("shown", "state", "store", "subject", "thread_id", "tool", "unit", "usage", "version"),
+        *("action", "agent", "alert", "by", "component", "counts", "decision", "error_type"),
+        *("event", "kind", "le", "level", "limit", "model", "operation", "outcome", "price"),
+        *("scope", "shown", "state", "store", "subject", "thread_id", "tool", "unit", "usage"),
+        "version",
     }
 )
 """The labels of the package's own metrics. Not every metric has all, so no selector names one."""

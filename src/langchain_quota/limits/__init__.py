@@ -1,4 +1,4 @@
-"""The limits that a user sets, frozen and validated."""
+"""The limits that a user sets, immutable and validated."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

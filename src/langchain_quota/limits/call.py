@@ -28,6 +28,9 @@ CALL: Scope = "call"
 CONCURRENCY: Scope = "concurrency"
 """The scope of calls that run at the same time. Their count includes the blocked call."""
 
+RESERVED: tuple[Scope, ...] = (RUN, STORE, CONCURRENCY, FROZEN, "none")
+"""What no quota can be named: it would look like these in metrics, spans and messages."""
+
 FromContext: TypeAlias = Callable[[Any, Any], object]
 """A user's function of the agent's state and runtime, sync or async."""
 

@@ -182,7 +182,7 @@ class LimitOptions:
         self._set(tools=tools, exclude=excluded, counter=counter)
 
     def _set(self, **values: object) -> None:
-        """Set fields of a frozen limit in its `__post_init__`."""
+        """Set fields of an immutable limit in its `__post_init__`."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 

@@ -11,15 +11,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, cast
 from zoneinfo import ZoneInfo
 
-from langchain_quota.limits.call import (
-    CONCURRENCY,
-    FROZEN,
-    ROOT_RUN,
-    RUN,
-    STORE,
-    THREAD,
-    FromContext,
-)
+from langchain_quota.limits.call import RESERVED, ROOT_RUN, RUN, THREAD, FromContext
 from langchain_quota.runtime.arguments import (
     NoHook,
     explain_arguments,
@@ -31,7 +23,6 @@ from langchain_quota.runtime.arguments import (
 from langchain_quota.runtime.units import Dollars, Time, duration
 
 _FIXED = (THREAD, "agent", "global", ROOT_RUN)
-_RESERVED = (RUN, STORE, CONCURRENCY, FROZEN, "none")
 _CHOICES = (
     'one of "thread" (counts the calls of a conversation), "root_run" (of an outermost run, with '
     'its sub-agents), "agent" (of all agents with its name), "global" (of all), another name, such '
@@ -202,7 +193,7 @@ def _check_rollover(quota: Quota) -> None:
 
 def _check_free(name: str, per: object) -> None:
     """Check that a quota's name and `per` have no other meaning, in metrics or in a store."""
-    if name in _RESERVED or (name in _FIXED and name != per):
+    if name in RESERVED or (name in _FIXED and name != per):
         raise ValueError(f"name must not be {name!r}: it has a meaning of its own")
     if per == RUN:
         raise ValueError(
