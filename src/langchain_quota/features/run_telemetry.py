@@ -110,7 +110,7 @@ class CountingRootRun(RootRun):
     def _start(
         self, kind: Kind, *_: object, run_id: UUID, metadata: compat.Metadata = None, **__: object
     ) -> None:
-        graph = compat.graph_namespace(compat.task_namespace(metadata))
+        graph = "|".join(compat.enclosing_tasks(compat.task_namespace(metadata)))
         self.running[run_id] = graph, compat.agent_name(metadata), kind
 
     def _end(self, *_: object, run_id: UUID, **__: object) -> None:
@@ -155,7 +155,8 @@ class Unchecked(Feature):
         if isinstance(run, CountingRootRun):
             run.recorder = run.recorder or self.recorder
             task = running_config().get("configurable", {}).get("checkpoint_ns") or ""
-            run.note_checked(compat.graph_namespace(task), running_agent(), messages, models)
+            graph = "|".join(compat.enclosing_tasks(task))
+            run.note_checked(graph, running_agent(), messages, models)
 
 
 _ATTACH = (

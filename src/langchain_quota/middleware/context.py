@@ -86,7 +86,8 @@ def call_context(runtime: object) -> CallContext:
     enclosing = compat.enclosing_tasks(info.checkpoint_ns)
     in_a_tool = any(map(compat.runs_tools, enclosing))
     is_saved = compat.checkpointer(config.get("configurable")) is not None
-    is_one_call = any(map(compat.is_one_call, enclosing))
+    # A task that belongs to one invocation has more than its node's name.
+    is_one_call = [*map(compat.node_of, enclosing)] != enclosing
     return CallContext(
         agent,
         compat.task_id(info),

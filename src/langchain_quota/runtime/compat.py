@@ -7,7 +7,7 @@ import packages when they are called, so that the command line starts fast.
 
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from copy import copy
 from functools import partial
 from threading import Event
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from langchain_core.tools import BaseTool
     from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
     from langgraph.pregel import Pregel
-    from prometheus_client import Counter, Histogram
-    from prometheus_client.samples import Sample
 
-    Metric = TypeVar("Metric", bound=Counter | Histogram)
-
+Metric = TypeVar("Metric")
 Metadata = Mapping[str, Any] | None
 _Hook = Callable[..., Awaitable[Any]]
 
@@ -229,42 +226,24 @@ def finished_tasks(checkpoint: "CheckpointTuple") -> set[str]:
 def task_namespace(metadata: Metadata) -> str:
     """Return the checkpoint namespace of the task that starts a run, from the run's metadata.
 
-    LangGraph: the metadata have it under `langgraph_checkpoint_ns`.
+    LangGraph: the metadata have it under `langgraph_checkpoint_ns`, inside a node of a graph only.
     """
     return (metadata or {}).get("langgraph_checkpoint_ns") or ""
 
 
-def is_in_node(metadata: Metadata) -> bool:
-    """Return whether a run begins inside a node of a graph.
-
-    LangGraph: the metadata of such a run name the node under `langgraph_node`.
-    """
-    return "langgraph_node" in (metadata or {})
-
-
-def graph_namespace(checkpoint_ns: str) -> str:
-    """Return the namespace of the graph that a task belongs to.
+def enclosing_tasks(checkpoint_ns: str) -> list[str]:
+    """Return the tasks around a task, the outermost first.
 
     LangGraph: a checkpoint namespace is a path of tasks, joined by `|`; the last one is the task.
     """
-    return checkpoint_ns.rpartition("|")[0]
-
-
-def enclosing_tasks(checkpoint_ns: str) -> list[str]:
-    """Return the tasks around a task, the outermost first; see `graph_namespace`."""
     return checkpoint_ns.split("|")[:-1]
 
 
-def is_one_call(task: str) -> bool:
-    """Return whether a part of a checkpoint namespace belongs to one invocation.
+def node_of(task: str) -> str:
+    """Return the node's name of a part of a checkpoint namespace.
 
     LangGraph: a part is the node's name, with `:` and the task's id if each call has its own state.
     """
-    return ":" in task
-
-
-def node_of(task: str) -> str:
-    """Return the node's name of a part of a checkpoint namespace; see `is_one_call`."""
     return task.partition(":")[0]
 
 
@@ -273,7 +252,8 @@ def runs_tools(task: str) -> bool:
 
     LangChain: `create_agent` names this node `tools`; agents within a graph have `….tools`.
     """
-    return f".{node_of(task)}".endswith(".tools") and is_one_call(task)
+    node = node_of(task)
+    return node != task and f".{node}".endswith(".tools")
 
 
 def nodes(configurable: Metadata) -> list[str]:
@@ -348,10 +328,8 @@ def starts_sub_agents(function: object) -> bool:
 
     deepagents: the function of its tool `task` is defined in its module of sub-agents.
     """
-    return (
-        isinstance(function, FunctionType)
-        and function.__module__ == "deepagents.middleware.subagents"
-    )
+    module = "deepagents.middleware.subagents"
+    return isinstance(function, FunctionType) and function.__module__ == module
 
 
 def sub_agents_of(function: FunctionType) -> Mapping[str, object]:
@@ -386,14 +364,15 @@ def interpreter_settings(function: object) -> tuple[list[str], bool] | None:
 # prometheus_client
 
 
-def without_created(metric: "type[Metric]") -> "type[Metric]":
+def without_created(metric: type[Metric]) -> type[Metric]:
     """Return a type of metric that has no series of times of creation, which double the series.
 
     prometheus_client: `_child_samples` gives the samples; those of creation are named `_created`.
     """
+    base: Any = metric
 
-    def samples(self: Any) -> "Iterable[Sample]":
-        return [sample for sample in metric._child_samples(self) if sample.name != "_created"]
+    def samples(self: object) -> list[Any]:
+        return [sample for sample in base._child_samples(self) if sample.name != "_created"]
 
     kind = type(metric.__name__, (metric,), {"_child_samples": samples})
     return cast("type[Metric]", kind)
