@@ -7,12 +7,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 from langchain_quota.limits.call import ModelUsage, TokenKind
 from langchain_quota.limits.options import (
-    INPUT_TOKENS,
     MILLISECONDS,
+    MODEL,
     NANODOLLARS,
-    OUTPUT_TOKENS,
-    TOTAL_TOKENS,
-    UNCACHED_TOKENS,
     Amount,
     ModelLimit,
     has_number,
@@ -29,27 +26,13 @@ from langchain_quota.runtime.arguments import (
     validate_sync_function,
     validate_type,
 )
-from langchain_quota.runtime.units import (
-    Dollars,
-    Time,
-    Unit,
-    parse_dollars,
-    parse_milliseconds,
-    parse_nanodollars,
-)
+from langchain_quota.runtime.units import Dollars, Time, Unit, parse_dollars, parse_milliseconds
 
 Prices = Callable[[ModelUsage], Decimal | float | None]
 """A function that gives the price of one model run in dollars, or `None` if it is unknown."""
 
 UnknownPrice = Literal["error", "reported", "allow"]
 """What happens to a call of a model without a price."""
-
-_COUNTERS: dict[TokenKind, str] = {
-    "total": TOTAL_TOKENS,
-    "input": INPUT_TOKENS,
-    "output": OUTPUT_TOKENS,
-    "uncached": UNCACHED_TOKENS,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +185,7 @@ class TokenLimit(Budget[int]):
             self._check_budget()
         elif self.keep is not None or self.exit_behavior == "finalize":
             raise ValueError("exit_behavior='finalize' needs a number beside call_limit=")
-        self._set(counter=_COUNTERS[self.tokens])
+        self._set(counter=f"{MODEL}.{self.tokens}_tokens")
 
 
 @explain_arguments('CostLimit(run_limit="0.50")')
@@ -256,7 +239,7 @@ class CostLimit(Budget[Dollars]):
             if callable(price):
                 validate_sync_function(argument, price, "call")
             else:
-                parse_nanodollars(argument, price)
+                whole_amount(self.unit, argument, price)
         self._set(tool_prices=dict(self.tool_prices))
         self._validate_options("cost")
         self._check_budget()
