@@ -59,8 +59,8 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 class _Row(NamedTuple):
     """A conversation with all its agents, or the subject of a quota."""
 
-    # The garbage collector would stop all threads for many objects, so JSON is kept as text.
     kind: str
+    # The garbage collector would stop all threads for many objects, so JSON is kept as text.
     json: str
     text: str
     """What the filter searches."""
