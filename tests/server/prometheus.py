@@ -83,13 +83,6 @@ class Prometheus:
         assert len(samples) <= 1, samples
         return samples[0].value if samples else None
 
-    def series(self, selector: str) -> Series:
-        """The series that are selected, without the labels that Prometheus adds."""
-        return {
-            (sample.name, frozenset(sample.labels.items())): sample.value
-            for sample in self.query(selector)
-        }
-
     def exemplars(self, selector: str) -> list[dict[str, str]]:
         """The labels of the last hour's exemplars of the series that are selected."""
         now = time.time()

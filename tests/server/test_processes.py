@@ -11,11 +11,10 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-import redis
 from langchain.agents import create_agent
 from redis.asyncio import Redis
 
-from langchain_quota import ModelPaceMiddleware, Quota, QuotaMiddleware, TokenLimit, stop_reason
+from langchain_quota import ModelPaceMiddleware, Quota, QuotaMiddleware, TokenLimit
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore
@@ -206,38 +205,3 @@ def test_a_thousand_waiters_ask_little(
         assert asked() - before <= 5 * (time.monotonic() - begin)
         assert kind == "pace" or asked() > before
         assert client.get(f"{prefix}:ended") == ended
-
-
-async def ask_until_refused(url: str, prefix: str, reserve: str) -> None:
-    """Have a customer's agents ask a model until their tokens are used, and note who is told."""
-    notes = redis.Redis.from_url(url)
-
-    def tell(event: Any) -> None:
-        notes.rpush(f"{prefix}:told", f"{event['used']:g}")
-
-    tokens = Quota(2000, per="global")
-    limit = TokenLimit(quotas=[tokens], reserve=int(reserve) or None, near=(0.5, 0.8, 0.95))
-    store = RedisStore(url, prefix=prefix, timeout=60)
-    quota = QuotaMiddleware([limit], store=store, on_near=tell)
-    model = ScriptedChatModel(script=lambda _: paid(15), keep_calls=0)
-    agent: Any = create_agent(model, middleware=[quota])
-
-    async def caller() -> None:
-        result: Any = []
-        while stop_reason(result) is None:
-            result = await agent.ainvoke({"messages": [("user", "hi")]})
-
-    await asyncio.gather(*(caller() for _ in range(5)))
-
-
-@pytest.mark.parametrize("reserve", [0, 20])
-def test_one_of_them_tells(redis_server: RedisServer, tmp_path: Path, reserve: int) -> None:
-    """Of four processes that use one quota, one tells of each share, by what is used by then."""
-    prefix = redis_server.prefix()
-    given = redis_server.url, prefix, reserve
-    with processes(ask_until_refused, *given, log=tmp_path / "log") as workers:
-        assert [each.wait(PATIENCE) for each in workers] == [0] * 4
-    with redis_server.client() as client:
-        told: Any = client.lrange(f"{prefix}:told", 0, -1)
-    used = sorted(map(int, told))
-    assert [sum(each >= near for near in (1000, 1600, 1900)) for each in used] == [1, 2, 3]
