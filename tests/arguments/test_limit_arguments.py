@@ -311,10 +311,7 @@ def test_a_quota_says_whose_calls_count_together() -> None:
 
 
 def test_what_is_taken() -> None:
-    """Numbers from 0, a function uncalled, names of 64 characters; a list may change later.
-
-    A run may use its whole thread. A time is text, seconds or a timedelta, also in quotas.
-    """
+    """Numbers from 0, a function uncalled, names of 64 characters; a list may change later."""
     named = ["search", "calc"]
     limit = ToolCallLimit(named, run_limit=0, thread_limit=10**30, name="n" * 64, near=1)
     named.append("fetch")
@@ -409,10 +406,7 @@ AT_ONCE = {"message", "reserve", "key", "thread_label", "subject_label of 'team'
 
 @pytest.mark.parametrize(("make", "argument", "parameters"), FUNCTIONS)
 def test_a_function_takes_what_it_is_given(make: Any, argument: str, parameters: str) -> None:
-    """One that takes less or needs more is refused when it is given, not in the first run.
-
-    So is one that is async, where its result is needed at once.
-    """
+    """One that takes less, needs more, or is async where its result is needed now is refused."""
     for function in (lambda: 3, _OfThree()):
         with pytest.raises(TypeError) as caught:
             make(**{argument: function})

@@ -180,10 +180,7 @@ def test_the_files_are_what_is_generated() -> None:
 
 
 def test_grafana_takes_the_json() -> None:
-    """Each dashboard has only properties of Grafana's own types, and what they need.
-
-    There are at most 32 panels and 80 queries, and none is longer than 650 characters.
-    """
+    """Each dashboard has only properties of Grafana's own types, and what they need."""
     panels = [panel for each in boards() for panel in each.panels]
     assert (len(panels) <= 32, sum(len(panel["targets"]) for panel in panels) <= 80) == (True, True)
     assert all(len(query.expr) <= 650 for each in boards() for query in each.queries)
@@ -195,10 +192,7 @@ def test_grafana_takes_the_json() -> None:
 
 
 def test_links_of_rows_lead_somewhere() -> None:
-    """What a link takes from a row is in the row, under the name that the link uses.
-
-    The user's runbooks take the place of the project's own.
-    """
+    """What a link takes from a row is in the row, under the name that the link uses."""
     own = boards(runbooks="https://runbooks.example.org")
     assert "langchain-quota/blob/" not in json.dumps([board.model for board in own])
     panels = [panel for board in own for panel in board.panels if panel["type"] == "table"]
@@ -434,10 +428,7 @@ def seen(
 
 
 def test_every_query_returns_data(seen: Seen) -> None:
-    """Each query finds something; but there was no yesterday, and nothing is hidden or unchecked.
-
-    Where a panel shows exemplars, there are some.
-    """
+    """Each query finds something; but there was no yesterday, and nothing is hidden."""
     empty = {f"{OVERVIEW} {each}" for each in ("44 C", "45 C", "63 B")}
     # A customer is blocked only if the agents had to run again and again.
     perhaps = {f"{OVERVIEW} 58 E"}
@@ -464,10 +455,7 @@ def test_every_query_returns_data(seen: Seen) -> None:
 
 
 def test_every_part_of_a_query_returns_data(seen: Seen) -> None:
-    """A query that joins several finds each, but not of what is rare or long ago.
-
-    No model is cheaper, no tool takes long, and there was no yesterday.
-    """
+    """A query that joins several finds each, but not of what is rare or long ago."""
     queries = [each for board in boards() for each in board.queries if "label_replace" in each.expr]
     none = {"calls to a cheaper model by", "tool calls over the time of", "yesterday", "last week"}
     none |= {"calls that no limit checked: ", "near threads hidden", "calls blocked without"}
@@ -506,10 +494,7 @@ def test_every_variable_offers_values(seen: Seen) -> None:
 
 
 def test_a_hostile_thread_is_found(seen: Seen) -> None:
-    """A thread whose id has quotes, backslashes and variables is shown, and no other.
-
-    Nothing is left of its limit, so it runs out in no time.
-    """
+    """A thread whose id has quotes, backslashes and variables is shown, and no other."""
     panels = [query(f"{THREAD} {each}") for each in ("45 A", "41 A", "43 A", "47 D")]
 
     def shown() -> list[Any] | None:

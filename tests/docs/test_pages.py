@@ -238,10 +238,7 @@ def test_pages_name_counts(name: str) -> None:
 
 
 def test_the_docs_are_short() -> None:
-    """All pages that are kept have at most 24,400 words, and the README 600 without its code.
-
-    The first page has 400, and the README's first example 12 lines.
-    """
+    """All pages that are kept have at most 24,400 words, and the README 600 without its code."""
     words = {page: len(page.read_text().split()) for page in DOCS.glob("**/*.md")}
     assert sum(words.values()) <= 24_400, words
     assert words[DOCS / "index.md"] <= 400

@@ -114,10 +114,7 @@ FORMS: dict[str, dict[str, Any]] = {
 async def test_a_review(
     limits: list[ToolCallLimit], kinds: Any, ran: list[str], behind: Any, signals: Signals
 ) -> None:
-    """What a person has said of two searches counts for limits that are listed before the review.
-
-    Those behind it count what the model has asked for, and warn.
-    """
+    """What a person has said of two searches counts for limits listed before the review."""
     items: list[Any] = [*limits, REVIEWED] if behind is None else [REVIEWED, *limits]
     scene = Scene(signals, [["search", "search"], "done"], items)
     with warnings.catch_warnings(record=True, action="always") as caught:

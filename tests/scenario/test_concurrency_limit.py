@@ -394,10 +394,7 @@ def taken(store: Any) -> int:
 async def test_a_call_that_runs_long_keeps_its_place(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lease is renewed, in one request with all others of the process, until it ends.
-
-    This holds for agents of their own, and for a thread whose run is cancelled.
-    """
+    """Its lease is renewed, in one request with all others of the process, until it ends."""
     monkeypatch.setattr("langchain_quota.features.concurrency.slot_leases.RENEWAL", 0.01)
     clock = Clock()
     store = FickleStore(MemoryStore(clock=clock))

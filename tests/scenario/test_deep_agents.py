@@ -207,10 +207,7 @@ async def test_what_is_left_out(signals: Signals) -> None:
 
 
 def test_bad_arguments(signals: Signals) -> None:
-    """A bad argument is refused, with the argument, the value and the remedy.
-
-    What runs elsewhere, or cannot be seen into, must be left out.
-    """
+    """A bad argument is refused, with the argument, the value and the remedy."""
     create, quota = CREATE, searches(signals)
     opaque = compiled(RunnableLambda(lambda state: {"messages": [("ai", "Nothing.")]}))
     bad: list[tuple[Any, str]] = [

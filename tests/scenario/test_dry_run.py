@@ -31,10 +31,7 @@ TRIED: Any = {"run_limit": 1, "enforce": False}
     ids=lambda limit: f"{limit.kind} {limit.exit_behavior}",
 )
 async def test_what_it_refuses(limit: Limit, signals: Signals) -> None:
-    """It runs and is counted, whatever the exit behaviour, and the run goes on to its own end.
-
-    The model is told nothing of it, and no tool is hidden.
-    """
+    """It runs and is counted, whatever the exit behaviour, and the run goes on to its own end."""
     options: Any = {"tell_model": True, "hide_exhausted": True}
     script = [["search", "search"], ["search"], "done"]
     scene = await Scene(signals, script, [limit], **options).played()

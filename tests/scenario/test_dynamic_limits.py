@@ -119,10 +119,7 @@ class Tenants(MemoryStore):
 
 @both_forms
 async def test_every_key_of_a_run_has_its_tenant(form: Form, signals: Signals) -> None:
-    """Thread, run, root run, user, calls and tokens: every key begins with the tenant.
-
-    So a user of two tenants has the whole of the limits in each of them.
-    """
+    """Thread, run, root run, user, calls and tokens: every key begins with the tenant."""
     store = Tenants()
     limits: list[Limit] = [
         ToolCallLimit("search", thread_limit=9, run_limit=5, quotas=[Quota(9, per="root_run")]),

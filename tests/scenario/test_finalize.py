@@ -10,12 +10,7 @@ import pytest
 from langchain.agents.structured_output import AutoStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, ToolCall
 
-from langchain_quota import (
-    ModelCallLimit,
-    ModelCallLimitExceededError,
-    ToolCallLimit,
-    ToolCallLimitExceededError,
-)
+from langchain_quota import ModelCallLimit, ToolCallLimit, ToolCallLimitExceededError
 from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit
 from tests.scene import FINALIZED, INVALID, VALID, Kind, Scene, Weather, each_middleware, either
@@ -80,20 +75,14 @@ async def test_no_tools_are_offered(signals: Signals) -> None:
 
 
 @either
-@pytest.mark.parametrize("exit_behavior", ["end", "error"])
-async def test_beside_a_lower_limit(exit_behavior: Any, kind: Kind, signals: Signals) -> None:
-    """A lower limit that ends or raises is reached first, and no call is told that it is last."""
+async def test_beside_a_lower_limit(kind: Kind, signals: Signals) -> None:
+    """A lower limit that ends the run is reached first, and no call is told that it is last."""
     limits: list[Limit] = [
         ModelCallLimit(thread_limit=9, exit_behavior="finalize", name="thread"),
-        ModelCallLimit(run_limit=2, exit_behavior=exit_behavior, name="run"),
+        ModelCallLimit(run_limit=2, name="run"),
     ]
-    scene = Scene(signals, [["search"], ["search"]], limits, kind=kind)
-    if exit_behavior == "end":
-        await scene.play()
-        assert scene.last_text() == "Model call limits exceeded: run limit (2/2)"
-    else:
-        with pytest.raises(ModelCallLimitExceededError):
-            await scene.play()
+    scene = await Scene(signals, [["search"], ["search"]], limits, kind=kind).played()
+    assert scene.last_text() == "Model call limits exceeded: run limit (2/2)"
     assert told(scene) == [False, False]
     scene.check()
 

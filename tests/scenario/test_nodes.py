@@ -4,6 +4,8 @@ import copy
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +29,9 @@ from tests.scene import Form, Kind, Scene, asking, both_forms, either
 from tests.telemetry import Signals, needs_inline, paid
 
 SEARCH = ToolCallLimit("search", run_limit=9)
+TOOLS = ToolCallLimit(run_limit=9)
 MODEL = ModelCallLimit(run_limit=9)
+ENDS: Any = {"exit_behavior": "end"}
 BEFORE, AFTER, BOTH = ["before_model"], ["after_model"], ["before_model", "after_model"]
 
 
@@ -81,53 +85,34 @@ async def test_only_the_kinds_that_are_limited(
 
 
 @pytest.mark.parametrize(
-    ("limits", "options", "installed"),
+    ("make", "installed", "is_wrapped"),
     [
-        ([MODEL], {"store": MemoryStore()}, ()),
-        ([MODEL], {"tell_model": True}, ()),
-        ([MODEL], {}, ("this",)),
-        ([MODEL, ToolCallLimit(run_limit=9)], {}, ()),
-        ([TokenLimit(run_limit=9)], {}, ()),
-        ([MODEL], {}, ()),
+        (partial(QuotaMiddleware, [MODEL], store=MemoryStore()), (), True),
+        (partial(QuotaMiddleware, [MODEL], tell_model=True), (), True),
+        (partial(QuotaMiddleware, [MODEL]), ("this",), True),
+        (partial(QuotaMiddleware, [TokenLimit(run_limit=9)]), (), True),
+        (partial(QuotaMiddleware, [MODEL]), (), False),
+        # Where limits on tools end no run, nothing is led back.
+        (partial(QuotaMiddleware, [MODEL, TOOLS]), (), False),
+        (partial(QuotaMiddleware, [replace(TOOLS, **ENDS, enforce=False)]), (), False),
+        (partial(QuotaMiddleware, [replace(TOOLS, **ENDS)]), (), True),
+        (partial(QuotaMiddleware, [replace(TOOLS, give_up_after=2)]), (), True),
+        (partial(ToolCallLimitMiddleware, run_limit=9), (), False),
+        (partial(ToolCallLimitMiddleware, run_limit=9, **ENDS), (), True),
     ],
 )
 async def test_around_the_model_only_if_needed(
-    *, limits: Any, options: Any, installed: Any, signals: Signals, monkeypatch: Any
+    *, make: Any, installed: Any, is_wrapped: bool, signals: Signals, monkeypatch: Any
 ) -> None:
-    """Model calls are wrapped for features and packages not yet imported, not for labels."""
+    """Model calls are wrapped for features, ends and packages not yet imported, not for labels."""
     monkeypatch.setattr("langchain_quota.features.setup_checks._PACKAGES", installed)
-    quota = QuotaMiddleware(limits, telemetry=signals.telemetry, **options)
-    is_needed = bool(options or installed or isinstance(limits[0], TokenLimit))
+    middleware = make(telemetry=signals.telemetry)
     for hook in ("wrap_model_call", "awrap_model_call"):
-        assert (getattr(type(quota), hook) is not getattr(AgentMiddleware, hook)) is is_needed
-    await Scene(signals, ["done"], [quota]).play()
+        is_base = getattr(type(middleware), hook) is getattr(AgentMiddleware, hook)
+        assert is_base is not is_wrapped
+    scene = await Scene(signals, ["done"], [middleware]).played()
     assert "this" not in sys.modules
-    assert [span.name for span in signals.spans()] == ["check_quota model"]
-
-
-@pytest.mark.parametrize(
-    ("options", "is_wrapped"),
-    [
-        ({}, False),
-        ({"exit_behavior": "end", "enforce": False}, False),
-        ({"exit_behavior": "end"}, True),
-        ({"give_up_after": 2}, True),
-    ],
-)
-def test_around_the_model_only_if_a_limit_ends_runs(
-    *, options: Any, is_wrapped: bool, signals: Signals, monkeypatch: Any
-) -> None:
-    """Where limits on tools end no run, nothing is led back, and no model call is wrapped."""
-    monkeypatch.setattr("langchain_quota.features.setup_checks._PACKAGES", ())
-    limit = ToolCallLimit(run_limit=9, **options)
-    built: list[Any] = [QuotaMiddleware([limit], telemetry=signals.telemetry)]
-    if options.keys() <= {"exit_behavior"}:
-        drop_in = ToolCallLimitMiddleware(run_limit=9, telemetry=signals.telemetry, **options)
-        built.append(drop_in)
-    for middleware in built:
-        for hook in ("wrap_model_call", "awrap_model_call"):
-            is_base = getattr(type(middleware), hook) is getattr(AgentMiddleware, hook)
-            assert is_base is not is_wrapped
+    assert len(scene.model.calls) == 1
 
 
 HOOKS = ("before_model", "abefore_model", "after_model", "aafter_model")

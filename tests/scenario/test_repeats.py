@@ -163,10 +163,7 @@ async def test_some_tools() -> None:
 
 
 async def test_a_key_of_the_users_own(signals: Signals) -> None:
-    """What has one key is one call, or one answer; without one a call is left out.
-
-    An exception names the limit.
-    """
+    """What has one key is one call, or one answer; without one a call is left out."""
 
     def key(call: Any) -> Any:
         call["args"].pop("offset", None)

@@ -90,39 +90,27 @@ async def test_a_reserve_refuses_for_its_own_limit_only(signals: Signals, *, enf
     assert newest == ("blocked" if enforce else "would_block")
 
 
-@pytest.mark.parametrize("reserve", [500, None])
+@pytest.mark.parametrize(("reserve", "during"), [(500, "call"), (None, "call"), (500, "observer")])
 async def test_a_cancelled_call_is_charged_what_was_held(
-    signals: Signals, reserve: int | None
+    signals: Signals, reserve: int | None, during: str
 ) -> None:
-    """Nobody reports what a cancelled call has used: it is charged its reserve, or an estimate."""
+    """A cancelled call is charged its reserve, or an estimate; before it is made, nothing."""
     store, began = memory(), asyncio.Event()
 
-    class Slow(ScriptedChatModel):
-        async def _agenerate(self, *_: Any, **__: Any) -> Any:
-            assert counts(store) == ({GLOBAL: reserve} if reserve else {})
-            began.set()
-            await asyncio.Event().wait()
-
-    limit = TokenLimit(quotas=[OF_ALL], reserve=reserve)
-    scene = Scene(signals, Slow(script=[]), [limit], store=store, tools=())
-    await cancel_at(began, scene.play("x" * 300))
-    assert counts(store) == {GLOBAL: reserve or 100}
-
-
-async def test_a_call_that_cannot_be_made_holds_nothing(signals: Signals) -> None:
-    """Who is cancelled between the reserve and the call, while an observer works, has used none."""
-    store, began = memory(), asyncio.Event()
-
-    async def observe(_: Decision) -> None:
-        assert counts(store) == {GLOBAL: 500}
+    async def hang(_: object = None) -> None:
+        assert counts(store) == ({GLOBAL: reserve} if reserve else {})
         began.set()
         await asyncio.Event().wait()
 
-    limit = TokenLimit(quotas=[OF_ALL], reserve=500)
-    scene = Scene(signals, [answer(60)], [limit], store=store, on_decision=observe)
-    await cancel_at(began, scene.play())
-    assert counts(store) == {}
-    assert len(scene.model.calls) == 0
+    class Slow(ScriptedChatModel):
+        async def _agenerate(self, *_: Any, **__: Any) -> Any:
+            await hang()
+
+    limit, observers = TokenLimit(quotas=[OF_ALL], reserve=reserve), [hang] * (during != "call")
+    options: Any = {"store": store, "on_decision": observers, "tools": ()}
+    scene = Scene(signals, Slow(script=[]), [limit], **options)
+    await cancel_at(began, scene.play("x" * 300))
+    assert counts(store) == ({GLOBAL: reserve or 100} if during == "call" else {})
 
 
 async def test_what_a_dead_process_held_is_given_back(signals: Signals) -> None:

@@ -3,8 +3,6 @@
 Tool calls left without an answer: the next run answers them, and takes back what never began.
 """
 
-import asyncio
-from contextlib import suppress
 from itertools import permutations
 from typing import Any
 
@@ -14,7 +12,6 @@ from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langchain_core.messages import AIMessage, HumanMessage, ToolCall, ToolMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.types import interrupt
 
 from langchain_quota import ModelCallLimit, TokenLimit, ToolCallLimit, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
@@ -25,7 +22,6 @@ from tests.scene import (
     Kind,
     Order,
     Scene,
-    cancel_at,
     check_history,
     either,
     model_limiter,
@@ -109,10 +105,7 @@ def kinds(scene: Scene) -> list[str]:
 
 @scenes.orders(3)
 async def test_error_in_a_stack(order: Order, signals: Signals) -> None:
-    """What other limiters charged before `error` raised is taken back by the next run, once.
-
-    Until then a resumed run raises again, and no charges pile up.
-    """
+    """What other limiters charged before `error` raised is taken back by the next run, once."""
     limiters = [
         tool_limiter(signals, thread_limit=9),
         tool_limiter(signals, "search", run_limit=1, exit_behavior="error"),
@@ -132,41 +125,6 @@ async def test_error_in_a_stack(order: Order, signals: Signals) -> None:
     # The last of the list checks first: 3 calls by all tools.
     checked_before_error = order[order.index(1) + 1 :]
     assert scene.metric("tool:*", "refunded") == (3 if 0 in checked_before_error else 0)
-
-
-@pytest.mark.parametrize("end", ["crash", "interrupt", "cancellation"])
-async def test_a_call_that_had_begun(end: str, signals: Signals) -> None:
-    """A tool that crashed, asked the user or was cancelled had begun: answered, still charged."""
-    began = asyncio.Event()
-
-    async def ask() -> str:
-        began.set()
-        if end == "cancellation":
-            await asyncio.Event().wait()
-        if end == "crash":
-            raise ConnectionError
-        return str(interrupt("what?"))
-
-    limiters = [
-        tool_limiter(signals, thread_limit=2),
-        tool_limiter(signals, "search", thread_limit=9, exit_behavior="error"),
-    ]
-    tools: list[Any] = [scenes.recording("ask", [], ask), "search"]
-    scene = Scene(signals, [["ask", "search"], "done"], limiters, tools=tools)
-    if end == "cancellation":
-        await cancel_at(began, scene.play())
-    else:
-        with suppress(ConnectionError):
-            await scene.play()
-    await scene.play("never mind")
-    assert began.is_set()
-    assert kinds(scene) == ["human", "ai", "tool", "tool", "human", "ai"]
-    assert "error" in {status for _, status in scene.answers()}
-    assert scene.state()["thread_tool_call_count"] == {"__all__": 2, "search": 1}
-    assert scene.state()["langchain_quota"]["counts"]["run_tools"].get("__all__", 0) == 0
-    assert scene.metric("tool:*", "refunded") == 0
-    check_history(scene.state()["messages"])
-    scene.check_requests()
 
 
 @pytest.mark.filterwarnings("ignore:HumanInTheLoop")

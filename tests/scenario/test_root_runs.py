@@ -103,23 +103,15 @@ def calling(tree: Tree, *agents: Any) -> list[BaseTool]:
     return [tree.search(), StructuredTool.from_function(call, description="Ask.")]
 
 
-@pytest.mark.parametrize("kind", ["graph", "react"])
-def test_a_thread_with_the_config_in_a_graph(kind: Kind, signals: Signals) -> None:
-    """A tool of a graph passes on its root run by its config alone, as a tool of an agent does."""
-    tree = Tree(signals.telemetry)
-    options: Any = {"kind": kind, "store": tree.store, "tools": calling(tree)}
-    scene = Scene(signals, [["search", "call"], "done"], [SEARCHES], **options)
-    scene.agent.invoke(ASKED, config())
-    assert len(tree.ran) == 5
-
-
-def test_what_such_a_thread_has_used(signals: Signals) -> None:
-    """The root run knows it, also where a full store has dropped the count for another run."""
-    tree = Tree(signals.telemetry, store=MemoryStore(max_keys=1))
-    options: Any = {"store": tree.store, "tools": calling(tree, tree.agent(1))}
+@pytest.mark.parametrize(("kind", "most"), [("graph", 9), ("react", 9), ("quota", 1)])
+def test_a_thread_with_the_config(kind: Kind, most: int, signals: Signals) -> None:
+    """A tool passes its root run on by its config alone, also if a full store drops the count."""
+    tree = Tree(signals.telemetry, store=MemoryStore(max_keys=most))
+    others = [tree.agent(1)] if most == 1 else []
+    options: Any = {"kind": kind, "store": tree.store, "tools": calling(tree, *others)}
     scene = Scene(signals, [["call"], ["search"], "done"], [SEARCHES], **options)
     scene.agent.invoke(ASKED, config())
-    assert len(tree.ran) == 5 + 1  # that of the other run
+    assert len(tree.ran) == 5 + len(others)
 
 
 @needs_inline

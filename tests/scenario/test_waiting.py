@@ -298,10 +298,7 @@ async def test_the_calls_of_a_message_start_one_after_the_other(
 
 @pytest.mark.parametrize("exits", ["continue", "end", "error"])
 async def test_a_start_that_comes_too_late(exits: Any, signals: Signals, clock: Passing) -> None:
-    """The limit's exit follows at once, and says when there is room.
-
-    If it ends the run, nothing runs or is charged.
-    """
+    """The limit's exit follows at once, and says when there is room."""
     store = MemoryStore(clock=clock)
     quota = Quota(60, per="global", window="1m", smooth=True)
     limit = ToolCallLimit("search", quotas=[quota], wait=2.5, exit_behavior=exits)

@@ -108,10 +108,7 @@ EXPECTED: dict[str, Series] = {
 
 
 async def test_every_series(signals: Signals) -> None:
-    """Each metric has exactly the series and values of what happened, zeros included.
-
-    A refusal that comes later is then an increase.
-    """
+    """Each metric has exactly the series and values of what happened, zeros included."""
     await play_agents(signals)
     found = {name: signals.samples(name) for name in EXPECTED}
     assert found == EXPECTED

@@ -356,10 +356,7 @@ LIMITS: list[Limit] = [
 async def test_whose_children_spans_are(
     kind: Kind, limits: list[Limit], form: Form, signals: Signals
 ) -> None:
-    """Of two runs at once, spans are children of the active span, or have no parent.
-
-    None is made active.
-    """
+    """Of two runs at once, spans are children of the active span, or have no parent."""
     before, seen = context.get_current(), set[int]()
 
     def script(messages: Sequence[BaseMessage]) -> Any:

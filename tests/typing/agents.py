@@ -9,7 +9,6 @@ from typing import Any, NotRequired, assert_type
 
 from langchain.agents import AgentState, create_agent
 from langchain.agents.middleware import (
-    AgentMiddleware,
     HumanInTheLoopMiddleware,
     ModelRequest,
     ModelResponse,
@@ -73,13 +72,6 @@ limits: list[Limit] = [
 quota = QuotaMiddleware(limits)
 assert_type(quota, QuotaMiddleware[Any, Any])
 
-
-# Limits that a user's own function makes.
-def model_limits() -> tuple[ModelCallLimit, ...]:
-    return (ModelCallLimit(run_limit=3),)
-
-
-QuotaMiddleware([ToolCallLimit("search", run_limit=3), *model_limits()])
 
 one = ToolCallLimit("search", run_limit=3)
 
@@ -200,19 +192,13 @@ def refusal(decision: Decision) -> str:
     return f"not {decision.call.tool}"
 
 
-named = ToolCallLimitMiddleware(
-    run_limit=3, limit_name="daily", message=refusal, alert=False, on_pending="raise"
-)
-told = ModelCallLimitMiddleware(
-    run_limit=50, exit_behavior="end", message="Enough.", limit_name="hard", telemetry=Telemetry()
-)
+named = ToolCallLimitMiddleware(run_limit=3, message=refusal, alert=False, on_pending="raise")
+told = ModelCallLimitMiddleware(run_limit=50, limit_name="hard", telemetry=Telemetry())
 
 # Together, beside each other and beside other middlewares, in one list.
 asked = HumanInTheLoopMiddleware({"search": True})
 held = QuotaMiddleware([ToolCallLimit(run_limit=50)])
-create_agent(
-    model, middleware=[tools, named, model_calls, told, PIIMiddleware("email"), asked, held]
-)
+create_agent(model, middleware=[tools, named, model_calls, told, asked, held])
 # With its types given, in LangChain's order: the response, then the context.
 typed_tools = ToolCallLimitMiddleware[Any, Customer](run_limit=3)
 create_agent(model, middleware=[typed_tools], context_schema=Customer)
@@ -314,20 +300,9 @@ class SearchLimit(ToolCallLimitMiddleware[Any, Customer]):
         return super().after_model(state, runtime)
 
 
-class Cart(AgentMiddleware[CartState, Customer]):
-    """Somebody's own middleware that reads the counts."""
-
-    state_schema = CartState
-
-    def before_model(self, state: CartState, runtime: Runtime[Customer]) -> dict[str, Any] | None:
-        assert_type(state.get("thread_tool_call_count", {}), dict[str, int])
-        return {"cart": []}
-
-
 shop = ShopQuota(10)
 create_agent(model, middleware=[shop, SearchLimit()], context_schema=Customer)
-create_agent(model, middleware=[shop, Cart()], context_schema=Customer)
-create_agent(model, middleware=[Cart(), shop])  # the context is inferred
+create_agent(model, middleware=[shop])  # the context is inferred
 
 
 # Not these.
