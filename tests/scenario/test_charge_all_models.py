@@ -1,17 +1,15 @@
 """With `charge_all_models`, and in trees of agents, all that models report is charged, once."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from langchain.agents import middleware as theirs
-from langchain_core.messages import AIMessage, BaseMessage
 from langgraph.types import interrupt
 
-from langchain_quota import MemoryStore, Quota, QuotaMiddleware, TokenLimit, with_limits
+from langchain_quota import MemoryStore, Quota, TokenLimit
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import Form, Scene, both_forms, check_history, delegate, either, recording
+from tests.scene import Form, Scene, both_forms, delegate, either
 from tests.telemetry import Signals
 from tests.tokens import (
     RETRY,
@@ -213,36 +211,6 @@ async def test_middlewares_of_langchain(signals: Signals) -> None:
     await scene.play()
     assert [len(each.calls) for each in (selector, summary, fallback)] == [2, 1, 1]
     assert spent(scene) == (11114, 1107)
-
-
-@pytest.mark.filterwarnings("ignore:The feature `forked subagents` is in beta")
-@pytest.mark.parametrize("charge_all_models", [False, True])
-async def test_deep_agents(signals: Signals, *, charge_all_models: bool) -> None:
-    """With a reserve, parallel sub-agents use what is left of the root run's budget, no more."""
-    deepagents = pytest.importorskip("deepagents")
-    names = ("general-purpose", "researcher", "fork") * 2
-    tasks = [("task", {"description": "Look.", "subagent_type": name}) for name in names]
-
-    def script(messages: Sequence[BaseMessage]) -> AIMessage:
-        if "Look." in messages[-1].text or messages[-1].name == "search":
-            return answer(100, "search")
-        return answer(100, *tasks) if messages[-1].type == "human" else answer(100)
-
-    store, model = MemoryStore(), ScriptedChatModel(script=script)
-    limit = TokenLimit(quotas=[Quota(2000, per="root_run")], reserve=150)
-    options: Any = {"store": store, "charge_all_models": charge_all_models}
-    quota = QuotaMiddleware([limit], telemetry=signals.telemetry, **options)
-    researcher = {"name": "researcher", "description": "Searches.", "system_prompt": "Search."}
-    fork = {"name": "fork", "description": "Goes on.", "mode": "fork"}
-    create = with_limits(deepagents.create_deep_agent, quota)
-    agent: Any = create(model, [recording("search", [])], subagents=[researcher, fork])
-    result = await agent.ainvoke({"messages": [("user", "Go!")]})
-    # Each call is charged once, whatever kind of sub-agent made it.
-    assert list(kept(store).values()) == [100 * len(model.calls)]
-    assert 2000 - 150 < 100 * len(model.calls) <= 2000
-    answers = [each.text for each in result["messages"] if each.type == "tool"]
-    assert any(each.startswith("Token limits exceeded: root_run limit") for each in answers)
-    check_history(result["messages"])
 
 
 @both_forms

@@ -108,23 +108,6 @@ async def test_led_back(kind: Kind, limit: Limit, way: str, signals: Signals) ->
         await play(MOST + 1)
 
 
-@pytest.mark.filterwarnings("ignore:The middleware `RubricMiddleware` is in beta")
-async def test_a_rubric_keeps_its_result(signals: Signals) -> None:
-    """Six rounds of deepagents' rubric after the end: the run ends, and has what they said."""
-    failed = {"name": "Tests pass.", "passed": False, "gap": "They do not."}
-    verdict = {"result": "needs_revision", "explanation": "More.", "criteria": [failed]}
-    grades = ScriptedChatModel(script=lambda _: [("GraderResponse", verdict)])
-    module = pytest.importorskip("deepagents.middleware.rubric")
-    rubric = module.RubricMiddleware(model=grades, max_iterations=6)
-    limit = ModelCallLimit(run_limit=1)
-    scene = Scene(signals, [["search"], "done"], [limit, rubric])
-    asked = {"messages": [("user", "hi")], "rubric": "It says that tests pass."}
-    result = await scene.invoke(asked)
-    assert (len(scene.model.calls), len(grades.calls)) == (1, 6)
-    assert scene.state()["_rubric_status"] == "max_iterations_reached"
-    assert any(stop_reason(each) for each in result["messages"])
-
-
 async def test_a_refusal_that_is_swallowed(signals: Signals) -> None:
     """Another middleware makes a smaller call instead: no error of the refused one is kept."""
 

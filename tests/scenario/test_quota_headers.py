@@ -15,6 +15,8 @@ from http_sf import parse
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 from starlette.applications import Starlette
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount
@@ -98,7 +100,13 @@ class Api:
         self.app.add_middleware(QuotaHeadersMiddleware, quota=self.quota, **given)
 
     async def get(
-        self, path: str = "/run", user: str = "ada", *, method: str = "GET", app: Any = None
+        self,
+        path: str = "/run",
+        user: str = "ada",
+        *,
+        method: str = "GET",
+        app: Any = None,
+        **of: Any,
     ) -> httpx.Response:
         """Request a path as somebody, whom an authentication around the app has found."""
 
@@ -107,7 +115,7 @@ class Api:
 
         options: Any = {"transport": httpx.ASGITransport(authenticated), "base_url": "http://api"}
         async with httpx.AsyncClient(**options) as client:
-            return await client.request(method, path)
+            return await client.request(method, path, **of)
 
     async def shown(self, user: str) -> list[dict[str, Any]]:
         limits: list[dict[str, Any]] = (await self.get("/quota/me", user)).json()["limits"]
@@ -257,6 +265,19 @@ async def test_headers_that_are_sent_already(signals: Signals) -> None:
     raising = ModelCallLimit(quotas=[NONE], exit_behavior="error")
     with pytest.raises(ModelCallLimitExceededError):
         await Api(signals, raising).get("/late")
+
+
+async def test_behind_other_middlewares(signals: Signals) -> None:
+    """A stream has what was left before its run; pages of other origins may read it, and a 429."""
+    api = Api(signals, ModelCallLimit(quotas=[DAILY]))
+    api.app.add_middleware(BaseHTTPMiddleware, dispatch=lambda request, go_on: go_on(request))
+    api.app.add_middleware(CORSMiddleware, allow_origins=["*"], expose_headers=["RateLimit"])
+    origin: Any = {"headers": {"origin": "https://elsewhere.example.org"}}
+    first, late, refused = [await api.get(path, **origin) for path in ("/run", "/late", "/run")]
+    assert [field(each)["model/user_id"]["r"] for each in (first, late, refused)] == [1, 1, 0]
+    assert (late.json(), violated(refused)) == ({"text": "done"}, ["model/user_id"])
+    exposed = {each.headers["access-control-expose-headers"] for each in (first, late, refused)}
+    assert exposed == {"RateLimit"}
 
 
 async def test_a_sub_agent_that_is_refused(signals: Signals) -> None:
