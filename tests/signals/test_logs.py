@@ -159,7 +159,7 @@ async def test_a_store_that_is_nearly_full(log: Log, signals: Signals) -> None:
     assert line in lines(log.records)
 
 
-PAGE = (Path(__file__).parents[2] / "docs/limits.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/observability.md").read_text()
 QUERIES = re.findall(r"^jq .*?'(.+)'", PAGE, re.MULTILINE)
 """The queries of the docs."""
 

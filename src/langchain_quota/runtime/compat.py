@@ -226,17 +226,9 @@ def finished_tasks(checkpoint: "CheckpointTuple") -> set[str]:
 def task_namespace(metadata: Metadata) -> str:
     """Return the checkpoint namespace of the task that starts a run, from the run's metadata.
 
-    LangGraph: the metadata have it under `langgraph_checkpoint_ns`.
+    LangGraph: the metadata have it under `langgraph_checkpoint_ns`, inside a node of a graph only.
     """
     return (metadata or {}).get("langgraph_checkpoint_ns") or ""
-
-
-def is_in_node(metadata: Metadata) -> bool:
-    """Return whether a run begins inside a node of a graph.
-
-    LangGraph: the metadata of such a run name the node under `langgraph_node`.
-    """
-    return "langgraph_node" in (metadata or {})
 
 
 def enclosing_tasks(checkpoint_ns: str) -> list[str]:
