@@ -270,7 +270,7 @@ class Seen:
         asked: Any = {"messages": []}
         elsewhere = partial(in_a_thread, child.agent.invoke, asked, child.config)
         await self.play(asking(TOOL), child.quota, tools=[recording(TOOL, [], elsewhere)])
-        inside: Any = {**child.config, "metadata": {"langgraph_checkpoint_ns": "tools:1"}}
+        inside: Any = {**child.config, "metadata": {"langgraph_node": "tools"}}
         await child.agent.ainvoke(asked, inside)
 
     def labels(self) -> Iterator[tuple[str, str, str]]:

@@ -177,19 +177,21 @@ def test_response_hooks(mode: str) -> None:
     assert compat.response_hooks(ScriptedChatModel(script=[]), mode) is None
 
 
-def test_task_namespace() -> None:
+def test_is_in_node_and_task_namespace() -> None:
     """A run inside a node knows its task, and is told from one that nothing encloses."""
     handler = Runs()
     agent().invoke(GO, {"callbacks": [handler]})
     ScriptedChatModel(script=["Hi."]).invoke("Hi!", {"callbacks": [handler]})
-    assert [compat.task_namespace(seen)[:6] for seen in handler.seen] == ["model:", ""]
+    assert [*map(compat.is_in_node, handler.seen)] == [True, False]
+    assert compat.task_namespace(handler.seen[0]).startswith("model:")
 
 
 def test_task_id() -> None:
     """A task that runs again, when it is resumed, has the id that it had."""
 
     def see() -> Any:
-        ids.append(compat.task_id(get_runtime().execution_info))
+        info: Any = get_runtime().execution_info
+        ids.append(info.task_id)
         return interrupt("?")
 
     ids: list[Any] = []

@@ -90,7 +90,8 @@ def call_context(runtime: object) -> CallContext:
     is_one_call = [*map(compat.node_of, enclosing)] != enclosing
     return CallContext(
         agent,
-        compat.task_id(info),
+        # A task that runs again, after a failure or an interrupt, has the same id.
+        info.task_id,
         info.thread_id,
         info.checkpoint_ns,
         remembers=is_saved and not is_one_call,

@@ -87,7 +87,7 @@ class RootRun(BaseCallbackHandler):
             inputs is None and self.thread_id is not None
         )
         has_parent = getattr(around.get("callbacks"), "parent_run_id", None) is not None
-        self.is_lost = bool(compat.task_namespace(nested)) or (has_parent and root_run() is None)
+        self.is_lost = compat.is_in_node(nested) or (has_parent and root_run() is None)
 
     def learn_used(self, counts: Mapping[str, int]) -> None:
         """Learn what a store has counted; the highest count, since answers may arrive late."""

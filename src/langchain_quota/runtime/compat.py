@@ -226,9 +226,17 @@ def finished_tasks(checkpoint: "CheckpointTuple") -> set[str]:
 def task_namespace(metadata: Metadata) -> str:
     """Return the checkpoint namespace of the task that starts a run, from the run's metadata.
 
-    LangGraph: the metadata have it under `langgraph_checkpoint_ns`, inside a node of a graph only.
+    LangGraph: the metadata have it under `langgraph_checkpoint_ns`.
     """
     return (metadata or {}).get("langgraph_checkpoint_ns") or ""
+
+
+def is_in_node(metadata: Metadata) -> bool:
+    """Return whether a run begins inside a node of a graph.
+
+    LangGraph: the metadata of such a run name the node under `langgraph_node`.
+    """
+    return "langgraph_node" in (metadata or {})
 
 
 def enclosing_tasks(checkpoint_ns: str) -> list[str]:
@@ -264,14 +272,6 @@ def nodes(configurable: Metadata) -> list[str]:
     """
     arguments = getattr((configurable or {}).get("__pregel_read"), "args", ())
     return [name.rpartition("branch:to:")[2] for name in dict(enumerate(arguments)).get(1, ())]
-
-
-def task_id(execution_info: Any) -> str | None:
-    """Return the id of the running task.
-
-    LangGraph: when a task runs again, after a failure or an interrupt, its id is the same.
-    """
-    return cast("str | None", execution_info.task_id)
 
 
 def ask(question: object, answer_schema: dict[str, Any]) -> Any:
