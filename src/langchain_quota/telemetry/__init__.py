@@ -17,9 +17,10 @@ from langchain_quota.runtime.arguments import (
     validate_sync_function,
     validate_type,
 )
+from langchain_quota.telemetry.events import capturing
 from langchain_quota.telemetry.instruments import Settings, instruments_of
 from langchain_quota.telemetry.labels import Label, hmac_label
-from langchain_quota.telemetry.recorder import Recorder, capturing
+from langchain_quota.telemetry.recorder import Recorder
 from langchain_quota.telemetry.tracing import Spans, Tracing
 
 __all__ = ["Telemetry", "capturing", "default_telemetry", "hmac_label", "recorder_of"]

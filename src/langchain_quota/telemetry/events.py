@@ -1,13 +1,15 @@
 """The events that sinks receive: verdicts about calls, with what their signals share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from opentelemetry.util.types import AttributeValue
 
 from langchain_quota.core.decide import Verdict
-from langchain_quota.core.decision import LimitStatus
+from langchain_quota.core.decision import Decision, LimitStatus
 from langchain_quota.limits.call import Scope
 from langchain_quota.runtime.units import Level, Unit
 
@@ -15,9 +17,6 @@ Exemplar = dict[str, str] | None
 
 LimitSpend = tuple[str, Unit, int]
 """The name of a limit, its unit, and how much a run of a model or an agent has used, from 0."""
-
-LimitGrant = tuple[str, Scope, Unit, int]
-"""The name of a limit, the scope of its threshold, its unit, and how much was added to it."""
 
 Notice = tuple[Verdict, LimitStatus, Scope, Level | None]
 """A verdict, a limit, a scope, and the level that a call has reached there; `None` if it was
@@ -60,3 +59,17 @@ class DecisionEvent:
     """What its spans say in place of what the verdicts say."""
     notices: list[Notice] = field(default_factory=list)
     """The refusals and crossed thresholds, which are logged."""
+
+
+captures: ContextVar[tuple[list[Decision], ...]] = ContextVar("captures", default=())
+"""The lists that get every decision of a context."""
+
+
+@contextmanager
+def capturing(decisions: list[Decision]) -> Iterator[None]:
+    """Append every decision made in this context, and in tasks started from it, to the list."""
+    token = captures.set((*captures.get(), decisions))
+    try:
+        yield
+    finally:
+        captures.reset(token)

@@ -17,7 +17,7 @@ from langchain_quota.runtime.compat import without_created
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import UNIT_LABELS, Level, in_base_unit, near_threshold, rate_of
 from langchain_quota.telemetry import names
-from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitGrant, LimitSpend
+from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
 from langchain_quota.telemetry.labels import NONE, BoundedLabels, limit_label
 from langchain_quota.telemetry.names import MetricSpec
 
@@ -237,12 +237,6 @@ class Metrics:
                 series = histogram[caller.agent, limit_label(limit)]
                 if has_ended:
                     series.observe(in_base_unit(amount, unit))
-
-    def count_grants(self, caller: CallerLabels, grants: Sequence[LimitGrant]) -> None:
-        """Count what was granted on top of limits."""
-        for limit, scope, unit, amount in grants:
-            labels = caller.agent, limit_label(limit), scope, UNIT_LABELS[unit]
-            self.count(names.GRANTED, in_base_unit(amount, unit), *labels)
 
     def change_waiting(self, caller: CallerLabels, limit: str, change: int) -> None:
         """Change the number of calls that wait now."""

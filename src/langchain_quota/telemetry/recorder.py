@@ -6,22 +6,21 @@ The sinks are metrics, spans, the usage of threads and other subjects, and logs.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Self
 
 from langchain_quota.core.decide import Verdict
-from langchain_quota.core.decision import Decision, Outcome, Refund
+from langchain_quota.core.decision import Outcome, Refund
 from langchain_quota.core.plans import Rule
 from langchain_quota.core.stops import StopReason, reason_of
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import RUN, STORE, THREAD, Call
+from langchain_quota.limits.call import RUN, STORE, THREAD, Call, Scope
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import QuotaWarning, UserLine
-from langchain_quota.runtime.units import Level
+from langchain_quota.runtime.units import UNIT_LABELS, Level, Unit, in_base_unit
 from langchain_quota.telemetry import logs, names, stream
-from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitGrant, LimitSpend
+from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend, captures
 from langchain_quota.telemetry.instruments import Instruments
 from langchain_quota.telemetry.labels import NONE, UNNAMED, custom_label, label, limit_label
 from langchain_quota.telemetry.names import MetricSpec
@@ -41,18 +40,6 @@ Sink = Callable[[DecisionEvent], None]
 Sinks = Sequence[tuple[str, Sink]]
 
 _Event = ParamSpec("_Event")
-
-_captures: ContextVar[tuple[list[Decision], ...]] = ContextVar("captures", default=())
-
-
-@contextmanager
-def capturing(decisions: list[Decision]) -> Iterator[None]:
-    """Append every decision made in this context, and in tasks started from it, to the list."""
-    token = _captures.set((*_captures.get(), decisions))
-    try:
-        yield
-    finally:
-        _captures.reset(token)
 
 
 class Recorder:
@@ -152,7 +139,7 @@ class Recorder:
         try:
             # The check began before the calls waited for room.
             duration = time.time_ns() - started - int(verdicts[0].waited * 10**9)
-            for captured in _captures.get():
+            for captured in captures.get():
                 made = (one.whole_decision for one in verdicts if not one.needs_slot)
                 self._guard("observer", captured.extend, made)
             receipts = self._guard("observer", open_receipts) if ALL_OPEN else None
@@ -255,10 +242,13 @@ class Recorder:
         caller = self._labels_of(agent)
         self._guard("metrics", self._metrics.observe_run, caller, used, has_ended=has_ended)
 
-    def record_grants(self, agent: str | None, grants: Sequence[LimitGrant]) -> None:
-        """Record what was granted on top of limits."""
-        if grants:
-            self._guard("metrics", self._metrics.count_grants, self._labels_of(agent), grants)
+    def record_grants(
+        self, agent: str | None, grants: Iterable[tuple[str, Scope, Unit, int]]
+    ) -> None:
+        """Record what was granted on top of limits: by limit, scope and unit, how much."""
+        for limit, scope, unit, amount in grants:
+            labels = limit_label(limit), scope, UNIT_LABELS[unit]
+            self.count(names.GRANTED, agent, *labels, amount=in_base_unit(amount, unit))
 
     def record_freezes(self, source: str, frozen: Sequence[Freeze] | None) -> None:
         """Record that a store answered and, if it was read, who is frozen under one prefix."""
@@ -326,7 +316,7 @@ class Recorder:
         """Record an event of a task, and return False if it was recorded before, as in a re-run."""
         return self._recent_tasks.add(task_id, event).is_new
 
-    def count(self, spec: MetricSpec, agent: str | None, *labels: str, amount: int = 1) -> None:
+    def count(self, spec: MetricSpec, agent: str | None, *labels: str, amount: float = 1) -> None:
         """Add an amount to an agent's counter."""
         agent_label = self._labels_of(agent).agent
         self._guard("metrics", self._metrics.count, spec, amount, agent_label, *labels)
