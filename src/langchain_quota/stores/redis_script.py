@@ -199,7 +199,8 @@ def _clamped(number: int | None) -> int:
 
 def read_result(request: AcquireRequest, reply: Any) -> AcquireResult | None:
     """Return the result of a request from its reply; `None` if something is to roll over first."""
-    said, counters = json.loads(reply), [*request.counters]
+    said = json.loads(reply if isinstance(reply, str) else reply.decode())
+    counters = [*request.counters]
     if said == "refused":
         raise QuotaStoreError("the attempt was corrected before it arrived")
     if said == "rollover":
