@@ -11,17 +11,7 @@ from langchain_quota import MemoryStore, Quota, TokenLimit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Form, Scene, both_forms, delegate, either
 from tests.telemetry import Signals
-from tests.tokens import (
-    RETRY,
-    TOTAL,
-    During,
-    ProviderError,
-    answer,
-    asking,
-    spent,
-    spent_by_agent,
-    tool,
-)
+from tests.tokens import TOTAL, During, ProviderError, answer, asking, spent, spent_by_agent, tool
 
 MANY = 10**6
 OF_THREAD = TokenLimit(run_limit=MANY, thread_limit=MANY)
@@ -192,25 +182,6 @@ async def test_background_tasks(signals: Signals) -> None:
     await scene.play()
     assert spent(scene) == (44, 2)
     assert kept(store)["thread"] == 44
-
-
-async def test_middlewares_of_langchain(signals: Signals) -> None:
-    """Summaries, choices of tools, retries and fallbacks are charged, each once."""
-    choice = ("ToolSelectionResponse", {"tools": ["search"]})
-    selector = ScriptedChatModel(script=lambda _: answer(7, choice))
-    summary, fallback = always(100), always(1000)
-    items: list[Any] = [
-        theirs.SummarizationMiddleware(summary, trigger=("messages", 3), keep=("messages", 1)),
-        theirs.LLMToolSelectorMiddleware(model=selector, max_tools=1),
-        OF_THREAD,
-        theirs.ModelFallbackMiddleware(fallback),
-        RETRY,
-    ]
-    script = [answer(10**4), ProviderError(), ProviderError()]
-    scene = await Scene(signals, script, items, charge_all_models=True).played()
-    await scene.play()
-    assert [len(each.calls) for each in (selector, summary, fallback)] == [2, 1, 1]
-    assert spent(scene) == (11114, 1107)
 
 
 @both_forms

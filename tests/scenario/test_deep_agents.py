@@ -6,7 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware, TodoListMiddleware
+from langchain.agents.middleware import AgentMiddleware
 from langchain_core.messages import AIMessage, BaseMessage, ToolCall
 from langchain_core.runnables import RunnableLambda
 from langgraph.graph import START, MessagesState, StateGraph
@@ -18,7 +18,6 @@ from langchain_quota import (
     Quota,
     QuotaMiddleware,
     QuotaWarning,
-    RepeatLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
     with_limits,
@@ -35,7 +34,6 @@ from tests.scene import (
     texts,
     tool_limiter,
 )
-from tests.stores import counts, quota
 from tests.telemetry import Signals, needs_inline
 
 # Among the oldest versions there is none.
@@ -285,31 +283,7 @@ async def test_what_is_made(kind: Any, signals: Signals) -> None:
     assert spec["middleware"] == MINE
 
 
-bare = pytest.mark.filterwarnings("ignore:the sub-agents that the tool 'task'")
-"""Agents whose sub-agents have no limits."""
-
-
-class Deep(Scene):
-    """A deep agent that shares limits with its sub-agents, which all play one script."""
-
-    def __init__(
-        self, signals: Signals, main: list[Turn], child: list[Turn], *limits: Limit, **options: Any
-    ) -> None:
-        def script(messages: Sequence[BaseMessage]) -> Turn:
-            asked = max(index for index, each in enumerate(messages) if each.type == "human")
-            said = sum(each.type == "ai" for each in messages[asked:])
-            return (child if TASK in messages[asked].text else main)[said]
-
-        self.store = MemoryStore()
-        create = with_limits(CREATE, quota(signals, *limits, store=self.store))
-        super().__init__(signals, script, create=create, tools=["search"], **options)
-
-    def charged(self, counter: str) -> int:
-        """What the store counted for the thread."""
-        return counts(self.store).get(f"{counter}:thread:thread-1", 0)
-
-
-@bare
+@pytest.mark.filterwarnings("ignore:the sub-agents that the tool 'task'")
 async def test_an_error(signals: Signals) -> None:
     """What an `error` stopped is refunded, though its calls are answered before our hooks run."""
     raising = tool_limiter(signals, "search", run_limit=2, exit_behavior="error")
@@ -345,55 +319,6 @@ async def test_a_sub_agent_that_a_limit_ends(limit: Limit, own: str, signals: Si
     scene = Scene(signals, [[task("finder")], "done"], create=CREATE, subagents=[finder])
     (answer,) = texts(await scene.play())
     assert answer == own if own and limit.exit_behavior == "finalize" else "limit" in answer
-
-
-async def test_an_error_in_a_sub_agent(signals: Signals) -> None:
-    """It ends the main agent's run with the exception; the next run goes on, counted exactly."""
-    limit = ToolCallLimit("search", run_limit=2, thread_limit=9, exit_behavior="error")
-    child: list[Turn] = [["search"], ["search", "search"], "found"]
-    deep = Deep(signals, [[task()], "done"], child, limit)
-    for _ in range(2):
-        with pytest.raises(ToolCallLimitExceededError):
-            await deep.play()
-    assert len(deep.ran) == deep.charged("search") == 2
-    deep.check_requests()
-
-
-async def test_a_review_in_sub_agents(signals: Signals) -> None:
-    """Calls of parallel sub-agents wait for a reviewer, and are counted once they are approved."""
-    limits = ToolCallLimit("search", thread_limit=2), ModelCallLimit(thread_limit=6)
-    child: list[Turn] = [["search", "search"], "found"]
-    review = {"search": True}
-    deep = Deep(signals, [[task(), task()], "done"], child, *limits, interrupt_on=review)
-    first, second = (await deep.play())["__interrupt__"]
-    assert (deep.ran, deep.charged("search")) == ([], 0)
-    yes, no = {"type": "approve"}, {"type": "reject"}
-    await deep.resume({first.id: {"decisions": [yes, no]}, second.id: {"decisions": [yes, yes]}})
-    assert len(deep.ran) == deep.charged("search") == 2
-    assert deep.charged("model") == 6 == len(deep.model.calls)
-    deep.check()
-
-
-@bare
-async def test_repetitions(signals: Signals) -> None:
-    """Equal calls of its own tools are refused, not those after a change."""
-    read, grep = ("read_file", {"file_path": "/a.txt"}), ("grep", {"pattern": "rome"})
-    changes: list[Turn] = [[("write_file", {"file_path": "/a.txt", "content": "0"})]]
-    for number in range(3):
-        change = {"file_path": "/a.txt", "old_string": str(number), "new_string": str(number + 1)}
-        changes += [[("edit_file", change)], [read], [grep]]
-    missing = ("read_file", {"file_path": "/missing.txt"})
-    scripts: dict[str, list[Turn]] = {
-        "": changes,
-        "write_todos": [[("write_todos", {"todos": []})]] * 3,
-        "read_file": [[missing]] * 3,
-        "ls": [[("ls", {"path": "/"})]] * 3,
-    }
-    for tool, script in scripts.items():
-        items: list[Any] = [RepeatLimit(2), TodoListMiddleware()]
-        result = await Scene(signals, [*script, "done"], items, create=CREATE).play()
-        refused = [each for each in result["messages"] if "This call was not run" in each.text]
-        assert [each.name for each in refused] == ([tool] if tool else [])
 
 
 async def test_the_warning(signals: Signals) -> None:

@@ -75,31 +75,6 @@ async def test_the_strongest_exit(exits: Sequence[Any], kind: Kind, signals: Sig
 
 
 @either
-@pytest.mark.parametrize("message", [None, lambda decision: " \n"], ids=["none", "blank"])
-@pytest.mark.parametrize(
-    ("kind_of_limit", "options"),
-    [
-        (ToolCallLimit, {"run_limit": 1, "exit_behavior": "end"}),
-        (ToolCallLimit, {"run_limit": 0, "give_up_after": 2}),
-        (ModelCallLimit, {"run_limit": 2}),
-        (ModelCallLimit, {"run_limit": 2, "exit_behavior": "finalize"}),
-        (ModelCallLimit, {"run_limit": 0, "exit_behavior": "finalize"}),
-    ],
-    ids=["end of tools", "give_up_after", "end of model calls", "finalize", "finalize at 0"],
-)
-async def test_the_last_message(
-    kind_of_limit: Any, options: dict[str, Any], message: Any, kind: Kind, signals: Signals
-) -> None:
-    """However a limit ends a run, the last message is the AI's and never blank, run after run."""
-    scene = Scene(signals, stubborn, [kind_of_limit(message=message, **options)], kind=kind)
-    for _ in range(2):
-        result = await scene.play()
-        assert result["messages"][-1].tool_calls == []
-        assert "limit" in scene.last_text()
-        scene.check()
-
-
-@either
 @pytest.mark.parametrize("refusals", [1, 3])
 async def test_giving_up(refusals: int, kind: Kind, signals: Signals) -> None:
     """The run ends with the refusal that is one too many, and not before; the next is new."""
@@ -193,6 +168,10 @@ async def test_the_refusal_of_a_tool_call(
             "'search' tool call limit reached: run limit exceeded (3/0 calls). Enough.",
         ),
         ([ModelCallLimit(run_limit=1, message=own_words)], "No more None: model is used up."),
+        (
+            [ModelCallLimit(run_limit=1, message=lambda _: " \n")],
+            "Model call limits exceeded: run limit (1/1)",
+        ),
     ],
 )
 async def test_the_final_message(limits: list[Limit], expected: str, signals: Signals) -> None:

@@ -24,7 +24,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import ANN, CONFIG, Form, Kind, Scene, both_forms, delegate, each_kind, recording
+from tests.scene import ANN, CONFIG, Form, Kind, Scene, both_forms, delegate, recording
 from tests.stores import DAY, Clock, FickleStore, Passing
 from tests.telemetry import HAS_INLINE, Signals, paid, telling
 
@@ -170,40 +170,17 @@ async def test_a_person_rejects(signals: Signals) -> None:
     assert stop_reason(result) == blocked(used=0)
 
 
-@each_kind
 @both_forms
-async def test_events_of_a_run(form: Form, kind: Kind, signals: Signals) -> None:
-    """A client gets one event for each crossing and refusal, and one for the end; unless off."""
-    limits: list[Limit] = [
-        ToolCallLimit("search", run_limit=2, near=0.5, **END),
-        ModelCallLimit(run_limit=9),
-    ]
-    script: Any = [["search"], ["search"], TWO]
-    how: Any = {"kind": kind, "form": form}
-    scene = Scene(signals, script, limits, stream_events=True, **how)
-    one, two = (
-        {**OF_SEARCH, "decision": "allowed", "used": used, "threshold": 2} for used in (1, 2)
-    )
-    refused = blocked(used=2, threshold=2)
-    assert await scene.updates(GO, "custom") == [
-        {EVENT: "near", **one},
-        {EVENT: "exhausted", **two},
-        {EVENT: "refused", **refused},
-        {EVENT: "refused", **refused},
-        {EVENT: "ended", **refused},
-    ]
-    assert await Scene(signals, script, limits, **how).updates(GO, "custom") == []
-    assert stop_reason(await Scene(signals, script, limits, stream_events=True, **how).play())
-
-
-async def test_events_of_dry_runs_and_downgrades(signals: Signals) -> None:
-    """A refusal in a dry run, and each call that goes to another model, are events."""
-    cheap = ScriptedChatModel(script=[paid(1)])
+async def test_events_of_dry_runs_and_downgrades(form: Form, signals: Signals) -> None:
+    """A refusal in a dry run, and each call that goes to another model, are events, unless off."""
+    cheap = ScriptedChatModel(script=[paid(1)] * 2)
     limits: list[Limit] = [
         ToolCallLimit("search", run_limit=0, enforce=False),
         TokenLimit(run_limit=100, downgrade_to=cheap, downgrade_at=0.1),
     ]
-    scene = Scene(signals, [paid(12, "search")], limits, stream_events=True)
+    without = Scene(signals, [paid(12, "search")], limits, form=form)
+    assert await without.updates(GO, "custom") == []
+    scene = Scene(signals, [paid(12, "search")], limits, stream_events=True, form=form)
     events = [
         (each[EVENT], each["decision"], each["limit"]) for each in await scene.updates(GO, "custom")
     ]

@@ -124,25 +124,6 @@ async def test_denied_model_calls(
     assert scene.fallbacks("block") == 1
 
 
-async def test_allowed_calls(nobody: RedisStore, signals: Signals) -> None:
-    """Allowed without the store, thread and run limits hold by the state; quotas do not."""
-    limits = [
-        per_user(limit=0, thread_limit=5, run_limit=3),
-        per_user("model", limit=0, thread_limit=9),
-    ]
-    script = asking("search", "search", "search", "search")
-    scene = await scene_of(signals, script, *limits, store=nobody, outage="allow").played()
-    assert scene.ran == ["search"] * 3
-    await scene.play()
-    assert scene.ran == ["search"] * 5
-    assert scene.metric("tool:search", "blocked", "run") == 1
-    assert scene.metric("tool:search", "blocked", "thread") == 2
-    assert scene.metric("tool:search", "blocked", "store") == 0
-    assert scene.fallbacks("allow") == 4 + 4 + 4  # tool calls of both turns, and model calls
-    assert scene.fallbacks("block") == 0
-    scene.check()
-
-
 @both_forms
 async def test_a_store_that_is_silent(form: Form, signals: Signals) -> None:
     """A server that does not answer holds a run up for its timeout, and no longer."""
