@@ -166,7 +166,7 @@ class Reading:
         agent, scope, name = subject.key
         is_thread, last = scope == THREAD, subject.last
         reached: list[Series] = []
-        highest = refused = 0.0
+        highest, refused, worst = 0.0, 0.0, Level.OK
         # Copy, because a concurrent decision may add a limit.
         for limit, use in list(subject.uses.items()):
             numbers, use_level = rate(use, self.now, is_thread=is_thread)
@@ -175,17 +175,18 @@ class Reading:
                 used, maximum, _, _ = numbers[0]
                 # It fails here if a limit is too large for a metric, not where it is rendered.
                 highest = max(highest, used / float(maximum))
+                if worst is not Level.EXHAUSTED and use_level is not Level.OK:
+                    worst = use_level
             refused = max(refused, use.refused or 0.0)
-        self.tracked.update(reached)
-        levels = {use_level for _, _, _, use_level in reached}
+        for series in reached:
+            self.tracked[series] += 1
         # Strings, for many new tuples would have the garbage collector stop all threads.
         if not is_thread:
             name = f"{scope} {name}"
         states, urgency = self.states[KINDS[not is_thread]], (0, last, last)
-        if Level.EXHAUSTED in levels:
-            states[Level.EXHAUSTED].add(name)
-        elif Level.NEAR in levels:
-            states[Level.NEAR].add(name)
+        if worst is not Level.OK:
+            states[worst].add(name)
+        if worst is Level.NEAR:
             urgency = 1, highest, last
         if self.now - refused < workers.BLOCKED_NOW:
             states["blocked"].add(name)
