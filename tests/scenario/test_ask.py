@@ -7,6 +7,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import captured_decisions
 from tests.scene import ANN, CONFIG, Form, Scene, asking, both_forms, check_history, delegate, texts
-from tests.stores import DAY, DownStore
+from tests.stores import DAY, Clock, DownStore
 from tests.telemetry import Signals
 from tests.tokens import answer as spending
 
@@ -92,6 +93,23 @@ async def test_interfaces_can_show_a_form(signals: Signals, kind: Any) -> None:
     assert "could not be used" in scene.question()[1]
     await scene.resume(APPROVE)
     assert scene.ran == ["search", "search"]
+
+
+async def test_the_root_run_knows_what_was_approved(signals: Signals) -> None:
+    """A store that drops the count of a root run gets it back, with what was approved."""
+    clock = Clock()
+    store = MemoryStore(clock=clock, idle_ttl=timedelta(hours=1))
+
+    def script(messages: Any) -> Any:
+        ran = sum(each.type == "tool" for each in messages)
+        clock.now += 2 * 3600 * (ran == 2)
+        return "done" if ran == 4 else ["calc"] if ran else ["search", "search"]
+
+    of_root = ToolCallLimit(quotas=[Quota(3, per="root_run")])
+    scene = Asking(signals, script, [SEARCH, of_root], store=store)
+    await scene.play()
+    await scene.resume(APPROVE)
+    assert scene.outcomes() == ["allowed", "allowed", "allowed", "blocked"]
 
 
 @both_forms

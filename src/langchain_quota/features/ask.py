@@ -126,9 +126,7 @@ class Questions(Feature):
         # Nobody is asked about calls that are still refused.
         asking = rebuilt.limits.asking
         stops = {name: n for name, n in step.stops.items() if name not in asking}
-        return await self._kernel.admit_by_counts(
-            mode, rebuilt._replace(answer=step.answer, stops=stops)
-        )
+        return await admit(mode, rebuilt._replace(answer=step.answer, stops=stops))
 
     def _ask_person(
         self, step: Step, offers: Sequence["_Offer"]

@@ -97,7 +97,8 @@ class Waiting(Feature):
             if quota[0] in self._max_waits and (place := step.places.get(meter.counter))
             if meter.per and (meter.spacing or place.resets_at)
         }
-        if not waits:
+        # A call that a person has been asked about has waited before.
+        if not waits or step.answer is not None:
             return self._with_resets(await admit(mode, step))
         waiter, queues = Waiter(mode), queues_of(self.store.store)
         deadline = waiter.came_at + min(self._max_waits[limit] for limit, _ in waits)

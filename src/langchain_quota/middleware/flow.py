@@ -143,7 +143,7 @@ class Kernel:
         self.state_counts_hooks = overriding(features, Feature.state_counts)
         self.adjust_limits_hooks = overriding(features, Feature.adjust_limits)
         self.prepare_hooks = overriding(features, Feature.prepare)
-        self.admit: StepCheck = self.admit_by_counts
+        self.admit: StepCheck = self._admit_by_counts
         """Checks a step, perhaps after a wait and a question to a person."""
         for admit in reversed(overriding(features, Feature.admit)):
             self.admit = partial(admit, admit=self.admit)
@@ -278,7 +278,7 @@ class Kernel:
             step = await prepare(mode, step)
         return step
 
-    async def admit_by_counts(self, mode: Mode, step: Step) -> Step:
+    async def _admit_by_counts(self, mode: Mode, step: Step) -> Step:
         """Check a step by the store's counts, or by the state's if the store has none of them."""
         if self.store is None or not any(plan.shared for plan in step.plans):
             return step.by_state()
