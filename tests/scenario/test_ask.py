@@ -169,6 +169,7 @@ async def test_dollars(signals: Signals, store: Any) -> None:
     script = [spending(each, "calc") for each in (1500, 299, 2)]
     scene = await Asking(signals, script, [limit], prices=dollars, store=store and store()).played()
     assert scene.offers(cost="0.25")
+    assert scene.question()[1].startswith("Cost limits exceeded: run limit ($1.50/$1.50). Approve")
     assert "allow $0.25 more for 'cost'" in scene.question()[1]
     for wrong in (True, "$1", 0.0000000001, 9_000_000.1):
         await scene.resume(amount(wrong))

@@ -15,7 +15,6 @@ from typing import Any
 
 import anyio
 import pytest
-from langchain.agents.middleware import AgentMiddleware
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
 
@@ -87,22 +86,6 @@ class Browser:
         return "seen"
 
 
-class Door(AgentMiddleware):
-    """Counts the calls that have come: behind it, each waits for its turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.came: list[None] = []
-
-    def wrap_tool_call(self, request: Any, handler: Any) -> Any:
-        self.came.append(None)
-        return handler(request)
-
-    async def awrap_tool_call(self, request: Any, handler: Any) -> Any:
-        self.came.append(None)
-        return await handler(request)
-
-
 def agent_of(
     signals: Signals,
     tool: BaseTool,
@@ -110,14 +93,13 @@ def agent_of(
     *,
     most: int = 1,
     wait: float = PATIENCE,
-    door: Door | None = None,
     **options: Any,
 ) -> Any:
     """An agent that opens pages, by default one at a time."""
     limit = ConcurrencyLimit("browser", max_concurrency=most, wait=wait)
     script = [["browser"] * calls, "done"]
     options = {"tools": [tool], "checkpointer": None, **options}
-    return Scene(signals, script, [door or Door(), limit], **options).agent
+    return Scene(signals, script, [limit], **options).agent
 
 
 def has_room(signals: Signals) -> bool:
@@ -278,13 +260,13 @@ class SyncTool(BaseTool):
 
 async def test_a_cancelled_run_does_not_end_its_sync_tool(signals: Signals) -> None:
     """Of 20 runs that are cancelled while their tools run in threads, never more than 2 do so."""
-    browser, door = Browser(ends=False), Door()
+    browser = Browser(ends=False)
     tool = SyncTool(browser=browser)
-    agents = [agent_of(signals, tool, door=door, most=2) for _ in range(20)]
+    agents = [agent_of(signals, tool, most=2) for _ in range(20)]
     first = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents[:2]]
     await until(lambda: browser.running == 2)
     others = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents[2:]]
-    await until(lambda: len(door.came) == 20)
+    await until(lambda: signals.value("langchain_quota_waiting_calls", **BROWSER) == 18)
     gone = [*first, *others[:9]]
     for each in gone:
         each.cancel()
