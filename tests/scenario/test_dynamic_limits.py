@@ -1,7 +1,5 @@
 """Functions of the agent's state and runtime: numbers of limits, and the prefix of a store."""
 
-import gc
-import warnings
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -85,24 +83,6 @@ async def test_one_that_raises(form: Form, function: Any, kind: Kind, signals: S
     await scene.play(context={"plan": "free"})
     assert scene.ran == ["search"]
     scene.check()
-
-
-@pytest.mark.parametrize(
-    ("kind", "function"),
-    [(ModelCallLimit, aby_plan), (ToolCallLimit, ByPlan())],
-    ids=["function", "object"],
-)
-async def test_an_async_one_under_invoke(kind: Any, function: Any, signals: Signals) -> None:
-    """An async function under `invoke` is a clear error, and no coroutine is left behind."""
-    with warnings.catch_warnings(action="ignore"):
-        gc.collect()  # what tests before this one have left
-    limit = kind(run_limit=function, name="budget")
-    scene = Scene(signals, [["search"], "done"], [limit], form="sync")
-    match = "run_limit of limit 'budget' is async: call the agent with ainvoke"
-    with pytest.raises(RuntimeError, match=match):
-        await scene.play(context={"plan": "free"})
-    gc.collect(1)  # a coroutine that was never awaited warns here, and warnings are errors
-    assert scene.ran == []
 
 
 ACME = {"tenant": "acme", "user_id": "ann"}

@@ -1,5 +1,6 @@
 """Quotas and thread limits in a store: whose calls are counted, and what a used up one does."""
 
+import gc
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +62,15 @@ async def test_functions(form: Form, per: Any, number: Any, signals: Signals) ->
     assert signals.samples("langchain_quota_limit", **labels) == {}
 
 
+class APlan:
+    """An object that is called like an async function."""
+
+    async def __call__(self, state: Any, runtime: Any) -> int | None:
+        return plan(state, runtime)
+
+
 ACME = {"tenant": "acme"}
-ASYNC = "{} of limit 'tool:search' is async: call the agent with ainvoke"
+ASYNC = "{} of limit '.*' is async: call the agent with ainvoke"
 NUMBER = "limit of quota 'global' of limit 'tool:search' must be "
 NEEDS = (
     "quota 'user_id' of limit 'tool:search' needs 'user_id' in runtime.context: call the agent "
@@ -75,8 +83,10 @@ WRONG = (
 
 
 @pytest.mark.parametrize(
-    ("quota", "context", "error", "says"),
+    ("counted", "context", "error", "says"),
     [
+        (ModelCallLimit(run_limit=aplan), ACME, RuntimeError, ASYNC.format("run_limit")),
+        (ToolCallLimit("search", run_limit=APlan()), ACME, RuntimeError, ASYNC.format("run_limit")),
         (Quota(2, per=atenant, name="who"), ACME, RuntimeError, ASYNC.format("per")),
         (Quota(aplan, per="global"), ACME, RuntimeError, ASYNC.format("limit")),
         (Quota(2, per=tenant, name="who"), ANN, KeyError, "tenant"),
@@ -92,11 +102,11 @@ WRONG = (
     ],
 )
 async def test_what_tells_no_count(
-    quota: Quota, context: Any, error: type[Exception], says: str, signals: Signals
+    counted: Limit | Quota, context: Any, error: type[Exception], says: str, signals: Signals
 ) -> None:
     """Whoever cannot be told apart is an error that says why; nothing is charged, or runs."""
     store = MemoryStore()
-    limit = ToolCallLimit("search", quotas=[quota])
+    limit = ToolCallLimit("search", quotas=[counted]) if isinstance(counted, Quota) else counted
     scene = Scene(signals, THREE, [limit], store=store, form="sync", context=context)
     with pytest.raises(error, match=says):
         await scene.play()
@@ -104,6 +114,7 @@ async def test_what_tells_no_count(
     assert scene.metric("tool:search", "allowed") == 0
     if error is KeyError:
         assert signals.errors("dynamic_limit", "KeyError") == 1
+    gc.collect(1)  # a coroutine that was never awaited warns here, and warnings are errors
 
 
 THREAD = "search:thread:thread-1"
