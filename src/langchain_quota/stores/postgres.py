@@ -212,8 +212,9 @@ class PostgresStore(ServerStore):
             texts = (self._connections.quoted(connection, row) for row in (prefix, kind, head))
             statement = _LIST.format(*texts, last=last, most=PAGE)
             results = await self._connections.send(connection, statement)
-            with self._reading():
-                return [(row, str(json.loads(name))) for row, name in _table(results)]
+            return self._read_by(
+                lambda: [(row, str(json.loads(name))) for row, name in _table(results)]
+            )
 
         while last:
             rows = run_sync(self._in_time(lambda: self._tried(page)))
@@ -243,11 +244,14 @@ class PostgresStore(ServerStore):
             ids=",".join(by_id),
         )
         results = await self._connections.send(connection, statements)
-        with self._reading():
+
+        def read() -> Rows:
             rows = _table(results)
             read = {by_id[column.replace("-", "")]: value for column, value in rows if column}
             (time,) = (float(value) for column, value in rows if not column)
             return Rows(self._idle, time, read)
+
+        return self._read_by(read)
 
     async def _write(self, connection: "Connection", prefix: str, rows: Rows) -> None:
         written, gone, moment, quoted = [], [], rows.now, self._connections.quoted

@@ -89,14 +89,13 @@ class RedisStore(ServerStore):
 
     async def _admit(self, prefix: str, request: AcquireRequest) -> AcquireResult:
         arguments = write_acquire(prefix, request, self._idle)
-        if any(correction.attempt_id for correction in request.corrections):
+        if request.corrections and any(each.attempt_id for each in request.corrections):
             # They undo what attempts have charged. Each is made once: the script finds it made.
             corrections = AcquireRequest("", "", corrections=request.corrections)
             await self._change(prefix, lambda tables, _: tables.acquire(corrections))
         for _ in range(_TRIES):
             reply = await self._clients.run(SCRIPTS["acquire"], arguments)
-            with self._reading():
-                result = read_result(request, reply)
+            result = self._read_by(read_result, request, reply)
             if result is not None:
                 return result
             await self._change(prefix, lambda tables, _: tables.roll_over(request))
@@ -121,8 +120,7 @@ class RedisStore(ServerStore):
             reply = await self._clients.run(SCRIPTS["rows"], [*given, json.dumps(changes)])
             if reply in (b"written", "written"):
                 return answer
-            with self._reading():
-                rows = RedisRows(self._idle, *read_rows(reply, order))
+            rows = RedisRows(self._idle, *self._read_by(read_rows, reply, order))
         raise QuotaStoreError(f"{self!r}: others were faster {_TRIES} times")
 
     def _scan(self, prefix: str, kind: str, pattern: str) -> Iterator[str]:
@@ -130,8 +128,7 @@ class RedisStore(ServerStore):
         names = client.scan_iter(pattern_of(prefix, kind, pattern), count=PAGE)
 
         async def some() -> list[bytes | str]:
-            with self._reading():
-                return [*islice(names, PAGE)]
+            return self._read_by(list, islice(names, PAGE))
 
         while found := run_sync(self._in_time(some)):
             yield from (key for name in found if (key := key_of(prefix, kind, name)) is not None)

@@ -4,10 +4,10 @@ import asyncio
 import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from textwrap import shorten
+from typing import Any
 from weakref import ref
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
@@ -189,11 +189,10 @@ class ServerStore(SupportsGrants):
         except server.failed as error:
             raise self._failure(error, blocked) from error
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Raise a `QuotaStoreError` if the block cannot read the server's reply."""
+    def _read_by(self, read: Callable[..., T], *given: Any) -> T:
+        """Return what is read of the server's reply; a `QuotaStoreError` if it is unreadable."""
         try:
-            yield
+            return read(*given)
         except self._server.unreadable as error:
             raise self._failure(error) from error
 
