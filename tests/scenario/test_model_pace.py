@@ -290,13 +290,11 @@ LATER = "Fri, 27 Nov 2099 04:00:00 GMT"
         (429, {"retry-after": "1e9"}, 300.0),
         *((429, {"retry-after": text}, 0.0) for text in ("-1", "nan", "tomorrow", LATER)),
         (503, {"retry-after": LATER}, None),
-        (503, {"retry-after-ms": "250", "retry-after": "1"}, 0.25),
-        (429, {"retry-after-ms": "soon", "retry-after": "7"}, 7.0),
         *((429, {}, 0.0), (529, {}, None), (200, {"retry-after": "7"}, None), (None, {}, None)),
     ],
 )
 def test_pauses(status: int | None, headers: dict[str, str], pause: float | None) -> None:
-    """A pause is seconds or milliseconds, and bounded; an error 429 always asks for one."""
+    """A pause is seconds, and bounded; an error 429 always asks for one."""
     assert read_headers(status, headers) == ({}, pause)
 
 

@@ -238,7 +238,7 @@ class TestRateLimiter:
         """After an error 429 no call begins before the time it names; then they come evenly."""
         made: Any = MemoryStore(clock=clock).rate_limiter
         limiter = made("openai", requests=60, burst=9, tokens=600, reserve=reserve, window="1m")
-        script, times = [Refused(retry_after_ms="30000"), "a", "b"], []
+        script, times = [Refused(retry_after="30"), "a", "b"], []
         model = ScriptedChatModel(script=script, rate_limiter=limiter, callbacks=[limiter])
         for _ in script:
             with suppress(Refused):

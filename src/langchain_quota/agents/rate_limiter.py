@@ -201,9 +201,7 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
 
     async def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: object) -> None:
         """Replace what a call has reserved by the tokens that its model reports."""
-        call = self._calls.pop(run_id, None)
-        if call is None:
-            return
+        call = self._calls.pop(run_id, _LimitedCall({}, limiter=self))
         # An answer of LangChain's cache has not asked for room.
         call.is_new = False
         # Each of several answers to one prompt reports the use of all.

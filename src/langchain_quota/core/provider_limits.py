@@ -67,9 +67,7 @@ def read_headers(
             left = _number(said.get(name.replace("-limit", "-remaining")))
             if limit is not None and left is not None and max(1, left) <= limit < 2**53:
                 limits["total_tokens" if unit == "tokens" else unit] = limit, left
-    pause, milliseconds = (_number(said.get(f"retry-after{unit}")) for unit in ("", "-ms"))
-    if milliseconds is not None:
-        pause = milliseconds / 1000
+    pause = _number(said.get("retry-after"))
     if status == TOO_MANY_REQUESTS or (status in _UNAVAILABLE and pause is not None):
         return limits, min(pause or 0.0, _MAX_PAUSE)
     return limits, None
