@@ -143,12 +143,12 @@ class Budgets(Feature):
         self._late.forget(state)
         feature_data[self.name] = {**self._late.of(state), **_NEW_RUN}
 
-    async def _charge_others(self, mode: Mode, step: ChargeContext) -> None:
+    async def _charge_others(self, mode: Mode, charge_to: ChargeContext) -> None:
         """Charge what tools, sub-agents and other middlewares have used."""
         graph = running_graph() if self._charges_all else None
         if graph is not None:
             charge = self._charging.charge
-            graph.step = step._replace(state=_counts_in(step.state))
+            graph.step = charge_to._replace(state=_counts_in(charge_to.state))
             graph.charge = lambda step, runs: run_sync(charge(None, step, runs))
             runs = graph.take()
             if runs:
@@ -162,12 +162,15 @@ class Budgets(Feature):
         """Know what is used of the budgets; ask for the prices of paid tool calls."""
         if step.pending is not None:
             return self._pay_tools(step, step.pending.calls)
-        await self._charge_others(mode, _step(step.state, step.limits, step.places, step.context))
+        is_first = step.task == self._kernel.name
+        if is_first:
+            charge_to = _charge_context(step.state, step.limits, step.places, step.context)
+            await self._charge_others(mode, charge_to)
         self._late.forget(step.state)
         step = step.using(self._late.counts(step.state))
         if entries := self._late.of(step.state):
             step = step.saving(self.name, entries)
-        if not (self._second_check.waits and step.task == self._kernel.name):
+        if not (self._second_check.waits and is_first):
             return step
         # Wait, and hold nothing, until the request is known: then there is a second check.
         limits = LimitSet(without_waits(rule, step) for rule in step.limits.rules)
@@ -240,22 +243,23 @@ class Budgets(Feature):
         kernel, state, runtime = self._kernel, request.state, request.runtime
         limits, places = await kernel.resolve_limits(mode, "model", state, runtime)
         context = model_context(state, runtime)
-        step, task = _step(state, limits, places, context), context.task(kernel.name)
-        await self._charge_others(mode, step)
+        charge_to = _charge_context(state, limits, places, context)
+        task = context.task(kernel.name)
+        await self._charge_others(mode, charge_to)
         memory = {} if task is None else self._memory(task)
         # The first check does not know what earlier attempts of the same task have used.
         is_retry = "made" in memory
         if self._second_check.has_reserves or is_retry:
             first = None if is_retry else feature_ledger(state, self.name).get("admitted")
-            reserved = await self._second_check.reserve(mode, request, step, first, written)
+            reserved = await self._second_check.reserve(mode, request, charge_to, first, written)
             if reserved is None:
                 return None
-            request, step = reserved
+            request, charge_to = reserved
         else:
             request = await kernel.shape_request(mode, request)
         graph = running_graph() if self._charges_all else None
-        charge = partial(self._charging.charge, step=step, is_call=True)
-        checked = partial(self._pricing.check, agent=step.call.agent)
+        charge = partial(self._charging.charge, context=charge_to, is_call=True)
+        checked = partial(self._pricing.check, agent=charge_to.call.agent)
         with own_call(checked, graph) if self._counts_use else nullcontext() as own_runs:
             try:
                 with self._stopwatch.measured(state) as work:
@@ -286,14 +290,14 @@ class Budgets(Feature):
         runtime = running_runtime()
         limits, places = await self._kernel.resolve_limits(mode, "model", state, runtime)
         of_time = [budget for budget in limits.budgets if budget.limit.counter == MILLISECONDS]
-        step = _step(state, LimitSet(of_time), places, model_context(state, runtime))
+        charge_to = _charge_context(state, LimitSet(of_time), places, model_context(state, runtime))
         try:
             with self._stopwatch.measured(state) as work:
                 answered = await call(request)
         except BaseException as error:
-            await self._charging.charge(_mode_after(mode, error), step, work=work)
+            await self._charging.charge(_mode_after(mode, error), charge_to, work=work)
             raise
-        await self._charging.charge(mode, step, work=work)
+        await self._charging.charge(mode, charge_to, work=work)
         return answered
 
 
@@ -326,7 +330,9 @@ def _counts_in(state: State) -> dict[str, Any]:
     return {LEDGER: ledger(state), THREAD_TOOLS: state.get(THREAD_TOOLS)}
 
 
-def _step(state: State, limits: LimitSet, places: Places, context: CallContext) -> ChargeContext:
+def _charge_context(
+    state: State, limits: LimitSet, places: Places, context: CallContext
+) -> ChargeContext:
     """Return who is charged for the model call that is being made."""
     call = Call("model", agent=context.agent, thread_id=context.thread_id)
     return ChargeContext(state, limits, places, call)

@@ -176,7 +176,7 @@ class Charging:
     async def charge(
         self,
         mode: Mode | None,
-        step: ChargeContext,
+        context: ChargeContext,
         runs: Sequence[ModelRun] = (),
         work: Work | None = None,
         *,
@@ -187,17 +187,17 @@ class Charging:
         The runs of the agent's own call replace its reservation. Time that calls inside of this one
         have charged already is left out. Without a `mode` the store is charged in the background.
         """
-        state, limits, call = step.state, step.limits, step.call
+        state, limits, call = context.state, context.limits, context.call
         worked = work.amount if work is not None and MILLISECONDS in self._counters else 0
-        charged = [(run, *self._amounts(run, step.reserved, call.agent)) for run in runs]
+        charged = [(run, *self._amounts(run, context.reserved, call.agent)) for run in runs]
         time_spent = {MILLISECONDS: worked} if worked else {}
         total = added([*(amounts for _, amounts, _ in charged), time_spent])
         before = self.late.counts(state)
         # The charge is kept first: what follows may fail or be cancelled.
         written = self.late.keep(state, total)
-        less = self._worked_inside(step, worked, work.inside if work else {})
+        less = self._worked_inside(context, worked, work.inside if work else {})
         used = [(run, amounts) for run, amounts, _ in charged]
-        answer = await self.settle(mode, settlements(step, before, used, time_spent, less))
+        answer = await self.settle(mode, settlements(context, before, used, time_spent, less))
         of_time = [each for each in limits.budgets if each.limit.counter == MILLISECONDS]
         if worked:
             times = [(budget.limit.name, budget.limit.unit, worked) for budget in of_time]
@@ -216,7 +216,7 @@ class Charging:
             )
         if is_call or mode is not None:
             # Otherwise, the next hook records it.
-            charges = self._record(step, answer, before, total, is_call=is_call)
+            charges = self._record(context, answer, before, total, is_call=is_call)
             # While the store is unavailable, so are its marks. The state only adds to budgets.
             if self._near.present and mode is not None and (answer or self._store is None):
                 await self._near.tell(charges, {})
@@ -224,7 +224,7 @@ class Charging:
 
     def _record(
         self,
-        step: ChargeContext,
+        context: ChargeContext,
         answer: AcquireResult | None,
         before: Mapping[str, int],
         total: Mapping[str, int],
@@ -232,7 +232,7 @@ class Charging:
         is_call: bool,
     ) -> list[Verdict]:
         """Record the charges of budgets, and return them."""
-        limits, places, call = step.limits, step.places, step.call
+        limits, places, call = context.limits, context.places, context.call
         counts: Mapping[str, int] = {}
         if answer is not None:
             counts, run = answer.used, root_run()
@@ -266,14 +266,14 @@ class Charging:
         self._store.settle_soon(sent)
         return None
 
-    def _worked_inside(self, step: ChargeContext, worked: int, inside: Charged) -> Amounts:
+    def _worked_inside(self, context: ChargeContext, worked: int, inside: Charged) -> Amounts:
         """Return the time charged inside of a call, by key; pass the rest on to outer calls."""
         if self._store is None or not worked:
             return {}
         store, less = id(self._store.store), {}
-        for budget in step.limits.budgets:
+        for budget in context.limits.budgets:
             for meter in budget.meters if budget.limit.counter == MILLISECONDS else ():
-                if (place := step.places.get(meter.counter)) is not None:
+                if (place := context.places.get(meter.counter)) is not None:
                     less[place.key] = min(worked, inside.get((store, place.key), 0))
         with _lock:
             for around in _around.get():
@@ -304,7 +304,7 @@ class Charging:
 
 
 def settlements(
-    step: ChargeContext,
+    context: ChargeContext,
     counts: Mapping[str, int],
     used: Sequence[tuple[ModelRun, Mapping[str, int]]] = (),
     time_spent: Mapping[str, int] = MappingProxyType({}),
@@ -312,11 +312,11 @@ def settlements(
 ) -> AcquireRequest | None:
     """Return a request that charges a call in place of its reserve; `None` without a store."""
     # The counts are those before the call. `less` is time that was charged already, by key.
-    root, places = root_run(), step.places
+    root, places = root_run(), context.places
     counts = {**counts, **(used_by(root, places) if root is not None else {})}
     meters = [
         (places[meter.counter].key, meter, budget.limit.counter)
-        for budget in step.limits.budgets
+        for budget in context.limits.budgets
         for meter in budget.meters
         if meter.counter in places
     ]
@@ -337,17 +337,17 @@ def settlements(
         # Only the first agent that is charged for it makes the correction of a key.
         for key, counter in keys.items() if run.shared else ():
             if amounts[counter]:
-                add(f"{run.id}/{key}", {key: amounts[counter]}, step.request or run.id)
+                add(f"{run.id}/{key}", {key: amounts[counter]}, context.request or run.id)
     # The last correction releases what is still reserved, and charges the use of all attempts.
     own = [(run.id, amounts) for run, amounts in used if not run.shared]
-    if step.request or ((own or time_spent) and keys):
+    if context.request or ((own or time_spent) and keys):
         total = added([*(amounts for _, amounts in own), time_spent])
         charged = {
             key: max(0, total.get(counter, 0) - less.get(key, 0)) for key, counter in keys.items()
         }
         name = own[0][0] if own else uuid4().hex
         # A store forgets settlements sooner than other corrections.
-        add(name, charged, step.request or name)
+        add(name, charged, context.request or name)
     counters = {meter.counter: CountRef(key, starts[key]) for key, meter, _ in meters}
     return AcquireRequest("", "", counters, corrections=tuple(corrections)) if corrections else None
 
