@@ -81,13 +81,6 @@ async def test_the_formula_counts_series(
     )
 
 
-async def test_a_computed_threshold() -> None:
-    """It has one series less."""
-    fixed, computed = (ToolCallLimit("search", run_limit=most) for most in (9, lambda *_: 9))
-    found = await samples_of([computed], ["search"], 1)
-    assert found == await samples_of([fixed], ["search"], 1) - 1
-
-
 def test_the_example_is_the_texts() -> None:
     """The numbers in the text are those of the function."""
     page = run_code("def series")

@@ -17,21 +17,17 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.parser import text_string_to_metric_families
 
 from langchain_quota import (
-    CostLimit,
     MemoryStore,
     ModelCallLimit,
-    Price,
     Quota,
-    TokenLimit,
     ToolCallLimit,
     ToolCallLimitExceededError,
     __version__,
     hmac_label,
 )
 from langchain_quota.limits import Limit
-from langchain_quota.testing import ScriptedChatModel
 from tests.scene import Scene, asking
-from tests.telemetry import Signals, attributes, paid, telling
+from tests.telemetry import Signals, attributes, telling
 
 Series = Mapping[tuple[str, ...], float]
 
@@ -133,36 +129,6 @@ async def test_a_restart_may_begin_with_a_refund(signals: Signals) -> None:
     await process(signals, ["done"]).play()
     found = signals.samples(DECISIONS, agent="unnamed", limit="tool:search", scope="none")
     assert found == {("refunded",): 1, ("allowed",): 0}
-
-
-RUNS = {"reported": 2, "estimated": 0}
-
-
-async def test_each_unit_has_metrics_of_its_own(signals: Signals) -> None:
-    """Tokens and dollars have names of their own, in base units; what a limit did is in calls."""
-    model = ScriptedChatModel(script=[paid(300_000, "calc"), paid(500_000)], model="gpt")
-    limits: list[Limit] = [
-        TokenLimit(thread_limit=1_000_000),
-        CostLimit(run_limit="2.50"),
-        ModelCallLimit(run_limit=9),
-    ]
-    prices = {"gpt": Price(input="1", output="1")}
-    scene = await Scene(signals, model, limits, prices=prices).played()
-    expected: dict[str, Series] = {
-        "limit": {
-            ("unnamed", "model", "run", "calls"): 9,
-            ("unnamed", "tokens", "thread", "tokens"): 1_000_000,
-            ("unnamed", "cost", "run", "dollars"): 2.5,
-        },
-        "thread_used_tokens": {("unnamed", "tokens", "thread-1"): 800_000},
-        "spent_tokens_total": {("unnamed", "tokens", "gpt"): 800_000},
-        "spent_dollars_total": {("unnamed", "cost", "gpt"): 0.8},
-        "model_runs_total": {("unnamed", "gpt", "known", each): of for each, of in RUNS.items()},
-    }
-    assert {name: signals.samples(f"langchain_quota_{name}") for name in expected} == expected
-    assert scene.metric("tokens", "allowed") == scene.metric("cost", "allowed") == 2
-    # The second call was allowed below the share, and has used it up to there.
-    assert signals.samples(CROSSINGS, level="near")["unnamed", "tokens", "thread"] == 1
 
 
 async def test_checking_is_timed(signals: Signals) -> None:

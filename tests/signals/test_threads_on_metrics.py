@@ -244,6 +244,8 @@ async def test_what_a_thread_has_spent_begins_at_0(signals: Signals) -> None:
 
     await Scene(signals, script, [TokenLimit(thread_limit=900)]).play()
     assert seen == [{("unnamed", "tokens", "thread-1"): 0}]
+    used = signals.samples("langchain_quota_thread_used_tokens")
+    assert used == {("unnamed", "tokens", "thread-1"): 300}
 
 
 async def test_a_budget_in_an_outage(clock: Clock) -> None:
