@@ -143,6 +143,8 @@ async def test_checking_is_timed(signals: Signals) -> None:
         ("tool", "state"): 1,
         ("tool", "store"): 1,
     }
+    taken = signals.samples("langchain_quota_decision_seconds_sum", kind="tool")
+    assert all(0 < seconds < 60 for seconds in taken.values())
 
 
 async def test_no_series_has_the_time_of_creation(signals: Signals) -> None:
