@@ -2,8 +2,9 @@
 
 import asyncio
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -330,6 +331,8 @@ ASKS = ToolCallLimit("search", run_limit=1, exit_behavior="ask")
 MODEL_ASKS = ModelCallLimit(run_limit=1, exit_behavior="ask")
 
 
+RESERVES = TokenLimit(run_limit=10**6, reserve=9)
+
 ANSWERS: list[Any] = [Command(resume=each) for each in (APPROVE, APPROVE, "yes")]
 
 
@@ -414,15 +417,22 @@ async def test_a_question_beside_that_of_a_tool(fits: Any, form: Any, signals: S
 
 
 @pytest.mark.parametrize(
-    ("limit", "answers", "made"),
-    [(ModelCallLimit(run_limit=3), [None] * 3, [3, 3, 3]), (MODEL_ASKS, ANSWERS, [2, 3, 3])],
+    ("limits", "answers", "made"),
+    [
+        ([ModelCallLimit(run_limit=3)], [None] * 3, [3, 3, 3]),
+        ([MODEL_ASKS], ANSWERS, [2, 3, 3]),
+        ([replace(MODEL_ASKS, grant=9), RESERVES], ANSWERS[1:], [3, 5]),
+    ],
 )
 def test_a_node_that_calls_its_model_twice(
-    limit: Limit, answers: Any, made: list[int], signals: Signals
+    limits: Sequence[Limit], answers: Any, made: list[int], signals: Signals
 ) -> None:
-    """Each is a call of its own, where the node runs again, too; an approval is used for one."""
-    model = ScriptedChatModel(script=lambda _: "hm")
-    limited = GraphQuota([limit], telemetry=signals.telemetry).model(model)
+    """Each is a call of its own, where the node runs again, too; an approval is used for one.
+
+    An answer to the node's own question is not taken for one to the limit's.
+    """
+    model = ScriptedChatModel(script=lambda _: answer(2))
+    limited = GraphQuota(limits, telemetry=signals.telemetry).model(model)
 
     def node(state: MessagesState) -> Any:
         said = [limited.invoke([*state["messages"], ("user", text)]) for text in ("One", "Two")]
@@ -430,10 +440,11 @@ def test_a_node_that_calls_its_model_twice(
         return {"messages": said[-1:]}
 
     app = graph_of(node, checkpointer=InMemorySaver())
-    app.invoke(HELLO, CONFIG)
+    result = app.invoke(HELLO, CONFIG)
     for given, calls in zip(answers, made, strict=True):
-        app.invoke(given, CONFIG)
+        result = app.invoke(given, CONFIG)
         assert len(model.calls) == calls
+    assert ("__interrupt__" in result) == (answers[-1] is None)
 
 
 def test_a_question_needs_a_checkpointer_and_limited_tools(signals: Signals) -> None:

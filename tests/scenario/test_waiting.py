@@ -31,6 +31,7 @@ from tests.stores import DAY, NOON, Clock, FickleStore, Passing, patch_pauses
 from tests.telemetry import Signals, attributes, paid
 
 WHO: ContextVar[int] = ContextVar("who")
+APPROVE = {"decisions": [{"type": "approve"}]}
 HOURLY = Quota(1, per="global", window="1h", smooth=True)
 GAUGE, WAITS = "langchain_quota_waiting_calls", "langchain_quota_wait_seconds_count"
 SEARCH = {"agent": "unnamed", "limit": "tool:search"}
@@ -409,5 +410,21 @@ async def test_a_person_is_asked_after_the_wait(signals: Signals) -> None:
     scene = await Scene(signals, asking("search"), [limit], store=MemoryStore()).played()
     asked = await scene.play()
     assert "__interrupt__" in asked
-    await scene.resume({"decisions": [{"type": "approve"}]})
+    await scene.resume(APPROVE)
     assert len(scene.ran) == 2
+
+
+async def test_a_person_is_asked_beside_a_wait(signals: Signals, clock: Passing) -> None:
+    """A call waits for room before a person is asked; what is approved starts when it has room."""
+    pace = Quota(1, per="global", window="1s", smooth=True)
+    options: Any = {"store": MemoryStore(clock=clock)}
+    asks = ModelCallLimit(run_limit=1, exit_behavior="ask")
+    paced = ModelCallLimit(quotas=[pace], wait=30, name="pace")
+    scene = await Scene(signals, [["calc"], "done"], [asks, paced], **options).played()
+    await scene.resume(APPROVE)
+    assert len(scene.model.calls) == 2
+    tools = ToolCallLimit("search", run_limit=1, exit_behavior="ask")
+    slow = ToolCallLimit("search", quotas=[pace], wait=30, name="slow")
+    scene = await Scene(signals, asking(*["search"] * 3), [tools, slow], **options).played()
+    await scene.resume(APPROVE)
+    assert scene.ran == ["search"] * 3

@@ -207,10 +207,11 @@ async def test_a_message_that_fails(
 ) -> None:
     """An error in a limit's message ends the run; the refusal that it is for is recorded."""
     kind = "tool" if "tool" in limit.kinds else "model"
-    limits = [limit, ToolCallLimit("calc", run_limit=1)] if kind == "tool" else [limit]
+    others = [ToolCallLimit("calc", run_limit=1), ModelCallLimit(thread_limit=9, name="all")]
+    limits = [limit, others[kind == "model"]]
     script = [["search", "search", "calc"]] if kind == "tool" else ["done"]
-    store = FickleStore(MemoryStore()) if isinstance(limit, ConcurrencyLimit) else None
-    if store is not None:
+    store = FickleStore(MemoryStore())
+    if isinstance(limit, ConcurrencyLimit):
         # No slot is to be had, and the counts of the run are not asked for.
         limits, script, store.down = [limit], [["calc"]], True
     scene = Scene(signals, script, limits, store=store)
@@ -221,3 +222,13 @@ async def test_a_message_that_fails(
         found = signals.samples("langchain_quota_calls_total", kind=kind, decision=outcome)
         assert sum(found.values()) == number
     assert [each.status.description for each in signals.decision_spans()].count("boom") == 1
+    # No call has run.
+    assert {each.used for each in store.usages()} <= {0}
+
+
+async def test_a_message_that_is_no_text(signals: Signals) -> None:
+    """It is an error that names the limit."""
+    no_text: Any = lambda _: None  # noqa: E731 - a message is a function
+    scene = Scene(signals, [["search"]], [ToolCallLimit("search", run_limit=0, message=no_text)])
+    with pytest.raises(TypeError, match="message of limit 'tool:search' must return a string"):
+        await scene.play()

@@ -216,11 +216,12 @@ def test_the_files_of_workers(tmp_path: Path) -> None:
     assert file.suffix == ".json"
     assert USER not in file.read_text()
     os.utime(file, (time.time() - 3700,) * 2)
-    corrupt = tmp_path / "langchain_quota.usage-1.nonsense.json"
-    corrupt.write_text("nonsense")
+    corrupt = [file.with_stem(f"{file.stem}{each}") for each in (1, 2)]
+    for path, text in zip(corrupt, ("nonsense", "[1, 2, 3, 4]"), strict=True):
+        path.write_text(text)
     found = shown(worked(tmp_path, searched(0, 3, "t2")))
     assert found["langchain_quota_thread_used"] == {(*OF_T1[:2], "t2"): 3}
-    assert corrupt.read_text() == "nonsense"
+    assert all(map(Path.is_file, corrupt))
 
 
 @pytest.mark.parametrize("lives", [0, 1])

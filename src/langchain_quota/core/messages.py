@@ -218,7 +218,11 @@ def _custom(limit: Limit, decision: Decision) -> str:
     """Return a limit's own text; empty if it has none."""
     message = limit.message or ""
     try:
-        return message(decision) if callable(message) else message
+        text: object = message(decision) if callable(message) else message
     except Exception as error:
         error.add_note(f"raised by the message of limit {limit.name!r}")
         raise
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        raise TypeError(f"the message of limit {limit.name!r} must return a string, not a {kind}")
+    return text

@@ -2,8 +2,7 @@
 
 A waiting call stands in one queue: that of the quota which has room last. So it delays no call that
 needs other quotas only. The tool calls of a message are admitted together, as soon as the first one
-can start. The other calls of a smooth quota get start times, and the hook around tools waits for
-these.
+can start. Under a smooth quota the others get start times, for which the hook around tools waits.
 """
 
 import math
@@ -61,9 +60,8 @@ class Waiting(Feature):
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:
         """Return the hook around tools if calls of a message can start one after the other."""
-        waits = _max_waits(limits)
         smooth = (limit.name for limit in limits if any(quota.smooth for quota in limit.quotas))
-        return () if waits.keys().isdisjoint(smooth) else ("wrap_tool_call",)
+        return () if _max_waits(limits).keys().isdisjoint(smooth) else ("wrap_tool_call",)
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
@@ -97,11 +95,14 @@ class Waiting(Feature):
             if quota[0] in self._max_waits and (place := step.places.get(meter.counter))
             if meter.per and (meter.spacing or place.resets_at)
         }
-        # A call that a person has been asked about has waited before.
-        if not waits or step.answer is not None:
+        if not waits:
             return self._with_resets(await admit(mode, step))
         waiter, queues = Waiter(mode), queues_of(self.store.store)
         deadline = waiter.came_at + min(self._max_waits[limit] for limit, _ in waits)
+        if step.answer is not None:
+            # A call that a person has been asked about has waited before.
+            step, _ = self._allow_later_starts(step, deadline)
+            return self._with_resets(await admit(mode, step))
         quotas = {_queue_of(*waited): quota for quota, waited in waits.items()}
         wait = _Wait(step, deadline, queues, quotas, waiter, *next(iter(waits)))
         attempt, waiting = partial(self._attempt, mode, wait, admit), partial(self._waiting, wait)
@@ -227,6 +228,7 @@ class Waiting(Feature):
                 name
                 for name, scope in refused.items()
                 if step.limits.by_name[name].enforce
+                and name not in step.limits.asking  # a person is asked when there is room
                 and not (name in self._max_waits and (name, scope) in windows)
             ]
             permanent_refusals.update(permanent)
@@ -324,9 +326,6 @@ class Waiting(Feature):
         called = Call("tool", request.tool_call["name"], call_id, 1, caller.agent, caller.thread_id)
         waiter, outcome = Waiter(mode), "cancelled"
 
-        async def seconds_to_start() -> float:
-            return self._seconds_to_start(entries["name"], delay)
-
         @contextmanager
         def waiting() -> Iterator[None]:
             if not waiter.has_waited:
@@ -335,7 +334,8 @@ class Waiting(Feature):
                 yield
 
         try:
-            await waiter.retry(seconds_to_start, math.inf, waiting)
+            starts = partial(self._seconds_to_start, entries["name"], delay)
+            await waiter.retry(starts, math.inf, waiting)
             outcome = "allowed"
         except BaseException:
             if not is_resumed:
@@ -353,7 +353,7 @@ class Waiting(Feature):
             self.store.settle_soon(AcquireRequest("", "", corrections=(refund, again)))
         return await call(request)
 
-    def _seconds_to_start(self, message: str, delay: float) -> float:
+    async def _seconds_to_start(self, message: str, delay: float) -> float:
         """Return in how many seconds a call starts: so long after its message's first one."""
         with self._lock:
             now = self.store.clock()
@@ -372,8 +372,7 @@ class _Wait:
     """A step that waits: until when, the quotas by their queues, and the one it waits for now."""
 
     step: Step
-    # By `time.monotonic`.
-    deadline: float
+    deadline: float  # by `time.monotonic`
     queues: Queues
     quotas: Mapping[str, tuple[str, Scope]]
     waiter: Waiter

@@ -248,6 +248,8 @@ class Kernel:
             except Exception as error:  # noqa: BLE001 - a text of the user's own may raise anything
                 raise_if_damaged(state, error)
                 change = not_concluded(step, error)
+                if step.answered and step.sent is not None and self.store is not None:
+                    await self.store.undo(mode, step.sent)
             if step.counts and step.counts.refunds and not change.error:
                 name = step.context.step(f"{step.task}.refused")
                 await self.refund(mode, step.ledger, name, step.counts.refunds)

@@ -162,20 +162,11 @@ class StoreClient:
         self, request: AcquireRequest, amounts: Mapping[str, int] | None = None
     ) -> None:
         """Undo a request that the store may have received, and add the calls that ran without."""
-        attempt = request.attempt_id
-        correction = Correction(
-            attempt,
-            amounts or {},
-            attempt,
-            request.idempotency_key,
-            {
-                counter.key: counter.used
-                for counter in request.counters.values()
-                if counter.key is not None
-            },
-        )
-        # What the request was to refund is refunded, too.
-        self._make_later([correction, *request.corrections])
+        self._make_later(_undoing(request, amounts or {}))
+
+    async def undo(self, mode: Mode, request: AcquireRequest) -> None:
+        """Undo a request whose calls do not run, now or later."""
+        await self.settle(mode, AcquireRequest("", "", corrections=_undoing(request, {})))
 
     def lose(self, count: str) -> None:
         """Record that a lease was over before its call."""
@@ -288,6 +279,15 @@ class StoreClient:
                 self._recorder.log(logs.recovery, "store")
         if self._fills:
             self._fills = not self._recorder.store_nearly_full(self.store)
+
+
+def _undoing(request: AcquireRequest, amounts: Mapping[str, int]) -> tuple[Correction, ...]:
+    """Return the corrections that undo a request, and add amounts in its place."""
+    attempt, counters = request.attempt_id, request.counters.values()
+    starts = {counter.key: counter.used for counter in counters if counter.key is not None}
+    correction = Correction(attempt, amounts, attempt, request.idempotency_key, starts)
+    # What the request was to refund is refunded, too.
+    return correction, *request.corrections
 
 
 def _freeze_of(grant: Grant) -> Freeze:

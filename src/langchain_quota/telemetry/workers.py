@@ -187,6 +187,8 @@ def _read(path: Path) -> Snapshot:
     """Read the file of a process, without its subjects if the file is older than their `ttl`."""
     with path.open(encoding="ascii") as file:
         snapshot = Snapshot(*json.loads(next(file)))
+        if snapshot.totals.keys() != PERIODS.keys():
+            raise ValueError("it is no file of this version")
         if not is_alive(snapshot.pid):
             # No call of a process that was killed waits any more.
             snapshot = snapshot._replace(waiting=())

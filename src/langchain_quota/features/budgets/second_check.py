@@ -260,6 +260,10 @@ class SecondCheck:
 
     async def _refuse(self, mode: Mode, step: Step, first: Mapping[str, Any] | None) -> Update:
         """Return the update of a refused call; an error in it is raised after the model's step."""
+        if first and first["charged"]:
+            refund = {key: -amount for key, amount in first["charged"].items()}
+            corrections = (Correction(uuid4().hex, refund),)
+            await self._charging.settle(mode, AcquireRequest("", "", corrections=corrections))
         # Raised here, it would lose the update, and other middlewares would retry the call.
         try:
             change = conclude_model(step)
@@ -284,10 +288,6 @@ class SecondCheck:
             else:
                 counts["thread_model"] = of_thread
             update[LEDGER] = merge_ledgers(update[LEDGER], Ledger(counts=counts))
-            if first["charged"]:
-                refund = {key: -amount for key, amount in first["charged"].items()}
-                corrections = (Correction(uuid4().hex, refund),)
-                await self._charging.settle(mode, AcquireRequest("", "", corrections=corrections))
         change = change._replace(update=update).saving(OWN, self._charging.late.of(step.state))
         return await self._kernel.record(mode, step, change) or {}
 

@@ -144,13 +144,13 @@ class ConcurrencySlots(Feature):
         if verdict.outcome is not Outcome.BLOCKED:
             await self._kernel.record(mode, step, Change([verdict]))
             return None
+        refunds = () if slots.has_run else await self._refund(mode, step, call)
         try:
             text = messages.refusal(verdict.decision, step.limits.by_name)
         except Exception as error:
-            await self._kernel.record(mode, step, Change([verdict], error=error))
+            await self._kernel.record(mode, step, Change([verdict], None, refunds, error))
             raise
         message = (answer if slots.has_run else answer_of_blocked)(str(call.id), call.tool, text)
-        refunds = () if slots.has_run else await self._refund(mode, step, call)
         await self._kernel.record(mode, step, Change([verdict], {"messages": [message]}, refunds))
         return message
 
