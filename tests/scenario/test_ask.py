@@ -153,6 +153,7 @@ async def test_what_is_offered(signals: Signals, limit: Limit, offered: list[int
     scene = await Asking(signals, [["search"] * 2, ["search"] * 5, "done"], [limit]).played()
     for each in offered:
         assert scene.offers(tool_search=each)
+        assert f"Approve to allow {each} more call{'s' * (each > 1)} for" in scene.question()[1]
         await scene.resume(APPROVE)
     assert scene.ran == ["search"] * 7
 

@@ -25,7 +25,7 @@ from tests.tokens import answer
 ACME, BETA = {"tenant": "acme"}, {"tenant": "beta"}
 PER_TENANT = [Quota(100, per="tenant", window="1d")]
 SEARCH = ToolCallLimit("search", quotas=PER_TENANT)
-STOPPED = "an operator has stopped calls like it"
+STOPPED = "The call was not run: an operator has stopped calls like it until further notice."
 
 
 def at(seconds: float) -> datetime:

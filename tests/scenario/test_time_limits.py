@@ -298,6 +298,7 @@ async def test_a_call_that_takes_too_long(
         assert "was stopped" in second.text
         assert outcomes(signals) == {"cancelled": 2}
     else:
+        assert "is no longer waited for. It may still run. It may have done" in first.text
         # The first one still has the only place.
         assert "may run at the same time" in second.text
         assert outcomes(signals) == {"left_running": 1}
