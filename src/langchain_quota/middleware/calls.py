@@ -185,6 +185,8 @@ class Step(NamedTuple):
                 kept = place.key, used, ends, place.mirrored, meter.lease, place.rollover
                 counters[meter.counter] = CountRef(*kept)
         name = self.name or self.context.step(self.task)
+        # The names are the same if the request is made again, so no refund is made twice.
+        corrections = refund_corrections(name, self.renewed) if self.renewed else ()
         return AcquireRequest(
             # An answer that is remembered is matched by position.
             idempotency_key=f"{name}/{len(counters)}/{len(self.demands)}",
@@ -192,8 +194,7 @@ class Step(NamedTuple):
             counters=counters,
             demands=tuple(self.demands),
             stops=self.stops,
-            # The names are the same if the request is made again, so no refund is made twice.
-            corrections=refund_corrections(self.context.step(self.task), self.renewed),
+            corrections=corrections,
         )
 
     def by_store(self, sent: AcquireRequest, result: AcquireResult) -> "Step":
