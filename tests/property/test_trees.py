@@ -219,7 +219,7 @@ def is_named(shape: Shape) -> bool:
 
 
 @pytest.mark.timeout(3600)
-@settings(max_examples=6 if DEPTH == "quick" else 1000)
+@settings(max_examples={"quick": 6, "deep": 300, "explore": 1_000}[DEPTH])
 @given(
     shape=shapes(3, [way for way in WAYS if way not in UNSEEN]),
     most=st.integers(0, 6),

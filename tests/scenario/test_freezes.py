@@ -68,7 +68,7 @@ async def test_a_tenant_is_frozen_and_thawed(form: Form, caplog: pytest.LogCaptu
     assert scene.ran == ["search"]
     assert scene.quota.left("tool:search", tenant="acme").used == 1
     answer = scene.result["messages"][-2]
-    assert STOPPED in answer.text
+    assert answer.text == STOPPED
     reason: Any = stop_reason(answer)
     assert (reason["scope"], reason["subject"], reason["used"]) == ("frozen", "acme", None)
     span = attributes(signals.decision_spans()[-1])
