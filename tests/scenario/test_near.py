@@ -222,6 +222,7 @@ async def test_an_outage(signals: Signals) -> None:
     await scene.told(("ann", 3))
 
 
+@pytest.mark.rest
 def test_the_process_ends() -> None:
     """A process that ends waits for what was told last, but not for a function that hangs."""
     program = """
