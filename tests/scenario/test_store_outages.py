@@ -237,7 +237,7 @@ async def test_what_waits_costs_other_requests_nothing(signals: Signals) -> None
 
         def count(frame: Any, event: str, _: object) -> None:
             nonlocal found
-            found += event == "call" and frame.f_code.co_filename.endswith("store_client.py")
+            found += event == "call" and frame.f_code.co_filename.endswith("corrections.py")
 
         before = sys.getprofile()
         sys.setprofile(count)
