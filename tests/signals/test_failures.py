@@ -207,7 +207,11 @@ async def test_a_message_that_fails(
 ) -> None:
     """An error in a limit's message ends the run; the refusal that it is for is recorded."""
     kind = "tool" if "tool" in limit.kinds else "model"
-    others = [ToolCallLimit("calc", run_limit=1), ModelCallLimit(thread_limit=9, name="all")]
+    # What a dry run would let pass does not run, either.
+    others = [
+        ToolCallLimit("calc", run_limit=0, enforce=False),
+        ModelCallLimit(thread_limit=9, name="all"),
+    ]
     limits = [limit, others[kind == "model"]]
     script = [["search", "search", "calc"]] if kind == "tool" else ["done"]
     store = FickleStore(MemoryStore())

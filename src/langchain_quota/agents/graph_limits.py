@@ -105,8 +105,7 @@ class _StoredQuestions(Feature):
     async def admit(self, mode: Mode, step: Step, admit: StepCheck) -> Step:
         """Store the question, or drop a person's answer to it once it is not needed."""
         graph = self._graph
-        # The second check of a model call, around the model, asks nobody.
-        if step.task != self._kernel.name:
+        if step.is_second:
             return await admit(mode, step)
         question = step.message or (step.question if graph.asks else "")
         try:

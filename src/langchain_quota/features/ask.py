@@ -99,8 +99,7 @@ class Questions(Feature):
     async def admit(self, mode: Mode, step: Step, admit: StepCheck) -> Step:
         """Ask a person about refused calls, if a grant helps; check the step again."""
         step = await admit(mode, step)
-        # The second check of a model call, around the model, asks nobody.
-        if not step.result.stopped or step.task != self._kernel.name:
+        if not step.result.stopped or step.is_second:
             return step
         offers = _find_offers(step)
         grants: Sequence[_Offer] = ()

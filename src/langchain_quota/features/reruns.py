@@ -68,8 +68,11 @@ class Reruns(Feature):
         """Rename the running task if it was finished before, and its calls cannot be claimed."""
         info, context = getattr(step.runtime, "execution_info", None), step.context
         is_claimed = info is not None and bool(self._claims(info.task_id))
-        # A request with a name of its own is never repeated.
-        if info is not None and not step.name and (self._kernel.checks_inline or not is_claimed):
+        if (
+            info is not None
+            and not step.is_second
+            and (self._kernel.checks_inline or not is_claimed)
+        ):
             attempt, _ = await self._find_earlier_run(mode, info)
             if attempt:
                 name = f"{context.task_id}/{attempt}"

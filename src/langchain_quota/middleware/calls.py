@@ -117,7 +117,7 @@ class Step(NamedTuple):
     renewed: Mapping[str, Amounts] = MappingProxyType({})
     # The model that a model call is to reach, with its settings, if that is known before it.
     model: Model | None = None
-    # The name of a request that is never repeated; by default the task's name.
+    # Of a second check: the name of its request, which is never repeated.
     name: str = ""
     # The request to a store, and whether it was answered; then the answer, or that of the state.
     sent: AcquireRequest | None = None
@@ -131,6 +131,11 @@ class Step(NamedTuple):
     waited: float = 0.0
     # An update of the ledger, beside that of the change.
     written: Ledger = Ledger()
+
+    @property
+    def is_second(self) -> bool:
+        """Whether it is the second check of a model call, around the model, which asks nobody."""
+        return bool(self.name)
 
     @property
     def message(self) -> str | None:

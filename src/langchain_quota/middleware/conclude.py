@@ -225,11 +225,12 @@ def conclude_tools(step: Step) -> Change:
 
 def not_concluded(step: Step, error: Exception) -> Change:
     """Return what is recorded if a text of the user's own fails: refusals, and nothing runs."""
-    verdicts, _ = step.decide()
-    return Change(
-        [one if one.refused else Verdict(one.call, Outcome.SKIPPED) for one in verdicts],
-        error=error,
-    )
+    decided, _ = step.decide()
+    verdicts = [
+        one if one.outcome is Outcome.BLOCKED else Verdict(one.call, Outcome.SKIPPED)
+        for one in decided
+    ]
+    return Change(verdicts, error=error)
 
 
 def _finalized(step: Step, pending: PendingCalls) -> Change:

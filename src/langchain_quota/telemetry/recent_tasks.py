@@ -2,12 +2,8 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from langchain_quota.runtime.sync_async import fork_safe_lock
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(slots=True)

@@ -162,15 +162,14 @@ class Budgets(Feature):
         """Know what is used of the budgets; ask for the prices of paid tool calls."""
         if step.pending is not None:
             return self._pay_tools(step, step.pending.calls)
-        is_first = step.task == self._kernel.name
-        if is_first:
+        if not step.is_second:
             charge_to = _charge_context(step.state, step.limits, step.places, step.context)
             await self._charge_others(mode, charge_to)
         self._late.forget(step.state)
         step = step.using(self._late.counts(step.state))
         if entries := self._late.of(step.state):
             step = step.saving(self.name, entries)
-        if not (self._second_check.waits and is_first):
+        if step.is_second or not self._second_check.waits:
             return step
         # Wait, and hold nothing, until the request is known: then there is a second check.
         limits = LimitSet(without_waits(rule, step) for rule in step.limits.rules)
