@@ -235,6 +235,8 @@ def newest_name(messages: Sequence[BaseMessage]) -> str | None:
 
 def _unanswered(message: AIMessage, answered: set[str], state: State) -> tuple[ToolCall, ...]:
     edited: Mapping[str, ToolCall] = state.get("hitl_edited_tool_calls") or {}
+    if not (answered or edited):
+        return tuple(message.tool_calls)
     waiting = (call for call in message.tool_calls if call["id"] not in answered)
     return tuple(
         {**call, "name": action["name"], "args": action["args"]}

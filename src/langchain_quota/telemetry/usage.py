@@ -11,6 +11,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import chain
+from math import inf
 from pathlib import Path
 from threading import Timer
 from weakref import WeakSet
@@ -21,6 +22,7 @@ from langchain_quota.core.plans import Meter, Plan, Rule
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD, Call
 from langchain_quota.runtime.sync_async import fork_safe_lock
+from langchain_quota.runtime.units import Unit
 from langchain_quota.telemetry import workers
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend
 from langchain_quota.telemetry.logs import logger
@@ -33,6 +35,12 @@ MAX_TRACKED = 100_000
 
 INTERVAL = 1.0
 """Minimum time from one write of a worker's file to the next, in seconds."""
+
+_Shown = tuple[str, Unit, float | None, Sequence[Meter], float]
+"""The name and the unit of a limit, the share from which a thread is near, and the thread's meters.
+
+At last, how many known numbers make those of a verdict too few to replace them.
+"""
 
 _BOUNDED = ("agent", "global")
 """The `per` of quotas with one subject for each agent, which always has series."""
@@ -91,8 +99,7 @@ class UsageTable(UsageReader):
             for verdict in event.verdicts:
                 has_quotas = has_quotas or bool(verdict.plan.quotas)
                 if thread is not None:
-                    for index in range(len(verdict.plan.rules)):
-                        self._record(thread, verdict, index, now, is_charge=is_charge)
+                    self._record(thread, verdict, now, is_charge=is_charge)
                 if not is_charge:
                     # Whether a call that needs a slot runs is decided later.
                     if verdict.outcome is not Outcome.SKIPPED and not verdict.needs_slot:
@@ -201,7 +208,7 @@ class UsageTable(UsageReader):
             for rule in rules:
                 if rule.limit.name not in thread.uses:
                     unused = Verdict.of_charge(Call("model"), Plan.of([rule]), Counter(), 0, {})
-                    self._record(thread, unused, 0, now, is_charge=True)
+                    self._record(thread, unused, now, is_charge=True)
             for use in thread.uses.values():
                 use.decided, use.refusal = now, ended(use.refusal, now)
                 use.numbers = tuple((0, limit, None, scope) for _, limit, _, scope in use.numbers)
@@ -303,30 +310,33 @@ class UsageTable(UsageReader):
             thread.line = ""
         return thread
 
-    def _record(
-        self, thread: Subject, verdict: Verdict, index: int, now: float, *, is_charge: bool
-    ) -> None:
-        """Set what a thread has used of a limit, after a verdict."""
-        rule = verdict.plan.rules[index]
-        limit, meters = rule.limit, rule.meters
-        use = thread.use_of(limit.name, limit.unit)
-        is_unknown = False
-        if rule.shared:
-            # When the call ran in an outage, no quota has an answer, and the state has no count.
-            # With a run limit alone, a store has no count of the thread.
+    def _record(self, thread: Subject, verdict: Verdict, now: float, *, is_charge: bool) -> None:
+        """Set what a thread has used of limits, after a verdict."""
+        plan, refused = verdict.plan, verdict.refused
+        shown = plan.prepared.get("thread") or self._shown(plan)
+        for index, (name, unit, near, meters, unknown_from) in enumerate(shown):
+            use = thread.use_of(name, unit)
+            use.near = near
+            if refused.get(name) != STORE and len(use.numbers) < unknown_from:
+                use.decided = now
+                use.numbers = [_number(verdict, index, meter) for meter in meters]
+            if refused or use.refusal is not None:
+                note_outcome(use, verdict, index, now, is_charge=is_charge)
+
+    def _shown(self, plan: Plan) -> list[_Shown]:
+        """Return what is shown of each limit of a plan for a thread."""
+        plan.prepared["thread"] = shown = list[_Shown]()
+        for limit, meters, *_, shared, _ in plan.rules:
             scopes = {meter.scope for meter in meters if meter.maximum is not None}
-            is_unknown = scopes <= {RUN} and (not scopes or len(use.numbers) > 1)
-        if verdict.refused.get(limit.name) != STORE and not is_unknown:
-            use.decided = now
-            use.numbers = tuple(
-                [
-                    _number(verdict, index, meter)
-                    for meter in meters
-                    if THREAD in (meter.scope, meter.per) and not meter.spacing
-                ]
-            )
-        note_outcome(use, verdict, index, now, is_charge=is_charge)
-        use.near = self._near_share(limit)
+            unknown_from: float = inf
+            if shared and scopes <= {RUN}:
+                # When the call ran in an outage, no quota has an answer, and the state has no
+                # count. With a run limit alone, a store has no count of the thread.
+                unknown_from = 2 if scopes else 0
+            of_thread = [m for m in meters if THREAD in (m.scope, m.per) and not m.spacing]
+            near = self._near_share(limit)
+            shown.append((limit.name, limit.unit, near, of_thread, unknown_from))
+        return shown
 
     def _near_share(self, limit: Limit) -> float | None:
         """Return the share from which a limit is near, or `None` in dry run: no call is stopped."""
@@ -367,8 +377,9 @@ def _number(verdict: Verdict, index: int, meter: Meter) -> Number:
     """Return what is used of a limit in one scope."""
     resets_at = verdict.place_of(meter).resets_at if meter.per else None
     ends = None if resets_at is None else resets_at.timestamp()
-    is_deferred = verdict.plan.rules[index].limit.name in verdict.deferred
-    used = verdict.before[meter.counter] + (0 if is_deferred else verdict.amounts[index])
+    used = verdict.before[meter.counter]
+    if verdict.plan.rules[index].limit.name not in verdict.deferred:
+        used += verdict.amounts[index]
     return used, meter.maximum or 0, ends, meter.scope
 
 
