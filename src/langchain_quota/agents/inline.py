@@ -102,12 +102,12 @@ def _overruled(messages: Sequence[AnyMessage]) -> set[str]:
 
 
 class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
-    """`QuotaMiddleware` that adds no graph node to a step; experimental.
+    """`QuotaMiddleware` that adds no graph node to a step.
 
     It checks calls inside the model's own step, and adds one superstep, at the beginning of a run.
     Arguments, counts and telemetry are those of `QuotaMiddleware`, but no limit can `"ask"`. List
-    it first: it does not see what a middleware listed before it answers, drops or tries again. It
-    needs LangChain 1.4.
+    it first: it does not see what a middleware listed before it answers, drops or tries again. A
+    tool call that a reviewer rejects after its check stays charged. It needs LangChain 1.4.
 
     Examples:
         >>> from langchain_quota import InlineQuotaMiddleware, ModelCallLimit
