@@ -14,6 +14,7 @@ from benchmarks.report import FULL, QUICK, Result, Size, targets
 
 BENCHMARKS: dict[str, Callable[[Size], Result]] = {
     "steps": steps.measure,
+    "spans": steps.measure_spans,
     "stores": steps.measure_stores,
     "growth": growth.measure,
     "traces": traces.measure,

@@ -10,7 +10,7 @@ from langchain.agents.middleware import ModelCallLimitMiddleware, ToolCallLimitM
 from langchain.agents.middleware.types import hook_config
 from langchain.messages import AIMessage, ToolMessage
 from langgraph.config import get_config
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import TracerProvider
 from prometheus_client import CollectorRegistry, Counter
 
 

@@ -13,8 +13,9 @@ from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.checkpoint.base import BaseCheckpointSaver
+from opentelemetry import trace
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 from prometheus_client import CollectorRegistry
 
 from benchmarks.by_hand import ObservedModelLimiter, ObservedToolLimiter, Signals
@@ -44,13 +45,16 @@ EACH: tuple[str | None, ...] = (None, *TOOLS)
 UNREACHED = 1_000_000
 """The number of every limit, in calls."""
 
-Mode = Literal["not sampled", "off"]
-"""What becomes of spans: the SDK makes, and drops, them; none is asked for."""
+Spans = Literal["recorded", "dropped", "no SDK", "off"]
+"""What becomes of spans: the SDK records them; its sampler drops them; there is none; none is made.
+
+A span that is recorded goes to a processor that does nothing.
+"""
 
 Limits = dict[str, Any]
 """The arguments that all limiters have in common."""
 Middlewares = list[AgentMiddleware[Any, Any, Any]]
-Setup = Callable[[Telemetry, Limits], Middlewares]
+Setup = Callable[[Spans, Limits], Middlewares]
 
 REPORTED = UsageMetadata(input_tokens=100, output_tokens=10, total_tokens=110)
 """What a model call has used, where the model says so."""
@@ -91,15 +95,18 @@ class InstantModel(BaseChatModel):
         return ChatResult(generations=[ChatGeneration(message=answer)])
 
 
-def telemetry(mode: Mode = "not sampled") -> Telemetry:
+def telemetry(spans: Spans = "dropped") -> Telemetry:
     """Telemetry of its own registry and tracer provider."""
-    spans: Any = "off" if mode == "off" else "all"
-    return Telemetry(registry=CollectorRegistry(), tracer_provider=provider(), spans=spans)
+    made: Any = "off" if spans == "off" else "all"
+    return Telemetry(registry=CollectorRegistry(), tracer_provider=provider(spans), spans=made)
 
 
-def provider() -> TracerProvider:
-    """A tracer provider that samples no span; its processor would do nothing with them."""
-    made = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
+def provider(spans: Spans) -> trace.TracerProvider:
+    """A tracer provider of its own."""
+    if spans == "no SDK":
+        return trace.NoOpTracerProvider()
+    sampler = ALWAYS_ON if spans == "recorded" else ALWAYS_OFF
+    made = TracerProvider(sampler=sampler, shutdown_on_exit=False)
     made.add_span_processor(SpanProcessor())
     return made
 
@@ -107,13 +114,13 @@ def provider() -> TracerProvider:
 def _separate(
     model_kind: type[Any],
     tool_kind: type[Any],
-    options: Callable[[Telemetry], dict[str, Any]] = lambda _: {},
+    options: Callable[[Spans], dict[str, Any]] = lambda _: {},
 ) -> Callable[..., Setup]:
     """Set-ups with a middleware for each limit."""
 
     def of(tools: Sequence[str | None], *, model: bool) -> Setup:
-        def make(telemetry: Telemetry, limits: Limits) -> Middlewares:
-            own = {**options(telemetry), **limits}
+        def make(spans: Spans, limits: Limits) -> Middlewares:
+            own = {**options(spans), **limits}
             first: Middlewares = [model_kind(**own)] if model else []
             return [*first, *(tool_kind(tool_name=name, **own) for name in tools)]
 
@@ -126,12 +133,12 @@ def _together(kind: type[Any], *budgets: type[TokenLimit | CostLimit]) -> Callab
     """Set-ups with one middleware for all limits."""
 
     def of(tools: Sequence[str | None], *, model: bool) -> Setup:
-        def make(telemetry: Telemetry, limits: Limits) -> Middlewares:
+        def make(spans: Spans, limits: Limits) -> Middlewares:
             together: list[Limit] = [ModelCallLimit(**limits)] if model else []
             together += [ToolCallLimit(name, **limits) for name in tools]
             together += [each(**limits) for each in budgets]
             prices = {"instant": Price(input="2.50", output=10)} if CostLimit in budgets else None
-            return [kind(together, telemetry=telemetry, prices=prices)]
+            return [kind(together, telemetry=telemetry(spans), prices=prices)]
 
         return make
 
@@ -139,12 +146,12 @@ def _together(kind: type[Any], *budgets: type[TokenLimit | CostLimit]) -> Callab
 
 
 def _shared(*, per_user: bool) -> Setup:
-    def make(telemetry: Telemetry, limits: Limits) -> Middlewares:
+    def make(spans: Spans, limits: Limits) -> Middlewares:
         store = limits.pop("store", None) or MemoryStore()
         if per_user:
             limits = {"quotas": [Quota(UNREACHED, per="user_id", window="1d")]}
         both: list[Limit] = [ModelCallLimit(**limits), ToolCallLimit(**limits)]
-        return [QuotaMiddleware(both, store=store, telemetry=telemetry)]
+        return [QuotaMiddleware(both, store=store, telemetry=telemetry(spans))]
 
     return make
 
@@ -162,19 +169,21 @@ each tool."""
 _KINDS = {
     "LangChain": _separate(LangChainModelLimiter, LangChainToolLimiter),
     "LangChain and telemetry": _separate(
-        ObservedModelLimiter, ObservedToolLimiter, lambda _: {"signals": Signals(provider())}
+        ObservedModelLimiter,
+        ObservedToolLimiter,
+        lambda spans: {"signals": Signals(provider(spans))},
     ),
     "drop-in": _separate(
         ModelCallLimitMiddleware,
         ToolCallLimitMiddleware,
-        lambda telemetry: {"telemetry": telemetry},
+        lambda spans: {"telemetry": telemetry(spans)},
     ),
     "QuotaMiddleware": _together(QuotaMiddleware),
     "Inline": _together(InlineQuotaMiddleware),
 }
 
 SETUPS: dict[str, Setup] = {
-    NONE: lambda _telemetry, _limits: [],
+    NONE: lambda _spans, _limits: [],
     **{
         f"{kind}, {size}": of(**limits)
         for kind, of in _KINDS.items()
@@ -205,6 +214,7 @@ def agent(
     *,
     answer: str = "done",
     store: object = None,
+    spans: Spans = "dropped",
 ) -> Any:
     """An agent of a set-up; its model reports what it has used if there are budgets.
 
@@ -219,7 +229,7 @@ def agent(
     return create_agent(
         InstantModel(reports=setup in BUDGETS),
         tools=list(tools(answer)),
-        middleware=(SETUPS | BUDGETS | STORED)[setup](telemetry(), limits),
+        middleware=(SETUPS | BUDGETS | STORED)[setup](spans, limits),
         checkpointer=saver,
         name="benchmark",
     )

@@ -8,10 +8,10 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from benchmarks.report import Ratio, Result, Size, Table, number, required
-from benchmarks.scenes import BUDGETS, NONE, SETUPS, STORED, agent, run
+from benchmarks.scenes import BUDGETS, NONE, SETUPS, STORED, Spans, agent, run
 from langchain_quota import MemoryStore
 
 STEPS = 10
@@ -145,6 +145,41 @@ async def _postgres() -> AsyncIterator[Any]:
         async with AsyncPostgresSaver.from_conn_string(server.database()) as saver:
             await saver.setup()
             yield saver
+
+
+def measure_spans(size: Size) -> Result:
+    """Measure telemetry by what becomes of its spans."""
+    by_hand, modes = _PEERS[1], get_args(Spans)[:3]
+    setups = [f"{kind}, {limits}" for limits in ("tool", "2") for kind in (by_hand, *_OURS)]
+    rows: dict[str, list[str]] = {setup: [setup] for setup in setups if setup != "Inline, tool"}
+    ratios = []
+    for spans in modes:
+        agents = {setup: agent(setup, spans=spans) for setup in (NONE, *rows)}
+        added = asyncio.run(_added(agents, size.rounds))
+        for setup, row in rows.items():
+            to = added[setup].cpu / added[f"{by_hand}, {setup.rpartition(', ')[2]}"].cpu
+            row += [number(added[setup].cpu, 0), number(to)]
+            if (setup, spans) in _MOST:
+                what = f"{setup}, spans {spans}: to {by_hand}"
+                ratios.append(Ratio(what, _MOST[setup, spans], to))
+    columns = ["limits", *(column for spans in modes for column in (spans, "to by hand"))]
+    note = (
+        "CPU µs a step, by what becomes of spans: the SDK records them, for a processor that does "
+        "nothing; its sampler drops them, as in the first table; there is no SDK. *to by hand*: to "
+        f"{by_hand}."
+    )
+    table = Table("What telemetry adds to a step", columns, [*rows.values()], note)
+    return Result(table, ratios=ratios)
+
+
+_OURS = ("QuotaMiddleware", "Inline")
+_MOST = {
+    ("QuotaMiddleware, tool", "recorded"): 1.5,
+    ("QuotaMiddleware, tool", "dropped"): 1.5,
+    ("QuotaMiddleware, 2", "recorded"): 1.0,
+    ("QuotaMiddleware, 2", "dropped"): 0.95,
+}
+"""The most that set-ups may add, to limiters with telemetry by hand."""
 
 
 def measure_stores(size: Size) -> Result:

@@ -1,4 +1,4 @@
-"""Requests to a store in Redis or PostgreSQL, beside a bare script and a bare `UPDATE`."""
+"""Requests to a store in Redis or PostgreSQL, beside bare ones and those of rate limiters."""
 
 import asyncio
 import time
@@ -21,10 +21,12 @@ TARGETS = {"Redis: 1 limit": (1.8, 1 / 0.85), "Redis: 8 limits": (2.3, None)}
 """Of requests by so many limits: the most time that they may take to a bare script, by callers."""
 
 _SCRIPT = "return redis.call('INCRBY', KEYS[1], 1)"
+_PEER = "Redis: the package `limits`"
 _NOTE = (
     "Requests a second. Callers on one event loop send their next request when they have the "
     "answer to the last one; at most 10 connections to PostgreSQL, 32 to Redis. A model call with "
-    "a budget in the store takes two round trips: *hold* and *settle*. The servers run on this "
+    "a budget in the store takes two round trips: *hold* and *settle*. `limits` counts in fixed "
+    "windows, `pyrate-limiter` keeps a log of calls. The servers run on this "
     "machine, and do not wait for the disk: one that does waits for it once for each request, bare "
     "or not."
 )
@@ -57,6 +59,9 @@ def measure(size: Size) -> Result:
         )
         if most is not None
     ]
+    peer, ours = rates[_PEER][-1], rates["Redis: 1 limit"][-1]
+    what = f"Redis: 1 limit, {CALLERS[-1]} at a time: time of a request, to {_PEER}"
+    ratios.append(Ratio(what, 1, peer / ours))
     return Result(Table("Requests to stores", columns, rows, _NOTE), False, ratios)
 
 
@@ -104,6 +109,10 @@ def _acquire(store: Any, limits: int, who: int) -> Awaitable[object]:
 @asynccontextmanager
 async def _redis(url: str) -> AsyncIterator[dict[str, Ask]]:
     """What sends each kind of request to Redis, by name."""
+    from limits import RateLimitItemPerDay  # noqa: PLC0415 - a peer, which only this needs
+    from limits.aio.storage import RedisStorage  # noqa: PLC0415 - the same
+    from limits.aio.strategies import FixedWindowRateLimiter  # noqa: PLC0415 - the same
+    from pyrate_limiter import Limiter, Rate, RedisBucket  # noqa: PLC0415 - the same
     from redis.asyncio import Redis  # noqa: PLC0415 - needs redis
 
     from langchain_quota import RedisStore  # noqa: PLC0415 - the same
@@ -113,6 +122,10 @@ async def _redis(url: str) -> AsyncIterator[dict[str, Ask]]:
     sha = await client.script_load(_SCRIPT)
     key = "model.total_tokens:user:ada"
     held: list[AcquireRequest] = []
+    storage = RedisStorage(f"async+{url}", implementation="redispy")
+    of_limits, a_day = FixedWindowRateLimiter(storage), RateLimitItemPerDay(UNREACHED)
+    rates = [Rate(UNREACHED, 86_400_000)]
+    of_pyrate = Limiter(await RedisBucket.init(rates, client, "{langchain_quota}:pyrate"))
 
     def hold(_: int) -> Awaitable[object]:
         held.append(batch({key: 1}, limits={key: 10**12}, leases={key: 900}))
@@ -123,6 +136,8 @@ async def _redis(url: str) -> AsyncIterator[dict[str, Ask]]:
 
     yield {
         BARE: lambda _: client.evalsha(sha, 1, "{langchain_quota}:bare"),
+        _PEER: lambda _: of_limits.hit(a_day, "ada"),
+        "Redis: the package `pyrate-limiter`": lambda _: of_pyrate.try_acquire_async("ada"),
         "Redis: 1 limit": lambda _: _acquire(store, 1, 0),
         "Redis: 8 limits": lambda _: _acquire(store, 8, 0),
         "Redis: hold for a model call, 1 budget": hold,
