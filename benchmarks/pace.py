@@ -6,7 +6,8 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.report import Ratio, Result, Size, Table, required
 
-REQUESTS, MINUTE = 500, 60.0
+REQUESTS, SECONDS = 500, 15.0
+"""What a provider allows in a minute, and after how long something happens to the processes."""
 
 
 def measure(size: Size) -> Result:
@@ -18,13 +19,13 @@ def measure(size: Size) -> Result:
 
             with TemporaryDirectory(prefix="pace-") as directory:
                 with running_redis(Path(directory)) as redis:
-                    paced = play(REQUESTS, 1.0, MINUTE, size.minutes, redis)
-                free = play(REQUESTS, 1.0, MINUTE, 1)
+                    paced = play(REQUESTS, 1.0, SECONDS, size.periods, redis)
+                free = play(REQUESTS, 1.0, SECONDS, 1)
     except LookupError:
         return Result()
     rows = []
     for name, (provider, times) in (("without a pace", free), ("ModelPaceMiddleware", paced)):
-        minutes = [
+        periods = [
             sum(start <= at < end for at in provider.refusals) for start, end in pairwise(times)
         ]
         use = provider.use(times[0], times[-1])
@@ -32,26 +33,26 @@ def measure(size: Size) -> Result:
             [
                 name,
                 f"{len(provider.accepted):,}",
-                f"{len(provider.refusals) - sum(minutes):,}",
-                ", ".join(f"{refusals:,}" for refusals in minutes),
+                f"{len(provider.refusals) - sum(periods):,}",
+                ", ".join(f"{refusals:,}" for refusals in periods),
                 f"{use:.1%}",
                 f"{max(0.0, provider.over()):.1%}",
             ]
         )
     columns = (
-        *("", "answers", "errors 429 at first", "errors 429 in later minutes"),
+        *("", "answers", "errors 429 at first", "errors 429 in later periods"),
         *("use of the rate", "most beyond rate and burst"),
     )
     note = (
         f"Four processes with 25 callers each share a provider that allows {REQUESTS} requests and "
         f"{REQUESTS * TOKENS:,} tokens a minute. With the pace, a process is killed and started "
-        "again in the second minute, and Redis loses its counts in the third. *errors 429 at "
-        "first*: until a minute after the limit was first reached. *beyond rate and burst*: of all "
-        "that is sent, in any span of time, by the provider's count."
+        f"again in the second of periods of {SECONDS:.0f} seconds, and Redis loses its counts in "
+        "the third. *errors 429 at first*: until a period after the limit was first reached. "
+        "*beyond rate and burst*: of all that is sent, in any time, by the provider's count."
     )
     table = Table("The pace of a provider", columns, rows, note)
     ratios = [
-        Ratio("errors 429 a minute under the pace", 1, max(minutes)),
+        Ratio("errors 429 in a period under the pace", 1, max(periods)),
         Ratio("unused share of the rate under the pace", 0.1, 1 - use),
     ]
     return Result(table, ratios=ratios)

@@ -20,7 +20,7 @@ class Size:
         scrapes: How often.
         requests: How often a store is asked.
         remembered: How many threads, counts and requests are kept when their memory is measured.
-        minutes: How many minutes a provider's pace is kept.
+        periods: For how many periods a provider's pace is kept.
     """
 
     rounds: int
@@ -28,11 +28,11 @@ class Size:
     scrapes: int
     requests: int
     remembered: int
-    minutes: int
+    periods: int
 
 
-FULL = Size(30, (1_000, 10_000, 100_000), 15, requests=2_000, remembered=5_000, minutes=5)
-QUICK = Size(2, (1_000, 3_000), 3, requests=100, remembered=1_000, minutes=1)
+FULL = Size(30, (1_000, 10_000, 100_000), 15, requests=2_000, remembered=5_000, periods=5)
+QUICK = Size(2, (1_000, 3_000), 3, requests=100, remembered=1_000, periods=1)
 
 
 @dataclass(frozen=True)

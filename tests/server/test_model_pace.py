@@ -76,7 +76,7 @@ def test_processes_share_the_pace(tmp_path: Path) -> None:
     """Four processes of 25 callers hear at most one error 429 a minute, and use the whole pace.
 
     Meanwhile one of them is killed and started again, and the store loses all its counts. Without
-    the middleware there are hundreds. `make bench ARGS="--only pace"` plays five minutes.
+    the middleware there are hundreds. `make bench ARGS="--only pace"` plays longer.
     """
     free, _ = play(1440, 0.08, 5.0, 1)
     with running_redis(tmp_path) as redis:
