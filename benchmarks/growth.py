@@ -1,10 +1,9 @@
-"""How costs grow: with limits, messages, calls in a message, known threads, and users."""
+"""How costs grow: with limits, messages, calls in a message, and known threads."""
 
 import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 from langchain.agents import create_agent
@@ -19,7 +18,6 @@ from benchmarks.scrape import scraped, tracked
 from langchain_quota import (
     MemoryStore,
     ModelCallLimit,
-    Quota,
     QuotaMiddleware,
     RepeatLimit,
     Telemetry,
@@ -33,7 +31,6 @@ from langchain_quota.testing import ScriptedChatModel, Turn
 Work = Callable[[], Awaitable[object]]
 Compared = tuple[Work, Work | None]
 """What is measured, and the same without limits, which is subtracted."""
-RunOptions = Callable[[], dict[str, Any]]
 
 HIGHEST = 1.1  # the power of an input with which a cost may grow; CPU time is not exact
 
@@ -67,9 +64,6 @@ def _growing(tracked_threads: Sequence[int]) -> Iterator[tuple[str, Mapping[int,
     registries = {n: tracked(n) for n in (10, *tracked_threads)}
     yield "known threads, a step", {n: _on_threads(n, each) for n, each in registries.items()}
     yield "known threads, a scrape", {n: _scrapes(each) for n, each in registries.items()}
-    users = {n: _of_users(n) for n in (1, 10, 100, 500)}
-    yield "users with quotas, a step", {n: each for n, (each, _) in users.items()}
-    yield "users with quotas, a scrape", {n: _scrapes(each) for n, (_, each) in users.items()}
 
 
 def _scrapes(registry: CollectorRegistry) -> Compared:
@@ -77,18 +71,14 @@ def _scrapes(registry: CollectorRegistry) -> Compared:
 
 
 def _compared(
-    limits: Sequence[Limit],
-    messages: int = 0,
-    calls: int = 1,
-    run: RunOptions = dict,
-    **options: Any,
+    limits: Sequence[Limit], messages: int = 0, calls: int = 1, config: Any = None, **options: Any
 ) -> Compared:
     """Return a step after so many messages, with limits and without."""
     quota = QuotaMiddleware(limits, **{"telemetry": telemetry("off"), **options})
-    return _step([quota], messages, calls, run), _step([], messages, calls, run)
+    return _step([quota], messages, calls, config), _step([], messages, calls, config)
 
 
-def _step(middleware: Sequence[Any], messages: int, calls: int, run: RunOptions) -> Work:
+def _step(middleware: Sequence[Any], messages: int, calls: int, config: Any) -> Work:
     new_calls = [_call(f"new-{n}") for n in range(calls)]
 
     def script(history: Sequence[BaseMessage]) -> Turn:
@@ -105,7 +95,7 @@ def _step(middleware: Sequence[Any], messages: int, calls: int, run: RunOptions)
     for name in map(str, range(messages // 2)):
         history.append(AIMessage("", tool_calls=[_call(name)], id=f"ai-{name}"))
         history.append(ToolMessage(name, tool_call_id=name, id=f"tool-{name}"))
-    return lambda: agent.ainvoke({"messages": history}, **run())
+    return lambda: agent.ainvoke({"messages": history}, config)
 
 
 def _call(name: str) -> ToolCall:
@@ -117,23 +107,9 @@ def _on_threads(threads: int, registry: CollectorRegistry) -> Compared:
     store, observed = MemoryStore(), Telemetry(registry=registry, spans="off")
     for thread in range(threads):
         ask(store, thread, names=True)
-    run = {"config": {"configurable": {"thread_id": "thread-0"}}}
+    config = {"configurable": {"thread_id": "thread-0"}}
     limits = [ToolCallLimit("search", thread_limit=UNREACHED)]
-    return _compared(limits, run=lambda: run, store=store, telemetry=observed)
-
-
-def _of_users(users: int) -> tuple[Compared, CollectorRegistry]:
-    """Return a step of one of so many users, after a step of each, and their metrics."""
-    registry, numbers = CollectorRegistry(), count()
-    shown: Any = {"subject_label": {"user_id": str}, "max_exported_subjects": users}
-    work, bare = _compared(
-        [ToolCallLimit("search", quotas=[Quota(UNREACHED, per="user_id", window="1d")])],
-        run=lambda: {"context": {"user_id": f"user-{next(numbers) % users}"}},
-        store=MemoryStore(),
-        telemetry=Telemetry(registry=registry, spans="off", **shown),
-    )
-    asyncio.run(_costs({users: (work, None)}, users - 1))
-    return (work, bare), registry
+    return _compared(limits, config=config, store=store, telemetry=observed)
 
 
 async def _costs(works: Mapping[int, Compared], rounds: int) -> dict[int, float]:

@@ -1,7 +1,7 @@
 """`make instructions`: count the machine instructions of key paths, and compare them with a commit.
 
 Instructions do not depend on the load of the machine, as times do. A path may take 2 % more than at
-the commit, or what `accepted.yaml` allows it, with the reason.
+the commit.
 """
 
 import argparse
@@ -14,14 +14,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
-
-import yaml
 
 from benchmarks import scenes
 from benchmarks.checked import request, unreached, verdict
@@ -31,7 +29,6 @@ from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.telemetry import recorder_of
 
 ROOT = Path(__file__).parents[1]
-ACCEPTED = Path(__file__).with_name("accepted.yaml")
 MOST = 1.02
 """The highest ratio of a path's instructions to those at the other commit."""
 
@@ -110,26 +107,13 @@ def main() -> int:
         print(json.dumps(counts))  # noqa: T201 - a command: it prints
         return 0
     before = _counts_at(arguments.against) if arguments.against else {}
-    accepted = yaml.safe_load(ACCEPTED.read_text()) or {}
     failed = False
     for name, number in counts.items():
-        ratio = number / before[name] if name in before else None
-        too_many = exceeds(name, number, before, accepted)
-        failed |= too_many
-        change = "" if ratio is None else f"{ratio - 1:+8.1%}{'  too many' if too_many else ''}"
-        print(f"{name:36}{number:12,}{change}")  # noqa: T201 - the same
-    if failed:
-        print(f"If it is worth it, write the number and the reason into {ACCEPTED.name}.")  # noqa: T201 - the same
+        ratio = number / before.get(name, number)
+        failed |= ratio > MOST
+        change = f"{ratio - 1:+8.1%}" if name in before else ""
+        print(f"{name:36}{number:12,}{change}{'  too many' if ratio > MOST else ''}")  # noqa: T201 - the same
     return int(failed)
-
-
-def exceeds(
-    name: str, number: int, before: Mapping[str, int], accepted: Mapping[str, Mapping[str, object]]
-) -> bool:
-    """Return whether a path takes more instructions than it may."""
-    most = accepted.get(name, {}).get("instructions", 0)
-    allowed = max(before.get(name, number) * MOST, most if isinstance(most, int) else 0)
-    return number > allowed
 
 
 def _counts() -> dict[str, int]:

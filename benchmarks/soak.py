@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
@@ -61,32 +61,21 @@ WARM_UP = 0.3
 """The share of the time that is warm-up: after it, nothing may grow."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What there is at one moment.
+Sample = dict[str, float]
+"""What there is at one moment, by name."""
 
-    Attributes:
-        memory: The memory of the process, in MiB.
-        objects: The Python objects that the garbage collector knows.
-        series: The series on the page of metrics.
-        files: Open file descriptors.
-        tasks: Tasks of asyncio.
-        threads: Threads of the process.
-    """
+ALLOWED = {
+    "MiB of memory": (1.03, 2),
+    "Python objects": (1.02, 2_000),
+    "series": (1.01, 5),
+    "files": (1, 2),
+    "tasks": (1, WORKERS),
+    "threads": (1, 2),
+}
+"""How many times its early value each late one may be, and how much more beyond that.
 
-    memory: float
-    objects: float
-    series: float
-    files: float
-    tasks: float
-    threads: float
-
-
-ALLOWED = Sample(memory=1.03, objects=1.02, series=1.01, files=1.0, tasks=1.0, threads=1.0)
-"""How many times its early value the late value of each may be."""
-
-SPARE = Sample(memory=2, objects=2_000, series=5, files=2, tasks=WORKERS, threads=2)
-"""How much more is allowed beyond that: connections, worker threads and tasks come and go."""
+Connections, worker threads and tasks come and go.
+"""
 
 
 def sample(registry: CollectorRegistry) -> Sample:
@@ -94,51 +83,40 @@ def sample(registry: CollectorRegistry) -> Sample:
     lines = generate_latest(registry).decode().splitlines()
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Sample(
-        memory=pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-        objects=len(gc.get_objects()),
-        series=sum(not line.startswith("#") for line in lines),
-        files=sum(1 for _ in Path("/proc/self/fd").iterdir()),
-        tasks=len(asyncio.all_tasks()),
-        threads=threading.active_count(),
-    )
+    return {
+        "MiB of memory": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "Python objects": len(gc.get_objects()),
+        "series": sum(not line.startswith("#") for line in lines),
+        "files": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        "tasks": len(asyncio.all_tasks()),
+        "threads": threading.active_count(),
+    }
 
 
-def thirds(samples: Sequence[Sample]) -> tuple[Sample, Sample]:
-    """The medians of the first and of the last third of the samples after warm-up."""
+def thirds(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
+    """The medians of the first and of the last third of the samples after warm-up, by name."""
     warm = samples[int(len(samples) * WARM_UP) :]
     third = len(warm) // 3 or 1
-    return _medians(warm[:third]), _medians(warm[-third:])
-
-
-def _medians(samples: Sequence[Sample]) -> Sample:
-    return Sample(*(median(values) for values in zip(*map(astuple, samples), strict=True)))
+    early, late = warm[:third], warm[-third:]
+    return {
+        name: (median(each[name] for each in early), median(each[name] for each in late))
+        for name in ALLOWED
+    }
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
     """What has grown after warm-up: nothing, if all is well."""
-    early, late = thirds(samples)
     return [
-        f"{each.name} {number(before, 0)} -> {number(after, 0)}"
-        for each in fields(Sample)
-        if (after := getattr(late, each.name))
-        > (before := getattr(early, each.name)) * getattr(ALLOWED, each.name)
-        + getattr(SPARE, each.name)
+        f"{name} {number(early, 0)} -> {number(late, 0)}"
+        for name, (early, late) in thirds(samples).items()
+        if late > early * ALLOWED[name][0] + ALLOWED[name][1]
     ]
 
 
 def table(samples: Sequence[Sample]) -> Table:
     """What there was early and late."""
-    early, late = thirds(samples)
-    rows = [
-        [each.name, *(number(getattr(found, each.name), 0) for found in (early, late))]
-        for each in fields(Sample)
-    ]
-    note = (
-        "Medians of the first and of the last third of the time after warm-up. Memory is in MiB. "
-        "Objects are the Python objects that the garbage collector knows. Files are file "
-        "descriptors."
-    )
+    rows = [[name, *(number(each, 0) for each in both)] for name, both in thirds(samples).items()]
+    note = "Medians of the first and of the last third of the time after warm-up."
     return Table("A soak", ("measure", "first third", "last third"), rows, note)
 
 
@@ -319,8 +297,8 @@ def main() -> int:
     logging.getLogger("langchain_quota").setLevel(logging.ERROR)
 
     def note(found: Sample) -> None:
-        shown = " ".join(f"{each.name}={getattr(found, each.name):.0f}" for each in fields(Sample))
-        print(f"runs={traffic.runs} {shown}", file=sys.stderr, flush=True)  # noqa: T201
+        shown = ", ".join(f"{name} {value:.0f}" for name, value in found.items())
+        print(f"runs {traffic.runs}, {shown}", file=sys.stderr, flush=True)  # noqa: T201
 
     with stores() as opened:
         traffic = Traffic(opened)
