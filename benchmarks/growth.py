@@ -39,7 +39,7 @@ def measure(size: Size) -> Result:
     """Measure."""
     rows, ratios = [], []
     for what, works in _growing(size.tracked):
-        costs = asyncio.run(_costs(works, size.rounds))
+        costs = asyncio.run(_costs(works, size.rounds // 2))
         (small, less), (large, more) = [*costs.items()][-2:]
         power = math.log(more / less) / math.log(large / small)
         cells = [", ".join(number(n, 0) for n in column) for column in (costs, costs.values())]
