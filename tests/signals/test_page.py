@@ -362,6 +362,22 @@ async def test_who_waits(signals: Signals) -> None:
     assert (await asyncio.to_thread(read, signals))["totals"]["waiting"] == 0
 
 
+async def test_who_waits_at_the_first_call(signals: Signals) -> None:
+    """A thread is seen to wait before anything has been decided about it."""
+    room = Quota(1, per="global", window="1h")
+    limit = ModelCallLimit(quotas=[room], wait=HOUR)
+    scene = Scene(signals, lambda _: paid(5), [limit], store=MemoryStore(), name="boss")
+    await scene.play("1", thread_id="first")
+    waiting = asyncio.create_task(scene.play("1", thread_id="second"))
+    found = await asyncio.to_thread(
+        eventually, lambda: (one := read(signals, "state=waiting"))["threads"]["rows"] and one
+    )
+    assert ids(found["threads"]) == ["second"]
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert (await asyncio.to_thread(read, signals))["totals"]["waiting"] == 0
+
+
 def test_who_gets_the_page(signals: Signals) -> None:
     """A browser gets the page at `/`, guarded by its headers, and a scraper the metrics."""
     with serving(signals) as url:

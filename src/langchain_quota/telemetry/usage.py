@@ -169,12 +169,14 @@ class UsageTable(UsageReader):
 
     def change_waiting(self, caller: CallerLabels, limit: str, change: int) -> None:
         """Change the number of calls that wait now for a limit."""
-        key = caller.agent, caller.thread or "", limit
+        now, key = time.time(), (caller.agent, caller.thread or "", limit)
         with self._lock:
             self._waiting[key] += change
             if self._waiting[key] <= 0:
                 del self._waiting[key]
-            if thread := self._change_thread(caller):
+            if caller.thread is not None:
+                # A thread may wait before anything has been decided about it.
+                thread = self._touch((caller.agent, THREAD, caller.thread), caller.thread, now)
                 thread.uses.setdefault(limit, Use())
         self._write_soon()
 
