@@ -24,6 +24,7 @@ from langchain_quota import (
     ToolCallLimitExceededError,
 )
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
+from langchain_quota.limits import Limit
 from langchain_quota.testing import captured_decisions
 from tests import scene as scenes
 from tests.scene import PATIENCE, Form, Kind, Scene, asking, both_forms, recording, texts, until
@@ -375,6 +376,17 @@ async def test_a_call_that_cannot_run_at_all(signals: Signals, clock: Passing) -
     assert (scene.ran, store.asked) == (["search", "calc"], 2)
 
 
+async def test_waits_for_models_and_tools(signals: Signals, clock: Passing) -> None:
+    """Where both wait, a tool call that another limit refuses is answered, and the others run."""
+    quota = Quota(9, per="global", window="1h")
+    limited: Any = {"quotas": [quota], "wait": 30}
+    models, searches = ModelCallLimit(**limited), ToolCallLimit("search", **limited)
+    limits: list[Limit] = [models, searches, ToolCallLimit("calc", run_limit=1)]
+    script = asking("search", "calc", "calc")
+    scene = await Scene(signals, script, limits, store=MemoryStore(clock=clock)).played()
+    assert (scene.ran, scene.last_text()) == (["search", "calc"], "done")
+
+
 async def test_who_does_not_wait(signals: Signals, clock: Passing) -> None:
     """A dry-run limit; a call that another number refuses; one that is too late for one wait.
 
@@ -428,3 +440,10 @@ async def test_a_person_is_asked_beside_a_wait(signals: Signals, clock: Passing)
     scene = await Scene(signals, asking(*["search"] * 3), [tools, slow], **options).played()
     await scene.resume(APPROVE)
     assert scene.ran == ["search"] * 3
+    asks = ModelCallLimit(quotas=[Quota(1, per="global", window="1h")], wait=1, exit_behavior="ask")
+    tokens = TokenLimit(quotas=[Quota(90, per="global", window="1m")], reserve=9, wait=1)
+    scene = Scene(signals, lambda _: paid(5), [asks, tokens], **options)
+    await scene.play()
+    assert "__interrupt__" in await scene.play()
+    await scene.resume(APPROVE)
+    assert len(scene.model.calls) == 2

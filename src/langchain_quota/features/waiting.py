@@ -130,7 +130,9 @@ class Waiting(Feature):
         waiting = {**stops, **dict.fromkeys(self._max_waits, 1)}
         step = step._replace(stops=waiting, outage_stops=stops)
         step, later_calls = self._allow_later_starts(step, wait.deadline)
-        wait.step = step = self._with_resets(await admit(mode, step))
+        step = self._with_resets(await admit(mode, step))
+        # These stops have names of limits on other calls, too.
+        wait.step = step = step._replace(stops=stops)
         if not (step.result.stopped and step.answered):
             return 0.0
         pause, last, quota = self._find_missing_room(step, stops, later_calls)

@@ -293,8 +293,10 @@ class SecondCheck:
 
 
 def _is_waiting(limit: Limit) -> bool:
-    """Return whether calls wait for room in the quotas of a limit."""
-    return limit.enforce and getattr(limit, "wait", None) is not None
+    """Return whether calls wait here for room in the quotas of a limit."""
+    # Before a person can be asked, calls wait in the first check: the second one asks nobody.
+    is_asking = limit.exit_behavior == "ask"
+    return limit.enforce and not is_asking and getattr(limit, "wait", None) is not None
 
 
 def without_waits(rule: Rule, step: Step) -> Rule:
