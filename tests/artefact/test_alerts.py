@@ -1,5 +1,6 @@
 """An agent breaches a limit, and a webhook hears of it: by real servers, as they are configured."""
 
+import asyncio
 import os
 import re
 import subprocess
@@ -8,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from langgraph.checkpoint.memory import InMemorySaver
-from opentelemetry.sdk.trace import TracerProvider
-from prometheus_client import CollectorRegistry
 
-from langchain_quota import Telemetry, ToolCallLimitMiddleware, start_metrics_server
+from langchain_quota import ToolCallLimit, start_metrics_server
 from langchain_quota.cli import export
-from tests.server.agents import build_agent, run
+from tests.scene import Scene
 from tests.server.alertmanager import (
     alerting_prometheus,
     example,
@@ -24,6 +22,7 @@ from tests.server.alertmanager import (
 )
 from tests.server.programs import required_program
 from tests.server.prometheus import DEADLINE, eventually
+from tests.telemetry import Signals
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = '"}} {{ $value }} @channel <!here> &var-job=x'
@@ -31,20 +30,18 @@ SPEED = 60
 """How many seconds of the rules and of the example pass in a second here."""
 
 
-def test_a_breach_is_told_and_resolved(tmp_path: Path) -> None:
+def test_a_breach_is_told_and_resolved(tmp_path: Path, signals: Signals) -> None:
     """A blocked call reaches the chat, which hears the end. So does an agent's very first call."""
-    registry = CollectorRegistry()
-    telemetry = Telemetry(registry=registry, tracer_provider=TracerProvider())
 
     def search(agent: str, *, times: int, limit: int) -> None:
         """Run an agent that wants to search so many times and may do so up to the limit."""
-        limiter = ToolCallLimitMiddleware(tool_name="search", run_limit=limit, telemetry=telemetry)
-        script = [["search"] * times, "done"]
-        run(build_agent(script, [limiter], name=agent, saver=InMemorySaver()), HOSTILE)
+        limits = [ToolCallLimit("search", run_limit=limit)]
+        options: Any = {"kind": "drop-in", "name": agent, "thread_id": HOSTILE}
+        asyncio.run(Scene(signals, [["search"] * times, "done"], limits, **options).play())
 
     [rules] = export.rules(selector='job="agents"').values()
     with (
-        start_metrics_server(port=0, registry=registry) as server,
+        start_metrics_server(port=0, registry=signals.registry) as server,
         running_webhook() as webhook,
         running_alertmanager(tmp_path, example(webhook, SPEED)) as address,
         alerting_prometheus(

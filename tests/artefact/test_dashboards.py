@@ -15,7 +15,6 @@ import jsonschema
 import pytest
 from langchain_core.messages import AIMessage, ToolCall
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.types import Command
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 from prometheus_client import CollectorRegistry
@@ -38,10 +37,11 @@ from langchain_quota import (
 )
 from langchain_quota.cli import export
 from tests.artefact.test_rules import promtool
-from tests.server.agents import build_agent
+from tests.scene import Scene
 from tests.server.alertmanager import hurried
 from tests.server.demo import running_demo
 from tests.server.prometheus import DEADLINE, Prometheus, StartPrometheus, eventually
+from tests.telemetry import telling
 
 pytestmark = pytest.mark.filterwarnings("ignore:model .* reports no usage")
 
@@ -365,13 +365,11 @@ class Searchers:
 
     def run(self, script: Any, quota: Any, name: str, thread: str = "") -> None:
         """Run an agent on its thread, and approve what a person is asked."""
-        agent = build_agent(script, [quota], name=name, saver=self._saver)
-        config: Any = {"configurable": {"thread_id": thread or name}}
-        given: Any = {"messages": [("user", "go on")]}
-        while given:
-            asyncio.run(agent.ainvoke(given, config, context={"tenant": "acme"}))
-            asked = agent.get_state(config).interrupts
-            given = asked and Command(resume={"decisions": [{"type": "approve"}]})
+        options: Any = {"name": name, "thread_id": thread or name, "checkpointer": self._saver}
+        scene = Scene(telling(), script, [quota], context={"tenant": "acme"}, **options)
+        result = asyncio.run(scene.play())
+        while "__interrupt__" in result:
+            result = asyncio.run(scene.resume({"decisions": [{"type": "approve"}]}))
 
     def go_on(self) -> None:
         """Search under limits of each kind; spend; wait; ask a person."""
