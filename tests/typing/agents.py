@@ -16,8 +16,6 @@ from langchain.agents.middleware import (
     TodoListMiddleware,
     hook_config,
 )
-from langchain.agents.middleware import model_call_limit as langchain_model_limit
-from langchain.agents.middleware import tool_call_limit as langchain_tool_limit
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, ToolCall
 from langchain_core.runnables import RunnableConfig
@@ -202,14 +200,6 @@ create_agent(model, middleware=[tools, named, model_calls, told, asked, held])
 # With its types given, in LangChain's order: the response, then the context.
 typed_tools = ToolCallLimitMiddleware[Any, Customer](run_limit=3)
 create_agent(model, middleware=[typed_tools], context_schema=Customer)
-
-# An exception that was caught before is caught now.
-try:
-    create_agent(model, middleware=[tools]).invoke({"messages": []})
-except langchain_tool_limit.ToolCallLimitExceededError as tool_error:
-    assert_type(tool_error.thread_count, int)
-except langchain_model_limit.ModelCallLimitExceededError as model_error:
-    assert_type(model_error.run_limit, int | None)
 
 # Not these.
 ToolCallLimitMiddleware(run_limit="3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
