@@ -182,7 +182,9 @@ def _prepared(*imported: str) -> socket.socket:
     for each in (ours, its):
         each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST_ORDER)
     with its:
-        command = [sys.executable, "-m", "tests.forked", str(its.fileno()), *imported]
+        # Nothing that a program has written waits in a buffer when it ends.
+        options = ["-u", "-X", "utf8", "-m", "tests.forked"]
+        command = [sys.executable, *options, str(its.fileno()), *imported]
         none = subprocess.DEVNULL
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=none, stdout=none, pass_fds=[its.fileno()]
@@ -244,7 +246,6 @@ def _become(order: dict[str, Any], standard: list[int]) -> NoReturn:
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
-    _open_streams(order["env"])
     sys.argv = order["arguments"]
     own = [path for path in order["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = ["", *own, *(path for path in sys.path[1:] if path not in own)]
@@ -262,23 +263,7 @@ def _become(order: dict[str, Any], standard: list[int]) -> NoReturn:
     # What the interpreter does at its end, without taking apart the modules that are shared.
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does
     atexit._run_exitfuncs()
-    with suppress(OSError):
-        sys.stdout.flush()
     os._exit(code)
-
-
-def _open_streams(env: Mapping[str, str]) -> None:
-    """The standard streams, as the interpreter opens them when it starts."""
-    encoding = env.get("PYTHONIOENCODING", "utf-8")
-    sys.stdin, sys.stdout, sys.stderr = (
-        io.TextIOWrapper(
-            open(descriptor, mode, closefd=False),  # noqa: SIM115 - open for all its life
-            encoding,
-            "backslashreplace" if descriptor == 2 else "strict",
-            line_buffering=descriptor == 2 or os.isatty(1) or "PYTHONUNBUFFERED" in env,
-        )
-        for descriptor, mode in enumerate(("rb", "wb", "wb"))
-    )
 
 
 if __name__ == "__main__":
