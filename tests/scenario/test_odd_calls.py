@@ -13,7 +13,6 @@ from langgraph.graph.message import add_messages
 
 from langchain_quota import ConcurrencyLimit, ToolCallLimit
 from langchain_quota.limits import Limit
-from langchain_quota.limits.call import Call
 from tests.scene import ABANDONED, Kind, Scene, check_history, texts, tool_limiter
 from tests.telemetry import Signals
 
@@ -160,21 +159,6 @@ async def test_the_tools_of_a_server(kind: Kind, signals: Signals, tmp_path: Pat
     assert told == {"type": "text", "text": "Budget: search: 0 of 2 left; all tools: 2 of 5 left."}
     scene.check_requests()
     check_history(scene.state()["messages"])
-
-
-class BeginningLimit(ToolCallLimit):
-    """A limit of a user's own kind, on tools by how their names begin."""
-
-    def matches(self, call: Call) -> bool:
-        return (call.tool or "").startswith("mcp_")
-
-
-async def test_a_kind_of_limit_that_matches_by_something_else(signals: Signals) -> None:
-    """Which calls a limit's own `matches` takes is asked for each tool, whichever came first."""
-    script = [["calc"], ["mcp_read"], ["calc", "mcp_write"], "done"]
-    names = ("calc", "mcp_read", "mcp_write")
-    scene = await Scene(signals, script, [BeginningLimit(run_limit=1)], tools=names).played()
-    assert scene.ran == ["calc", "mcp_read", "calc"]
 
 
 MADE = '''

@@ -103,17 +103,6 @@ def test_a_dropped_count_takes_its_holds_along() -> None:
     assert used(store, "a") == [7]
 
 
-def test_runs_expire_beside_threads() -> None:
-    """A run's count expires after a day, though a thread's that is older is kept."""
-    clock = Clock()
-    store = MemoryStore(clock=clock)
-    store.acquire(asked("search:thread:t1", mirrored=True))
-    store.acquire(asked("search:run:a", mirrored=True))
-    clock.now += DAY
-    store.acquire(asked("search:thread:t1", mirrored=True))
-    assert store.occupancy.keys == 1
-
-
 def test_occupancy() -> None:
     """How many counts there are, how many of them can be dropped, and how many there can be."""
     clock = Clock(0)
