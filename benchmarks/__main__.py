@@ -36,8 +36,8 @@ call. The model and the tools answer immediately.
 {tables}
 `make bench` measures all set-ups in turn and writes this report. It also prints scrapes, the
 requests of stores, memory, and which targets are met; `make instructions` counts instructions. Run
-nothing else on the machine for these ten minutes. `make bench ARGS="--quick --only steps"` tries one
-part.
+nothing else on the machine for these ten minutes. `make bench ARGS="--quick --only steps"` tries
+one part.
 
 Machine: {processor}, {cores} cores, {system}; load at the start {load:.1f}
 
