@@ -112,7 +112,9 @@ def check_that_all_pass(tests: Sequence[str]) -> None:
 def found_by(copies: Copies, tests: Sequence[str], fault: Fault) -> list[str]:
     """Return the tests that fail in a copy that has the fault."""
     text = planted(fault, (ROOT / fault.file).read_text(encoding="utf-8")).encode()
-    status, said = copies.run(fault.file, text, *(tests or [fault.test]))
+    status, said = copies.run(fault.file, text, *(tests or ["-x", fault.test]))
+    if status is None:
+        return [f"{fault.test}, which did not end"]
     if status not in {0, 1}:
         sys.exit(f"{fault.name}: pytest failed\n{said}")
     return sorted({*FAILED.findall(said)})
