@@ -18,6 +18,7 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from tests.scene import CONFIG, Form, Kind, Scene, asking, both_forms, either
+from tests.stores import FickleStore, counts
 from tests.telemetry import Signals
 
 
@@ -68,6 +69,24 @@ async def test_a_plan_that_changes(form: Form, function: Any, signals: Signals) 
     exhausted = signals.samples("langchain_quota_crossings_total", level="exhausted")
     assert exhausted["unnamed", "tool:search", "thread"] >= 1
     scene.check()
+
+
+async def test_a_plan_without_a_limit(signals: Signals) -> None:
+    """A store counts what a thread uses meanwhile, and its outage stops no call then."""
+    limits: list[Limit] = [
+        ToolCallLimit("search", thread_limit=by_plan),
+        TokenLimit(thread_limit=lambda state, runtime: None),
+    ]
+    store = FickleStore(MemoryStore())
+    scene = Scene(signals, asking("search"), limits, store=store)
+    ran = []
+    for turn in ("free", "unlimited", "unlimited in an outage", "unlimited", "pro"):
+        plan, *outage = turn.split(maxsplit=1)
+        store.down = bool(outage)
+        await scene.play(context={"plan": plan})
+        ran.append(len(scene.ran))
+    assert ran == [1, 2, 3, 4, 4]
+    assert counts(store)["search:thread:thread-1"] == scene.usage().tools["search"] == 4
 
 
 @functions

@@ -108,7 +108,8 @@ class Rule(NamedTuple):
 
     def stored(self, meters: Sequence[Meter], places: Places) -> "Rule":
         """Return the rule with these meters, whose counts a store keeps if they have places."""
-        shared = any(meter.counter in places for meter in meters if meter.maximum is not None)
+        limited = (meter for meter in meters if meter.maximum is not None or meter.computed)
+        shared = any(meter.counter in places for meter in limited)
         return self._replace(meters=tuple(meters), shared=shared)
 
     @property
@@ -126,7 +127,8 @@ class Rule(NamedTuple):
 
     def without_store(self, outage: OnStoreError) -> "Rule":
         """Return the rule while the store is unavailable: without its quotas."""
-        blocks_all = outage == "block" and self.shared
+        has_limit = any(meter.maximum is not None for meter in self.meters)
+        blocks_all = outage == "block" and self.shared and has_limit
         meters = tuple(meter for meter in self.meters if not meter.per)
         return self._replace(meters=meters, blocks_all=blocks_all)
 

@@ -118,8 +118,10 @@ class LimitResolver:
         caller, counter = moment.caller, store_counter(limit)
         subjects = caller.run_thread_id, ledger(moment.state).get("run")
         for meter, name in zip(rule.meters, subjects, strict=True):
-            # Without a limit the store does not count. The state always keeps the run's count.
-            if name is not None and meter.maximum is not None and meter.counter not in places:
+            # Without a limit the store does not count. The state always keeps the run's count. A
+            # function that gives no limit now may give one later.
+            is_limited = meter.maximum is not None or meter.computed
+            if name is not None and is_limited and meter.counter not in places:
                 key = CountKey(counter, meter.scope, str(name), prefix=moment.prefix)
                 mirrored = meter.scope == RUN or caller.remembers
                 places[meter.counter] = Place(str(key), mirrored, key.subject)
