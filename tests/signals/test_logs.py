@@ -148,8 +148,9 @@ async def test_logs_and_spans_name_every_agent(log: Log) -> None:
 
 async def test_a_store_that_is_nearly_full(log: Log, signals: Signals) -> None:
     """At 80% of what cannot be dropped there is one line, before a call is refused for it."""
-    calls = ModelCallLimit(quotas=[Quota(9, per="user_id")])
-    scene = Scene(signals, ["Hi!"] * 5, [calls], store=MemoryStore(max_keys=5))
+    # What a run has used can be dropped, be it calls or tokens.
+    limits = [ModelCallLimit(quotas=[Quota(9, per="user_id")]), TokenLimit(run_limit=10**6)]
+    scene = Scene(signals, ["Hi!"] * 5, limits, store=MemoryStore(max_keys=5))
     logged = []
     for user in range(5):
         await scene.play(context={"user_id": str(user)})

@@ -6,6 +6,7 @@ calls. Only the slots of one process are counted elsewhere, in `runtime/queues.p
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -104,6 +105,7 @@ class Correction:
             What is still reserved there is released first. So the amounts, including 0, replace
             the reservations. They may exceed limits.
         limits: The limits of keys, which a store shows beside their counts.
+        mirrored: The keys whose counts the caller keeps, too, as in `CountRef`.
     """
 
     id: str
@@ -113,6 +115,7 @@ class Correction:
     starts: Mapping[str, int] = field(default_factory=dict)
     settles: str = ""
     limits: Mapping[str, int] = field(default_factory=dict)
+    mirrored: AbstractSet[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

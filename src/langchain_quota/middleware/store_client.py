@@ -285,7 +285,9 @@ def _undoing(request: AcquireRequest, amounts: Mapping[str, int]) -> tuple[Corre
     """Return the corrections that undo a request, and add amounts in its place."""
     attempt, counters = request.attempt_id, request.counters.values()
     starts = {counter.key: counter.used for counter in counters if counter.key is not None}
-    correction = Correction(attempt, amounts, attempt, request.idempotency_key, starts)
+    mirrored = {counter.key for counter in counters if counter.key and counter.mirrored}
+    name = request.idempotency_key
+    correction = Correction(attempt, amounts, attempt, name, starts, mirrored=mirrored)
     # What the request was to refund is refunded, too.
     return correction, *request.corrections
 

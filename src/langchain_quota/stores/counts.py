@@ -247,6 +247,13 @@ class Counts(ExpiringDict[Count]):
         self.put(key, count, max(expires, least, until), now)
         return count
 
+    def note_charge(self, key: str, *, mirrored: bool) -> None:
+        """Put a count that is charged now last among the droppable ones, if it is mirrored."""
+        self.droppable.pop(key, None)
+        # Callers do not bring back what grants and rollover add.
+        if mirrored and not self.all[key][0].raised:
+            self.droppable[key] = None
+
     def make_room(self, keys: Iterable[str], now: float) -> None:
         """Remove what is needed to keep counts under keys, or raise a `QuotaStoreError`."""
         wanted = set(keys)

@@ -226,6 +226,8 @@ class Tables:
                     # Calls that have run are counted even if the store is full.
                     count = self.counts.write(key, count, used + added, window_end(key), now)
                     count.limit = correction.limits.get(key, count.limit)
+                    if key in correction.starts:
+                        self.counts.note_charge(key, mirrored=key in correction.mirrored)
                 elif count is not None and count.used is not None:
                     count.lower(-added)
 
@@ -335,9 +337,7 @@ class Tables:
             ends = None if counter.expires_at is None else math.ceil(counter.expires_at)
             count = counts[key] = self.counts.write(key, counts[key], used, ends, now)
             count.limit = limits.get(key)
-            self.counts.droppable.pop(key, None)
-            if key not in only_here and not count.raised:
-                self.counts.droppable[key] = None
+            self.counts.note_charge(key, mirrored=key not in only_here)
             if counter.lease is not None:
                 count.hold(hold, amount, int(now) + counter.lease + 1)
             attempt.charged.append((key, amount, counter.lease is not None))

@@ -322,6 +322,7 @@ def settlements(
     ]
     keys = {key: counter for key, _, counter in meters}
     starts = {key: counts.get(meter.counter, 0) for key, meter, _ in meters}
+    mirrored = {key for key, meter, _ in meters if places[meter.counter].mirrored}
     limits_by_key: Amounts = {}
     for key, meter, _ in meters:
         if meter.maximum is not None:
@@ -331,7 +332,10 @@ def settlements(
     def add(name: str, amounts: Amounts, settles: str) -> None:
         begins = {key: starts[key] for key in amounts}
         shown = {key: limits_by_key[key] for key in amounts if key in limits_by_key}
-        corrections.append(Correction(name, amounts, starts=begins, settles=settles, limits=shown))
+        kept = mirrored & amounts.keys()
+        corrections.append(
+            Correction(name, amounts, starts=begins, settles=settles, limits=shown, mirrored=kept)
+        )
 
     for run, amounts in used if keys else ():
         # Only the first agent that is charged for it makes the correction of a key.
