@@ -284,17 +284,6 @@ class Slow(ScriptedChatModel):
         return super()._generate(*args, **options)
 
 
-async def test_no_reserve_of_a_rate_limiter_is_lost() -> None:
-    """The prompts of one `agenerate` end in their order, though they began in another one."""
-    store = MemoryStore(clock=Clock())
-    limiter = store.rate_limiter("openai", tokens=10_000, window="1h", reserve=2_000)
-    given: dict[str, Any] = {"rate_limiter": limiter, "callbacks": [limiter]}
-    await ScriptedChatModel(script=lambda _: answer(10), **given).agenerate(
-        [[HumanMessage("Hi!")]] * 4
-    )
-    assert [usage.used for usage in store.usages()] == [40]
-
-
 @pytest.mark.parametrize("limited_by", ["a limit", "a rate limiter"])
 @both_forms
 async def test_waiting_calls_see_what_others_give_back(
