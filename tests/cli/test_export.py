@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from langchain_quota.cli import export, main
-from tests.metrics import documented
+from langchain_quota.telemetry.names import METRICS
 
 GRAFANA_URL = "http://localhost:3000"
 GRAFANA, RUNBOOKS = "https://example.org/grafana", "https://example.org/runbooks"
@@ -126,8 +126,7 @@ def test_no_selector_names_a_label_of_our_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A matcher of a label that a metric has would empty the rules: each is refused."""
-    labels = {"le", *(label for labels in documented().values() for label in labels)}
-    for label in sorted(labels):
+    for label in sorted({"le", *(label for metric in METRICS for label in metric.labels)}):
         with pytest.raises(SystemExit):
             main(["export", "prometheus", "--to", str(tmp_path), "--selector", f'{label}="x"'])
         assert f"such as job, not '{label}'" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from langchain_quota import MemoryStore, ModelCallLimit, Quota, ToolCallLimit
 from langchain_quota.core.decision import Outcome
-from tests.metrics import documented
+from langchain_quota.telemetry.names import METRICS
 from tests.scene import Scene
 from tests.server.programs import required_program
 from tests.telemetry import attributes, telling
@@ -120,7 +120,7 @@ def test_remote_write_leaves_threads_at_home() -> None:
     [sent] = yaml.safe_load(text)["remote_write"]
     [further] = re.findall(r"`(\{source_labels: .*?\})`", PAGE)
     rules = [*sent["write_relabel_configs"], yaml.safe_load(further)]
-    names = documented()
+    names = {name: metric.labels for metric in METRICS for name in metric.series}
     per_thread = {name for name, labels in names.items() if "thread_id" in labels}
     kept = {
         name
