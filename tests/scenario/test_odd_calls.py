@@ -1,8 +1,6 @@
 """Calls as models should not make them, and tools of every kind: each is checked, once."""
 
 import asyncio
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from langgraph.graph.message import add_messages
 
 from langchain_quota import ConcurrencyLimit, ToolCallLimit
 from langchain_quota.limits import Limit
-from tests.scene import ABANDONED, Kind, Scene, check_history, texts, tool_limiter
+from tests.scene import ABANDONED, PATIENCE, Kind, Scene, check_history, texts, tool_limiter
 from tests.telemetry import Signals
 
 
@@ -133,22 +131,41 @@ async def test_a_tool_that_the_provider_runs(signals: Signals) -> None:
     scene.check()
 
 
+def served(ran: list[str]) -> Any:
+    """An MCP server, which notes each call; a search answers when two of them run at once."""
+    server = pytest.importorskip("mcp.server.fastmcp").FastMCP("tools")
+    together = asyncio.Barrier(2)
+
+    async def search(query: str = "") -> str:
+        ran.append("search")
+        async with asyncio.timeout(PATIENCE):
+            await together.wait()
+        return "found"
+
+    async def calc(term: str = "") -> int:
+        ran.append("calc")
+        return 42
+
+    async def fail() -> str:
+        ran.append("fail")
+        raise ValueError("no")
+
+    for each in (search, calc, fail):
+        server.add_tool(each)
+    return server
+
+
 @pytest.mark.parametrize("kind", ["quota", "graph"])
-async def test_the_tools_of_a_server(kind: Kind, signals: Signals, tmp_path: Path) -> None:
+async def test_the_tools_of_a_server(kind: Kind, signals: Signals) -> None:
     """Of three searches at once two run, in parallel; all count together; the model is told."""
-    clients = pytest.importorskip("langchain_mcp_adapters.client")
     adapters = pytest.importorskip("langchain_mcp_adapters.tools")
-    calls = tmp_path / "calls"
-    args = [str(Path(__file__).with_name("mcp_server.py")), str(calls)]
-    connection = {"transport": "stdio", "command": sys.executable, "args": args}
-    client = clients.MultiServerMCPClient({"tools": connection})
+    memory = pytest.importorskip("mcp.shared.memory")
     limits = ToolCallLimit("search", run_limit=2), ToolCallLimit(run_limit=5)
     script = [["search", "search", "search", "calc"], ["fail", "calc", "calc"], "done"]
-    given: Any = {"kind": kind, "tell_model": True, "hide_exhausted": True}
-    async with client.session("tools") as session:
+    given: Any = {"kind": kind, "tell_model": True, "hide_exhausted": True, "ran": list[str]()}
+    async with memory.create_connected_server_and_client_session(served(given["ran"])) as session:
         tools = await adapters.load_mcp_tools(session)
         scene = await Scene(signals, script, limits, tools=tools, **given).played()
-    scene.ran += (await asyncio.to_thread(calls.read_text)).split()
     assert sorted(scene.ran) == ["calc", "calc", "fail", "search", "search"]
     errors = sorted(name for name, status in scene.answers() if status == "error")
     assert errors == ["calc", "fail", "search"]
