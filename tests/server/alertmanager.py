@@ -4,7 +4,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,22 +92,16 @@ def hurried(text: str, speed: float) -> str:
     return text if speed == 1 else _DURATION.sub(shorter, text.replace(" * 60", f" * {60 / speed}"))
 
 
-def with_route(config: Mapping[str, Any], speed: float = 1) -> Any:
-    """A configuration of Alertmanager with the exported route, hurried, before its own routes."""
-    [text] = export.alertmanager().values()
-    ours = yaml.safe_load(hurried(text, speed))
-    theirs = {"routes": [], **config["route"]}
-    routes = ours["route"]["routes"] + theirs["routes"]
-    return {**config, "route": {**theirs, "routes": routes}}
-
-
 def example(webhook: Webhook, speed: float) -> Any:
-    """A configuration with the exported route; the webhook has all receivers."""
-    receivers = [
+    """A configuration with the exported route, hurried; the webhook has all receivers."""
+    [text] = export.alertmanager().values()
+    config = yaml.safe_load(hurried(text, speed))
+    config["route"]["receiver"] = "chat"
+    config["receivers"] = [
         {"name": name, "webhook_configs": [{"url": f"{webhook.url}/{name}"}]}
         for name in ("pager", "chat")
     ]
-    return with_route({"route": {"receiver": "chat"}, "receivers": receivers}, speed)
+    return config
 
 
 @contextmanager
@@ -118,8 +112,7 @@ def running_webhook() -> Iterator[Webhook]:
         yield webhook
 
 
-@contextmanager
-def running_alertmanager(directory: Path, config: Mapping[str, Any]) -> Iterator[str]:
+def running_alertmanager(directory: Path, config: Mapping[str, Any]) -> AbstractContextManager[str]:
     """Run an Alertmanager on a free port; gives its `host:port`."""
     file = directory / "alertmanager.yml"
     file.write_text(json.dumps(config))  # JSON is YAML
@@ -132,11 +125,9 @@ def running_alertmanager(directory: Path, config: Mapping[str, Any]) -> Iterator
         # Empty: no gossip with others.
         "--cluster.listen-address=",
     ]
-    with running_server(command, directory / "alertmanager.log") as address:
-        yield address
+    return running_server(command, directory / "alertmanager.log")
 
 
-@contextmanager
 def alerting_prometheus(
     directory: Path,
     targets: Mapping[str, str | Sequence[str] | Path],
@@ -144,11 +135,11 @@ def alerting_prometheus(
     rules: str,
     alertmanager: str,
     interval: str = SCRAPE_INTERVAL,
-) -> Iterator[Prometheus]:
+) -> AbstractContextManager[Prometheus]:
     """Run a Prometheus with rules that scrapes targets (`host:port` by job) and sends alerts."""
     (directory / "rules.yaml").write_text(rules, encoding="utf-8")
     alerting = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
-    with running_prometheus(
+    return running_prometheus(
         directory,
         targets,
         interval=interval,
@@ -156,5 +147,4 @@ def alerting_prometheus(
         options=("--rules.alert.resend-delay=2s",),
         rule_files=["rules.yaml"],
         alerting=alerting,
-    ) as client:
-        yield client
+    )

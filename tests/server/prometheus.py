@@ -171,12 +171,7 @@ def running_server(command: Sequence[str], log: Path) -> Iterator[str]:
         try:
             yield eventually(listening).group(1)
         finally:
-            process.terminate()
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
 
 
 def check_metrics(text: str) -> tuple[int, list[str]]:
