@@ -1,13 +1,12 @@
 """The demo as a process of its own that goes on serving its metrics after its traffic."""
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.forked import COMMAND_LINE, Program, start_python
-from tests.server.prometheus import eventually
+from tests.server.prometheus import said
 
 
 class Demo:
@@ -15,7 +14,7 @@ class Demo:
 
     def __init__(self, process: Program, log: Path) -> None:
         self._process, self._log = process, log
-        self.address = self._says(r"http://(127\.0\.0\.1:\d+)/\n").group(1)
+        self.address = said(process, log, r"http://(127\.0\.0\.1:\d+)/\n")[1]
 
     @property
     def output(self) -> str:
@@ -24,18 +23,11 @@ class Demo:
 
     def wait_for_end_of_traffic(self) -> None:
         """Wait until it only serves."""
-        self._says("(?m)^Serving http://")
+        said(self._process, self._log, "(?m)^Serving http://")
 
     def check(self) -> None:
         """Assert that it still runs."""
         assert self._process.poll() is None, self.output
-
-    def _says(self, pattern: str) -> re.Match[str]:
-        def found() -> re.Match[str] | None:
-            self.check()
-            return re.search(pattern, self.output)
-
-        return eventually(found)
 
 
 @contextmanager

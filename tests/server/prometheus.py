@@ -14,6 +14,7 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from tests.forked import Program
 from tests.server.programs import required_program
 
 DEADLINE = 60.0
@@ -22,7 +23,7 @@ DEADLINE = 60.0
 SCRAPE_INTERVAL = "500ms"
 
 _PAUSE = 0.05
-_LISTENING = re.compile(r'msg="?Listening on"? address=(127\.0\.0\.1:\d+)')
+_LISTENING = r'msg="?Listening on"? address=(127\.0\.0\.1:\d+)'
 
 T = TypeVar("T")
 
@@ -49,6 +50,17 @@ def eventually(probe: Callable[[], T | None], *, seconds: float = DEADLINE) -> T
         if time.monotonic() > deadline:
             raise AssertionError(f"not in {seconds} seconds; the last answer was {result!r}")
         time.sleep(_PAUSE)
+
+
+def said(process: subprocess.Popen[bytes] | Program, log: Path, pattern: str) -> re.Match[str]:
+    """What a process that runs writes to its log, once it has written it."""
+
+    def found() -> re.Match[str] | None:
+        text = log.read_text()
+        assert process.poll() is None, text
+        return re.search(pattern, text)
+
+    return eventually(found)
 
 
 class Prometheus:
@@ -163,13 +175,8 @@ def running_prometheus(
 def running_server(command: Sequence[str], log: Path) -> Iterator[str]:
     """Run a server until it is left; gives the address on which it says that it listens."""
     with log.open("wb") as output, subprocess.Popen(command, stderr=output) as process:
-
-        def listening() -> re.Match[str] | None:
-            assert process.poll() is None, log.read_text()
-            return _LISTENING.search(log.read_text())
-
         try:
-            yield eventually(listening).group(1)
+            yield said(process, log, _LISTENING)[1]
         finally:
             process.kill()
 

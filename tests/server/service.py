@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from uuid import uuid4
 import httpx
 
 from tests.forked import Program, as_module, start_python
-from tests.server.prometheus import DEADLINE, Series, eventually, parse_openmetrics, series_of
+from tests.server.prometheus import DEADLINE, Series, parse_openmetrics, said, series_of
 
 AGENT = Path(__file__).parents[2] / "docker" / "agent"
 TOKEN = "a-token-for-tests"  # noqa: S105 - opens nothing but the service of a test
@@ -29,7 +28,7 @@ IMPORTED = (
 )
 """Of what the service imports, what takes long and reads no settings."""
 
-_RUNNING = re.compile(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")
+_RUNNING = r"Uvicorn running on (http://127\.0\.0\.1:\d+)"
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR")
 
 
@@ -48,7 +47,7 @@ class Service:
         self._process = process
         self._log = log
         self.pid = process.pid
-        self.url = eventually(self._address)
+        self.url = said(process, log, _RUNNING)[1]
         self.client = httpx.Client(
             base_url=self.url,
             timeout=DEADLINE,
@@ -109,11 +108,6 @@ class Service:
         self.client.close()
         self.terminate()
         return self.ended()
-
-    def _address(self) -> str | None:
-        assert self._process.poll() is None, self.log
-        found = _RUNNING.search(self.log)
-        return found and found.group(1)
 
 
 def question(text: str, user_id: str = "") -> dict[str, Any]:
