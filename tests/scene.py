@@ -80,8 +80,8 @@ each_kind = pytest.mark.parametrize("kind", ["quota", _INLINE, "graph"])
 each_middleware = pytest.mark.parametrize("kind", ["quota", "drop-in", _INLINE])
 
 SKIPPED = (
-    "This tool call was not run: the run was stopped because another tool call of the same "
-    "message exceeded the limit."
+    "Execution stopped before this tool call could run because another tool call in the same batch "
+    "exceeded the limit."
 )
 FINALIZED = (
     "This tool call was not run: the model call that made it was the last one in its budget."

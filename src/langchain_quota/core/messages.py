@@ -16,8 +16,8 @@ from langchain_quota.limits.calls import RepeatLimit
 from langchain_quota.runtime.units import PER_BASE_UNIT, Unit, as_dollars, as_time, format_amount
 
 SKIPPED = (
-    "This tool call was not run: the run was stopped because another tool call of the same "
-    "message exceeded the limit."
+    "Execution stopped before this tool call could run because another tool call in the same batch "
+    "exceeded the limit."
 )
 """The answer of a tool call whose batch was stopped."""
 
