@@ -1,6 +1,5 @@
 """Agents, their limits, decisions and usage; checked by mypy and pyright, never run."""
 
-import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -170,12 +169,6 @@ one.run_limit = 4  # type: ignore[misc]  # pyright: ignore[reportAttributeAccess
 create_agent(model, middleware=[QuotaMiddleware[Caller](limits)], context_schema=Reply)  # type: ignore[misc]  # pyright: ignore[reportCallIssue,reportArgumentType]
 
 
-@dataclass
-class Customer:
-    user_id: str
-    suspended: bool = False
-
-
 # Every argument that LangChain's have.
 tools = ToolCallLimitMiddleware(
     tool_name="search", thread_limit=20, run_limit=3, exit_behavior="continue"
@@ -198,8 +191,8 @@ asked = HumanInTheLoopMiddleware({"search": True})
 held = QuotaMiddleware([ToolCallLimit(run_limit=50)])
 create_agent(model, middleware=[tools, named, model_calls, told, asked, held])
 # With its types given, in LangChain's order: the response, then the context.
-typed_tools = ToolCallLimitMiddleware[Any, Customer](run_limit=3)
-create_agent(model, middleware=[typed_tools], context_schema=Customer)
+typed_tools = ToolCallLimitMiddleware[Any, Caller](run_limit=3)
+create_agent(model, middleware=[typed_tools], context_schema=Caller)
 
 # Not these.
 ToolCallLimitMiddleware(run_limit="3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
@@ -251,7 +244,7 @@ class CartState(QuotaState[Any]):
     cart: NotRequired[list[str]]
 
 
-class ShopQuota(QuotaMiddleware[Customer, Any]):
+class ShopQuota(QuotaMiddleware[Caller, Any]):
     """With a rule of its own, on a context of its own."""
 
     state_schema = CartState
@@ -261,22 +254,22 @@ class ShopQuota(QuotaMiddleware[Customer, Any]):
 
     @hook_config(can_jump_to=["end"])
     def before_model(
-        self, state: QuotaState[Any], runtime: Runtime[Customer]
+        self, state: QuotaState[Any], runtime: Runtime[Caller]
     ) -> dict[str, Any] | None:
-        assert_type(runtime.context, Customer)
-        if runtime.context.suspended:
+        assert_type(runtime.context, Caller)
+        if runtime.context.plan == "suspended":
             return {"jump_to": "end", "messages": [AIMessage("suspended")]}
         return super().before_model(state, runtime)
 
     async def awrap_model_call(
         self,
-        request: ModelRequest[Customer],
-        handler: Callable[[ModelRequest[Customer]], Awaitable[ModelResponse[Any]]],
+        request: ModelRequest[Caller],
+        handler: Callable[[ModelRequest[Caller]], Awaitable[ModelResponse[Any]]],
     ) -> ModelResponse[Any]:
         return await super().awrap_model_call(request, handler)
 
 
-class SearchLimit(ToolCallLimitMiddleware[Any, Customer]):
+class SearchLimit(ToolCallLimitMiddleware[Any, Caller]):
     """A drop-in with a name of its own, its hook written as for LangChain's."""
 
     def __init__(self) -> None:
@@ -284,19 +277,19 @@ class SearchLimit(ToolCallLimitMiddleware[Any, Customer]):
 
     @hook_config(can_jump_to=["end"])
     def after_model(
-        self, state: ToolCallLimitState[Any], runtime: Runtime[Customer]
+        self, state: ToolCallLimitState[Any], runtime: Runtime[Caller]
     ) -> dict[str, Any] | None:
         assert_type(state.get("thread_tool_call_count"), dict[str, int] | None)
         return super().after_model(state, runtime)
 
 
 shop = ShopQuota(10)
-create_agent(model, middleware=[shop, SearchLimit()], context_schema=Customer)
+create_agent(model, middleware=[shop, SearchLimit()], context_schema=Caller)
 create_agent(model, middleware=[shop])  # the context is inferred
 
 
 # Not these.
-class WrongHook(QuotaMiddleware[Customer]):
+class WrongHook(QuotaMiddleware[Caller]):
     @hook_config(can_jump_to=["end"])
     def before_model(self, state: QuotaState[Any]) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         """Takes no runtime."""
@@ -328,15 +321,6 @@ async def awaited(decision: Decision) -> None:
     sync(decision)
 
 
-async def with_note(note: str, decision: Decision) -> None:
-    sync(decision)
-
-
-class Billing:
-    async def __call__(self, decision: Decision) -> None:
-        sync(decision)
-
-
 def either(decision: Decision) -> Awaitable[None] | None:
     return None if decision.refused_by else awaited(decision)
 
@@ -344,18 +328,10 @@ def either(decision: Decision) -> Awaitable[None] | None:
 # One observer, and several.
 QuotaMiddleware(ten_calls, on_decision=sync)
 QuotaMiddleware(ten_calls, on_decision=either)
-QuotaMiddleware(ten_calls, on_decision=Billing())
-QuotaMiddleware(ten_calls, on_decision=functools.partial(with_note, "note"))
-QuotaMiddleware(ten_calls, on_decision=[sync, awaited, Billing(), seen.append])
-
-
-def of_outcome(outcome: str) -> str:
-    """Takes no decision."""
-    return outcome
-
+QuotaMiddleware(ten_calls, on_decision=[sync, awaited, seen.append])
 
 # Not these.
-QuotaMiddleware(ten_calls, on_decision=of_outcome)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+QuotaMiddleware(ten_calls, on_decision=str.upper)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 QuotaMiddleware(ten_calls, on_decision=[sync, "log"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 seen[0].outcome = Outcome.ALLOWED  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 seen[0].call.tool.upper()  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
