@@ -111,12 +111,8 @@ with start_metrics_server(0, "0.0.0.0", registry=CollectorRegistry()) as running
 export_metrics(ConsoleMetricExporter(), timedelta(minutes=1), CollectorRegistry()).flush()
 
 
-def of_text(thread_id: str) -> str:
-    return thread_id[:4]
-
-
 # Not these. A thread id can be of any type, so a label is made from any object.
-Telemetry(thread_label=of_text)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Telemetry(thread_label=str.upper)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Telemetry(spans="none")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Telemetry(thread_ttl=600)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Telemetry(CollectorRegistry())  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
