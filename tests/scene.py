@@ -401,7 +401,6 @@ class Scene:
         self,
         *,
         answered: bool = True,
-        before: Mapping[str, int] | None = None,
         models: int | None = None,
         models_in_run: int | None = None,
     ) -> None:
@@ -409,7 +408,6 @@ class Scene:
 
         Args:
             answered: Whether every tool call has its answer by now.
-            before: The thread's counts from before this scene, by counter.
             models, models_in_run: The model calls of thread and run, where they are not the
                 requests that the model received.
         """
@@ -423,12 +421,11 @@ class Scene:
                 thread_count, run_count = models, in_run
             else:
                 thread_count, run_count = _matching(limit, self.ran), _matching(limit, run)
-            earlier = (before or {}).get(limit.counter, 0)
             if isinstance(limit.thread_limit, int):
-                assert earlier + thread_count <= limit.thread_limit, limit.name
+                assert thread_count <= limit.thread_limit, limit.name
             if isinstance(limit.run_limit, int):
                 assert run_count <= limit.run_limit, limit.name
-            assert self.used(limit) == (earlier + thread_count, run_count), limit.name
+            assert self.used(limit) == (thread_count, run_count), limit.name
             charged = self.metric(limit.name, "allowed") - self.metric(limit.name, "refunded")
             assert charged == thread_count, limit.name
         self.check_requests()

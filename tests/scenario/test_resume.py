@@ -3,7 +3,7 @@
 Tool calls left without an answer: the next run answers them, and takes back what never began.
 """
 
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import langchain.agents.middleware as langchain_middleware
@@ -50,31 +50,19 @@ async def test_runs_that_stop(stop: str, signals: Signals) -> None:
         scene.check()
 
 
-async def test_a_thread_begun_under_langchains_limiters(signals: Signals) -> None:
-    """A thread begun under LangChain's limiters goes on under ours with its thread counts."""
-    theirs: list[Any] = [
-        langchain_middleware.ToolCallLimitMiddleware[Any, Any](thread_limit=9, run_limit=2),
-        langchain_middleware.ModelCallLimitMiddleware[Any, Any](thread_limit=9, run_limit=3),
-    ]
-    ours = [
-        tool_limiter(signals, thread_limit=3, run_limit=2),
-        model_limiter(signals, thread_limit=5, run_limit=3),
-    ]
-    saver = InMemorySaver()
-    await Scene(signals, for_ever, theirs, checkpointer=saver).play()
-    scene = Scene(signals, for_ever, ours, checkpointer=saver)
-    for _ in range(2):
-        await scene.play()
-        scene.check(before={"__all__": 2, "model": 3})
-    assert scene.ran == ["search"]
-    assert len(scene.model.calls) == 2
-
-
 KINDS: list[Kind] = ["drop-in", "quota", *(["inline"] if HAS_INLINE else [])]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("kinds", list(permutations(KINDS, 2)), ids="-".join)
-async def test_swapping_on_a_running_thread(kinds: tuple[Kind, Kind], signals: Signals) -> None:
+LANGCHAINS: list[Any] = [
+    langchain_middleware.ModelCallLimitMiddleware[Any, Any](thread_limit=8),
+    langchain_middleware.ToolCallLimitMiddleware[Any, Any](tool_name="search", thread_limit=3),
+    langchain_middleware.ToolCallLimitMiddleware[Any, Any](thread_limit=5),
+]
+SWAPS = [*permutations(KINDS, 2), *product(["langchain"], KINDS)]
+
+
+@pytest.mark.parametrize("kinds", SWAPS, ids="-".join)
+async def test_swapping_on_a_running_thread(kinds: tuple[Any, Kind], signals: Signals) -> None:
     """A thread goes on with its counts, under LangChain's keys, when another kind takes over."""
     limits: list[Limit] = [
         ModelCallLimit(thread_limit=8),
@@ -83,8 +71,8 @@ async def test_swapping_on_a_running_thread(kinds: tuple[Kind, Kind], signals: S
     ]
     ran = list[str]()
     options: dict[str, Any] = {"ran": ran, "checkpointer": InMemorySaver()}
-    first = Scene(signals, [["search", "calc"], "done"], limits, kind=kinds[0], **options)
-    await first.play()
+    begun: Any = {"items": limits, "kind": kinds[0]} if kinds[0] in KINDS else {"items": LANGCHAINS}
+    await Scene(signals, [["search", "calc"], "done"], **begun, **options).play()
     script = [["search"] * 3, ["calc", "calc"], "done"]
     second = await Scene(signals, script, limits, kind=kinds[1], **options).played()
     # Of three more searches two fit under search's 3, and then one calc under the 5 of all.
