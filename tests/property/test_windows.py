@@ -215,11 +215,7 @@ class World:
         return LIMIT + rolled + self.granted[self.now]
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        if self.history.form == "sync":
-            return getattr(self.scene.quota, method)("limit", *arguments, tenant=self.tenant)
-        return await getattr(self.scene.quota, f"a{method}")(
-            "limit", *arguments, tenant=self.tenant
-        )
+        return await self.scene.call(method, "limit", *arguments, tenant=self.tenant)
 
     async def run(self, calls: int) -> None:
         limit, used, ran = self.limit, self.used[self.now], len(self.scene.ran)

@@ -22,7 +22,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests import scene as scenes
 from tests.forked import run_python
-from tests.scene import CONFIG, Form, Kind, Scene, both_forms, cancel_at, recording, until
+from tests.scene import Form, Kind, Scene, both_forms, cancel_at, recording, until
 from tests.stores import Clock
 from tests.telemetry import Signals
 from tests.tokens import spent
@@ -284,10 +284,7 @@ async def test_a_call_that_takes_too_long(
     ]
     script = [["search"], ["search"], "done"]
     scene = Scene(signals, script, limits, kind=kind, form=form, tools=[tool])
-    if form == "sync":
-        await asyncio.to_thread(scene.agent.invoke, {"messages": [("user", "hi")]}, CONFIG)
-    else:
-        await scene.play()
+    await scene.play()
     first, second = (each for each in scene.state()["messages"] if isinstance(each, ToolMessage))
     assert scene.last_text() == "done"
     assert first.status == "error"

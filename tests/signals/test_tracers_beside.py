@@ -65,11 +65,7 @@ def play_instrumented(form: Form, switched: str) -> None:
     scene = scene_of(signals, form=form)
     if switched == "on and off":
         instrumentor.uninstrument()
-    given: Any = {"messages": [("user", "hi")]}
-    if form == "sync":
-        scene.agent.invoke(given, scene.config)
-    else:
-        asyncio.run(scene.agent.ainvoke(given, scene.config))
+    asyncio.run(scene.play())
     if switched == "on":
         instrumentor.uninstrument()
     print(json.dumps(traces(signals)))  # noqa: T201 - the result
