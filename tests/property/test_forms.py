@@ -220,7 +220,6 @@ def in_a_loop(plan: Plan, seen: dict[str, Any]) -> dict[str, Any]:
 
 
 @needs_inline
-@pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 @examples(60)
 @given(plan=plans(failing=False, loops=True), form=st.sampled_from(["sync", "async"]))
 async def test_a_graph_and_an_agent_do_the_same(plan: Plan, form: Form) -> None:

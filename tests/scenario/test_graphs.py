@@ -42,8 +42,6 @@ from tests.stores import counts, run_counts
 from tests.telemetry import Signals, telling
 from tests.tokens import answer
 
-pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
-
 HELLO: Any = {"messages": [("user", "hi")]}
 TWO_OF_THREE = ToolCallLimit("search", run_limit=2, thread_limit=3)
 ENDED = "Model call limits exceeded: run limit (2/2)"

@@ -163,9 +163,6 @@ async def test_histories(limits: Sequence[Limit], signals: Signals) -> None:
 langgraph_supervisor = pytest.importorskip("langgraph_supervisor")
 handoff = pytest.importorskip("langgraph_supervisor.handoff")
 
-# It is built on it.
-pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
-
 LIMITS: dict[str, Limit] = {
     "continue": ToolCallLimit(run_limit=1),
     "end of tools": ToolCallLimit(run_limit=1, exit_behavior="end"),

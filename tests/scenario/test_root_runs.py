@@ -41,8 +41,6 @@ from tests.stores import DistantStore
 from tests.telemetry import Signals, needs_inline
 from tests.trees import ASKED, Tree, config, human, in_one_tool, inside, one_by_one
 
-pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
-
 SEARCHES = ToolCallLimit("search", quotas=[Quota(5, per="root_run")])
 
 
@@ -308,7 +306,6 @@ MAKES: list[Any] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 @pytest.mark.parametrize("make", MAKES, ids=["generic", "budget", "graph"])
 async def test_of_a_middleware(make: Any, signals: Signals) -> None:
     """A thread limit that is forgotten, and tokens that are not reported: it is made there.

@@ -159,7 +159,6 @@ def supervisor(watched: Signals) -> Any:
     return package.create_supervisor(workers, model=own).compile()
 
 
-@pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
 @pytest.mark.parametrize(
     ("make", "own", "bare"),
     [
