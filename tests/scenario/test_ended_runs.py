@@ -4,7 +4,7 @@ import gc
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware, hook_config
+from langchain.agents.middleware import AgentMiddleware, hook_config, wrap_model_call
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, RemoveMessage
 from langgraph.func import entrypoint
 from langgraph.graph import END, START, MessagesState, StateGraph
@@ -111,14 +111,14 @@ async def test_led_back(kind: Kind, limit: Limit, way: str, signals: Signals) ->
 async def test_a_refusal_that_is_swallowed(signals: Signals) -> None:
     """Another middleware makes a smaller call instead: no error of the refused one is kept."""
 
-    class Smaller(AgentMiddleware[Any, Any]):
-        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-            await handler(request.override(messages=request.messages * 2))
-            return await handler(request)
+    @wrap_model_call
+    async def smaller(request: Any, handler: Any) -> Any:
+        await handler(request.override(messages=request.messages * 2))
+        return await handler(request)
 
     options: Any = {"reserve": lambda request: 50 * len(request.messages)}
     limit = TokenLimit(run_limit=90, exit_behavior="error", **options)
-    scene = Scene(signals, lambda _: answer(1), [Smaller(), limit])
+    scene = Scene(signals, lambda _: answer(1), [smaller, limit])
 
     def errors() -> list[object]:
         return [each for each in gc.get_objects() if isinstance(each, ModelCallLimitExceededError)]

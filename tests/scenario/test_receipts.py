@@ -14,7 +14,7 @@ from typing import Any
 from weakref import ref
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware, hook_config
+from langchain.agents.middleware import before_model
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import BaseMessage
 from langchain_core.tools import StructuredTool
@@ -324,13 +324,12 @@ async def test_all_ends_count(how: str, observing: Signals) -> None:
     direct = StructuredTool.from_function(search, **options)
     limit = ToolCallLimit("search", run_limit=1, exit_behavior="end")
 
-    class Jump(AgentMiddleware[Any, Any]):
-        @hook_config(can_jump_to=["end"])
-        async def abefore_model(self, state: Any, runtime: Any) -> Any:
-            ends = how == "jump" and state["messages"][-1].type == "tool"
-            return {"jump_to": "end"} if ends else None
+    @before_model(can_jump_to=["end"])
+    async def jump(state: Any, runtime: Any) -> Any:
+        ends = how == "jump" and state["messages"][-1].type == "tool"
+        return {"jump_to": "end"} if ends else None
 
-    scene = Scene(observing, turns(9), [Jump(), limit, TimeLimit(run_limit="1h")], tools=[direct])
+    scene = Scene(observing, turns(9), [jump, limit, TimeLimit(run_limit="1h")], tools=[direct])
     await scene.play()
     assert observed(observing, "tool:search") == [1, 1]
     spent = sum(observing.samples("langchain_quota_spent_seconds_total", limit="time").values())

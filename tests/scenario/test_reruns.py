@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware, hook_config
+from langchain.agents.middleware import HumanInTheLoopMiddleware, after_model, hook_config
 from langchain_core.messages import ToolCall
 
 from langchain_quota import (
@@ -157,18 +157,6 @@ class Second(QuotaMiddleware[Any, Any]):
     """A second middleware of an agent, told apart by its class."""
 
 
-class Outage(AgentMiddleware[Any, Any, Any]):
-    """The store goes down once, between those who check a message."""
-
-    def __init__(self, store: FickleStore) -> None:
-        super().__init__()
-        self.stores = [store]
-
-    def after_model(self, state: Any, runtime: Any) -> None:
-        while self.stores:
-            self.stores.pop().down = True
-
-
 @pytest.mark.parametrize("outage", ["block", "allow"])
 async def test_a_store_that_goes_down_between_two(outage: Any, signals: Signals) -> None:
     """Two middlewares with one store charge a call once, also if only the first one reaches it."""
@@ -176,7 +164,14 @@ async def test_a_store_that_goes_down_between_two(outage: Any, signals: Signals)
     options: Any = {"store": store, "on_store_error": outage}
     first, limit = quota(signals, per_user("search"), **options), per_user("search", 5)
     second = Second([limit], telemetry=signals.telemetry, **options)
-    scene = await Scene(signals, TWICE, [second, Outage(store), first], context=ANN).played()
+    up = [store]
+
+    @after_model
+    def goes_down(state: Any, runtime: Any) -> None:
+        while up:
+            up.pop().down = True
+
+    scene = await Scene(signals, TWICE, [second, goes_down, first], context=ANN).played()
     assert scene.ran == (["search"] * 2 if outage == "allow" else [])
     store.down = False
     scene.model.script = asking("search")

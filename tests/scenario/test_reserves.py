@@ -10,7 +10,7 @@ from itertools import chain, repeat
 from typing import Any
 
 import pytest
-from langchain.agents.middleware.types import AgentMiddleware, ModelRequest
+from langchain.agents.middleware import ModelRequest, wrap_model_call
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.outputs import ChatGenerationChunk
 
@@ -214,15 +214,15 @@ async def test_refusals_that_nobody_raises_are_forgotten(
     """Where another middleware answers in place of blocked calls, the newest few are kept."""
     monkeypatch.setattr("langchain_quota.features.budgets.budgets.MAX_LATE", 3)
 
-    class Answering(AgentMiddleware[Any, Any]):
-        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-            for _ in range(4):
-                await handler(request)
-            return AIMessage("mine")
+    @wrap_model_call
+    async def answering(request: Any, handler: Any) -> Any:
+        for _ in range(4):
+            await handler(request)
+        return AIMessage("mine")
 
     limit = TokenLimit(run_limit=50, reserve=50, exit_behavior="error")
     script = lambda _: answer(50)  # noqa: E731
-    scene = Scene(signals, script, [Answering(), limit], thread_id=None, checkpointer=None)
+    scene = Scene(signals, script, [answering, limit], thread_id=None, checkpointer=None)
     for _ in range(4):
         with pytest.raises(ModelCallLimitExceededError):
             await scene.play()

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware, ModelRequest
+from langchain.agents.middleware import wrap_model_call
 from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
 from langchain_core.messages import (
     AIMessage,
@@ -163,17 +163,6 @@ class Choosing(ScriptedChatModel):
         return super()._next(messages, kwargs)
 
 
-class Chooser(AgentMiddleware[Any, Any, Any]):
-    """Asks for a tool choice in each request."""
-
-    def __init__(self, choice: Any) -> None:
-        super().__init__()
-        self._choice = choice
-
-    async def awrap_model_call(self, request: ModelRequest[Any], handler: Any) -> Any:
-        return await handler(request.override(tool_choice=self._choice))
-
-
 def by_openai(tool: str) -> Any:
     return {"type": "function", "function": {"name": tool}}
 
@@ -198,8 +187,13 @@ NO_SEARCH = ToolCallLimit("search", run_limit=0)
 )
 async def test_the_tool_choice(limit: Limit, choice: Any, sent: Any, signals: Signals) -> None:
     """A tool choice stays if the rest can meet it; no hidden tool is demanded, and none of none."""
+
+    @wrap_model_call
+    async def chooses(request: Any, handler: Any) -> Any:
+        return await handler(request.override(tool_choice=choice))
+
     model = Choosing(script=["done"] if len(sent) == 1 else [["search"], "done"])
-    await Scene(signals, model, [Chooser(choice), limit], **HIDE).play()
+    await Scene(signals, model, [chooses, limit], **HIDE).play()
     assert model._choices == sent
 
 

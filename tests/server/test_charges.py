@@ -1,12 +1,12 @@
 """What is charged is what the provider has reported, through the real clients, to the token."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
 import pytest
-from langchain.agents.middleware import AgentMiddleware, ModelFallbackMiddleware
+from langchain.agents.middleware import ModelFallbackMiddleware, wrap_model_call
 from langchain_core.messages import SystemMessage
 
 from langchain_quota import CostLimit, MemoryStore, Quota, QuotaWarning, TokenLimit, max_usage
@@ -118,13 +118,13 @@ async def test_what_is_cached_for_an_hour_is_known_from_the_request(
     server.play(reporting(messages, 25, 80, for_1h=2_000))
     block: Any = {"type": "text", "text": "Be kind.", "cache_control": kept}
 
-    class Keeps(AgentMiddleware):
-        async def awrap_model_call(self, request: Any, handler: Any) -> Any:
-            if where == "request":
-                return await handler(request.override(model_settings={"cache_control": kept}))
-            return await handler(request.override(system_message=SystemMessage([block])))
+    @wrap_model_call
+    async def keeps(request: Any, handler: Any) -> Any:
+        if where == "request":
+            return await handler(request.override(model_settings={"cache_control": kept}))
+        return await handler(request.override(system_message=SystemMessage([block])))
 
-    scene = scene_of(signals, messages(server.url, streaming=True), Keeps())
+    scene = scene_of(signals, messages(server.url, streaming=True), keeps)
     await scene.play()
 
     assert spent(scene, MONEY)[0] == 22_125_000  # 25 of $5, 2,000 of $10, 80 of $25
@@ -254,35 +254,28 @@ async def test_a_stream_that_is_cancelled_is_charged_what_has_arrived(
     assert 40 <= spent_by_agent(signals)["unnamed"] <= 2 * 84 + 20
 
 
-class Bounds(AgentMiddleware):
-    """Keeps the bound of every model call, with the settings of a request that is capped."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.settings = settings
-        self.bounds: list[ModelUsage] = []
-
-    async def awrap_model_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
-        request = request.override(model_settings={**request.model_settings, **self.settings})
-        self.bounds.append(max_usage(request))
-        return await handler(request)
-
-
 @apis
+@pytest.mark.parametrize(("own", "setting"), [(100, None), (None, 7), (100, 7), (7, 100)])
 async def test_the_bound_of_an_answer_is_what_is_asked_for(
-    server: Provider, signals: Signals, api: Make
+    server: Provider, signals: Signals, api: Make, own: int | None, setting: int | None
 ) -> None:
     """What the bound takes for the limit of an answer is at least what the provider is sent."""
-    for own, setting in ((100, None), (None, 7), (100, 7), (7, 100)):
-        server.play(reporting(api, 25, 5))
-        bounds = Bounds({} if setting is None else {"max_tokens": setting})
+    server.play(reporting(api, 25, 5))
+    capped = {} if setting is None else {"max_tokens": setting}
+    bounds = list[ModelUsage]()
 
-        await scene_of(signals, api(server.url, max_tokens=own), bounds).play()
+    @wrap_model_call
+    async def capping(request: Any, handler: Any) -> Any:
+        request = request.override(model_settings={**request.model_settings, **capped})
+        bounds.append(max_usage(request))
+        return await handler(request)
 
-        ((bound,), (sent,)) = bounds.bounds, server.requests
-        (most,) = {value for name, value in sent.items() if name.startswith("max_")}
-        # Over the Responses API a model's own limit beats `max_tokens` of a request.
-        assert bound.output_tokens >= most
-        assert bound.output_tokens == most or (own and setting)
-        assert bound.models == (sent["model"],)
-        assert bound.provider == ("anthropic" if api is messages else "openai")
+    await scene_of(signals, api(server.url, max_tokens=own), capping).play()
+
+    ((bound,), (sent,)) = bounds, server.requests
+    (most,) = {value for name, value in sent.items() if name.startswith("max_")}
+    # Over the Responses API a model's own limit beats `max_tokens` of a request.
+    assert bound.output_tokens >= most
+    assert bound.output_tokens == most or (own and setting)
+    assert bound.models == (sent["model"],)
+    assert bound.provider == ("anthropic" if api is messages else "openai")

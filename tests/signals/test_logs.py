@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from langchain.agents.middleware import (
-    AgentMiddleware,
     ModelCallLimitMiddleware,
     ToolCallLimitMiddleware,
-    hook_config,
+    after_model,
 )
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
@@ -434,18 +433,16 @@ async def test_a_call_with_a_slot_is_decided_once(kind: Kind, signals: Signals) 
     assert spans == outcomes | {"waiting": 2}
 
 
-class Jumping(AgentMiddleware[Any, Any]):
-    """Goes straight to the tools after the model."""
-
-    @hook_config(can_jump_to=["tools"])
-    def after_model(self, state: Any, runtime: Any) -> Any:
-        return {"jump_to": "tools"} if state["messages"][-1].tool_calls else None
+@after_model(can_jump_to=["tools"])
+def jumping(state: Any, runtime: Any) -> Any:
+    """Go straight to the tools after the model."""
+    return {"jump_to": "tools"} if state["messages"][-1].tool_calls else None
 
 
 async def test_a_jump_over_the_limits(caplog: pytest.LogCaptureFixture) -> None:
     """Where calls of an agent with limits jump over them, the line about it names the order."""
     signals = telling(count_unchecked_calls=True)
-    await Scene(signals, THRICE, [ToolCallLimit("search", run_limit=1), Jumping()]).play()
+    await Scene(signals, THRICE, [ToolCallLimit("search", run_limit=1), jumping]).play()
     counted = signals.samples("langchain_quota_unchecked_calls_total")
     assert counted["unnamed", "tool"] == 3
     assert "list QuotaMiddleware after a middleware whose after_model jumps" in caplog.text
