@@ -11,7 +11,6 @@ import yaml
 
 from langchain_quota.cli import export
 from langchain_quota.telemetry.names import METRICS
-from tests.server.alertmanager import with_route
 from tests.server.programs import required_program
 from tests.server.prometheus import DEADLINE
 
@@ -171,10 +170,13 @@ def test_the_route_can_be_included_as_it_is(tmp_path: Path) -> None:
     """Alertmanager takes a configuration with the route, which pages only for what is critical."""
     program = required_program("amtool", "prometheus-alertmanager")
     file = tmp_path / "alertmanager.yaml"
-    own = {"matchers": ['team = "a"'], "receiver": "pager"}
-    receivers = [{"name": "pager"}, {"name": "tickets"}]
-    real = {"route": {"receiver": "tickets", "routes": [own]}, "receivers": receivers}
-    file.write_text(json.dumps(with_route(real)))  # JSON is YAML
+    [text] = export.alertmanager().values()
+    real = yaml.safe_load(text)
+    real["route"]["receiver"] = "tickets"
+    # Routes of its own come after it.
+    real["route"]["routes"].append({"matchers": ['team = "a"'], "receiver": "pager"})
+    real["receivers"] = [{"name": "pager"}, {"name": "tickets"}]
+    file.write_text(json.dumps(real))  # JSON is YAML
 
     def routed(name: str, severity: str) -> str:
         labels = (f"alertname=LangChainQuota{name}", f"severity={severity}", "team=b")
