@@ -10,19 +10,17 @@ for name in [*os.environ]:
         del os.environ[name]
 
 import gc
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from socketserver import BaseServer
 from typing import TYPE_CHECKING
 
 import pytest
-from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 
 from langchain_quota import PostgresStore
 from tests import examples  # noqa: F401 - it sets how property tests draw
 from tests.certificates import Certificate, make_certificate
-from tests.server.prometheus import Prometheus, StartPrometheus, running_prometheus
 from tests.server.redis import RedisServer, running_redis
 from tests.stores import Passing
 from tests.telemetry import Signals, telling
@@ -77,13 +75,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Passing:
     return Passing(monkeypatch)
 
 
-@pytest.fixture
-async def sqlite_saver(tmp_path: Path) -> AsyncIterator[AsyncSqliteSaver]:
-    """A checkpointer on a database of the test's own."""
-    async with AsyncSqliteSaver.from_conn_string(str(tmp_path / "threads.sqlite")) as saver:
-        yield saver
-
-
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A Redis server; the tests of a module share it, each with a prefix of its own."""
@@ -115,20 +106,6 @@ def postgres_url(postgres_server: "PostgresServer") -> str:
     with closing(PostgresStore(url, timeout=60)) as store:
         store.setup()
     return url
-
-
-@pytest.fixture(scope="module")
-def start_prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartPrometheus]:
-    """Starts a Prometheus that scrapes targets (`host:port` by job), with rules."""
-    with ExitStack() as running:
-
-        def start(targets: Mapping[str, str], rules: str = "groups: []") -> Prometheus:
-            directory = tmp_path_factory.mktemp("prometheus")
-            (directory / "rules.yaml").write_text(rules, encoding="utf-8")
-            server = running_prometheus(directory, targets, rule_files=["rules.yaml"])
-            return running.enter_context(server)
-
-        yield start
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ from tests.artefact.test_rules import promtool
 from tests.scene import Scene
 from tests.server.alertmanager import hurried
 from tests.server.demo import running_demo
-from tests.server.prometheus import DEADLINE, Prometheus, StartPrometheus, eventually
+from tests.server.prometheus import DEADLINE, Prometheus, eventually, running_prometheus
 from tests.telemetry import telling
 
 pytestmark = pytest.mark.filterwarnings("ignore:model .* reports no usage")
@@ -398,23 +398,24 @@ class Searchers:
 
 
 @pytest.fixture(scope="module")
-def seen(
-    start_prometheus: StartPrometheus, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Seen]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     """The demo, and agents that were at work before their first scrape and after it."""
     registry = CollectorRegistry()
     searchers = Searchers(registry)
     searchers.go_on()
     began = time.time()
-    output = tmp_path_factory.mktemp("demo") / "output"
+    directory = tmp_path_factory.mktemp("prometheus")
+    [rules] = export.rules().values()
+    (directory / "rules.yaml").write_text(hurried(rules, SPEED), encoding="utf-8")
     with (
-        running_demo(output, threads=len(CUSTOMERS)) as demo,
+        running_demo(directory / "demo.log", threads=len(CUSTOMERS)) as demo,
         start_metrics_server(port=0, registry=registry) as server,
+        running_prometheus(
+            directory,
+            {"demo": demo.address, "agents": f"{server.addr}:{server.port}"},
+            rule_files=["rules.yaml"],
+        ) as prometheus,
     ):
-        agents = f"{server.addr}:{server.port}"
-        [rules] = export.rules().values()
-        targets = {"demo": demo.address, "agents": agents}
-        prometheus = start_prometheus(targets, hurried(rules, SPEED))
         for _ in range(2):
             prometheus.wait_for_scrape("agents")
         searchers.go_on()

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from langchain.agents.middleware import SummarizationMiddleware
 from langchain_core.tools import BaseTool, StructuredTool, ToolException
-from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import interrupt
 
 from langchain_quota import (
@@ -247,12 +247,13 @@ async def test_a_call_that_another_middleware_refuses(signals: Signals) -> None:
         assert scene.last_text() == "done"
 
 
-async def test_another_process_goes_on(signals: Signals, sqlite_saver: AsyncSqliteSaver) -> None:
+async def test_another_process_goes_on(signals: Signals) -> None:
     """The counts are in the checkpoint: another agent on it resumes with them."""
+    saver = InMemorySaver()
 
     def scene(*script: Any) -> Scene:
         tools: list[Any] = ["search", recording("ask", [], lambda: interrupt("?"))]
-        kept: dict[str, Any] = {"tools": tools, "checkpointer": sqlite_saver}
+        kept: dict[str, Any] = {"tools": tools, "checkpointer": saver}
         return Scene(signals, list(script), [RepeatLimit(2)], **kept)
 
     await scene(["search"], ["search"], ["ask"]).play()

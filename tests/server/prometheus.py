@@ -122,10 +122,6 @@ class Prometheus:
         return body["data"]
 
 
-StartPrometheus = Callable[..., Prometheus]
-"""Starts one that scrapes targets, `host:port` by job, and evaluates rules, if any are given."""
-
-
 @contextmanager
 def running_prometheus(
     directory: Path,
