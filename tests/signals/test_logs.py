@@ -148,7 +148,7 @@ async def test_logs_and_spans_name_every_agent(log: Log) -> None:
 async def test_a_store_that_is_nearly_full(log: Log, signals: Signals) -> None:
     """At 80% of what cannot be dropped there is one line, before a call is refused for it."""
     # What a run has used can be dropped, be it calls or tokens.
-    limits = [ModelCallLimit(quotas=[Quota(9, per="user_id")]), TokenLimit(run_limit=10**6)]
+    limits: Any = [ModelCallLimit(quotas=[Quota(9, per="user_id")]), TokenLimit(run_limit=10**6)]
     scene = Scene(signals, ["Hi!"] * 5, limits, store=MemoryStore(max_keys=5))
     logged = []
     for user in range(5):
