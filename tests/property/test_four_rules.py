@@ -168,8 +168,10 @@ class Play:
 
     def _fair(self, batch: Batch | None) -> Batch | None:
         """The batch, with an id for each call where LangChain needs one before a limit gives it."""
-        gives = self.kind == "inline" or (self.kind == "quota" and self.reviewing == "none")
-        if batch is None or gives:
+        gives = self.kind == "quota" and self.reviewing == "none"
+        # A middleware without a limit on tools has no node behind the model.
+        gives = gives and any(limit.kind == "tool" for limit in self.scenario.limits)
+        if batch is None or gives or self.kind == "inline":
             return batch
         return [
             each["name"] if isinstance(each, dict) and not each["id"] else each for each in batch
