@@ -150,8 +150,9 @@ async def _postgres() -> AsyncIterator[Any]:
 def measure_spans(size: Size) -> Result:
     """Measure telemetry by what becomes of its spans."""
     by_hand, modes = _PEERS[1], get_args(Spans)[:3]
-    setups = [f"{kind}, {limits}" for limits in ("tool", "2") for kind in (by_hand, *_OURS)]
-    rows: dict[str, list[str]] = {setup: [setup] for setup in setups if setup != "Inline, tool"}
+    setups = [f"{by_hand}, tool", "QuotaMiddleware, tool"]
+    setups += [f"{by_hand}, 2", "QuotaMiddleware, 2", "Inline, 2"]
+    rows: dict[str, list[str]] = {setup: [setup] for setup in setups}
     ratios = []
     for spans in modes:
         agents = {setup: agent(setup, spans=spans) for setup in (NONE, *rows)}
@@ -172,7 +173,6 @@ def measure_spans(size: Size) -> Result:
     return Result(table, ratios=ratios)
 
 
-_OURS = ("QuotaMiddleware", "Inline")
 _MOST = {
     ("QuotaMiddleware, tool", "recorded"): 1.5,
     ("QuotaMiddleware, tool", "dropped"): 1.5,
