@@ -69,6 +69,8 @@ def play(
                 if redis is not None and number == 2:
                     redis.stop()
                     redis.start()
+            # Without a pace there are hundreds, even if the processes run slowly.
+            assert redis is not None or eventually(lambda: len(provider.refusals) >= 200)
             return provider, ends
 
 
@@ -76,14 +78,13 @@ def test_processes_share_the_pace(tmp_path: Path) -> None:
     """Four processes of 25 callers hear at most one error 429 a minute, and use the whole pace.
 
     Meanwhile one of them is killed and started again, and the store loses all its counts. Without
-    the middleware there are many. `make bench ARGS="--only pace"` plays longer.
+    the middleware there are hundreds. `make bench ARGS="--only pace"` plays longer.
     """
     free, _ = play(1440, 0.08, 5.0, 1)
     with running_redis(tmp_path) as redis:
         paced, times = play(1440, 0.08, 5.0, 4, redis)
 
-    # At least a half of the calls that are in flight when the limit is reached.
-    assert len(free.refusals) >= 50
+    assert len(free.refusals) >= 200
     assert sum(at >= times[0] for at in paced.refusals) <= 1
     assert paced.use(times[0], times[-1]) >= 0.9
 
