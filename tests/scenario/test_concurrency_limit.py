@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -352,7 +351,7 @@ async def test_a_lost_slot_is_reported(
         with store.kept._lock:
             clock.now += 62
             other = store.asked[-1]
-            other = replace(other, idempotency_key="other", attempt_id="other", corrections=())
+            other = other._replace(idempotency_key="other", attempt_id="other", corrections=())
             assert store.kept.acquire(other).admitted == (True,)
     else:
         monkeypatch.setattr(f"{leases}.SLOT_LEASE", 0.0)

@@ -5,7 +5,6 @@ import logging
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,7 +190,7 @@ class BrokenStore(MemoryStore):
     def acquire(self, request: Any) -> Any:
         if self.error:
             raise self.error("no use")
-        return replace(super().acquire(request), refused=())
+        return super().acquire(request)._replace(refused=())
 
 
 @outages

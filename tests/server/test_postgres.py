@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 from urllib.parse import quote
@@ -376,9 +375,9 @@ class TestBatches:
         """What is wrong with one request, or kept for it, fails this one only."""
         before, after, lost = calls("search", 1), calls("search", 1), calls("search", 1)
         broken, stray = calls("odd", 1), calls("email", 1)
-        stray = replace(stray, demands=(Demand({"no counter": 1}),))
+        stray = stray._replace(demands=(Demand({"no counter": 1}),))
         await store.aacquire(broken)
-        broken = replace(broken, corrections=(Correction("never", {"search": 5}),))
+        broken = broken._replace(corrections=(Correction("never", {"search": 5}),))
         change = "UPDATE langchain_quota SET value = '[]' WHERE prefix = %s AND kind = 'result'"
         beside.execute(change, [store.prefix])
         undo = correcting(Correction("undo", attempt_id=before.attempt_id))

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from math import inf
@@ -240,32 +240,29 @@ def histories(draw: st.DrawFn) -> list[Step]:
         asked = draw(requests() | holding())
         if draw(st.booleans()) and made:
             earlier = draw(st.sampled_from(made))
-            undone = replace(
-                draw(corrections),
+            undone = draw(corrections)._replace(
                 attempt_id=earlier.attempt_id,
                 idempotency_key=earlier.idempotency_key,
             )
-            settled = replace(
-                draw(corrections),
+            settled = draw(corrections)._replace(
                 attempt_id=None,
                 amounts={each.key: 1 for each in earlier.counters.values() if each.key},
                 settles=earlier.idempotency_key,
             )
             again = (
                 earlier,
-                replace(earlier, counters=dict(draw(st.permutations([*earlier.counters.items()])))),
-                replace(earlier, attempt_id=asked.attempt_id, corrections=(undone,)),
-                replace(asked, idempotency_key=earlier.idempotency_key),
-                replace(asked, corrections=(undone,)),
-                replace(asked, corrections=(settled,)),
-                replace(asked, corrections=(settled, undone)),
+                earlier._replace(counters=dict(draw(st.permutations([*earlier.counters.items()])))),
+                earlier._replace(attempt_id=asked.attempt_id, corrections=(undone,)),
+                asked._replace(idempotency_key=earlier.idempotency_key),
+                asked._replace(corrections=(undone,)),
+                asked._replace(corrections=(settled,)),
+                asked._replace(corrections=(settled, undone)),
             )
             asked = draw(st.sampled_from(again))
             if not asked.idempotency_key:
-                asked = replace(
-                    asked,
+                asked = asked._replace(
                     counters={
-                        name: replace(each, lease=None) for name, each in asked.counters.items()
+                        name: each._replace(lease=None) for name, each in asked.counters.items()
                     },
                 )
         made.append(asked)
@@ -413,8 +410,7 @@ class Model:
             raise QuotaStoreError("form")
         granted = dict(zip(request.counters, [*known.granted.values()], strict=True))
         names = dict(zip(known.used, request.counters, strict=True))
-        return replace(
-            known,
+        return known._replace(
             used=dict(zip(request.counters, known.used.values(), strict=True)),
             replayed=True,
             granted={name: amount for name, amount in granted.items() if amount},
@@ -453,8 +449,8 @@ class Model:
         result = admit(demands, used, request.stops, frozen=frozen)
         drained_in = {name: used[name] for name in used if cost[name] > 1}
         used = {name: -(-amount // cost[name]) for name, amount in used.items()}
-        result = replace(result, used=used, granted=granted, freezes=len(self.frozen))
-        result = replace(result, drained_in=drained_in)
+        result = result._replace(used=used, granted=granted, freezes=len(self.frozen))
+        result = result._replace(drained_in=drained_in)
         charged: list[tuple[str, int, bool]] = []
         for name, amount in result.charged(demands).items():
             counter = request.counters[name]
@@ -469,8 +465,7 @@ class Model:
                 self.results[request.idempotency_key] = result, until
             if request.attempt_id:
                 self.made[request.attempt_id] = (request.idempotency_key, charged), until
-        return replace(
-            result,
+        return result._replace(
             granted={name: amount for name, amount in granted.items() if amount},
             newly_granted={name: sum(e.amount for e in new) for name, new in news.items() if new},
         )
@@ -592,7 +587,7 @@ def _held_twice() -> list[Step]:
     first = AcquireRequest("i", "x", {"a": held}, (Demand({"a": 5}),))
     undo = AcquireRequest("", "", corrections=(Correction("s", attempt_id="y"),))
     settle = AcquireRequest("", "", corrections=(Correction("t", {key: 1}, settles="i"),))
-    again = replace(first, attempt_id="y")
+    again = first._replace(attempt_id="y")
     return [first, REMEMBERED, again, undo, again, settle]
 
 

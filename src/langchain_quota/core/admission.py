@@ -7,10 +7,12 @@ calls. Only the slots of one process are counted elsewhere, in `runtime/queues.p
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from langchain_quota.limits.call import Scope
+
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Threshold(NamedTuple):
@@ -64,8 +66,7 @@ class Rollover(NamedTuple):
         return max(0, min(self.amount, self.limit - used))
 
 
-@dataclass(frozen=True, slots=True)
-class CountRef:
+class CountRef(NamedTuple):
     """One count, and where it is kept.
 
     Attributes:
@@ -89,8 +90,7 @@ class CountRef:
     rollover: Rollover | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
+class Correction(NamedTuple):
     """A correction of counts, made once however often it is sent.
 
     Attributes:
@@ -109,17 +109,16 @@ class Correction:
     """
 
     id: str
-    amounts: Mapping[str, int] = field(default_factory=dict)
+    amounts: Mapping[str, int] = _NOTHING
     attempt_id: str | None = None
     idempotency_key: str = ""
-    starts: Mapping[str, int] = field(default_factory=dict)
+    starts: Mapping[str, int] = _NOTHING
     settles: str = ""
-    limits: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int] = _NOTHING
     mirrored: AbstractSet[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class AcquireRequest:
+class AcquireRequest(NamedTuple):
     """A batch of calls that is admitted, call by call, in one atomic step.
 
     Attributes:
@@ -134,9 +133,9 @@ class AcquireRequest:
 
     idempotency_key: str
     attempt_id: str
-    counters: Mapping[str, CountRef] = field(default_factory=dict)
+    counters: Mapping[str, CountRef] = MappingProxyType({})
     demands: tuple[Demand, ...] = ()
-    stops: Mapping[str, int] = field(default_factory=dict)
+    stops: Mapping[str, int] = _NOTHING
     corrections: tuple[Correction, ...] = ()
 
     def keyed(self, amounts: Mapping[str, int]) -> dict[str, int]:
@@ -153,8 +152,7 @@ class AcquireRequest:
         return by_key
 
 
-@dataclass(frozen=True, slots=True)
-class AcquireResult:
+class AcquireResult(NamedTuple):
     """The answer to a request.
 
     Attributes:
@@ -177,9 +175,9 @@ class AcquireResult:
     admitted: tuple[bool, ...] = ()
     stopped: bool = False
     replayed: bool = False
-    granted: Mapping[str, int] = field(default_factory=dict)
-    newly_granted: Mapping[str, int] = field(default_factory=dict)
-    drained_in: Mapping[str, int] = field(default_factory=dict)
+    granted: Mapping[str, int] = _NOTHING
+    newly_granted: Mapping[str, int] = _NOTHING
+    drained_in: Mapping[str, int] = _NOTHING
     frozen: tuple[str, ...] = ()
     freezes: int = 0
 

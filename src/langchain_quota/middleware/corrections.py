@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count, islice
 
 from langchain_quota.core.admission import Correction
@@ -79,8 +78,8 @@ class CorrectionQueue:
         for correction_id in self._found(("name", name)):
             # The calls that an earlier attempt admitted did not run.
             correction = self.waiting[correction_id]
-            self.waiting[correction_id] = replace(
-                correction, amounts=dict.fromkeys(correction.amounts, 0)
+            self.waiting[correction_id] = correction._replace(
+                amounts=dict.fromkeys(correction.amounts, 0)
             )
         first = self._found(("name", name), *(("key", key) for key in keys), maximum=maximum + 1)
         further: list[str] = []

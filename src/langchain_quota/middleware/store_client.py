@@ -10,7 +10,6 @@ import atexit
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import ClassVar, Self
 from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -120,7 +119,7 @@ class StoreClient:
         """Charge where nobody can wait what was used: at once in memory, or with a next request."""
         if isinstance(self.store, MemoryStore):
             # Without counters, for nobody reads what is newly granted there.
-            run_sync(self.settle("", replace(sent, counters={})))
+            run_sync(self.settle("", sent._replace(counters={})))
         else:
             self._make_later(sent.corrections)
 
@@ -231,7 +230,7 @@ class StoreClient:
             with self._corrections.carried(prefix, keys, sent.idempotency_key) as (carried, last):
                 request = sent if last else AcquireRequest("", "")
                 if carried:
-                    request = replace(request, corrections=(*carried, *request.corrections))
+                    request = request._replace(corrections=(*carried, *request.corrections))
                 answer = await self._ask(mode, request)
         return _checked(answer, sent)
 
@@ -239,7 +238,7 @@ class StoreClient:
         answer = await call_variant(mode, self.store.acquire, self.store.aacquire, request)
         if request.corrections:
             # They may have made room for calls that wait in this process.
-            queues_of(self.store).look_again(keys_of(replace(request, counters={})))
+            queues_of(self.store).look_again(keys_of(request._replace(counters={})))
         return answer
 
     @contextmanager

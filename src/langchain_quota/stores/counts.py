@@ -3,7 +3,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from typing import NamedTuple
@@ -49,8 +49,7 @@ def replay(remembered: AcquireResult, request: AcquireRequest) -> AcquireResult:
     """Return a remembered result again; the request may have other names for its counters."""
     check_fits(len(remembered.used), len(remembered.admitted), request)
     names = dict(zip(remembered.used, request.counters, strict=True))
-    return replace(
-        remembered,
+    return remembered._replace(
         used={names[name]: used for name, used in remembered.used.items()},
         replayed=True,
         granted={names[name]: amount for name, amount in remembered.granted.items()},

@@ -265,8 +265,7 @@ class Tables:
         charged = result.charged(demands)
         if freezes or drained_in or new:
             used |= {n: drained_amount(counters[n].key, time) for n, time in drained_in.items()}
-            result = replace(
-                result,
+            result = result._replace(
                 newly_granted={name: amount for name, amount in new.items() if amount},
                 drained_in=drained_in,
                 freezes=freezes,

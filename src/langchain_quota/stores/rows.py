@@ -62,7 +62,8 @@ class Rows(Tables):
 
     def encode(self, kind: str, expires: float, value: Any) -> Any:  # noqa: ARG002 - of a subclass
         """Return a row as the server keeps it."""
-        return json.dumps([expires, value], default=plain)
+        kept = value._asdict() if isinstance(value, AcquireResult) else value
+        return json.dumps([expires, kept], default=plain)
 
     def answer(self, request: AcquireRequest) -> AcquireResult | Exception:
         """As `acquire`, if all that it needs can be read; what fails is an answer, too."""
@@ -161,9 +162,11 @@ def _count(*, entries: Mapping[str, Sequence[int]], **value: Any) -> Count:
 
 
 def plain(value: Any) -> Any:
-    """Return a dataclass or a time as JSON has it."""
+    """Return a dataclass, a mapping or a time as JSON has it."""
     if isinstance(value, datetime):
         return value.isoformat()
+    if isinstance(value, Mapping):
+        return {**value}
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
