@@ -85,27 +85,27 @@ async def test_only_the_kinds_that_are_limited(
 
 
 @pytest.mark.parametrize(
-    ("make", "installed", "is_wrapped"),
+    ("make", "is_wrapped"),
     [
-        (partial(QuotaMiddleware, [MODEL], store=MemoryStore()), (), True),
-        (partial(QuotaMiddleware, [MODEL], tell_model=True), (), True),
-        (partial(QuotaMiddleware, [MODEL]), ("this",), True),
-        (partial(QuotaMiddleware, [TokenLimit(run_limit=9)]), (), True),
-        (partial(QuotaMiddleware, [MODEL]), (), False),
+        (partial(QuotaMiddleware, [MODEL], store=MemoryStore()), True),
+        (partial(QuotaMiddleware, [MODEL], tell_model=True), True),
+        (partial(QuotaMiddleware, [TokenLimit(run_limit=9)]), True),
+        (partial(QuotaMiddleware, [MODEL]), False),
         # Where limits on tools end no run, nothing is led back.
-        (partial(QuotaMiddleware, [MODEL, TOOLS]), (), False),
-        (partial(QuotaMiddleware, [replace(TOOLS, **ENDS, enforce=False)]), (), False),
-        (partial(QuotaMiddleware, [replace(TOOLS, **ENDS)]), (), True),
-        (partial(QuotaMiddleware, [replace(TOOLS, give_up_after=2)]), (), True),
-        (partial(ToolCallLimitMiddleware, run_limit=9), (), False),
-        (partial(ToolCallLimitMiddleware, run_limit=9, **ENDS), (), True),
+        (partial(QuotaMiddleware, [MODEL, TOOLS]), False),
+        (partial(QuotaMiddleware, [ToolCallLimit("search", run_limit=9)]), False),
+        (partial(QuotaMiddleware, [replace(TOOLS, **ENDS, enforce=False)]), False),
+        (partial(QuotaMiddleware, [replace(TOOLS, **ENDS)]), True),
+        (partial(QuotaMiddleware, [replace(TOOLS, give_up_after=2)]), True),
+        (partial(ToolCallLimitMiddleware, run_limit=9), False),
+        (partial(ToolCallLimitMiddleware, run_limit=9, **ENDS), True),
     ],
 )
 async def test_around_the_model_only_if_needed(
-    *, make: Any, installed: Any, is_wrapped: bool, signals: Signals, monkeypatch: Any
+    *, make: Any, is_wrapped: bool, signals: Signals, monkeypatch: Any
 ) -> None:
-    """Model calls are wrapped for features, ends and packages not yet imported, not for labels."""
-    monkeypatch.setattr("langchain_quota.features.setup_checks._PACKAGES", installed)
+    """Model calls are wrapped for features and ends, not to look at the tools or for labels."""
+    monkeypatch.setattr("langchain_quota.features.setup_checks._PACKAGES", ("this",))
     middleware = make(telemetry=signals.telemetry)
     for hook in ("wrap_model_call", "awrap_model_call"):
         is_base = getattr(type(middleware), hook) is getattr(AgentMiddleware, hook)

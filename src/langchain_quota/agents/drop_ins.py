@@ -264,7 +264,6 @@ class ModelCallLimitMiddleware(
 
     async def _call_model(self, mode: Mode, request: Request, handler: Handler) -> WrittenResponse:
         # It is counted in the model's own step, so that no jump can skip it.
-        self.kernel.learn_tools(request)
         response = await super()._call_model(mode, request, handler)
         update = self._count(request.state, request.runtime, newest_name(response.result))
         return WrittenResponse(response, update)

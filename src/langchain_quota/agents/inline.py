@@ -75,7 +75,6 @@ async def make_model_call(kernel: Kernel, mode: Mode, step: InlineState, handler
     step.write(await kernel.check_model_call(mode, step, request.runtime, request))
     if "jump_to" in step.written:
         return
-    kernel.learn_tools(step.request)
     written = Update()
     response = await kernel.call_model(mode, step.request, handler, written)
     step.write(written)

@@ -268,7 +268,6 @@ class QuotaMiddleware(
         self, mode: Mode, request: Request, handler: Handler
     ) -> ModelResponse[ResponseT]:
         # Add what is left to the request, offer only usable tools, and charge what is used.
-        self.kernel.learn_tools(request)
         written: Update = {}
         response = await self.kernel.call_model(mode, request, handler, written)
         if response is None or written:
@@ -300,7 +299,7 @@ def _unneeded(kernel: Kernel, kinds: Sequence[type[Feature]]) -> tuple[str, ...]
     needed.update(*(kind.needed_hooks(kernel.limits) for kind in kinds))
     has_node = "after_model" in needed
     around_model: list[object] = [
-        *(kernel.learn_tools_hooks, kernel.shape_request_hooks, kernel.around_model_hooks),
+        *(kernel.shape_request_hooks, kernel.around_model_hooks),
         kernel.checks_inline,
         kernel.after_model_hooks and not has_node,
         # Something that leads an ended run back must not call the model.

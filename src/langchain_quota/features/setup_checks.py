@@ -22,10 +22,11 @@ from langchain_quota.limits.calls import ModelCallLimit, ToolCallLimit
 from langchain_quota.middleware.context import (
     CompiledGraph,
     call_context,
+    running_agent,
     running_config,
     running_runtime,
 )
-from langchain_quota.middleware.feature import Feature, Tool
+from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import LEDGER, FeatureData, State
 from langchain_quota.runtime import compat
@@ -68,7 +69,7 @@ class CountWarnings(Feature):
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
         """Warn if nothing keeps the counts of threads, or LangChain's limiters count there, too."""
-        nodes = compat.nodes(running_config().get("configurable"))
+        nodes = _running_nodes()
         for limit, limiter in [*self._limiters.items()]:
             # One of ours also has a node that begins a run.
             if f"{limiter}.after_model" in nodes and f"{limiter}.before_agent" not in nodes:
@@ -122,30 +123,36 @@ class MisspelledTools(Feature):
         self._named = {name for limit in kernel.limits for name in limit.named_tools}
         self._tools = [limit.tools for limit in kernel.limits]
 
-    def learn_tools(self, agent: str | None, tools: Sequence[Tool]) -> None:
-        """Compare the names of the first tools that are offered."""
-        offered = {*map(_tool_name, tools)}
+    def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
+        """Compare the names with those of the first agent's tools."""
+        offered = {tool.name for tool in _running_tools()}
+        if not (offered and self._tools):
+            return
         # A tool that a limit names is meant by that name only: agents share their limits.
         meant = {
             name: near[0]
             for name in sorted(self._named - offered)
             if (near := get_close_matches(name, offered - self._named, 1, _ALIKE))
         }
+        agent = agent_name(running_agent())
         if meant:
-            self.recorder.log(_log_misspelt, agent_name(agent), meant)
+            self.recorder.log(_log_misspelt, agent, meant)
         missing = [name for tools in self._tools if offered.isdisjoint(tools) for name in tools]
         missing = [name for name in missing if name not in meant]
-        if missing and tools:
-            self.recorder.log(_log_missing, agent_name(agent), missing, sorted(offered))
-        if tools:
-            self._named, self._tools = set(), []
+        if missing:
+            self.recorder.log(_log_missing, agent, missing, sorted(offered))
+        self._tools = []
 
 
-def _tool_name(tool: Tool) -> str:
-    """Return the name of a tool, including a provider's own tool or one in OpenAI's form."""
-    if not isinstance(tool, dict):
-        return str(tool.name)
-    return str((tool.get("function") or tool).get("name") or tool.get("type"))
+def _running_nodes() -> Mapping[str, object]:
+    """Return what the nodes of the running graph run, by their names."""
+    return compat.nodes(running_config().get("configurable"))
+
+
+def _running_tools() -> list[BaseTool]:
+    """Return the tools that the nodes of the running graph run."""
+    nodes = (node for node in _running_nodes().values() if isinstance(node, ToolNode))
+    return [tool for node in nodes for tool in node.tools_by_name.values()]
 
 
 def _log_misspelt(agent: str, meant: Mapping[str, str]) -> None:
@@ -168,16 +175,18 @@ class DeepAgents(Feature):
         installed = any(name in sys.modules or find_spec(name) for name in _PACKAGES)
         return cls(kernel) if installed else None
 
-    def learn_tools(self, agent: str | None, tools: Sequence[Tool]) -> None:
+    def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
         """Refuse to run an agent whose code can call a limited tool; warn of the rest once."""
+        tools = _running_tools()
         for start in _starters(tools):
             if start in _checked:
                 continue
             _checked.add(start)
             unlimited = ", ".join(map(repr, _unlimited_sub_agents(start)))
             if unlimited:
+                agent = running_agent() or UNNAMED
                 self._kernel.created_at.warn(
-                    f"the sub-agents that the tool 'task' of agent {agent or UNNAMED!r} starts "
+                    f"the sub-agents that the tool 'task' of agent {agent!r} starts "
                     f"have no limits of langchain-quota: {unlimited}. Give them their parent's "
                     "limits: with_limits(create_deep_agent, quota)(…)"
                 )
@@ -212,7 +221,7 @@ def _graphs_of(runnable: object) -> list[CompiledGraph]:
     return [graph for graph in graphs if isinstance(graph, Pregel)]
 
 
-def _starters(tools: Iterable[Tool]) -> list[FunctionType]:
+def _starters(tools: Iterable[BaseTool]) -> list[FunctionType]:
     """Return the functions in tools that start sub-agents: each deep agent has its own one."""
     functions = (tool.func for tool in tools if isinstance(tool, StructuredTool))
     return [
@@ -234,9 +243,9 @@ def _unlimited_sub_agents(start: FunctionType) -> list[str]:
     ]
 
 
-def _check_interpreters(limit: Limit, tools: Sequence[Tool]) -> None:
+def _check_interpreters(limit: Limit, tools: Sequence[BaseTool]) -> None:
     """Raise an exception if a code interpreter would go past a limit."""
-    for interpreter in (tool for tool in tools if isinstance(tool, BaseTool)):
+    for interpreter in tools:
         unseen = [
             name
             for name in _called(interpreter, tools)
@@ -251,13 +260,13 @@ def _check_interpreters(limit: Limit, tools: Sequence[Tool]) -> None:
             )
 
 
-def _called(interpreter: BaseTool, tools: Sequence[Tool]) -> list[str]:
+def _called(interpreter: BaseTool, tools: Sequence[BaseTool]) -> list[str]:
     """Return the names of the tools that the code of an interpreter's tool can call."""
     function = isinstance(interpreter, StructuredTool) and (
         interpreter.func or interpreter.coroutine
     )
     settings = compat.interpreter_settings(function)
-    offered = [tool.name for tool in tools if isinstance(tool, BaseTool)]
+    offered = [tool.name for tool in tools]
     if settings is None:
         # It is another version of the package: its code may call any tool.
         return offered

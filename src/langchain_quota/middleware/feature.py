@@ -81,9 +81,6 @@ class Feature:
         """Return itself, so that copies of a middleware share the feature."""
         return self
 
-    def learn_tools(self, agent: str | None, tools: Sequence[Tool]) -> None:
-        """Learn the tools that an agent offers its model."""
-
     def begin_run(self, state: State, feature_data: FeatureData) -> None:
         """Write what a new run begins with: `feature_data[self.name]`."""
 

@@ -1,9 +1,8 @@
 """Check the calls of every middleware, record the decisions, and make the calls."""
 
 from collections import Counter as Counts
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property, partial
-from operator import is_
 from typing import Literal, Self
 
 from langchain.agents.middleware.types import ToolCallRequest
@@ -28,7 +27,7 @@ from langchain_quota.middleware.conclude import (
     conclude_tools,
     not_concluded,
 )
-from langchain_quota.middleware.context import CallContext, call_context, running_agent
+from langchain_quota.middleware.context import CallContext, call_context
 from langchain_quota.middleware.damage import DAMAGES, raise_if_damaged
 from langchain_quota.middleware.feature import (
     Feature,
@@ -39,7 +38,6 @@ from langchain_quota.middleware.feature import (
     Request,
     Response,
     StepCheck,
-    Tool,
     ToolAnswer,
     ToolHandler,
     overriding,
@@ -66,6 +64,8 @@ STORE_UNAVAILABLE = (
 
 WhenCounted = Literal["admitted", "returned"]
 Conclude = Callable[[Step], Change]
+Checking = Coroutine[object, None, Update | None]
+"""A check that has to be awaited; it returns the update of the state."""
 
 
 class Kernel:
@@ -133,8 +133,6 @@ class Kernel:
         self.runs_tools = True
         """Whether the kernel is around the tools that run. A graph may have its own tool node."""
         self.resolver = LimitResolver(limits, self.recorder, self.store)
-        # Only one agent's tools are kept, so that those of agents that are gone can be freed.
-        self._newest: tuple[str | None, list[Tool]] = (None, [])
         created = [kind.create(self) for kind in feature_kinds]
         features = [feature for feature in created if feature is not None]
         self._feature_shapes_requests = any(feature.shapes_requests for feature in features)
@@ -148,7 +146,6 @@ class Kernel:
         for admit in reversed(overriding(features, Feature.admit)):
             self.admit = partial(admit, admit=self.admit)
         self.conclude_hooks = overriding(features, Feature.conclude)
-        self.learn_tools_hooks = overriding(features, Feature.learn_tools)
         self.shape_request_hooks = overriding(features, Feature.shape_request)
         self.around_model_hooks = overriding(features, Feature.around_model)
         self.after_model_hooks = overriding(features, Feature.after_model)
@@ -179,16 +176,6 @@ class Kernel:
         for end_run in self.end_run_hooks:
             end_run(state, runtime)
 
-    def learn_tools(self, request: Request) -> None:
-        """Pass the tools that a model is offered to the features, if they have changed."""
-        agent, tools = running_agent(), request.tools
-        newest, before = self._newest
-        if agent == newest and len(tools) == len(before) and all(map(is_, tools, before)):
-            return
-        for learn in self.learn_tools_hooks:
-            learn(agent, tools)
-        self._newest = agent, [*tools]
-
     async def resolve_limits(
         self,
         mode: Mode,
@@ -207,21 +194,21 @@ class Kernel:
             limits = adjust(state, limits, places)
         return limits, places
 
-    async def check_model_call(
+    def check_model_call(
         self, mode: Mode, state: State, runtime: object, request: Request | None = None
-    ) -> Update | None:
+    ) -> Checking:
         """Check the next model call, with its request if it is there; return the update."""
         model = None if request is None else (request.model, request.model_settings)
         make = partial(model_step, task=self.name, model=model)
-        return await self._check(mode, "model", state, runtime, make, self.conclude_model)
+        return self._check(mode, "model", state, runtime, make, self.conclude_model)
 
-    async def check_tool_calls(
+    def check_tool_calls(
         self, mode: Mode, state: State, runtime: object, *, task: str = ""
-    ) -> Update | None:
+    ) -> Checking:
         """Check the newest tool calls, and return the update."""
         every_call = self._checks_every_call
         make = partial(tool_step, middleware=self.name, every_call=every_call, task=task)
-        return await self._check(mode, "tool", state, runtime, make, self.conclude_tools)
+        return self._check(mode, "tool", state, runtime, make, self.conclude_tools)
 
     async def _check(  # noqa: PLR0913, PLR0917 - what a hook knows
         self,
@@ -263,11 +250,11 @@ class Kernel:
             raise with_work(change.error, state)
         return update
 
-    async def after_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
+    def after_model(self, mode: Mode, state: State, runtime: object) -> Checking:
         """Pass the newest state to features, then check the newest tool calls."""
         if self.after_model_hooks:
             self.learn_answer(state, saved=True)
-        return await self.check_tool_calls(mode, state, runtime)
+        return self.check_tool_calls(mode, state, runtime)
 
     def learn_answer(self, state: State, *, saved: bool) -> None:
         """Pass the state after the model's step to features."""

@@ -264,14 +264,15 @@ def runs_tools(task: str) -> bool:
     return node != task and f".{node}".endswith(".tools")
 
 
-def nodes(configurable: Metadata) -> list[str]:
-    """Return the nodes of the running graph, in their order.
+def nodes(configurable: Metadata) -> Mapping[str, object]:
+    """Return what the nodes of the running graph run, by their names and in their order.
 
-    LangGraph: `configurable` has a partial function under `__pregel_read`, and the second of its
-    arguments are the graph's channels, with `branch:to:…` for each node.
+    LangGraph: `configurable` has a partial function under `__pregel_call`, and its argument
+    `schedule_task` is a method of the loop, which has the nodes. A node runs its `bound`.
     """
-    arguments = getattr((configurable or {}).get("__pregel_read"), "args", ())
-    return [name.rpartition("branch:to:")[2] for name in dict(enumerate(arguments)).get(1, ())]
+    options = getattr((configurable or {}).get("__pregel_call"), "keywords", {})
+    loop = getattr(options.get("schedule_task"), "__self__", None)
+    return {name: node.bound for name, node in getattr(loop, "nodes", {}).items()}
 
 
 def ask(question: object, answer_schema: dict[str, Any]) -> Any:
