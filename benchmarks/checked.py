@@ -55,7 +55,6 @@ def _step(limits: LimitSet, places: Places, call: Call, used: Mapping[str, int])
         index_of=index_of,
         used={**dict.fromkeys(demands[0].amounts, 0), **used},
         stops=limits.stops,
-        make=lambda *_: None,  # nobody is asked, so nothing is checked under other limits
         started=time.time_ns(),
         original_limits=limits,
     )

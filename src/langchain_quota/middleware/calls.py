@@ -7,7 +7,6 @@ change = conclude(step)
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from secrets import token_hex
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -103,8 +102,6 @@ class Step(NamedTuple):
     used: Mapping[str, int]
     # The limits whose refusals stop the calls, and after how many refusals.
     stops: Mapping[str, int]
-    # Makes the same step under other limits.
-    make: Callable[[LimitSet, Places], "Step | None"]
     started: int
     # The limits before grants of a store, and before features have adjusted the plans.
     original_limits: LimitSet
@@ -117,8 +114,10 @@ class Step(NamedTuple):
     renewed: Mapping[str, Amounts] = MappingProxyType({})
     # The model that a model call is to reach, with its settings, if that is known before it.
     model: Model | None = None
-    # Of a second check: the name of its request, which is never repeated.
+    # Of a second check: the name of its request, which is never repeated, and what makes the step
+    # again under other limits.
     name: str = ""
+    remake: Callable[[LimitSet, Places], "Step"] | None = None
     # The request to a store, and whether it was answered; then the answer, or that of the state.
     sent: AcquireRequest | None = None
     answered: bool = False
@@ -166,7 +165,14 @@ class Step(NamedTuple):
 
     def rebuilt(self, limits: LimitSet, places: Places) -> "Step":
         """Return a step of the same calls under other limits; its check began with this one."""
-        step = self.make(limits, places)
+        made = self.state, self.runtime, self.context, limits, places
+        step: Step | None
+        if self.remake is not None:
+            step = self.remake(limits, places)
+        elif self.pending is None:
+            step = model_step(*made, task=self.task, model=self.model)
+        else:
+            step = tool_step(*made, middleware=self.middleware, task=self.task)
         assert step is not None  # noqa: S101 - for the type checker: the calls wait
         return step._replace(started=self.started, context=self.context)
 
@@ -278,7 +284,6 @@ def model_step(  # noqa: PLR0913 - what a hook knows
     return Step(
         *(state, runtime, ledger(state), context, task, limits, places, [call], [plan]),
         *([plan.demand], (0,), model_counts(state), limits.stops),
-        make=partial(model_step, state, runtime, context, task=task, model=model),
         started=time.time_ns(),
         original_limits=limits,
         model=model,
@@ -338,11 +343,9 @@ def tool_step(  # noqa: PLR0913 - what a hook knows
     if counts.calls:
         charged = {call: counts.forget_keys(call, read_keys(places)) for call in sorted(matched)}
         renewed = {call: amounts for call, amounts in charged.items() if amounts}
-    given: Any = {"middleware": middleware, "every_call": every_call, "task": task}
     return Step(
         *(state, runtime, run_ledger, context, task or middleware, limits, places),
         *(calls, plans, *demands_of(calls, plans), used, stops),
-        make=partial(tool_step, state, runtime, context, **given),
         started=time.time_ns(),
         original_limits=limits,
         middleware=middleware,

@@ -275,18 +275,18 @@ def _charge(step: Step, counts: ToolCounts, verdicts: Sequence[Verdict]) -> list
         # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
         # charged to that limit, and so never refunded by its name.
         charge = ran[call_id] = ran.get(call_id) or new_charge()
-        added: dict[str, int] = {}
+        added = dict.fromkeys(verdict.plan.counters, call.amount)
         for number, rule in enumerate(verdict.plan.rules):
             limit = rule.limit
             if not limit.counted:
                 continue
-            # Limits that share a counter add the most to it.
-            cost = verdict.amounts[number] if limit.unit == "nanodollars" else 0
-            added[limit.counter] = max(cost or call.amount, added.get(limit.counter, 0))
             if verdict.charged[number]:
                 names = charge["limits"].setdefault(step.middleware, {})
                 names[limit.name] = names.get(limit.name, 0) + call.amount
+            cost = verdict.amounts[number] if limit.unit == "nanodollars" else 0
             if cost:
+                # Limits that share a counter add the most to it.
+                added[limit.counter] = max(cost, added[limit.counter])
                 costs = charge.setdefault("costs", {})
                 costs[limit.name] = costs.get(limit.name, 0) + cost
         for counter, amount in added.items():

@@ -132,7 +132,7 @@ class UsageTable(UsageReader):
                 use.decided, use.near = now, self._near_share(limit)
                 # Limits in dry run, and smooth quotas, export no amounts.
                 has_number = limit.enforce and not meter.spacing
-                use.numbers = (_number(verdict, index, meter),) if has_number else ()
+                use.numbers = _numbers(verdict, index, [meter]) if has_number else ()
                 if verdict.refused.get(limit.name) in (None, STORE, meter.scope):
                     reason = note_outcome(use, verdict, index, now, is_charge=is_charge)
                     if subject.label and reason == FROZEN:
@@ -321,7 +321,7 @@ class UsageTable(UsageReader):
             use.near = near
             if refused.get(name) != STORE and len(use.numbers) < unknown_from:
                 use.decided = now
-                use.numbers = [_number(verdict, index, meter) for meter in meters]
+                use.numbers = _numbers(verdict, index, meters)
             if refused or use.refusal is not None:
                 note_outcome(use, verdict, index, now, is_charge=is_charge)
 
@@ -375,14 +375,17 @@ class UsageTable(UsageReader):
             raise
 
 
-def _number(verdict: Verdict, index: int, meter: Meter) -> Number:
-    """Return what is used of a limit in one scope."""
-    resets_at = verdict.place_of(meter).resets_at if meter.per else None
-    ends = None if resets_at is None else resets_at.timestamp()
-    used = verdict.before[meter.counter]
-    if verdict.plan.rules[index].limit.name not in verdict.deferred:
-        used += verdict.amounts[index]
-    return used, meter.maximum or 0, ends, meter.scope
+def _numbers(verdict: Verdict, index: int, meters: Sequence[Meter]) -> list[Number]:
+    """Return what is used of a limit by its meters."""
+    is_deferred = verdict.plan.rules[index].limit.name in verdict.deferred
+    added = 0 if is_deferred else verdict.amounts[index]
+    numbers = list[Number]()
+    for meter in meters:
+        resets_at = verdict.place_of(meter).resets_at if meter.per else None
+        ends = None if resets_at is None else resets_at.timestamp()
+        used = verdict.before[meter.counter] + added
+        numbers.append((used, meter.maximum or 0, ends, meter.scope))
+    return numbers
 
 
 _tables: WeakSet[UsageTable] = WeakSet()

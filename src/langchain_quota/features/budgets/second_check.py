@@ -207,7 +207,7 @@ class SecondCheck:
             stops=limits.stops,
             # The name is new each time: another attempt of the task may reserve something, too.
             name=token_hex(16),
-            make=lambda limits, places: self._reserving_step(
+            remake=lambda limits, places: self._reserving_step(
                 request, charge._replace(limits=limits, places=places), is_retry=is_retry
             ),
         )

@@ -108,8 +108,6 @@ class ConcurrencySlots(Feature):
         return Step(
             *(state, request.runtime, run_ledger, context, task, self._limits, {}, [call], [plan]),
             *([plan.demand], (0,), {}, self._limits.stops),
-            # The limits on calls at the same time never change.
-            make=lambda *_: None,
             started=time.time_ns(),
             original_limits=self._limits,
         )
