@@ -32,6 +32,7 @@ from langchain_quota.middleware.base import (
     LimitMiddleware,
     WrittenResponse,
     check_store,
+    is_own,
     may_end_runs,
 )
 from langchain_quota.middleware.calls import Update
@@ -45,7 +46,7 @@ from langchain_quota.middleware.feature import (
     ToolHandler,
 )
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import QuotaState, State
+from langchain_quota.middleware.state import QuotaState, State, ToolQuotaState
 from langchain_quota.runtime.arguments import explain_arguments, validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
 from langchain_quota.stores import QuotaStore
@@ -210,6 +211,11 @@ class QuotaMiddleware(
             counts_models="admitted" if any("model" in limit.kinds for limit in limits) else None,
         )
         self.remove_hooks(_unneeded(self.kernel, self.feature_kinds))
+        counts_models = any("model" in limit.kinds and limit.unit == "calls" for limit in limits)
+        if is_own(type(self)) and not counts_models:
+            # LangGraph copies the channel of each key at each step.
+            schema: Any = ToolQuotaState
+            self.state_schema = schema
 
     @hook_config(can_jump_to=["end"])
     def before_model(

@@ -177,14 +177,21 @@ class ModelCallLimitState(AgentState[ResponseT]):
     langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, merge_ledgers]]
 
 
-class QuotaState(AgentState[ResponseT]):
+class ToolQuotaState(AgentState[ResponseT]):
+    """A `QuotaState` without a count of model calls, for agents in which no limit counts them."""
+
+    thread_tool_call_count: NotRequired[Annotated[dict[str, int], PrivateStateAttr]]
+    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, merge_ledgers]]
+
+
+class QuotaState(ToolQuotaState[ResponseT]):
     """The agent's state with the counts of threads and the ledger, which has those of runs.
 
     To read what a thread and its newest run have used, call `usage`.
 
     Attributes:
         thread_tool_call_count: Tool calls of the thread, by what is counted; see `ThreadUsage`.
-        thread_model_call_count: Model calls of the thread.
+        thread_model_call_count: Model calls of the thread, if a limit counts them.
         langchain_quota: Our own part of the ledger; not for use elsewhere.
 
     Examples:
@@ -197,9 +204,7 @@ class QuotaState(AgentState[ResponseT]):
         >>> limit = ToolCallLimit("search", run_limit=searches)
     """
 
-    thread_tool_call_count: NotRequired[Annotated[dict[str, int], PrivateStateAttr]]
     thread_model_call_count: NotRequired[Annotated[int, PrivateStateAttr, latest]]
-    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, merge_ledgers]]
 
 
 NEW_RUN: Ledger = {
