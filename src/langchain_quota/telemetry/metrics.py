@@ -154,16 +154,16 @@ class Metrics:
     def count_crossings(self, event: DecisionEvent) -> None:
         """Find the refusals and the thresholds that charges have crossed; count the latter."""
         for verdict in event.verdicts:
-            near = verdict.plan.prepared.get("near") or self._find_near(verdict.plan)
+            prepared, before, amounts = verdict.plan.prepared, verdict.before, verdict.amounts
+            near = prepared["near"] if "near" in prepared else self._find_near(verdict.plan)
+            crossed = [n for n, counter, first in near if before[counter] + amounts[n] >= first]
+            if not (crossed or verdict.refused):
+                continue
             for index, rule in enumerate(verdict.plan.rules):
-                added = verdict.amounts[index]
+                status = verdict.decision.limits[index]
                 if rule.limit.name in verdict.refused:
-                    status = verdict.decision.limits[index]
                     event.notices.append((verdict, status, status.refusal_scope or "", None))
-                elif verdict.charged[index] and any(
-                    verdict.before[counter] + added >= first for counter, first in near[index]
-                ):
-                    status = verdict.decision.limits[index]
+                elif verdict.charged[index] and index in crossed:
                     # Of several shares, each is told once by `record_near`.
                     told = isinstance(rule.limit.near, tuple)
                     event.notices += [
@@ -176,16 +176,14 @@ class Metrics:
                 labels = event.caller.agent, limit_label(status.limit), scope, reached
                 self.count(names.CROSSINGS, 1, *labels)
 
-    def _find_near(self, plan: Plan) -> list[list[tuple[str, int]]]:
-        """Return for each rule the counts from which it is near its limits, by the counter."""
+    def _find_near(self, plan: Plan) -> list[tuple[int, str, int]]:
+        """Return the index of each rule with its counters, and the counts from which it is near."""
         plan.prepared["near"] = near = [
-            [
-                (meter.counter, near_threshold(meter.maximum, share))
-                for meter in rule.meters
-                if meter.maximum is not None
-            ]
-            for rule in plan.rules
+            (index, meter.counter, near_threshold(meter.maximum, share))
+            for index, rule in enumerate(plan.rules)
             for share in (rule.limit.near_share or self._near_share,)
+            for meter in rule.meters
+            if meter.maximum is not None
         ]
         return near
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC
 from typing import Literal
 
@@ -177,21 +177,17 @@ class Tracing:
         call, leading, caller = verdict.call, verdict.leading, event.caller
         prepared = verdict.plan.prepared
         base, of_rules = prepared.get("span") or prepared.setdefault("span", _span_of(verdict.plan))
-        attributes: Attributes = {**base, DECISION: verdict.outcome.value, KIND: call.kind}
+        known, counts = (base, ()) if leading is None else of_rules[leading]
+        attributes: Attributes = {**known, DECISION: verdict.outcome.value, KIND: call.kind}
         if call.agent:
             attributes[AGENT_NAME] = caller.name
         if caller.thread is not None:
             attributes[self._thread_key] = caller.thread
-        cause = verdict.downgraded_by
-        attributes |= {DOWNGRADED_BY: limit_label(cause)} if cause else {}
+        if verdict.downgraded_by:
+            attributes[DOWNGRADED_BY] = limit_label(verdict.downgraded_by)
         _add_called(attributes, event, call)
         if leading is not None:
-            attributes |= of_rules[leading][0]
-            _add_limit(attributes, verdict, leading, of_rules[leading][1])
-            limit = verdict.plan.rules[leading].limit.name
-            subject = event.subjects.get((limit, verdict.refused.get(limit, NONE)))
-            if subject is not None:
-                attributes[SUBJECT] = subject
+            _add_limit(attributes, verdict, leading, counts, event.subjects)
         attributes |= {DECISION: WAITING} if verdict.needs_slot else event.attributes
         if verdict.answer is not None:
             rules = verdict.plan.rules[leading : leading + 1] if leading is not None else ()
@@ -222,10 +218,12 @@ _RulePart = tuple[Attributes, Sequence[tuple[str, Scope, str]]]
 
 
 def _span_of(plan: Plan) -> tuple[Attributes, list[_RulePart]]:
-    """Return the attributes of all spans of a plan's calls, and of those that a rule leads."""
+    """Return the attributes of spans of a plan's calls that no rule leads, and that each leads."""
+    names = tuple([limit_label(rule.limit.name) for rule in plan.rules])
+    base: Attributes = {**GUARDRAIL, LIMITS: names}
     of_rules: list[_RulePart] = []
     for limit, meters, *_ in plan.rules:
-        of_rule: Attributes = {LIMIT: limit_label(limit.name), SCOPE: NONE}
+        of_rule = {**base, LIMIT: limit_label(limit.name), SCOPE: NONE}
         of_rule[EXIT_BEHAVIOR] = limit.exit_behavior
         if limit.unit != "calls":
             of_rule[UNIT] = UNIT_LABELS[limit.unit]
@@ -234,25 +232,32 @@ def _span_of(plan: Plan) -> tuple[Attributes, list[_RulePart]]:
                 of_rule[LIMIT_OF.format(scope=scope)] = in_base_unit(maximum, limit.unit)
         counts = [(meter.counter, meter.scope, USED.format(scope=meter.scope)) for meter in meters]
         of_rules.append((of_rule, counts))
-    names = tuple([limit_label(rule.limit.name) for rule in plan.rules])
-    return {**GUARDRAIL, LIMITS: names}, of_rules
+    return base, of_rules
 
 
 def _add_limit(
-    attributes: Attributes, verdict: Verdict, index: int, counts: Sequence[tuple[str, Scope, str]]
+    attributes: Attributes,
+    verdict: Verdict,
+    index: int,
+    counts: Sequence[tuple[str, Scope, str]],
+    subjects: Mapping[tuple[str, Scope], str],
 ) -> None:
-    """Add what is used of the limit that leads a verdict, and what it refuses."""
+    """Add what is used of the limit that leads a verdict, and what it refuses to whom."""
     limit, amount, refused_at = verdict.plan.rules[index].limit, verdict.amounts[index], None
-    if limit.name in verdict.refused:
+    if verdict.refused and limit.name in verdict.refused:
         refused_at = verdict.decision.limits[index].refusal_scope
         attributes[SCOPE] = refused_at or NONE
+        subject = subjects.get((limit.name, verdict.refused[limit.name]))
+        if subject is not None:
+            attributes[SUBJECT] = subject
     if verdict.exits:
         attributes[EXIT_BEHAVIOR] = verdict.exit_behavior(limit)
+    before, unit = verdict.before, limit.unit
     for counter, scope, used in counts:
         # Without the store, the use of the thread's other runs is unknown.
         if refused_at != STORE or scope != THREAD:
-            count = verdict.before[counter] + amount
-            attributes[used] = count if limit.unit == "calls" else in_base_unit(count, limit.unit)
+            count = before[counter] + amount
+            attributes[used] = count if unit == "calls" else in_base_unit(count, unit)
 
 
 def _add_answer(attributes: Attributes, answer: Answer, leading: Sequence[Rule]) -> None:
