@@ -88,6 +88,7 @@ async def test_only_the_kinds_that_are_limited(
     ("make", "is_wrapped"),
     [
         (partial(QuotaMiddleware, [MODEL], store=MemoryStore()), True),
+        (partial(QuotaMiddleware, [TOOLS], store=MemoryStore()), False),
         (partial(QuotaMiddleware, [MODEL], tell_model=True), True),
         (partial(QuotaMiddleware, [TokenLimit(run_limit=9)]), True),
         (partial(QuotaMiddleware, [MODEL]), False),

@@ -51,7 +51,10 @@ class Reruns(Feature):
     @classmethod
     def create(cls, kernel: Kernel) -> "Reruns | None":
         """Return the feature if a store keeps counts."""
-        return None if kernel.store is None else cls(kernel)
+        if kernel.store is None:
+            return None
+        # A wrapper around each model call costs as much as a third of a check.
+        return cls(kernel) if "model" in kernel.kinds else ToolReruns(kernel)
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
@@ -176,7 +179,7 @@ class Reruns(Feature):
 
 
 class ToolReruns(Reruns):
-    """Checks tool calls that run again, where each model call is checked around the model."""
+    """Checks tool calls that run again: no limit is on models, or they are checked around them."""
 
     around_model = Feature.around_model
 
