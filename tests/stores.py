@@ -122,6 +122,28 @@ class DownStore(MemoryStore):
         return self.acquire(request)
 
 
+class UnsureStore(MemoryStore):
+    """A store of which one reply is lost."""
+
+    lost = 0
+    """Which one, of those that follow."""
+
+    def _reply(self, reply: Any) -> Any:
+        self.lost -= 1
+        if self.lost == 0:
+            raise QuotaStoreError("no reply")
+        return reply
+
+    async def aacquire(self, request: Any) -> Any:
+        return self._reply(self.acquire(request))
+
+    async def apeek(self, keys: Any) -> Any:
+        return self._reply(await super().apeek(keys))
+
+    async def agrant(self, *args: Any, **options: Any) -> Any:
+        return self._reply(await super().agrant(*args, **options))
+
+
 class FickleStore:
     """A store that fails while it is down; whether it has heard of what fails is up to the test."""
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from langchain_quota import (
     TokenLimit,
     ToolCallLimit,
 )
-from langchain_quota.errors import QuotaWarning, ToolCallLimitExceededError
+from langchain_quota.errors import QuotaStoreError, QuotaWarning, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
 from tests.loops import looped, shapes
@@ -38,7 +39,7 @@ from tests.scene import (
     model_node,
     recording,
 )
-from tests.stores import counts, run_counts
+from tests.stores import UnsureStore, counts, run_counts
 from tests.telemetry import Signals, telling
 from tests.tokens import answer
 
@@ -388,6 +389,43 @@ async def test_an_answer_in_another_process(shape: Any, signals: Signals) -> Non
     assert [len(each.model.calls) for each in (first, second, third)] == [1, 0, 1]
     assert result["messages"][-1].text == "done"
     assert run_counts(store, "search") == run_counts(store, "model") == [2]
+
+
+SEARCHES: dict[str, Any] = {"interrupt_before": ["tools"]}
+
+
+@pytest.mark.parametrize(
+    ("limits", "stops", "elsewhere", "requests"),
+    [
+        ([ToolCallLimit("search", run_limit=2)], SEARCHES, False, 1),
+        ([ToolCallLimit("search", run_limit=2)], SEARCHES, True, 2),
+        ([ASKS, ModelCallLimit(run_limit=2)], {}, False, 6),
+        ([ASKS, ModelCallLimit(run_limit=2)], {}, True, 7),
+    ],
+)
+async def test_a_lost_reply_at_a_resume(
+    *, limits: Any, stops: Any, elsewhere: bool, requests: int, signals: Signals
+) -> None:
+    """Whichever reply is lost, a run that is resumed, again if it fails, counts its calls once."""
+    store = UnsureStore()
+    for lost in range(1, requests + 1):
+        given: Any = {"kind": "graph", "store": store, "checkpointer": InMemorySaver(), **stops}
+        scene = Scene(signals, asking("search", "search"), limits, **given)
+        await scene.play(thread_id=f"thread-{lost}")
+        if elsewhere:
+            given["thread_id"] = scene.thread_id
+            scene = Scene(signals, asking("search", "search"), limits, **given)
+        store.lost = lost
+        for _ in range(2):
+            with suppress(QuotaStoreError):
+                await (scene.go_on() if stops else scene.resume(APPROVE))
+        assert store.lost <= 0
+        assert scene.last_text() == "done"
+        assert scene.ran == ["search"] * 2
+        assert scene.calls("allowed", "search") == 2 * lost
+        assert run_counts(store, "search") == [2] * lost
+        models = 2 * lost if len(limits) > 1 else 0
+        assert sum(run_counts(store, "model")) == scene.calls("allowed") == models
 
 
 @both_forms

@@ -32,12 +32,13 @@ from langchain_quota import (
     TokenLimit,
     ToolCallLimit,
 )
+from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests import trees
 from tests.forked import run_python
 from tests.scene import Form, Kind, Scene, asking, both_forms, delegate, tool_limiter
-from tests.stores import DistantStore
+from tests.stores import DistantStore, UnsureStore
 from tests.telemetry import Signals, needs_inline
 from tests.trees import ASKED, Tree, config, human, in_one_tool, inside, one_by_one
 
@@ -146,6 +147,18 @@ async def test_resumed_elsewhere(build: Any, signals: Signals) -> None:
         assert 0 < len(tree.ran) - 5 * (turn - 1) < 5
         await build(tree, saver).ainvoke(Command(resume="yes"), config())
         assert len(tree.ran) == 5 * turn
+
+
+async def test_a_lost_reply_at_a_resume(signals: Signals) -> None:
+    """A run whose number the store does not give raises; it is resumed again with its budget."""
+    store = UnsureStore()
+    tree, saver = Tree(signals.telemetry, store=store), InMemorySaver()
+    await between(tree, saver).ainvoke(ASKED, config())
+    store.lost = 1
+    with pytest.raises(QuotaStoreError, match="resume it again"):
+        await between(tree, saver).ainvoke(Command(resume="yes"), config())
+    await between(tree, saver).ainvoke(None, config())
+    assert len(tree.ran) == 5
 
 
 async def test_not_resumed(signals: Signals) -> None:

@@ -108,13 +108,15 @@ class _StoredQuestions(Feature):
         if step.is_second:
             return await admit(mode, step)
         question = step.message or (step.question if graph.asks else "")
+        # Before anything is charged, for the store may not answer.
+        was_asked = await graph.was_asked(mode, question)
         try:
             step = await admit(mode, step)
         except GraphInterrupt:
             await graph.sequence.add(mode, "asked", question)
             raise
-        if step.answer is None:
-            await graph.drop_answer(mode, question)
+        if was_asked and step.answer is None:
+            compat.is_answered()
         return step
 
 
@@ -143,7 +145,8 @@ class GraphLimits(QuotaMiddleware):
         asking = {limit.kind for limit in limits if limit.exit_behavior == "ask"}
         self.asks, self._asks_at_tools = bool(asking), bool(asking - {"model"})
         assert self.kernel.store is not None  # noqa: S101 - for the type checker
-        self.sequence = StoreSequence(self.kernel.store)
+        is_needed = self.kernel.on_store_error == "block"
+        self.sequence = StoreSequence(self.kernel.store, is_needed=is_needed)
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._roots: WeakKeyDictionary[RootRun, str] = WeakKeyDictionary()
 
@@ -213,7 +216,8 @@ class GraphLimits(QuotaMiddleware):
         names = [(message_id, call["id"], call["name"]) for call in calls]
         work = call_context(running_runtime()).step(repr(names))
         if work in run.taken:
-            await self.drop_answer(mode, work)
+            if await self.was_asked(mode, work):
+                compat.is_answered()
         else:
             if message is not None and names[0] not in run.decided:
                 await self._read_mark(mode, run, message)
@@ -251,11 +255,10 @@ class GraphLimits(QuotaMiddleware):
             if isinstance(answer, ToolMessage)
         }
 
-    async def drop_answer(self, mode: Mode, question: str) -> None:
-        """Drop a person's answer to an old question, so that a tool's question does not get it."""
+    async def was_asked(self, mode: Mode, question: str) -> bool:
+        """Return whether a person was asked before; a tool's question must not get the answer."""
         resumes = self.asks and getattr(root_run(), "resumes", False)
-        if resumes and await self.sequence.read(mode, "asked", question) is not None:
-            compat.is_answered()
+        return resumes and await self.sequence.read(mode, "asked", question) is not None
 
     async def _run(self, mode: Mode, messages: Sequence[AnyMessage]) -> _Run:
         """Return the memory of the current run: of this graph, in this root run."""

@@ -73,7 +73,9 @@ class RootRuns(Feature):
             return subject
         if run.subject is not None:
             return run.subject
-        name = await StoreSequence(self.store, prefix).numbered(mode, run, caller)
+        is_needed = self._kernel.on_store_error == "block"
+        sequence = StoreSequence(self.store, prefix, is_needed=is_needed)
+        name = await sequence.numbered(mode, run, caller)
         if name is None and thread_of(run, caller) is not None:
             # The store is unavailable. The next call tries to get a number again.
             return run.key

@@ -30,7 +30,8 @@ from langchain_quota.middleware.context import CallContext, running_config, runn
 from langchain_quota.middleware.resolver import prefix_now
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
-from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.runtime.store_errors import QuotaStoreError
+from langchain_quota.runtime.sync_async import Mode, newest_dicts
 from langchain_quota.stores.keys import CountKey
 from langchain_quota.telemetry.logs import logger
 
@@ -179,13 +180,18 @@ def name_in_tool(request: ToolCallRequest) -> None:
 class StoreSequence:
     """Numbers that a store keeps beside the counts, so that another process finds them.
 
-    They number a thread's root runs, and note what a graph has asked and checked.
+    They number a thread's root runs, and note what a graph has asked and checked. Where they are
+    needed, reading one raises a `QuotaStoreError` while the store is unavailable.
     """
 
-    def __init__(self, store: StoreClient, prefix: str | None = None) -> None:
-        self._store = store
+    def __init__(
+        self, store: StoreClient, prefix: str | None = None, *, is_needed: bool = True
+    ) -> None:
+        self._store, self._is_needed = store, is_needed
         # The prefix of the keys; `None` for that of the running node.
         self._prefix = prefix
+        # The newest root runs that this process knows, by the keys of their threads.
+        self._known = newest_dicts(10_000)
 
     def _key(self, kind: str, subject: str) -> str:
         prefix = self._prefix
@@ -198,10 +204,18 @@ class StoreSequence:
         thread = thread_of(run, caller)
         if thread is None:
             return None
-        newest = await self.newest(mode, thread) if run.resumes else None
+        newest, known = None, self._known(self._key("", str(thread)))
+        if run.resumes:
+            newest = known.get("newest")
+            try:
+                newest = await self.newest(mode, thread) or newest
+            except QuotaStoreError:
+                if newest is None:
+                    raise
         if newest is None:
             number = await self.add(mode, "", str(thread), run.key)
             newest = None if number is None else f"{thread}@{number}"
+        known["newest"] = newest
         return newest
 
     async def newest(self, mode: Mode, thread: object) -> str | None:
@@ -212,8 +226,12 @@ class StoreSequence:
     async def read(self, mode: Mode, kind: str, subject: str) -> int | None:
         """Return a number, or `None` if the store has none."""
         key = self._key(kind, subject)
-        counts = (await self._store.peek(mode, [key]) or {}).get(key)
-        return None if counts is None else counts.used
+        counts = await self._store.peek(mode, [key])
+        if counts is None and self._is_needed:
+            raise QuotaStoreError(
+                "the store could not be asked about the run: resume it again when the store answers"
+            )
+        return counts[key].used if counts and key in counts else None
 
     async def add(self, mode: Mode, kind: str, subject: str, name: str = "") -> int | None:
         """Add 1, once for a name; return the number, or `None` if the store is unavailable."""
