@@ -137,11 +137,8 @@ class UnsureStore(MemoryStore):
     async def aacquire(self, request: Any) -> Any:
         return self._reply(self.acquire(request))
 
-    async def apeek(self, keys: Any) -> Any:
-        return self._reply(await super().apeek(keys))
-
-    async def agrant(self, *args: Any, **options: Any) -> Any:
-        return self._reply(await super().agrant(*args, **options))
+    async def _run(self, *given: Any, **options: Any) -> Any:
+        return self._reply(await super()._run(*given, **options))
 
 
 class FickleStore:

@@ -391,41 +391,37 @@ async def test_an_answer_in_another_process(shape: Any, signals: Signals) -> Non
     assert run_counts(store, "search") == run_counts(store, "model") == [2]
 
 
-SEARCHES: dict[str, Any] = {"interrupt_before": ["tools"]}
+MOST_TWO: list[Limit] = [ToolCallLimit("search", run_limit=2), ModelCallLimit(run_limit=2)]
 
 
 @pytest.mark.parametrize(
-    ("limits", "stops", "elsewhere", "requests"),
+    ("limits", "elsewhere", "requests"),
     [
-        ([ToolCallLimit("search", run_limit=2)], SEARCHES, False, 1),
-        ([ToolCallLimit("search", run_limit=2)], SEARCHES, True, 2),
-        ([ASKS, ModelCallLimit(run_limit=2)], {}, False, 6),
-        ([ASKS, ModelCallLimit(run_limit=2)], {}, True, 7),
+        (MOST_TWO, False, 1),
+        (MOST_TWO, True, 2),
+        ([ASKS, MOST_TWO[1]], False, 6),
+        ([ASKS, MOST_TWO[1]], True, 7),
+        ([MODEL_ASKS, MOST_TWO[0]], False, 5),
     ],
 )
 async def test_a_lost_reply_at_a_resume(
-    *, limits: Any, stops: Any, elsewhere: bool, requests: int, signals: Signals
+    *, limits: Any, elsewhere: bool, requests: int, signals: Signals
 ) -> None:
     """Whichever reply is lost, a run that is resumed, again if it fails, counts its calls once."""
-    store = UnsureStore()
+    store, asks = UnsureStore(), limits is not MOST_TWO
+    given: Any = {"kind": "graph", "store": store, "checkpointer": InMemorySaver()}
+    given["interrupt_before"] = [] if asks else ["tools"]
     for lost in range(1, requests + 1):
-        given: Any = {"kind": "graph", "store": store, "checkpointer": InMemorySaver(), **stops}
-        scene = Scene(signals, asking("search", "search"), limits, **given)
-        await scene.play(thread_id=f"thread-{lost}")
-        if elsewhere:
-            given["thread_id"] = scene.thread_id
-            scene = Scene(signals, asking("search", "search"), limits, **given)
-        store.lost = lost
+        given["thread_id"] = f"thread-{lost}"
+        begun, other = (Scene(signals, asking(*["search"] * 2), limits, **given) for _ in "12")
+        await begun.play()
+        store.lost, scene = lost, other if elsewhere else begun
         for _ in range(2):
             with suppress(QuotaStoreError):
-                await (scene.go_on() if stops else scene.resume(APPROVE))
-        assert store.lost <= 0
-        assert scene.last_text() == "done"
-        assert scene.ran == ["search"] * 2
-        assert scene.calls("allowed", "search") == 2 * lost
-        assert run_counts(store, "search") == [2] * lost
-        models = 2 * lost if len(limits) > 1 else 0
-        assert sum(run_counts(store, "model")) == scene.calls("allowed") == models
+                await (scene.resume(APPROVE) if asks else scene.go_on())
+        assert (store.lost <= 0, scene.last_text(), len(scene.ran)) == (True, "done", 2)
+        for kind, tool in (("search", "search"), ("model", None)):
+            assert sum(run_counts(store, kind)) == scene.calls("allowed", tool) == 2 * lost
 
 
 @both_forms

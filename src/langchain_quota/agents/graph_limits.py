@@ -141,7 +141,7 @@ class GraphLimits(QuotaMiddleware):
     ) -> None:
         super().__init__(limits, store=store, **options)
         self.agent, self._is_shared = agent, shared
-        self.kernel.runs_tools = False
+        self.kernel.runs_tools = self.kernel.repeats_model_calls = False
         asking = {limit.kind for limit in limits if limit.exit_behavior == "ask"}
         self.asks, self._asks_at_tools = bool(asking), bool(asking - {"model"})
         assert self.kernel.store is not None  # noqa: S101 - for the type checker

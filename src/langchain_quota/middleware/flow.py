@@ -132,6 +132,8 @@ class Kernel:
         self.checks_inline = checks_inline
         self.runs_tools = True
         """Whether the kernel is around the tools that run. A graph may have its own tool node."""
+        self.repeats_model_calls = True
+        """Whether a node that runs again repeats its model call; in a graph it makes a new one."""
         self.resolver = LimitResolver(limits, self.recorder, self.store)
         created = [kind.create(self) for kind in feature_kinds]
         features = [feature for feature in created if feature is not None]
@@ -287,8 +289,10 @@ class Kernel:
     def _without_store(self, step: Step, sent: AcquireRequest, store: StoreClient) -> Step:
         """Check a step while the store is unavailable; allowed calls are charged there later."""
         if step.answer is not None or (step.limits.asking and compat.is_answered()):
-            # A run that is resumed with a person's answer can be resumed again. Nothing is undone:
-            # a store answers a repeated request as it answered the first one.
+            # A run that is resumed with a person's answer can be resumed again. What it repeats is
+            # not undone: a store answers a repeated request as it answered the first one.
+            if step.pending is None and not self.repeats_model_calls:
+                store.correct_later(sent)
             raise QuotaStoreError(STORE_UNAVAILABLE)
         calls = sum(plan.shared for plan in step.plans)
         step = step.without_store(sent, self.on_store_error)
