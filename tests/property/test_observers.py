@@ -46,10 +46,11 @@ def check(seen: dict[str, Any]) -> None:
     assert counted == decided
 
     traced = Counter[tuple[str, str, str]]()
-    for name, *_, attributes, events in seen.get("spans", ()):
+    for name, *_, attributes, _ in seen.get("spans", ()):
         outcome = attributes.get("langchain_quota.decision")
         # Two spans decide nothing: of the first check of a call that waits, and of its later start.
-        is_start = events and not attributes["langchain_quota.limits"]
+        checked_by = attributes.get("langchain_quota.limits")
+        is_start = not checked_by and "langchain_quota.limit" in attributes
         if name.startswith("check_quota") and outcome != "waiting" and not is_start:
             tool = attributes.get("gen_ai.tool.name", "none")
             traced[attributes["langchain_quota.kind"], tool, outcome] += 1
