@@ -111,26 +111,15 @@ def calls_made(function: Callable[[], object]) -> int:
     return sum(each.callcount for each in profile.getstats())
 
 
-class DownStore(MemoryStore):
-    """A store of our own that answers no async request while it is down."""
-
-    down = False
-
-    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
-        if self.down:
-            raise QuotaStoreError("the store is down")
-        return self.acquire(request)
-
-
 class UnsureStore(MemoryStore):
-    """A store of which one reply is lost."""
+    """A store of which one reply is lost, or all while it is down."""
 
-    lost = 0
-    """Which one, of those that follow."""
+    down, lost = False, 0
+    """Whether it is down, and which of the replies that follow is lost."""
 
     def _reply(self, reply: Any) -> Any:
         self.lost -= 1
-        if self.lost == 0:
+        if self.down or self.lost == 0:
             raise QuotaStoreError("no reply")
         return reply
 

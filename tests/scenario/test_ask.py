@@ -25,7 +25,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import captured_decisions
 from tests.scene import ANN, CONFIG, Form, Scene, asking, both_forms, check_history, delegate, texts
-from tests.stores import DAY, Clock, DownStore
+from tests.stores import DAY, Clock, UnsureStore
 from tests.telemetry import Signals
 from tests.tokens import answer as spending
 
@@ -308,7 +308,7 @@ async def test_an_exhausted_tool_is_offered(signals: Signals) -> None:
 @pytest.mark.parametrize(("outage", "ran"), [("block", 0), ("allow", 1)])
 async def test_no_store_before_the_question(signals: Signals, outage: Any, ran: int) -> None:
     """Nobody is asked for what could not be granted: the calls are refused, or allowed."""
-    store, script = DownStore(), [["search"], ["search"], ["search"], "done"]
+    store, script = UnsureStore(), [["search"], ["search"], ["search"], "done"]
     scene = Asking(signals, script, [THREAD], store=store, on_store_error=outage)
     store.down = True
     result = await scene.play()
@@ -423,24 +423,12 @@ async def test_killed_after_the_answer(shared: Shared, at: Moment, again: Any) -
     await shared.check_end(again)
 
 
-def fail() -> None:
-    raise QuotaStoreError("the store is down")
-
-
-@pytest.mark.parametrize("at", ["grants", "granted"])
-async def test_answered_while_the_store_is_down(shared: Shared, at: Moment) -> None:
-    """An answer is kept when the store has not answered, heard of the grant or not."""
-    with pytest.raises(QuotaStoreError, match="when the store answers; the answer is kept"):
-        await shared.process(at, fail).resume(APPROVED)
-    await shared.check_end()
-
-
 async def test_the_store_goes_down_between_two_grants(signals: Signals) -> None:
     """Of two limits one is granted more; the run is resumed again, and so is the other one."""
-    store, limits = DisturbedStore(), [replace(SEARCH, name="run"), THREAD]
+    store, limits = UnsureStore(), [replace(SEARCH, name="run"), THREAD]
     scene = await Asking(signals, [["search"] * 2, "done"], limits, store=store).played()
-    store.at, store.happens = "granted", fail
-    with pytest.raises(QuotaStoreError):
+    store.lost = 2
+    with pytest.raises(QuotaStoreError, match="when the store answers; the answer is kept"):
         await scene.resume(amount(2))
     assert [each.amount for each in store.grants()] == [2]
     await scene.go_on()

@@ -373,43 +373,29 @@ async def test_a_question(
     check_history(result["messages"])
 
 
-@pytest.mark.parametrize("shape", ["graph", "react"])
-async def test_an_answer_in_another_process(shape: Any, signals: Signals) -> None:
-    """Whichever process goes on with the answer: what was approved is made, once."""
-    limits: list[Limit] = [ASKS, MODEL_ASKS]
-    store = MemoryStore()
-    given: Any = {"kind": shape, "store": store, "checkpointer": InMemorySaver()}
-    first, second, third = (
-        Scene(signals, [script], limits, **given) for script in (["search"] * 2, "never", "done")
-    )
-    await first.play()
-    await answered(second, APPROVE)
-    result = await answered(third, APPROVE)
-    assert (len(first.ran + second.ran), third.ran) == (2, [])
-    assert [len(each.model.calls) for each in (first, second, third)] == [1, 0, 1]
-    assert result["messages"][-1].text == "done"
-    assert run_counts(store, "search") == run_counts(store, "model") == [2]
-
-
 MOST_TWO: list[Limit] = [ToolCallLimit("search", run_limit=2), ModelCallLimit(run_limit=2)]
 
 
 @pytest.mark.parametrize(
-    ("limits", "elsewhere", "requests"),
+    ("kind", "limits", "elsewhere", "requests"),
     [
-        (MOST_TWO, False, 1),
-        (MOST_TWO, True, 2),
-        ([ASKS, MOST_TWO[1]], False, 6),
-        ([ASKS, MOST_TWO[1]], True, 7),
-        ([MODEL_ASKS, MOST_TWO[0]], False, 5),
+        ("graph", MOST_TWO, False, 1),
+        ("graph", MOST_TWO, True, 2),
+        ("graph", [ASKS, MOST_TWO[1]], False, 6),
+        ("graph", [ASKS, MOST_TWO[1]], True, 7),
+        ("react", [ASKS, MOST_TWO[1]], True, 7),
+        ("graph", [MODEL_ASKS, MOST_TWO[0]], False, 5),
+        ("graph", [MODEL_ASKS, MOST_TWO[0]], True, 4),
+        ("quota", [ASKS, MOST_TWO[1]], True, 3),
+        ("quota", [MODEL_ASKS, MOST_TWO[0]], True, 3),
     ],
 )
 async def test_a_lost_reply_at_a_resume(
-    *, limits: Any, elsewhere: bool, requests: int, signals: Signals
+    *, kind: Any, limits: Any, elsewhere: bool, requests: int, signals: Signals
 ) -> None:
-    """Whichever reply is lost, a run that is resumed, again if it fails, counts its calls once."""
-    store, asks = UnsureStore(), limits is not MOST_TWO
-    given: Any = {"kind": "graph", "store": store, "checkpointer": InMemorySaver()}
+    """Whichever reply is lost, a run that is resumed, again if it fails, makes its calls once."""
+    store, asks, ran = UnsureStore(), limits is not MOST_TWO, list[str]()
+    given: Any = {"kind": kind, "store": store, "checkpointer": InMemorySaver(), "ran": ran}
     given["interrupt_before"] = [] if asks else ["tools"]
     for lost in range(1, requests + 1):
         given["thread_id"] = f"thread-{lost}"
@@ -419,9 +405,9 @@ async def test_a_lost_reply_at_a_resume(
         for _ in range(2):
             with suppress(QuotaStoreError):
                 await (scene.resume(APPROVE) if asks else scene.go_on())
-        assert (store.lost <= 0, scene.last_text(), len(scene.ran)) == (True, "done", 2)
-        for kind, tool in (("search", "search"), ("model", None)):
-            assert sum(run_counts(store, kind)) == scene.calls("allowed", tool) == 2 * lost
+        assert (store.lost <= 0, scene.last_text(), len(ran)) == (True, "done", 2 * lost)
+        for key, tool in (("search", "search"), ("model", None)):
+            assert sum(run_counts(store, key)) == scene.calls("allowed", tool) == 2 * lost
 
 
 @both_forms

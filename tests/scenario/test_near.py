@@ -12,7 +12,7 @@ from langchain_quota import MemoryStore, ModelCallLimit, Quota, TokenLimit, Tool
 from tests.forked import run_python
 from tests.scene import ANN, Form, Kind, Scene, both_forms, each_kind, searching, until
 from tests.scene import tool_limiter as drop_in
-from tests.stores import DAY, Clock, DownStore, FickleStore
+from tests.stores import DAY, Clock, FickleStore, UnsureStore
 from tests.telemetry import Signals, paid, telling
 
 MOST_WAITING = 100
@@ -215,7 +215,7 @@ async def test_a_store_of_the_users_own(signals: Signals) -> None:
 
 async def test_an_outage(signals: Signals) -> None:
     """While the store is unavailable nothing is told; the next call tells what was missed."""
-    store = DownStore()
+    store = UnsureStore()
     scene = Watched(signals, per_user(4, (0.5,)), store=store, on_store_error="allow")
     for store.down in (False, True, False):
         await scene.play("1")
