@@ -72,21 +72,26 @@ async def test_a_plan_that_changes(form: Form, function: Any, signals: Signals) 
 
 
 async def test_a_plan_without_a_limit(signals: Signals) -> None:
-    """A store counts what a thread uses meanwhile, and its outage stops no call then."""
+    """A store counts what is used meanwhile, nothing is shown, and an outage stops no call."""
+    daily = Quota(by_plan, per="global", window="1d")
+    even = Quota(lambda *_: None, per="global", window="1d", smooth=True, name="even")
     limits: list[Limit] = [
         ToolCallLimit("search", thread_limit=by_plan),
+        ToolCallLimit("calc", quotas=[daily, even]),
         TokenLimit(thread_limit=lambda state, runtime: None),
     ]
     store = FickleStore(MemoryStore())
-    scene = Scene(signals, asking("search"), limits, store=store)
+    scene = Scene(signals, asking("search", "calc"), limits, store=store)
     ran = []
     for turn in ("free", "unlimited", "unlimited in an outage", "unlimited", "pro"):
         plan, *outage = turn.split(maxsplit=1)
         store.down = bool(outage)
         await scene.play(context={"plan": plan})
-        ran.append(len(scene.ran))
-    assert ran == [1, 2, 3, 4, 4]
+        shown = signals.samples("langchain_quota_thread_used")
+        ran.append((len(scene.ran), *shown.values()))
+    assert ran == [(2, 1), (4,), (6,), (8,), (8, 4)]
     assert counts(store)["search:thread:thread-1"] == scene.usage().tools["search"] == 4
+    assert [each.used for each in store.usages("calc:global:*")] == [4]
 
 
 @functions

@@ -72,6 +72,8 @@ HOURS: Any = {"quotas": [Quota(1, per="user_id", window=DAY)]}
 PRICES = {"scriptedchatmodel": Price(input=1, output=1), "m": Price(input="1000", output=1)}
 MODEL, DAILY = {"limit": "model"}, ModelCallLimit(**HOURS)
 WEEK = Quota(1, per="global", window="1w")
+NO_WEEK = Quota(lambda *_: None, per="global", window="1w", rollover=9)
+ONCE = ModelCallLimit(quotas=[*HOURS["quotas"], NO_WEEK])
 TWICE, NEXT_WEEK = ModelCallLimit(quotas=[*HOURS["quotas"], WEEK]), "2026-01-08T00:00:00+00:00"
 LAST = ModelCallLimit(run_limit=1, exit_behavior="finalize")
 OF_ANN = {"limit": "model", "scope": "user_id", "subject": "an", "resets_at": MIDNIGHT}
@@ -82,6 +84,7 @@ ROWS: dict[str, tuple[Limit, Any, dict[str, Any] | None]] = {
     "a model call": (ModelCallLimit(run_limit=1), [TWO], MODEL),
     "a quota": (DAILY, [TWO], OF_ANN),
     "two quotas": (TWICE, [TWO], {**OF_ANN, "resets_at": NEXT_WEEK}),
+    "a quota beside one without a limit": (ONCE, [TWO], OF_ANN),
     "tokens": (TokenLimit(run_limit=10), [paid(12, "search")], {**TOKENS, "used": 12}),
     "dollars": (CostLimit(run_limit="0.01"), [paid(12, "search")], COST),
     "a reserve": (TokenLimit(run_limit=10, reserve=8), [paid(5, "search")], {**TOKENS, "used": 5}),

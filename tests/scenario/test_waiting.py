@@ -239,6 +239,22 @@ async def test_who_waits_keeps_no_other_user_waiting(signals: Signals, clock: Pa
     assert all(float(str(dict(each.attributes or {})["seconds"])) > 0 for each in events)
 
 
+async def test_a_call_without_a_limit_waits_for_nobody(signals: Signals, clock: Passing) -> None:
+    """It does not stand behind a call for which the same quota has no room."""
+    clock.may.clear()
+    quota, store = Quota(lambda _, at: at.context, per="global", window="1h"), Noting(clock=clock)
+    limit = ToolCallLimit("search", quotas=[quota], wait=DAY)
+    first, last = (
+        Scene(signals, asking("search"), [limit], store=store, context=most, thread_id=str(most))
+        for most in (1, None)
+    )
+    await first.play()
+    behind = asyncio.create_task(first.play())
+    await until(partial(waits, 1, signals))
+    await asyncio.wait_for(last.play(), PATIENCE)
+    assert (last.ran, behind.cancel()) == (["search"], True)
+
+
 @pytest.mark.parametrize("early", ["grant", "reset"])
 async def test_room_that_comes_early(
     early: str, signals: Signals, monkeypatch: pytest.MonkeyPatch

@@ -180,7 +180,9 @@ class LimitStatus(NamedTuple):
         if first is None or not first.per or self.reason == "frozen":
             return None
         exhausted = [
-            quota for quota in self.quotas if quota is first or quota.before >= (quota.limit or 0)
+            quota
+            for quota in self.quotas
+            if quota is first or (quota.limit is not None and quota.before >= quota.limit)
         ]
         ends = [quota.resets_at for quota in exhausted if quota.resets_at is not None]
         return max(ends) if len(ends) == len(exhausted) else None

@@ -41,6 +41,11 @@ class Meter(NamedTuple):
     window: int = 0
 
     @property
+    def is_limited(self) -> bool:
+        """Whether it has a maximum, or a function that may give one later."""
+        return self.maximum is not None or self.computed
+
+    @property
     def needs(self) -> int:
         """Amount that must be left."""
         return max(1, self.amount)
@@ -108,8 +113,7 @@ class Rule(NamedTuple):
 
     def stored(self, meters: Sequence[Meter], places: Places) -> "Rule":
         """Return the rule with these meters, whose counts a store keeps if they have places."""
-        limited = (meter for meter in meters if meter.maximum is not None or meter.computed)
-        shared = any(meter.counter in places for meter in limited)
+        shared = any(meter.counter in places for meter in meters if meter.is_limited)
         return self._replace(meters=tuple(meters), shared=shared)
 
     @property

@@ -392,9 +392,14 @@ def _max_waits(limits: Sequence[Limit]) -> dict[str, float]:
 
 
 def _meters_by_scope(step: Step) -> dict[tuple[str, Scope], Meter]:
-    """Return the meters of the calls, by limit and scope."""
-    rules = (rule for plan in step.plans for rule in plan.rules)
-    return {(rule.limit.name, meter.scope): meter for rule in rules for meter in rule.meters}
+    """Return the meters of the calls that have a maximum, by limit and scope."""
+    return {
+        (rule.limit.name, meter.scope): meter
+        for plan in step.plans
+        for rule in plan.rules
+        for meter in rule.meters
+        if meter.maximum is not None
+    }
 
 
 def _queue_of(meter: Meter, place: Place) -> str:

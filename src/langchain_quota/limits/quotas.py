@@ -79,7 +79,7 @@ class Quota:
         limit: Maximum of calls in a window, a whole number from 0 (0 refuses every call); in a
             `TokenLimit` of tokens, in a `CostLimit` of dollars, in a `TimeLimit` of time. Or a
             function of the agent's state and runtime, sync or async, that gives the maximum, or
-            `None` for no limit now: then nothing is counted.
+            `None` for no limit now: then calls are only counted, but not by a `smooth` quota.
         per: Whose calls are counted together: those of a `"thread"`, of a `"root_run"` (the
             outermost run, with every sub-agent and sub-graph that it starts), of an `"agent"` (by
             its name), or all calls (`"global"`). Another name is looked up in

@@ -118,17 +118,16 @@ class LimitResolver:
         caller, counter = moment.caller, store_counter(limit)
         subjects = caller.run_thread_id, ledger(moment.state).get("run")
         for meter, name in zip(rule.meters, subjects, strict=True):
-            # Without a limit the store does not count. The state always keeps the run's count. A
-            # function that gives no limit now may give one later.
-            is_limited = meter.maximum is not None or meter.computed
-            if name is not None and is_limited and meter.counter not in places:
+            # Without a limit the store does not count. The state always keeps the run's count.
+            if name is not None and meter.is_limited and meter.counter not in places:
                 key = CountKey(counter, meter.scope, str(name), prefix=moment.prefix)
                 mirrored = meter.scope == RUN or caller.remembers
                 places[meter.counter] = Place(str(key), mirrored, key.subject)
         meters = [*rule.meters]
         for quota in limit.quotas:
             maximum = await self._evaluate(moment, limit, "limit", quota.limit)
-            if maximum is None:
+            if maximum is None and quota.smooth:
+                # Its count would have no rate at which it drains.
                 continue
             subject = await self._subject(moment, limit, quota)
             meter, place = quota_meter(
@@ -206,13 +205,13 @@ def quota_meter(  # noqa: PLR0913 - what a key needs
     """Return the meter of a quota, and its place at a time in seconds since the Unix epoch."""
     what = f"limit of quota {quota.name!r} of limit {limit.name!r}"
     counter, window = store_counter(limit), quota.period
-    number = whole_amount(limit.unit, what, maximum)
-    rate = max(1, number) if quota.smooth else None
+    number = None if maximum is None else whole_amount(limit.unit, what, maximum)
+    rate = None if number is None or not quota.smooth else max(1, number)
     at = partial(CountKey.at, counter, quota.dimension, subject, window, prefix=prefix, limit=rate)
     key, rollover = at(now), None
-    if quota.rollover is not None and key.ends is not None and key.window is not None:
-        most = whole_amount(limit.unit, "rollover", quota.rollover)
-        previous, following = at(key.ends - key.window - 1), at(key.ends)
+    if quota.rollover is not None and number is not None:
+        most, ends = whole_amount(limit.unit, "rollover", quota.rollover), key.ends or 0
+        previous, following = at(ends - (key.window or 0) - 1), at(ends)
         rollover = Rollover(str(previous), most, number, following.ends or 0)
     spacing: float = read_emission_interval(str(key))
     if spacing and limit.unit != "calls":
@@ -223,9 +222,9 @@ def quota_meter(  # noqa: PLR0913 - what a key needs
         quota.name,
         # No other name of a count has a colon, and a name after it.
         thread_counter(limit) if in_all else f"{limit.name}:{quota.name}",
-        min(number, quota.burst or (1 if limit.unit == "calls" else number))
-        if quota.smooth
-        else number,
+        number
+        if number is None or not quota.smooth
+        else min(number, quota.burst or (1 if limit.unit == "calls" else number)),
         amount=int(limit.unit == "calls"),
         computed=callable(quota.limit),
         per=quota.dimension,

@@ -329,7 +329,7 @@ class UsageTable(UsageReader):
         """Return what is shown of each limit of a plan for a thread."""
         plan.prepared["thread"] = shown = list[_Shown]()
         for limit, meters, *_, shared, _ in plan.rules:
-            scopes = {meter.scope for meter in meters if meter.maximum is not None}
+            scopes = {meter.scope for meter in meters if meter.is_limited}
             unknown_from: float = inf
             if shared and scopes <= {RUN}:
                 # When the call ran in an outage, no quota has an answer, and the state has no
