@@ -39,7 +39,7 @@ from tests.scene import (
     model_node,
     recording,
 )
-from tests.stores import UnsureStore, counts, run_counts
+from tests.stores import FickleStore, UnsureStore, counts, run_counts
 from tests.telemetry import Signals, telling
 from tests.tokens import answer
 
@@ -173,21 +173,30 @@ async def test_exits_of_tools_alone(exit_behavior: Any, signals: Signals) -> Non
 
 @both_forms
 @pytest.mark.parametrize("shape", ["graph", "react"])
+@pytest.mark.parametrize("outage", [False, True])
 @pytest.mark.parametrize(("asked", "tampered"), [(3, False), (3, True), (2, False)])
 async def test_a_resume_in_another_process(
-    *, asked: int, tampered: bool, shape: Any, form: Any, signals: Signals
+    *, asked: int, tampered: bool, outage: bool, shape: Any, form: Any, signals: Signals
 ) -> None:
     """Between model and tools another process goes on: what was refused there does not run here.
 
-    If the message has another mark by then, its calls are checked anew, and count in addition. If
-    nothing was refused, it has none.
+    The store need not have answered then, if it has answered since. If the message has another
+    mark by then, its calls are checked anew, and count in addition. If nothing was refused, it has
+    none.
     """
-    store, saver = MemoryStore(), InMemorySaver()
+    store, saver = FickleStore(MemoryStore()), InMemorySaver()
+
+    def watch(decision: Any) -> None:
+        store.down = outage and decision.call.kind == "tool"
+
     given: Any = {"kind": shape, "form": form, "store": store, "checkpointer": saver}
     limits: list[Limit] = [ToolCallLimit("search", run_limit=2), ModelCallLimit(run_limit=2)]
-    first = Scene(signals, [["search"] * asked], limits, interrupt_before=["tools"], **given)
+    here: Any = {"interrupt_before": ["tools"], "on_decision": watch, **given}
+    first = Scene(signals, [["search"] * asked] * 2, limits, **here)
     await first.play()
-    message = first.state()["messages"][-1]
+    message, store.down = first.state()["messages"][-1], False
+    await first.play(thread_id="another")
+    store.down = False
     assert (MARK in message.response_metadata) == (asked == 3)
     if tampered:
         message.response_metadata[MARK] = {"blocked": {}}
@@ -199,7 +208,7 @@ async def test_a_resume_in_another_process(
     assert len(second.model.calls) == 1
     assert result["messages"][-1].text == ENDED
     check_history(result["messages"])
-    assert run_counts(store, "search") == [2]
+    assert run_counts(store, "search") == [2, 2]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

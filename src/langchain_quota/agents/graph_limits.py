@@ -113,7 +113,7 @@ class _StoredQuestions(Feature):
         try:
             step = await admit(mode, step)
         except GraphInterrupt:
-            await graph.sequence.add(mode, "asked", question)
+            await graph.sequence.note(mode, "asked", question)
             raise
         if was_asked and step.answer is None:
             compat.is_answered()
@@ -189,7 +189,7 @@ class GraphLimits(QuotaMiddleware):
             decided = _decided(answer, blocked)
             run.decided |= decided
             if self._is_shared:
-                await self.sequence.add(mode, "checked", digest(run.root, as_json(decided)))
+                await self.sequence.note(mode, "checked", digest(run.root, as_json(decided)))
             if not blocked:
                 return answer
             marked = {**answer.response_metadata, _MARK: {"blocked": blocked}}

@@ -23,7 +23,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import register_configure_hook
 from langgraph.types import Command
 
-from langchain_quota.core.admission import AcquireRequest, CountRef, Demand
+from langchain_quota.core.admission import AcquireRequest, Correction, CountRef, Demand
 from langchain_quota.core.plans import Places
 from langchain_quota.limits.call import ROOT_RUN
 from langchain_quota.middleware.context import CallContext, running_config, running_runtime
@@ -241,6 +241,12 @@ class StoreSequence:
         sent = AcquireRequest(name or key, uuid4().hex, counters, (Demand({key: 1}),))
         answer = await self._store.acquire(mode, sent, undo=False)
         return None if answer is None else answer.used[key] + 1
+
+    async def note(self, mode: Mode, kind: str, subject: str) -> None:
+        """Keep a number: now, or when the store answers again."""
+        if await self.add(mode, kind, subject) is None:
+            noted = Correction(uuid4().hex, {self._key(kind, subject): 1})
+            self._store.settle_soon(AcquireRequest("", "", corrections=(noted,)))
 
 
 def thread_of(run: RootRun, caller: CallContext) -> object:
