@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 from uuid import uuid4
 from weakref import WeakKeyDictionary
@@ -270,7 +271,9 @@ class GraphLimits(QuotaMiddleware):
             )
         caller = call_context(running_runtime())
         if root not in self._roots:
-            self._roots[root] = await self.sequence.numbered(mode, root, caller) or root.key
+            ask = partial(self.sequence.numbered, mode, root, caller)
+            # A resumed run is found by the number alone, so a lost reply is asked for again.
+            self._roots[root] = await ask() or await ask() or root.key
         name = digest(self._roots[root], *caller.graph)
         if name not in self._runs:
             new_state = begin_run(self.kernel, mode, {"messages": messages}, running_runtime())
