@@ -8,6 +8,7 @@ from cProfile import Profile
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -117,17 +118,20 @@ class UnsureStore(MemoryStore):
     down, lost = False, 0
     """Whether it is down, and which of the replies that follow is lost."""
 
-    def _reply(self, reply: Any) -> Any:
+    happens: Any = Mock(side_effect=QuotaStoreError("no reply"))
+    """What happens in place of such a reply."""
+
+    async def _reply(self, reply: Any) -> Any:
         self.lost -= 1
         if self.down or self.lost == 0:
-            raise QuotaStoreError("no reply")
+            await self.happens()
         return reply
 
     async def aacquire(self, request: Any) -> Any:
-        return self._reply(self.acquire(request))
+        return await self._reply(self.acquire(request))
 
     async def _run(self, *given: Any, **options: Any) -> Any:
-        return self._reply(await super()._run(*given, **options))
+        return await self._reply(await super()._run(*given, **options))
 
 
 class FickleStore:

@@ -5,11 +5,11 @@ In between a process is killed, two are given the answer at once, or the store's
 
 import asyncio
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from langchain.agents.middleware.human_in_the_loop import HITLRequest
@@ -18,14 +18,13 @@ from langgraph.types import Command
 from pydantic import TypeAdapter
 
 from langchain_quota import CostLimit, MemoryStore, Quota, ToolCallLimit
-from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.core.decision import Answer
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.testing import captured_decisions
 from tests.scene import ANN, CONFIG, Form, Scene, asking, both_forms, check_history, delegate, texts
-from tests.stores import DAY, Clock, UnsureStore
+from tests.stores import Clock, UnsureStore
 from tests.telemetry import Signals
 from tests.tokens import answer as spending
 
@@ -329,98 +328,43 @@ async def test_what_cannot_be_asked(signals: Signals) -> None:
     assert scene.ran == ["search"] * 2
 
 
-GRANT = 3
-QUOTAS = [Quota(2, per="user_id", window=DAY)]
-LIMIT = ToolCallLimit("search", quotas=QUOTAS, exit_behavior="ask", grant=GRANT)
-APPROVED: dict[str, Any] = {"decisions": [{"type": "approve", "by": "bo", "message": "4711"}]}
-
-Moment = Literal["grants", "granted", "checked"]
-"""Before a process grants, after that, or when the calls have been checked after that."""
-
-
 class Killed(BaseException):
     """The process is dead: nobody handles it."""
 
 
-class DisturbedStore(MemoryStore):
-    """A store at which something comes between, at one moment."""
-
-    at: Moment | None = None
-    happens: Callable[[], Any]
-    has_granted = False
-
-    async def agrant(self, *args: Any, **options: Any) -> Any:
-        await self._reach("grants")
-        found = await super().agrant(*args, **options)
-        self.has_granted = True
-        await self._reach("granted")
-        return found
-
-    async def aacquire(self, request: AcquireRequest) -> AcquireResult:
-        result = await super().aacquire(request)
-        if self.has_granted:
-            await self._reach("checked")
-        return result
-
-    async def _reach(self, moment: Moment) -> None:
-        if moment == self.at:
-            self.at = None
-            if (waits := self.happens()) is not None:
-                await waits
+APPROVED = answer("approve", by="bo", message="4711")
+CHECKED_AGAIN = 3
+"""The reply to the check after the grant; before it come the first check's and the grant's."""
 
 
-class Shared:
-    """A user's day, whose run waits for an answer, and processes that go on with it."""
-
-    def __init__(self, signals: Signals) -> None:
-        self.signals, self.store, self.saver = signals, DisturbedStore(), InMemorySaver()
-        self.ran: list[str] = []
-
-    def process(self, at: Moment | None = None, happens: Any = None) -> Scene:
-        """An agent that knows nothing of what others have in their memory."""
-        self.store.at, self.store.happens = at, happens
-        options: Any = {"context": ANN, "ran": self.ran, "checkpointer": self.saver}
-        script = asking("search", "search", "search")
-        return Scene(self.signals, script, [LIMIT], store=self.store, **options)
-
-    async def check_end(self, again: Any = None) -> None:
-        """The run goes on in another process, to its end, and all of it is counted once."""
-        assert self.ran == []
-        scene = self.process()
-        result = await (scene.go_on() if again is None else scene.resume(again))
-        assert texts(result) == ["search ran"] * 3
-        assert len(self.ran) == 3
-        assert self.counted() == ([GRANT], 3)
-
-    def counted(self) -> tuple[list[int], int]:
-        """What is granted, and what is used."""
-        granted = [each.amount for each in self.store.grants()]
-        assert {(each.by, each.reason) for each in self.store.grants()} <= {("bo", "4711")}
-        return granted, sum(each.used for each in self.store.usages())
+async def two_processes(signals: Signals, store: UnsureStore) -> tuple[Scene, Scene]:
+    """Processes that share a user's day, and a run that waits for an answer."""
+    limit = ToolCallLimit("search", quotas=[Quota(2, per="user_id")], exit_behavior="ask", grant=3)
+    given: Any = {"store": store, "context": ANN, "ran": [], "checkpointer": InMemorySaver()}
+    one, two = (Scene(signals, asking(*["search"] * 3), [limit], **given) for _ in "12")
+    assert (await one.play())["__interrupt__"]
+    return one, two
 
 
-@pytest.fixture
-async def shared(signals: Signals) -> Shared:
-    """A run that waits for an answer."""
-    shared = Shared(signals)
-    result = await shared.process().play()
-    (asked,) = result["__interrupt__"]
-    assert asked.value["action_requests"][0]["args"] == {"tool:search": GRANT}
-    return shared
+def check_once(store: UnsureStore) -> None:
+    """Assert that what a person has granted, and what three calls use, is counted once."""
+    granted = [(each.amount, each.by, each.reason) for each in store.grants()]
+    assert (granted, [each.used for each in store.usages()]) == ([(3, "bo", "4711")], [3])
 
 
-@pytest.mark.parametrize(
-    ("at", "again"), [("granted", APPROVED), ("checked", APPROVED), ("checked", None)]
-)
-async def test_killed_after_the_answer(shared: Shared, at: Moment, again: Any) -> None:
+@pytest.mark.parametrize("again", [APPROVED, None])
+@pytest.mark.parametrize("reply", [CHECKED_AGAIN - 1, CHECKED_AGAIN])
+async def test_killed_after_the_answer(reply: int, again: Any, signals: Signals) -> None:
     """A process that ends between grant and call has granted once, and loses no call."""
-
-    def kill() -> None:
-        raise Killed
-
+    store = UnsureStore()
+    one, two = await two_processes(signals, store)
+    store.lost, store.happens = reply, Mock(side_effect=Killed)
     with pytest.raises(Killed):
-        await shared.process(at, kill).resume(APPROVED)
-    await shared.check_end(again)
+        await one.resume(APPROVED)
+    assert one.ran == []
+    result = await (two.go_on() if again is None else two.resume(again))
+    assert texts(result) == ["search ran"] * len(two.ran) == ["search ran"] * 3
+    check_once(store)
 
 
 async def test_the_store_goes_down_between_two_grants(signals: Signals) -> None:
@@ -438,21 +382,22 @@ async def test_the_store_goes_down_between_two_grants(signals: Signals) -> None:
     assert scene.count("questions_total", limit="run", event="approve") == 1
 
 
-@pytest.mark.parametrize("at", ["grants", "checked"])
-async def test_resumed_twice_at_once(shared: Shared, at: Moment) -> None:
+@pytest.mark.parametrize("reply", [1, CHECKED_AGAIN])
+async def test_resumed_twice_at_once(reply: int, signals: Signals) -> None:
     """A question that two processes are resumed with at once grants once, and is charged once."""
-    reached, go = asyncio.Event(), asyncio.Event()
+    store, reached, go = UnsureStore(), asyncio.Event(), asyncio.Event()
+    one, two = await two_processes(signals, store)
 
     async def wait() -> None:
         reached.set()
         await go.wait()
 
-    first = asyncio.create_task(shared.process(at, wait).resume(APPROVED))
+    store.lost, store.happens = reply, wait
+    first = asyncio.create_task(one.resume(APPROVED))
     await asyncio.wait_for(reached.wait(), 60)
-    await shared.process().resume(APPROVED)
+    await two.resume(APPROVED)
     go.set()
     await first
-
     # LangGraph may run the step in both processes.
-    assert len(shared.ran) >= 3
-    assert shared.counted() == ([GRANT], 3)
+    assert len(two.ran) >= 3
+    check_once(store)

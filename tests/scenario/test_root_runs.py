@@ -144,13 +144,12 @@ async def test_resumed_elsewhere(build: Any, signals: Signals) -> None:
 
     If the store does not say which run it is, the run raises, and can be resumed again.
     """
-    store = UnsureStore()
-    tree, saver = Tree(signals.telemetry, store=store), InMemorySaver()
+    tree, saver = Tree(signals.telemetry, store=UnsureStore()), InMemorySaver()
     for turn in (1, 2):
         await build(tree, saver).ainvoke(ASKED, config())
         assert 0 < len(tree.ran) - 5 * (turn - 1) < 5
         if build is between:
-            store.lost = 1
+            tree.store.lost = 1
             with pytest.raises(QuotaStoreError, match="resume it again"):
                 await build(tree, saver).ainvoke(Command(resume="yes"), config())
         await build(tree, saver).ainvoke(Command(resume="yes"), config())

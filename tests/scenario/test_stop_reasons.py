@@ -73,8 +73,8 @@ PRICES = {"scriptedchatmodel": Price(input=1, output=1), "m": Price(input="1000"
 MODEL, DAILY = {"limit": "model"}, ModelCallLimit(**HOURS)
 WEEK = Quota(1, per="global", window="1w")
 NO_WEEK = Quota(lambda *_: None, per="global", window="1w", rollover=9)
-ONCE = ModelCallLimit(quotas=[*HOURS["quotas"], NO_WEEK])
-TWICE, NEXT_WEEK = ModelCallLimit(quotas=[*HOURS["quotas"], WEEK]), "2026-01-08T00:00:00+00:00"
+ONCE, TWICE = (ModelCallLimit(quotas=[*HOURS["quotas"], each]) for each in (NO_WEEK, WEEK))
+NEXT_WEEK = "2026-01-08T00:00:00+00:00"
 LAST = ModelCallLimit(run_limit=1, exit_behavior="finalize")
 OF_ANN = {"limit": "model", "scope": "user_id", "subject": "an", "resets_at": MIDNIGHT}
 OF_STORE = {"limit": "model", "scope": "store", "used": None, "threshold": None}
