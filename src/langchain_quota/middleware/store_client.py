@@ -42,10 +42,6 @@ _BUGS = (TypeError, AttributeError, LookupError, NameError)
 """Errors that are raised, because an outage would hide them."""
 
 
-class LostLeaseError(QuotaStoreError):
-    """A store has not kept a call's slot all the time."""
-
-
 class StoreClient:
     """Asks a store, and says so when it cannot be asked."""
 
@@ -60,7 +56,7 @@ class StoreClient:
         self.clock: Callable[[], float] = getattr(store, "clock", time.time)
         """The store's clock, by which its windows begin and end."""
         self.forms: Collection[str] = getattr(store, "forms", ("sync", "async"))
-        self._recorder, self._outages = recorder, recorder.outages
+        self.recorder, self._outages = recorder, recorder.outages
         server = store.server if isinstance(store, ServerStore) else type(store).__name__
         self.label = recorder.store_label(server)
         self._lock = fork_safe_lock()
@@ -102,7 +98,7 @@ class StoreClient:
                     with self._asking("peek"):
                         reading = self.store.freezes(one_prefix)
                         frozen = [*map(_freeze_of, await reading if mode else run_sync(reading))]
-                self._recorder.record_freezes(source, frozen)
+                self.recorder.record_freezes(source, frozen)
         return result
 
     async def settle(self, mode: Mode, sent: AcquireRequest) -> AcquireResult | None:
@@ -167,16 +163,10 @@ class StoreClient:
         """Undo a request whose calls do not run, now or later."""
         await self.settle(mode, AcquireRequest("", "", corrections=_undoing(request, {})))
 
-    def lose(self, count: str) -> None:
-        """Record that a lease was over before its call."""
-        why = "its worker stood still, or the store did not answer: others may run in its slot"
-        error = LostLeaseError(f"a running call of {count!r} lost its slot, for {why}")
-        self._recorder.record_error("store", error)
-
     def _make_later(self, corrections: Sequence[Correction]) -> None:
         if self._corrections.add(corrections):
             error = QuotaStoreError(f"more than {MAX_PENDING} corrections wait for the store")
-            self._recorder.record_error("store", error, log=False)
+            self.recorder.record_error("store", error, log=False)
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -198,12 +188,6 @@ class StoreClient:
             # The event loop ends.
             await self.send_waiting("a")
             raise
-
-    def finish(self) -> None:
-        """Send the corrections that wait for the last time, before the process ends."""
-        # An async client has had a last try when its event loop ended.
-        if self._corrections.waiting and "sync" in self.forms:
-            run_sync(self.send_waiting(""))
 
     async def send_waiting(self, mode: Mode) -> None:
         """Send the corrections that wait."""
@@ -249,7 +233,6 @@ class StoreClient:
         started, outcome = time.perf_counter(), "error"
         try:
             yield
-            outcome = "ok"
         except Exception as error:
             if getattr(error, "timed_out", False) or isinstance(error, TimeoutError):
                 outcome = "timeout"
@@ -260,24 +243,24 @@ class StoreClient:
                 first, self._down = not self._down, True
             # The agents of a process lose their store together: the first one logs it.
             first = first and self._outages.setdefault(self.label, self.name) == self.name
-            self._recorder.record_error("store", error, log=first)
+            self.recorder.record_error("store", error, log=first)
         except BaseException:
             # Cancelled: the call will not run, but the store may have received the request.
             if request is not None:
                 self.correct_later(request)
             raise
+        else:
+            outcome = "ok"
+            if self._down:
+                with self._lock:
+                    back, self._down = self._down, False
+                if back and self._outages.pop(self.label, ""):
+                    self.recorder.log(logs.recovery, "store")
+            if self._fills:
+                self._fills = not self.recorder.store_nearly_full(self.store)
         finally:
             seconds = time.perf_counter() - started
-            self._recorder.observe(names.STORE_SECONDS, seconds, self.label, operation, outcome)
-        if outcome != "ok" or reraises:
-            return
-        if self._down:
-            with self._lock:
-                back, self._down = self._down, False
-            if back and self._outages.pop(self.label, ""):
-                self._recorder.log(logs.recovery, "store")
-        if self._fills:
-            self._fills = not self._recorder.store_nearly_full(self.store)
+            self.recorder.observe(names.STORE_SECONDS, seconds, self.label, operation, outcome)
 
 
 def _undoing(request: AcquireRequest, amounts: Mapping[str, int]) -> tuple[Correction, ...]:
@@ -306,5 +289,8 @@ def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
 
 @atexit.register
 def _finish() -> None:
+    """Send the corrections that wait for the last time, before the process ends."""
     for client in list(StoreClient.by_name.values()):
-        client.finish()
+        # An async client has had a last try when its event loop ended.
+        if "sync" in client.forms:
+            run_sync(client.send_waiting(""))

@@ -21,6 +21,7 @@ from langchain_quota.core.plans import Plan
 from langchain_quota.limits.call import CONCURRENCY
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.queues import WaitContext, Waiter
+from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock, run_sync
 from langchain_quota.stores.keys import CountKey
 
@@ -36,6 +37,10 @@ MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
 about a half each time, at random, so that workers do not send their requests at the same moment."""
 
 _lock = fork_safe_lock()
+
+
+class LostLeaseError(QuotaStoreError):
+    """A store has not kept a call's slot all the time."""
 
 
 class Reservations:
@@ -204,5 +209,7 @@ class Lease:
         """Note when the slot was last known to be reserved; report it if it was lost before."""
         # After its lease another call may have got the slot.
         if now - self._reserved_at >= (SLOT_LEASE if is_reserved else 0):
-            self._store.lose(next(iter(self.counters)))
+            what = f"a running call of {next(iter(self.counters))!r} lost its slot"
+            why = "its worker stood still, or the store did not answer: others may run in its slot"
+            self._store.recorder.record_error("store", LostLeaseError(f"{what}, for {why}"))
         self._reserved_at = now if is_reserved else math.inf
