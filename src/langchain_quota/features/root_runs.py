@@ -16,7 +16,6 @@ from langchain_quota.middleware.feature import Feature, StepCheck, ToolAnswer, T
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.root_run import (
     StoreSequence,
-    log_lost,
     name_in_tool,
     root_run,
     thread_of,
@@ -26,6 +25,7 @@ from langchain_quota.middleware.root_run import (
 from langchain_quota.middleware.state import FeatureData, State, feature_ledger
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.telemetry.logs import logger
 
 
 class RootRuns(Feature):
@@ -83,7 +83,7 @@ class RootRuns(Feature):
         if run.is_lost:
             # The root run around this one may have a budget for these calls.
             self.recorder.count_error("root_run", "inside")
-            log_lost()
+            self.recorder.log_first(_log_lost)
         return run.subject
 
     async def prepare(self, mode: Mode, step: Step) -> Step:  # noqa: ARG002 - as for every feature
@@ -111,10 +111,15 @@ class RootRuns(Feature):
 
     def conclude(self, step: Step, change: Change) -> Change:
         """Save what a resumed run needs to continue with the same counts."""
-        run = root_run()
+        run, saved = root_run(), feature_ledger(step.state, self.name)
         if run is None:
             return change
-        return change.saving(self.name, run.unsaved(feature_ledger(step.state, self.name)))
+        values: dict[str, object] = {}
+        if run.subject != saved.get("root_run"):
+            values["root_run"] = run.subject
+        if run.used != (saved.get("root_used") or {}):
+            values["root_used"] = {**run.used}
+        return change.saving(self.name, values)
 
     async def around_tool(
         self,
@@ -125,3 +130,13 @@ class RootRuns(Feature):
         """Pass the name of the root run on to what the tool starts."""
         name_in_tool(request)
         return await call(request)
+
+
+def _log_lost() -> None:
+    """Log that a run begins a root run of its own: no error, since it may be meant so."""
+    logger.warning(
+        "a run with a quota per 'root_run' started inside another run but cannot find it, so it "
+        "has a separate budget. Pass on the other run's context, or the callbacks of its config. "
+        "Create middlewares when the program starts: the other run may have started before the "
+        "first one with such a quota"
+    )

@@ -11,7 +11,6 @@ of the tool's config.
 
 import time
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +32,6 @@ from langchain_quota.runtime import compat
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, newest_dicts
 from langchain_quota.stores.keys import CountKey
-from langchain_quota.telemetry.logs import logger
 
 _METADATA = "__langchain_quota_root_run"
 """The key of the metadata that name the root run; checkpoints leave out keys that begin so."""
@@ -95,29 +93,9 @@ class RootRun(BaseCallbackHandler):
         used = self.used
         self.used = {**used, **{key: max(n, used.get(key, 0)) for key, n in counts.items()}}
 
-    def unsaved(self, saved: Mapping[str, object]) -> dict[str, object]:
-        """Return what the state must store, so that a resumed run continues with its counts."""
-        values: dict[str, object] = {}
-        if self.subject != saved.get("root_run"):
-            values["root_run"] = self.subject
-        if self.used != (saved.get("root_used") or {}):
-            values["root_used"] = {**self.used}
-        return values
-
 
 _named: WeakValueDictionary[str, RootRun] = WeakValueDictionary()
 """The root runs that the metadata of a tool's config name, by key, until they are collected."""
-
-
-@cache
-def log_lost() -> None:
-    """Log once that a run begins a root run of its own: no error, since it may be meant so."""
-    logger.warning(
-        "a run with a quota per 'root_run' started inside another run but cannot find it, so it "
-        "has a separate budget. Pass on the other run's context, or the callbacks of its config. "
-        "Create middlewares when the program starts: the other run may have started before the "
-        "first one with such a quota"
-    )
 
 
 class HandlerVar:
@@ -125,12 +103,10 @@ class HandlerVar:
 
     def __init__(self, name: str, find: Callable[[], BaseCallbackHandler | None]) -> None:
         self.name, self._find = name, find
-        values = ContextVar[BaseCallbackHandler | None](name, default=None)
-        self._get, self.set, self.reset = values.get, values.set, values.reset
 
     def get(self, default: BaseCallbackHandler | None = None) -> BaseCallbackHandler | None:
-        """Return the handler that was set, the one that `find` returns, or the default."""
-        return self._get() or self._find() or default
+        """Return the handler that `find` returns, or the default."""
+        return self._find() or default
 
 
 _kinds: list[type[RootRun]] = []
