@@ -19,11 +19,10 @@ from langchain_quota.limits.options import whole_amount
 from langchain_quota.limits.quotas import CalendarWindow
 from langchain_quota.middleware.base import ContextT, LimitMiddleware
 from langchain_quota.middleware.context import CompiledGraph
-from langchain_quota.middleware.resolver import prefix_in
 from langchain_quota.middleware.state import LEDGER, UNUSED
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, call_variant, run_sync
-from langchain_quota.stores.keys import CountKey
+from langchain_quota.stores.keys import CountKey, check_prefix
 
 _LIMIT_ERRORS = (ModelCallLimitExceededError.__name__, ToolCallLimitExceededError.__name__)
 
@@ -102,8 +101,11 @@ class ThreadMethods(SubjectMethods, LimitMiddleware[Any, ContextT, ResponseT]):
             )
         store = self.kernel.store
         if store is not None:
-            prefix = prefix_in(config, store.prefix)
-            at = store.clock()
+            prefix, at = "", store.clock()
+            if callable(store.prefix):
+                # No run's context can say it here.
+                named = config.get("configurable", {}).get("quota_prefix")
+                prefix = check_prefix('config["configurable"]["quota_prefix"]', named)
             keys = {
                 str(
                     CountKey.at(

@@ -7,8 +7,6 @@ from math import inf
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from langchain_core.runnables import RunnableConfig
-
 from langchain_quota.core.admission import Rollover
 from langchain_quota.core.plans import (
     LimitSet,
@@ -85,23 +83,23 @@ class LimitResolver:
         subject = ""
         if self.root_run_subject is not None:
             subject = await self.root_run_subject(mode, state, caller, prefix)
-        now = None if store is None else store.clock()
+        now = 0.0 if store is None else store.clock()
         moment = _ResolutionContext(mode, state, runtime, caller, prefix, subject, now)
         newest: dict[str, Any] = {}
         if kind in self._named:
             quotas = [(limit, quota) for limit in self.of_kind[kind] for quota in limit.quotas]
-            names = [await self._subject(moment, *each) for each in quotas if now is not None]
+            names = [await self._subject(moment, limit, quota) for limit, quota in quotas]
             run = caller.run_thread_id, caller.remembers, ledger(state).get("run")
             newest = self._newest((kind, prefix, *run, *names))
             since, until, limits, places = newest.get("limits", (inf, 0.0, None, None))
-            if since <= (now or 0.0) < until:
+            if since <= now < until:
                 return limits, places
         places = {}
         rules = [await self._rule(moment, limit, places) for limit in self.of_kind[kind]]
         numbers = self._compiled((kind, *[(rule.meters, rule.shared) for rule in rules]))
         limits = numbers["limits"] = numbers.get("limits") or LimitSet(rules)
         ends = [place.resets_at.timestamp() for place in places.values() if place.resets_at]
-        newest["limits"] = now or 0.0, min(ends, default=inf), limits, places
+        newest["limits"] = now, min(ends, default=inf), limits, places
         return limits, places
 
     async def _rule(
@@ -113,7 +111,7 @@ class LimitResolver:
             thread = await self._evaluate(moment, limit, "thread_limit", limit.thread_limit)
             run = await self._evaluate(moment, limit, "run_limit", limit.run_limit)
             rule = Rule.of(limit, thread=thread, run=run)
-        if moment.now is None or not limit.counted:
+        if self._store is None or not limit.counted:
             return rule
         caller, counter = moment.caller, store_counter(limit)
         subjects = caller.run_thread_id, ledger(moment.state).get("run")
@@ -184,8 +182,7 @@ class _ResolutionContext(NamedTuple):
     caller: CallContext
     prefix: str
     subject: str
-    # `None` without a store.
-    now: float | None
+    now: float
 
 
 def _depends_on_names(limit: Limit) -> bool:
@@ -250,7 +247,7 @@ def _named(what: str, per: str, runtime: object, caller: CallContext) -> str:
     if per == "agent":
         if not caller.agent:
             raise ValueError(f"{what} is per agent, and this one has no name: create_agent(name=…)")
-        return subject_text(what, caller.agent)
+        return caller.agent
     context = getattr(runtime, "context", None)
     value = context.get(per) if isinstance(context, Mapping) else getattr(context, per, None)
     if value is None:
@@ -285,11 +282,3 @@ def prefix_now(prefix: object, state: object, runtime: object) -> str:
     if inspect.iscoroutine(value):
         value.close()
     return check_prefix("what the function for prefix of the store gives", value)
-
-
-def prefix_in(config: RunnableConfig, prefix: object) -> str:
-    """Return the prefix of a thread's keys, where no run's context can say it."""
-    if not callable(prefix):
-        return ""
-    named = config.get("configurable", {}).get("quota_prefix")
-    return check_prefix('config["configurable"]["quota_prefix"]', named)
