@@ -197,13 +197,7 @@ class LimitStatus(NamedTuple):
         if not (self.charged and self.enforced):
             return []
         near = near if self.near is None else self.near
-        return [
-            (count.scope, level)
-            for count in self.counts
-            if count.limit is not None
-            and count.used >= near_threshold(count.limit, near)
-            and (level := count.crossed(near))
-        ]
+        return [(count.scope, level) for count in self.counts if (level := count.crossed(near))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,13 @@ The mark is not sent to models.
 """
 
 _EXCEEDED = "Tool call limit exceeded."
-_BUDGETS: Mapping[Unit, str] = {
+_OF_MODELS: Mapping[Unit, str] = {
+    "calls": "Model call",
     "tokens": "Token",
     "nanodollars": "Cost",
     "milliseconds": "Time",
 }
+"""What limits on model calls are called, by what they count."""
 
 
 def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
@@ -67,10 +69,10 @@ def took_too_long(tool: str, maximum: int, *, runs_on: bool) -> str:
 def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
     """Return the final text of a run that ends at limits: every limit that was hit, with counts."""
     # It is never blank: providers refuse a message without text, and supervisors pass on another.
-    texts = [
-        _custom_final(breach.rule.limit, breach.decision) or reached(breach, is_last=is_last)
-        for breach in breaches
-    ]
+    texts = []
+    for breach in breaches:
+        custom = _custom(breach.rule.limit, breach.decision)
+        texts.append(custom if custom.strip() else reached(breach, is_last=is_last))
     return " ".join(dict.fromkeys(texts))
 
 
@@ -99,26 +101,16 @@ def reached(breach: Breach, *, is_last: bool = False) -> str:
     if isinstance(limit, RepeatLimit):
         repeats, _ = _why(limit, breach.decision)
         return f"{repeats}."
-    if breach.rule.is_budget:
+    if limit.kind == "model":
         parts = [
-            f"{meter.scope} limit ({_of_budget(meter, used, limit.unit, is_last=is_last)}"
+            f"{meter.scope} limit ({_of_models(meter, used, limit.unit, is_last=is_last)}"
             f"{_resets(resets_at)})"
             for meter, used, resets_at in breach.exceeded
         ]
-        return f"{_BUDGETS[limit.unit]} limits exceeded: {', '.join(parts)}"
-    exceeded = [
-        (meter.scope, used, meter.maximum, _resets(resets_at))
-        for meter, used, resets_at in breach.exceeded
-    ]
-    if limit.kind == "model":
-        parts = [
-            f"{scope} limit ({used - 1}/{maximum}{resets})"
-            for scope, used, maximum, resets in exceeded
-        ]
-        return f"Model call limits exceeded: {', '.join(parts)}"
+        return f"{_OF_MODELS[limit.unit]} limits exceeded: {', '.join(parts)}"
     parts = [
-        f"{scope} limit exceeded ({used}/{maximum} calls{resets})"
-        for scope, used, maximum, resets in exceeded
+        f"{meter.scope} limit exceeded ({used}/{meter.maximum} calls{_resets(resets_at)})"
+        for meter, used, resets_at in breach.exceeded
     ]
     names = ", ".join(f"'{tool}'" for tool in limit.tools)
     return f"{names + ' tool' if names else 'Tool'} call limit reached: {' and '.join(parts)}."
@@ -130,24 +122,24 @@ def _refusal(limit: Limit, decision: Decision, status: LimitStatus) -> str:
     if status.reason in {"frozen", "store"}:
         return _undecided(limit, status.reason)
     if (count := status.count_of(CONCURRENCY)) is not None:
-        maximum = count.limit
+        calls = "1 call" if count.limit == 1 else f"{count.limit} calls"
         return (
-            f"This call was not run: other calls were running, and at most {maximum} "
-            f"call{'' if maximum == 1 else 's'} of {_tools(limit) or 'tools'} may run at the same "
-            "time. Try again later, or go on without it."
+            f"This call was not run: other calls were running, and at most {calls} of "
+            f"{_either(limit.tools) or 'tools'} may run at the same time. Try again later, or go "
+            "on without it."
         )
     if limit.unit == "nanodollars" or isinstance(limit, RepeatLimit):
         reason, remedy = _why(limit, decision)
         return f"This call was not run: {reason}. {remedy}"
     if limit.tools:
-        return f"{_EXCEEDED} Do not call {_tools(limit)} again."
-    allowed = " or ".join(f"'{tool}'" for tool in limit.exclude)
+        return f"{_EXCEEDED} Do not call {_either(limit.tools)} again."
+    allowed = _either(limit.exclude)
     but = f" other than to {allowed}" if allowed else ""
     return f"{_EXCEEDED} Do not make additional tool calls{but}."
 
 
-def _tools(limit: Limit) -> str:
-    return " or ".join(f"'{tool}'" for tool in limit.tools)
+def _either(tools: Sequence[str]) -> str:
+    return " or ".join(f"'{tool}'" for tool in tools)
 
 
 def _why(limit: Limit, decision: Decision) -> tuple[str, str]:
@@ -176,17 +168,17 @@ def _why(limit: Limit, decision: Decision) -> tuple[str, str]:
 def _undecided(limit: Limit, reason: str | None) -> str:
     if reason == "frozen":
         return "The call was not run: an operator has stopped calls like it until further notice."
-    if limit.unit != "calls":
-        return f"{_BUDGETS[limit.unit]} limit could not be checked: try again later."
     if limit.kind == "model":
-        return "Model call limit could not be checked: try again later."
+        return f"{_OF_MODELS[limit.unit]} limit could not be checked: try again later."
     return "Tool call limit could not be checked, so the call was not run. Try again later."
 
 
-def _of_budget(meter: Meter, used: int, unit: Unit, *, is_last: bool) -> str:
-    """Return how much of a budget is used, and why that is too much if something is left."""
+def _of_models(meter: Meter, used: int, unit: Unit, *, is_last: bool) -> str:
+    """Return how much models have used, and why that is too much if something is left."""
     # For example `"950/1000 tokens"`, or `"$0.12/$0.50, the call may need $0.40"`.
     maximum = meter.maximum or 0
+    if unit == "calls":
+        return f"{used - 1}/{maximum}"
     if unit in PER_BASE_UNIT:
         text = f"{format_amount(used, unit)}/{format_amount(maximum, unit)}"
         needs = format_amount(meter.needs, unit)
@@ -207,11 +199,6 @@ def _when(moment: datetime) -> str:
     """Return a time in UTC, after the time in its own zone if that is another one."""
     utc = f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
     return f"{moment.isoformat()} ({utc})" if moment.utcoffset() else utc
-
-
-def _custom_final(limit: Limit, decision: Decision) -> str:
-    text = _custom(limit, decision)
-    return text if text.strip() else ""
 
 
 def _custom(limit: Limit, decision: Decision) -> str:
