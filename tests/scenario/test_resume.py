@@ -25,6 +25,7 @@ from tests.scene import (
     check_history,
     either,
     model_limiter,
+    recording,
     tool_limiter,
 )
 from tests.telemetry import HAS_INLINE, Signals
@@ -135,6 +136,39 @@ async def test_abandoned_review(place: int, charged: int, refunded: int, signals
     assert scene.metric("tool:search", "refunded") == refunded
     check_history(scene.state()["messages"])
     scene.check_requests()
+
+
+@pytest.mark.filterwarnings("ignore:HumanInTheLoop")
+@pytest.mark.parametrize(
+    ("asked", "limited", "place"),
+    [("search", "calc", 1), ("calc", "search", 1), ("calc", "calc", 2)],
+)
+async def test_a_tool_that_raised(asked: str, limited: str, place: int, signals: Signals) -> None:
+    """Its call stays charged: a limiter that had nothing to check of it has not stopped it.
+
+    Nor has one that would limit it only as the model asked for it, or as a person edited it.
+    """
+
+    def fail() -> None:
+        raise ConnectionError
+
+    async def run() -> None:
+        await scene.play()
+        edit = {"type": "edit", "edited_action": {"name": "search", "args": {}}}
+        await scene.resume({"decisions": [edit]})
+
+    limiters: list[Any] = [
+        tool_limiter(signals, thread_limit=9),
+        tool_limiter(signals, limited, thread_limit=9),
+    ]
+    limiters.insert(place, HumanInTheLoopMiddleware({"calc": True}))
+    tools: Any = [recording("search", [], fail), "calc"]
+    scene = Scene(signals, [[asked], "done"], limiters, tools=tools)
+    with pytest.raises(ConnectionError):
+        await run()
+    await scene.play("again")
+    assert scene.state()["thread_tool_call_count"]["__all__"] == 1
+    assert scene.metric("tool:*", "refunded") == 0
 
 
 @pytest.mark.parametrize("answered", [[], [ToolMessage("found", tool_call_id="a", name="search")]])
