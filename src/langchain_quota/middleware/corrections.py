@@ -82,15 +82,12 @@ class CorrectionQueue:
                 amounts=dict.fromkeys(correction.amounts, 0)
             )
         first = self._found(("name", name), *(("key", key) for key in keys), maximum=maximum + 1)
-        further: list[str] = []
-        if len(first) < maximum and not self._travelling:
+        sent = first[:maximum]
+        if not self._travelling:
             of_prefix = self._found(("prefix", prefix), maximum=2 * maximum)
-            further = [correction_id for correction_id in of_prefix if correction_id not in first][
-                : maximum - len(first)
-            ]
-        self._travelling.update(further)
-        sent = tuple(self.waiting[correction_id] for correction_id in (*first[:maximum], *further))
-        return sent, len(first) <= maximum
+            sent = [*dict.fromkeys((*first, *of_prefix))][:maximum]
+            self._travelling.update(sent[len(first) :])
+        return tuple(self.waiting[correction_id] for correction_id in sent), len(first) <= maximum
 
     def _found(self, *words: tuple[str, str], maximum: int | None = None) -> list[str]:
         """Return the ids of the oldest corrections under some words."""
