@@ -99,6 +99,7 @@ WRONG = (
         (USER, {"user_id": b"ann"}, TypeError, WRONG + "not bytes"),
         (USER, {"user_id": ""}, ValueError, "must not be empty"),
         (Quota(2, per="agent"), None, ValueError, "is per agent, and this one has no name"),
+        (Quota(2, per="thread"), None, ValueError, "is per thread, and this run has none"),
     ],
 )
 async def test_what_tells_no_count(
@@ -107,7 +108,8 @@ async def test_what_tells_no_count(
     """Whoever cannot be told apart is an error that says why; nothing is charged, or runs."""
     store = MemoryStore()
     limit = ToolCallLimit("search", quotas=[counted]) if isinstance(counted, Quota) else counted
-    scene = Scene(signals, THREE, [limit], store=store, form="sync", context=context)
+    nowhere: Any = {"thread_id": None, "checkpointer": None}
+    scene = Scene(signals, THREE, [limit], store=store, form="sync", context=context, **nowhere)
     with pytest.raises(error, match=says):
         await scene.play()
     assert (scene.ran, counts(store)) == ([], {})
@@ -115,6 +117,15 @@ async def test_what_tells_no_count(
     if error is KeyError:
         assert signals.errors("dynamic_limit", "KeyError") == 1
     gc.collect(1)  # a coroutine that was never awaited warns here, and warnings are errors
+
+
+async def test_a_threads_quota_in_a_full_store(signals: Signals) -> None:
+    """A full store drops a thread's count that has no window: the thread's state has it, too."""
+    limit = ToolCallLimit("search", quotas=[Quota(2, per="thread")])
+    scene = Scene(signals, asking("search"), [limit], store=MemoryStore(max_keys=1))
+    for thread_id in "12121":
+        await scene.play(thread_id=thread_id)
+    assert len(scene.ran) == 4
 
 
 THREAD = "search:thread:thread-1"
