@@ -51,6 +51,13 @@ async def test_runs_that_stop(stop: str, signals: Signals) -> None:
         scene.check()
 
 
+async def test_a_run_that_begins_with_nothing(signals: Signals) -> None:
+    """Without a message it is one run, too, for all middlewares of the agent."""
+    limiters = [tool_limiter(signals, run_limit=9), model_limiter(signals, run_limit=9)]
+    await Scene(signals, ["done"], limiters).invoke({"messages": []})
+    assert signals.samples("langchain_quota_runs_total") == {("unnamed",): 1}
+
+
 KINDS: list[Kind] = ["drop-in", "quota", *(["inline"] if HAS_INLINE else [])]  # type: ignore[list-item]
 
 

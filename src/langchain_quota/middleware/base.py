@@ -341,12 +341,11 @@ def _has_begun(state: State) -> bool:
     return messages is not None and not any(isinstance(message, AIMessage) for message in messages)
 
 
-def _turn(history: Sequence[AnyMessage]) -> str | int | None:
+def _turn(history: Sequence[AnyMessage]) -> str | int:
     """Return the id or number by which the newest message is found again."""
-    if not history:
-        return None
     # Not every reducer gives messages an id.
-    return len(history) if history[-1].id is None else history[-1].id
+    newest = history[-1].id if history else None
+    return len(history) if newest is None else newest
 
 
 def check_store(store: object, limits: Sequence[Limit]) -> None:
