@@ -213,9 +213,8 @@ class StoreClient:
         while not last:
             with self._corrections.carried(prefix, keys, sent.idempotency_key) as (carried, last):
                 request = sent if last else AcquireRequest("", "")
-                if carried:
-                    request = request._replace(corrections=(*carried, *request.corrections))
-                answer = await self._ask(mode, request)
+                corrections = *carried, *request.corrections
+                answer = await self._ask(mode, request._replace(corrections=corrections))
         return _checked(answer, sent)
 
     async def _ask(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
