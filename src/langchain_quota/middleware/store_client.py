@@ -149,7 +149,7 @@ class StoreClient:
     async def reset(self, mode: Mode, keys: Sequence[str]) -> None:
         """Reset the counts of keys, after the corrections of them that wait."""
         with self._asking("reset", reraises=True):
-            if self._corrections.waiting and keys:
+            if self._corrections.waiting:
                 await self._send(mode, AcquireRequest("", ""), keys)
             await call_variant(mode, self.store.reset, self.store.areset, keys)
 
