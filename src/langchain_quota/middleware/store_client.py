@@ -18,13 +18,7 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correc
 from langchain_quota.middleware.corrections import MAX_PENDING, CorrectionQueue, shared_prefix
 from langchain_quota.runtime.queues import queues_of
 from langchain_quota.runtime.store_errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import (
-    Mode,
-    call_variant,
-    fork_safe_lock,
-    pop_closed_loops,
-    run_sync,
-)
+from langchain_quota.runtime.sync_async import Mode, call_variant, pop_closed_loops, run_sync
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.base import BaseStore
 from langchain_quota.stores.grants import Grant, SupportsGrants
@@ -59,7 +53,6 @@ class StoreClient:
         self.recorder, self._outages = recorder, recorder.outages
         server = store.server if isinstance(store, ServerStore) else type(store).__name__
         self.label = recorder.store_label(server)
-        self._lock = fork_safe_lock()
         self._down = False
         # How many subjects were frozen, and in which minute that was read, by prefix.
         self._freezes: dict[str, tuple[int, float]] = {}
@@ -238,11 +231,10 @@ class StoreClient:
             if reraises or isinstance(error, _BUGS):
                 raise
             # Whatever a store raises, it has not answered.
-            with self._lock:
-                first, self._down = not self._down, True
-            # The agents of a process lose their store together: the first one logs it.
-            first = first and self._outages.setdefault(self.label, self.name) == self.name
-            self.recorder.record_error("store", error, log=first)
+            # The agents of a process lose their store together: the first failure is logged.
+            self._down, failure = True, uuid4().hex
+            is_first = self._outages.setdefault(self.label, failure) == failure
+            self.recorder.record_error("store", error, log=is_first)
         except BaseException:
             # Cancelled: the call will not run, but the store may have received the request.
             if request is not None:
@@ -251,9 +243,8 @@ class StoreClient:
         else:
             outcome = "ok"
             if self._down:
-                with self._lock:
-                    back, self._down = self._down, False
-                if back and self._outages.pop(self.label, ""):
+                self._down = False
+                if self._outages.pop(self.label, ""):
                     self.recorder.log(logs.recovery, "store")
             if self._fills:
                 self._fills = not self.recorder.store_nearly_full(self.store)
