@@ -120,7 +120,7 @@ class StoreClient:
         with self._asking("peek"):
             usages = await call_variant(mode, self.store.peek, self.store.apeek, keys)
             uses = {usage.key: usage for usage in usages if usage is not None}
-        return uses  # noqa: RET504 - the same
+        return uses  # noqa: RET504 - the context suppresses exceptions
 
     async def mark(
         self, key: str, limit: str, thresholds: Sequence[int]
@@ -198,7 +198,7 @@ class StoreClient:
     ) -> AcquireResult:
         """Send a request, and before it the corrections that it needs, and return the result."""
         if not self._corrections.waiting:
-            return _checked(await self._ask(mode, sent), sent)
+            return await self._ask(mode, sent)
         last, answer, prefix = False, AcquireResult({}), shared_prefix([*reset, *keys_of(sent)])
         # The counts that the caller has, or corrects.
         keys = {*reset, *(counter.key or "" for counter in sent.counters.values() if counter.used)}
@@ -208,10 +208,13 @@ class StoreClient:
                 request = sent if last else AcquireRequest("", "")
                 corrections = *carried, *request.corrections
                 answer = await self._ask(mode, request._replace(corrections=corrections))
-        return _checked(answer, sent)
+        return answer
 
     async def _ask(self, mode: Mode, request: AcquireRequest) -> AcquireResult:
         answer = await call_variant(mode, self.store.acquire, self.store.aacquire, request)
+        # The store may be a user's own.
+        if {len(answer.admitted), len(answer.refused)} != {len(request.demands)}:
+            raise QuotaStoreError("the store's answer does not say of each call what refuses it")
         if request.corrections:
             # They may have made room for calls that wait in this process.
             queues_of(self.store).look_again(keys_of(request._replace(counters={})))
@@ -231,8 +234,8 @@ class StoreClient:
             if reraises or isinstance(error, _BUGS):
                 raise
             # Whatever a store raises, it has not answered.
-            # The agents of a process lose their store together: the first failure is logged.
             self._down, failure = True, uuid4().hex
+            # The agents of a process lose their store together: the first failure is logged.
             is_first = self._outages.setdefault(self.label, failure) == failure
             self.recorder.record_error("store", error, log=is_first)
         except BaseException:
@@ -268,13 +271,6 @@ def _freeze_of(grant: Grant) -> Freeze:
     key, until = CountKey.parse(grant.key), grant.until
     ends = None if until is None else until.timestamp()
     return key.dimension, key.subject, grant.by, grant.given_at.timestamp(), ends
-
-
-def _checked(result: AcquireResult, request: AcquireRequest) -> AcquireResult:
-    """Return a store's result once it is validated: the store may be a user's own."""
-    if {len(result.admitted), len(result.refused)} != {len(request.demands)}:
-        raise QuotaStoreError("the store's answer does not say of each call what refuses it")
-    return result
 
 
 @atexit.register
