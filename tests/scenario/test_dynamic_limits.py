@@ -51,6 +51,26 @@ functions = pytest.mark.parametrize(
 )
 
 
+def fewer(state: Any, _: Any) -> int:
+    """After the first answer of a tool no further call is allowed."""
+    return 9 if len(state["messages"]) < 3 else 1
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        ToolCallLimit("search", run_limit=fewer),
+        ToolCallLimit("search", quotas=[Quota(fewer, per="global")]),
+    ],
+    ids=["limit", "quota"],
+)
+async def test_a_number_that_follows_from_the_state(limit: Limit, signals: Signals) -> None:
+    """It is computed for each call, and not once for a run."""
+    script = [["search"], ["search"], "done"]
+    scene = await Scene(signals, script, [limit], store=MemoryStore()).played()
+    assert scene.ran == ["search"]
+
+
 @functions
 async def test_a_plan_that_changes(form: Form, function: Any, signals: Signals) -> None:
     """A thread keeps its count, and is checked by the plan of each turn; `None` is no limit."""
