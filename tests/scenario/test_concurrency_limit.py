@@ -16,6 +16,7 @@ import anyio
 import pytest
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
+from langgraph.types import interrupt
 
 from langchain_quota import (
     ConcurrencyLimit,
@@ -213,6 +214,21 @@ async def test_what_waits_in_vain_is_given_back_in_each_thread(
         await scene.play(thread_id=thread)
     assert browser.ran == 2
     assert counts(store) == {"browser:global:": 2}
+
+
+async def test_a_blocked_call_whose_node_runs_again(signals: Signals) -> None:
+    """A call is given back and stays blocked, while a person is asked about another one."""
+    store, browser = MemoryStore(), Browser()
+    tools = [browser.tool, recording("pause", [], lambda: interrupt("Sure?"))]
+    limits: list[Any] = [ONE_OR_NONE, ToolCallLimit("browser", quotas=[Quota(9, per="global")])]
+    script = asking("browser", "pause")
+    scene = Scene(signals, script, limits, kind="graph", store=store, tools=tools)
+    with busy(signals):
+        await scene.play()
+    await scene.resume("yes")
+    assert BUSY in texts(scene.result)[0]
+    assert (browser.ran, scene.calls("blocked", "browser")) == (0, 1)
+    assert "browser:global:" not in counts(store)
 
 
 async def test_a_dry_run_lets_nobody_wait(signals: Signals) -> None:

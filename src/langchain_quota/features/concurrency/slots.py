@@ -16,7 +16,7 @@ from langchain_core.messages import ToolMessage
 
 from langchain_quota.core import messages
 from langchain_quota.core.decide import Verdict
-from langchain_quota.core.decision import Outcome, Refund
+from langchain_quota.core.decision import Outcome
 from langchain_quota.core.plans import LimitSet, Meter, OnStoreError, Rule, store_counter
 from langchain_quota.core.stops import make_reason
 from langchain_quota.features.concurrency.slot_leases import Lease
@@ -29,7 +29,7 @@ from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import answer, answer_of_blocked, newest_name
-from langchain_quota.middleware.state import Ledger, ledger, refunded_limits
+from langchain_quota.middleware.state import Charge, Ledger, ledger, refunded_limits
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.queues import WaitContext, Waiter, queues_of
@@ -65,6 +65,9 @@ class ConcurrencySlots(Feature):
         )
         # The verdicts of the first checks of the newest calls.
         self._checked: Callable[[Hashable], dict[str, Verdict]] = newest_dicts(10_000)
+        # The answers to the newest blocked calls. They hold if the node of a call runs again,
+        # because what the call was charged is refunded.
+        self._blocked: Callable[[Hashable], dict[str, ToolMessage]] = newest_dicts(10_000)
         # The store that leases slots; `None` if this process counts them. The calls of this
         # process queue here first, so that they keep their order and the store gets few requests.
         in_process = self.store is None or isinstance(self.store.store, MemoryStore)
@@ -88,7 +91,11 @@ class ConcurrencySlots(Feature):
         """Make a tool call when it has its slots; if its wait is over first, answer it instead."""
         if not self._limits.plan_for(Call("tool", request.tool_call["name"])).rules:
             return await call(request)
-        slots = _SlotRequest(mode, request, self._step(request), self._lease_store)
+        step = self._step(request)
+        blocked = self._blocked(step.context.step(step.task))
+        if blocked:
+            return blocked["answer"]
+        slots = _SlotRequest(mode, request, step, self._lease_store)
         try:
             answered = await self._acquire(mode, slots)
             return answered or await call(slots.tracked(mode, request))
@@ -142,27 +149,32 @@ class ConcurrencySlots(Feature):
         if verdict.outcome is not Outcome.BLOCKED:
             await self._kernel.record(mode, step, Change([verdict]))
             return None
-        refunds = () if slots.has_run else await self._refund(mode, step, call)
+        charge = None if slots.has_run else _charge_of(step, call)
+        refunds = () if charge is None else refunds_of(call, refunded_limits(charge))
+        change = Change([verdict], refunds=refunds)
         try:
             text = messages.refusal(verdict.decision, step.limits.by_name)
         except Exception as error:
-            await self._kernel.record(mode, step, Change([verdict], None, refunds, error))
+            await self._record_blocked(mode, step, change._replace(error=error), charge)
             raise
         message = (answer if slots.has_run else answer_of_blocked)(str(call.id), call.tool, text)
-        await self._kernel.record(mode, step, Change([verdict], {"messages": [message]}, refunds))
+        if not slots.has_run:
+            self._blocked(step.context.step(step.task))["answer"] = message
+        change = change._replace(update={"messages": [message]})
+        await self._record_blocked(mode, step, change, charge)
         return message
 
-    async def _refund(self, mode: Mode, step: Step, call: Call) -> Sequence[Refund]:
-        """Refund what a store was charged for a call that has never run."""
-        # The agent's state learns of the refund from the store's next answer. What the state alone
-        # counts is not refunded.
-        batch, call_id = step.ledger.get("batch"), str(call.id)
-        charge = None if batch is None else batch["calls"].get(call_id)
-        if charge is None or not charge["keys"]:
-            return ()
-        refunds = {call_id: charge["keys"]}
-        await self._kernel.refund(mode, step.ledger, step.context.step("waited"), refunds)
-        return refunds_of(call, refunded_limits(charge))
+    async def _record_blocked(
+        self, mode: Mode, step: Step, change: Change, charge: Charge | None
+    ) -> None:
+        """Record a blocked call, and refund what a store was charged for it."""
+        # If the run is cancelled meanwhile, both have happened.
+        try:
+            await self._kernel.record(mode, step, change)
+        finally:
+            if charge is not None:
+                refunds = {str(step.calls[0].id): charge["keys"]}
+                await self._kernel.refund(mode, step.ledger, step.context.step("waited"), refunds)
 
 
 class _SlotRequest:
@@ -311,6 +323,15 @@ class _SlotRequest:
                 await self._lease.end(mode)
         finally:
             self._queues.leave(self.waiter)
+
+
+def _charge_of(step: Step, call: Call) -> Charge | None:
+    """Return what a store was charged for a call."""
+    # The agent's state learns of the refund from the store's next answer. What the state alone
+    # counts is not refunded.
+    batch = step.ledger.get("batch")
+    charge = None if batch is None else batch["calls"].get(str(call.id))
+    return charge if charge and charge["keys"] else None
 
 
 def _name(run_ledger: Ledger, call: Call) -> str:
