@@ -66,9 +66,10 @@ def recovery(component: str) -> None:
 
 def nearly_full(store: object) -> bool:
     """Log that a store is nearly full; return False if it says how full it is, and has room."""
-    if not hasattr(store, "occupancy"):
+    occupancy = getattr(store, "occupancy", None)
+    if occupancy is None:
         return True
-    keys, droppable, max_keys = store.occupancy
+    keys, droppable, max_keys = occupancy
     is_full: bool = keys - droppable >= NEARLY_FULL * max_keys
     if is_full:
         logger.warning(
