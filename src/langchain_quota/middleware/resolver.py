@@ -33,10 +33,6 @@ _MOST_RUNS = 256
 """The number of runs and subjects for which limits are kept."""
 
 
-Subject = Callable[[Mode, State, CallContext, str], Awaitable[str]]
-"""Returns the subject of a root run, by mode, state, caller and prefix."""
-
-
 class LimitResolver:
     """Resolves limits for a state, a runtime and a time."""
 
@@ -61,8 +57,8 @@ class LimitResolver:
         """The kinds of calls whose limits follow from thread, run, names and the time alone."""
         self.fixed: dict[Kind | None, tuple[LimitSet, Places]] = {}
         """Limits whose maximum never changes, by kind of call."""
-        self.root_run_subject: Subject | None = None
-        """Names the root run, if a quota needs it."""
+        self.root_run_subject: Callable[..., Awaitable[str]] | None = None
+        """Names the root run, by mode, state, caller and prefix, if a quota needs it."""
         if store is None and len(self._numbers) == len(limits):
             self.fixed = {
                 kind: (LimitSet(self._numbers[limit.name] for limit in of_kind), {})
