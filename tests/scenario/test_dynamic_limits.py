@@ -51,23 +51,10 @@ functions = pytest.mark.parametrize(
 )
 
 
-def fewer(state: Any, _: Any) -> int:
-    """After the first answer of a tool no further call is allowed."""
-    return 9 if len(state["messages"]) < 3 else 1
-
-
-@pytest.mark.parametrize(
-    "limit",
-    [
-        ToolCallLimit("search", run_limit=fewer),
-        ToolCallLimit("search", quotas=[Quota(fewer, per="global")]),
-    ],
-    ids=["limit", "quota"],
-)
-async def test_a_number_that_follows_from_the_state(limit: Limit, signals: Signals) -> None:
+async def test_a_number_that_follows_from_the_state(signals: Signals) -> None:
     """It is computed for each call, and not once for a run."""
-    script = [["search"], ["search"], "done"]
-    scene = await Scene(signals, script, [limit], store=MemoryStore()).played()
+    limit = ToolCallLimit("search", run_limit=lambda state, _: 1 + (len(state["messages"]) < 3))
+    scene = await Scene(signals, [["search"], ["search"], "done"], [limit]).played()
     assert scene.ran == ["search"]
 
 

@@ -182,19 +182,6 @@ async def test_a_thread_that_ran_in_an_outage(signals: Signals) -> None:
     scene.check()
 
 
-async def test_a_reset_after_an_outage(signals: Signals) -> None:
-    """It resets what ran in the outage, too: no later call charges that again."""
-    store = FickleStore(MemoryStore())
-    limit = ToolCallLimit("search", thread_limit=99)
-    scene = scene_of(signals, asking("search"), limit, store=store, outage="allow")
-    store.down = True
-    await scene.play()
-    store.down = False
-    await scene.reset()
-    await scene.play()
-    assert counts(store) == {THREAD: 1}
-
-
 class BrokenStore(MemoryStore):
     """Raises what no store should, or leaves out what refuses the calls."""
 
