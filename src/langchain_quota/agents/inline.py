@@ -116,6 +116,7 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     feature_kinds = tuple(
         ToolReruns if kind is Reruns else kind for kind in QuotaMiddleware.feature_kinds
     )
+    checks_inline = True
     why_nobody_is_asked = "needs QuotaMiddleware: an interrupted run would call the model again"
 
     # LangChain makes no node for a hook that is its own base class's.
@@ -142,7 +143,3 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
             step.write(await self.kernel.check_tool_calls(mode, step, request.runtime, task=task))
         messages: list[BaseMessage] = [*step.new_messages, *map(RemoveMessage, step.overruled)]
         return WrittenResponse(ModelResponse(messages, step["structured_response"]), step.written)
-
-    def checking_nodes(self) -> tuple[str, ...]:
-        """Return the graph nodes in which calls are checked."""
-        return ("model",)

@@ -161,6 +161,8 @@ class QuotaMiddleware(
         RunHistograms,
     )
 
+    checks_inline: ClassVar[bool] = False
+    """Whether calls are checked in the model's own node."""
     why_nobody_is_asked: ClassVar[str] = ""
     """What an agent needs instead of this middleware, if no limit of it can ask."""
 
@@ -207,7 +209,7 @@ class QuotaMiddleware(
                 charge_all_models=charge_all_models,
             ),
             why_nobody_is_asked=self.why_nobody_is_asked,
-            checks_inline="model" in self.checking_nodes(),
+            checks_inline=self.checks_inline,
             counts_models="admitted" if any("model" in limit.kinds for limit in limits) else None,
         )
         self.remove_hooks(_unneeded(self.kernel, self.feature_kinds))

@@ -129,7 +129,9 @@ class ThreadMethods(SubjectMethods, LimitMiddleware[Any, ContextT, ResponseT]):
         """Return whether a task failed because a limit ended the run with an exception."""
         # A checkpoint keeps an exception's `repr`, which begins with the name of its class.
         error = task.error if isinstance(task.error, str) else repr(task.error)
-        checks_calls = any(_is(task.name, node) for node in self.checking_nodes())
+        hooks = f"{self.name}.before_model", f"{self.name}.after_model"
+        nodes = ("model",) if self.kernel.checks_inline else hooks
+        checks_calls = any(_is(task.name, node) for node in nodes)
         return checks_calls and error.startswith(_LIMIT_ERRORS)
 
 

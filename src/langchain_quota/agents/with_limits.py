@@ -155,5 +155,4 @@ def _with_quota(
         return present
     # A middleware that checks in the model's own node comes first; any other comes after those
     # whose hooks can jump.
-    inline = "model" in quota.checking_nodes()
-    return [quota, *present] if inline else [*present, quota]
+    return [quota, *present] if quota.checks_inline else [*present, quota]

@@ -123,7 +123,6 @@ class LimitMiddleware(ModelCallMiddleware[StateT, ContextT, ResponseT]):
 
     feature_kinds: ClassVar[Sequence[type[Feature]]] = ()
     """Kinds of features, in the order in which they are called."""
-    _parts: Sequence[str] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raise a `TypeError` if LangChain would ignore that an override ends the run."""
@@ -198,10 +197,6 @@ class LimitMiddleware(ModelCallMiddleware[StateT, ContextT, ResponseT]):
         if is_own(type(self)):
             package_class: Any = type(self)
             self.__class__ = _without_hooks(package_class, tuple(hooks))
-
-    def checking_nodes(self) -> tuple[str, ...]:
-        """Return the graph nodes in which calls are checked."""
-        return f"{self.name}.before_model", f"{self.name}.after_model"
 
 
 @cache
