@@ -1,4 +1,4 @@
-"""The texts that the model, the user and a person who is asked read at a limit.
+"""The texts that the model and the user read at a limit.
 
 The default texts of blocked calls and of final messages are those of LangChain's limiters:
 applications match on them.
@@ -74,22 +74,6 @@ def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:
         custom = _custom(breach.rule.limit, breach.decision)
         texts.append(custom if custom.strip() else reached(breach, is_last=is_last))
     return " ".join(dict.fromkeys(texts))
-
-
-def question(
-    breaches: Sequence[Breach], offered: Mapping[str, int], units: Mapping[str, Unit]
-) -> str:
-    """Return the question to a person whether a run may go on."""
-    grants = ", ".join(_grant(name, amount, units[name]) for name, amount in offered.items())
-    reasons = " ".join(f"{reached(breach).rstrip('.')}." for breach in breaches)
-    return f"{reasons} Approve to allow {grants}. Reject to end the run."
-
-
-def _grant(name: str, amount: int, unit: Unit) -> str:
-    if unit in PER_BASE_UNIT:
-        return f"{format_amount(amount, unit)} more for {name!r}"
-    noun = unit.removesuffix("s") if amount == 1 else unit
-    return f"{amount:,} more {noun} for {name!r}"
 
 
 def reached(breach: Breach, *, is_last: bool = False) -> str:

@@ -288,16 +288,25 @@ def _highest_by_count(offers: Sequence[_Offer], amounts: Mapping[str, int]) -> l
 
 def _payload(step: Step, offers: Sequence[_Offer], problem: str) -> "HITLRequest":
     """Return the question, with the problem of an earlier answer, if any."""
-    offered = _amounts(offers)
-    units = {offer.limit.name: offer.limit.unit for offer in offers}
-    args = {name: _in_unit(amount, units[name]) for name, amount in offered.items()}
+    offered = {offer.limit.name: offer for offer in offers}
+    args = {name: _in_unit(offer.amount, offer.limit.unit) for name, offer in offered.items()}
+    grants = ", ".join(map(_shown, offered.values()))
     _, breaches = step.decide()
     asking = [breach for breach in breaches if breach.rule.limit.name in offered]
-    text = problem + messages.question(asking, offered, units)
+    reasons = " ".join(f"{messages.reached(breach).rstrip('.')}." for breach in asking)
+    text = f"{problem}{reasons} Approve to allow {grants}. Reject to end the run."
     return {
         "action_requests": [{"name": ACTION, "args": args, "description": text}],
         "review_configs": [{"action_name": ACTION, "allowed_decisions": ["approve", "reject"]}],
     }
+
+
+def _shown(offer: _Offer) -> str:
+    name, unit, amount = offer.limit.name, offer.limit.unit, offer.amount
+    if unit in PER_BASE_UNIT:
+        return f"{format_amount(amount, unit)} more for {name!r}"
+    noun = unit.removesuffix("s") if amount == 1 else unit
+    return f"{amount:,} more {noun} for {name!r}"
 
 
 def _answer_schema(offers: Sequence[_Offer]) -> dict[str, object]:
