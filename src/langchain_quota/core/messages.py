@@ -13,7 +13,7 @@ from langchain_quota.core.plans import Meter
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY
 from langchain_quota.limits.calls import RepeatLimit
-from langchain_quota.runtime.units import PER_BASE_UNIT, Unit, as_dollars, as_time, format_amount
+from langchain_quota.runtime.units import PER_BASE_UNIT, Unit, as_dollars, format_amount
 
 SKIPPED = (
     "Execution stopped before this tool call could run because another tool call in the same batch "
@@ -55,15 +55,6 @@ def refusal(decision: Decision, limits: Mapping[str, Limit]) -> str:
     if resets_at is not None and any(limits[status.limit].message is None for status in refusing):
         texts.append(f"It resets at {_when(resets_at)}.")
     return " ".join(dict.fromkeys(texts))
-
-
-def took_too_long(tool: str, maximum: int, *, runs_on: bool) -> str:
-    """Return the answer of a call that took longer than `maximum` milliseconds, for the model."""
-    what = "and is no longer waited for. It may still run" if runs_on else "and was stopped"
-    return (
-        f"The call of '{tool}' took longer than {as_time(maximum)}, {what}. It may have done its "
-        "work, or a part of it. Look at what it did, try a smaller step, or go on without it."
-    )
 
 
 def final(breaches: Sequence[Breach], *, is_last: bool = False) -> str:

@@ -9,7 +9,6 @@ from threading import Thread
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota.core import messages
 from langchain_quota.core.stops import make_reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import TimeLimit
@@ -19,6 +18,7 @@ from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import answer
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, run_sync
+from langchain_quota.runtime.units import as_time
 from langchain_quota.telemetry import names
 
 
@@ -99,7 +99,12 @@ class CallTimes(Feature):
         outcome = "left_running" if runs_on else "cancelled"
         self._count(limit, outcome)
         tool_call = request.tool_call
-        text = messages.took_too_long(tool_call["name"], milliseconds, runs_on=runs_on)
+        what = "and is no longer waited for. It may still run" if runs_on else "and was stopped"
+        text = (
+            f"The call of '{tool_call['name']}' took longer than {as_time(milliseconds)}, {what}. "
+            "It may have done its work, or a part of it. Look at what it did, try a smaller step, "
+            "or go on without it."
+        )
         reason = make_reason(
             outcome, limit.name, "call", threshold=milliseconds, unit="milliseconds"
         )
