@@ -30,7 +30,7 @@ from langchain_quota.middleware.resolver import prefix_now
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.store_errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import Mode, newest_dicts
+from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores.keys import CountKey
 
 _METADATA = "__langchain_quota_root_run"
@@ -166,8 +166,6 @@ class StoreSequence:
         self._store, self._is_needed = store, is_needed
         # The prefix of the keys; `None` for that of the running node.
         self._prefix = prefix
-        # The newest root runs that this process knows, by the keys of their threads.
-        self._known = newest_dicts(10_000)
 
     def _key(self, kind: str, subject: str) -> str:
         prefix = self._prefix
@@ -180,18 +178,10 @@ class StoreSequence:
         thread = thread_of(run, caller)
         if thread is None:
             return None
-        newest, known = None, self._known(self._key("", str(thread)))
-        if run.resumes:
-            newest = known.get("newest")
-            try:
-                newest = await self.newest(mode, thread) or newest
-            except QuotaStoreError:
-                if newest is None:
-                    raise
+        newest = await self.newest(mode, thread) if run.resumes else None
         if newest is None:
             number = await self.add(mode, "", str(thread), run.key)
             newest = None if number is None else f"{thread}@{number}"
-        known["newest"] = newest
         return newest
 
     async def newest(self, mode: Mode, thread: object) -> str | None:
@@ -203,6 +193,9 @@ class StoreSequence:
         """Return a number, or `None` if the store has none."""
         key = self._key(kind, subject)
         counts = await self._store.peek(mode, [key])
+        if counts is None:
+            # The reply may be lost.
+            counts = await self._store.peek(mode, [key])
         if counts is None and self._is_needed:
             raise QuotaStoreError(
                 "the store could not be asked about the run: resume it again when the store answers"
