@@ -118,8 +118,7 @@ class UnsureStore(MemoryStore):
     down, lost = False, 0
     """Whether it is down, and which of the replies that follow is lost."""
 
-    happens: Any = Mock(side_effect=QuotaStoreError("no reply"))
-    """What happens in place of such a reply."""
+    happens: Any = Mock(side_effect=QuotaStoreError("no reply"))  # in place of such a reply
 
     async def _reply(self, reply: Any) -> Any:
         self.lost -= 1
