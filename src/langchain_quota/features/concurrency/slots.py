@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import ParamSpec, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any, ParamSpec, TypeVar
 
 from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import ToolMessage
@@ -40,9 +39,6 @@ from langchain_quota.telemetry import names
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_started: WeakValueDictionary[int, object] = WeakValueDictionary()
-"""The runtimes of the calls that have run, by their `id`, as long as they are in use."""
-
 
 class ConcurrencySlots(Feature):
     """Limits how many tool calls run at the same time, in this process or by a store's count."""
@@ -65,9 +61,10 @@ class ConcurrencySlots(Feature):
         )
         # The verdicts of the first checks of the newest calls.
         self._checked: Callable[[Hashable], dict[str, Verdict]] = newest_dicts(10_000)
-        # The answers to the newest blocked calls. They hold if the node of a call runs again,
-        # because what the call was charged is refunded.
-        self._blocked: Callable[[Hashable], dict[str, ToolMessage]] = newest_dicts(10_000)
+        # Of the newest calls, the answer to one that was blocked, and whether one has run: a
+        # middleware around this one may make a call again, or its node runs again. What was charged
+        # to the blocked one is refunded, so its answer holds.
+        self._notes: Callable[[Hashable], dict[str, Any]] = newest_dicts(10_000)
         # The store that leases slots; `None` if this process counts them. The calls of this
         # process queue here first, so that they keep their order and the store gets few requests.
         in_process = self.store is None or isinstance(self.store.store, MemoryStore)
@@ -92,10 +89,11 @@ class ConcurrencySlots(Feature):
         if not self._limits.plan_for(Call("tool", request.tool_call["name"])).rules:
             return await call(request)
         step = self._step(request)
-        blocked = self._blocked(step.context.step(step.task))
-        if blocked:
-            return blocked["answer"]
-        slots = _SlotRequest(mode, request, step, self._lease_store)
+        notes = self._notes(step.context.step(step.task))
+        if "answer" in notes:
+            blocked: ToolMessage = notes["answer"]
+            return blocked
+        slots = _SlotRequest(mode, step, self._lease_store, notes)
         try:
             answered = await self._acquire(mode, slots)
             return answered or await call(slots.tracked(mode, request))
@@ -149,7 +147,8 @@ class ConcurrencySlots(Feature):
         if verdict.outcome is not Outcome.BLOCKED:
             await self._kernel.record(mode, step, Change([verdict]))
             return None
-        charge = None if slots.has_run else _charge_of(step, call)
+        has_run = "ran" in slots.notes
+        charge = None if has_run else _charge_of(step, call)
         refunds = () if charge is None else refunds_of(call, refunded_limits(charge))
         change = Change([verdict], refunds=refunds)
         try:
@@ -157,9 +156,9 @@ class ConcurrencySlots(Feature):
         except Exception as error:
             await self._record_blocked(mode, step, change._replace(error=error), charge)
             raise
-        message = (answer if slots.has_run else answer_of_blocked)(str(call.id), call.tool, text)
-        if not slots.has_run:
-            self._blocked(step.context.step(step.task))["answer"] = message
+        message = (answer if has_run else answer_of_blocked)(str(call.id), call.tool, text)
+        if not has_run:
+            slots.notes["answer"] = message
         change = change._replace(update={"messages": [message]})
         await self._record_blocked(mode, step, change, charge)
         return message
@@ -181,14 +180,12 @@ class _SlotRequest:
     """The slots of one call, until its task and the threads of its tool have ended."""
 
     def __init__(
-        self, mode: Mode, request: ToolCallRequest, step: Step, store: StoreClient | None
+        self, mode: Mode, step: Step, store: StoreClient | None, notes: dict[str, Any]
     ) -> None:
         self.step, (self.call,), (self._plan,) = step, step.calls, step.plans
         matching = _concurrency_limits([rule.limit for rule in self._plan.rules])
         self.limits = {limit.name: limit for limit in matching}
-        # The runtime is the same if a middleware around this one makes the call again.
-        self._runtime = request.runtime
-        self.has_run = _started.get(id(self._runtime)) is self._runtime
+        self.notes = notes
         self._store, self._queues = store, queues_of(store and store.store)
         self.waiter = Waiter(mode)
         enforced = (limit.name for limit in matching if limit.enforce)
@@ -284,7 +281,7 @@ class _SlotRequest:
 
     def tracked(self, mode: Mode, request: ToolCallRequest) -> ToolCallRequest:
         """Return the request for the tool; a tool in a thread keeps the slots until it ends."""
-        _started[id(self._runtime)] = self._runtime
+        self.notes["ran"] = True
         # In sync mode, too, a call that takes too long may be left running.
         if request.tool is None or not compat.runs_in_thread(request.tool, mode):
             return request
