@@ -45,7 +45,7 @@ from langchain_quota import (
 from langchain_quota.core.decision import Outcome
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, ModelUsage
-from langchain_quota.middleware.state import QuotaState, ToolCallLimitState
+from langchain_quota.middleware.state import QuotaState
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 
 
@@ -92,7 +92,6 @@ def path(call: ToolCall) -> str | None:
 
 
 RepeatLimit(run_limit=3, key=path, tools="read_file", near=0.5, enforce=False, alert=False)
-RepeatLimit(3, exit_behavior="end", message=lambda decision: str(decision.call.tool))
 
 
 # Quotas.
@@ -154,17 +153,9 @@ create_agent(model, middleware=[both], context_schema=Caller, response_format=Re
 
 # Not these.
 QuotaMiddleware(one)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-QuotaMiddleware(limits, on_store_error="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 inline.reset(agent)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
-ModelCallLimit(run_limit=10, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-RepeatLimit(3, thread_limit=9)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 ToolCallLimit("search", 3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-ToolCallLimit("search", run_limit=3, exit_behavior="ask", grant="5")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-ToolCallLimit("search", run_limit=3, exit_behavior="finalize")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimit("search", run_limit=lambda state: 3)  # type: ignore[arg-type,misc]  # pyright: ignore[reportArgumentType]
-Quota(None, per="thread")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-Quota(5)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-Quota(5, per="thread", window="day", tz=1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 one.run_limit = 4  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 create_agent(model, middleware=[QuotaMiddleware[Caller](limits)], context_schema=Reply)  # type: ignore[misc]  # pyright: ignore[reportCallIssue,reportArgumentType]
 
@@ -195,11 +186,7 @@ typed_tools = ToolCallLimitMiddleware[Any, Caller](run_limit=3)
 create_agent(model, middleware=[typed_tools], context_schema=Caller)
 
 # Not these.
-ToolCallLimitMiddleware(run_limit="3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-ToolCallLimitMiddleware(run_limit=3, exit_behavior="stop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ToolCallLimitMiddleware(run_limit=3, message=lambda: "no")  # type: ignore[arg-type,misc]  # pyright: ignore[reportArgumentType]
-ModelCallLimitMiddleware(run_limit=3, exit_behavior="continue")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-ModelCallLimitMiddleware(tool_name="search", run_limit=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
 
 # Graphs of one's own, and deep agents.
@@ -213,7 +200,6 @@ limited = graph_quota.model(model, [search])
 assert_type(limited, BaseChatModel)
 assert_type(graph_quota.tools([search], handle_tool_errors=True), ToolNode)
 create_react_agent(limited, graph_quota.tools([search]))
-costs: list[Limit] = [CostLimit(run_limit="0.50")]
 
 
 def create(
@@ -231,9 +217,6 @@ assert_type(with_them("scripted", name="boss"), list[str])
 with_them("scripted", middleware=[held], subagents=[{"name": "finder"}])
 
 # Not these.
-graph_quota.model(search)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-GraphQuota(costs, store="redis://")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-GraphQuota(["search"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 with_them("scripted", sub_agents=[])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
 
@@ -269,32 +252,12 @@ class ShopQuota(QuotaMiddleware[Caller, Any]):
         return await super().awrap_model_call(request, handler)
 
 
-class SearchLimit(ToolCallLimitMiddleware[Any, Caller]):
-    """A drop-in with a name of its own, its hook written as for LangChain's."""
-
-    def __init__(self) -> None:
-        super().__init__(tool_name="search", run_limit=3)
-
-    @hook_config(can_jump_to=["end"])
-    def after_model(
-        self, state: ToolCallLimitState[Any], runtime: Runtime[Caller]
-    ) -> dict[str, Any] | None:
-        assert_type(state.get("thread_tool_call_count"), dict[str, int] | None)
-        return super().after_model(state, runtime)
-
-
 shop = ShopQuota(10)
-create_agent(model, middleware=[shop, SearchLimit()], context_schema=Caller)
+create_agent(model, middleware=[shop], context_schema=Caller)
 create_agent(model, middleware=[shop])  # the context is inferred
 
 
 # Not these.
-class WrongHook(QuotaMiddleware[Caller]):
-    @hook_config(can_jump_to=["end"])
-    def before_model(self, state: QuotaState[Any]) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Takes no runtime."""
-
-
 ShopQuota([ModelCallLimit(run_limit=3)])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 QuotaMiddleware[int]([ModelCallLimit(run_limit=3)])  # type: ignore[type-var]  # pyright: ignore[reportInvalidTypeArguments]
 
@@ -331,11 +294,8 @@ QuotaMiddleware(ten_calls, on_decision=either)
 QuotaMiddleware(ten_calls, on_decision=[sync, awaited, seen.append])
 
 # Not these.
-QuotaMiddleware(ten_calls, on_decision=str.upper)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 QuotaMiddleware(ten_calls, on_decision=[sync, "log"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 seen[0].outcome = Outcome.ALLOWED  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
-seen[0].call.tool.upper()  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
-Call("agent")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Decision(Call("model"), "allowed")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
@@ -378,11 +338,6 @@ budgeted.reset("cost", tenant="acme")
 budgeted.reset(reader, config)
 
 # Not these.
-ScriptedChatModel(["Hello."])  # type: ignore[call-arg,arg-type]  # pyright: ignore[reportCallIssue]
-scripted.calls = ()  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
-usage(config)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-budgeted.left("cost", tenant=1.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-budgeted.grant("cost", tenant="acme")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 budgeted.reset(reader, "7")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 budgeted.reset(budgeted, config)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 used.tools["search"] = 0  # type: ignore[index]  # pyright: ignore[reportIndexIssue]

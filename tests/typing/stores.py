@@ -10,7 +10,6 @@ import redis
 import redis.asyncio
 from opentelemetry.sdk.metrics.export import ConsoleMetricExporter
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import get_tracer_provider
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
@@ -25,7 +24,6 @@ from langchain_quota import (
     RedisStore,
     Telemetry,
     export_metrics,
-    hmac_label,
     metrics_app,
     quota_app,
     start_metrics_server,
@@ -87,15 +85,9 @@ if revoked := memory.revoke("search:thread:7", "4711"):
 
 # Not these.
 QuotaMiddleware(limits, store=SyncOnly())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-QuotaMiddleware(limits, store="redis://127.0.0.1/0")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-MemoryStore(idle_ttl=3600)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-RedisStore("redis://127.0.0.1/0", timeout="1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-PostgresStore()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-RedisStore(6379)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 Telemetry(registry=CollectorRegistry(), tracer_provider=TracerProvider(), near=0.9)
-Telemetry(tracer_provider=get_tracer_provider(), spans="off", thread_label=str)
 
 app = Starlette(routes=[Route("/metrics", metrics_app())])
 app.add_route("/metrics", metrics_app())
@@ -113,11 +105,4 @@ export_metrics(ConsoleMetricExporter(), timedelta(minutes=1), CollectorRegistry(
 
 # Not these. A thread id can be of any type, so a label is made from any object.
 Telemetry(thread_label=str.upper)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-Telemetry(spans="none")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-Telemetry(thread_ttl=600)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-Telemetry(CollectorRegistry())  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-hmac_label(7)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-start_metrics_server("9464")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-start_metrics_server(9464, "127.0.0.1", "cert.pem")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 app.add_middleware(QuotaHeadersMiddleware, quota=quota)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-metrics_app("/metrics")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
