@@ -145,10 +145,20 @@ async def test_abandoned_review(place: int, charged: int, refunded: int, signals
     scene.check_requests()
 
 
+EDITS_APART = pytest.mark.skipif(
+    "hitl_edited_tool_calls" not in HumanInTheLoopMiddleware.state_schema.__annotations__,
+    reason="this LangChain writes edits into the message",
+)
+
+
 @pytest.mark.filterwarnings("ignore:HumanInTheLoop")
 @pytest.mark.parametrize(
     ("asked", "limited", "place"),
-    [("search", "calc", 1), ("calc", "search", 1), ("calc", "calc", 2)],
+    [
+        ("search", "calc", 1),
+        pytest.param("calc", "search", 1, marks=EDITS_APART),
+        ("calc", "calc", 2),
+    ],
 )
 async def test_a_tool_that_raised(asked: str, limited: str, place: int, signals: Signals) -> None:
     """Its call stays charged beside a limiter of others, or of it before or after an edit."""
