@@ -581,14 +581,15 @@ def frozen_by(store: Any, asked: Freeze, now: float) -> bool:
 
 
 def _held_twice() -> list[Step]:
-    """A request holds again when its answer is forgotten; then only that is undone."""
+    """A request holds again when its answer is forgotten; then it is undone alone, or reset."""
     key = KEYS[2]
     held = CountRef(key, expires_at=WINDOWS[key], lease=10_000)
     first = AcquireRequest("i", "x", {"a": held}, (Demand({"a": 5}),))
     undo = AcquireRequest("", "", corrections=(Correction("s", attempt_id="y"),))
     settle = AcquireRequest("", "", corrections=(Correction("t", {key: 1}, settles="i"),))
     again = first._replace(attempt_id="y")
-    return [first, REMEMBERED, again, undo, again, settle]
+    charge = AcquireRequest("c", "z", {"a": held._replace(lease=None)}, (Demand({"a": 2}),))
+    return [first, REMEMBERED, again, undo, again, [key], charge, settle]
 
 
 def _held_longest() -> list[Step]:

@@ -282,7 +282,6 @@ def either(decision: Decision) -> Awaitable[None] | None:
 
 
 # One observer, and several.
-QuotaMiddleware(ten_calls, on_decision=sync)
 QuotaMiddleware(ten_calls, on_decision=either)
 QuotaMiddleware(ten_calls, on_decision=[sync, awaited, seen.append])
 
