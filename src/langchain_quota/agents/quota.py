@@ -213,8 +213,8 @@ class QuotaMiddleware(
             counts_models="admitted" if any("model" in limit.kinds for limit in limits) else None,
         )
         self.remove_hooks(_unneeded(self.kernel, self.feature_kinds))
-        counts_models = any("model" in limit.kinds and limit.unit == "calls" for limit in limits)
-        if is_own(type(self)) and not counts_models:
+        needs_key = any("model" in limit.kinds and limit.unit == "calls" for limit in limits)
+        if is_own(type(self)) and not needs_key:
             # LangGraph copies the channel of each key at each step.
             schema: Any = ToolQuotaState
             self.state_schema = schema

@@ -125,8 +125,8 @@ class MisspelledTools(Feature):
 
     def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
         """Compare the names with those of the first agent's tools."""
-        offered = {tool.name for tool in _running_tools()}
-        if not (offered and self._tools):
+        offered = {tool.name for tool in _tools_of(_tool_nodes())} if self._tools else set[str]()
+        if not offered:
             return
         # A tool that a limit names is meant by that name only: agents share their limits.
         meant = {
@@ -149,9 +149,13 @@ def _running_nodes() -> Mapping[str, object]:
     return compat.nodes(running_config().get("configurable"))
 
 
-def _running_tools() -> list[BaseTool]:
-    """Return the tools that the nodes of the running graph run."""
-    nodes = (node for node in _running_nodes().values() if isinstance(node, ToolNode))
+def _tool_nodes() -> list[ToolNode]:
+    """Return the nodes of tools of the running graph."""
+    return [node for node in _running_nodes().values() if isinstance(node, ToolNode)]
+
+
+def _tools_of(nodes: Iterable[ToolNode]) -> list[BaseTool]:
+    """Return the tools of nodes."""
     return [tool for node in nodes for tool in node.tools_by_name.values()]
 
 
@@ -175,9 +179,17 @@ class DeepAgents(Feature):
         installed = any(name in sys.modules or find_spec(name) for name in _PACKAGES)
         return cls(kernel) if installed else None
 
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
+        # Looking at many tools for many limits takes milliseconds, which is once for an agent.
+        self._checked: WeakSet[ToolNode] = WeakSet()
+
     def begin_run(self, state: State, feature_data: FeatureData) -> None:  # noqa: ARG002 - not of interest
         """Refuse to run an agent whose code can call a limited tool; warn of the rest once."""
-        tools = _running_tools()
+        nodes = _tool_nodes()
+        if self._checked.issuperset(nodes):
+            return
+        tools = _tools_of(nodes)
         for start in _starters(tools):
             if start in _checked:
                 continue
@@ -193,6 +205,7 @@ class DeepAgents(Feature):
         for limit in self._kernel.limits:
             if limit.enforce:
                 _check_interpreters(limit, tools)
+        self._checked.update(nodes)
 
 
 _checked: WeakSet[FunctionType] = WeakSet()

@@ -244,7 +244,7 @@ def _add_limit(
 ) -> None:
     """Add what is used of the limit that leads a verdict, and what it refuses to whom."""
     limit, amount, refused_at = verdict.plan.rules[index].limit, verdict.amounts[index], None
-    if verdict.refused and limit.name in verdict.refused:
+    if limit.name in verdict.refused:
         refused_at = verdict.decision.limits[index].refusal_scope
         attributes[SCOPE] = refused_at or NONE
         subject = subjects.get((limit.name, verdict.refused[limit.name]))
