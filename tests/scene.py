@@ -357,11 +357,11 @@ class Scene:
         if self.kind in ("graph", "react"):
             thread = self._stored(f"{limit.counter}:thread:{self.thread_id}")
             return sum(thread), max(self._stored(f"{limit.counter}:run:*"), default=0)
-        state = self.state()
+        run = (state := self.state())["langchain_quota"]["counts"]
         if limit.kind == "model":
-            return state["thread_model_call_count"], state["langchain_quota"]["counts"]["run_model"]
+            return state.get("thread_model_call_count", 0), run["run_model"]
         thread = state.get("thread_tool_call_count", {}).get(limit.counter, 0)
-        return thread, state["langchain_quota"]["counts"]["run_tools"].get(limit.counter, 0)
+        return thread, run["run_tools"].get(limit.counter, 0)
 
     def _stored(self, pattern: str) -> list[int]:
         return [each.used for each in self.quota.store.usages(pattern)]

@@ -193,7 +193,7 @@ def before_call(scene: Scene, calls: int) -> Any:
         each.config
         for each in scene.agent.get_state_history(scene.config)
         if sum(isinstance(one, AIMessage) for one in each.values.get("messages", ())) == calls
-        and each.values["langchain_quota"].get("run")
+        and each.values.get("langchain_quota", {}).get("run")
     )
     return found
 

@@ -3,13 +3,14 @@
 The annotations here are resolved by LangGraph at run time, in this module.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, NotRequired
 
 from langchain.agents.middleware.types import AgentState, PrivateStateAttr, ResponseT
+from langgraph.channels import LastValue
 from langgraph.channels.untracked_value import UntrackedValue
 
 # That of `typing` has no JSON Schema before Python 3.12.
@@ -115,7 +116,7 @@ class Ledger(TypedDict, total=False):
 
 
 def merge_ledgers(old: Ledger, new: Ledger) -> Ledger:
-    """Return the old ledger with the new keys, merged within counts and features (reducer)."""
+    """Return the old ledger with the new keys, merged within counts and features."""
     merged: Ledger = {**old, **new}
     if "counts" in new:
         merged["counts"] = {**old.get("counts", {}), **new["counts"]}
@@ -128,9 +129,26 @@ def merge_ledgers(old: Ledger, new: Ledger) -> Ledger:
     return merged
 
 
-def latest(_old: int, new: int) -> int:
-    """Return the new count: several middlewares write the same in one superstep (reducer)."""
-    return new
+# A reducer would do the same as these two channels. But LangGraph copies each channel after each
+# node that has a conditional edge, and looks at the type of a reducer's value at each copy.
+class LedgerChannel(LastValue[Ledger]):
+    """The ledger, which merges what the nodes of a superstep write."""
+
+    def update(self, values: Sequence[Ledger]) -> bool:
+        """Merge these values; return whether there is one."""
+        for value in values:
+            self.value = merge_ledgers(self.value, value) if self.is_available() else value
+        return bool(values)
+
+
+class LatestCount(LastValue[int]):
+    """A count, of which several middlewares write the same in one superstep."""
+
+    def update(self, values: Sequence[int]) -> bool:
+        """Keep the last of these counts; return whether there is one."""
+        for value in values:
+            self.value = value
+        return bool(values)
 
 
 class ToolCallLimitState(AgentState[ResponseT]):
@@ -152,7 +170,7 @@ class ToolCallLimitState(AgentState[ResponseT]):
 
     thread_tool_call_count: NotRequired[Annotated[dict[str, int], PrivateStateAttr]]
     run_tool_call_count: NotRequired[Annotated[dict[str, int], UntrackedValue, PrivateStateAttr]]
-    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, merge_ledgers]]
+    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, LedgerChannel]]
 
 
 class ModelCallLimitState(AgentState[ResponseT]):
@@ -172,16 +190,16 @@ class ModelCallLimitState(AgentState[ResponseT]):
         0
     """
 
-    thread_model_call_count: NotRequired[Annotated[int, PrivateStateAttr, latest]]
+    thread_model_call_count: NotRequired[Annotated[int, PrivateStateAttr, LatestCount]]
     run_model_call_count: NotRequired[Annotated[int, UntrackedValue, PrivateStateAttr]]
-    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, merge_ledgers]]
+    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, LedgerChannel]]
 
 
 class ToolQuotaState(AgentState[ResponseT]):
     """A `QuotaState` without a count of model calls, for agents in which no limit counts them."""
 
     thread_tool_call_count: NotRequired[Annotated[dict[str, int], PrivateStateAttr]]
-    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, merge_ledgers]]
+    langchain_quota: NotRequired[Annotated[Ledger, PrivateStateAttr, LedgerChannel]]
 
 
 class QuotaState(ToolQuotaState[ResponseT]):
@@ -204,7 +222,7 @@ class QuotaState(ToolQuotaState[ResponseT]):
         >>> limit = ToolCallLimit("search", run_limit=searches)
     """
 
-    thread_model_call_count: NotRequired[Annotated[int, PrivateStateAttr, latest]]
+    thread_model_call_count: NotRequired[Annotated[int, PrivateStateAttr, LatestCount]]
 
 
 NEW_RUN: Ledger = {
