@@ -61,7 +61,8 @@ def measure(size: Size) -> Result:
         "Milliseconds. The first number is the median of answers that are computed anew, which the "
         "page's is at most once a second, and for a tenth of the time. *loop late* is how late a "
         f"timer of {_TICK * 1_000:.0f} ms on the event loop is meanwhile, as the median. 500 "
-        "threads are exported. One in ten is near a limit, and one in fifty has nothing left."
+        "threads are exported. One in ten is near a limit, and one in fifty has nothing left. "
+        "The longest scrape is the first: later ones rate only threads that have had a call since."
     )
     what = f"scrape with {size.tracked[-1]:,} tracked threads, to one with {size.tracked[0]:,}"
     ratio = Ratio(what, 3, divided(scrapes[-2], scrapes[0]))

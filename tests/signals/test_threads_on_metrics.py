@@ -13,10 +13,11 @@ from langchain_quota import (
     QuotaWarning,
     TokenLimit,
     ToolCallLimit,
+    ToolCallLimitExceededError,
     hmac_label,
 )
 from langchain_quota.limits import Limit
-from tests.scene import Scene, searching, waiting_tool
+from tests.scene import Scene, searching, tool_limiter, waiting_tool
 from tests.stores import Clock, FickleStore
 from tests.telemetry import Signals, paid, telling
 
@@ -153,7 +154,7 @@ async def test_the_highest_share_is_shown(window: Any, signals: Signals, clock: 
     assert states(signals) == {"near": 1}
     clock.now += 3600
     assert (of_limit(signals, USED), of_limit(signals, LIMIT)) == ({"t1": 4}, {"t1": 10})
-    assert of_limit(signals, TIMES, event="reset") == {}
+    assert (of_limit(signals, TIMES, event="reset"), states(signals)) == ({}, {"ok": 1})
     await agent.search("t1", 4)
     assert (of_limit(signals, USED), of_limit(signals, LIMIT)) == ({"t1": 8}, {"t1": 10})
 
@@ -273,6 +274,18 @@ async def test_a_refund(signals: Signals) -> None:
     assert of_limit(signals, USED) == {"t1": 1, "t2": 0}
     gone.set()
     await running
+
+
+async def test_a_refund_in_the_next_run(signals: Signals) -> None:
+    """What was charged for a call that an error stopped is then shown as not used."""
+    stops = tool_limiter(signals, run_limit=0, exit_behavior="error", limit_name="stops")
+    limiters = [stops, tool_limiter(signals, "search", thread_limit=1)]
+    scene = Scene(signals, [["search"], "done"], limiters, name="boss")
+    with pytest.raises(ToolCallLimitExceededError):
+        await scene.play()
+    assert states(signals) == {"exhausted": 1}
+    await scene.play()
+    assert states(signals) == {"ok": 1}
 
 
 async def test_no_more_are_remembered_than_fit(

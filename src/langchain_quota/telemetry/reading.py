@@ -4,8 +4,11 @@ import hashlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
 from heapq import nlargest
 from itertools import islice
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 
@@ -14,10 +17,19 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from langchain_quota.limits.call import THREAD
+from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import Level, in_base_unit, level
 from langchain_quota.telemetry import names, workers
 from langchain_quota.telemetry.labels import limit_label
-from langchain_quota.telemetry.workers import Key, Number, Subject, Use, in_slices, merge_two
+from langchain_quota.telemetry.workers import (
+    Key,
+    Number,
+    Series,
+    Subject,
+    Use,
+    in_slices,
+    merge_two,
+)
 
 STAYS = 15 * 60
 """For how many seconds a series is exported at least, while its subject is in the table."""
@@ -30,11 +42,8 @@ _HOUR = 3600
 KINDS = ("threads", "subjects")
 """The kinds of rows: of threads, and of the subjects of quotas."""
 
-Series = tuple[str, str, str, Level]
-"""The label of an agent, a limit, a scope and a level."""
-
-_Rated = tuple[tuple[int, float, float], Subject, list[Series]]
-"""The sort key of a subject for the export, the subject, and the levels that it has reached."""
+_Rated = tuple[tuple[int, float, float], Subject]
+"""The sort key of a subject for the export, and the subject."""
 
 _BLOCKED = 2
 """The urgency of a subject that is blocked now; the near ones have 1, and the others 0."""
@@ -55,10 +64,12 @@ class Reading:
         self,
         snapshots: Sequence[workers.Snapshot],
         on_error: workers.OnError,
+        lock: AbstractContextManager[object],
         *,
         is_scrape: bool = False,
     ) -> None:
         self.now = now = time.time()
+        self._lock, self._standings = lock, Counter[Sequence[Series]]()
         self.processes = len(snapshots)
         self.started = min((snapshot.started for snapshot in snapshots), default=now)
         """When the first process began."""
@@ -121,11 +132,13 @@ class Reading:
             top = self._choose(rated, len(subjects), bound, stays=stays)
             self.hidden[KINDS[subjects is not threads]] += len(subjects) - len(top)
             self._named += subjects if bound else ()
-            for _, subject, reached in top:
-                self.exported.update(reached)
+            for _, subject in top:
+                self.exported.update(subject.reached)
                 key = (*subject.key[:2], subject.label)
                 first = rows.get(key)
                 rows[key] = subject if first is None else merge_two(first, subject, by_time=False)
+        for reached, count in self._standings.items():
+            self.tracked.update(dict.fromkeys(reached, count))
         return [*rows.values()]
 
     def search(self, text: str) -> Sequence[Subject]:
@@ -163,35 +176,26 @@ class Reading:
 
     def _rate(self, subject: Subject) -> _Rated:
         """Count and rate a subject: those blocked now come first, then near ones by share."""
-        agent, scope, name = subject.key
-        is_thread, last = scope == THREAD, subject.last
-        reached: list[Series] = []
-        highest, refused, worst = 0.0, 0.0, Level.OK
-        # Copy, because a concurrent decision may add a limit.
-        for limit, use in list(subject.uses.items()):
-            numbers, use_level = rate(use, self.now, is_thread=is_thread)
-            if use_level is not None:
-                reached.append((agent, limit, scope, use_level))
-                used, maximum, _, _ = numbers[0]
-                # It fails here if a limit is too large for a metric, not where it is rendered.
-                highest = max(highest, used / float(maximum))
-                if worst is not Level.EXHAUSTED and use_level is not Level.OK:
-                    worst = use_level
-            refused = max(refused, use.refused or 0.0)
-        for series in reached:
-            self.tracked[series] += 1
+        if not subject.rated <= self.now < subject.rated_until:
+            # Under the lock, no decision is about to change what is read here.
+            with self._lock:
+                _rate_uses(subject, self.now)
+        self._standings[subject.reached] += 1
+        worst, last = subject.worst, subject.last
+        is_blocked = self.now - subject.refused < workers.BLOCKED_NOW
+        if worst is Level.OK and not is_blocked:
+            return (0, last, last), subject
+        _, scope, name = subject.key
+        states = self.states[KINDS[scope != THREAD]]
         # Strings, for many new tuples would have the garbage collector stop all threads.
-        if not is_thread:
+        if scope != THREAD:
             name = f"{scope} {name}"
-        states, urgency = self.states[KINDS[not is_thread]], (0, last, last)
         if worst is not Level.OK:
             states[worst].add(name)
-        if worst is Level.NEAR:
-            urgency = 1, highest, last
-        if self.now - refused < workers.BLOCKED_NOW:
+        if is_blocked:
             states["blocked"].add(name)
-            urgency = _BLOCKED, refused, last
-        return urgency, subject, reached
+            return (_BLOCKED, subject.refused, last), subject
+        return (1, subject.share, last) if worst is Level.NEAR else (0, last, last), subject
 
     def _choose(
         self, rated: Iterable[_Rated], count: int, bound: int, *, stays: bool
@@ -234,6 +238,7 @@ class UsageReader(Collector):
     def __init__(self, directory: Path | None, on_error: workers.OnError) -> None:
         self._directory, self._on_error = directory, on_error
         self._own_path: Path | None = None
+        self._lock = fork_safe_lock()
         # Once a series exists, it is exported, even at 0.
         self._series: dict[tuple[str, str, str], None] = {}
 
@@ -262,7 +267,7 @@ class UsageReader(Collector):
         snapshots = self._own_snapshots()
         if self._directory is not None:
             snapshots += workers.read_others(self._directory, self._own_path, self._on_error)
-        return Reading(snapshots, self._on_error, is_scrape=is_scrape)
+        return Reading(snapshots, self._on_error, self._lock, is_scrape=is_scrape)
 
 
 def _families() -> dict[str, Metric]:
@@ -333,6 +338,35 @@ def _times(
         if when:
             # Round to milliseconds, because a tenth of what a scrape transfers is times.
             yield _sample(spec, {**labels, "event": event}, round(when, 3))
+
+
+def _rate_uses(subject: Subject, now: float) -> None:
+    """Note on a subject what its uses come to, and until when."""
+    agent, scope, _ = subject.key
+    reached = list[Series]()
+    share, refused, worst, until = 0.0, 0.0, Level.OK, inf
+    for limit, use in subject.uses.items():
+        numbers, use_level = rate(use, now, is_thread=scope == THREAD)
+        for _, _, ends, _ in numbers:
+            if ends is not None and ends < until:
+                until = ends
+        if use_level is not None:
+            reached.append((agent, limit, scope, use_level))
+            used, maximum, _, _ = numbers[0]
+            # It fails here if a limit is too large for a metric, not where it is rendered.
+            share = max(share, used / float(maximum))
+            if worst is not Level.EXHAUSTED and use_level is not Level.OK:
+                worst = use_level
+        refused = max(refused, use.refused or 0.0)
+    subject.reached, subject.worst = _same(*reached), worst
+    subject.share, subject.refused = share, refused
+    subject.rated, subject.rated_until = now, until
+
+
+@lru_cache(maxsize=1024)
+def _same(*reached: Series) -> Sequence[Series]:
+    """Return one tuple for all subjects that have reached the same."""
+    return reached
 
 
 def rate(use: Use, now: float, *, is_thread: bool) -> tuple[Sequence[Number], Level | None]:

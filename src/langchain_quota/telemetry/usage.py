@@ -64,7 +64,6 @@ class UsageTable(UsageReader):
         self._subject_label = subject_label
         self.counts_in_memory = False
         """Whether a `MemoryStore` counts quotas; until other workers are known."""
-        self._lock = fork_safe_lock()
         # Held while the file is written. Never acquire it while `_lock` is held.
         self._writing = fork_safe_lock()
         self.begin()
@@ -302,14 +301,14 @@ class UsageTable(UsageReader):
         if subject is None:
             subject = self._subjects[key] = Subject(key, label, now, {})
         self._subjects.move_to_end(key)
-        subject.last, subject.line = now, ""
+        subject.last, subject.line, subject.rated_until = now, "", 0.0
         return subject
 
     def _change_thread(self, caller: CallerLabels) -> Subject | None:
         """Return the thread of a caller, if it is in the table, and have its line written anew."""
         thread = self._subjects.get((caller.agent, THREAD, caller.thread or ""))
         if thread is not None:
-            thread.line = ""
+            thread.line, thread.rated_until = "", 0.0
         return thread
 
     def _record(self, thread: Subject, verdict: Verdict, now: float, *, is_charge: bool) -> None:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from langchain_quota.runtime.compat import is_multiprocess
-from langchain_quota.runtime.units import Unit
+from langchain_quota.runtime.units import Level, Unit
 
 Key = tuple[str, str, str]
 """The agent's label, the scope, and the label of a thread or the hash of another subject."""
@@ -22,6 +22,9 @@ Number = tuple[int, int, float | None, str]
 """What is used, the limit (0 for none), when the window ends, and the scope.
 
 The time is in seconds since the Unix epoch."""
+
+Series = tuple[str, str, str, Level]
+"""The label of an agent, a limit, a scope and a level."""
 
 Export = Sequence[Any]
 """The key of a subject in three parts, and when its series began and were exported last."""
@@ -83,6 +86,15 @@ class Subject:
     """What a thread has cost, in nanodollars, paid tools included."""
     line: str = ""
     """The subject's line in the file; empty if the subject has changed since it was written."""
+    # What a reading has made of the uses. They are no tuple: the garbage collector would look at
+    # each of them, and stop all threads for it.
+    reached: Sequence[Series] = ()
+    worst: Level = Level.OK
+    share: float = 0.0
+    refused: float = 0.0
+    rated: float = 0.0
+    rated_until: float = 0.0
+    """Until when these hold, from `rated` on; 0 if the subject has changed since."""
 
     def use_of(self, limit: str, unit: Unit) -> Use:
         """Return the subject's use of a limit, created if needed."""
