@@ -9,7 +9,7 @@ from functools import lru_cache
 from heapq import nlargest
 from itertools import islice
 from math import inf
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -26,6 +26,7 @@ from langchain_quota.telemetry.workers import (
     Number,
     Series,
     Subject,
+    T,
     Use,
     in_slices,
     merge_two,
@@ -41,9 +42,6 @@ _HOUR = 3600
 
 KINDS = ("threads", "subjects")
 """The kinds of rows: of threads, and of the subjects of quotas."""
-
-_Rated = tuple[tuple[int, float, float], Subject]
-"""The sort key of a subject for the export, and the subject."""
 
 _BLOCKED = 2
 """The urgency of a subject that is blocked now; the near ones have 1, and the others 0."""
@@ -128,11 +126,11 @@ class Reading:
             ([one for one in of_quotas if one.label], bounds.max_subjects, self._is_scrape),
             ([one for one in of_quotas if one.label is None], 0, False),
         ):
-            rated = self._rate_all(subjects, on_error)
+            rated = self._rate(subjects, on_error)
             top = self._choose(rated, len(subjects), bound, stays=stays)
             self.hidden[KINDS[subjects is not threads]] += len(subjects) - len(top)
             self._named += subjects if bound else ()
-            for _, subject in top:
+            for subject in top:
                 self.exported.update(subject.reached)
                 key = (*subject.key[:2], subject.label)
                 first = rows.get(key)
@@ -166,60 +164,49 @@ class Reading:
         running = int(self.now // seconds)
         return [self.totals[name][period] for period in range(running - kept + 1, running + 1)]
 
-    def _rate_all(self, subjects: Iterable[Subject], on_error: workers.OnError) -> Iterator[_Rated]:
+    def _rate(self, subjects: Iterable[Subject], on_error: workers.OnError) -> Iterator[Subject]:
+        """Count and rate subjects: those blocked now come first, then near ones by share."""
         # Yield them singly: for a list of many, the garbage collector would stop all threads.
         for subject in in_slices(subjects):
             try:
-                yield self._rate(subject)
+                if not subject.rated <= self.now < subject.rated_until:
+                    # Under the lock, no decision is about to change what is read here.
+                    with self._lock:
+                        _rate_uses(subject, self.now)
             except Exception as error:
                 on_error(error)
-
-    def _rate(self, subject: Subject) -> _Rated:
-        """Count and rate a subject: those blocked now come first, then near ones by share."""
-        if not subject.rated <= self.now < subject.rated_until:
-            # Under the lock, no decision is about to change what is read here.
-            with self._lock:
-                _rate_uses(subject, self.now)
-        self._standings[subject.reached] += 1
-        worst, last = subject.worst, subject.last
-        is_blocked = self.now - subject.refused < workers.BLOCKED_NOW
-        if worst is Level.OK and not is_blocked:
-            return (0, last, last), subject
-        _, scope, name = subject.key
-        states = self.states[KINDS[scope != THREAD]]
-        # Strings, for many new tuples would have the garbage collector stop all threads.
-        if scope != THREAD:
-            name = f"{scope} {name}"
-        if worst is not Level.OK:
-            states[worst].add(name)
-        if is_blocked:
-            states["blocked"].add(name)
-            return (_BLOCKED, subject.refused, last), subject
-        return (1, subject.share, last) if worst is Level.NEAR else (0, last, last), subject
+                continue
+            self._standings[subject.reached] += 1
+            _, scope, name = subject.key
+            # Strings, for many new tuples would have the garbage collector stop all threads.
+            shown = name if scope == THREAD else f"{scope} {name}"
+            for state in subject.states:
+                self.states[KINDS[scope != THREAD]][state].add(shown)
+            yield subject
 
     def _choose(
-        self, rated: Iterable[_Rated], count: int, bound: int, *, stays: bool
-    ) -> Sequence[_Rated]:
+        self, rated: Iterable[Subject], count: int, bound: int, *, stays: bool
+    ) -> Sequence[Subject]:
         """Return the most urgent of `count` subjects, at most `bound`; series may stay."""
         # A counter that vanishes and returns has a false increase. Prometheus keeps each series for
         # hours: three times the bound at most.
-        shown, exports = dict[Key, _Rated](), self.exports
+        shown, exports, by_urgency = dict[Key, Subject](), self.exports, attrgetter("urgency")
 
-        def noted() -> Iterator[_Rated]:
+        def noted() -> Iterator[Subject]:
             for one in rated:
-                if exports.get(one[1].key, (0.0, -1.0))[1] == self._latest:
-                    shown[one[1].key] = one
+                if exports.get(one.key, (0.0, -1.0))[1] == self._latest:
+                    shown[one.key] = one
                 yield one
 
         # Consume the iterator even if none is exported, because it counts all subjects.
-        ranked = nlargest(max(1, bound), noted(), key=itemgetter(0))
+        ranked = nlargest(max(1, bound), noted(), key=by_urgency)
         if not stays:
             return ranked[:bound]
         chosen = {key: one for key, one in shown.items() if self.now - exports[key][0] < STAYS}
-        is_thread = bool(ranked) and ranked[0][1].key[1] == THREAD
+        is_thread = bool(ranked) and ranked[0].key[1] == THREAD
         series, new = sum((key[1] == THREAD) == is_thread for key in exports), 0
         for one in (*ranked, *shown.values()):
-            key, is_blocked = one[1].key, one[0][0] == _BLOCKED
+            key, is_blocked = one.key, one.urgency[0] == _BLOCKED
             is_new = key not in shown
             # If some are hidden, a part of the room and of the series is for those blocked now.
             room = bound if is_blocked or not is_new or count <= bound else bound - bound // 5
@@ -229,7 +216,7 @@ class Reading:
                 chosen[key] = one
                 exports[key] = (self.now if is_new else exports[key][0]), self.now
         exports |= {key: (exports[key][0], self.now) for key in chosen}
-        return sorted(chosen.values(), key=itemgetter(0), reverse=True)[:bound]
+        return sorted(chosen.values(), key=by_urgency, reverse=True)[:bound]
 
 
 class UsageReader(Collector):
@@ -342,14 +329,12 @@ def _times(
 
 def _rate_uses(subject: Subject, now: float) -> None:
     """Note on a subject what its uses come to, and until when."""
-    agent, scope, _ = subject.key
-    reached = list[Series]()
-    share, refused, worst, until = 0.0, 0.0, Level.OK, inf
+    (agent, scope, _), last = subject.key, subject.last
+    reached, worst, share, refused, until = list[Series](), Level.OK, 0.0, 0.0, inf
     for limit, use in subject.uses.items():
         numbers, use_level = rate(use, now, is_thread=scope == THREAD)
         for _, _, ends, _ in numbers:
-            if ends is not None and ends < until:
-                until = ends
+            until = until if ends is None else min(until, ends)
         if use_level is not None:
             reached.append((agent, limit, scope, use_level))
             used, maximum, _, _ = numbers[0]
@@ -358,15 +343,20 @@ def _rate_uses(subject: Subject, now: float) -> None:
             if worst is not Level.EXHAUSTED and use_level is not Level.OK:
                 worst = use_level
         refused = max(refused, use.refused or 0.0)
-    subject.reached, subject.worst = _same(*reached), worst
-    subject.share, subject.refused = share, refused
+    states, urgency = [worst.value] * (worst is not Level.OK), (0, last, last)
+    if worst is Level.NEAR:
+        urgency = 1, share, last
+    if now - refused < workers.BLOCKED_NOW:
+        states.append("blocked")
+        urgency, until = (_BLOCKED, refused, last), min(until, refused + workers.BLOCKED_NOW)
+    subject.reached, subject.states, subject.urgency = _same(*reached), _same(*states), urgency
     subject.rated, subject.rated_until = now, until
 
 
 @lru_cache(maxsize=1024)
-def _same(*reached: Series) -> Sequence[Series]:
-    """Return one tuple for all subjects that have reached the same."""
-    return reached
+def _same(*values: T) -> Sequence[T]:
+    """Return these values, as one tuple for all subjects that have the same."""
+    return values
 
 
 def rate(use: Use, now: float, *, is_thread: bool) -> tuple[Sequence[Number], Level | None]:

@@ -86,15 +86,12 @@ class Subject:
     """What a thread has cost, in nanodollars, paid tools included."""
     line: str = ""
     """The subject's line in the file; empty if the subject has changed since it was written."""
-    # What a reading has made of the uses. They are no tuple: the garbage collector would look at
-    # each of them, and stop all threads for it.
+    # What a reading has made of the uses. It holds from `rated` on, and until the subject changes.
     reached: Sequence[Series] = ()
-    worst: Level = Level.OK
-    share: float = 0.0
-    refused: float = 0.0
+    states: Sequence[str] = ()
+    urgency: tuple[int, float, float] = 0, 0.0, 0.0
     rated: float = 0.0
     rated_until: float = 0.0
-    """Until when these hold, from `rated` on; 0 if the subject has changed since."""
 
     def use_of(self, limit: str, unit: Unit) -> Use:
         """Return the subject's use of a limit, created if needed."""
