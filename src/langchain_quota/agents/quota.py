@@ -46,7 +46,7 @@ from langchain_quota.middleware.feature import (
     ToolHandler,
 )
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.state import QuotaState, State, ToolQuotaState
+from langchain_quota.middleware.state import QuotaState, ToolQuotaState
 from langchain_quota.runtime.arguments import explain_arguments, validate_choice, validate_switch
 from langchain_quota.runtime.sync_async import Mode, as_async, run_sync
 from langchain_quota.stores import QuotaStore
@@ -232,19 +232,17 @@ class QuotaMiddleware(
                 type, or the store does not serve sync calls.
             ValueError: It is out of bounds or missing.
         """
-        return run_sync(self._before_model("", state, runtime))
+        # A judge leads an ended run back, or LangChain, which waits for a structured response.
+        ended = end_again(state, runtime)
+        return ended or run_sync(self.kernel.check_model_call("", state, runtime))
 
     @hook_config(can_jump_to=["end"])
     async def abefore_model(
         self, state: QuotaState[ResponseT], runtime: Runtime[ContextT]
     ) -> Update | None:
         """Call `before_model` without blocking the event loop."""
-        return await self._before_model("a", state, runtime)
-
-    async def _before_model(self, mode: Mode, state: State, runtime: object) -> Update | None:
-        # A judge leads an ended run back, or LangChain, which waits for a structured response.
         ended = end_again(state, runtime)
-        return ended or await self.kernel.check_model_call(mode, state, runtime)
+        return ended or await self.kernel.check_model_call("a", state, runtime)
 
     @hook_config(can_jump_to=["end"])
     def after_model(

@@ -26,7 +26,6 @@ from langchain_quota.middleware.state import (
     ToolBatch,
     ToolCounts,
     ledger,
-    merge_ledgers,
     new_charge,
     run_model,
     thread_model,
@@ -56,16 +55,16 @@ def conclude_model(step: Step, *, charging: bool = True) -> Change:
     (plan,) = step.plans
     if not charging or not plan.rules:
         return Change(verdicts)
-    charged = step.result.charged(step.demands)
-    after = {name: used + charged[name] for name, used in step.result.used.items()}
-    update: Update = {LEDGER: written}
-    if OF_RUN in plan.demand.amounts:
+    added = plan.demand.amounts
+    after = {name: used + added.get(name, 0) for name, used in step.result.used.items()}
+    update: Update = {}
+    if OF_RUN in added:
         update[THREAD_MODEL], written["counts"] = after[OF_THREAD], {"run_model": after[OF_RUN]}
     else:
         # Budgets alone: another middleware may count calls where LangChain does.
         of_thread, of_run = thread_model(step.state) + 1, step.used[OF_RUN] + 1
         written["counts"] = {"thread_model": of_thread, "run_model": of_run}
-    update[LEDGER] = merge_ledgers(written, _final(step, after))
+    update[LEDGER] = {**written, **_final(step, after)}
     return Change(verdicts, update)
 
 
