@@ -13,7 +13,7 @@ from langchain.agents.middleware import HumanInTheLoopMiddleware, ModelResponse
 from langchain_core.messages import AIMessage, ToolCall
 from langgraph.types import RetryPolicy
 
-from langchain_quota import QuotaWarning, ToolCallLimit
+from langchain_quota import ConcurrencyLimit, QuotaWarning, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import (
     Middleware,
@@ -60,8 +60,7 @@ async def test_jumps_after_the_model(target: str, order: Order, signals: Signals
     items = in_order(order, models, tool_limiter(signals, run_limit=2), jumping(target))
     scene = Scene(signals, lambda messages: "again", items)
     for _ in range(4):
-        await scene.play()
-        scene.check()
+        (await scene.played()).check()
     assert len(scene.model.calls) == (5 if target == "model" else 4)
 
 
@@ -83,6 +82,7 @@ async def test_a_cached_answer_is_charged(order: Order, signals: Signals) -> Non
 REVIEWED = HumanInTheLoopMiddleware[Any, Any]({"search": True})
 ONE_SEARCH = ToolCallLimit("search", run_limit=1, exit_behavior="error")
 FOUR_CALLS = ToolCallLimit(run_limit=4)
+SLOTS = ConcurrencyLimit("calc", max_concurrency=2)
 
 
 def up_to(**most: int) -> list[ToolCallLimit]:
@@ -106,20 +106,20 @@ FORMS: dict[str, dict[str, Any]] = {
         # Edited ones are checked as what they became: refused by its limit, not by their own.
         (up_to(search=0, calc=1), ("edit", "edit"), ["calc"], None),
         # Behind the review in the list, limits charge what was asked for.
-        ([FOUR_CALLS], ("reject", "approve"), ["search"], {"__all__": 2}),
-        ([FOUR_CALLS], ("respond", "approve"), ["search"], {"__all__": 2}),
+        ([FOUR_CALLS], ("reject", "respond"), [], {"__all__": 2}),
         (up_to(search=2, calc=0), ("edit", "approve"), ["calc", "search"], {"search": 2}),
     ],
 )
 async def test_a_review(
     limits: list[ToolCallLimit], kinds: Any, ran: list[str], behind: Any, signals: Signals
 ) -> None:
-    """What a person has said of two searches counts for limits listed before the review."""
-    items: list[Any] = [*limits, REVIEWED] if behind is None else [REVIEWED, *limits]
+    """What a person has said of two searches is what limits before the review count and record."""
+    items: list[Any] = [*limits, SLOTS, REVIEWED] if behind is None else [REVIEWED, *limits]
     scene = Scene(signals, [["search", "search"], "done"], items)
+    scene.limits = [*limits]
     with warnings.catch_warnings(record=True, action="always") as caught:
-        asked = (await scene.play())["__interrupt__"][0].value["action_requests"]
-    assert len(asked) == 2
+        [asked] = (await scene.play())["__interrupt__"]
+    assert len(asked.value["action_requests"]) == 2
     assert [each.category for each in caught] == [QuotaWarning] * (behind is not None)
     assert all(str(each.message).endswith("list QuotaMiddleware first") for each in caught)
     await scene.resume({"decisions": [FORMS[kind] for kind in kinds]})
@@ -127,6 +127,7 @@ async def test_a_review(
     check_history(scene.state()["messages"])
     if behind is None:
         scene.check()
+        assert [each.call.tool for each in scene.decisions if each.outcome == "allowed"] == ran
     else:
         assert scene.state()["thread_tool_call_count"] == behind
 
@@ -257,6 +258,5 @@ async def test_retried_nodes(signals: Signals) -> None:
     scene = Scene(signals, script, [*limiters(signals), raising], tools=tools, ran=ran)
     scene.agent.retry_policy = (RETRY,)
     for run in (1, 2):
-        await scene.play()
-        scene.check(models=3 * run, models_in_run=3)
+        (await scene.played()).check(models=3 * run, models_in_run=3)
     assert Counter(ran) == {"search": 3, "calc": 1}

@@ -28,6 +28,7 @@ from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, StepCheck, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
+from langchain_quota.middleware.history import as_edited
 from langchain_quota.middleware.state import feature_ledger, ledger, refunded_limits
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.expiring_dict import ExpiringDict
@@ -325,7 +326,8 @@ class Waiting(Feature):
         (refund,) = refund_corrections(entries["name"], {call_id: charge["keys"]})
         is_resumed = entries["by"] != self._id or self._cancelled.get(refund.id, 0) is not None
         caller, (delay, limit, scope) = call_context(running_runtime()), start
-        called = Call("tool", request.tool_call["name"], call_id, 1, caller.agent, caller.thread_id)
+        tool = as_edited(request.tool_call, state)["name"]
+        called = Call("tool", tool, call_id, 1, caller.agent, caller.thread_id)
         waiter, outcome = Waiter(mode), "cancelled"
 
         @contextmanager

@@ -81,8 +81,7 @@ class PendingCalls(NamedTuple):
 
 def pending_calls(state: State) -> PendingCalls | None:
     """Return the calls that are about to run, or `None` if the newest AIMessage made none."""
-    # A call that a reviewer edited (`hitl_edited_tool_calls`, written by LangChain's human review)
-    # is given in its edited form.
+    # A call that a reviewer edited is given in its edited form.
     messages: Sequence[AnyMessage] = state.get("messages") or ()
     answers = []
     for message in reversed(messages):
@@ -233,14 +232,17 @@ def newest_name(messages: Sequence[BaseMessage]) -> str | None:
     return None
 
 
-def _unanswered(message: AIMessage, answered: set[str], state: State) -> tuple[ToolCall, ...]:
+def as_edited(call: ToolCall, state: State) -> ToolCall:
+    """Return a call as a reviewer edited it; the call itself, if nobody did."""
+    # LangChain's human review writes its edits here, and puts them in place around the tool.
     edited: Mapping[str, ToolCall] = state.get("hitl_edited_tool_calls") or {}
-    if not (answered or edited):
+    action = edited.get(str(call["id"]))
+    return call if action is None else {**call, "name": action["name"], "args": action["args"]}
+
+
+def _unanswered(message: AIMessage, answered: set[str], state: State) -> tuple[ToolCall, ...]:
+    if not (answered or state.get("hitl_edited_tool_calls")):
         return tuple(message.tool_calls)
-    waiting = (call for call in message.tool_calls if call["id"] not in answered)
     return tuple(
-        {**call, "name": action["name"], "args": action["args"]}
-        if (action := edited.get(str(call["id"])))
-        else call
-        for call in waiting
+        as_edited(call, state) for call in message.tool_calls if call["id"] not in answered
     )

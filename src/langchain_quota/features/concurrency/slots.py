@@ -11,7 +11,7 @@ from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from langchain.agents.middleware.types import ToolCallRequest
-from langchain_core.messages import ToolMessage
+from langchain_core.messages import ToolCall, ToolMessage
 
 from langchain_quota.core import messages
 from langchain_quota.core.decide import Verdict
@@ -27,8 +27,8 @@ from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.history import answer, answer_of_blocked, newest_name
-from langchain_quota.middleware.state import Charge, Ledger, ledger, refunded_limits
+from langchain_quota.middleware.history import answer, answer_of_blocked, as_edited, newest_name
+from langchain_quota.middleware.state import Charge, Ledger, State, ledger, refunded_limits
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.queues import WaitContext, Waiter, queues_of
@@ -86,9 +86,11 @@ class ConcurrencySlots(Feature):
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
         """Make a tool call when it has its slots; if its wait is over first, answer it instead."""
-        if not self._limits.plan_for(Call("tool", request.tool_call["name"])).rules:
+        state = request.state if isinstance(request.state, Mapping) else {}
+        tool_call = as_edited(request.tool_call, state)
+        if not self._limits.plan_for(Call("tool", tool_call["name"])).rules:
             return await call(request)
-        step = self._step(request)
+        step = self._step(request.runtime, state, tool_call)
         notes = self._notes(step.context.step(step.task))
         if "answer" in notes:
             blocked: ToolMessage = notes["answer"]
@@ -101,17 +103,16 @@ class ConcurrencySlots(Feature):
             if slots.end_task():
                 await slots.release(mode)
 
-    def _step(self, request: ToolCallRequest) -> Step:
+    def _step(self, runtime: object, state: State, tool_call: ToolCall) -> Step:
         """Return the step in which a tool call gets its slots."""
-        state = request.state if isinstance(request.state, Mapping) else {}
         name, run_ledger = newest_name(state.get("messages") or ()), ledger(state)
         context = call_context(running_runtime()).answered_by(name)
-        tool_call, caller = request.tool_call, (context.agent, context.thread_id)
+        caller = context.agent, context.thread_id
         call = Call("tool", tool_call["name"], tool_call["id"], 1, *caller)
         task = f"{self._kernel.name}/{_name(run_ledger, call)}"
         plan = self._limits.plan_for(call)
         return Step(
-            *(state, request.runtime, run_ledger, context, task, self._limits, {}, [call], [plan]),
+            *(state, runtime, run_ledger, context, task, self._limits, {}, [call], [plan]),
             *([plan.demand], (0,), {}, self._limits.stops),
             started=time.time_ns(),
             original_limits=self._limits,
