@@ -19,6 +19,8 @@ _ABOUT = (
     '"kind", "component", "error_type"'
 )
 
+_FREE = "No limit of money."
+
 
 def build() -> Dashboard:
     """Return the dashboard."""
@@ -37,7 +39,7 @@ def build() -> Dashboard:
         _blocked_now(),
         _refusals(),
         _compared(show.Place(72, 6, 6), "Calls blocked, 5 min", blocked, COUNT),
-        _compared(show.Place(73, 6, 6), "Cost, 5 min", ask.cost("5m"), DOLLARS),
+        _compared(show.Place(73, 6, 6), "Cost, 5 min", ask.cost("5m"), DOLLARS).no_value(_FREE),
         _threads(),
         _subjects(),
         _frozen(),
@@ -177,7 +179,7 @@ def cost(place: show.Place, *more: show.Query) -> StatPanel:
         "under several limits counts once. Only agents with a limit of money are included.",
         [show.Query(ask.cost("24h"), "24 hours"), show.Query(ask.cost("1h"), "last hour"), *more],
         unit=DOLLARS,
-        no_value="No limit of money.",
+        no_value=_FREE,
     )
 
 
@@ -214,7 +216,7 @@ def _threads() -> TablePanel:
     first = f"and on ({ask.OF_THREAD}) {rank}"
     _, limit = ask.thread_amounts(ask.AGENT)
     used = ask.recent(ask.ratio(ask.THREADS))
-    blocked = ask.increases(f"{ask.THREADS}_blocked", "5m", ask.AGENT, ask.LIMIT)
+    blocked = ask.thread_blocked("5m", ask.AGENT, ask.LIMIT)
     last = f"topk by ({ask.OF_THREAD}) (1, {ask.refusals()})"
     by = f'group by ({ask.OF_THREAD}, by) (label_join({last}, "by", " ", "scope", "subject"))'
     return show.table(

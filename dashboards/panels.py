@@ -148,6 +148,8 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
         _framed(StatPanel(), place, title, description)
         .unit(unit)
         .no_value(no_value)
+        # Grafana would give the text the first colour of the steps, which says that all is fine.
+        .mappings([_no_value_in_grey(no_value)])
         .max_data_points(settings.MOST_BARS)
         .thresholds(configured(steps))
         .color_mode(common.BigValueColorMode.VALUE)
@@ -163,6 +165,13 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
     )
     _ask(panel, queries)
     return panel
+
+
+def _no_value_in_grey(text: str) -> dashboard.SpecialValueMap:
+    """Return the mapping of a missing number to a text in the neutral colour."""
+    result = dashboard.ValueMappingResult(text=text, color=settings.NEUTRAL, index=0)
+    null = dashboard.SpecialValueMatch.NULL
+    return dashboard.SpecialValueMap(dashboard.DashboardSpecialValueMapOptions(null, result))
 
 
 def timeseries(

@@ -68,6 +68,12 @@ def increases(series: str, window: str, *only: str) -> str:
     return f"sum_over_time({select(f'{series}:increase15s', *only)}[{window}])"
 
 
+def thread_blocked(window: str, *only: str) -> str:
+    """Return how many calls of threads each limit refused in a window, at whatever scope."""
+    series = "job_agent_limit_scope_thread_id:langchain_quota_thread_blocked"
+    return f"sum by ({OF_THREAD}) ({increases(series, window, *only)})"
+
+
 def thread_amounts(*only: str) -> tuple[str, str]:
     """Return what threads have used, and their limits; the label `unit` says in what."""
     series = "job_agent_limit_thread_id_unit:langchain_quota_thread_"

@@ -17,7 +17,7 @@ def build() -> Dashboard:
     threads = one("thread", "Thread", f"label_values({tracked}, thread_id)").regex(ask.NO_BACKTICK)
 
     def blocked(window: str) -> str:
-        return ask.increases(f"{ask.THREADS}_blocked", window, ask.AGENT, ask.THREAD)
+        return ask.thread_blocked(window, ask.AGENT, ask.THREAD)
 
     def spent(unit: str) -> str:
         series = f"{ask.THREADS}_spent_{unit}"
@@ -124,7 +124,8 @@ def build() -> Dashboard:
                 unit=SHARE,
             )
             .no_value("No limit counts per thread.")
-            .max(1)
+            # A budget may be exceeded, and the line goes on there.
+            .axis_soft_max(1)
             .thresholds(show.configured(show.USED))
             .thresholds_style(show.DASHED_LINES),
             show.traces(

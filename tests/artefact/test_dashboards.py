@@ -19,7 +19,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 from prometheus_client import CollectorRegistry
 
-from dashboards import build
+from dashboards import build, settings
 from langchain_quota import (
     ConcurrencyLimit,
     CostLimit,
@@ -58,12 +58,8 @@ Values = Mapping[str, str | list[str]]
 
 ALL = ["$__all"]
 ANYTHING: Values = dict.fromkeys(("job", "agent", "limit"), ALL)
-OF_GRAFANA = {
-    "__rate_interval": "10s",
-    "__range": "1h",
-    "__interval": "10s",
-    "__interval_ms": "10000",
-}
+INTERVALS = {"__interval": "10s", "__interval_ms": "10000", "__rate_interval": "10s"}
+OF_GRAFANA = {**INTERVALS, "__range": "1h"}
 SPEED = 15
 """How many seconds of the rules pass in a second here."""
 VARIABLE = re.compile(r"\$\{(?P<braced>\w+)(?::(?P<format>\w+))?\}|\$(?P<bare>\w+)")
@@ -128,8 +124,7 @@ class Board:
                 query = r"label_values\((?P<of>.+), (?P<label>\w+)\)"
                 asked = re.fullmatch(query, model["query"])
                 assert asked is not None, model["query"]
-                variable = Variable(model["name"], asked["label"], model["multi"], asked["of"])
-                found.append(variable)
+                found.append(Variable(model["name"], asked["label"], model["multi"], asked["of"]))
         return found
 
 
@@ -180,8 +175,11 @@ def test_the_files_are_what_is_generated() -> None:
 
 
 def test_grafana_takes_the_json() -> None:
-    """Each dashboard has only properties of Grafana's own types, and what they need."""
+    """Dashboards have only properties of Grafana's types; no colour says that no number is fine."""
     panels = [panel for each in boards() for panel in each.panels]
+    stats = [panel["fieldConfig"]["defaults"] for panel in panels if panel["type"] == "stat"]
+    [grey] = {each["mappings"][0]["options"]["result"]["color"] for each in stats}
+    assert grey == settings.NEUTRAL
     assert (len(panels) <= 32, sum(len(panel["targets"]) for panel in panels) <= 80) == (True, True)
     assert all(len(query.expr) <= 650 for each in boards() for query in each.queries)
     validator = jsonschema.Draft7Validator(SCHEMA)
