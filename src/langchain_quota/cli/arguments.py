@@ -46,7 +46,7 @@ def parser() -> ArgumentParser:
     _add_demo(add("demo", "watch agents reach their limits", "demo --serve"))
     text = "write dashboards, alert rules and an example for Alertmanager"
     _add_export(add("export", text, "export grafana --to dashboards"))
-    text = "see what is used of shared quotas, reset it, grant more"
+    text = "see what is used of shared quotas, reset it, grant more, freeze customers"
     _add_quotas(add("quotas", text, "quotas show --per tenant"))
     return command_line
 
