@@ -38,7 +38,7 @@ from langchain_quota import (
 )
 from tests.scene import Scene, waiting_tool
 from tests.server.prometheus import eventually
-from tests.stores import Clock
+from tests.stores import Clock, FickleStore
 from tests.telemetry import Signals, paid, telling
 
 # No proxy; and `httpx.get` reads the system's certificates each time.
@@ -74,9 +74,10 @@ def script(messages: Sequence[BaseMessage]) -> Any:
     )
 
 
-async def searched(signals: Signals, *limits: Any, **uses: int) -> None:
+async def searched(signals: Signals, *limits: Any, store: Any = None, **uses: int) -> None:
     """Let threads search so often; the part of a thread's name before `_` is its tenant."""
-    scene = Scene(signals, script, limits, store=MemoryStore(clock=time.time), name="boss")
+    store = store or MemoryStore(clock=time.time)
+    scene = Scene(signals, script, limits, store=store, name="boss")
     for thread, count in uses.items():
         await scene.play(str(count), thread_id=thread, context={"tenant": thread.partition("_")[0]})
 
@@ -216,7 +217,7 @@ async def test_what_is_charged_later_ends_no_refusal(signals: Signals) -> None:
 async def test_calls_of_an_hour(clock: Clock) -> None:
     """Each call is in its minute once, as in the metrics: those that wait for slots, too.
 
-    A call that another one's refusal stops is neither allowed nor blocked.
+    A call that another one's refusal stops is neither allowed nor blocked. An outage is shown.
     """
     signals = telling()
     slots = ConcurrencyLimit("search", max_concurrency=1, wait=0)
@@ -225,14 +226,15 @@ async def test_calls_of_an_hour(clock: Clock) -> None:
     await searched(signals, ToolCallLimit("search", run_limit=1, exit_behavior="end"), two=2)
     calls = read(signals)["totals"]["calls"]
     made = signals.samples("langchain_quota_calls_total", agent="boss", kind="tool", tool="search")
-    assert {each: made[each,] for each in ("allowed", "blocked", "skipped")} == {
-        "allowed": 1,
-        "blocked": 3,
-        "skipped": 1,
-    }
+    outcomes = {each: made[each,] for each in ("allowed", "blocked", "skipped")}
+    assert outcomes == {"allowed": 1, "blocked": 3, "skipped": 1}
     assert (calls["allowed"], calls["blocked"]) == ([1] + [0] * 59, [2] + [0] * 58 + [1])
     clock.now += 60
-    assert read(signals)["totals"]["calls"]["allowed"] == [0] * 60
+    store = FickleStore(MemoryStore(clock=clock))
+    store.down = True
+    await searched(signals, ToolCallLimit("search", thread_limit=4), store=store, three=2)
+    calls = read(signals)["totals"]["calls"]
+    assert (calls["allowed"], calls["without_store"]) == ([0] * 60, [0] * 59 + [2])
 
 
 async def test_last_refusals(clock: Clock) -> None:

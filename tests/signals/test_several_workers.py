@@ -293,7 +293,7 @@ def test_the_page_of_several_workers(tmp_path: Path) -> None:
     (row,) = [row for row in found["threads"]["rows"] if row["id"] == "t1"]
     assert (found["processes"], row["blocked"], row["blocked_by"]["scope"]) == (3, 8, "thread")
     assert (found["totals"]["waiting"], found["totals"]["cost"]["dollars"]) == (0, 6)
-    assert [sum(calls) for calls in found["totals"]["calls"].values()] == [24, 4]
+    assert [sum(calls) for calls in found["totals"]["calls"].values()] == [24, 4, 0]
     assert [each["limit"] for each in row["refusals"]] == ["users", "searches"] * 4
 
 

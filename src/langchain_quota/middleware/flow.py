@@ -53,7 +53,7 @@ from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.telemetry import Telemetry, names, recorder_of
+from langchain_quota.telemetry import Telemetry, recorder_of
 from langchain_quota.telemetry.observers import NearFunction, Observer, Observers
 
 STORE_UNAVAILABLE = (
@@ -307,8 +307,8 @@ class Kernel:
                 )
         # The request is refunded if the store did charge it.
         store.correct_later(sent, ran)
-        labels = step.context.agent, store.label, self.on_store_error
-        self.recorder.count(names.STORE_FALLBACKS, *labels, amount=calls)
+        agent = step.context.agent
+        self.recorder.record_fallback(agent, store.label, self.on_store_error, calls)
         return step
 
     async def record(self, mode: Mode, step: Step, change: Change) -> Update | None:

@@ -24,7 +24,14 @@ from langchain_quota.telemetry.labels import limit_label
 from langchain_quota.telemetry.logs import logger
 from langchain_quota.telemetry.reading import EVERYBODY, KINDS, Reading, UsageReader, rate
 from langchain_quota.telemetry.refusals import still_refuses
-from langchain_quota.telemetry.workers import BLOCKED_NOW, Subject, Use, in_slices, shared_directory
+from langchain_quota.telemetry.workers import (
+    BLOCKED_NOW,
+    CALLS,
+    Subject,
+    Use,
+    in_slices,
+    shared_directory,
+)
 
 SCHEMA = 1
 """The version of `/quota.json`: it changes when a field is changed or removed."""
@@ -179,7 +186,7 @@ def _figures(reading: Reading, dashboards_url: str | None) -> Json:
         state: {kind: len(reading.states[kind][state]) for kind in KINDS} for state in _STATES[:-1]
     }
     totals["waiting"], totals["frozen"] = reading.waiting.total(), len(reading.frozen)
-    totals["calls"] = {name: reading.periods(name) for name in ("allowed", "blocked")}
+    totals["calls"] = {name: reading.periods(name) for name in CALLS}
     hours = [max(0, cost) / NANODOLLARS for cost in reading.periods("nanodollars")]
     is_paid = bool(reading.totals["nanodollars"])
     totals["cost"] = {"dollars": sum(hours), "hours": hours} if is_paid else None

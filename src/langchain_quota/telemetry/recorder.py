@@ -321,6 +321,11 @@ class Recorder:
         agent_label = self._labels_of(agent).agent
         self._guard("metrics", self._metrics.count, spec, amount, agent_label, *labels)
 
+    def record_fallback(self, agent: str | None, store: str, action: str, calls: int = 1) -> None:
+        """Add calls that were checked while the store was unavailable."""
+        self.count(names.STORE_FALLBACKS, agent, store, action, amount=calls)
+        self._guard("threads", self._usage.record_fallback, calls)
+
     def count_error(self, component: str, error_type: str) -> None:
         """Count a failure that is no exception."""
         self._guard("metrics", self._metrics.count, names.ERRORS, 1, component, error_type)

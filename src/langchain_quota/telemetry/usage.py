@@ -112,6 +112,11 @@ class UsageTable(UsageReader):
         if self._own_path is not None:
             self._write_soon()
 
+    def record_fallback(self, calls: int) -> None:
+        """Add calls that were checked while the store was unavailable."""
+        with self._lock:
+            self._add("without_store", calls, time.time())
+
     def _record_quotas(
         self, event: DecisionEvent, thread: Subject | None, now: float, *, is_charge: bool
     ) -> None:

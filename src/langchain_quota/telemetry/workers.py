@@ -37,13 +37,16 @@ Refusal = tuple[Sequence[tuple[str, str | None]], dict[str, Any]]
 
 OnError = Callable[[Exception], None]
 
-FILES = "langchain_quota.usage-7.*.json"
+FILES = "langchain_quota.usage-8.*.json"
 """Pattern of the files' names, with the version of their format. prometheus_client's are `*.db`."""
 
 BLOCKED_NOW = 300
 """For how many seconds after its last blocked call a subject counts as blocked now."""
 
-PERIODS = {"allowed": (60, 60), "blocked": (60, 60), "nanodollars": (3600, 24)}
+CALLS = ("allowed", "blocked", "without_store")
+"""The totals of calls; those `without_store` were checked while it was unavailable."""
+
+PERIODS = {**dict.fromkeys(CALLS, (60, 60)), "nanodollars": (3600, 24)}
 """The totals of calls and costs: the length of their periods in seconds, and how many are kept."""
 
 

@@ -34,7 +34,6 @@ from langchain_quota.runtime import compat
 from langchain_quota.runtime.queues import WaitContext, Waiter, queues_of
 from langchain_quota.runtime.sync_async import Mode, newest_dicts, run_sync
 from langchain_quota.stores.memory import MemoryStore
-from langchain_quota.telemetry import names
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -139,8 +138,8 @@ class ConcurrencySlots(Feature):
             self.recorder.record_wait(call.agent, *waited)
             raise
         if slots.store_unavailable and self._lease_store is not None:
-            labels = call.agent, self._lease_store.label, self._kernel.on_store_error
-            self.recorder.count(names.STORE_FALLBACKS, *labels)
+            label, action = self._lease_store.label, self._kernel.on_store_error
+            self.recorder.record_fallback(call.agent, label, action)
         unknown = Verdict(call, Outcome.ALLOWED)
         first = self._checked(_name(step.ledger, call)).get("verdict", unknown)
         verdict = slots.verdict(first, self._kernel.on_store_error)
