@@ -54,33 +54,32 @@ class FreezeScene(Scene):
 
 
 @both_forms
-async def test_a_tenant_is_frozen_and_thawed(form: Form, caplog: pytest.LogCaptureFixture) -> None:
-    """Its next call is blocked and charged to nothing; every signal says why; others run on."""
-    signals = telling(subject_label={"tenant": str})
-    scene = FreezeScene(signals, SEARCH, form=form)
+@pytest.mark.parametrize("most", [100, None])
+async def test_a_tenant_is_frozen(form: Form, most: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Its next call is blocked, even without a limit; every signal says why; others run on."""
+    signals, quota = telling(subject_label={"tenant": str}), Quota(lambda *_: most, per="tenant")
+    scene = FreezeScene(signals, ToolCallLimit("search", quotas=[quota]), form=form)
     caplog.set_level(logging.INFO, "langchain_quota")
-    assert await scene.reasons() == [None]
-    assert frozen(signals) == 0
+    assert (await scene.reasons(), frozen(signals)) == ([None], 0)
     await scene.call("freeze", tenant="acme", reason="chargeback", by="ada")
     assert await scene.reasons() == ["frozen"]
     [status] = scene.decisions[-1].refused_by
     assert (status.refusal_scope, status.scope, status.resets_at) == ("frozen", "tenant", None)
     assert scene.ran == ["search"]
-    assert scene.quota.left("tool:search", tenant="acme").used == 1
-    answer = scene.result["messages"][-2]
-    assert answer.text == STOPPED
-    reason: Any = stop_reason(answer)
+    assert [(use.used, use.limit) for use in scene.quota.kernel.store.store.usages()] == [(1, most)]
+    assert scene.result["messages"][-2].text == STOPPED
+    reason: Any = stop_reason(scene.result["messages"][-2])
     assert (reason["scope"], reason["subject"], reason["used"]) == ("frozen", "acme", None)
     span = attributes(signals.decision_spans()[-1])
     assert (span["decision"], span["scope"], span["subject"]) == ("blocked", "frozen", "acme")
+    assert (status.quotas[0].limit, span.get("tenant.limit")) == (most, most)
     blocked = [scene.metric("tool:search", "blocked", each) for each in ("frozen", "tenant")]
     assert blocked == [1, 0]
     known = {"agent": "unnamed", "limit": "tool:search", "scope": "frozen"}
     assert signals.samples("langchain_quota_thread_blocked_total", **known) == {("thread-1",): 1}
     assert signals.samples("langchain_quota_subject_blocked_total", **known) == {("acme",): 1}
     assert frozen(signals) == 1
-    [grant] = scene.quota.kernel.store.store.grants()
-    since = grant.given_at.timestamp()
+    since = scene.quota.kernel.store.store.grants()[0].given_at.timestamp()
     assert who(signals) == {("tenant", "acme", "ada", "since"): pytest.approx(since, abs=0.01)}
     assert await scene.reasons(context=BETA, thread_id="2") == [None]
     assert await scene.call("thaw", tenant="acme", by="bo")
@@ -123,9 +122,9 @@ async def test_a_model_call_of_a_frozen_subject(
 
 
 async def test_a_freeze_ends_by_itself(signals: Signals) -> None:
-    """It ends by the store's clock, and a later freeze takes its place."""
-    clock = Clock()
-    scene = FreezeScene(signals, SEARCH, store=MemoryStore(clock=clock))
+    """It ends by the store's clock, and a later freeze takes its place; a thread needs no limit."""
+    clock, limit = Clock(), ToolCallLimit("search", thread_limit=lambda *_: None)
+    scene = FreezeScene(signals, limit, store=MemoryStore(clock=clock))
     for minutes in (1, 2):
         scene.quota.freeze(until=at(clock.now + 60 * minutes))
     clock.now += 119
@@ -190,7 +189,8 @@ async def test_nobody_is_asked(signals: Signals) -> None:
 async def test_waiting_calls_are_blocked(signals: Signals, *, smooth: bool) -> None:
     """Calls that wait for room, and behind each other, do not wait for a thaw."""
     hourly = Quota(1, per="tenant", window="1h", smooth=smooth)
-    limit = ToolCallLimit("search", quotas=[hourly], wait=10**5)
+    quotas = [hourly, Quota(lambda *_: None, per="global")]
+    limit = ToolCallLimit("search", quotas=quotas, wait=10**5)
     scene = await FreezeScene(signals, limit).played()
     runs: list[Any] = []
     for thread in range(3):

@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 from langchain_quota.limits.call import Scope
 
+MAX_COUNT = 2**53 - 1
+"""The largest count, start and amount in all stores: Redis computes in floating point."""
+
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
@@ -23,7 +26,7 @@ class Threshold(NamedTuple):
         scope: What the count is kept for.
         counter: The name of the counter.
         maximum: The highest count that is allowed, a whole number; a negative one refuses every
-            call.
+            call. `MAX_COUNT` is no limit: only a freeze refuses a call.
         enforced: Whether a refusal blocks the call. In a dry run it is only recorded.
     """
 

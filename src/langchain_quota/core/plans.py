@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from langchain_quota.core.admission import Demand, Rollover, Threshold
+from langchain_quota.core.admission import MAX_COUNT, Demand, Rollover, Threshold
 from langchain_quota.core.decision import Reason
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import RUN, STORE, THREAD, Call, Kind, Scope
@@ -199,12 +199,15 @@ class Plan(NamedTuple):
                 # The counter does not matter: every count exceeds -1.
                 thresholds.append(Threshold(name, STORE, rule.meters[1].counter, -1, enforced))
             for meter in rule.meters:
+                if not meter.is_limited:
+                    continue
+                # While a function gives no limit, a freeze stops the call nevertheless.
+                maximum = MAX_COUNT
                 if meter.maximum is not None:
                     # Admitted is what leaves `keep`, if the call takes `needs`. The rule compares
                     # with what all limits on the count add together, which may be more.
                     maximum = meter.maximum - meter.keep - meter.needs + amounts[meter.counter]
-                    threshold = Threshold(name, meter.scope, meter.counter, maximum, enforced)
-                    thresholds.append(threshold)
+                thresholds.append(Threshold(name, meter.scope, meter.counter, maximum, enforced))
         counters = frozenset(rule.limit.counter for rule in rules if rule.limit.counted)
         shared = any(rule.shared for rule in rules)
         quotas = ((n, meter) for n, rule in enumerate(rules) for meter in rule.meters if meter.per)

@@ -237,7 +237,8 @@ class Waiting(Feature):
             permanent_refusals.update(permanent)
             if not permanent:
                 demanded.update(demand.amounts)
-                thresholds += [t for t in demand.thresholds if t.limit in self._max_waits]
+                with_wait = (t for t in demand.thresholds if t.limit in self._max_waits)
+                thresholds += [t for t in with_wait if (t.limit, t.scope) in meters]
         if any(permanent_refusals[name] >= after for name, after in stops.items()):
             return never
         missing: list[tuple[float, float, tuple[str, Scope]]] = []

@@ -8,7 +8,7 @@ from datetime import timedelta
 from itertools import islice
 from typing import NamedTuple
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Demand
+from langchain_quota.core.admission import MAX_COUNT, AcquireRequest, AcquireResult, Demand
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.expiring_dict import ExpiringDict
 from langchain_quota.runtime.store_errors import QuotaStoreError
@@ -24,7 +24,7 @@ def smallest_limits(request: AcquireRequest) -> dict[str | None, int]:
     limits: dict[str | None, int] = {}
     for _, thresholds in request.demands:
         for _, _, name, maximum, enforced in thresholds:
-            if enforced and maximum >= 0:
+            if enforced and 0 <= maximum < MAX_COUNT:
                 key = request.counters[name].key
                 limits[key] = min(maximum, limits.get(key, maximum))
     return limits

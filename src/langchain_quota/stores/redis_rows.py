@@ -12,13 +12,11 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
+from langchain_quota.core.admission import MAX_COUNT
 from langchain_quota.stores.counts import Count, Entry
 from langchain_quota.stores.keys import COUNT, NOTES, digest
 from langchain_quota.stores.memory import ATTEMPT, RESULT, ROLLOVER
 from langchain_quota.stores.rows import OLD_GRANTS, Name, Rows, check_count, plain, read_value
-
-MAX_COUNT = 2**53 - 1
-"""The largest count, start and amount: scripts compute in floating point."""
 
 NUMBERS = ("used", "expires", "next_end", "raised", "fresh", "checked", "at", "limit", "ends")
 """The numbers of a count, of which acquire.lua reads the first seven."""

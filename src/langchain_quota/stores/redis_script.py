@@ -9,7 +9,13 @@ from itertools import chain
 from math import ceil
 from typing import Any, NamedTuple
 
-from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction, Threshold
+from langchain_quota.core.admission import (
+    MAX_COUNT,
+    AcquireRequest,
+    AcquireResult,
+    Correction,
+    Threshold,
+)
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.stores import CORRECTED, GRACE, REMEMBERED
 from langchain_quota.stores.counts import (
@@ -33,7 +39,7 @@ from langchain_quota.stores.keys import (
     window_end,
 )
 from langchain_quota.stores.memory import REFUSED
-from langchain_quota.stores.redis_rows import FIELDS, MAX_COUNT, name_of
+from langchain_quota.stores.redis_rows import FIELDS, name_of
 from langchain_quota.stores.rows import OLD_GRANTS
 from langchain_quota.stores.server import ANOTHER_FORM
 
