@@ -3,6 +3,7 @@
 Hooks run again, or never come to their end; calls are refused by others.
 """
 
+import asyncio
 import gc
 from collections import Counter
 from typing import Any
@@ -11,19 +12,12 @@ import pytest
 from langchain.agents.middleware import HumanInTheLoopMiddleware, after_model, hook_config
 from langchain_core.messages import ToolCall
 
-from langchain_quota import (
-    MemoryStore,
-    ModelCallLimit,
-    Quota,
-    QuotaMiddleware,
-    ToolCallLimit,
-    ToolCallLimitExceededError,
-)
-from langchain_quota.errors import QuotaStoreError
+from langchain_quota import MemoryStore, ModelCallLimit, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota.errors import QuotaStoreError, ToolCallLimitExceededError
 from langchain_quota.limits import Limit
 from tests import scene as scenes
-from tests.scene import ANN, CONFIG, Scene, asking, cancel_at, check_history, tool_limiter
-from tests.stores import DAY, Clock, FickleStore, SlowStore, counts, quota
+from tests.scene import ANN, CONFIG, Scene, asking, cancel_at, check_history, tool_limiter, until
+from tests.stores import DAY, Clock, FickleStore, SlowStore, UnsureStore, counts, quota
 from tests.telemetry import Signals
 
 SEARCHES = "search:user_id:ann"
@@ -43,20 +37,17 @@ class Crashing(QuotaMiddleware[Any, Any]):
 
     @hook_config(can_jump_to=["end"])
     async def aafter_model(self, state: Any, runtime: Any) -> Any:
-        update = await super().aafter_model(state, runtime)
-        self._crash("after_model")
-        return update
+        return self._crash("after_model", await super().aafter_model(state, runtime))
 
     @hook_config(can_jump_to=["end"])
     async def abefore_model(self, state: Any, runtime: Any) -> Any:
-        update = await super().abefore_model(state, runtime)
-        self._crash("before_model")
-        return update
+        return self._crash("before_model", await super().abefore_model(state, runtime))
 
-    def _crash(self, hook: str) -> None:
+    def _crash(self, hook: str, update: Any) -> Any:
         if self.crashes[hook]:
             self.crashes = self.crashes - Counter([hook])
             raise ConnectionAbortedError
+        return update
 
 
 @pytest.mark.parametrize("call_id", ["call-", None])
@@ -153,6 +144,21 @@ async def test_beside_a_drop_in_that_raises(order: Any, kind: Any, signals: Sign
     assert counts(store) == {SEARCHES: charged + 1}
 
 
+async def test_cancelled_while_refunding(signals: Signals) -> None:
+    """What was decided is seen though the run is cancelled then; resumed, it is seen once."""
+    store = UnsureStore()
+    store.happens, store.lost = asyncio.Event().wait, 2
+    items = tool_limiter(signals, "search", run_limit=1), quota(signals, per_user(), store=store)
+    scene = Scene(signals, TWICE, items, context=ANN)
+    running = asyncio.create_task(scene.play())
+    await until(lambda: store.lost == 0)
+    running.cancel()
+    await asyncio.wait([running])
+    assert scene.calls("blocked", "search") == 1
+    await scene.go_on()
+    assert (counts(store), scene.calls("blocked", "search")) == ({SEARCHES: 1}, 1)
+
+
 class Second(QuotaMiddleware[Any, Any]):
     """A second middleware of an agent, told apart by its class."""
 
@@ -204,17 +210,11 @@ async def test_two_stores_in_one_agent(signals: Signals) -> None:
 @pytest.mark.filterwarnings("ignore:HumanInTheLoopMiddleware is listed")
 async def test_a_resume_in_another_process(signals: Signals) -> None:
     """A drop-in that goes on where the other's store is not found leaves a blocked call charged."""
-    store = MemoryStore()
-
-    def process(*others: Any, **options: Any) -> Scene:
-        drop_in = tool_limiter(signals, "search", run_limit=1)
-        people = HumanInTheLoopMiddleware[Any, Any]({"search": True})
-        return Scene(signals, TWICE, [drop_in, people, *others], context=ANN, **options)
-
-    scene = process(quota(signals, per_user("search"), store=store))
+    store, people = MemoryStore(), HumanInTheLoopMiddleware[Any, Any]({"search": True})
+    items: list[Any] = [tool_limiter(signals, "search", run_limit=1), people]
+    scene = Scene(signals, TWICE, [*items, quota(signals, per_user(), store=store)], context=ANN)
     await scene.play()
-    scene = process(checkpointer=scene.agent.checkpointer)
+    scene = Scene(signals, TWICE, items, context=ANN, checkpointer=scene.agent.checkpointer)
     gc.collect()
     await scene.resume({"decisions": [{"type": "approve"}] * 2})
-    assert scene.ran == ["search"]
-    assert counts(store) == {SEARCHES: 2}
+    assert (scene.ran, counts(store)) == (["search"], {SEARCHES: 2})

@@ -1,13 +1,13 @@
 """Check the calls of every middleware, record the decisions, and make the calls."""
 
 from collections import Counter as Counts
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import cached_property, partial
 from typing import Literal, Self
 
 from langchain.agents.middleware.types import ToolCallRequest
 
-from langchain_quota.core.admission import AcquireRequest
+from langchain_quota.core.admission import AcquireRequest, Correction
 from langchain_quota.core.decision import Outcome
 from langchain_quota.core.plans import LimitSet, OnStoreError, Places
 from langchain_quota.core.stops import request_runs
@@ -44,8 +44,8 @@ from langchain_quota.middleware.feature import (
 )
 from langchain_quota.middleware.near import NearShares
 from langchain_quota.middleware.resolver import LimitResolver
-from langchain_quota.middleware.state import Amounts, Ledger, State, ledger
-from langchain_quota.middleware.store_client import StoreClient
+from langchain_quota.middleware.state import Ledger, State, ledger
+from langchain_quota.middleware.store_client import StoreClient, undoing
 from langchain_quota.middleware.thread_usage import with_work
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import UserLine
@@ -162,17 +162,6 @@ class Kernel:
         """The middleware's name in the graph."""
         return str(self.middleware.name)
 
-    async def refund(
-        self, mode: Mode, run_ledger: Ledger, name: str, refunds: Mapping[str, Amounts]
-    ) -> None:
-        """Refund now what the agent's store was charged for calls that do not run."""
-        # Another middleware may have charged them. Its store is only found in the process in which
-        # the run began.
-        client = self.store or StoreClient.by_name.get(run_ledger.get("store") or "")
-        if client is not None:
-            sent = AcquireRequest("", "", corrections=refund_corrections(name, refunds))
-            await client.settle(mode, sent)
-
     def end_run(self, state: State, runtime: object) -> None:
         """Pass the final state of a run that has ended to features."""
         for end_run in self.end_run_hooks:
@@ -232,19 +221,20 @@ class Kernel:
             if step is None:
                 return None
             step = await self.admit(mode, await self.prepared(mode, step))
+            corrections: tuple[Correction, ...] = ()
             try:
                 change = conclude(step)
             except Exception as error:  # noqa: BLE001 - a text of the user's own may raise anything
                 raise_if_damaged(state, error)
                 change = not_concluded(step, error)
-                if step.answered and step.sent is not None and self.store is not None:
-                    await self.store.undo(mode, step.sent)
+                if step.answered and step.sent is not None:
+                    corrections = undoing(step.sent)
             if step.counts and step.counts.refunds and not change.error:
                 name = step.context.step(f"{step.task}.refused")
-                await self.refund(mode, step.ledger, name, step.counts.refunds)
+                corrections = refund_corrections(name, step.counts.refunds)
             for complete in self.conclude_hooks:
                 change = complete(step, change)
-            update = await self.record(mode, step, change)
+            update = await self.record_and_correct(mode, step, change, corrections)
         except DAMAGES as error:
             raise_if_damaged(state, error)
             raise
@@ -310,6 +300,20 @@ class Kernel:
         agent = step.context.agent
         self.recorder.record_fallback(agent, store.label, self.on_store_error, calls)
         return step
+
+    async def record_and_correct(
+        self, mode: Mode, step: Step, change: Change, corrections: tuple[Correction, ...]
+    ) -> Update | None:
+        """Record the decisions, and correct what the agent's store was charged for the calls."""
+        # If the run is cancelled meanwhile, both have happened.
+        try:
+            return await self.record(mode, step, change)
+        finally:
+            # Another middleware may have charged them. Its store is only found in the process in
+            # which the run began.
+            client = self.store or StoreClient.by_name.get(step.ledger.get("store") or "")
+            if client is not None and corrections:
+                await client.settle(mode, AcquireRequest("", "", corrections=corrections))
 
     async def record(self, mode: Mode, step: Step, change: Change) -> Update | None:
         """Record the decisions unless the task is a re-run, and return the update."""

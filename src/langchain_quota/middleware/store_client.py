@@ -150,11 +150,7 @@ class StoreClient:
         self, request: AcquireRequest, amounts: Mapping[str, int] | None = None
     ) -> None:
         """Undo a request that the store may have received, and add the calls that ran without."""
-        self._make_later(_undoing(request, amounts or {}))
-
-    async def undo(self, mode: Mode, request: AcquireRequest) -> None:
-        """Undo a request whose calls do not run, now or later."""
-        await self.settle(mode, AcquireRequest("", "", corrections=_undoing(request, {})))
+        self._make_later(undoing(request, amounts))
 
     def _make_later(self, corrections: Sequence[Correction]) -> None:
         if self._corrections.add(corrections):
@@ -256,13 +252,15 @@ class StoreClient:
             self.recorder.observe(names.STORE_SECONDS, seconds, self.label, operation, outcome)
 
 
-def _undoing(request: AcquireRequest, amounts: Mapping[str, int]) -> tuple[Correction, ...]:
+def undoing(
+    request: AcquireRequest, amounts: Mapping[str, int] | None = None
+) -> tuple[Correction, ...]:
     """Return the corrections that undo a request, and add amounts in its place."""
     attempt, counters = request.attempt_id, request.counters.values()
     starts = {counter.key: counter.used for counter in counters if counter.key is not None}
     mirrored = {counter.key for counter in counters if counter.key and counter.mirrored}
     name = request.idempotency_key
-    correction = Correction(attempt, amounts, attempt, name, starts, mirrored=mirrored)
+    correction = Correction(attempt, amounts or {}, attempt, name, starts, mirrored=mirrored)
     # What the request was to refund is refunded, too.
     return correction, *request.corrections
 

@@ -22,7 +22,7 @@ from langchain_quota.features.concurrency.slot_leases import Lease
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, STORE, Call
 from langchain_quota.limits.calls import ConcurrencyLimit
-from langchain_quota.middleware.calls import Change, Step
+from langchain_quota.middleware.calls import Change, Step, refund_corrections
 from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
@@ -167,13 +167,9 @@ class ConcurrencySlots(Feature):
         self, mode: Mode, step: Step, change: Change, charge: Charge | None
     ) -> None:
         """Record a blocked call, and refund what a store was charged for it."""
-        # If the run is cancelled meanwhile, both have happened.
-        try:
-            await self._kernel.record(mode, step, change)
-        finally:
-            if charge is not None:
-                refunds = {str(step.calls[0].id): charge["keys"]}
-                await self._kernel.refund(mode, step.ledger, step.context.step("waited"), refunds)
+        refunds = {str(step.calls[0].id): charge["keys"]} if charge else {}
+        corrections = refund_corrections(step.context.step("waited"), refunds)
+        await self._kernel.record_and_correct(mode, step, change, corrections)
 
 
 class _SlotRequest:
