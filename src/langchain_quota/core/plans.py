@@ -1,8 +1,8 @@
 """Limits, compiled: what calls must pass and add to counts, and where a store keeps the counts."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from langchain_quota.core.admission import MAX_COUNT, Demand, Rollover, Threshold
 from langchain_quota.core.decision import Reason
@@ -14,8 +14,6 @@ from langchain_quota.runtime.units import Unit
 
 OnStoreError = Literal["block", "allow"]
 """What happens to calls that need a store while it is unavailable."""
-
-T = TypeVar("T")
 
 _MOST_RAISED = 64
 """The number of grants to subjects for which the plans of a limit set are kept."""
@@ -179,7 +177,7 @@ class Plan(NamedTuple):
     shared: bool
     # The meters of quotas, each with the index of its rule.
     quotas: tuple[tuple[int, Meter], ...]
-    # What sinks of telemetry have prepared for the plan, by the name of what it is.
+    # What a sink of telemetry has prepared for the plan, by the name of what it is.
     prepared: dict[str, Any]
 
     @classmethod
@@ -214,13 +212,6 @@ class Plan(NamedTuple):
         shared = any(rule.shared for rule in rules)
         quotas = ((n, meter) for n, rule in enumerate(rules) for meter in rule.meters if meter.per)
         return cls(rules, Demand(amounts, tuple(thresholds)), counters, shared, tuple(quotas), {})
-
-    def prepare(self, name: str, make: "Callable[[Plan], T]") -> T:
-        """Return what a sink of telemetry makes of the plan, once."""
-        value: T | None = self.prepared.get(name)
-        if value is None:
-            value = self.prepared[name] = make(self)
-        return value
 
 
 NO_LIMITS = Plan.of(())

@@ -154,8 +154,8 @@ class Metrics:
     def count_crossings(self, event: DecisionEvent) -> None:
         """Find the refusals and the thresholds that charges have crossed; count the latter."""
         for verdict in event.verdicts:
-            before, amounts = verdict.before, verdict.amounts
-            near = verdict.plan.prepare("near", self._find_near)
+            prepared, before, amounts = verdict.plan.prepared, verdict.before, verdict.amounts
+            near = prepared["near"] if "near" in prepared else self._find_near(verdict.plan)
             crossed = [n for n, counter, first in near if before[counter] + amounts[n] >= first]
             if not (crossed or verdict.refused):
                 continue
@@ -178,13 +178,14 @@ class Metrics:
 
     def _find_near(self, plan: Plan) -> list[tuple[int, str, int]]:
         """Return the index of each rule with its counters, and the counts from which it is near."""
-        return [
+        plan.prepared["near"] = near = [
             (index, meter.counter, near_threshold(meter.maximum, share))
             for index, rule in enumerate(plan.rules)
             for share in (rule.limit.near_share or self._near_share,)
             for meter in rule.meters
             if meter.maximum is not None
         ]
+        return near
 
     def count_charge(self, event: DecisionEvent) -> None:
         """Count a charge that is no part of a decision."""

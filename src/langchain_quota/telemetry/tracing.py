@@ -175,7 +175,8 @@ class Tracing:
     ) -> Attributes:
         # The span begins with all attributes, so that a sampler sees them.
         call, leading, caller = verdict.call, verdict.leading, event.caller
-        base, of_rules = verdict.plan.prepare("span", _span_of)
+        prepared = verdict.plan.prepared
+        base, of_rules = prepared.get("span") or prepared.setdefault("span", _span_of(verdict.plan))
         known, counts = (base, ()) if leading is None else of_rules[leading]
         attributes: Attributes = {**known, DECISION: verdict.outcome.value, KIND: call.kind}
         if call.agent:

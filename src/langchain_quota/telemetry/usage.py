@@ -318,7 +318,8 @@ class UsageTable(UsageReader):
 
     def _record(self, thread: Subject, verdict: Verdict, now: float, *, is_charge: bool) -> None:
         """Set what a thread has used of limits, after a verdict."""
-        refused, shown = verdict.refused, verdict.plan.prepare("thread", self._shown)
+        plan, refused = verdict.plan, verdict.refused
+        shown = plan.prepared.get("thread") or self._shown(plan)
         for index, (name, unit, near, meters, unknown_from) in enumerate(shown):
             use = thread.use_of(name, unit)
             use.near = near
@@ -330,7 +331,7 @@ class UsageTable(UsageReader):
 
     def _shown(self, plan: Plan) -> list[_Shown]:
         """Return what is shown of each limit of a plan for a thread."""
-        shown = list[_Shown]()
+        plan.prepared["thread"] = shown = list[_Shown]()
         for limit, meters, *_, shared, _ in plan.rules:
             scopes = {meter.scope for meter in meters if meter.is_limited}
             unknown_from: float = inf
