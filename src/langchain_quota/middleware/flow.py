@@ -234,7 +234,10 @@ class Kernel:
                 corrections = refund_corrections(name, step.counts.refunds)
             for complete in self.conclude_hooks:
                 change = complete(step, change)
-            update = await self.record_and_correct(mode, step, change, corrections)
+            if corrections:
+                update = await self.record_and_correct(mode, step, change, corrections)
+            else:
+                update = await self.record(mode, step, change)
         except DAMAGES as error:
             raise_if_damaged(state, error)
             raise
