@@ -30,6 +30,7 @@ from langchain_quota.middleware.feature import (
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.state import (
     LEDGER,
+    Counts,
     Ledger,
     State,
     feature_ledger,
@@ -100,12 +101,20 @@ class Reruns(Feature):
     ) -> Response | None:
         """Check a model call that runs again; add the update that ends a blocked run."""
         runtime = await self._rerun_runtime(mode, "model", request.state)
+        if runtime is None:
+            return await call(request)
         state = {**request.state, _RERUN: True}
-        update = runtime and await self._kernel.check_model_call(mode, state, runtime)
-        if update and update.pop("jump_to", None):
+        update = await self._kernel.check_model_call(mode, state, runtime) or {}
+        if update.pop("jump_to", None):
             written.update(update)
             return None
-        return await call(request)
+        # The old check charged another window or user, and knows other numbers. The state's counts
+        # have this call by now.
+        checked = Ledger(**{**ledger(update), "counts": Counts()})
+        state = {**request.state, LEDGER: merge_ledgers(ledger(request.state), checked)}
+        response = await call(compat.with_state(request, state))
+        written[LEDGER] = merge_ledgers(checked, ledger(written))
+        return response
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
