@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from benchmarks.scrape import tracked
@@ -40,7 +39,7 @@ class Service:
         self.signals: Signals = telling(**{"subject_label": {"tenant": str}, **options})
         quotas = [Quota(12, per="tenant"), Quota(100, per="global")]
         limits = limits or (ToolCallLimit("search", thread_limit=10, quotas=quotas),)
-        given: Any = {"store": MemoryStore(), "name": "support"}
+        given: Any = {"store": MemoryStore(), "name": "support", "checkpointer": None}
         self._scene = Scene(self.signals, searching, limits, **given)
 
     def search(self, **counts: int) -> None:
@@ -49,7 +48,7 @@ class Service:
         async def play() -> None:
             for thread, count in counts.items():
                 context = {"tenant": thread.partition("_")[0] or "nobody"}
-                await self._scene.play(str(count), thread_id=thread, context=context)
+                await self._scene.play(str(count), thread_id=thread or None, context=context)
 
         # A browser's events take the event loop of the test's own thread.
         with ThreadPoolExecutor(1) as pool:
@@ -296,9 +295,9 @@ def test_in_an_application(service: Service) -> None:
 
 
 def test_no_data_yet() -> None:
-    """Before the first call the page says that there is no data."""
-    with (
-        start_metrics_server(0, registry=CollectorRegistry()) as server,
-        opened(str(server.page_url)) as tab,
-    ):
+    """Without conversations the page says why: no call was made, or none with a thread_id."""
+    service = Service(ToolCallLimit("search", run_limit=3))
+    with service.serve() as server, opened(str(server.page_url)) as tab:
         assert "No data yet" in tab.page.locator("#threads").inner_text()
+        service.search(**{"": 1})
+        tab.wait_for("document.querySelector('#threads').innerText.includes('no thread_id')")
