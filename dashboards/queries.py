@@ -68,10 +68,10 @@ def increases(series: str, window: str, *only: str) -> str:
     return f"sum_over_time({select(f'{series}:increase15s', *only)}[{window}])"
 
 
-def thread_blocked(window: str, *only: str) -> str:
-    """Return how many calls of threads each limit refused in a window, at whatever scope."""
+def thread_blocked(window: str, *only: str, by: str = OF_THREAD) -> str:
+    """Return how many calls of threads were refused in a window, by limit or other labels."""
     series = "job_agent_limit_scope_thread_id:langchain_quota_thread_blocked"
-    return f"sum by ({OF_THREAD}) ({increases(series, window, *only)})"
+    return f"sum by ({by}) ({increases(series, window, *only)})"
 
 
 def thread_amounts(*only: str) -> tuple[str, str]:

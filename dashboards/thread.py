@@ -16,8 +16,8 @@ def build() -> Dashboard:
     tracked = ask.select("langchain_quota_thread_timestamp_seconds", ask.AGENT)
     threads = one("thread", "Thread", f"label_values({tracked}, thread_id)").regex(ask.NO_BACKTICK)
 
-    def blocked(window: str) -> str:
-        return ask.thread_blocked(window, ask.AGENT, ask.THREAD)
+    def blocked(window: str, by: str = ask.OF_THREAD) -> str:
+        return ask.thread_blocked(window, ask.AGENT, ask.THREAD, by=by)
 
     def spent(unit: str) -> str:
         series = f"{ask.THREADS}_spent_{unit}"
@@ -107,9 +107,10 @@ def build() -> Dashboard:
         show.bars(
             show.Place(46, 12, 8),
             "Calls blocked by limit",
-            "How many calls of the thread each limit blocked since the previous bar, including run "
-            "limits and shared quotas.",
-            [show.Query(f"sum by (limit) ({blocked(ask.BAR)}) > 0", "{{limit}}")],
+            "How many calls of the thread each limit blocked since the previous bar, and whose "
+            "count refused them: that of the thread, of a run, or of a quota. 'frozen' are calls "
+            "that an operator has stopped.",
+            [show.Query(f"{blocked(ask.BAR, 'limit, scope')} > 0", "{{limit}} ({{scope}})")],
             unit=COUNT,
         ).no_value("Nothing was blocked."),
         show.row(
