@@ -434,7 +434,7 @@ def test_freeze(run: Run, store: RedisStore) -> None:
     ada, bo = ("--per", "user_id", "--subject", "ada"), ("--reason", "abuse", "--by", "bo")
     line = "frozen: the calls of user_id 'ada' since THEN until thawed, by 'bo', reason 'abuse'"
     first, second = told_of(run("freeze", *ada, *bo).out)
-    assert (first, second[:38]) == (line, "not frozen: calls that ask no store, l")
+    assert (first, second[:39]) == (line, "a freeze does not stop calls that ask n")
     assert 'on_store_error="allow", calls while the store is unavailable' in second
     assert store.acquire(calls(ADA, 1)).frozen == (ADA,)
     everything = "frozen: all calls since THEN until THEN, by 'bo', reason 'abuse'"

@@ -64,7 +64,7 @@ def run(arguments: Namespace) -> int:
     for path in paths:
         say(str(path))
     if target in {"prometheus", "kubernetes"} and "grafana_url" not in options:
-        say(f"dashboard_url of the alerts leads to {GRAFANA_URL}: set --grafana-url")
+        say(f"alerts link to Grafana at {GRAFANA_URL}: --grafana-url changes it")
     return 0
 
 

@@ -305,7 +305,7 @@ def _freeze(store: Store, arguments: Namespace, asked: Asked) -> int:
     freeze = run_sync(store.freeze(arguments.per, arguments.subject, **options))
     say(f"frozen: {_line(freeze)}")
     say(
-        "not frozen: calls that ask no store, limits with enforce=False, and, with "
+        "a freeze does not stop calls that ask no store, limits with enforce=False, and, with "
         'on_store_error="allow", calls while the store is unavailable'
     )
     if arguments.per:
