@@ -28,7 +28,7 @@ from langchain_quota import (
     TimeLimit,
     ToolCallLimit,
 )
-from tests.scene import PATIENCE, Kind, Scene, asking, either, recording, texts, until
+from tests.scene import ANN, PATIENCE, Kind, Scene, asking, either, recording, texts, until
 from tests.stores import Clock, DistantStore, FickleStore, counts
 from tests.telemetry import Signals
 
@@ -143,9 +143,7 @@ def test_threads_and_loops_share_a_cap(signals: Signals) -> None:
         runs = [threads.submit(each.invoke, ASKED) for each in agents[24:]]
         assert all(each.result(PATIENCE) == ["seen"] * 16 for each in loops)
         assert all(texts(each.result(PATIENCE)) == ["seen"] * 2 for each in runs)
-    assert browser.most <= CAP
-    assert browser.ran == 64
-    # Their waits are measured.
+    assert (browser.most <= CAP, browser.ran) == (True, 64)
     assert signals.value(f"{WAITS}_count", **BROWSER, decision="allowed") == 64
     assert (signals.value(f"{WAITS}_sum", **BROWSER, decision="allowed") or 0) > 0
 
@@ -175,8 +173,7 @@ async def test_who_waits_in_vain_is_refused(signals: Signals, kind: Kind) -> Non
     assert counts(store) == {"browser:global:": 2, "browser:thread:thread-1": 2}
     # A new run finds both used up: neither more nor less.
     assert "limit" in texts(await scene.play())[-1]
-    assert scene.usage().tools == {"browser": 2}
-    assert browser.ran == 2
+    assert (scene.usage().tools, browser.ran) == ({"browser": 2}, 2)
 
 
 async def test_who_waits_in_vain_without_a_store_stays_charged(signals: Signals) -> None:
@@ -186,8 +183,7 @@ async def test_who_waits_in_vain_without_a_store_stays_charged(signals: Signals)
     scene = Scene(signals, asking("browser", "browser"), limits, tools=[browser.tool])
     for _ in range(2):
         await scene.play()
-    assert browser.ran == 2
-    assert scene.usage().tools == {"browser": 3}
+    assert (browser.ran, scene.usage().tools) == (2, {"browser": 3})
     assert scene.metric("tool:browser", "refunded") == 0
 
 
@@ -199,21 +195,24 @@ class Beside(QuotaMiddleware[Any, Any]):
 async def test_what_waits_in_vain_is_given_back_in_each_thread(
     *, is_beside: bool, signals: Signals
 ) -> None:
-    """The answers of a cache have the same ids in two threads: each call is given back once."""
+    """Calls with the ids of another thread, or run again for another user, are given back once."""
     store, browser = MemoryStore(), Browser()
     calls = [ToolCall(name="browser", args={}, id=each, type="tool_call") for each in "ab"]
     cached = AIMessage("", id="cached", tool_calls=calls)
     cap = Beside([ONE_OR_NONE], telemetry=signals.telemetry) if is_beside else ONE_OR_NONE
-    items: list[Any] = [ToolCallLimit("browser", quotas=[Quota(9, per="global")]), cap]
+    items: list[Any] = [ToolCallLimit("browser", quotas=[Quota(9, per="user_id")]), cap]
 
     def script(messages: Any) -> Any:
         return "done" if messages[-1].type == "tool" else cached
 
     scene = Scene(signals, script, items, tools=[browser.tool], store=store)
     for thread in ("one", "two"):
-        await scene.play(thread_id=thread)
-    assert browser.ran == 2
-    assert counts(store) == {"browser:global:": 2}
+        await scene.play(thread_id=thread, context=ANN)
+    steps = [each async for each in scene.agent.aget_state_history(scene.config)]
+    at = next(each.config for each in steps if each.next == ("tools", "tools"))
+    with busy(signals):
+        await scene.agent.ainvoke(None, at, context={"user_id": "bob"})
+    assert (browser.ran, counts(store)) == (2, {"browser:user_id:ann": 2})
 
 
 @pytest.mark.parametrize("ran", [0, 1])

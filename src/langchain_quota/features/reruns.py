@@ -135,9 +135,13 @@ class Reruns(Feature):
             update = await self._kernel.check_tool_calls(
                 mode, {**state, **alone}, runtime, task=f"{self._kernel.name}/{tool_call['id']}"
             )
-            for answer in (update or {}).get("messages", ()):
+            update = update or {}
+            for answer in update.get("messages", ()):
                 if isinstance(answer, ToolMessage):
                     return answer
+            # As around a model call: if this call gets no slot, its own charge is refunded.
+            charged = merge_ledgers(ledger(state), ledger(update))
+            request = request.override(state={**state, LEDGER: charged})
         return await call(request)
 
     async def _find_earlier_run(self, mode: Mode, info: ExecutionInfo) -> tuple[str, bool]:
