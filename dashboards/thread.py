@@ -24,7 +24,7 @@ def build() -> Dashboard:
         return f"max(sum by (limit) ({ask.increases(series, ask.RANGE, ask.AGENT, ask.THREAD)}))"
 
     used, limit = ask.thread_amounts(ask.AGENT, ask.THREAD)
-    checked = ask.last_time("decision", ask.AGENT, ask.THREAD)
+    of, checked = ask.recent(limit), ask.last_time("decision", ask.AGENT, ask.THREAD)
     others = ask.select(ask.ALLOWED, ask.AGENT, 'scope!="thread"')
     of_thread = f"and on (job, agent, limit) {checked}"
     return show.new_dashboard(
@@ -78,8 +78,8 @@ def build() -> Dashboard:
                 show.text("Limit", "limit"),
                 show.text("Agent", "agent", 130),
                 show.gauge("Used", ask.recent(_RATIO)),
-                show.left(f"sum by ({ask.OF_THREAD}) ({ask.recent(limit)} - {ask.recent(used)})"),
-                show.left(ask.recent(limit), "Of", 70),
+                show.left(f"sum by ({ask.OF_THREAD}) (clamp_min({of} - {ask.recent(used)}, 0))"),
+                show.left(of, "Of", 70),
                 show.text("Unit", "unit", 75),
                 show.count("Blocked", f"{blocked(ask.RANGE)} > 0", 90),
                 show.when("Last block", ask.last_time("refusal", ask.AGENT, ask.THREAD), 145),
