@@ -24,12 +24,11 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call, Kind, Scope
 from langchain_quota.limits.options import has_number
 from langchain_quota.middleware.calls import Change, Step, refund_corrections
-from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, StepCheck, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import as_edited
-from langchain_quota.middleware.state import feature_ledger, ledger, refunded_limits
+from langchain_quota.middleware.state import feature_ledger, ledger, refunds_of
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.expiring_dict import ExpiringDict
 from langchain_quota.runtime.queues import LOOKS_AGAIN, Queues, Waiter, queues_of
@@ -346,7 +345,7 @@ class Waiting(Feature):
             if not is_resumed:
                 self._cancelled.put(refund.id, True, waiter.came_at)
                 self.store.settle_soon(AcquireRequest("", "", corrections=(refund,)))
-                self.recorder.record_refunds(refunds_of(called, refunded_limits(charge)))
+                self.recorder.record_refunds(refunds_of(called, charge))
             raise
         finally:
             waits = waiter.waited, entries.get("waited", 0.0)

@@ -25,7 +25,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.middleware.calls import Update
-from langchain_quota.middleware.conclude import end_again, ending_message, refunds_of
+from langchain_quota.middleware.conclude import end_again, ending_message
 from langchain_quota.middleware.context import CallContext, call_context, running_config
 from langchain_quota.middleware.damage import DAMAGES, raise_if_damaged
 from langchain_quota.middleware.feature import Feature, Handler, Request, Response
@@ -298,8 +298,8 @@ def _refund_stopped_calls(kernel: Kernel, state: State, context: CallContext) ->
         charge = counts.calls.get(str(call["id"]))
         if charge is None or charge["keys"]:
             continue
-        refunded = Call("tool", call["name"], call["id"], 1, context.agent, context.thread_id)
-        refunds += refunds_of(refunded, counts.refund(str(call["id"])))
+        caller = context.agent, context.thread_id
+        refunds += counts.refund(Call("tool", call["name"], call["id"], 1, *caller))
     kernel.recorder.record_refunds(refunds)
     return counts
 

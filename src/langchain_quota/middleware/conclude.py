@@ -12,7 +12,7 @@ from langchain_quota.core.decision import Decision, LimitStatus, Outcome, Refund
 from langchain_quota.core.plans import Plan
 from langchain_quota.core.stops import STOP, StopReason, reason_of
 from langchain_quota.errors import ModelCallLimitExceededError, ToolCallLimitExceededError
-from langchain_quota.limits.call import Call, Exit
+from langchain_quota.limits.call import Exit
 from langchain_quota.middleware.calls import OF_RUN, OF_THREAD, Change, Step, Update
 from langchain_quota.middleware.context import call_context
 from langchain_quota.middleware.history import PendingCalls, answer_of_blocked
@@ -269,7 +269,7 @@ def _charge(step: Step, counts: ToolCounts, verdicts: Sequence[Verdict]) -> list
     for verdict in verdicts:
         call, call_id = verdict.call, str(verdict.call.id)
         if verdict.outcome in _NOT_RUN:
-            refunds += refunds_of(call, counts.refund(call_id))
+            refunds += counts.refund(call)
             continue
         # A call that runs is counted even if a limit that is not enforced refuses it. But it is not
         # charged to that limit, and so never refunded by its name.
@@ -294,11 +294,6 @@ def _charge(step: Step, counts: ToolCounts, verdicts: Sequence[Verdict]) -> list
         if charge["counters"]:
             counts.charge(call_id, charge)
     return refunds
-
-
-def refunds_of(call: Call, charges: Sequence[tuple[str, int, int]]) -> list[Refund]:
-    """Return the refunds of a call, for the metrics."""
-    return [Refund(call._replace(amount=amount), limit, cost) for limit, amount, cost in charges]
 
 
 def _mirror(step: Step, counts: ToolCounts, sent: AcquireRequest) -> None:

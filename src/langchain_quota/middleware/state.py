@@ -16,7 +16,9 @@ from langgraph.channels.untracked_value import UntrackedValue
 # That of `typing` has no JSON Schema before Python 3.12.
 from typing_extensions import TypedDict
 
+from langchain_quota.core.decision import Refund
 from langchain_quota.core.stops import StopReason
+from langchain_quota.limits.call import Call
 from langchain_quota.limits.options import NANODOLLARS
 
 LEDGER = "langchain_quota"
@@ -332,17 +334,17 @@ class ToolCounts:
             if "costs" in new:
                 charge["costs"] = new["costs"]
 
-    def refund(self, call_id: str) -> list[tuple[str, int, int]]:
-        """Refund a call; return each limit's name, its calls, and its nanodollars."""
-        charge = self.calls.pop(call_id, None)
+    def refund(self, call: Call) -> list[Refund]:
+        """Refund a call; return what each limit refunds."""
+        charge = self.calls.pop(str(call.id), None)
         if charge is None:
             return []
         if charge["keys"]:
-            self.refunds[call_id] = charge["keys"]
+            self.refunds[str(call.id)] = charge["keys"]
         for counter, amount in charge["counters"].items():
             self.thread[counter] = max(0, self.thread.get(counter, 0) - amount)
             self.run[counter] = max(0, self.run.get(counter, 0) - amount)
-        return refunded_limits(charge)
+        return refunds_of(call, charge)
 
     def forget_keys(self, call_id: str, keys: Collection[str]) -> Amounts:
         """Remove and return what a store charged for a call under keys that it charges again."""
@@ -350,13 +352,13 @@ class ToolCounts:
         return {key: charged.pop(key) for key in sorted(charged.keys() & set(keys))}
 
 
-def refunded_limits(charge: Charge) -> list[tuple[str, int, int]]:
-    """Return what a refund returns: each limit's name, its calls, and its nanodollars."""
+def refunds_of(call: Call, charge: Charge) -> list[Refund]:
+    """Return the refunds of what limits charged to a call, for the metrics."""
     costs = dict(charge.get("costs", {}))
     calls = [item for by_limit in charge["limits"].values() for item in by_limit.items()]
-    charged = [(name, amount, costs.pop(name, 0)) for name, amount in calls]
+    refunds = [Refund(call._replace(amount=n), name, costs.pop(name, 0)) for name, n in calls]
     # A limit in a dry run is not charged a call that it would refuse, but what it costs.
-    return charged + [(name, 0, cost) for name, cost in costs.items()]
+    return refunds + [Refund(call._replace(amount=0), name, cost) for name, cost in costs.items()]
 
 
 UNUSED: State = {

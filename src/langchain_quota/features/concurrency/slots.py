@@ -23,12 +23,11 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import CONCURRENCY, STORE, Call
 from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.middleware.calls import Change, Step, refund_corrections
-from langchain_quota.middleware.conclude import refunds_of
 from langchain_quota.middleware.context import call_context, running_runtime
 from langchain_quota.middleware.feature import Feature, ToolAnswer, ToolHandler
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import answer, answer_of_blocked, as_edited, newest_name
-from langchain_quota.middleware.state import Charge, Ledger, State, ledger, refunded_limits
+from langchain_quota.middleware.state import Charge, Ledger, State, ledger, refunds_of
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.queues import WaitContext, Waiter, queues_of
@@ -149,7 +148,7 @@ class ConcurrencySlots(Feature):
             return None
         has_run = "ran" in slots.notes
         charge = None if has_run else _charge_of(step, call)
-        refunds = () if charge is None else refunds_of(call, refunded_limits(charge))
+        refunds = () if charge is None else refunds_of(call, charge)
         change = Change([verdict], refunds=refunds)
         try:
             text = messages.refusal(verdict.decision, step.limits.by_name)
@@ -328,7 +327,6 @@ def _charge_of(step: Step, call: Call) -> Charge | None:
 
 
 def _name(run_ledger: Ledger, call: Call) -> str:
-    """Return the name of a call of a run."""
     return f"{run_ledger.get('run')}/{call.tool}/{call.id}"
 
 
