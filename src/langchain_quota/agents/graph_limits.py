@@ -93,15 +93,10 @@ class _Run:
 class _StoredQuestions(Feature):
     """Stores which questions people are asked, and drops answers that are no longer needed."""
 
-    _graph: "GraphLimits"
-
-    @classmethod
-    def create(cls, kernel: Kernel) -> "_StoredQuestions":
-        """Return the feature."""
-        feature = cls(kernel)
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
         assert isinstance(kernel.middleware, GraphLimits)  # noqa: S101 - for the type checker
-        feature._graph = kernel.middleware
-        return feature
+        self._graph = kernel.middleware
 
     async def admit(self, mode: Mode, step: Step, admit: StepCheck) -> Step:
         """Store the question, or drop a person's answer to it once it is not needed."""

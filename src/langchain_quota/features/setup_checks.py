@@ -42,7 +42,6 @@ _ALIKE = 0.8
 """How alike two names must be, by `difflib`."""
 
 _PACKAGES: tuple[str, ...] = ("deepagents", "langchain_quickjs")
-"""The packages whose tools are checked."""
 
 _TASK = "task"
 """The function by which code starts sub-agents, and the tool that it calls."""
@@ -50,11 +49,6 @@ _TASK = "task"
 
 class CountWarnings(Feature):
     """Warns once, when a run begins, of counts that are not saved, or that LangChain changes."""
-
-    @classmethod
-    def create(cls, kernel: Kernel) -> "CountWarnings":
-        """Return the feature."""
-        return cls(kernel)
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
@@ -155,7 +149,6 @@ def _tool_nodes() -> list[ToolNode]:
 
 
 def _tools_of(nodes: Iterable[ToolNode]) -> list[BaseTool]:
-    """Return the tools of nodes."""
     return [tool for node in nodes for tool in node.tools_by_name.values()]
 
 

@@ -65,7 +65,7 @@ class Feature:
     @classmethod
     def create(cls, kernel: "Kernel") -> "Feature | None":
         """Return the feature of a middleware, or `None` if no limit or option needs it."""
-        raise NotImplementedError
+        return cls(kernel)
 
     def __init__(self, kernel: "Kernel") -> None:
         self._kernel = kernel
