@@ -6,7 +6,7 @@ from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 
 from langchain_quota.core.admission import admit
-from langchain_quota.core.plans import LimitSet, Places, read_keys, run_counter, thread_counter
+from langchain_quota.core.plans import LimitSet, Places, read_keys
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Call
 from langchain_quota.limits.calls import RepeatLimit
@@ -16,11 +16,10 @@ from langchain_quota.limits.options import (
     TOTAL_TOKENS,
     UNCACHED_TOKENS,
 )
-from langchain_quota.middleware.calls import model_counts
 from langchain_quota.middleware.feature import Feature, Request, Tool
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import Block
-from langchain_quota.middleware.state import State, ledger, run_tools, thread_tools
+from langchain_quota.middleware.state import State, ledger
 from langchain_quota.runtime.sync_async import Mode
 from langchain_quota.runtime.units import Level, as_dollars, as_time, level
 from langchain_quota.stores import QuotaUsage
@@ -99,9 +98,7 @@ class ModelNotes(Feature):
             # The store did not answer: show what the state knows, and no quota.
             limits, places, usages = limits.without_store("allow"), {}, {}
         limits = limits.raised(added_to(places, usages))
-        counts = _state_counts(state, limits)
-        for count_more in self._kernel.state_counts_hooks:
-            counts |= count_more(state)
+        counts = self._kernel.state_counts(state, limits.by_name.values())
         for meter in (meter for rule in limits.rules for meter in rule.meters):
             counts.setdefault(meter.counter, 0)
         counts |= {
@@ -118,17 +115,6 @@ class ModelNotes(Feature):
             notes.append(note)
         text = " ".join(note for note in notes if note)
         return request.override(messages=_with_note(request.messages, text)) if text else request
-
-
-def _state_counts(state: State, limits: LimitSet) -> dict[str, int]:
-    """Return the state's counts, by the name of the counter."""
-    thread, run = thread_tools(state), run_tools(state)
-    counts = model_counts(state)
-    for limit in limits.by_name.values():
-        if limit.kind == "tool":
-            counts[thread_counter(limit)] = thread.get(limit.counter, 0)
-            counts[run_counter(limit)] = run.get(limit.counter, 0)
-    return counts
 
 
 def _remaining(limits: LimitSet, counts: Mapping[str, int], *, near: float) -> str | None:

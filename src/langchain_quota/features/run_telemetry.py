@@ -16,15 +16,14 @@ from langgraph.errors import GraphInterrupt
 from langchain_quota.core.plans import run_counter
 from langchain_quota.limits.call import Kind
 from langchain_quota.limits.options import has_number
-from langchain_quota.middleware.calls import Change, Step, model_context, model_counts
+from langchain_quota.middleware.calls import Change, Step, model_context
 from langchain_quota.middleware.context import running_agent, running_config
 from langchain_quota.middleware.feature import Feature
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.root_run import DECISION, RootRun, root_run, watch_root_runs
-from langchain_quota.middleware.state import FeatureData, State, run_tools
+from langchain_quota.middleware.state import FeatureData, State
 from langchain_quota.runtime import compat
 from langchain_quota.telemetry import names
-from langchain_quota.telemetry.events import LimitSpend
 from langchain_quota.telemetry.logs import agent_name, logger
 from langchain_quota.telemetry.recorder import Recorder
 
@@ -198,12 +197,6 @@ class RunHistograms(Feature):
         context = model_context(state, runtime)
         if not self.recorder.is_new(context.task(self._kernel.name)):
             return
-        of_tools, counts = run_tools(state), model_counts(state)
-        for count_more in self._kernel.state_counts_hooks:
-            counts |= count_more(state)
-        used: list[LimitSpend] = []
-        for limit in self._limits:
-            is_of_tools = limit.kind == "tool"
-            count = of_tools.get(limit.counter, 0) if is_of_tools else counts[run_counter(limit)]
-            used.append((limit.name, limit.unit, count))
+        counts = self._kernel.state_counts(state, self._limits)
+        used = [(limit.name, limit.unit, counts[run_counter(limit)]) for limit in self._limits]
         self.recorder.record_run(context.agent, used)

@@ -1,7 +1,7 @@
 """Check the calls of every middleware, record the decisions, and make the calls."""
 
 from collections import Counter as Counts
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Literal, Self
 
@@ -9,7 +9,7 @@ from langchain.agents.middleware.types import ToolCallRequest
 
 from langchain_quota.core.admission import AcquireRequest, Correction
 from langchain_quota.core.decision import Outcome
-from langchain_quota.core.plans import LimitSet, OnStoreError, Places
+from langchain_quota.core.plans import LimitSet, OnStoreError, Places, run_counter, thread_counter
 from langchain_quota.core.stops import request_runs
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import Kind
@@ -17,6 +17,7 @@ from langchain_quota.middleware.calls import (
     Change,
     Step,
     Update,
+    model_counts,
     model_step,
     refund_corrections,
     tool_step,
@@ -44,7 +45,7 @@ from langchain_quota.middleware.feature import (
 )
 from langchain_quota.middleware.near import NearShares
 from langchain_quota.middleware.resolver import LimitResolver
-from langchain_quota.middleware.state import Ledger, State, ledger
+from langchain_quota.middleware.state import Ledger, State, ledger, run_tools, thread_tools
 from langchain_quota.middleware.store_client import StoreClient, undoing
 from langchain_quota.middleware.thread_usage import with_work
 from langchain_quota.runtime import compat
@@ -126,7 +127,6 @@ class Kernel:
         self.conclude_tools: Conclude = conclude_tools
         self.middleware = middleware
         self.counts_models = counts_models
-        """When the middleware counts model calls; `None` if it does not."""
         self._checks_every_call = checks_every_call
         self.why_nobody_is_asked = why_nobody_is_asked
         self.checks_inline = checks_inline
@@ -140,7 +140,7 @@ class Kernel:
         self._feature_shapes_requests = any(feature.shapes_requests for feature in features)
         self.begin_run_hooks = overriding(features, Feature.begin_run)
         self.end_run_hooks = overriding(features, Feature.end_run)
-        self.state_counts_hooks = overriding(features, Feature.state_counts)
+        self._state_counts_hooks = overriding(features, Feature.state_counts)
         self.adjust_limits_hooks = overriding(features, Feature.adjust_limits)
         self.prepare_hooks = overriding(features, Feature.prepare)
         self.admit: StepCheck = self._admit_by_counts
@@ -166,6 +166,17 @@ class Kernel:
         """Pass the final state of a run that has ended to features."""
         for end_run in self.end_run_hooks:
             end_run(state, runtime)
+
+    def state_counts(self, state: State, limits: Iterable[Limit]) -> dict[str, int]:
+        """Return the state's counts, and those that only features know, by the counter's name."""
+        thread, run, counts = thread_tools(state), run_tools(state), model_counts(state)
+        for limit in limits:
+            if limit.kind == "tool":
+                counts[thread_counter(limit)] = thread.get(limit.counter, 0)
+                counts[run_counter(limit)] = run.get(limit.counter, 0)
+        for count_more in self._state_counts_hooks:
+            counts |= count_more(state)
+        return counts
 
     async def resolve_limits(
         self,
@@ -374,7 +385,6 @@ class Kernel:
         return await call(request)
 
     async def _call_shaped(self, mode: Mode, handler: Handler, request: Request) -> Response:
-        """Shape a request, and make the model call."""
         return await handler(await self.shape_request(mode, request))
 
     async def shape_request(self, mode: Mode, request: Request) -> Request:
