@@ -214,11 +214,9 @@ class _LimitedModel(BaseChatModel):
         inner_output = self.inner.with_structured_output(schema, **options)
 
         def structured(model: BaseChatModel) -> Runnable[Any, Any]:
-            return (
-                inner_output
-                if model is self.inner
-                else model.with_structured_output(schema, **options)
-            )
+            if model is self.inner:
+                return inner_output
+            return model.with_structured_output(schema, **options)
 
         bound: Any = {"structured": structured}
         return RunnableLambda(partial(self.invoke, **bound), partial(self.ainvoke, **bound))

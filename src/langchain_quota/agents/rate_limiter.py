@@ -55,7 +55,6 @@ class Call:
     name: str = field(default_factory=lambda: uuid4().hex)
     is_charged: bool = False
     waited: float = 0.0
-    """How many seconds it has waited."""
 
 
 def check_fixed_prefix(store: object) -> None:
@@ -145,7 +144,7 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
         burst: int,
         reserve: int | None,
     ) -> None:
-        validate_name("name", name)
+        validate_name(name)
         if not name:
             raise ValueError("name must not be empty")
         if requests is None and tokens is None:

@@ -280,8 +280,7 @@ class SubjectMethods:
             ValueError: No enforced limit counts so, `until` is over, or there is no store.
             QuotaStoreError: The store was unavailable. The subject may be frozen nevertheless.
         """
-        options = {"until": until, "reason": reason, "by": by}
-        run_sync(self._freeze("freeze", subject, prefix, **options))
+        run_sync(self._freeze("freeze", subject, prefix, until=until, reason=reason, by=by))
 
     async def afreeze(
         self,
@@ -293,8 +292,7 @@ class SubjectMethods:
         **subject: Id,
     ) -> None:
         """Call `freeze` without blocking the event loop."""
-        options = {"until": until, "reason": reason, "by": by}
-        await self._freeze("freeze", subject, prefix, **options)
+        await self._freeze("freeze", subject, prefix, until=until, reason=reason, by=by)
 
     def thaw(self, *, by: str = "", prefix: str | None = None, **subject: Id) -> bool:
         """End what `freeze` with the same subject began; return whether it was frozen."""
@@ -389,6 +387,5 @@ class SubjectMethods:
             return client, limit, meter, Place(str(key))
         if quota.per == ROOT_RUN:
             subject = await StoreSequence(client, prefix).newest(mode, subject) or subject
-        now = client.clock()
-        found = quota_meter(limit, quota, number, subject, prefix=prefix, now=now)
+        found = quota_meter(limit, quota, number, subject, prefix=prefix, now=client.clock())
         return client, limit, *found

@@ -106,16 +106,13 @@ class ThreadMethods(SubjectMethods, LimitMiddleware[Any, ContextT, ResponseT]):
                 # No run's context can say it here.
                 named = config.get("configurable", {}).get("quota_prefix")
                 prefix = check_prefix('config["configurable"]["quota_prefix"]', named)
+            subject = THREAD, str(thread_id)
             keys = {
-                str(
-                    CountKey.at(
-                        store_counter(limit), THREAD, str(thread_id), window, at, prefix=prefix
-                    )
-                )
+                CountKey.at(store_counter(limit), *subject, window, at, prefix=prefix)
                 for limit in self.limits
                 for window in _windows(limit)
             }
-            await store.reset(mode, sorted(keys))
+            await store.reset(mode, sorted(map(str, keys)))
         feature_data = {kind.name: {**kind.unused} for kind in self.feature_kinds if kind.unused}
         unused = {**UNUSED, LEDGER: {**UNUSED[LEDGER], "own": feature_data}}
         update = agent.update_state, agent.aupdate_state

@@ -34,8 +34,7 @@ Asked = Mapping[str, Sequence[str]]
 
 _PASSWORD = re.compile(r"^[^:]*://[^:]*:.*@|[?&]password=", re.DOTALL)
 _TIMEOUT = 10.0
-_BATCH_SIZE = 500
-"""Number of counts that are reset in one step."""
+_BATCH_SIZE = 500  # of counts that are reset in one step
 _DECLINED = _BROKEN = 1
 """The exit code if nothing was reset, and if something that is no count was left out."""
 
@@ -279,9 +278,8 @@ def _revoke(store: Store, arguments: Namespace, asked: Asked) -> int:
 
 def _grants(store: Store, arguments: Namespace, asked: Asked) -> int:
     grants = [grant for grant in store.grants() if _is_of(grant.key, asked)]
-    in_order = sorted(grants, key=lambda grant: (grant.key, grant.given_at))
     if arguments.json:
-        for grant in in_order:
+        for grant in grants:
             say(json.dumps(_grant_object(grant)))
         return 0
     rows = [
@@ -291,7 +289,7 @@ def _grants(store: Store, arguments: Namespace, asked: Asked) -> int:
             _until(grant),
             *(repr(grant.by), repr(grant.reason), printable(grant.id)),
         )
-        for grant in in_order
+        for grant in grants
     ]
     headings = ("limit", "per", "subject", "granted", "until", "by", "reason", "id")
     for line in table(headings, rows, right={"granted"}) if rows else ["no grants"]:

@@ -150,7 +150,7 @@ class LimitOptions:
             if value is not None:
                 check(argument, value)
         validate_choice("exit_behavior", self.exit_behavior, get_args(self._exits))
-        validate_name("name", self.name)
+        validate_name(self.name)
         validate_switch("enforce", self.enforce)
         validate_switch("alert", self.alert)
         _validate_quotas(self.unit, self.quotas)

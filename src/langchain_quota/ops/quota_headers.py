@@ -148,8 +148,11 @@ class QuotaHeadersMiddleware:
     def _is_own(self, scope: Message, refusal: Decision) -> bool:
         """Return whether a limit refuses that would refuse another run of the subject, too."""
         subject = self._subject(scope) or {}
-        for status in filter(_outlasts_run, _refusing([refusal])):
+        for status in _refusing([refusal]):
             count = status.count_of(status.scope)
+            if status.scope == RUN or (count is not None and count.per == ROOT_RUN):
+                # It would not refuse another run.
+                continue
             if count is None or str(subject.get(count.per, count.subject)) == count.subject:
                 return True
         return False
@@ -217,12 +220,6 @@ def _refusing(refusals: Iterable[Decision]) -> list[LimitStatus]:
     """Return the limits that refuse; a store that is unavailable is not the user's doing."""
     refused_by = (status for refusal in refusals for status in refusal.refused_by)
     return [status for status in refused_by if status.enforced and status.reason != STORE]
-
-
-def _outlasts_run(status: LimitStatus) -> bool:
-    """Return whether a limit that refuses would refuse another run, too."""
-    count = status.count_of(status.scope)
-    return status.scope != RUN and (count is None or count.per != ROOT_RUN)
 
 
 def _policy(limit: str, scope: str | None) -> str:

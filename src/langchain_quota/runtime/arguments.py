@@ -212,13 +212,12 @@ def parse_tool_names(argument: str, value: object, *, or_none: bool = False) -> 
     return tuple(sorted(set(names)))
 
 
-def validate_name(argument: str, value: object) -> None:
+def validate_name(value: object) -> None:
     """Check that a value is a limit's name, or empty."""
-    validate_type(argument, value, str, "a string")
+    validate_type("name", value, str, "a string")
     if value and (len(str(value)) > MAX_NAME_LENGTH or not str(value).isprintable()):
-        raise ValueError(
-            f"{argument} must have 1 to {MAX_NAME_LENGTH} printable characters, not {value!r}"
-        )
+        must = f"have 1 to {MAX_NAME_LENGTH} printable characters"
+        raise ValueError(f"name must {must}, not {value!r}")
 
 
 _NOT_THE_USERS = {"langchain_quota", "typing"}

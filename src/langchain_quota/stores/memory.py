@@ -88,15 +88,13 @@ class Tables:
         self.notes: ExpiringDict[dict[str, Grant]] = ExpiringDict()
         self._results: ExpiringDict[AcquireResult] = ExpiringDict(remembered)
         self._attempts: ExpiringDict[Attempt] = ExpiringDict(remembered)
-        self._corrected: ExpiringDict[bool] = ExpiringDict(remembered)
-        self._settled: ExpiringDict[bool] = ExpiringDict(remembered)
         self.by_kind: dict[str, ExpiringDict[Any]] = {
             COUNT: self.counts,
             NOTES: self.notes,
             RESULT: self._results,
             ATTEMPT: self._attempts,
-            CORRECTION: self._corrected,
-            SETTLEMENT: self._settled,
+            CORRECTION: ExpiringDict(remembered),
+            SETTLEMENT: ExpiringDict(remembered),
         }
 
     def acquire(self, request: AcquireRequest) -> AcquireResult:
@@ -208,7 +206,7 @@ class Tables:
         )
 
     def _correct(self, correction: Correction, now: float) -> None:
-        done = self._settled if correction.settles else self._corrected
+        done = self.by_kind[SETTLEMENT if correction.settles else CORRECTION]
         if done.get(correction.id, now):
             return
         lasts = REMEMBERED if correction.settles else CORRECTED

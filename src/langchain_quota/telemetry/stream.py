@@ -12,9 +12,6 @@ from langchain_quota.core.stops import StopReason, reason_of
 from langchain_quota.runtime.units import Level
 from langchain_quota.telemetry.events import DecisionEvent
 
-EVENT = "langchain_quota_event"
-"""The key of the event's name, by which clients tell these events from those of others."""
-
 EventName = Literal["near", "exhausted", "refused", "waiting", "downgraded", "ended"]
 
 

@@ -157,7 +157,9 @@ class UsageTable(UsageReader):
         """Subtract calls that did not run, and what they cost; other units are settled."""
         costs: dict[object, int] = {}
         with self._lock:
-            thread = self._change_thread(caller)
+            thread = self._subjects.get((caller.agent, THREAD, caller.thread or ""))
+            if thread is not None:
+                thread.line, thread.rated_until = "", 0.0
             for refund in refunds:
                 use = thread.uses.get(refund.limit) if thread else None
                 if use is not None and use.unit == "calls":
@@ -239,7 +241,8 @@ class UsageTable(UsageReader):
         """Warn once if quotas are counted in memory, and another process has a file, and lives."""
         if not self.counts_in_memory or self._directory is None:
             return
-        if workers.has_others(self._directory, self._own_path, self._on_error):
+        others = workers.read_others(self._directory, self._own_path, self._on_error)
+        if any(other.pid != os.getpid() and workers.is_alive(other.pid) for other in others):
             self.counts_in_memory = False
             logger.warning(
                 "several workers count quotas in a MemoryStore, and each allows the whole: write "
@@ -261,7 +264,6 @@ class UsageTable(UsageReader):
         return reading
 
     def _own_snapshots(self) -> list[workers.Snapshot]:
-        """Return what this process knows now."""
         with self._lock:
             snapshot = self._settings._replace(
                 pid=os.getpid(),
@@ -308,13 +310,6 @@ class UsageTable(UsageReader):
         self._subjects.move_to_end(key)
         subject.last, subject.line, subject.rated_until = now, "", 0.0
         return subject
-
-    def _change_thread(self, caller: CallerLabels) -> Subject | None:
-        """Return the thread of a caller, if it is in the table, and have its line written anew."""
-        thread = self._subjects.get((caller.agent, THREAD, caller.thread or ""))
-        if thread is not None:
-            thread.line, thread.rated_until = "", 0.0
-        return thread
 
     def _record(self, thread: Subject, verdict: Verdict, now: float, *, is_charge: bool) -> None:
         """Set what a thread has used of limits, after a verdict."""

@@ -123,7 +123,6 @@ class Snapshot(NamedTuple):
     frozen: tuple[float, Sequence[Freeze]] = 0.0, ()
     """When a store answered last, and who was frozen then in all of them."""
     refusals: Sequence[Refusal] = ()
-    """The last refusals."""
     exports: Sequence[Export] = ()
     """The subjects that a scrape of this process has exported within an hour."""
     subjects: Sequence[Subject] = ()
@@ -140,7 +139,6 @@ def in_slices(items: Iterable[T]) -> Iterator[T]:
 
 
 def _line_of(subject: Subject) -> str:
-    """Return a subject as a line of the file."""
     uses = {
         limit: [getattr(use, name) for name in Use.__slots__] for limit, use in subject.uses.items()
     }
@@ -187,12 +185,6 @@ def read_others(directory: Path, own_path: Path | None, on_error: OnError) -> It
                 yield _read(path)
             except Exception as error:
                 on_error(error)
-
-
-def has_others(directory: Path, own_path: Path | None, on_error: OnError) -> bool:
-    """Return whether another process has a file, and lives."""
-    others = read_others(directory, own_path, on_error)
-    return any(other.pid != os.getpid() and is_alive(other.pid) for other in others)
 
 
 def _read(path: Path) -> Snapshot:
